@@ -1,1 +1,1 @@
-"""Benchmarks and the workloads they share with the tests."""
+"""Benchmarks, and workloads shared with the tests."""

@@ -1,12 +1,13 @@
-"""Plans chosen by the simulated time of a layer, exchange and copies and computing together, beside `Exact(eps=0.01)`.
+"""Plans selected by the simulated time of a layer, against `Exact(eps=0.01)`.
 
     python -m benchmarks.bench_bandwidth_aware --loads DIR/*.npy --step 12 --out FILE.json
 
-For every layer of each recording and every machine, the fastest of a family of plans is taken: `eps`, the most copies
-of a home rank's experts, and relays, inside domains, and with the whole machine as one domain. Then its replicas are
-dropped, one at a time, as long as it is faster, with new quotas by a linear program. What comes out is the most that
-such a planner gains, as the simulator that judges is the one that chooses. Layers stand alone: DeepSeek-V3's, forward
-and backward. Without `--loads` they are synthetic. Homes are as they are, or relocated by the other recordings.
+For every layer of each recording and every machine, the fastest plan of a family is selected. The family varies `eps`,
+the fan-out of a home rank and relays, inside domains and with the whole machine as one domain. Replicas are then
+dropped one at a time while the simulated time falls, with new quotas from a linear program. The result is an upper
+bound on the gain of such a planner, as the same simulator selects and evaluates. Layers are independent: those of
+DeepSeek-V3, forward and backward. Without `--loads` they are synthetic. Homes are unchanged, or relocated according to
+the other recordings.
 """
 
 import argparse
@@ -33,20 +34,20 @@ from jax_moe_lb.transport import Gather, Relay
 MACHINES = ("h100_node", "h100_16_nodes", "dc4_10gbit")
 EPS, FAN_OUTS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.4), (None, 1, 2)
 SLOTS, RANK_STD = 2, 0.2
-"""What a rank's text differs by, about as in `benchmarks/traces`."""
+"""Standard deviation of the log popularity between ranks, about as in `benchmarks/traces`."""
 
 MOST_DROPS = 12
-"""Of each plan so many replicas are tried at most, those of the busiest senders first."""
+"""Maximum number of replicas to try per plan, those of the busiest senders first."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fixed(Balancer):
-    """A plan that was made before."""
+    """Balancer returning a given plan."""
 
     plan: Plan
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Returns that plan."""
+        """Return the given plan."""
         return self.plan, state
 
 
@@ -59,11 +60,11 @@ class Case:
     counts: np.ndarray
 
     def time_s(self, system: System, cluster: Cluster | None = None) -> float:
-        """Seconds of the layer, forward and backward."""
+        """Return the time of the layer in seconds, forward and backward."""
         return simulate(system, self.model, cluster or self.cluster, self.counts).step_s
 
     def family(self, cluster: Cluster) -> dict[System, float]:
-        """Seconds of every plan that is tried."""
+        """Return the time of every plan of the family, in seconds."""
         found = {}
         for eps, most, copies in product(EPS, FAN_OUTS, (Gather(), Relay())):
             system = System(Exact(eps=eps, max_fan_out=most), copies, replica_slots=SLOTS)
@@ -71,7 +72,7 @@ class Case:
         return found
 
     def dropped(self, system: System, cluster: Cluster, time_s: float) -> float:
-        """Seconds after replicas were dropped that cost more than they save."""
+        """Return the time in seconds after dropping replicas that cost more than they save."""
         topology, num_home = cluster.topology(), self.model.experts // cluster.num_ranks
         start = plain_plan(self.counts, topology, num_home + SLOTS)
         plan = jax.tree.map(np.asarray, system.balancer.rebalance(self.counts, start, topology, ())[0])
@@ -87,7 +88,7 @@ class Case:
 
 
 def busiest_first(plan: Plan) -> list[tuple[int, int]]:
-    """Rank and slot of all replicas, by how many copies the home rank of their expert sends."""
+    """Return rank and slot of all replicas, ordered by the fan-out of their expert's home rank, largest first."""
     found = [
         (int(rank), int(slot) + plan.num_home) for rank, slot in np.argwhere(plan.placement[:, plan.num_home :] >= 0)
     ]
@@ -97,7 +98,7 @@ def busiest_first(plan: Plan) -> list[tuple[int, int]]:
 
 
 def counts_of(tokens: np.ndarray, model: ModelShape, num_ranks: int) -> np.ndarray:
-    """Counts [R, E] of a microbatch whose experts are as popular as in a recording, with text of each rank's own."""
+    """Sample counts [R, E] of a microbatch with the expert popularity of a recording, varied per rank."""
     rng = np.random.default_rng(0)
     own = tokens * np.exp(RANK_STD * rng.standard_normal((num_ranks, len(tokens))))
     chances = np.minimum(own * model.per_token / own.sum(1, keepdims=True), 1.0)
@@ -105,7 +106,7 @@ def counts_of(tokens: np.ndarray, model: ModelShape, num_ranks: int) -> np.ndarr
 
 
 def cases(layers: recorded.Layers, machine: str) -> Iterator[tuple[str, str, list[Case]]]:
-    """Recording and homes, and their layers."""
+    """Yield recording, kind of homes, and their layers."""
     model = replace(load_config("", "deepseek_v3").model.build(), layers=1)
     cluster = load_config("", machine).cluster.build()
     for name, tokens in layers.items():
@@ -118,7 +119,9 @@ def cases(layers: recorded.Layers, machine: str) -> Iterator[tuple[str, str, lis
 
 
 def ratios(case: Case) -> tuple[float, float, float]:
-    """Times over that of `Exact(eps=0.01)` inside domains: of the best there, of all, and with replicas dropped."""
+    """Return time ratios to `Exact(eps=0.01)` inside domains: best inside domains, best of all, after dropping
+    replicas.
+    """
     base_s = case.time_s(System(Exact(eps=0.01), replica_slots=SLOTS))
     inside, whole = case.cluster, replace(case.cluster, domain_level=case.cluster.levels[0].name)
     found = {(system, inside): time_s for system, time_s in case.family(inside).items()}
@@ -130,7 +133,7 @@ def ratios(case: Case) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     out_option(parser)

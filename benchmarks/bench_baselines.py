@@ -22,7 +22,7 @@ from jax_moe_lb.planners import rebalance_experts
 
 
 def planned(balancer: Balancer, case: popular_ranks.Case, counts: np.ndarray) -> tuple[Plan, float]:
-    """The plan of a load that history knows already, and the time for it in microseconds."""
+    """Return the plan for a load that is already in the history, and the planning time in microseconds."""
     topology = Topology.flat(case.num_ranks)
     slots = case.num_experts // case.num_ranks + case.replica_slots
     args = jax.device_put((counts, plain_plan(counts, topology, slots)))
@@ -34,14 +34,14 @@ def planned(balancer: Balancer, case: popular_ranks.Case, counts: np.ndarray) ->
 
 
 def row_of(plan: Plan, time_us: float) -> tuple[float, ...]:
-    """Imbalance, replicas, most replicas of an expert, time."""
+    """Return imbalance, replicas, maximum replicas of an expert, and time."""
     replicas = plan.placement[:, plan.num_home :]
     copies = np.bincount(replicas[replicas >= 0], minlength=plan.num_experts)
     return float(imbalance(load(plan))), copies.sum(), copies.max(), time_us
 
 
 def packed_afresh(case: popular_ranks.Case, counts: np.ndarray, rebalance: Callable) -> tuple[float, ...]:
-    """What EPLB's own algorithm, `rebalance_experts`, makes of the exact load; home experts move."""
+    """Return the same numbers for EPLB's own algorithm, `rebalance_experts`, on the exact load; home experts move."""
     tokens, num_slots = counts.sum(0), case.num_experts + case.num_ranks * case.replica_slots
     experts, _, copies = rebalance(tokens[None], num_slots, 1, 1, case.num_ranks)
     loads = (tokens / copies[0])[experts[0]].reshape(case.num_ranks, -1).sum(1)
@@ -49,7 +49,7 @@ def packed_afresh(case: popular_ranks.Case, counts: np.ndarray, rebalance: Calla
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     out = out_alone(__doc__)
     rows: dict[str, list[tuple[float, ...]]] = {}
     for case in popular_ranks.CASES:

@@ -1,12 +1,12 @@
-"""Where balancing does not pay: tokens per rank, size of experts and skew, simulated.
+"""Break-even of balancing: tokens per rank, expert size and skew, simulated.
 
     python -m benchmarks.bench_break_even [--quick] [--plot docs/how-to/break_even.png] [--out FILE.json]
 
-Simulated is one layer, forward and backward, on the preset `h100_node` (8 H100, assumed rates), 64 experts, top-4,
-width 4096, bfloat16: the time of `exact` with two replica slots over that of plain, the median over the four shapes of
-load, and that of `exact` with `Cost()`, which leaves a plan alone where it would not pay. `advise` gets workloads of
-the same skew drawn with one seed, and what it recommends is judged on those of another. `bench_break_even_two_ranks`
-measures some points.
+The simulation is of one layer, forward and backward, on the preset `h100_node` (8 H100, assumed rates), with 64
+experts, top-4, width 4096 and bfloat16. It gives the time of `exact` with two replica slots relative to plain, the
+median over the four load shapes. The same is given for `exact` with `Cost()`, which keeps the plain plan if balancing
+does not pay. `advise` gets workloads of the same skew with one seed, and its recommendation is evaluated on another
+seed. `bench_break_even_two_ranks` measures some points.
 """
 
 import argparse
@@ -36,19 +36,19 @@ EXACT = Candidate("exact", exact(REPLICA_SLOTS))
 GUARDED = Candidate("exact with Cost()", replace(EXACT.system, balancer=Exact(cost=Cost())))
 
 DARK = 0.7
-"""Beyond this binary logarithm of a ratio its cell is dark."""
+"""Absolute log2 of a ratio above which its cell is dark."""
 
 Surface = dict[int, np.ndarray]
-"""`[skews, tokens]`, a time over that of plain, by the inner width."""
+"""Time ratio to plain, `[skews, tokens]`, by inner width."""
 
 
 def model_of(tokens: int, inner: int) -> ModelShape:
-    """One layer."""
+    """Return the sizes of one layer."""
     return ModelShape(1, 4096, inner, experts=64, per_token=4, tokens=tokens)
 
 
 def cluster_of(preset: str) -> Cluster:
-    """The machine of a preset."""
+    """Return the cluster of a preset."""
     section = load_config("CLUSTER", preset).cluster
     if section is None:
         raise ValueError(f"preset {preset!r} has no cluster; expected one")
@@ -56,12 +56,12 @@ def cluster_of(preset: str) -> Cluster:
 
 
 def workloads_of(model: ModelShape, cluster: Cluster, skew: float, seed: int) -> list[Workload]:
-    """One draw of each shape of load that can have the skew; more than four tokens hardly change it."""
+    """Return one sample of each load shape with this skew; more than four tokens change little."""
     return drawn_workloads(model, cluster.num_ranks, skew, 1, list(LoadShape), draws=1, seed=seed)
 
 
 def step_s(candidate: Candidate, model: ModelShape, cluster: Cluster, workload: Workload) -> float:
-    """Seconds of a simulated layer."""
+    """Return the simulated time of a layer in seconds."""
     if workload.counts is None:
         raise ValueError(f"workload {workload.name!r} has no counts; expected some")
     migration = candidate.migration
@@ -69,7 +69,7 @@ def step_s(candidate: Candidate, model: ModelShape, cluster: Cluster, workload: 
 
 
 def over_plain(candidate: Candidate, model: ModelShape, cluster: Cluster, skew: float, seed: int) -> float:
-    """Its time over that of plain, the median over shapes."""
+    """Return the time ratio to plain, the median over load shapes."""
     base = Candidate("plain", plain())
     workloads = workloads_of(model, cluster, skew, seed)
     ratios = [step_s(candidate, model, cluster, one) / step_s(base, model, cluster, one) for one in workloads]
@@ -77,7 +77,7 @@ def over_plain(candidate: Candidate, model: ModelShape, cluster: Cluster, skew: 
 
 
 def surface(candidate: Candidate, cluster: Cluster, tokens: tuple[int, ...]) -> Surface:
-    """Its time over that of plain."""
+    """Return the time ratios to plain for all points."""
     return {
         inner: np.array(
             [[over_plain(candidate, model_of(t, inner), cluster, skew, 0) for t in tokens] for skew in SKEWS]
@@ -87,7 +87,7 @@ def surface(candidate: Candidate, cluster: Cluster, tokens: tuple[int, ...]) -> 
 
 
 def break_even(found: Surface, guarded: Surface, tokens: tuple[int, ...]) -> Table:
-    """From how many tokens on `exact` stays faster by a percent, and the times of both at the most and at the end."""
+    """Return the token count above which `exact` stays faster by 1 %, and extreme and final time ratios of both."""
     rows: list[list[Value]] = []
     for inner, ratios in found.items():
         expert_mb = model_of(1, inner).expert_bytes / 1e6
@@ -104,7 +104,7 @@ def break_even(found: Surface, guarded: Surface, tokens: tuple[int, ...]) -> Tab
 
 
 def advice(cluster: Cluster, tokens: tuple[int, ...]) -> Iterator[list[Value]]:
-    """What `advise` says, and how that does on another draw: a row for each point."""
+    """Yield a row per point: the choice of `advise`, and its time on another sample."""
     step = Step()
     for inner in INNER:
         for skew in SKEWS:
@@ -120,7 +120,7 @@ def advice(cluster: Cluster, tokens: tuple[int, ...]) -> Iterator[list[Value]]:
 
 
 def agreement(rows: list[list]) -> Table:
-    """Counts of what `advise` did where `exact` loses and where it wins."""
+    """Return counts of the choices of `advise`, by gain or loss of `exact`."""
     table: list[list[Value]] = []
     for name, keep in (
         ("exact loses (above 1)", lambda ours: ours > 1),
@@ -137,7 +137,7 @@ def agreement(rows: list[list]) -> Table:
 
 
 def draw(found: Surface, tokens: tuple[int, ...], path: Path) -> None:
-    """Writes a panel for each size of experts."""
+    """Plot one panel per expert size."""
     figure = Figure(figsize=(4 * len(found), 3.6), layout="constrained")
     for axes, (inner, ratios) in zip(figure.subplots(1, len(found)), found.items(), strict=True):
         image = axes.pcolormesh(range(len(tokens)), range(len(SKEWS)), np.log2(ratios), cmap="RdBu_r", vmin=-1, vmax=1)
@@ -150,15 +150,15 @@ def draw(found: Surface, tokens: tuple[int, ...], path: Path) -> None:
     bar = figure.colorbar(image, ax=figure.axes, ticks=[-1, 0, 1])
     bar.ax.set_yticklabels(["0.5", "1", "2"])
     bar.set_label("time of exact / plain, simulated")
-    # Without the version of matplotlib, so that the same numbers make the same file.
+    # Omit the version of matplotlib, so that equal numbers give an equal file.
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
 def main() -> None:
-    """Prints the tables and writes the plot."""
+    """Print the tables and write the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few points")
-    parser.add_argument("--plot", type=Path, help="where to write the plot, a PNG")
+    parser.add_argument("--quick", action="store_true", help="Use few points.")
+    parser.add_argument("--plot", type=Path, help="Output PNG of the plot.")
     out_option(parser)
     given = parser.parse_args()
     cluster = cluster_of("h100_node")

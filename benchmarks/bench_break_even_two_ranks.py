@@ -1,13 +1,13 @@
-"""Calibrate, simulate, measure: six steps on two ranks with a core each, predicted from this machine's own rates.
+"""Predicted and measured steps on two ranks with one core each, from calibrated rates of this machine.
 
     python -m benchmarks.bench_break_even_two_ranks [--repeats 15] [--points 6] [--out FILE.json]
 
-Forward and backward of one layer of width 256, 8 experts, top-2, float32, between two processes as `bench_two_ranks`
-runs them; `ultraep` with one replica slot beside plain, taken in turn. Nothing else may run meanwhile.
+A step is forward and backward of one layer of width 256 with 8 experts, top-2, float32, between two processes as in
+`bench_two_ranks`. `ultraep` with one replica slot and plain run alternately. The machine must be idle otherwise.
 
-Nothing is fitted to a step. Before its steps each pair of processes measures what `jax-moe-lb calibrate` does: grouped
-FFNs, exchanges, copies of weights and a planner, each by itself and all but the first of one size. `simulate` puts
-steps together from them that nobody has timed, with the counts of the measured ones.
+The prediction is not fitted to any step. Before its steps, each pair of processes runs the measurements of `jax-moe-lb
+calibrate`: grouped FFNs, exchanges, copies of weights and a planner, each separately, and all but the first at one
+size. `simulate` composes the step times from them, with the counts of the measured steps.
 """
 
 import argparse
@@ -36,7 +36,7 @@ POINTS = (
 
 
 def cluster_of(machine: str) -> Cluster:
-    """The machine of a file that `jax-moe-lb calibrate` would have written."""
+    """Return the cluster of a machine file in the format of `jax-moe-lb calibrate`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "machine.yaml"
         path.write_text(machine)
@@ -47,7 +47,7 @@ def cluster_of(machine: str) -> Cluster:
 
 
 def predicted_s(found: dict[str, Any], name: str, system: System, point: Point) -> float:
-    """Seconds of a step with the counts of one row of what a rank reports."""
+    """Return the predicted time of a step in seconds, for the counts of one row of a rank's report."""
     sizes = point.sizes
     model = ModelShape(
         1, sizes.width, sizes.inner, sizes.num_experts, sizes.per_tok, sizes.num_tokens, itemsize=4, pre_expert_s=0.0
@@ -57,7 +57,7 @@ def predicted_s(found: dict[str, Any], name: str, system: System, point: Point) 
 
 
 def measured(repeats: int, points: tuple[Point, ...]) -> Iterator[list[Value]]:
-    """Both systems on two ranks, predicted and measured, and the one over the other."""
+    """Yield predicted and measured times of both systems on two ranks, and their ratios."""
     for point in points:
         found = measure(repeats, point)
         times_s, systems = slowest_s(found), {"plain": plain(), PLAN: ultraep(REPLICA_SLOTS)}
@@ -70,10 +70,10 @@ def measured(repeats: int, points: tuple[Point, ...]) -> Iterator[list[Value]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15, help="of each point")
-    parser.add_argument("--points", type=int, default=len(POINTS), help="how many, the quickest first")
+    parser.add_argument("--repeats", type=int, default=15, help="Repetitions per point.")
+    parser.add_argument("--points", type=int, default=len(POINTS), help="Number of points, fastest first.")
     out_option(parser)
     given = parser.parse_args()
     columns = {"tokens per rank": "d", "inner width": "d", "skew asked for": ".2f"}

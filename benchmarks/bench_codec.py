@@ -1,13 +1,12 @@
-"""Does training bear encoded experts? `python -m benchmarks.bench_codec --steps 200 --out FILE.json`.
+"""Training with encoded experts: `python -m benchmarks.bench_codec --steps 200 --out FILE.json`.
 
-The tiny language model over 8 virtual devices in 2 domains of 4, so three of four experts that a rank serves
-are decoded ones: plain (ratio 1), and ratios 10 and 50 with the shared expert, without, and with what domains
-remember, each from several seeds.
-With `--upcycled` all experts of a layer start as copies of one, as when a dense model becomes a mixture of experts:
-they resemble each other more than experts that start as independent random numbers.
-Final gaps are the table; `--plot FILE.png` draws the loss of every step.
+The tiny language model runs on 8 virtual devices in 2 domains of 4, so three of four experts served by a rank are
+decoded. The codecs are plain (ratio 1), and ratios 10 and 50 with three bases: the shared expert, none, and the
+remembered one. Each runs with several seeds. With `--upcycled` all experts of a layer start as copies of one, as in
+sparse upcycling: they resemble each other more than independently initialized experts. The table has the final gaps;
+`--plot FILE.png` draws the loss of every step.
 
-The mean and the encoding are those of the weights of the step. Encoding ahead, after the optimizer, gives the same bits
+Mean and encoding use the weights of the current step. Encoding ahead, after the optimizer, gives the same bits
 (`tests/transport/test_codec.py`).
 """
 
@@ -41,11 +40,11 @@ CODECS = {
     "ratio 50, remembered": Codec(50.0, CodecBase.REMEMBERED),
 }
 AVERAGED_STEPS = 20
-"""The final loss is the mean of so many steps, and of as many seeds."""
+"""Number of last steps over which the final loss is averaged."""
 
 
 def copies_of_one(state: nnx.State) -> nnx.State:
-    """The state with all experts of a layer as its first, also what is remembered of them."""
+    """Return the state with all experts of a layer, and the remembered base, equal to the first expert."""
 
     def copied(path: tuple, leaf: jax.Array) -> jax.Array:
         of_experts = "moe" in jax.tree_util.keystr(path) and leaf.ndim == 3
@@ -57,7 +56,7 @@ def copies_of_one(state: nnx.State) -> nnx.State:
 def train(
     config: TrainConfig, mesh: Mesh, migrate: GatherExpertDomain, corpus: Corpus, upcycled: bool
 ) -> tuple[list[float], float]:
-    """Loss of every step, and of the validation text in the end."""
+    """Return the loss of every step, and the final validation loss."""
     programs = make_programs(config, mesh, plain(Buffers(2.0)).replace(migrate=migrate))
     state, losses = programs.init(), []
     if upcycled:
@@ -72,7 +71,7 @@ def train(
 
 
 def table(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], seeds: list[int]) -> Table:
-    """Final losses, and gaps to the reference seed by seed."""
+    """Return final losses, and their gaps to the reference for the same seed."""
     columns = {"codec": "", "training loss": ".4f", "training gap": "+.4f"}
     columns |= {"validation loss": ".4f", "validation gap": "+.4f", "largest gap": "+.4f"}
     rows: list[list[Value]] = []
@@ -86,7 +85,7 @@ def table(results: dict[tuple[str, int], tuple[list[float], float]], codecs: lis
 
 
 def plot(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], path: Path) -> None:
-    """Loss curves, means over ten steps, one colour per codec, one line per seed."""
+    """Plot loss curves as means over ten steps, with one color per codec and one line per seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -106,11 +105,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--domain-size", type=int, default=4)
     parser.add_argument(
-        "--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="the first is the reference"
+        "--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="Codecs; the first is the reference."
     )
-    parser.add_argument("--learning-rate", type=float, help="at its peak; the preset's by default")
-    parser.add_argument("--upcycled", action="store_true", help="experts of a layer start as copies of one")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="losses of every step")
+    parser.add_argument("--learning-rate", type=float, help="Peak learning rate; the preset's by default.")
+    parser.add_argument("--upcycled", action="store_true", help="Initialize experts of a layer as copies of one.")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Plot of the losses of every step.")
     out_option(parser)
     given = parser.parse_args()
     use_virtual_cpu_devices(8)

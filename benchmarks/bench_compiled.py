@@ -1,6 +1,6 @@
-"""What options of XLA and of the layer change in programs compiled for GPUs and TPUs that need not be there.
+"""Effects of XLA and layer options on programs compiled for GPUs and TPUs not present.
 
-It needs their compilers: `jax_moe_lb[cuda,tpu]`, as `ci/accelerators.sh` installs them into `.venv-accelerators`.
+Requires their compilers: `jax_moe_lb[cuda,tpu]`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ from jax_moe_lb.transport import Kernels, QuantizedTransfer
 XLAS_OWN = ",".join(name for name in IN_GRAPHS if name not in ("WHILE", "COLLECTIVES"))
 SIZES = LayerSizes()
 MEAN_LOAD_BYTES = SIZES.tokens * SIZES.per_token * SIZES.hidden * jnp.dtype(jnp.bfloat16).itemsize
-"""Of the rows that each rank serves when all serve as many."""
+"""Bytes of the rows served by each rank at equal load."""
 
 DECOMPOSER = "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"
 MEMORY_PERCENT = "xla_tpu_scheduler_percent_shared_memory_limit"
@@ -26,18 +26,18 @@ MEMORY_PERCENT = "xla_tpu_scheduler_percent_shared_memory_limit"
 
 @dataclass(frozen=True)
 class Row:
-    """This is one program.
+    """One program.
 
     Args:
-        target: the machine.
-        system: the name of the system.
-        what: what is special about it.
-        train: whether with gradients.
-        max_rounds: the rounds that it has; `None` for a loop.
-        fused: whether experts have gate and up projection in one weight.
-        options: options of XLA, over those of `compiler_options`.
-        wire: in which precision rows travel forward.
-        own_kernels: whether products on Hopper are those of this library.
+        target: name of the target.
+        system: name of the system.
+        what: label of the option under test.
+        train: if True, compile the gradients, too.
+        max_rounds: rounds of the program; `None` for a loop.
+        fused: if True, experts have gate and up projection in one weight.
+        options: XLA options, overriding `compiler_options`.
+        wire: precision of rows in the forward pass.
+        own_kernels: if True, use the grouped matrix products of this library on Hopper.
     """
 
     target: str
@@ -51,7 +51,7 @@ class Row:
     own_kernels: bool = False
 
     def compile(self) -> ProgramReport:
-        """Compiles the layer of the reference sizes."""
+        """Compile the layer of the reference sizes and return its report."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         system = system.replace(buffers=buffers, transfer=self.wire)
@@ -114,7 +114,7 @@ COLUMNS = {
 
 
 def measured(row: Row) -> list[Value]:
-    """One row of the table."""
+    """Return one row of the table."""
     with quiet_stderr():
         found = row.compile()
     moving = [one for one in found.collectives if one.kind == "ragged-all-to-all"]
@@ -125,10 +125,10 @@ def measured(row: Row) -> list[Value]:
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     out = out_alone(__doc__)
-    # Compilers of kernels keep the architecture of the first program of a process, and refuse others. Nothing is timed,
-    # so that two programs may be compiled at once.
+    # Kernel compilers keep the architecture of the first program in a process and reject others. As the benchmark
+    # measures no times, two programs compile in parallel.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, context, use_no_accelerators, max_tasks_per_child=1) as pool:
         found = list(pool.map(measured, ROWS))

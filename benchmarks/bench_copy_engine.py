@@ -1,10 +1,10 @@
-"""What copies of expert weights, and plans for them, cost a GEMM that runs beside: copy engines against kernels.
+"""Slowdown of a GEMM by concurrent copies of expert weights and planning: copy engines against kernels.
 
     python -m benchmarks.bench_copy_engine            # needs a GPU
-    python -m benchmarks.bench_copy_engine --smoke    # tiny sizes on whatever there is
+    python -m benchmarks.bench_copy_engine --smoke    # tiny sizes on any device
 
-The ranks are simulated: one device holds the arrays of all of them, so the numbers are those
-of the device's own memory, not of a link between devices. Not run on a GPU yet.
+The ranks are simulated: one device holds the arrays of all ranks, so the numbers describe its memory and not a link
+between devices. Not run on a GPU yet.
 """
 
 import argparse
@@ -25,7 +25,7 @@ RANKS = 8
 
 
 def seconds(function: Callable, *args: jax.Array, repeats: int) -> float:
-    """Median wall time of a call that has been compiled."""
+    """Return the median wall time of a compiled call, in seconds."""
     jax.block_until_ready(function(*args))
     times = []
     for _ in range(repeats):
@@ -36,18 +36,18 @@ def seconds(function: Callable, *args: jax.Array, repeats: int) -> float:
 
 
 def gemm(x: jax.Array, home: jax.Array) -> jax.Array:
-    """Ten products there and back, so that the copies fit beside."""
+    """Compute ten pairs of products, long enough for concurrent copies."""
     for _ in range(10):
         x = (x @ home[0]) @ home[0].T / x.shape[1]
     return x
 
 
 def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
-    """Times in seconds of the GEMM and of copies of `slots` experts into every rank, alone and side by side."""
+    """Return times in seconds of the GEMM and of copies of `slots` experts per rank, alone and concurrent."""
     route = Route(())
     home = jax.random.normal(jax.random.key(0), (RANKS, width, inner), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
-    # Every rank gets the experts of the next ones.
+    # Every rank gets the experts of the next ranks.
     wanted = (jnp.arange(RANKS, dtype=jnp.int32)[:, None] + 1 + jnp.arange(slots, dtype=jnp.int32)[None]) % RANKS
 
     @jax.jit
@@ -75,12 +75,12 @@ def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict
 
 
 def measure_planned(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
-    """Seconds that a plan for the exact load and its copies add to the GEMM: beside it, and one after the other."""
+    """Return the seconds added to the GEMM by planning for the exact load and its copies, concurrent and sequential."""
     route = Route(())
     home = jax.random.normal(jax.random.key(0), (RANKS, width, inner), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
     placement = jnp.full((RANKS, 1 + slots), -1, jnp.int32).at[:, 0].set(jnp.arange(RANKS, dtype=jnp.int32))
-    # One rank in two is busy: the others all take replicas.
+    # Every second rank has load, so all others take replicas.
     quota = jnp.diag(jnp.arange(RANKS, dtype=jnp.int32) % 2 * 1000)
 
     @jax.jit
@@ -107,12 +107,12 @@ def measure_planned(width: int, inner: int, rows: int, slots: int, repeats: int)
 
 
 def measure_all(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
-    """Both."""
+    """Return the results of both measurements."""
     return {**measure(width, inner, rows, slots, repeats), **measure_planned(width, inner, rows, slots, repeats)}
 
 
 def gpu() -> str:
-    """What the numbers belong to."""
+    """Return name and driver version of the GPU."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
@@ -121,7 +121,7 @@ def gpu() -> str:
 
 
 def table(found: dict[str, dict[str, float]]) -> Table:
-    """One row for each quantity, one column for each case."""
+    """Return a table with one row per quantity and one column per case."""
     names = next(iter(found.values()))
     rows = [[name, *(of_case[name] for of_case in found.values())] for name in names]
     return Table({"": ""} | dict.fromkeys(found, ".4g"), rows, f"{RANKS} ranks on one device; GPU: {gpu()}")
@@ -129,7 +129,7 @@ def table(found: dict[str, dict[str, float]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever there is")
+    parser.add_argument("--smoke", action="store_true", help="Use tiny sizes on any device.")
     out_option(parser)
     given = parser.parse_args()
     if given.smoke:

@@ -1,9 +1,9 @@
-"""`Exact` on expert loads: what it reaches, and how far that is from the optimum.
+"""Imbalance of `Exact` on expert loads, and its gap to the optimum.
 
     python -m benchmarks.bench_exact table --loads FILE.npy ...                 # max/mean load, replicas, us
     python -m benchmarks.bench_exact optimum --loads FILE.npy ... [--step 4]    # against the MILP optimum
 
-`optimum` takes about a second a layer.
+`optimum` takes about a second per layer.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SHAPES = ((64, 256, 1), (64, 256, 2), (32, 256, 2), (8, 256, 2), (8, 128, 4), (2
 def plan(
     tokens: np.ndarray, num_ranks: int, slots: int, eps: float = 0.0, repeats: int = 1
 ) -> tuple[float, int, float]:
-    """max/mean load, replicas, least CPU time in us."""
+    """Return max/mean load, replicas, and minimum CPU time in us."""
     counts = recorded.on_first_rank(tokens, num_ranks)
     width, times_s = len(tokens) // num_ranks + slots, []
     for _ in range(repeats):
@@ -35,7 +35,7 @@ def plan(
 
 
 def table(loads: recorded.Layers, eps: float) -> Table:
-    """What plans reach, and how long one takes."""
+    """Return a table of imbalance and planning time."""
     columns = {"ranks x experts": "", "S - L": "d", "loads": "", "mean": ".5f", "worst layer": ".5f", "replicas": ".1f"}
     lines: list[list[Value]] = []
     for ranks, experts, slots in SHAPES:
@@ -48,7 +48,7 @@ def table(loads: recorded.Layers, eps: float) -> Table:
 
 
 def against_optimum(loads: recorded.Layers) -> Table:
-    """Beside a mixed-integer program; the small layers are synthetic."""
+    """Return the comparison with a mixed-integer program; the small layers are synthetic."""
     columns = {"loads": "", "layers": "d"} | dict.fromkeys(("plain", "Exact", "optimum"), ".4f")
     columns |= dict.fromkeys(("gap, mean, %", "gap, worst, %", "proven within, %"), ".2f")
     small = np.random.default_rng(0).lognormal(0, 0.8, (8, 8, 8)) * np.random.default_rng(1).lognormal(
@@ -60,7 +60,7 @@ def against_optimum(loads: recorded.Layers) -> Table:
 
 
 def compare(name: str, layers: np.ndarray, replica_slots: int, candidates: int) -> list[Value]:
-    """A row: 8 ranks."""
+    """Return a row for 8 ranks."""
     slots = layers.shape[1] // 8 + replica_slots
     ours = np.array([plan(layer, 8, replica_slots)[0] for layer in layers])
     best, bound = np.array([optimum(layer, 8, slots, candidates) for layer in layers]).T
@@ -71,11 +71,11 @@ def compare(name: str, layers: np.ndarray, replica_slots: int, candidates: int) 
 
 
 def main() -> None:
-    """Reports a table."""
+    """Report a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("table", "optimum"))
     recorded.add_arguments(parser)
-    parser.add_argument("--eps", type=float, default=0.0, help="of `table`")
+    parser.add_argument("--eps", type=float, default=0.0, help="`eps` of the command `table`.")
     out_option(parser)
     options = parser.parse_args()
     if options.what == "table":

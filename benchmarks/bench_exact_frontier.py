@@ -1,8 +1,8 @@
-"""Imbalance against replicas: `Exact` from eps = 0 to 0.1 beside UltraEP's rule.
+"""Imbalance against replicas: `Exact` from eps = 0 to 0.1, and UltraEP's rule.
 
     python -m benchmarks.bench_exact_frontier --loads FILE.npy ... [--step 4]
 
-The last row of a shape is `Exact` with, layer by layer, the eps that allows UltraEP's maximum.
+The last row of a shape is `Exact` with `eps` chosen per layer to allow UltraEP's maximum load.
 """
 
 import argparse
@@ -22,7 +22,7 @@ ULTRAEP_EPS = (0.0, 0.01, 0.03, 0.1)
 
 
 def ultraep(tokens: np.ndarray, num_ranks: int, slots: int, eps: float = 0.01) -> tuple[int, int]:
-    """Maximum load and replicas of UltraEP's plan, whose replicas may be as small as it likes."""
+    """Return maximum load and replicas of UltraEP's plan, without a minimum replica size."""
     counts, width = recorded.on_first_rank(tokens, num_ranks), len(tokens) // num_ranks + slots
     start = plain_plan(counts, Topology.flat(num_ranks), width)
     placement, quota = _planning.ultraep(start.placement, start.quota, num_ranks, eps, min_tokens=1)
@@ -30,7 +30,7 @@ def ultraep(tokens: np.ndarray, num_ranks: int, slots: int, eps: float = 0.01) -
 
 
 def measure(layers: np.ndarray, ranks: int, slots: int) -> list[list[Value]]:
-    """The frontiers of `Exact` and of UltraEP: rows of the table, means over layers."""
+    """Return the frontiers of `Exact` and of UltraEP as rows of the table, means over layers."""
     means = layers.sum(1, dtype=np.int64) / ranks
     rows: list[list[Value]] = []
     for eps in EPS:
@@ -48,7 +48,9 @@ def measure(layers: np.ndarray, ranks: int, slots: int) -> list[list[Value]]:
 
 
 def within_their_maximum(layer: np.ndarray, ranks: int, slots: int) -> tuple[float, int, bool]:
-    """max/mean load and replicas of `Exact` if it may go as high as UltraEP, and whether those are more."""
+    """Return max/mean load and replicas of `Exact` with UltraEP's maximum as its limit, and whether it needs more
+    replicas.
+    """
     most, count = ultraep(layer, ranks, slots)
     mean = layer.sum(dtype=np.int64) / ranks
     best = plan(layer, ranks, slots)[0] * mean
@@ -58,7 +60,7 @@ def within_their_maximum(layer: np.ndarray, ranks: int, slots: int) -> tuple[flo
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     out_option(parser)

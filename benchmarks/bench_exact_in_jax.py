@@ -1,11 +1,11 @@
-"""How good the plans of `Exact` in jnp are beside those of the C++ planner, on the same loads.
+"""Plan quality of `Exact` in jnp against the C++ planner, on the same loads.
 
     python -m benchmarks.bench_exact_in_jax --loads FILE.npy ... [--step 4] [--shape 8 2]
 
-A row is one shape, one `eps` and one bound on the fan-out: the maximum load over the mean of each planner, by how much
-that of jnp is higher (mean and worst single layer, in percent), and the replicas of a layer. With `eps` either may use
-the whole of it to save replicas, so that a difference up to `eps` is no loss by itself. One domain; `localize` is off,
-as it changes neither.
+A row is one shape, one `eps` and one bound on the fan-out. It gives max/mean load of each planner, the excess of jnp
+(mean and worst layer, in percent), and the replicas per layer. With `eps`, either planner may use all of it to save
+replicas, so a difference up to `eps` is no loss. All ranks form one domain; `localize` is off, as it changes neither
+number.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from jax_moe_lb import _planning
 from jax_moe_lb.planners.exact_search import exact_in_jax
 
 SHAPES = ((8, 1), (8, 2), (16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2))
-"""Ranks, and replica slots of each."""
+"""Ranks, and replica slots per rank."""
 ANY = 2**63 - 1
 BINDING = 3
-"""A bound on the fan-out below what plans without one have: 2 to 14 on recorded loads, mostly 4 to 8."""
+"""Fan-out bound below that of unbounded plans: 2 to 14 on recorded loads, mostly 4 to 8."""
 
 RUN = jax.jit(exact_in_jax, static_argnums=(1, 2, 3, 4, 5))
 
@@ -32,13 +32,13 @@ Plan = tuple[np.ndarray, np.ndarray]
 
 
 def found(plan: Plan, tokens: np.ndarray) -> tuple[float, int]:
-    """Maximum over mean, and replicas."""
+    """Return max/mean load, and replicas."""
     placement, quota = map(np.asarray, plan)
     return quota.sum(0).max() * quota.shape[1] / tokens.sum(dtype=np.int64), int((placement >= 0).sum()) - len(tokens)
 
 
 def both(layers: np.ndarray, num_ranks: int, spare: int, eps: float, fan_out: int) -> Iterator[tuple[float, ...]]:
-    """For each layer what C++ finds, then what jnp does."""
+    """Yield the results of C++ and of jnp for each layer."""
     for tokens in layers:
         counts = recorded.on_first_rank(tokens, num_ranks)
         options = (len(tokens) // num_ranks + spare, num_ranks, eps, fan_out, False)
@@ -46,11 +46,11 @@ def both(layers: np.ndarray, num_ranks: int, spare: int, eps: float, fan_out: in
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     parser.add_argument(
-        "--shape", type=int, nargs=2, action="append", metavar=("RANKS", "SLOTS"), help="instead of all"
+        "--shape", type=int, nargs=2, action="append", metavar=("RANKS", "SLOTS"), help="One shape; all by default."
     )
     out_option(parser)
     options = parser.parse_args()

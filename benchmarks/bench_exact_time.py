@@ -1,8 +1,8 @@
-"""How long `Exact` plans on a CPU: one layer, many layers in one call, and inside a jitted program.
+"""Planning time of `Exact` on a CPU: one layer, many layers in one call, and inside a jitted program.
 
     python -m benchmarks.bench_exact_time --loads FILE.npy ...
 
-One layer: the least wall time of 7 calls. All layers at once, and EPLB's Python on the same layers: processor time.
+One layer: minimum wall time of 7 calls. All layers in one call, and EPLB's Python on the same layers: CPU time.
 """
 
 import argparse
@@ -29,7 +29,7 @@ OPTIONS = {"eps = 0": (0.0, None, False), "eps = 0.01, localize": (0.01, None, T
 
 
 def measure(layers: np.ndarray, num_ranks: int, replica_slots: int, options: tuple) -> dict[str, np.ndarray]:
-    """Microseconds of each layer, `[layers]`; for a layer, where all are planned at once."""
+    """Return microseconds per layer, `[layers]`; for all layers in one call, the average per layer."""
     counts = recorded.scattered(layers, num_ranks)
     slots = layers.shape[1] // num_ranks + replica_slots
     module = partial(_planning.exact, num_slots=slots, domain=num_ranks, **dict(zip(NAMES, options, strict=True)))
@@ -48,12 +48,12 @@ def measure(layers: np.ndarray, num_ranks: int, replica_slots: int, options: tup
 
 
 def least_us(times_s: np.ndarray) -> float:
-    """The machine only adds to a time."""
+    """Return the minimum time in us, as other load on the machine only increases it."""
     return float(times_s.min() * 1e6)
 
 
 def least_cpu_us(plan: Callable[[], object], repeats: int = 5) -> float:
-    """Of the whole process: a call of many milliseconds rarely has a core for itself."""
+    """Return the minimum CPU time of the process in us; wall time of long calls includes other processes."""
     times_s = []
     for _ in range(repeats + 1):
         start_s = time.process_time()
@@ -63,7 +63,7 @@ def least_cpu_us(plan: Callable[[], object], repeats: int = 5) -> float:
 
 
 def eplb_s(layers: np.ndarray, num_ranks: int, replica_slots: int) -> float:
-    """Seconds of EPLB's Python for all layers: one group, one node."""
+    """Return the time of EPLB's Python for all layers in seconds, with one group and one node."""
     start_s = time.thread_time()
     rebalance_experts(layers, layers.shape[1] + num_ranks * replica_slots, 1, 1, num_ranks)
     return time.thread_time() - start_s
@@ -81,11 +81,11 @@ COLUMNS = {
     "all layers in one jitted program": ".0f",
     "EPLB's Python, all layers, s": ".2f",
 }
-"""Times of single layers: median, least and most over layers."""
+"""Times of single layers: median, minimum and maximum over layers."""
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     out_option(parser)

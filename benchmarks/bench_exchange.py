@@ -1,10 +1,10 @@
-"""The exchange of rows between 8 ranks of one process: 4096 rows of 1024 float32 on each.
+"""Exchange of rows between 8 ranks of one process: 4096 rows of 1024 float32 per rank.
 
 Run it with `python -m benchmarks.bench_exchange`.
 
-The floors are NumPy copies of the rows that travel, by as many threads as there are cores: into a new buffer, which
-is cleared first as `jnp.zeros` does (and takes its page faults), and into memory that is there, against an exchange
-whose output is donated.
+The lower bounds are NumPy copies of the exchanged rows, with one thread per core. One copies into a new, cleared buffer
+as `jnp.zeros` does, including its page faults. The other copies into existing memory, and is compared with an exchange
+with a donated output.
 """
 
 import os
@@ -25,12 +25,12 @@ REPEATS = 5
 
 
 def uniform() -> np.ndarray:
-    """Rows from every rank to every rank."""
+    """Return equal sizes between all pairs of ranks."""
     return np.full((RANKS, RANKS), ROWS // RANKS, np.int32)
 
 
 def zipf() -> np.ndarray:
-    """Rank `r` is served in proportion to `1 / (r + 1)`, by every rank."""
+    """Return sizes proportional to `1 / (r + 1)` for destination `r`, from every rank."""
     share = 1 / np.arange(1, RANKS + 1)
     sizes = np.floor(ROWS * share / share.sum()).astype(np.int32)
     sizes[0] += ROWS - sizes.sum()
@@ -38,7 +38,7 @@ def zipf() -> np.ndarray:
 
 
 def starts(sizes: np.ndarray) -> np.ndarray:
-    """Where slices of the given sizes start, along the last axis."""
+    """Return the start offsets of slices of the given sizes, along the last axis."""
     return np.cumsum(sizes, -1, dtype=np.int32) - sizes
 
 
@@ -47,20 +47,20 @@ def mesh() -> jax.sharding.Mesh:
 
 
 def sharded(one_rank, num_args: int = 5, **options):
-    """`one_rank` on every rank of a mesh, whose arrays stand one after the other: XLA copies none of them."""
+    """Return `one_rank` mapped over the ranks of a mesh, with arrays concatenated so that XLA copies none of them."""
     spec = PartitionSpec("expert")
     mapped = jax.shard_map(one_rank, mesh=mesh(), in_specs=(spec,) * num_args, out_specs=spec)
     return jax.jit(mapped, **options)
 
 
 def place(array: np.ndarray) -> jax.Array:
-    """`[R, N, ...]`, entry `r` on rank `r`, as `[R * N, ...]`."""
+    """Place `[R, N, ...]` as `[R * N, ...]`, entry `r` on rank `r`."""
     flat = array.reshape(-1, *array.shape[2:])
     return jax.device_put(flat, NamedSharding(mesh(), PartitionSpec("expert")))
 
 
 def by_form(form, capacity: int):
-    """A ragged exchange into a new buffer of `capacity` rows."""
+    """Return a jitted ragged exchange into a new buffer of `capacity` rows."""
 
     def one_rank(operand, *where):
         output = jnp.zeros_like(operand, shape=(capacity, WIDTH))
@@ -70,7 +70,7 @@ def by_form(form, capacity: int):
 
 
 def by_padding(largest: int):
-    """What one writes without a ragged exchange: every pair padded to the largest."""
+    """Return the alternative without a ragged exchange: every pair padded to the largest."""
 
     def one_rank(operand, first, *where):
         rows = first[:, None] + jnp.arange(largest, dtype=jnp.int32)
@@ -80,7 +80,7 @@ def by_padding(largest: int):
 
 
 class Floor:
-    """Copies what every rank receives, a rank at a time per thread."""
+    """Copies of the received rows of each rank, with one rank per thread at a time."""
 
     def __init__(self, operand: np.ndarray, sizes: np.ndarray, capacity: int):
         self.operand, self.sizes, self.capacity = operand, sizes, capacity
@@ -89,24 +89,24 @@ class Floor:
         self.there = [self.new(rank) for rank in range(RANKS)]
 
     def new(self, rank: int) -> np.ndarray:
-        """A cleared buffer."""
+        """Return a cleared buffer."""
         rows = np.empty((self.capacity, WIDTH), np.float32)
         rows.fill(0)
         return rows
 
     def receive(self, rank: int, rows: np.ndarray) -> np.ndarray:
-        """Fills it."""
+        """Fill the buffer with the received rows of a rank."""
         for source, size in enumerate(self.sizes[:, rank]):
             landing, start = self.landings[rank, source], self.first[source, rank]
             rows[landing : landing + size] = self.operand[source, start : start + size]
         return rows
 
     def into_new(self) -> list[np.ndarray]:
-        """Buffers that did not exist before."""
+        """Copy into new buffers."""
         return list(self.pool.map(lambda rank: self.receive(rank, self.new(rank)), range(RANKS)))
 
     def into_old(self) -> None:
-        """Buffers that are there."""
+        """Copy into existing buffers."""
         list(self.pool.map(lambda rank: self.receive(rank, self.there[rank]), range(RANKS)))
 
 
@@ -126,7 +126,7 @@ class InPlace:
 
 
 def measure(name: str, sizes: np.ndarray) -> list[Value]:
-    """One row of the table."""
+    """Return one row of the table."""
     operand = np.random.default_rng(0).normal(size=(RANKS, ROWS, WIDTH)).astype(np.float32)
     capacity, received = int(sizes.sum(0).max()), sizes.T.copy()
     args = [place(a) for a in (operand, starts(sizes), sizes, starts(received).T.copy(), received)]
@@ -155,7 +155,7 @@ def measure(name: str, sizes: np.ndarray) -> list[Value]:
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     out = out_alone(__doc__)
     use_virtual_cpu_devices(RANKS)
     times = ("exact", "padded all_to_all", "padded steps", "floor", "in place", "copy")

@@ -1,7 +1,7 @@
-"""FEPLB and FasterMoE on loads with the stragglers that FEPLB's paper publishes, and how long planning takes on a CPU.
+"""FEPLB and FasterMoE on loads with the stragglers published in FEPLB's paper, and planning times on a CPU.
 
-Run it with `python -m benchmarks.bench_feplb`; `--number 200` for a quick look. `bench_feplb_readings` compares more
-readings of the paper than `FEPLB` has options for.
+Run it with `python -m benchmarks.bench_feplb`; `--number 200` is faster. `bench_feplb_readings` compares further
+interpretations of the paper, beyond the options of `FEPLB`.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from jax_moe_lb import Topology, _planning
 from jax_moe_lb.balancers import FEPLB, FasterMoE
 
 SLOTS = 8
-"""Replica slots of each rank, as in the paper's memory figure."""
+"""Replica slots per rank, as in the paper's memory figure."""
 
 Plans = tuple[np.ndarray, np.ndarray]
 
 
 def plain(loads: np.ndarray) -> Plans:
-    """Placement `[R, S]` and quota `[N, E, R]` of plain expert parallelism, for counts `[N, R, E]`."""
+    """Return placement `[R, S]` and quota `[N, E, R]` of plain expert parallelism, for counts `[N, R, E]`."""
     _, num_ranks, num_experts = loads.shape
     home = np.arange(num_experts, dtype=np.int32).reshape(num_ranks, -1)
     placement = np.concatenate([home, np.full((num_ranks, SLOTS), -1, np.int32)], 1)
@@ -32,39 +32,39 @@ def plain(loads: np.ndarray) -> Plans:
 
 
 def feplb(loads: np.ndarray, balancer: FEPLB = FEPLB()) -> Plans:
-    """The plans of all microbatches, all ranks in one domain."""
+    """Return FEPLB's plans of all microbatches, with all ranks in one domain."""
     num_dynamic, max_num_dyn, tau, skip = balancer.num_dynamic, balancer.max_num_dyn, balancer.tau, balancer.skip
     return _planning.feplb(*plain(loads), loads.shape[1], num_dynamic, max_num_dyn, tau, skip)
 
 
 def worth(balancer: FasterMoE) -> int:
-    """Token copies that one of its replicas must save; its rates are its own, on any topology."""
+    """Return the minimum copies saved per replica; the rates are the balancer's own, for any topology."""
     return balancer.min_saved(Topology.flat(1), 1)
 
 
 def fastermoe(loads: np.ndarray, balancer: FasterMoE = FasterMoE()) -> Plans:
-    """Likewise."""
+    """Return FasterMoE's plans of all microbatches, with all ranks in one domain."""
     return _planning.fastermoe(*plain(loads), loads, loads.shape[1], worth(balancer))
 
 
 def straggler(plans: Plans) -> np.ndarray:
-    """`max(load) - mean(load)` of every microbatch, in token copies."""
+    """Return `max(load) - mean(load)` of every microbatch, in token copies."""
     load = plans[1].sum(1)
     return load.max(1) - load.mean(1)
 
 
 def reduction(plans: Plans, before: Plans) -> float:
-    """By how much the mean straggler fell, in percent."""
+    """Return the reduction of the mean straggler, in percent."""
     return float(100 * (1 - straggler(plans).mean() / straggler(before).mean()))
 
 
 def replicas(plans: Plans) -> float:
-    """Replica slots in use over all ranks, on average."""
+    """Return the mean number of used replica slots over all ranks."""
     return float((plans[0] >= 0).sum((1, 2)).mean() - plans[1].shape[1])
 
 
 def by_ranks(loads: dict[Case, np.ndarray]) -> Table:
-    """The first table: by how much the mean straggler falls, each beside what is published."""
+    """Return the first table: reductions of the mean straggler, with the published values."""
     columns = {"ranks": "d", "": "", "straggler before": ".0f"}
     columns |= dict.fromkeys(("FasterMoE, % less", "FEPLB, % less", "FEPLB, skip, % less"), ".1f")
     columns |= {f"replicas of {name}": ".1f" for name in ("FasterMoE", "FEPLB", "FEPLB, skip")}
@@ -80,14 +80,14 @@ def by_ranks(loads: dict[Case, np.ndarray]) -> Table:
 
 
 def sweep(name: str, loads: dict[Case, np.ndarray], plans: Mapping[str, Callable[[np.ndarray], Plans]]) -> Table:
-    """A table of reductions by ranks, one line for each choice."""
+    """Return a table of reductions by number of ranks, with one row per option."""
     columns = {name: ""} | {f"{case.num_ranks} ranks, % less": ".1f" for case in loads}
     cuts = {way: [reduction(plan(drawn), plain(drawn)) for drawn in loads.values()] for way, plan in plans.items()}
     return Table(columns, [[way, *cut] for way, cut in cuts.items()])
 
 
 def times(loads: dict[Case, np.ndarray]) -> Table:
-    """Of one plan in C++, many planned in one call."""
+    """Return the time of one plan in C++, from many plans in one call."""
     rows: list[list[Value]] = []
     for case, drawn in loads.items():
         start, ranks = plain(drawn), case.num_ranks
@@ -102,9 +102,9 @@ def times(loads: dict[Case, np.ndarray]) -> Table:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--number", type=int, default=2000, help="microbatches of each row")
+    parser.add_argument("--number", type=int, default=2000, help="Microbatches per row.")
     parser.add_argument("--seed", type=int, default=0)
     out_option(parser)
     args = parser.parse_args()

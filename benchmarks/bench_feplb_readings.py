@@ -1,14 +1,14 @@
-"""Which reading of FEPLB's scheduler comes nearest to all token stragglers that its paper publishes.
+"""Fit of interpretations of FEPLB's scheduler to the token stragglers published in its paper.
 
     python -m benchmarks.bench_feplb_readings [--number 400] [--all] [--out FILE.json]
 
-Six points, in percent by which the token straggler falls: figure 5 (2, 4 and 8 ranks) and figure 6 (8 ranks with 2, 4
-and 8 dynamic experts). The loads of all readings are the same and are fitted to rows of no system: to the column
-"before" alone (`stragglers.py`). As neither the shape of popularity nor the token copies of a rank are published, there
-are four kinds of loads; the first table has FasterMoE on them, the paper's baseline, which says how likely each is.
+The six points are reductions of the token straggler in percent: figure 5 (2, 4 and 8 ranks) and figure 6 (8 ranks with
+2, 4 and 8 dynamic experts). All readings use the same loads, fitted only to the column "before" (`stragglers.py`) and
+not to any system. As neither the popularity distribution nor the copies per rank are published, there are four kinds of
+loads. The first table has FasterMoE, the paper's baseline, on each kind, as a measure of its plausibility.
 
-The error of a reading is the root mean square over the six points, in percentage points; its trend is "+" where the
-three numbers of figure 5 rise with the ranks, as published. Ranges are the least and the most of five fifths of the
+The error of a reading is the root mean square over the six points, in percentage points. Its trend is "+" if the three
+numbers of figure 5 increase with the ranks, as published. Ranges are minimum and maximum over five fifths of the
 microbatches.
 """
 
@@ -26,14 +26,14 @@ from benchmarks.stragglers import CASES, DYNAMIC, Shape, counts, lognormal, zipf
 KINDS: dict[str, tuple[Shape, int]] = {
     f"{shape.__name__}, {copies}": (shape, copies) for shape in (lognormal, zipf) for copies in (16384, 32768)
 }
-"""Loads by shape and token copies of each rank."""
+"""Loads by popularity distribution and token copies per rank."""
 
 FIGURE_5 = [100 * (1 - case.feplb / case.straggler) for case in CASES]
 PUBLISHED = np.array([*FIGURE_5, *DYNAMIC.values()])
 GROUPS = 5
 
 NAMED = {
-    # Those that the library has, and fixed subsets under its other rules.
+    # Readings available as options of the library, and fixed subsets under its other rules.
     "FEPLB(), the default": Reading(),
     "FEPLB(skip=True)": Reading(skip=True),
     "FEPLB(tau=1792)": Reading(tau=1792),
@@ -47,32 +47,32 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a reading gives on one kind of loads.
+    """Results of a reading on one kind of loads.
 
     Args:
-        points: `[1 + GROUPS, 6]`, percent at the six points: of all microbatches, and of each fifth.
+        points: `[1 + GROUPS, 6]`, percent at the six points: over all microbatches, and over each fifth.
     """
 
     points: np.ndarray
 
     @property
     def error(self) -> float:
-        """Root mean square over the six points, in percentage points."""
+        """Root mean square error over the six points, in percentage points."""
         return float(np.sqrt(np.mean((self.points[0] - PUBLISHED) ** 2)))
 
     @property
     def rises(self) -> bool:
-        """Whether the straggler falls by more on more ranks, as published."""
+        """Whether the reduction increases with the number of ranks, as published."""
         return bool((np.diff(self.points[0, :3]) > 0).all())
 
     @property
     def ranges(self) -> list[list[float]]:
-        """Of each point: all microbatches, the least and the most of the fifths."""
+        """Per point: the value over all microbatches, and the minimum and maximum over the fifths."""
         return np.stack([self.points[0], self.points[1:].min(0), self.points[1:].max(0)], axis=1).tolist()
 
 
 class Loads:
-    """One kind of loads, and what was found on them; points that readings share are planned once."""
+    """One kind of loads with its results; points shared between readings are planned once."""
 
     def __init__(self, kind: tuple[Shape, int], seed: int, number: int) -> None:
         shape, copies = kind
@@ -81,13 +81,13 @@ class Loads:
         self._known: dict[tuple[Reading, int, int], np.ndarray] = {}
 
     def find(self, reading: Reading) -> Found:
-        """The six points."""
+        """Return the results at the six points."""
         figure_5 = [self._reduced(reading, case.num_ranks, reading.main) for case in CASES]
         figure_6 = [self._reduced(reading, 8, number) for number in DYNAMIC]
         return Found(np.stack([*figure_5, *figure_6], axis=1))
 
     def _reduced(self, reading: Reading, ranks: int, num_dynamic: int) -> np.ndarray:
-        """`[1 + GROUPS]` percent."""
+        """Return the reduction in percent, `[1 + GROUPS]`."""
         key = replace(reading, main=4), ranks, num_dynamic
         if key not in self._known:
             after = _sums(straggler_after(self.loads[ranks], reading, num_dynamic))
@@ -96,23 +96,23 @@ class Loads:
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
-    """`[1 + GROUPS]`, of all and of each group."""
+    """Return sums over all microbatches and over each group, `[1 + GROUPS]`."""
     return np.array([part.sum() for part in (values, *np.array_split(values, GROUPS))])
 
 
 def error_over(found: Iterable[Found]) -> float:
-    """Over all kinds of loads, each counting alike."""
+    """Return the root mean square error over all kinds of loads, weighted equally."""
     return float(np.sqrt(np.mean([one.error**2 for one in found])))
 
 
 def one_changed(start: Reading) -> list[Reading]:
-    """The reading, and those that differ from it in one rule."""
+    """Return the reading, and all readings that differ from it in one rule."""
     rules = [field.name for field in fields(start)]
     return [one for one in readings() if sum(getattr(one, rule) != getattr(start, rule) for rule in rules) <= 1]
 
 
 def distinct(ranked: Iterable[Reading], found: dict[Reading, list[Found]], number: int) -> list[Reading]:
-    """The first so many that differ in a point on some loads: a budget often limits nothing."""
+    """Return the first `number` readings with distinct results; a budget often has no effect."""
     first: dict[bytes, Reading] = {}
     for reading in ranked:
         first.setdefault(np.stack([one.points[0] for one in found[reading]]).tobytes(), reading)
@@ -120,7 +120,7 @@ def distinct(ranked: Iterable[Reading], found: dict[Reading, list[Found]], numbe
 
 
 def baseline(kinds: dict[str, Loads]) -> Table:
-    """FasterMoE's rows of figure 5."""
+    """Return FasterMoE's rows of figure 5."""
     known = np.array([100 * (1 - case.fastermoe / case.straggler) for case in CASES])
     rows: list[list[Value]] = [["published", *known.tolist(), None]]
     for name, kind in kinds.items():
@@ -134,7 +134,7 @@ HEAD = ("dynamic", "useful", "else", "tau", "budget", "main dyn")
 
 
 def errors(title: str, lines: list[Reading], found: dict[Reading, list[Found]], kinds: Iterable[str]) -> Table:
-    """One line a reading: its error on each kind of loads, and the kinds on which its trend is the published one."""
+    """Return one row per reading: its error on each kind of loads, and the kinds with the published trend."""
     names = list(kinds)
     rows: list[list[Value]] = []
     for reading in lines:
@@ -146,7 +146,7 @@ def errors(title: str, lines: list[Reading], found: dict[Reading, list[Found]], 
 
 
 def points(name: str, rows: dict[str, Found]) -> Table:
-    """One line a reading: the six points, with ranges."""
+    """Return one row per reading: the six points with ranges."""
     columns = ("2 ranks", "4 ranks", "8 ranks", "8, dyn 2", "8, dyn 4", "8, dyn 8", "error")
     lines: list[list[Value]] = [["published", *PUBLISHED.tolist(), None]]
     lines += [[label, *found.ranges, found.error] for label, found in rows.items()]
@@ -154,12 +154,12 @@ def points(name: str, rows: dict[str, Found]) -> Table:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=400, help="microbatches of each point")
+    parser.add_argument("--number", type=int, default=400, help="Microbatches per point.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--best", type=int, default=8, help="readings in the tables of the best")
-    parser.add_argument("--all", action="store_true", help="report the errors of every reading, too")
+    parser.add_argument("--best", type=int, default=8, help="Readings in the tables of the best.")
+    parser.add_argument("--all", action="store_true", help="Also report the errors of every reading.")
     out_option(parser)
     options = parser.parse_args()
     kinds = {name: Loads(kind, options.seed, options.number) for name, kind in KINDS.items()}

@@ -1,10 +1,10 @@
-"""Grouped products and the grouped FFN on a CPU against dense ones of the same operations.
+"""Grouped products and the grouped FFN on a CPU against dense ones with the same number of operations.
 
 Run it with `python -m benchmarks.bench_grouped_ffn`.
 
-The floor is the dense one: one matrix, or one SwiGLU expert, for all rows. Beside the ratio of
-wall times stands that of the processor times of all threads, which other load on the machine
-changes less, but which does not show a processor that waits for the other.
+The lower bound is the dense form: one matrix, or one SwiGLU expert, for all rows. Each ratio of wall times is reported
+with the ratio of CPU times of all threads. Other load on the machine changes the latter less, but it does not include
+waiting between threads.
 """
 
 import time
@@ -30,7 +30,7 @@ CASES = (  # groups, rows per group, width, inner width
     (16, 64, 512, 1024),
     (256, 16, 256, 512),
 )
-UNEVEN = (  # what, groups, mean rows per group, width, inner width
+UNEVEN = (  # distribution, groups, mean rows per group, width, inner width
     ("Zipf", 32, 64, 256, 512),
     ("Zipf", 32, 512, 256, 512),
     ("random", 32, 100, 256, 512),
@@ -38,7 +38,9 @@ UNEVEN = (  # what, groups, mean rows per group, width, inner width
 
 
 def sizes_of(kind: str, num_groups: int, mean: int) -> np.ndarray:
-    """Rows of each group: equal, falling as `1 / rank` in random order, or between 40 % and 160 % of the mean."""
+    """Return rows per group: equal, proportional to `1 / rank` in random order, or between 40 % and 160 % of the
+    mean.
+    """
     rng = np.random.default_rng(0)
     if kind == "equal":
         return np.full(num_groups, mean)
@@ -49,7 +51,7 @@ def sizes_of(kind: str, num_groups: int, mean: int) -> np.ndarray:
 
 
 def interleaved_s(functions: dict[str, Callable[[], object]]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Wall and processor seconds of each call, taken in turn, after two warm-up calls each."""
+    """Return wall and CPU seconds of interleaved calls, after two warm-up calls each."""
     wall_s: dict[str, list[float]] = {name: [] for name in functions}
     processor_s: dict[str, list[float]] = {name: [] for name in functions}
     for i in range(REPEATS + 2):
@@ -64,19 +66,19 @@ def interleaved_s(functions: dict[str, Callable[[], object]]) -> tuple[dict[str,
 
 
 def ratios(functions: dict[str, Callable[[], object]], pairs: dict[str, str], inverse: bool = False) -> list[Value]:
-    """Cells of a table: the ratio of each pair in wall time, and in processor time."""
+    """Return table cells: the ratio of each pair in wall time and in CPU time."""
     wall_s, processor_s = interleaved_s(functions)
     cells: list[Value] = []
     for grouped, dense in pairs.items():
         top, bottom = (dense, grouped) if inverse else (grouped, dense)
-        # Any moment's load counts for both: the quarter that was disturbed least says more than the median.
+        # Other load affects both, so the lower quartile is more accurate than the median.
         processor = np.quantile(processor_s[top], 0.25) / np.quantile(processor_s[bottom], 0.25)
         cells += [spread(wall_s[top] / wall_s[bottom]), float(processor)]
     return cells
 
 
 def measure_products(kind: str, num_groups: int, mean: int, width: int, inner: int, dtype: str) -> list[Value]:
-    """One row of the first table."""
+    """Return one row of the first table."""
     rng = np.random.default_rng(0)
     sizes = sizes_of(kind, num_groups, mean)
     num_rows = int(sizes.sum())
@@ -108,7 +110,7 @@ def measure_products(kind: str, num_groups: int, mean: int, width: int, inner: i
 
 
 def measure_ffn(num_groups: int, rows_per_group: int, width: int, inner: int) -> list[Value]:
-    """One row of the second table: forward and both gradients."""
+    """Return one row of the second table: forward and both gradients."""
     rng = np.random.default_rng(0)
     num_rows = num_groups * rows_per_group
     rows = jnp.asarray(rng.normal(size=(num_rows, width)), jnp.float32)
@@ -132,12 +134,12 @@ def measure_ffn(num_groups: int, rows_per_group: int, width: int, inner: int) ->
 
 
 def columns_of(first: tuple[str, ...], ratios: tuple[str, ...]) -> dict[str, str]:
-    """Each ratio stands twice: of wall times, and of the processor times of all threads."""
+    """Return the columns; each ratio has one column for wall times and one for CPU times."""
     return dict.fromkeys(first, "") | {f"{name}{of}": ".2f" for name in ratios for of in ("", ", processor")}
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     out = out_alone(__doc__)
     sized = [("equal", *case) for case in CASES] + list(UNEVEN)
     products = Table(

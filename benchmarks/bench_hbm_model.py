@@ -1,8 +1,8 @@
-"""What a rank reads from and writes to its memory in a layer: the simulator's count beside programs compiled for H100s.
+"""Memory traffic of a rank in a layer: the simulator's model against programs compiled for H100s.
 
-Run it with `python -m benchmarks.bench_hbm_model` in an environment with compilers for GPUs (`ci/accelerators.sh` makes
-one), for some 5 minutes. The terms were found in the programs of Qwen3-30B-A3B's sizes, but for `arriving`, which was
-added when those of Mixtral-8x7B's were predicted a third too low.
+Run it with `python -m benchmarks.bench_hbm_model` in an environment with GPU compilers (see `ci/accelerators.sh`); it
+takes about 5 minutes. The terms of the model were derived from programs of Qwen3-30B-A3B's sizes, except `arriving`: it
+was added when predictions for Mixtral-8x7B were a third too low.
 """
 
 import argparse
@@ -23,13 +23,13 @@ SIZES = {
     "GLM-4.5-Air": LayerSizes(hidden=4096, inner=1408, experts=128),
 }
 PROGRAMS = [("plain", False, 1), ("exact", False, None), ("plain", True, 1), ("exact", True, 1), ("exact", True, None)]
-"""System, whether with gradients, and the rounds that it has; `None` for a loop."""
+"""System, gradients (True or False), and rounds of the program; `None` for a loop."""
 
 TARGET = "h100:1x8"
 
 
 def rows(earlier: dict[Value, Value]) -> Iterator[list[Value]]:
-    """Every program; those that an earlier run has are not compiled again."""
+    """Yield a row per program; programs with results of an earlier run are not compiled."""
     node = load_config("preset", "h100_node").cluster
     if node is None:
         raise RuntimeError("h100_node has no cluster; expected one")
@@ -51,9 +51,9 @@ def rows(earlier: dict[Value, Value]) -> Iterator[list[Value]]:
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compiled", type=Path, metavar="FILE", help="compile only what this earlier run lacks")
+    parser.add_argument("--compiled", type=Path, metavar="FILE", help="Earlier results; their programs are skipped.")
     out_option(parser)
     given = parser.parse_args()
     use_no_accelerators()

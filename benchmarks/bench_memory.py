@@ -1,6 +1,6 @@
-"""Memory of a layer with one-hot routing: 1.05 times the mean in rounds, against a worst-case buffer.
+"""Memory of a layer with one-hot routing: 1.05 x the mean in rounds, against a worst-case buffer.
 
-Run it with `python -m benchmarks.bench_memory`. It also lists what fills the memory at the peak, buffer by buffer.
+Run it with `python -m benchmarks.bench_memory`. It also lists the buffers at peak memory.
 """
 
 import argparse
@@ -23,20 +23,20 @@ from jax_moe_lb.aot.memory import Buffer, peak_buffers
 RANKS, TOKENS, WIDTH, INNER, EXPERTS, PER_TOK = 8, 4096, 256, 512, 16, 2
 
 MEAN_LOAD_BYTES = TOKENS * PER_TOK * WIDTH * 4
-"""The rows of a rank where all ranks have as many; everything is measured in these."""
+"""Bytes of the rows of a rank at equal load, the unit of all results."""
 
 PLACE = re.compile(
     r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)", re.MULTILINE
 )
 LIVE = re.compile(r"^    (\S+):(\d+)-(\d+)$", re.MULTILINE)
-"""In XLA's dumps: where a buffer lies, and from when to when it lives."""
+"""Patterns of XLA's dumps: the location of a buffer, and its live range."""
 
 SMALL = 0.05
-"""Smaller buffers, in mean loads, are one row of the list."""
+"""Size in mean loads below which buffers are summed in one row."""
 
 
 def layer(mesh: jax.sharding.Mesh, system: System):
-    """Gradients of one layer, jitted."""
+    """Return the jitted gradients of one layer."""
     topology = Topology.from_mesh(mesh)
     tokens, whole = PartitionSpec("expert"), PartitionSpec()
 
@@ -54,7 +54,7 @@ def layer(mesh: jax.sharding.Mesh, system: System):
 
 
 def arguments(mesh: jax.sharding.Mesh) -> tuple[jax.Array, jax.Array, Experts]:
-    """Tokens that all prefer experts 0 and 1, both of rank 0."""
+    """Return tokens that all prefer experts 0 and 1, both on rank 0, and the weights."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(RANKS * TOKENS, WIDTH))
     x[:, 0] = 1
@@ -69,7 +69,7 @@ def arguments(mesh: jax.sharding.Mesh) -> tuple[jax.Array, jax.Array, Experts]:
 
 
 def compiled(program: Wrapped, args: tuple) -> tuple[Compiled, list[Buffer]]:
-    """A program, and what fills its memory at the peak."""
+    """Return a compiled program, and its buffers at peak memory."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         run = program.lower(*args).compile(compiler_options=options)
@@ -79,9 +79,9 @@ def compiled(program: Wrapped, args: tuple) -> tuple[Compiled, list[Buffer]]:
 
 
 def at_the_peak(ranges: str, assignment: str) -> str:
-    """What lives when most memory is in use, as XLA writes it of what it holds for the peak.
+    """Return the live buffers at the peak, in XLA's format of its own peak list.
 
-    That is another time: it does not count the states of loops.
+    XLA's list is for another time, as it does not count loop states.
     """
     _, _, temporaries = assignment.partition("preallocated-temp:\n")
     found = PLACE.findall(temporaries.partition("\nallocation")[0])
@@ -89,7 +89,7 @@ def at_the_peak(ranges: str, assignment: str) -> str:
     live = [(name, int(first), int(last)) for name, first, last in LIVE.findall(ranges) if name in place]
 
     def there(moment: int) -> dict[tuple[int, int], str]:
-        # By place: what is written over something else begins when that ends.
+        # Index by location: a buffer reusing the memory of another begins when that one ends.
         return {place[name]: name for name, first, last in live if first <= moment <= last}
 
     most = max((there(first) for _, first, _ in live), key=lambda one: sum(size for size, _ in one))
@@ -97,11 +97,11 @@ def at_the_peak(ranges: str, assignment: str) -> str:
 
 
 def buffer_list(buffers: list[Buffer]) -> Table:
-    """Buffers as a table, the largest first, equal ones as one row."""
+    """Return the buffers as a table, largest first, with equal ones combined."""
     loads: dict[tuple[str, str], float] = {}
     for one in buffers:
         small = one.nbytes < SMALL * MEAN_LOAD_BYTES
-        # What the names of all begin with says nothing.
+        # Remove the common prefix of the names.
         what = one.holds.partition("shard_map/")[2] or ("state of a loop" if one.holds == "tuple" else one.holds)
         key = ("", "all smaller ones") if small else (one.shape, what)
         loads[key] = loads.get(key, 0) + one.nbytes / MEAN_LOAD_BYTES
@@ -110,7 +110,7 @@ def buffer_list(buffers: list[Buffer]) -> Table:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out_option(parser)
     given = parser.parse_args()

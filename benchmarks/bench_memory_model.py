@@ -1,9 +1,9 @@
-"""The simulator's memory beside programs compiled for H100s that need not be there: layers of three models in a step.
+"""Memory model of the simulator against programs compiled for H100s not present: layers of three models in a step.
 
-A training step has a stack of layers in a loop, inside `jax.checkpoint` with the names that a layer gives, and Adam
-with weights in bfloat16 and their copy in float32; the state is donated. Inference has the same layers, forward.
+A training step runs a stack of layers in a loop, inside `jax.checkpoint` with the names set by a layer. It uses Adam
+with weights in bfloat16 and a copy in float32, and donates the state. Inference runs the same layers forward.
 
-It needs the compiler of GPUs: `jax_moe_lb[cuda]`, as `ci/accelerators.sh` installs it into `.venv-accelerators`.
+Requires the GPU compiler: `jax_moe_lb[cuda]`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
 """
 
 import argparse
@@ -27,25 +27,25 @@ from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
 from jax_moe_lb.sim.memory import Memory, memory_of
 
 LAYERS = 4
-"""A step has so many; more take more of the same."""
+"""Layers per step; memory is linear in their number."""
 
 AGREES = 0.1
-"""Programs take what is predicted, up to this fraction of it; a test holds it."""
+"""Maximum relative difference between prediction and program, checked by a test."""
 
 DECAYS, RATE = (0.9, 0.95), 1e-4
 
 
 @dataclass(frozen=True)
 class Case:
-    """This is one program.
+    """One program.
 
     Args:
-        model: whose layers they are.
-        target: the machine.
-        system: the name of the system.
-        train: whether it is a training step.
-        sizes: of a layer.
-        max_rounds: the rounds that it has; `None` for a loop.
+        model: name of the model with these layers.
+        target: name of the target.
+        system: name of the system.
+        train: if True, compile a training step; otherwise inference.
+        sizes: sizes of a layer.
+        max_rounds: rounds of the program; `None` for a loop.
     """
 
     model: str
@@ -57,18 +57,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Says it in a few words."""
+        """Short description of the case."""
         passes = "training" if self.train else "inference"
         return f"{self.model}, {passes}, {self.system}" + (", one round" if self.max_rounds == 1 else "")
 
     def built(self) -> System:
-        """Makes the system."""
+        """Return the system with the options of the case."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         return system.replace(buffers=buffers)
 
     def predicted(self) -> Memory:
-        """What the simulator says."""
+        """Return the memory predicted by the simulator."""
         sizes = asdict(self.sizes)
         model = ModelShape(layers=LAYERS, gradient_itemsize=2, **sizes)
         mesh = [int(number) for number in self.target.split(":")[1].split("x")]
@@ -77,7 +77,7 @@ class Case:
         return memory_of(self.built(), model, Cluster(tuple(levels)), Migration(), step)
 
     def compile(self) -> ProgramReport:
-        """What the compiler says."""
+        """Compile the program and return its report."""
         target = Target.parse(self.target)
         mesh = target.mesh()
         layer = partial(_layer, mesh=mesh, system=self.built(), per_token=self.sizes.per_token)
@@ -152,7 +152,9 @@ def _arguments(sizes: LayerSizes, mesh: Mesh, train: bool) -> tuple[Any, Any]:
 
 
 def compared(case: Case, compiled_bytes: float) -> list[Any]:
-    """Makes a row: all bytes, and those beside weights, their gradients and the optimizer, which are simple."""
+    """Return a row: total bytes, and bytes without weights, gradients and optimizer state, which are simple to
+    predict.
+    """
     said = case.predicted()
     homes = said.weights + said.gradients + said.optimizer
     whole = said.total, compiled_bytes
@@ -162,21 +164,21 @@ def compared(case: Case, compiled_bytes: float) -> list[Any]:
 
 
 def compiled_gb(path: Path) -> dict[str, float]:
-    """What each program needs, of an earlier run."""
+    """Return the memory of each program in an earlier run."""
     table = load(path)["compared"]
     return {row[0]: row[list(table.columns).index("compiled GB")] for row in table.rows}
 
 
 def parts(case: Case) -> list[Any]:
-    """Makes a row of what is predicted, part by part."""
+    """Return a row of the prediction by part."""
     return [case.name, *(number / 1e9 for number in asdict(case.predicted()).values())]
 
 
 def main() -> None:
-    """Compiles all programs."""
+    """Compile all programs and report the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out_option(parser)
-    parser.add_argument("--compiled", type=Path, metavar="FILE", help="compile only what this earlier run lacks")
+    parser.add_argument("--compiled", type=Path, metavar="FILE", help="Earlier results; their programs are skipped.")
     given = parser.parse_args()
     use_no_accelerators()
     earlier: dict[str, float] = compiled_gb(given.compiled) if given.compiled else {}

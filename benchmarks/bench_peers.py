@@ -1,16 +1,16 @@
-"""Layers of others beside ours: forward and backward on 8 virtual devices of one process, taken in turn.
+"""Layers of other projects against ours: forward and backward on 8 virtual devices of one process, interleaved.
 
     python -m benchmarks.bench_peers [--maxtext] [--quick] [--out benchmarks/results/bench_peers.json]
 
-With `--maxtext`, MaxText's block is one of them (`benchmarks/peer_maxtext.py` says what to install). Tokens that differ
-are those whose output is off from the dense layer's by more than a thousandth of the largest output: those that lost a
-copy. "Memory" is the temporary memory that XLA plans for one device.
+With `--maxtext`, MaxText's block is included (see `benchmarks/peer_maxtext.py` for its installation). Differing tokens
+have an output off from the dense layer by more than a thousandth of the largest output: they lost a copy. "Memory" is
+the temporary memory planned by XLA for one device.
 
-Left out are systems that on one node are others (`rails`: `plain`, `two_tier`: `exact` along relays), and those that
-plan from history (`eplb`, `lplb`), which one microbatch says nothing about.
+Two kinds of systems are omitted. Some equal another system on one node (`rails`: `plain`, `two_tier`: `exact` with
+relays). Others plan from history (`eplb`, `lplb`), which one microbatch does not have.
 
-Virtual devices share the cores of the machine: what a layer computes and copies shows in these times, on all ranks
-together; that all wait for the busiest one does not.
+Virtual devices share the cores of the machine. These times include computation and copies of all ranks together, but
+not the wait for the busiest rank.
 """
 
 import argparse
@@ -38,11 +38,11 @@ SYSTEMS = ("plain", "exact", "greedy", "ultraep", "feplb", "fastermoe", "eplb_pl
 WORST_CASE, DENSE, GSHARD, RAGGED = "plain, worst-case buffer", "dense one-hot", "GShard, capacity 1.25", "ragged_dot"
 SKEWS = (1.0, 3.0)
 OFF = 1e-3
-"""Above it a token's output is another one."""
+"""Relative difference above which a token's output counts as different."""
 
 
 def layers(mesh: Mesh, sizes: Sizes, with_maxtext: bool) -> dict[str, Layer]:
-    """All layers by their names."""
+    """Return all layers by name."""
     of_rank = {name: ours(system_named(name), mesh) for name in SYSTEMS}
     of_rank |= {WORST_CASE: ours(plain(Buffers(headroom=float(sizes.num_ranks))), mesh)}
     of_rank |= {GSHARD: gshard, DENSE: dense_one_hot, RAGGED: ragged_dot_ring}
@@ -51,7 +51,7 @@ def layers(mesh: Mesh, sizes: Sizes, with_maxtext: bool) -> dict[str, Layer]:
 
 
 def maxtext_layers(mesh: Mesh, sizes: Sizes) -> dict[str, Layer]:
-    """MaxText's, which need not be installed for the others."""
+    """Return MaxText's layers; MaxText is optional for the other layers."""
     from benchmarks import peer_maxtext
     from benchmarks.peer_maxtext import maxtext_layer
 
@@ -60,7 +60,7 @@ def maxtext_layers(mesh: Mesh, sizes: Sizes) -> dict[str, Layer]:
 
 
 def step_of(layer: Layer):
-    """`(x, kernel, experts) -> (gradients, y)`."""
+    """Return `(x, kernel, experts) -> (gradients, y)`."""
 
     def loss(*args: Any) -> tuple[jax.Array, jax.Array]:
         y = layer(*args)
@@ -70,7 +70,7 @@ def step_of(layer: Layer):
 
 
 def arguments(mesh: Mesh, sizes: Sizes, skew: float) -> tuple:
-    """Tokens of an imbalance, kernel and experts."""
+    """Return tokens of an imbalance, kernel and experts."""
     weights = np.ones(sizes.num_experts)
     if skew > 1:
         weights = popularity(Case(sizes.num_experts, sizes.num_ranks, 2, skew), sizes.per_tok)
@@ -78,7 +78,7 @@ def arguments(mesh: Mesh, sizes: Sizes, skew: float) -> tuple:
 
 
 def differences(results: Mapping[str, tuple]) -> dict[str, tuple[int, float, float]]:
-    """Tokens that differ from the dense layer's, and the largest differences of outputs and gradients, relative."""
+    """Return the number of tokens differing from the dense layer, and the largest relative differences."""
     want_gradients, want = jax.device_get(results[DENSE])
     largest, found = np.abs(want).max(), {}
     for name, result in results.items():
@@ -91,7 +91,7 @@ def differences(results: Mapping[str, tuple]) -> dict[str, tuple[int, float, flo
 
 
 def measured(steps: Mapping[str, Compiled], args: tuple, repeats: int) -> list[list[Value]]:
-    """A row for each layer."""
+    """Return a row for each layer."""
     calls = {name: functools.partial(step, *args) for name, step in steps.items()}
     off = differences({name: call() for name, call in calls.items()})
     times_s = interleaved_s(calls, repeats)
@@ -104,7 +104,7 @@ def measured(steps: Mapping[str, Compiled], args: tuple, repeats: int) -> list[l
 
 
 def claims(rows: Mapping[float, list[list[Value]]]) -> list[list[Value]]:
-    """What is said of `exact`, and what was found."""
+    """Return the claims about `exact` with the measured results."""
     level, skewed = ({row[0]: row for row in rows[skew]} for skew in SKEWS)
     others = [row for name, row in skewed.items() if name not in SYSTEMS and row[5] == 0]
     nearest = min(others, key=lambda row: row[1][0])
@@ -123,10 +123,10 @@ def _answer(holds: bool) -> str:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--maxtext", action="store_true", help="MaxText's block, too, which must be installed")
-    parser.add_argument("--quick", action="store_true", help="a tiny layer")
+    parser.add_argument("--maxtext", action="store_true", help="Include MaxText's block; requires MaxText.")
+    parser.add_argument("--quick", action="store_true", help="Use a tiny layer.")
     out_option(parser)
     given = parser.parse_args()
     sizes = QUICK if given.quick else SIZES

@@ -1,11 +1,11 @@
-"""Layers of others beside ours, compiled for a node of 8 H100 that need not be there: forward and backward.
+"""Layers of other projects against ours, compiled for a node of 8 H100 not present: forward and backward.
 
     python -m benchmarks.bench_peers_compiled [--out benchmarks/results/bench_peers_compiled.json]
 
-It needs the compiler: `jax_moe_lb[cuda]`, as `ci/accelerators.sh` installs it into `.venv-accelerators`. The sizes are
-those of `compile_layer`: H 2048, F 768, E 128, T 4096 per rank, K 8, bfloat16. "Ideal" are the operations of the token
-copies and the router, thrice a forward pass. XLA counts products of a loop of unknown length, as ours has for rounds
-beyond the first, once; `compiled.ProgramReport` says how. Nothing has run.
+Requires the compiler: `jax_moe_lb[cuda]`, as installed by `ci/accelerators.sh` into `.venv-accelerators`. The sizes are
+the defaults of `compile_layer`: H 2048, F 768, E 128, T 4096 per rank, K 8, bfloat16. "Ideal" is three times the
+forward operations of the token copies and the router. XLA counts products in a loop of unknown length once, such as our
+rounds beyond the first; see `compiled.ProgramReport`. The programs are not run.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet
 
 TARGET = "h100:1x8"
 BACKWARD = 3
-"""A forward and backward pass is ideally three forward passes."""
+"""Ideal ratio of a forward and backward pass to a forward pass."""
 
 
 def layers(mesh: Mesh) -> dict[str, OfRank]:
-    """All layers by their names; ours as they are on GPUs, where no check calls the host."""
+    """Return all layers by name; ours as on GPUs, without host callbacks for checks."""
     systems = {
         "plain": plain(),
         "exact": exact(),
@@ -39,7 +39,7 @@ def layers(mesh: Mesh) -> dict[str, OfRank]:
 
 
 def shapes(mesh: Mesh, sizes: LayerSizes) -> tuple:
-    """Tokens, kernel and experts, of which there are only shapes."""
+    """Return the shapes of tokens, kernel and experts."""
 
     def array(spec: PartitionSpec, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -52,7 +52,7 @@ def shapes(mesh: Mesh, sizes: LayerSizes) -> tuple:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     out = out_alone(__doc__)
     use_no_accelerators()
     sizes, target = LayerSizes(), Target.parse(TARGET)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def row_of(compiled: Callable[[], ProgramReport]) -> list[Value]:
-    """What a program needs; where the compiler refuses it, its reason."""
+    """Return the resources of a program, or the reason if the compiler rejects it."""
     try:
         found = compiled()
     except ValueError as error:

@@ -1,15 +1,15 @@
-"""Planners of others beside ours: how level they make loads, with how many replicas, and how long they take on a CPU.
+"""Planners of other projects against ours: imbalance, replicas, and planning time on a CPU.
 
     python -m benchmarks.bench_planners [--loads FILE.npy ...] [--step 6] [--eplb eplb.py] [--out FILE.json]
 
-All have the same slots, 64 ranks of one domain with two replica slots each, and know the exact load. EPLB as published
-may move homes, which the others may not; LPLB has the load itself as its history, the best that it can have. UltraEP's
-least replica is a 64th of a rank's copies, as in its paper. Those that run in a program are timed there, jitted, with
-what surrounds them; EPLB is its NumPy form on the host, one layer at a time. With `--eplb` there is DeepSeek's own
-form, too: a copy of `eplb.py` of https://github.com/deepseek-ai/EPLB, which needs PyTorch.
+All planners have the same slots, 64 ranks in one domain with two replica slots each, and know the exact load. EPLB as
+published may also move homes. LPLB has the load itself as its history, its best case. UltraEP's minimum replica is 1/64
+of a rank's copies, as in its paper. Planners with a JAX form are timed jitted, with the surrounding program; EPLB runs
+as NumPy on the host, one layer at a time. `--eplb` adds DeepSeek's original: a copy of `eplb.py` of
+https://github.com/deepseek-ai/EPLB, which requires PyTorch.
 
-Synthetic loads are those of `popular_ranks` with 256 experts. Recorded ones are files `[layers, experts]`, each token's
-source drawn at random.
+Synthetic loads are those of `popular_ranks` with 256 experts. Recorded loads are files `[layers, experts]`, with random
+sources of the tokens.
 """
 
 import argparse
@@ -49,11 +49,11 @@ PUBLISHED = "EPLB, homes move, as published in PyTorch"
 REPEATS = 5
 
 Found = tuple[float, int, int]
-"""Imbalance, replicas, and most of one expert."""
+"""Imbalance, replicas, and maximum replicas of one expert."""
 
 
 def jitted(num_experts: int) -> Callable:
-    """`(balancer, state, counts) -> (plan, state)`."""
+    """Return `(balancer, state, counts) -> (plan, state)`."""
     topology, slots = Topology.flat(NUM_RANKS), num_experts // NUM_RANKS + REPLICA_SLOTS
 
     def step(balancer: Balancer, state: object, counts: jax.Array) -> tuple[Plan, object]:
@@ -63,8 +63,8 @@ def jitted(num_experts: int) -> Callable:
 
 
 def published(file: Path) -> Callable:
-    """`rebalance_experts` of DeepSeek's file, on NumPy arrays."""
-    import torch  # not a dependency: only who compares with it needs it
+    """Return `rebalance_experts` of DeepSeek's file, on NumPy arrays."""
+    import torch  # optional: required by this comparison only
 
     theirs = runpy.run_path(str(file))["rebalance_experts"]
 
@@ -75,8 +75,8 @@ def published(file: Path) -> Callable:
 
 
 def one_layer(run: Callable, packed: dict[str, Callable], counts: np.ndarray) -> tuple[dict[str, Found], dict]:
-    """What each planner makes of a load, and the seconds that it takes."""
-    # Published with a floor for 8192 tokens of 8 experts each; here it is that of these copies.
+    """Return the results of each planner on a load, and its times in seconds."""
+    # The published minimum is for 8192 tokens with 8 experts each; scale it to these copies.
     facts = LayerCost(num_copies=int(counts.sum()) // NUM_RANKS)
     on_device, found = jax.device_put(counts), {"plain": (plain_imbalance(counts), 0, 0)}
     calls: dict[str, Callable[[], object]] = {}
@@ -94,19 +94,19 @@ def one_layer(run: Callable, packed: dict[str, Callable], counts: np.ndarray) ->
 
 
 def plain_imbalance(counts: np.ndarray) -> float:
-    """Without balancing."""
+    """Return the imbalance without balancing."""
     return float(imbalance(load(plain_plan(counts, Topology.flat(NUM_RANKS)))))
 
 
 def row_of(plan: Plan) -> Found:
-    """Of a plan."""
+    """Return the results of a plan."""
     replicas = np.asarray(plan.placement)[:, plan.num_home :]
     copies = np.bincount(replicas[replicas >= 0], minlength=plan.num_experts)
     return float(imbalance(load(plan))), int(copies.sum()), int(copies.max())
 
 
 def table_of(loads: list[np.ndarray], packed: dict[str, Callable], title: str) -> Table:
-    """One row for each planner, over all layers."""
+    """Return one row for each planner, over all layers."""
     run = jitted(loads[0].shape[1])
     layers = [one_layer(run, packed, counts) for counts in loads]
     rows: list[list[Value]] = []
@@ -128,11 +128,11 @@ def table_of(loads: list[np.ndarray], packed: dict[str, Callable], title: str) -
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
-    parser.add_argument("--tokens", type=int, default=2048, help="of each rank, of synthetic loads")
-    parser.add_argument("--eplb", type=Path, metavar="FILE.py", help="DeepSeek's eplb.py")
+    parser.add_argument("--tokens", type=int, default=2048, help="Tokens per rank of synthetic loads.")
+    parser.add_argument("--eplb", type=Path, metavar="FILE.py", help="Path of DeepSeek's eplb.py.")
     out_option(parser)
     given = parser.parse_args()
     packed = PACKED_AFRESH | ({PUBLISHED: published(given.eplb)} if given.eplb else {})

@@ -1,4 +1,4 @@
-"""Planning inside a jitted program on a CPU, one layer; and what each way of calling a planner costs.
+"""Planning inside a jitted program on a CPU for one layer, and the overhead of each way to call a planner.
 
 Run it with `python -m benchmarks.bench_planning`.
 """
@@ -23,7 +23,7 @@ LOGNORMAL = next(workload for workload in WORKLOADS if workload.name == "lognorm
 
 
 def measure(num_ranks: int, num_experts: int) -> list[Value]:
-    """One row of the table."""
+    """Return one row of the table."""
     topology = Topology.flat(num_ranks)
     slots = num_experts // num_ranks + 2
     counts = jnp.asarray(LOGNORMAL.counts(0, num_ranks, 256, num_experts, 8))
@@ -50,11 +50,11 @@ def measure(num_ranks: int, num_experts: int) -> list[Value]:
 
 
 LAYERS = 100
-"""Planned in one call of `_planning`, so that the call itself costs nothing beside them."""
+"""Layers planned in one call of `_planning`, to amortize the call overhead."""
 
 
 def compare_calls(name: str, module: Callable, op: Callable, reference: Callable, *case: np.ndarray) -> list[Value]:
-    """One row: the same plan by every way of calling the planner."""
+    """Return one row: the time of the same plan by every way to call the planner."""
     case = tuple(np.asarray(array) for array in case)
     layers = tuple(np.repeat(array[None], LAYERS, 0) for array in case)
     results = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), module(*case))
@@ -80,7 +80,7 @@ def compare_calls(name: str, module: Callable, op: Callable, reference: Callable
 
 
 def compare_all_calls(num_ranks: int = 64, num_experts: int = 256, slots: int = 6) -> Table:
-    """The second table."""
+    """Return the second table."""
     counts = LOGNORMAL.counts(0, num_ranks, 256, num_experts, 8)
     topology = Topology.flat(num_ranks)
     plan = plain_plan(counts, topology, slots)
@@ -99,7 +99,7 @@ def compare_all_calls(num_ranks: int = 64, num_experts: int = 256, slots: int = 
 
 
 def main() -> None:
-    """Reports both tables."""
+    """Report both tables."""
     out = out_alone(__doc__)
     times = ("greedy us", "legality us", "split us", "split, domains of 8, us")
     columns = {"ranks x experts": ""} | dict.fromkeys(times, ".0f")

@@ -1,6 +1,6 @@
-"""What XLA's own ragged product becomes on an H100: `python -m benchmarks.bench_ragged_dot`.
+"""Compiled form of XLA's ragged product on an H100: `python -m benchmarks.bench_ragged_dot`.
 
-It needs the compiler: `jax_moe_lb[cuda]`. The layer does not use this product there; see `kernels/backends.py`.
+Requires the compiler: `jax_moe_lb[cuda]`. The layer does not use this product on H100; see `kernels/backends.py`.
 """
 
 import jax
@@ -15,7 +15,7 @@ OPTIONS = (None, "xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experime
 
 
 def main() -> None:
-    """Reports a row for each of XLA's options."""
+    """Report a row for each of XLA's options."""
     out = out_alone(__doc__)
     use_no_accelerators()
     target = Target.parse("h100:1x8")

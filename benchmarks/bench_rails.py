@@ -1,10 +1,10 @@
-"""RailS in a model of NICs: how evenly rails are loaded, and what that is worth. No network, no simulator.
+"""RailS in a model of NICs: load balance between rails, and its effect on completion time, without a network simulator.
 
 Run it with `python -m benchmarks.bench_rails`.
 
-The time of an all-to-all is that of its busiest NIC; switches and the links inside a node are never the bottleneck.
-Nodes have as many GPUs as NICs. The lower bound is theorem 3's: the busiest node, as a sender or receiver, evenly
-over its rails.
+The time of an all-to-all is the time of its busiest NIC; switches and links inside a node are never the bottleneck.
+Nodes have as many GPUs as NICs. The lower bound is from theorem 3: the busiest node, as sender or receiver, divided
+evenly over its rails.
 """
 
 import heapq
@@ -20,27 +20,27 @@ MEMBERS = NODES = 8
 RANKS = MEMBERS * NODES
 SEEDS = 5
 MEAN_ROWS = 4000
-"""The mean flow from GPU to GPU, in rows: so many that plans of whole numbers are fine enough."""
+"""Mean flow between two GPUs in rows, large enough to make integer rounding negligible."""
 
 
 # ---- workloads ------------------------------------------------------------------------
 
 
 def sparse(rng: np.random.Generator, sparsity: float) -> np.ndarray:
-    """Draws flows of random sizes (gamma of shape 2), less this fraction of them: `[R, R]` rows, 0 inside nodes."""
+    """Sample flows of random sizes (gamma of shape 2), a fraction of them zero: `[R, R]` rows, 0 inside nodes."""
     rows = MEAN_ROWS / 2 * rng.gamma(2, size=(RANKS, RANKS)) * (rng.random((RANKS, RANKS)) >= sparsity)
     return between_nodes_only(rows)
 
 
 def popular(rng: np.random.Generator, exponent: float) -> np.ndarray:
-    """Lets every GPU route tokens to two of as many experts as GPUs, of which some are popular (Zipf)."""
+    """Sample tokens with two experts each, one expert per GPU, with Zipf popularity."""
     share = rng.permutation(np.arange(1.0, RANKS + 1) ** -exponent)
     tokens = MEAN_ROWS * RANKS
     return between_nodes_only(rng.multinomial(tokens, share / share.sum(), RANKS))
 
 
 def mixtral(rng: np.random.Generator, spread: float) -> np.ndarray:
-    """Draws eight experts, two per token, on the GPUs of two nodes of four; routing differs between GPUs."""
+    """Sample tokens with two of eight experts on the GPUs of two nodes of four; routing differs between GPUs."""
     logits = spread * rng.normal(size=(8, 1, 8)) + rng.gumbel(size=(8, 4096, 8))
     chosen = np.argsort(-logits, -1)[:, :, :2].reshape(8, -1)
     return np.stack([np.bincount(row, minlength=8) for row in chosen]).astype(np.int32)
@@ -51,33 +51,33 @@ def between_nodes_only(rows: np.ndarray) -> np.ndarray:
     return np.where(node[:, None] == node, 0, rows).astype(np.int32)
 
 
-# ---- who sends what on which rail: [R, R, N] -------------------------------------------
+# ---- plans: rows by rail, [R, R, N] -----------------------------------------------------
 
 
 def on_rail(rows: np.ndarray, rail: np.ndarray, num_rails: int) -> np.ndarray:
-    """Puts whole flows on one rail each."""
+    """Put each flow on one rail."""
     return rows[:, :, None] * (rail[:, :, None] == np.arange(num_rails))
 
 
 def by_source(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """Uses the NIC of the GPU that sends."""
+    """Use the NIC of the sending GPU."""
     del rng
     return on_rail(rows, np.broadcast_to(np.arange(len(rows))[:, None] % members, rows.shape), members)
 
 
 def by_receiver(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """Uses the NIC of the GPU that receives, as without a plan."""
+    """Use the NIC of the receiving GPU, as without a plan."""
     del rng
     return on_rail(rows, np.broadcast_to(np.arange(len(rows)) % members, rows.shape), members)
 
 
 def hashed(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """Puts every flow on a NIC of its own choice, as ECMP does."""
+    """Put every flow on a random NIC, as ECMP does."""
     return on_rail(rows, rng.integers(0, members, rows.shape), members)
 
 
 def pooled(rows: np.ndarray, members: int, rng: np.random.Generator, parts: float = np.inf) -> np.ndarray:
-    """Packs all that a node sends by LPT: whole flows, or chunks of the mean flow over `parts`."""
+    """Pack all rows sent by a node with LPT: whole flows, or chunks of the mean flow over `parts`."""
     del rng
     rails = np.zeros((*rows.shape, members), np.int32)
     chunk = rows[rows > 0].mean() / parts if np.isfinite(parts) else rows.max() + 1
@@ -88,7 +88,7 @@ def pooled(rows: np.ndarray, members: int, rng: np.random.Generator, parts: floa
 
 
 def per_destination(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """Packs what a node sends to another by LPT, in chunks of a quarter of the mean flow, without turns."""
+    """Pack rows from node to node with LPT, in chunks of a quarter of the mean flow, independently."""
     del rng
     rails = np.zeros((*rows.shape, members), np.int32)
     chunk = int(max(rows[rows > 0].mean() / 4, 1))
@@ -114,7 +114,7 @@ def _pack(rails: np.ndarray, items: list[tuple[int, int, int]], num_rails: int) 
 
 
 def _lightest_first(sizes: np.ndarray, num_rails: int) -> np.ndarray:
-    """The rail of each item: largest first, to the rail with the least on it; ties to the lower number (LPT)."""
+    """Return the rail of each item by LPT: largest first, to the least loaded rail; ties go to the lower index."""
     rails, load = np.empty(len(sizes), np.intp), [(0, rail) for rail in range(num_rails)]
     for item in np.argsort(-sizes, kind="stable"):
         total, rail = load[0]
@@ -124,7 +124,7 @@ def _lightest_first(sizes: np.ndarray, num_rails: int) -> np.ndarray:
 
 
 def rails_of(rows: np.ndarray, members: int, rng: np.random.Generator, chunks: int = 16) -> np.ndarray:
-    """Plans as the library does."""
+    """Return the plan of the library."""
     del rng
     return np.asarray(spray(rows, np.ones(members, np.int32), members, chunks))
 
@@ -140,11 +140,11 @@ PLANS = {
 }
 
 
-# ---- what comes of it -----------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------
 
 
 def loads(rails: np.ndarray, members: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts what each NIC sends and receives, `[G, N]` for `G` nodes."""
+    """Return rows sent and received by each NIC, `[G, N]` for `G` nodes."""
     num_nodes = len(rails) // members
     total = rails.reshape(num_nodes, members, num_nodes, members, -1).sum((1, 3), dtype=np.int64)
     total = total * ~np.eye(num_nodes, dtype=bool)[:, :, None]
@@ -152,13 +152,13 @@ def loads(rails: np.ndarray, members: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bound(rows: np.ndarray, members: int) -> float:
-    """Returns the busiest node's rows over its rails, which no plan gets below."""
+    """Return the busiest node's rows over its rails, a lower bound of every plan."""
     sent, received = loads(rows[:, :, None], members)
     return max(sent.max(), received.max()) / members
 
 
 def over_bound(plan, draw, members: int = MEMBERS) -> np.ndarray:
-    """Returns the busiest NIC as a sender, as a receiver, and of both, over the bound: means over seeds."""
+    """Return the busiest NIC over the bound, as sender, as receiver, and as either: means over seeds."""
     ratios = []
     for seed in range(SEEDS):
         rng = np.random.default_rng(seed)
@@ -169,7 +169,7 @@ def over_bound(plan, draw, members: int = MEMBERS) -> np.ndarray:
 
 
 def table_of_plans() -> Table:
-    """How evenly NICs send and receive."""
+    """Return the balance of sending and receiving NICs."""
     left_out = (0, 0.8, 0.95)
     columns = {"plan": ""} | {f"{way}, {s:g} left out": ".2f" for s in left_out for way in ("sending", "receiving")}
     rows: list[list[Value]] = []
@@ -193,7 +193,7 @@ BASELINES = ("source's NIC", "receiver's NIC", "hashed")
 
 
 def table_of_times() -> Table:
-    """Completion times against those of plans that do not balance."""
+    """Return completion times relative to plans without balancing."""
     rows: list[list[Value]] = []
     for name, (draw, members) in WORKLOADS.items():
         ours = over_bound(rails_of, draw, members)[2]
@@ -206,7 +206,7 @@ def table_of_times() -> Table:
 
 
 def table_of_chunks() -> Table:
-    """What more chunks cost and bring."""
+    """Return costs and gains of more chunks."""
     rows = sparse(np.random.default_rng(0), 0.8)
     small = (rows / 40).astype(np.int32)
     every = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -223,14 +223,14 @@ def table_of_chunks() -> Table:
 
 
 def _messages(rows: np.ndarray, chunks: int) -> float:
-    """The chunks and rests that a NIC sends, on average."""
+    """Return the mean number of chunks and remainders sent by a NIC."""
     blocks = rows.reshape(NODES, MEMBERS, NODES, MEMBERS).swapaxes(1, 2).reshape(-1, MEMBERS**2)
     chunk = np.maximum(blocks.sum(1) // MEMBERS // chunks, 1)[:, None]
     return (-(-blocks // chunk)).sum() / RANKS
 
 
 def table_of_rails() -> Table:
-    """What slow and dead rails do, with and without their speeds known."""
+    """Return the effects of slow and dead rails, with and without known speeds."""
     lines: list[list[Value]] = []
     rows = sparse(np.random.default_rng(0), 0.8)
     for name, speeds in (("half as fast", (2,) * 7 + (1,)), ("a tenth", (10,) * 7 + (1,)), ("dead", (1,) * 7 + (0,))):
@@ -246,7 +246,7 @@ def table_of_rails() -> Table:
 
 
 def main() -> None:
-    """Reports all tables."""
+    """Report all tables."""
     out = out_alone(__doc__)
     plans, times, chunks, rails = table_of_plans(), table_of_times(), table_of_chunks(), table_of_rails()
     report({"plans": plans, "times": times, "chunks": chunks, "rails": rails}, out)

@@ -1,9 +1,9 @@
-"""Homes planned from one workload's loads, judged by another's: 64 ranks in domains of 8, two replica slots.
+"""Homes planned from the loads of one workload, evaluated on another: 64 ranks in domains of 8, two replica slots.
 
     python -m benchmarks.bench_relocation --loads DIR [--groups 8]
 
-DIR holds files of token counts [layers, experts]. "floor" is the busiest domain's load over the mean, below which
-nothing inside domains can bring a layer; "result" is what `Exact` makes of it.
+DIR contains files of token counts [layers, experts]. "floor" is the busiest domain's load over the mean, a lower bound
+for any plan inside domains; "result" is the imbalance after `Exact`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ REPLICA_SLOTS = 2
 
 
 def result(tokens: np.ndarray, homes: np.ndarray) -> np.ndarray:
-    """max/mean load of each layer after `Exact` inside domains, `[layers]`."""
+    """Return max/mean load of each layer after `Exact` inside domains, `[layers]`."""
     imbalance = []
     for layer, places in zip(tokens, homes, strict=True):
         counts = np.zeros((TOPOLOGY.num_ranks, len(layer)), np.int32)
@@ -38,7 +38,7 @@ def stay(shape: tuple[int, int]) -> np.ndarray:
 
 
 def judged(tokens: np.ndarray, homes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Floor and result of each layer."""
+    """Return lower bound and result of each layer."""
     return domain_lower_bound(tokens, homes, TOPOLOGY), result(tokens, homes)
 
 
@@ -63,7 +63,7 @@ def row_of(homes: str, loads: str, floor: np.ndarray, reached: np.ndarray) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", type=pathlib.Path, required=True)
-    parser.add_argument("--groups", type=int, default=1, help="groups that the router limited tokens to")
+    parser.add_argument("--groups", type=int, default=1, help="Number of expert groups of the router.")
     out_option(parser)
     options = parser.parse_args()
     files = {path.stem: np.load(path) for path in sorted(options.loads.glob("*.npy"))}

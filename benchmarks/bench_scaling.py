@@ -1,10 +1,10 @@
-"""How the time of planners, split, legality check, layer and simulator grows with ranks, experts and tokens.
+"""Scaling of planners, split, legality check, layer and simulator with ranks, experts and tokens.
 
     python -m benchmarks.bench_scaling [--quick] [--plot docs/scaling.png] [--out benchmarks/results/bench_scaling.json]
 
-Planners run as users call them on a host: the C++ on NumPy arrays. Split and check are jitted, as in a layer; the split
-is that of one rank, as each rank computes its own. The layer is forward and backward on 8 virtual devices, which share
-the cores. Counts are drawn from lognormal popularity, the same on all ranks.
+Planners run as on a host: C++ on NumPy arrays. Split and check are jitted, as in a layer; the split is for one rank, as
+each rank computes its own. The layer is forward and backward on 8 virtual devices, which share the cores. Counts are
+sampled from a lognormal popularity, the same on all ranks.
 """
 
 import argparse
@@ -39,21 +39,21 @@ LAYER = Sizes(num_ranks=8, num_tokens=0, width=128, inner=128, num_experts=32, p
 PLANNERS: dict[str, Balancer] = {"exact": Exact(), "greedy": Greedy(), "ultraep": UltraEP(min_tokens=1)}
 INSIDE = ("split", "legality")
 FLOOR = 64
-"""Powers are fitted to so many ranks and more, or tokens: below, times are those of calls."""
+"""Minimum ranks, or tokens, of the points used in fits; below, call overhead dominates."""
 
 Times = dict[str, np.ndarray]
-"""Seconds of each repeat, by what was timed."""
+"""Seconds of each repetition, by name."""
 
 
 def drawn(num_ranks: int, num_experts: int) -> np.ndarray:
-    """Counts `[R, E]`."""
+    """Return sampled counts `[R, E]`."""
     rng = np.random.default_rng(0)
     popularity = rng.lognormal(0.0, 1.0, num_experts)
     return rng.multinomial(COPIES_PER_RANK, popularity / popularity.sum(), num_ranks).astype(np.int32)
 
 
 def planned(balancer: Balancer, counts: np.ndarray) -> Plan:
-    """A plan on the host, all ranks one domain."""
+    """Return a plan computed on the host, with all ranks in one domain."""
     num_ranks, num_experts = counts.shape
     topology = Topology.flat(num_ranks)
     start = plain_plan(counts, topology, num_experts // num_ranks + REPLICA_SLOTS)
@@ -61,7 +61,7 @@ def planned(balancer: Balancer, counts: np.ndarray) -> Plan:
 
 
 def time_planning(num_ranks: int, num_experts: int, repeats: int) -> tuple[Times, list[float]]:
-    """Times of planners, split and check; imbalance before and after each planner."""
+    """Return times of planners, split and check, and the imbalance before and after each planner."""
     counts = drawn(num_ranks, num_experts)
     plans = {name: planned(balancer, counts) for name, balancer in PLANNERS.items()}
     on_device, plan = jnp.asarray(counts), jax.tree.map(jnp.asarray, plans["exact"])
@@ -77,7 +77,7 @@ def time_planning(num_ranks: int, num_experts: int, repeats: int) -> tuple[Times
 
 
 def time_layer(num_tokens: int, repeats: int) -> Times:
-    """Times of a layer's forward and backward pass, balanced and plain."""
+    """Return times of a layer's forward and backward pass, balanced and plain."""
     sizes = Sizes(LAYER.num_ranks, num_tokens, LAYER.width, LAYER.inner, LAYER.num_experts, LAYER.per_tok)
     mesh = jax.make_mesh((sizes.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
     popularity = np.random.default_rng(0).lognormal(0.0, 1.0, sizes.num_experts)
@@ -88,7 +88,7 @@ def time_layer(num_tokens: int, repeats: int) -> Times:
 
 
 def time_simulator(num_ranks: int, repeats: int) -> Times:
-    """Times of one simulated layer of 1024 experts."""
+    """Return times of one simulated layer with 1024 experts."""
     num_experts = EXPERTS[-1]
     model = ModelShape(1, 4096, 1536, num_experts, per_token=8, tokens=COPIES_PER_RANK // 8)
     cluster = Cluster((Links("gpu", num_ranks, 360e9),))
@@ -100,7 +100,7 @@ def time_simulator(num_ranks: int, repeats: int) -> Times:
 
 
 def powers(times: dict[tuple[int, ...], Times], kinds: Sequence[str], where: Sequence[str]) -> list[list[Value]]:
-    """Rows of what was timed, the powers of its sizes, and by which factor a point is off."""
+    """Return rows with name, fitted exponents of the sizes, and geometric error of the fit."""
     rows: list[list[Value]] = []
     for name in where:
         points = [(sizes, np.median(of[name])) for sizes, of in times.items() if sizes[0] >= FLOOR]
@@ -111,16 +111,16 @@ def powers(times: dict[tuple[int, ...], Times], kinds: Sequence[str], where: Seq
 
 
 def curves(times: dict[tuple[int, ...], Times], names: Sequence[str]) -> dict:
-    """Curves over the first size."""
+    """Return curves over the first size."""
     sizes = sorted({key[0] for key in times})
     return {name: (sizes, [spread(times[key][name]) for key in sorted(times)]) for name in names}
 
 
 def main() -> None:
-    """Prints the tables and writes the plot."""
+    """Print the tables and write the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few sizes and repeats")
-    parser.add_argument("--plot", type=Path, help="where to write the plot, a PNG")
+    parser.add_argument("--quick", action="store_true", help="Use few sizes and repetitions.")
+    parser.add_argument("--plot", type=Path, help="Output PNG of the plot.")
     out_option(parser)
     given = parser.parse_args()
     use_virtual_cpu_devices(LAYER.num_ranks)
@@ -168,7 +168,7 @@ def main() -> None:
 
 
 def planning_table(planning: dict[tuple[int, ...], Times], found: dict, names: Sequence[str]) -> Table:
-    """Times and imbalances of each shape."""
+    """Return times and imbalances of each shape."""
     columns = {"ranks": "d", "experts": "d"} | {f"{name} ms": ".2f" for name in names} | {"imbalance": ".2f"}
     columns |= {f"with {name}": ".3f" for name in PLANNERS}
     return Table(columns, [[*shape, *_ms(of, names), *found[shape]] for shape, of in planning.items()])

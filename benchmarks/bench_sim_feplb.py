@@ -1,12 +1,12 @@
-"""FEPLB's paper (arXiv 2604.19654) in the simulator, published numbers beside simulated ones, and our own systems.
+"""FEPLB's paper (arXiv 2604.19654) in the simulator: published and simulated numbers, and our own systems.
 
     python -m benchmarks.bench_sim_feplb [--out FILE.json] [--number 60]
 
-Fitted, to the nine numbers of the columns "before" alone (layer times and stragglers of products): the experts' peak
-rate, the rows that an expert costs beside its own (`AnalyticGemm.half_rows`), what a layer takes beside experts and
-exchanges, and, as the paper does not say it, which power of two the tokens of a rank are. Assumed, for all rows: 8
-experts of each token; four fifths of NVLink's 450 GB/s each way; popularity lognormal, its width fitted to the
-published straggler before balancing (`stragglers.py`).
+Four values are fitted, only to the nine numbers of the columns "before" (layer times and stragglers of products). They
+are the peak rate of experts, the overhead per expert in rows (`AnalyticGemm.half_rows`), and the remaining time of a
+layer. The fourth is the tokens per rank, a power of two not given by the paper. Assumed for all rows: 8 experts per
+token; four fifths of NVLink's 450 GB/s in each direction; lognormal popularity, with a width fitted to the published
+straggler before balancing (`stragglers.py`).
 """
 
 import argparse
@@ -38,7 +38,7 @@ PRODUCTS_MS = {
     4: {"before": 0.652, "FasterMoE": 0.380, "FEPLB": 0.247},
     8: {"before": 1.110, "FasterMoE": 0.625, "FEPLB": 0.352},
 }
-"""Figure 5: the slowest rank's products over the mean rank's."""
+"""Figure 5: products of the slowest rank minus the mean rank's, in ms."""
 
 COPIES = (8192, 16384, 32768)
 PER_TOK = 8
@@ -60,13 +60,13 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Of the columns "before".
+    """Parameters fitted to the columns "before".
 
     Args:
-        copies: token copies of each rank.
-        peak_flops_per_s: of experts.
+        copies: token copies per rank.
+        peak_flops_per_s: peak rate of experts.
         half_rows: see `AnalyticGemm`.
-        rest_s: of a layer, forward; twice as much backward.
+        rest_s: remaining time of a layer, forward, in seconds; twice as much backward.
         residual: root of the sum of squared relative deviations.
     """
 
@@ -77,33 +77,35 @@ class Fit:
     residual: float = 0.0
 
     def cluster(self, num_ranks: int, bytes_per_s: float = NVLINK_BYTES_PER_S) -> Cluster:
-        """One node's GPUs; the CPU plans in 50 us, as published, and DeepEP tells counts to every rank at once."""
+        """Return one node of GPUs; the CPU plans in 50 us, as published, and DeepEP sends counts to all ranks at
+        once.
+        """
         gemm, told = AnalyticGemm(self.peak_flops_per_s, self.half_rows, 0.0), Communication(Collective.DIRECT)
         links = (Links("gpu", num_ranks, bytes_per_s, latency_s=3e-6),)
         return Cluster(links, gemm, planner_s=50e-6, communication=told)
 
     def model(self, layers: int) -> ModelShape:
-        """GLM-5's experts, 128 of them; a layer for each microbatch."""
+        """Return GLM-5's experts, 128 of them, with one layer per microbatch."""
         return ModelShape(layers, 6144, 2048, NUM_EXPERTS, PER_TOK, self.copies // PER_TOK, pre_expert_s=self.rest_s)
 
     def loads(self, number: int, seed: int) -> dict[int, np.ndarray]:
-        """`[number, R, E]` for each number of ranks."""
+        """Return loads `[number, R, E]` for each number of ranks."""
         return {case.num_ranks: counts(case, seed, number, self.copies) for case in CASES}
 
 
 def run(fit: Fit, system: System, loads: np.ndarray) -> Report:
-    """All microbatches, one after the other."""
+    """Simulate all microbatches in sequence."""
     return simulate(system, fit.model(len(loads)), fit.cluster(loads.shape[1]), loads, step=STEP)
 
 
 def layer_ms(report: Report, number: int) -> tuple[float, float]:
-    """Forward and backward, of the mean layer."""
+    """Return forward and backward time of the mean layer, in ms."""
     forward = max(float(task.end.max()) for task in report.timeline.tasks if "(backward)" not in task.stage)
     return 1e3 * forward / number, 1e3 * (report.step_s - forward) / number
 
 
 def products_ms(report: Report, number: int) -> float:
-    """The slowest rank's products over the mean rank's, forward, of the mean layer."""
+    """Return products of the slowest rank minus the mean rank's, forward, of the mean layer, in ms."""
     busy = np.zeros((number, report.timeline.num_ranks))
     for task in report.timeline.tasks:
         if task.stage == "experts":
@@ -112,12 +114,12 @@ def products_ms(report: Report, number: int) -> float:
 
 
 def fitted(number: int, seed: int) -> list[Fit]:
-    """For every number of tokens, the best first."""
+    """Return the fit for every number of tokens, the best first."""
     return sorted((_fitted(Fit(copies), number, seed) for copies in COPIES), key=lambda fit: fit.residual)
 
 
 def _fitted(bare: Fit, number: int, seed: int) -> Fit:
-    """Least squares of relative deviations from six times and three stragglers; no unknown below 0."""
+    """Return non-negative least squares of relative deviations from six times and three stragglers."""
     rows, wanted = [], []
     row_flops = bare.model(1).row_flops
     for num_ranks, given in bare.loads(number, seed).items():
@@ -137,7 +139,7 @@ def _fitted(bare: Fit, number: int, seed: int) -> Fit:
 
 
 def stragglers(fit: Fit, number: int, seed: int) -> list[Comparison]:
-    """Figures 5 and 6 in tokens, from the planners alone."""
+    """Return figures 5 and 6 in tokens, from the planners alone."""
     table = Comparison("figure_5_tokens", "Figure 5: token straggler (before: fitted)")
     sweep = Comparison("figure_6", "Figure 6: the token straggler on 8 ranks falls by %")
     for case in CASES:
@@ -166,12 +168,12 @@ def stragglers(fit: Fit, number: int, seed: int) -> list[Comparison]:
 
 
 def exchanges_s(report: Report) -> float:
-    """Dispatch and combine, forward, of all layers."""
+    """Return the time of dispatch and combine, forward, of all layers, in seconds."""
     return sum(report.stages[stage].busy_s for stage in ("dispatch", "combine"))
 
 
 def overhead(fit: Fit, loads: np.ndarray) -> Comparison:
-    """What exchanges take beyond those of plain expert parallelism, and what phase 2 leaves uncovered."""
+    """Return the exchange time above plain expert parallelism, and the exposed time of phase 2."""
     table = Comparison(
         "figure_4",
         "Figure 4: dispatch and combine, on 8 ranks, forward, over those before, %; FEPLB's is published as <1",
@@ -180,7 +182,7 @@ def overhead(fit: Fit, loads: np.ndarray) -> Comparison:
     uncovered = []
     for name in ("FasterMoE", "FEPLB", "FEPLB, one wave"):
         report = run(fit, SYSTEMS[name], loads)
-        # Rounded: equal exchanges differ in the last bits of their sums.
+        # Round, as equal exchanges differ in the last bits of their sums.
         table.add(name, round(100 * (exchanges_s(report) / before - 1), 6))
         waits = {
             stage: report.stages[stage].exposed_s for stage in ("rows", "weights", "return") if stage in report.stages
@@ -195,7 +197,7 @@ OURS = ("forward", "backward", "weights that nothing hides, forward", "exchanges
 
 
 def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], results.Table]:
-    """Table 2 and figure 5 in time, and every system in milliseconds."""
+    """Return table 2 and figure 5 in time, and every system in milliseconds."""
     times = Comparison("table_2", "Table 2: ms of an MoE layer (before: fitted)")
     products = Comparison("figure_5_products", "Figure 5: straggler of the products, ms, forward (before: fitted)")
     rows: list[list[results.Value]] = []
@@ -224,7 +226,7 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], re
 
 
 def sensitivity(fits: list[Fit], number: int, seed: int) -> Comparison:
-    """Of FEPLB's forward time on 8 ranks."""
+    """Return the sensitivity of FEPLB's forward time on 8 ranks."""
     table = Comparison("sensitivity", "8 ranks, FEPLB, ms forward, under other assumptions")
     best, known = fits[0], LAYER_MS[8]["FEPLB"][0]
     for rate in (180, 360, 450):
@@ -238,10 +240,10 @@ def sensitivity(fits: list[Fit], number: int, seed: int) -> Comparison:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results.out_option(parser)
-    parser.add_argument("--number", type=int, default=60, help="microbatches that are simulated")
+    parser.add_argument("--number", type=int, default=60, help="Microbatches to simulate.")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     fits = fitted(options.number, options.seed)

@@ -1,8 +1,8 @@
-"""HybridEP's paper (arXiv 2510.19470) in the simulator, published numbers beside simulated ones, and our own systems.
+"""HybridEP's paper (arXiv 2510.19470) in the simulator: published and simulated numbers, and our own systems.
 
     python -m benchmarks.bench_sim_hybridep [--out FILE.json]
 
-Two numbers are fitted, to the Tutel rows of Table V; see `hybridep_clusters.py` for them and for what is assumed.
+Two numbers are fitted, to the Tutel rows of Table V; see `hybridep_clusters.py` for them and for the assumptions.
 """
 
 import argparse
@@ -52,14 +52,14 @@ TABLE_IV = {
     "AG-only-1": (3e6, 0.094e6, 0.099e-3, 8),
     "AG-only-2": (3e6, 0.047e6, 0.099e-3, 8),
 }
-"""Bytes of tokens, of an expert, seconds before experts, best domain size."""
+"""Bytes of tokens, bytes of an expert, seconds before experts, best domain size."""
 
 MANY = (200, 500, 1000)
 GBIT_PER_S = (1, 10, 40, 100)
 
 
 def table_v(setting: Setting, names: str = "ML") -> list[Comparison]:
-    """The rows that were fitted, and those that follow, of these clusters."""
+    """Return the fitted and the predicted rows of these clusters."""
     tutel = Comparison("table_v_tutel", "Table V, Tutel: fitted, two numbers for twelve rows")
     hybrid, shares = Comparison("table_v", "Table V, HybridEP: predicted"), []
     speedup = Comparison(
@@ -99,7 +99,7 @@ def table_v(setting: Setting, names: str = "ML") -> list[Comparison]:
 
 
 def sensitivity() -> Comparison:
-    """Of the prediction, to what is assumed: each time fitted anew."""
+    """Return the sensitivity of the prediction to each assumption, with a new fit each time."""
     table = Comparison(
         "table_v_sensitivity", "Table V, HybridEP: mean of the absolute deviations in %, under other assumptions"
     )
@@ -120,7 +120,7 @@ def sensitivity() -> Comparison:
     for name, setting in settings.items():
         add(f"{name}: line of {setting.line_bytes_per_s * 8e-9:.1f} Gbit/s", table_v(setting)[1])
     for name in TUTEL:
-        # So what steps take beside the MoE layers need not scale as an all-reduce does.
+        # Other work of a step may scale differently from an all-reduce, so fit each cluster separately.
         setting = fitted(names=name)
         line = f"{setting.line_bytes_per_s * 8e-9:.1f} Gbit/s, {setting.other_s(DATACENTERS[name]):.2f} s"
         add(f"{name} alone, fitted to its own rows: {line} beside tokens", table_v(setting, name)[1])
@@ -134,19 +134,21 @@ def sensitivity() -> Comparison:
 
 
 def window_s(shape: ModelShape, machine: Cluster, sizes: tuple[int, ...]) -> tuple[float, float]:
-    """Least and most time before experts, of 10 us to 100 s, with which the stream model chooses these domains."""
+    """Return the range of times before experts, within 10 us to 100 s, for which the stream model selects these
+    domains.
+    """
     tried = np.geomspace(1e-5, 100.0, 1401).tolist()
     fits = [t for t in tried if migration(replace(shape, pre_expert_s=t), machine, NO_CODEC).domain_sizes == sizes]
     return min(fits), max(fits)
 
 
 def table_vi(setting: Setting) -> Comparison:
-    """Domains alone, then compression too; everything as fitted to Table V."""
+    """Return the rows with domains alone and with compression, with the parameters fitted to Table V."""
     table = Comparison("table_vi", "Table VI: domains alone, then with compression (nothing fitted)")
     for (tokens, expert), rows in ABLATION.items():
         for name, (alone_s, both_s, sizes) in rows.items():
             machine = setting.cluster(DATACENTERS[name])
-            # One expert for each rank, as in the paper's model.
+            # One expert per rank, as in the paper's model.
             shape = setting.model(tokens * MIB, expert * MIB, machine.num_ranks, DATACENTERS[name])
             chosen = migration(shape, machine, NO_CODEC)
             alone = step(shape, machine, migration(shape, machine, NO_CODEC, sizes)).step_s
@@ -171,7 +173,7 @@ def table_vi(setting: Setting) -> Comparison:
 
 
 def table_iv() -> Comparison:
-    """The best domain size of four, on the simulator instead of the stream model."""
+    """Return the best of four domain sizes, with the simulator instead of the stream model."""
     table = Comparison("table_iv", "Table IV and figure 12: domain size with the least time, of 1, 2, 4, 8")
     for name, (token_bytes, expert_bytes, before_s, published) in TABLE_IV.items():
         machine = Cluster((Links("gpu", 8, 128e9),), AnalyticGemm(1e18, 0.0, 0.0))
@@ -186,7 +188,7 @@ def table_iv() -> Comparison:
 
 
 def figure_13(setting: Setting) -> Comparison:
-    """Speedup over plain expert parallelism, without compression."""
+    """Return the speedup over plain expert parallelism, without compression."""
     table = Comparison(
         "figure_13", "Figure 13: speedup of HybridEP without compression, 16 MB of tokens, by size of an expert"
     )
@@ -210,7 +212,7 @@ def figure_13(setting: Setting) -> Comparison:
 
 
 def figure_17() -> list[Comparison]:
-    """Up to 1,000 datacenters, in which nothing is fitted."""
+    """Return the speedups for up to 1,000 datacenters, without any fit."""
     fixed = Comparison("figure_17a", "Figure 17a: speedup with domains of a fixed number of datacenters, at 1,000")
     share = Comparison("figure_17b", "Figure 17b: speedup with domains of a fixed share of all datacenters, at 1,000")
     trend = Comparison("figure_17", "Figure 17: speedup by number of datacenters, 10 Gbit/s, inner width 768")
@@ -245,7 +247,7 @@ def figure_17() -> list[Comparison]:
 
 
 def speedup(datacenters: int, size: int, gbit_per_s: float, inner: int) -> float:
-    """Of HybridEP over plain expert parallelism, with domains over `size` datacenters and single GPUs."""
+    """Return the speedup over plain expert parallelism, for domains over `size` datacenters and single GPUs."""
     setting = Setting(gbit_per_s * 1e9 / 8)
     machine = setting.cluster(datacenters)
     shape = setting.model(192 * MIB, 8 * HIDDEN * inner, datacenters * GPUS, datacenters)
@@ -254,7 +256,7 @@ def speedup(datacenters: int, size: int, gbit_per_s: float, inner: int) -> float
 
 
 def figure_16(setting: Setting) -> Comparison:
-    """What a step sends between datacenters."""
+    """Return the bytes sent between datacenters per step."""
     table = Comparison(
         "figure_16", "Figure 16: GB between datacenters in a step, L, by MB of tokens (its values cannot be read)"
     )
@@ -267,7 +269,7 @@ def figure_16(setting: Setting) -> Comparison:
 
 
 def compositions(setting: Setting, imbalance: float) -> Comparison:
-    """Uneven gates, which the paper leaves out: HybridEP with `Exact` inside and without."""
+    """Return HybridEP with and without `Exact` inside for uneven gates, which the paper does not cover."""
     table = Comparison(
         f"uneven_gates_{imbalance:g}",
         f"Ours: L, 24 & 8 MB, gates with max/mean {imbalance:g}; seconds of a step's MoE blocks",
@@ -297,7 +299,7 @@ def compositions(setting: Setting, imbalance: float) -> Comparison:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results.out_option(parser)
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""The simulator against real networks: seconds and bytes of every measured point beside the simulated ones.
+"""The simulator against real networks: measured and simulated seconds and bytes of every point.
 
 Run it with `python -m benchmarks.bench_sim_networks`. It reads the table `measured` of two benchmarks in
-`benchmarks/results/`. Nothing is fitted: the rate of links is the shaper's less headers.
+`benchmarks/results/`. No value is fitted: the link rate is the shaper's rate minus headers.
 
 - `network_hybridep.json`, of `benchmarks.network.bench_hybridep`: one MoE layer between two processes on a shaped link.
-  What a step takes beside the link is that of the same program without a limit on it, which stands in the file; the
-  simulated experts take no time.
-- `network_rails.json`, of `benchmarks.network.bench_rails`: all-to-alls between two nodes of four NICs. The
-  kernel's hash is not known to the simulator, so ECMP is left out.
+  The time besides the link is the time of the same program without a rate limit, given in the file; simulated experts
+  take no time.
+- `network_rails.json`, of `benchmarks.network.bench_rails`: all-to-alls between two nodes of four NICs. ECMP is
+  omitted, as the simulator does not model the kernel's hash.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from jax_moe_lb.transport import Codec
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 AT_ONCE = 1e15
-"""A rate that takes no time: of what the file's own calibration contains."""
+"""Rate with negligible time, for work already contained in the file's calibration."""
 
 
 def measured(results: Path, run: str) -> list[Row]:
@@ -45,7 +45,7 @@ def measured(results: Path, run: str) -> list[Row]:
 
 
 def simulated(row: Row, rate: float = 1.0) -> Report:
-    """The step of one measured row, with the link at this part of its rate."""
+    """Simulate the step of one measured row, with the link at this fraction of its rate."""
     model = ModelShape(
         layers=1,
         hidden=row["width"],
@@ -67,16 +67,16 @@ def simulated(row: Row, rate: float = 1.0) -> Report:
 
 @dataclass(frozen=True)
 class Point:
-    """One measured row beside the simulated one.
+    """One measured row with its simulation.
 
     Args:
         row: rate in Mbit/s, and MB of tokens and of experts.
         column: domain sizes and ratio.
-        encoded: whether experts travelled encoded.
-        measured_s: median.
-        simulated_s: link and calibration.
-        counted_bytes: that a datacenter sent, median.
-        simulated_bytes: likewise.
+        encoded: if True, experts are sent encoded.
+        measured_s: measured median in seconds.
+        simulated_s: time of link and calibration in seconds.
+        counted_bytes: median bytes sent by a datacenter.
+        simulated_bytes: simulated bytes sent by a datacenter.
     """
 
     row: tuple[float, float, float]
@@ -89,17 +89,17 @@ class Point:
 
     @property
     def seconds_off(self) -> float:
-        """Of the simulated from the measured, in percent."""
+        """Deviation of simulated from measured seconds, in percent."""
         return 100 * (self.simulated_s / self.measured_s - 1)
 
     @property
     def bytes_off(self) -> float:
-        """Likewise."""
+        """Deviation of simulated from counted bytes, in percent."""
         return 100 * (self.simulated_bytes / self.counted_bytes - 1)
 
 
 def point_of(row: Row) -> Point:
-    """Measured and simulated."""
+    """Return the measured and simulated point of a row."""
     report, sizes = simulated(row), (row["dc"], row["gpu"])
     return Point(
         row=(row["wan_bits_per_s"] / 1e6, row["token_bytes"] / 1e6, row["expert_bytes"] / 1e6),
@@ -108,7 +108,7 @@ def point_of(row: Row) -> Point:
         measured_s=row["measured_s"],
         simulated_s=report.step_s + row["unlimited_s"],
         counted_bytes=row["counted_bytes"],
-        simulated_bytes=report.level_bytes["dc"] / 2,  # of both datacenters together
+        simulated_bytes=report.level_bytes["dc"] / 2,  # sum over both datacenters
     )
 
 
@@ -116,7 +116,7 @@ SECONDS_OFF, BYTES_OFF = OFF = attrgetter("seconds_off"), attrgetter("bytes_off"
 
 
 def matrix(title: str, points: list[Point], off: Callable[[Point], float]) -> Table:
-    """Deviations of all points in percent."""
+    """Return the deviations of all points in percent."""
     columns = list(dict.fromkeys(point.column for point in points))
     rows: list[list[Value]] = []
     for row in dict.fromkeys(point.row for point in points):
@@ -127,7 +127,7 @@ def matrix(title: str, points: list[Point], off: Callable[[Point], float]) -> Ta
 
 
 def summary(points: list[Point]) -> Table:
-    """Medians and ranges, of long steps and of all, as they are and encoded."""
+    """Return medians and ranges, of long steps and of all steps, plain and encoded."""
     rows: list[list[Value]] = []
     for encoded in (False, True):
         for least_s in (0.4, 0.0):
@@ -153,10 +153,10 @@ class RailPoint:
     """One all-to-all.
 
     Args:
-        case: who sends what to whom.
-        way: by which NICs.
-        measured_s: median.
-        simulated_s: of the flows.
+        case: name of the traffic case.
+        way: name of the route selection.
+        measured_s: measured median in seconds.
+        simulated_s: simulated time of the flows in seconds.
     """
 
     case: str
@@ -166,12 +166,12 @@ class RailPoint:
 
 
 def rail_points(results: list[Row]) -> list[RailPoint]:
-    """All cases and ways but ECMP.
+    """Return all cases and ways except ECMP.
 
     Raises:
-        ValueError: the rows of a measured case are not those of the case.
+        ValueError: the rows of a measured case differ from the case of that name.
     """
-    # One spine that nothing limits, and as much room inside nodes.
+    # One spine without a rate limit, and unlimited links inside nodes.
     fabric = Fabric(NODES, RAILS, payload_bytes_per_s(results[0]["nic_bits_per_s"]), AT_ONCE, 1, AT_ONCE)
     measured_cases, points = {row["case"]: row for row in results}, []
     for name, weights in cases(0).items():
@@ -191,7 +191,7 @@ def rail_points(results: list[Row]) -> list[RailPoint]:
 
 
 def rail_table(points: list[RailPoint]) -> Table:
-    """Measured and simulated seconds, and the deviation in percent."""
+    """Return measured and simulated seconds, and the deviation in percent."""
     columns = {"case": ""}
     for way in dict.fromkeys(point.way for point in points):
         columns |= {f"{way}: measured s": ".3f", f"{way}: simulated s": ".3f", f"{way}: deviation, %": "+.1f"}
@@ -203,10 +203,10 @@ def rail_table(points: list[RailPoint]) -> Table:
 
 
 def tables(results: Path) -> dict[str, Table]:
-    """All of them.
+    """Return all tables.
 
     Args:
-        results: the folder with both files.
+        results: folder with both files.
     """
     points = [point_of(row) for row in measured(results, "network_hybridep")]
     by_rail = rail_points(measured(results, "network_rails"))
@@ -220,7 +220,7 @@ def tables(results: Path) -> dict[str, Table]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder with both files")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder with both result files.")
     out_option(parser)
     given = parser.parse_args()
     report(tables(given.results), given.out)

@@ -1,10 +1,11 @@
-"""RailS beside other ways over a fabric with rails, flow by flow: completion time, bus bandwidth, Mixtral's layer.
+"""RailS against other route selections on a rail fabric, by flow simulation: completion time, bus bandwidth, Mixtral's
+layer.
 
     python -m benchmarks.bench_sim_rails --out FILE.json
 
-The fabric has NICs of 50 GB/s, 8 in a node, 450 GB/s between GPUs of a node, and leaf and spine switches that do
-not block. Every GPU has 4096 tokens with two copies of 8192 bytes each, whatever the traffic is like. ECMP and the
-transports that react choose the spine between fixed NICs; a table of its own lets them choose the rail instead.
+The fabric has NICs of 50 GB/s, 8 per node, 450 GB/s between GPUs of a node, and non-blocking leaf and spine switches.
+Every GPU has 4096 tokens with two copies of 8192 bytes each, for any traffic. ECMP and the reactive transports select
+the spine between fixed NICs; in a separate table they select the rail instead.
 """
 
 import argparse
@@ -22,21 +23,21 @@ from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.plan import rows_between
 
 GPUS = 8
-"""Of a node, and its NICs."""
+"""GPUs, and NICs, per node."""
 
 TOKENS, PER_TOK, WIDTH, INNER, EXPERTS = 4096, 2, 4096, 14336, 8
-"""Tokens of a GPU, and the sizes of Mixtral 8x7B."""
+"""Tokens per GPU, and the sizes of Mixtral 8x7B."""
 
 ROW_BYTES = WIDTH * 2
 ROUND_S = 40e-6
 LANES, LANES_BY_RAIL = 4, GPUS
-"""Of a flow under policies that spray; by rail, one for each."""
+"""Lanes of a flow under spraying policies; by rail, one lane per rail."""
 
 PEAK_FLOPS_PER_S, UTILISATION = 989e12, 0.4
-"""Of an H100 in bf16, as published, and what of it a training step is taken to reach."""
+"""Published bf16 peak of an H100, and the assumed utilisation of a training step."""
 
 PUBLISHED_TIME, PUBLISHED_BUS, PUBLISHED_ITERATION = (-17, -78), (20, 78), (-18, -40)
-"""Of the paper, in percent, from least to most."""
+"""Ranges in the paper, in percent, from minimum to maximum."""
 
 
 def fabric_of(num_nodes: int, over_subscribed: int = 1) -> Fabric:
@@ -48,22 +49,22 @@ def fabric_of(num_nodes: int, over_subscribed: int = 1) -> Fabric:
 
 
 def sparse(rng: np.random.Generator, num_gpus: int, sparsity: float) -> np.ndarray:
-    """Shares of random size (gamma of shape 2), less this part of them, of as many rows as all GPUs have together."""
+    """Return sparse random shares (gamma of shape 2), a fraction of them zero, scaled to the rows of all GPUs."""
     share = rng.gamma(2, size=(num_gpus, num_gpus)) * (rng.random((num_gpus, num_gpus)) >= sparsity)
     return (share / share.sum() * num_gpus * TOKENS * PER_TOK).astype(np.int32)
 
 
 def popular(rng: np.random.Generator, num_gpus: int, exponent: float) -> np.ndarray:
-    """As many experts as GPUs, equally popular with all GPUs, by a Zipf law in random order."""
+    """Return counts for one expert per GPU, with Zipf popularity in random order, the same on all GPUs."""
     share = rng.permutation(np.arange(1.0, num_gpus + 1) ** -exponent)
     return rng.multinomial(TOKENS * PER_TOK, share / share.sum(), num_gpus).astype(np.int32)
 
 
 def mixtral(rng: np.random.Generator, num_gpus: int, spread: float) -> np.ndarray:
-    """Eight experts, two for a token, in groups of eight GPUs that are spread over the nodes.
+    """Return counts for eight experts, two per token, in groups of eight GPUs spread over the nodes.
 
-    Expert `e` has one home in each group: all its homes are neighbours, and GPU `r` uses number `r % (R / 8)` of them.
-    Preferences differ between GPUs: normal with this deviation, in logits.
+    Expert `e` has one home in each group: its homes are adjacent, and GPU `r` uses number `r % (R / 8)` of them.
+    Preferences differ between GPUs by a normal logit with standard deviation `spread`.
     """
     logits = spread * rng.normal(size=(num_gpus, 1, EXPERTS)) + rng.gumbel(size=(num_gpus, TOKENS, EXPERTS))
     chosen = np.argpartition(-logits, PER_TOK, -1)[:, :, :PER_TOK]
@@ -90,10 +91,10 @@ BY_RAIL = ("sparsity 0.5", "sparsity 0.8", "sparsity 0.95", "Zipf 0.8", *list(TR
 MIXTRAL = tuple(name for name in TRAFFIC if name.startswith("Mixtral"))
 
 
-# ---- ways ----------------------------------------------------------------------------------
+# ---- route selections ----------------------------------------------------------------------
 
 Way = Callable[[np.ndarray, np.ndarray, Fabric, int], tuple[Flows, Policy | None]]
-"""Flows of these counts, which are these rows from GPU to GPU, on this fabric, with this seed."""
+"""Function of counts, rows between GPUs, fabric and seed, returning the flows and their policy."""
 
 
 def planned(balance: bool) -> Way:
@@ -128,12 +129,12 @@ def transports(paths: PathsOf, lanes: int = LANES) -> dict[str, Way]:
     }
 
 
-# ---- what comes of it ----------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Results:
-    """Of all seeds, `[seeds]` each, in seconds and bytes per second."""
+    """Results of all seeds, `[seeds]` each, in seconds and bytes per second."""
 
     floor_s: np.ndarray
     sent_bytes: np.ndarray
@@ -141,12 +142,12 @@ class Results:
     seconds: dict[str, np.ndarray]
 
     def bus_bytes_per_s(self, way: str) -> np.ndarray:
-        """What a GPU sends to others on average, over the time."""
+        """Return the mean bytes sent by a GPU to others, over the time."""
         return self.sent_bytes / self.seconds[way]
 
 
 def floor_s(rows: np.ndarray, fabric: Fabric) -> float:
-    """No way is faster: theorem 2's bound of each node's NICs together, and what passes the ports of each GPU."""
+    """Return a lower bound in seconds: theorem 2 for each node's NICs together, and the port traffic of each GPU."""
     gpus, nodes = fabric.gpus_per_node, fabric.num_nodes
     sent_bytes = rows * (1.0 - np.eye(fabric.num_gpus)) * ROW_BYTES
     node = np.arange(fabric.num_gpus) // gpus
@@ -162,7 +163,7 @@ def run(draw: Callable, ways: dict[str, Way], fabric: Fabric, seeds: int, round_
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     beside = []
     for seed in range(seeds):
-        # Streams of their own, or hashes would follow the traffic.
+        # Use independent streams, so that hashes do not correlate with the traffic.
         traffic_seed, hash_seed, policy_seed = map(int, np.random.SeedSequence(seed).generate_state(3))
         counts = draw(np.random.default_rng(traffic_seed), fabric.num_gpus)
         rows = rows_between(counts, plain_plan(counts, fabric.topology))
@@ -175,12 +176,12 @@ def run(draw: Callable, ways: dict[str, Way], fabric: Fabric, seeds: int, round_
 
 
 def layer_s(busiest_rows: np.ndarray, utilisation: float) -> np.ndarray:
-    """Compute of one of Mixtral's layers, forward and backward, on the GPU that serves the most rows.
+    """Return the compute time of one Mixtral layer, forward and backward, on the busiest GPU, in seconds.
 
-    Products of attention with 8 key and value heads of 32, attention over half of 4096 tokens, three products of an
-    expert; the backward pass takes twice as long. Beside it are four exchanges, there and back in both passes, that
-    take as long as the one simulated, as the way back has the same bytes on the same links turned round. Nothing is
-    hidden, and nothing else counts.
+    It counts attention projections with 8 key and value heads of 32, attention over half of 4096 tokens, and three
+    products per expert; the backward pass takes twice as long. The four exchanges, there and back in both passes, each
+    take the simulated time, as the return path has the same bytes on the reversed links. No overlap is assumed, and
+    other work is ignored.
     """
     attention = TOKENS * (2 * 2.5 * WIDTH**2 + 2 * TOKENS * WIDTH)
     experts = busiest_rows * 6 * WIDTH * INNER
@@ -191,12 +192,12 @@ def layer_s(busiest_rows: np.ndarray, utilisation: float) -> np.ndarray:
 
 
 def spread(values: np.ndarray, scale: float) -> list[float]:
-    """Mean and range."""
+    """Return mean and range."""
     return [float(scale * x) for x in (values.mean(), values.min(), values.max())]
 
 
 def times(title: str, cases: dict[str, Results], floor: bool = False) -> Table:
-    """Completion times of all ways; with or without what none gets below."""
+    """Return completion times of all ways, optionally with the lower bound."""
     ways = list(next(iter(cases.values())).seconds)
     rows: list[list[Value]] = []
     for name, results in cases.items():
@@ -207,7 +208,7 @@ def times(title: str, cases: dict[str, Results], floor: bool = False) -> Table:
 
 
 def changes(num_nodes: int, all_results: dict[str, Results]) -> Table:
-    """Of time and bus bandwidth with RailS, against other ways: means of the seeds."""
+    """Return changes of time and bus bandwidth by RailS against other ways: means over seeds."""
     others = [way for way in next(iter(all_results.values())).seconds if way != RAILS]
     rows: list[list[Value]] = []
     for name, results in all_results.items():
@@ -222,7 +223,7 @@ def changes(num_nodes: int, all_results: dict[str, Results]) -> Table:
 
 
 def layer(all_results: dict[int, dict[str, Results]]) -> Table:
-    """Mixtral's layer, for three rates of computing."""
+    """Return the time of Mixtral's layer, for three compute rates."""
     utilisations = UTILISATION / 2, UTILISATION, 2 * UTILISATION
     rows: list[list[Value]] = []
     for num_nodes, by_traffic in all_results.items():
@@ -246,10 +247,10 @@ def layer(all_results: dict[int, dict[str, Results]]) -> Table:
 
 
 def published(all_results: dict[int, dict[str, Results]]) -> Table:
-    """All rows of the first tables together, against the transports; the receiver's rail is not among the paper's.
+    """Return ranges over all rows of the first tables, against the paper; it does not include the receiver's rail.
 
-    Deviations are those of the two ends from the published ones, in points: above 0 where less is gained here in time,
-    or more in bandwidth.
+    Deviations are differences of both ends from the published ones, in points: above 0 if RailS gains less time, or
+    more bandwidth, here.
     """
     rows: list[list[Value]] = []
     for kind in ("sparsity", "Zipf", "Mixtral"):
@@ -276,11 +277,11 @@ def _beside(ours: tuple[float, float], published: tuple[int, int]) -> list[str]:
     return [f"{ours[0]:+.0f} to {ours[1]:+.0f}", " and ".join(apart)]
 
 
-# ---- the command line ----------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------
 
 
 def measure(domains: list[int], seeds: int) -> dict[str, Table]:
-    """Everything, by table."""
+    """Return all tables."""
     spines, rails = PLANNED | transports(spine_paths), PLANNED | transports(rail_paths, LANES_BY_RAIL)
     by_rail = {f"{name}, by rail": rails[name] for name in transports(rail_paths)}
     middle = 8
@@ -303,7 +304,7 @@ def measure(domains: list[int], seeds: int) -> dict[str, Table]:
 
 
 def main() -> None:
-    """Reports all tables."""
+    """Report all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--domains", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--seeds", type=int, default=5)

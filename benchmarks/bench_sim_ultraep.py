@@ -1,9 +1,9 @@
-"""UltraEP's paper (arXiv 2606.04101) in the simulator, published numbers beside simulated ones, and our own systems.
+"""UltraEP's paper (arXiv 2606.04101) in the simulator: published and simulated numbers, and our own systems.
 
     python -m benchmarks.bench_sim_ultraep [--out FILE.json] [--tokens 2048]
 
-What is fitted, once, and what is assumed says `ultraep_rack.py`. Loads are drawn for `--tokens` tokens and multiplied
-up to 8192, to be quick.
+See `ultraep_rack.py` for the fitted and assumed values. Loads are sampled for `--tokens` tokens and scaled to 8192, to
+save time.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from jax_moe_lb.transport import Direct, Gather, Relay
 
 
 def parts(report: Report, layers: int, mark: str, whole_s: float) -> dict[str, float]:
-    """Milliseconds of a layer in figure 13's parts: experts, exchanges of tokens, and what is left of the whole."""
+    """Return the milliseconds of a layer in figure 13's parts: experts, token exchanges, and the rest."""
     moe, a2a = (
         sum(report.stages[name + mark].busy_s for name in names) for names in (("experts",), ("dispatch", "combine"))
     )
@@ -51,7 +51,7 @@ def parts(report: Report, layers: int, mark: str, whole_s: float) -> dict[str, f
 
 
 def figure_13(cluster: Cluster, loads: np.ndarray) -> Comparison:
-    """Parts of a layer; the ideal column is what was fitted."""
+    """Return the parts of a layer; the ideal column was fitted."""
     table = Comparison(
         "figure_13", "Figure 13: ms of a layer, Qwen3 in training; the ideal one was fitted, in sums of both passes"
     )
@@ -80,7 +80,7 @@ def figure_13(cluster: Cluster, loads: np.ndarray) -> Comparison:
 
 
 def figure_11(cluster: Cluster, tokens: int) -> list[Comparison]:
-    """Throughput in percent of the ideal, gains in it, and imbalance after."""
+    """Return throughput in percent of the ideal, its gains, and imbalance after balancing."""
     speed = Comparison("figure_11", "Figure 11: throughput in % of the ideal")
     gain = Comparison("figure_11_gains", "Figure 11: throughput gained by UltraEP, %")
     level = Comparison("figure_11_imbalance", "Figure 11: imbalance after balancing")
@@ -118,14 +118,14 @@ def figure_11(cluster: Cluster, tokens: int) -> list[Comparison]:
 
 
 def moved(loads: np.ndarray, cluster: Cluster) -> np.ndarray:
-    """The slow tier: homes planned from other draws of the same popularity, one layer at a time."""
+    """Return loads after relocation: homes planned from other samples of the same popularity, layer by layer."""
     earlier = np.random.default_rng(0).poisson(loads.sum(1))
     order = plan_relocation(earlier, cluster.topology())
     return np.stack([layer[:, places] for layer, places in zip(loads, order, strict=True)])
 
 
 def figure_12(cluster: Cluster, tokens: int) -> Comparison:
-    """Imbalance in prefill."""
+    """Return the imbalance in prefill."""
     table = Comparison("figure_12", "Figure 12: imbalance after balancing, in prefill")
     for name, (case, eplb_plus, ultraep) in FIGURE_12.items():
         machine = replace(cluster, levels=(replace(cluster.levels[0], size=case.num_ranks),))
@@ -144,7 +144,7 @@ def figure_12(cluster: Cluster, tokens: int) -> Comparison:
 
 
 def simulations(cluster: Cluster, tokens: int) -> list[Comparison]:
-    """The paper's own simulations of plans: Table 3 and figure 15."""
+    """Return the paper's own simulations of plans: Table 3 and figure 15."""
     mean, figure = (
         Comparison("table_3", "Table 3: means over 15 cases"),
         Comparison("figure_15", "Figure 15: 128 experts, 1 slot"),
@@ -170,7 +170,7 @@ def simulations(cluster: Cluster, tokens: int) -> list[Comparison]:
 
 
 def figure_16(cluster: Cluster, tokens: int) -> list[Comparison]:
-    """Weights alone."""
+    """Return the time to distribute weights."""
     what = "Figure 16: ms to distribute weights, 128 experts, 2 slots"
     tables = {
         way: Comparison(f"figure_16_{way.replace(' ', '_')}", f"{what}, {way}") for way in ("from home", "relays")
@@ -197,7 +197,7 @@ def figure_16(cluster: Cluster, tokens: int) -> list[Comparison]:
 
 
 def num_relayed(plan: Plan) -> int:
-    """Experts of which some replica is not sent from home."""
+    """Return the number of experts with a replica not sent from home."""
     if plan.relay is None:
         return 0
     there = (plan.placement >= 0) & (plan.relay >= 0) & (plan.relay != plan.placement // plan.num_home)
@@ -205,7 +205,7 @@ def num_relayed(plan: Plan) -> int:
 
 
 def domains(loads: np.ndarray, cluster: Cluster) -> Comparison:
-    """What no plan inside domains of 8 gets below, before and after moving homes."""
+    """Return the lower bound of plans inside domains of 8, before and after relocation."""
     table = Comparison(
         "domains",
         "Ours: domains of 8, Qwen3's loads: the busiest domain over the mean, below which no plan inside gets",
@@ -218,7 +218,7 @@ def domains(loads: np.ndarray, cluster: Cluster) -> Comparison:
 
 
 def tables(tokens: int) -> list[Comparison]:
-    """All of them."""
+    """Return all tables."""
     cluster = fitted()
     loads = np.stack([drawn(FIGURE_11["Qwen3"].case, seed, tokens) for seed in range(2)])
     thirteen = figure_13(cluster, loads)
@@ -232,10 +232,10 @@ def tables(tokens: int) -> list[Comparison]:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results.out_option(parser)
-    parser.add_argument("--tokens", type=int, default=2048, help="drawn on each rank; a divisor of 8192")
+    parser.add_argument("--tokens", type=int, default=2048, help="Sampled tokens per rank; a divisor of 8192.")
     options = parser.parse_args()
     if TOKENS_PER_RANK % options.tokens:
         parser.error(f"--tokens is {options.tokens}; expected a divisor of {TOKENS_PER_RANK}")

@@ -1,10 +1,9 @@
-"""What plans lose by age: EPLB at several periods beside plans of the microbatch, over recorded and drawn loads.
+"""Cost of stale plans: EPLB at several periods against plans of the microbatch, on recorded and synthetic loads.
 
     python -m benchmarks.bench_stale_plans --out benchmarks/results/bench_stale_plans.json
 
-The recordings in `benchmarks/traces` are of 200 steps of the preset tiny. A drift is fitted to seed 0; what it draws is
-compared with seed 1, which it never saw, where there is one. Then planners run over the last recording and over what is
-drawn.
+The recordings in `benchmarks/traces` are of 200 steps of the preset tiny. A drift model is fitted to seed 0, and its
+samples are compared with the held-out seed 1, if there is one. Planners then run on the last recording and on samples.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from jax_moe_lb.sim.drift import moments
 TRACES = Path(__file__).parent / "traces"
 KINDS = {"no router loss": ("free_0",), "balance loss 1e-2": ("loss_0", "loss_1")}
 PHASES = {"steps 16-63": slice(16, 64), "steps 128-199": slice(128, 200)}
-"""In the first routers still find their experts, and a period of 64 steps has no plan yet."""
+"""Training phases. In the first, routers still change, and a period of 64 steps has no plan yet."""
 
 MODEL = ModelShape(layers=4, hidden=128, inner=128, experts=16, per_token=2, tokens=512)
 """The preset tiny on eight ranks."""
@@ -32,33 +31,33 @@ LAGS, DRAWS, PERIODS = (1, 4, 16), 16, (64, 16, 4, 1)
 
 
 def recorded(kind: str, run: int) -> np.ndarray:
-    """Counts [steps, layers, R, E] of a training run."""
+    """Return the counts [steps, layers, R, E] of a training run."""
     with np.load(TRACES / f"{KINDS[kind][run]}.npz") as file:
         return file["counts"].astype(np.int32)
 
 
 def imbalances(trace: np.ndarray) -> np.ndarray:
-    """max/mean of the ranks' load at home, [steps, layers]."""
+    """Return max/mean home load of the ranks, [steps, layers]."""
     load = trace.sum(2).reshape(*trace.shape[:2], trace.shape[2], -1).sum(3)
     return load.max(2) / load.mean(2)
 
 
 def cases() -> Iterator[tuple[str, str, Drift]]:
-    """Each kind of training and phase, with the drift that fits its first run."""
+    """Yield each kind of training and phase, with the drift fitted to its first run."""
     for kind in KINDS:
         for phase, steps in PHASES.items():
             yield kind, phase, fitted_drift(recorded(kind, 0)[steps], MODEL.per_token)
 
 
 def fits() -> Table:
-    """The fitted numbers, as `jax-moe-lb drift` prints them."""
+    """Return the fitted parameters, as printed by `jax-moe-lb drift`."""
     shares = dict.fromkeys(("spread", "steady", "drifting", "fresh"), ".3f")
     rows = [[kind, phase, d.spread, d.steady, d.drifting, d.fresh, d.steps, d.rank_std] for kind, phase, d in cases()]
     return Table({"training": "", "steps": "", **shares, "correlation time": ".1f", "rank_std": ".3f"}, rows)
 
 
 def held_out() -> Table:
-    """Statistics of the run that was fitted, of the other, and of what is drawn, median and range over draws."""
+    """Return statistics of the fitted run, the other run, and samples: median and range over samples."""
     rows = []
     for kind, phase, drift in cases():
         length = PHASES[phase].stop - PHASES[phase].start
@@ -73,7 +72,7 @@ def held_out() -> Table:
 
 
 def statistics(trace: np.ndarray) -> dict[str, float]:
-    """Autocorrelations of log popularity, and quantiles of the imbalance at home."""
+    """Return autocorrelations of log popularity, and quantiles of the home imbalance."""
     correlations = moments(trace, MODEL.per_token, LAGS).correlations
     low, middle, high = np.quantile(imbalances(trace), [0.1, 0.5, 0.9])
     named = {f"autocorrelation, lag {lag}": value for lag, value in zip(LAGS, correlations, strict=True)}
@@ -81,13 +80,15 @@ def statistics(trace: np.ndarray) -> dict[str, float]:
 
 
 def planners() -> dict[str, Balancer]:
-    """Those that are compared."""
+    """Return the compared planners."""
     stale = {f"EPLB every {period}": EPLB(every=period) for period in PERIODS}
     return {"plain": Plain(), **stale, "EPLB+": EPLBPlus(), "Exact(eps=0.01)": Exact()}
 
 
 def stale_plans() -> Table:
-    """Imbalance under each planner, median and range over steps, means of layers: recorded runs and drawn ones."""
+    """Return the imbalance under each planner, median and range over steps, means over layers: recorded and
+    synthetic.
+    """
     drawn = {
         (kind, phase): drifting_counts(MODEL, 8, range(PHASES[phase].stop), 2, drift, seed=0)
         for kind, phase, drift in cases()
@@ -98,7 +99,7 @@ def stale_plans() -> Table:
         found = [[of_kind[kind][PHASES[phase]] for kind, phase in drawn]]
         found += [[balanced(balancer, trace)[PHASES[phase]] for (_, phase), trace in drawn.items()]]
         for source, row in zip(("recorded", "drawn"), found, strict=True):
-            # Before the first plan there are no replicas.
+            # There are no replicas before the first plan.
             none = [isinstance(balancer, EPLB) and balancer.every > PHASES[phase].start for _, phase in drawn]
             rows.append([name, source, *(None if cold else spread(each) for cold, each in zip(none, row, strict=True))])
     columns = {"planner": "", "loads": ""} | {f"{kind}, {phase}": ".3f" for kind, phase in drawn}
@@ -106,13 +107,13 @@ def stale_plans() -> Table:
 
 
 def balanced(balancer: Balancer, trace: np.ndarray) -> np.ndarray:
-    """max/mean of the ranks' load under legal plans with two replica slots, [steps]."""
+    """Return max/mean load under legal plans with two replica slots, [steps]."""
     planner = PlanRunner(balancer, Topology.flat(8), slots=4)
     return np.array([np.mean([layer.effect.imbalance_after for layer in step]) for step in planner.replay(trace)])
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     out = out_alone(__doc__)
     tables = {"fits": fits(), "held_out": held_out(), "stale_plans": stale_plans()}
     report(tables, out)

@@ -1,12 +1,12 @@
-"""How long the ranks' grouped products take for the loads of each plan: the GEMM straggler of FEPLB's paper.
+"""GEMM straggler of FEPLB's paper: time of the ranks' grouped products for the loads of each plan.
 
 Run it with `python -m benchmarks.bench_straggler`; it takes one to two minutes on an idle machine.
 
-On the loads of `benchmarks/stragglers.py`, the three grouped products of every rank's experts, forward, as the paper's
-numbers are. One rank after the other on one core, so that no rank waits for another: processor time, the least of
-several turns. A rank's groups are those of the plan, so a plan with many small groups pays for them. The width is
-reduced; what is comparable is by how much the straggler falls, not milliseconds. Beside it stands the token straggler
-of the same microbatches. "Equal" is the floor: all experts have as many tokens, and what is left is noise.
+On the loads of `benchmarks/stragglers.py`, it runs the three grouped products of every rank's experts, forward, as in
+the paper. Ranks run one after the other on one core, so no rank waits for another; the time is the minimum CPU time of
+several turns. The groups of a rank are those of the plan, so plans with many small groups are slower. As the width is
+reduced, only the relative reduction of the straggler is comparable, not milliseconds. The token straggler of the same
+microbatches is given for comparison. "Equal" is the lower bound with equal loads; its straggler is noise.
 """
 
 import argparse
@@ -28,29 +28,29 @@ from jax_moe_lb.kernels.grouped_matmul import grouped_matmul
 
 WIDTH, INNER = 64, 128
 ROWS = 1024
-"""Row buffers are multiples of it: one compilation each."""
+"""Row buffers are multiples of this size, to limit compilations."""
 PUBLISHED = {2: (46, 50), 4: (42, 62), 8: (44, 68)}
-"""By how much FasterMoE and FEPLB cut the GEMM straggler in the paper, in percent, by ranks."""
+"""Published reduction of the GEMM straggler by FasterMoE and FEPLB, in percent, by ranks."""
 
 Quota = np.ndarray
 """`[E, R]`."""
 
 
 def ultraep(loads: np.ndarray) -> np.ndarray:
-    """`[N, E, R]`, the quotas of all microbatches."""
+    """Return UltraEP's quotas of all microbatches, `[N, E, R]`."""
     placement, quota = plain(loads)
     return np.stack([_planning.ultraep(placement, one, loads.shape[1], min_tokens=1)[1] for one in quota])
 
 
 def exact(loads: np.ndarray) -> np.ndarray:
-    """Likewise."""
+    """Return `Exact`'s quotas of all microbatches, `[N, E, R]`."""
     _, num_ranks, num_experts = loads.shape
     slots = num_experts // num_ranks + SLOTS
     return np.stack([_planning.exact(one, slots, num_ranks)[1] for one in loads])
 
 
 def equal(loads: np.ndarray) -> np.ndarray:
-    """Likewise; every expert has the mean."""
+    """Return quotas `[N, E, R]` with the mean load for every expert."""
     _, quota = plain(loads)
     mean = quota.sum((1, 2), keepdims=True, dtype=np.int32) // quota.shape[1]
     return np.where(plain(np.ones_like(loads))[1] > 0, mean, 0).astype(np.int32)
@@ -69,7 +69,7 @@ SYSTEMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @partial(jax.jit, static_argnames="num_rows")
 def products(sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Of one rank's groups; the values do not matter to the time."""
+    """Compute the products of one rank's groups; the values do not affect the time."""
     rows = jnp.full((num_rows, WIDTH), 0.5)
     up, down = jnp.full((len(sizes), WIDTH, INNER), 0.25), jnp.full((len(sizes), INNER, WIDTH), 0.25)
     rows, up, down = jax.lax.optimization_barrier((rows, up, down))
@@ -78,7 +78,7 @@ def products(sizes: jax.Array, num_rows: int) -> jax.Array:
 
 
 def processor_s(quota: Quota, rank: int) -> float:
-    """Of one run of one rank; the first of a size compiles too."""
+    """Return the CPU time of one run of one rank; the first run of a size includes compilation."""
     sizes = quota[:, rank][quota[:, rank] > 0]
     groups = np.zeros(quota.shape[0] // quota.shape[1] + SLOTS, np.int32)
     groups[: len(sizes)] = sizes
@@ -90,7 +90,7 @@ def processor_s(quota: Quota, rank: int) -> float:
 
 
 def stragglers(quotas: dict[str, np.ndarray], turns: int) -> dict[str, tuple[float, float, float]]:
-    """Of each system: straggler in tokens and in milliseconds, and the mean time of a rank in milliseconds."""
+    """Return for each system: straggler in tokens and in ms, and the mean time of a rank in ms."""
     number, _, num_ranks = quotas["before"].shape
     least = {name: np.full((number, num_ranks), np.inf) for name in quotas}
     for _ in range(turns):
@@ -108,7 +108,7 @@ def _straggler(by_rank: np.ndarray) -> float:
 
 
 def table(case: Case, seed: int, number: int, turns: int) -> Table:
-    """One number of ranks."""
+    """Return the table for one number of ranks."""
     loads = counts(case, seed, number)
     found = stragglers({name: plan(loads) for name, plan in SYSTEMS.items()}, turns)
     columns = {f"{case.num_ranks} ranks": "", "tokens": ".0f", "tokens, % less": ".0f", "products ms": ".2f"}
@@ -123,14 +123,14 @@ def table(case: Case, seed: int, number: int, turns: int) -> Table:
 
 
 def main() -> None:
-    """Reports a table for each number of ranks."""
+    """Report a table for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--number", type=int, default=3, help="microbatches")
-    parser.add_argument("--turns", type=int, default=12, help="the least time of so many counts")
+    parser.add_argument("--number", type=int, default=3, help="Number of microbatches.")
+    parser.add_argument("--turns", type=int, default=12, help="Repetitions, of which the minimum counts.")
     parser.add_argument("--seed", type=int, default=0)
     out_option(parser)
     args = parser.parse_args()
-    # Before the backend starts its threads.
+    # Set the affinity before the backend starts its threads.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     tables = {f"{case.num_ranks}_ranks": table(case, args.seed, args.number, args.turns) for case in CASES}
     report(tables, args.out)

@@ -1,15 +1,14 @@
-"""All systems side by side: one layer, forward and backward, on 8 virtual devices of one process.
+"""Comparison of all systems: one layer, forward and backward, on 8 virtual devices of one process.
 
-Run it with `python -m benchmarks.bench_systems`. Every system sees the same microbatches, one after the other, so that
-those that plan by earlier ones have seen some. The bounds are plain expert parallelism, and the same layer with
-force-balanced routing.
+Run it with `python -m benchmarks.bench_systems`. Every system runs the same sequence of microbatches, so systems with a
+history have seen earlier ones. The bounds are plain expert parallelism, and the same layer with force-balanced routing.
 
-Virtual devices share the cores of the machine: the time of a straggler does not show here, only that of what a system
-does besides. `bench_two_ranks` measures the former.
+Virtual devices share the cores of the machine: these times show the overhead of a system, but not the time lost to a
+straggler, which `bench_two_ranks` measures.
 
-Means are over the last of the microbatches. Tokens moved: to the experts, forward. A step goes this way five times:
-outputs return, backward tokens and gradients of outputs go, gradients of tokens return. Weights moved: forward; a step
-does it three times.
+Means are over the last microbatches. "Tokens moved" counts rows to the experts, forward. A step sends them five times:
+inputs and outputs forward; inputs again, gradients of outputs and gradients of inputs backward. "Weights moved" counts
+the forward pass; a step moves them three times.
 """
 
 import functools
@@ -33,10 +32,10 @@ from jax_moe_lb.routing.routers import Router
 
 SIZES = Sizes(num_ranks=8, num_tokens=1024, width=256, inner=256, num_experts=32, per_tok=4)
 BATCHES = 8
-"""Microbatches, drawn from the same popularity."""
+"""Microbatches, sampled from the same popularity."""
 
 SETTLING = 3
-"""The first so many count for nothing: a history is empty at first."""
+"""Number of first microbatches to exclude, as a history is empty at first."""
 
 BOUND = "plain, force-balanced routing"
 COLUMNS = {
@@ -53,26 +52,28 @@ COLUMNS = {
 
 
 def configurations() -> dict[str, tuple[System, Router]]:
-    """System and router of each row: every function of `jax_moe_lb.layer.systems`, with its defaults, and the bound."""
+    """Return system and router of each row: every function of `jax_moe_lb.layer.systems` with defaults, and the
+    bound.
+    """
     systems = {name: (system_named(name), SIZES.router) for name in system_names()}
     return systems | {BOUND: (plain(), ForceBalanced(SIZES.router))}
 
 
 def zipf(seed: int) -> np.ndarray:
-    """Logits `[R * T, E]` of the workload of that name; the popularity is the same for all seeds."""
+    """Return logits `[R * T, E]` of the workload of that name, with the same popularity for all seeds."""
     (workload,) = (workload for workload in WORKLOADS if workload.name == "zipf")
     preference = workload.preference(np.random.default_rng(0), SIZES.num_ranks, SIZES.num_experts)[0]
     return logits_by_popularity(np.exp(preference), SIZES, seed)
 
 
 def popular_ranks(seed: int) -> np.ndarray:
-    """Logits `[R * T, E]` with which the busiest rank has about 1.9 times the mean load."""
+    """Return logits `[R * T, E]` for which the busiest rank has about 1.9 x the mean load."""
     weights = popularity(Case(SIZES.num_experts, SIZES.num_ranks, 2, 1.9), SIZES.per_tok)
     return logits_by_popularity(weights, SIZES, seed)
 
 
 def run_batches(step: Compiled, system: System, batches: list, weights: tuple) -> tuple[Stats, State]:
-    """Statistics of the batches that count, stacked, and the balancer's last state."""
+    """Return stacked statistics of the counted batches, and the balancer's last state."""
     state, stats = _first_state(system), []
     for x in batches:
         _, of_batch, state = step(state, x, *weights)
@@ -81,7 +82,7 @@ def run_batches(step: Compiled, system: System, batches: list, weights: tuple) -
 
 
 def compiled(mesh: Mesh) -> dict[str, Compiled]:
-    """The step of every configuration."""
+    """Return the compiled step of every configuration."""
     args = (tokens_of(mesh, SIZES, zipf(0)), *weights_of(mesh, SIZES))
     return {
         name: jitted_step(mesh, system, router).lower(_first_state(system), *args).compile()
@@ -94,7 +95,7 @@ def _first_state(system: System) -> State:
 
 
 def measure(mesh: Mesh, steps: dict[str, Compiled], logits: Callable[[int], np.ndarray]) -> Table:
-    """One table."""
+    """Return one table."""
     batches = [tokens_of(mesh, SIZES, logits(seed)) for seed in range(BATCHES)]
     weights, stats = weights_of(mesh, SIZES), {}
     calls: dict[str, Callable[[], object]] = {}
@@ -114,7 +115,7 @@ def measure(mesh: Mesh, steps: dict[str, Compiled], logits: Callable[[int], np.n
 
 
 def _temporary_bytes(step: Compiled) -> int:
-    """Per device."""
+    """Return the temporary memory per device."""
     analysis = step.memory_analysis()
     if analysis is None:
         raise RuntimeError("this backend has no memory_analysis; expected one")
@@ -122,7 +123,7 @@ def _temporary_bytes(step: Compiled) -> int:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     out = out_alone(__doc__)
     use_virtual_cpu_devices(SIZES.num_ranks)
     mesh = jax.make_mesh((SIZES.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))

@@ -1,9 +1,8 @@
-"""The preset `small`, trained with several systems from the same parameters on the same batches, step by step in turn.
+"""The preset `small`, trained with several systems from the same parameters on the same batches, interleaved by step.
 
-Run it with `python -m benchmarks.bench_training`. Plain expert parallelism and forced balance, the ideal, are beside
-all others: the first of what a system is to beat in tokens per second, the second of what it can reach, and the losses
-of plain are those that it shall have. Systems take turns, so that what else a machine does slows all of them alike.
-Every so many steps it writes all rows as JSON, and the loss curves laid over each other as PNG.
+Run it with `python -m benchmarks.bench_training`. Plain expert parallelism is the lower bound of throughput and the
+reference for losses; forced balance is the upper bound of throughput. Systems alternate by step, so that other load on
+the machine slows all of them alike. At intervals it writes all rows as JSON, and the loss curves in one PNG.
 """
 
 import argparse
@@ -28,18 +27,18 @@ from models.mesh import make_mesh, make_system, place_batch
 from models.training.step import Programs, make_programs
 
 IDEAL = "forced balance"
-"""Plain expert parallelism with tokens sent round robin: it learns little, and nothing is to be balanced."""
+"""Plain expert parallelism with round-robin routing: it learns little and needs no balancing."""
 
 SLOTS = {"hybridep": 4}
-"""Replica slots where the default is too few to do anything here: those for expert domains of two ranks."""
+"""Replica slots of systems whose default has no effect here; these cover expert domains of two ranks."""
 
 WARM_STEPS = 2
-"""So many steps are not timed: the first allocate."""
+"""Number of first steps to exclude from times, as they allocate memory."""
 
 
 @dataclass(eq=False)
 class Training:
-    """One system's training, under way."""
+    """Training run of one system."""
 
     programs: Programs
     state: nnx.State
@@ -49,7 +48,7 @@ class Training:
 
 
 def config_of(base: TrainConfig, name: str) -> TrainConfig:
-    """The config with a system, or that of the ideal."""
+    """Return the config with a system, or with the ideal."""
     system = "plain" if name == IDEAL else name
     model = dataclasses.replace(base.model, force_balanced=name == IDEAL)
     parallel = dataclasses.replace(base.parallel, system=system, replica_slots=SLOTS.get(name))
@@ -57,7 +56,7 @@ def config_of(base: TrainConfig, name: str) -> TrainConfig:
 
 
 def start(base: TrainConfig, name: str) -> Training:
-    """Compiles the step of a system, and makes its first state: parameters do not depend on the system."""
+    """Compile the step of a system and create its first state; parameters do not depend on the system."""
     config = config_of(base, name)
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, make_system(config.parallel))
@@ -70,7 +69,7 @@ def start(base: TrainConfig, name: str) -> Training:
 
 
 def advance(training: Training, batch: np.ndarray, config: TrainConfig) -> None:
-    """Runs one step and notes loss, seconds and balance."""
+    """Run one step and record loss, seconds and balance."""
     tokens = jax.block_until_ready(place_batch(batch, make_mesh(config.parallel)))
     started = time.perf_counter()
     training.state, loss, stats = training.program(training.state, tokens)
@@ -82,14 +81,14 @@ def advance(training: Training, batch: np.ndarray, config: TrainConfig) -> None:
 
 
 def summarised(trainings: dict[str, Training], config: TrainConfig) -> dict[str, dict[str, float]]:
-    """Of each system: tokens per second, also beside plain and the ideal, and its losses beside those of plain."""
+    """Return for each system: tokens per second, also relative to plain and ideal, and losses relative to plain."""
     times = {name: np.array([row["step_s"] for row in t.rows[WARM_STEPS:]]) for name, t in trainings.items()}
     losses = {name: np.array([row["loss"] for row in t.rows]) for name, t in trainings.items()}
     found = {}
     for name, training in trainings.items():
         found[name] = {
             "tokens_per_s": config.tokens_per_step / float(np.median(times[name])),
-            # Of pairs of steps that ran one after the other, on a machine that was as busy.
+            # Use ratios of consecutive steps, which ran under similar load.
             "over_plain": float(np.median(times["plain"] / times[name])),
             "of_ideal": float(np.median(times[IDEAL] / times[name])),
             "last_loss": float(losses[name][-10:].mean()),
@@ -102,12 +101,12 @@ def summarised(trainings: dict[str, Training], config: TrainConfig) -> dict[str,
 
 
 def draw(trainings: dict[str, Training], path: Path) -> None:
-    """Draws the losses over steps; those of all systems but the ideal should lie on each other."""
+    """Plot the losses over steps; all systems except the ideal should coincide."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     widest = len(trainings) + 1
     for i, (name, training) in enumerate(trainings.items()):
-        # The first are drawn widest, so that those on top do not hide them.
+        # Draw the first curves widest, so that later ones do not hide them.
         losses = [row["loss"] for row in training.rows]
         axes.plot(np.arange(1, len(losses) + 1), losses, lw=0.8 * (widest - i), alpha=0.7, label=name)
     axes.set(xlabel="step", ylabel="training loss in nats per byte")
@@ -116,7 +115,7 @@ def draw(trainings: dict[str, Training], path: Path) -> None:
 
 
 def written(trainings: dict[str, Training], config: TrainConfig, path: Path) -> None:
-    """Writes all rows and what they come to."""
+    """Write all rows and their summary."""
     result = {
         "config": dataclasses.asdict(config),
         "summary": summarised(trainings, config),
@@ -134,23 +133,28 @@ COLUMNS = {
     "imbalance before": ("before", ".2f"),
     "after": ("after", ".2f"),
 }
-"""Titles of what was summed up, and how it is written."""
+"""Keys and formats of the summary, by column title."""
 
 
 def table_of(summary: dict[str, dict[str, float]], steps: int) -> Table:
-    """One row for each system."""
+    """Return one row for each system."""
     rows: list[list[Value]] = [[name, *(found[key] for key, _ in COLUMNS.values())] for name, found in summary.items()]
     columns = {"system": ""} | {title: form for title, (_, form) in COLUMNS.items()}
     return Table(columns, rows, f"{steps} steps of each system, in turn")
 
 
 def main() -> None:
-    """Trains all systems, and reports the table."""
+    """Train all systems and report the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--preset", default="small")
     parser.add_argument("--systems", nargs="+", default=list(system_names()), choices=system_names())
-    parser.add_argument("--rows", type=Path, default=Path("training.json"), help="every step; the PNG goes beside it")
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        default=Path("training.json"),
+        help="JSON file of all steps; the PNG is written next to it.",
+    )
     out_option(parser)
     given = parser.parse_args()
     config = dataclasses.replace(preset(given.preset), steps=given.steps)

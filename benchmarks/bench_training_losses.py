@@ -1,7 +1,7 @@
 """The tiny preset, trained with every system from the same parameters on the same batches.
 
-Run it with `python -m benchmarks.bench_training_losses`. Whoever serves a token, the losses are those of plain expert
-parallelism but for float32 rounding, which training carries on from step to step.
+Run it with `python -m benchmarks.bench_training_losses`. For every plan the losses equal plain expert parallelism up to
+float32 rounding, which accumulates over steps.
 """
 
 import argparse
@@ -25,18 +25,18 @@ from models.training.step import make_programs
 WIRES = {"rows in fp8": jnp.float8_e4m3fn, "rows in int8": jnp.int8}
 
 BLOCK = 32
-"""The numbers that share a scale; the model is 128 wide."""
+"""Block size of the scales; the model is 128 wide."""
 
 
 def system_of(name: str) -> System:
-    """The system of a name, behind which the precision of travelling rows may stand."""
+    """Return the system of a name, optionally followed by a row precision."""
     name, _, wire = name.partition(", ")
     system = system_named(name)
     return system.replace(transfer=QuantizedTransfer(WIRES[wire], BLOCK)) if wire else system
 
 
 def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndarray]:
-    """Of each step: loss, mean imbalance over layers before and after, most rounds of a layer, seconds, and counts."""
+    """Return per step: loss, mean imbalance over layers before and after, maximum rounds, seconds, and counts."""
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, system_of(system))
     state, rows, counts = programs.init(), [], []
@@ -63,16 +63,16 @@ COLUMNS = {
     "most rounds": ".0f",
     "step ms": ".0f",
 }
-"""Of the table; systems run one after the other."""
+"""Columns of the table; systems run one after the other."""
 
 
 def steps_before(wrong: np.ndarray) -> int:
-    """How many steps come before the first that is wrong."""
+    """Return the number of steps before the first wrong one."""
     return int(np.argmax(np.append(wrong, True)))
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--systems", nargs="+", default=[*system_names(), *(f"exact, {wire}" for wire in WIRES)])
@@ -89,7 +89,7 @@ def main() -> None:
         other = (run["counts"] != plain["counts"]).reshape(len(apart), -1).any(1)
         alike = steps_before(apart > 1e-6), steps_before(other)
         level = run["before"].mean(), run["after"].mean(), run["rounds"].max()
-        # The first step compiles.
+        # The first step includes compilation.
         times_ms = spread(run["step_s"][1:] * 1e3)
         rows.append([name, float(run["loss"][-1]), *alike, float(apart.max()), *map(float, level), times_ms])
     report({"systems": Table(COLUMNS, rows)}, args.out)

@@ -1,8 +1,8 @@
-"""A straggler in wall time: one layer on two ranks, each a process with a core of its own.
+"""Effect of a straggler on wall time: one layer on two ranks, each a process with its own core.
 
-Run it with `python -m benchmarks.bench_two_ranks` on an idle machine with two cores. The ranks talk over loopback TCP.
-95 % of the token copies want experts of rank 0, 1.9 times the mean load. The bound is the same layer with the same
-tokens and force-balanced routing.
+Run it with `python -m benchmarks.bench_two_ranks` on an idle machine with two cores. The ranks communicate over
+loopback TCP. 95 % of the token copies go to experts of rank 0, 1.9 x the mean load. The bound is the same layer with
+the same tokens and force-balanced routing.
 """
 
 import argparse
@@ -40,20 +40,20 @@ FLAGS = "--xla_cpu_multi_thread_eigen=false"
 KEEP_MEMORY = ":".join(
     f"glibc.malloc.{option}" for option in ("mmap_max=0", f"trim_threshold={2**36}", "arena_max=1", "hugetlb=1")
 )
-"""Has the allocator keep large buffers, as accelerators do: else every step faults each of their pages in again."""
+"""Make the allocator keep large buffers, as on accelerators; otherwise every step faults their pages again."""
 
 START_S, STEP_S = 180, 30
-"""What starting and compiling may take, and one step."""
+"""Time limits for startup and compilation, and for one step, in seconds."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured.
+    """One measured configuration.
 
     Args:
-        num_tokens: `T`, of a rank.
-        inner: `F`.
-        imbalance: what the fit of `popularity` is asked for; with 1.87 there are 1.90 drawn.
+        num_tokens: `T`, tokens per rank.
+        inner: `F`, inner width of an expert.
+        imbalance: target of the fit of `popularity`; 1.87 gives a sampled imbalance of 1.90.
     """
 
     num_tokens: int = 16384
@@ -62,17 +62,17 @@ class Point:
 
     @property
     def sizes(self) -> Sizes:
-        """Of the layer."""
+        """Sizes of the layer."""
         return Sizes(NUM_RANKS, self.num_tokens, width=256, inner=self.inner, num_experts=8, per_tok=2)
 
     @property
     def arguments(self) -> list[str]:
-        """Of the command line."""
+        """Command-line arguments of the point."""
         return ["--tokens", str(self.num_tokens), "--inner", str(self.inner), "--imbalance", str(self.imbalance)]
 
 
 def configurations(router: Router) -> dict:
-    """System and router of each row of the table."""
+    """Return system and router of each row of the table."""
     return {
         BOUND: (plain(), ForceBalanced(router)),
         PLAN: (ultraep(REPLICA_SLOTS), router),
@@ -85,7 +85,7 @@ def configurations(router: Router) -> dict:
 
 
 def run_rank(rank: int, address: str, repeats: int, folder: Path, point: Point) -> None:
-    """Calibrates, then times every configuration in turn; writes what it found into the folder."""
+    """Calibrate, then time all configurations interleaved, and write the results into the folder."""
     faulthandler.dump_traceback_later(limit_s(repeats), exit=True)
     jax.config.update("jax_platforms", "cpu")
     use_virtual_cpu_devices(1)
@@ -113,7 +113,7 @@ def run_rank(rank: int, address: str, repeats: int, folder: Path, point: Point) 
 
 
 def _statistics(stats: Stats) -> dict:
-    """Of one step, with room for its times."""
+    """Return the statistics of one step, with empty lists for its times."""
     stats = jax.device_get(stats)
     return {
         "counts": stats.counts.tolist(),
@@ -127,7 +127,7 @@ def _statistics(stats: Stats) -> dict:
 
 
 def dense_flops_per_s(sizes: Sizes) -> float:
-    """Of one product of an expert's mean load with its matrix, at best, on this process's core."""
+    """Return the best rate of a product with an expert's mean load, on this process's core."""
     rows = sizes.num_tokens * sizes.per_tok * sizes.num_ranks // sizes.num_experts
     width, inner = sizes.width, sizes.inner
     x, w = jnp.ones((rows, width), jnp.float32), jnp.ones((width, inner), jnp.float32)
@@ -140,7 +140,7 @@ def dense_flops_per_s(sizes: Sizes) -> float:
 
 
 def _join(rank: int, address: str) -> None:
-    # gloo takes the address that the host name stands for; on a bare machine that may be none.
+    # gloo binds to the address of the host name, which may not resolve on a minimal machine.
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -155,15 +155,15 @@ def _join(rank: int, address: str) -> None:
 
 
 def limit_s(repeats: int) -> float:
-    """Seconds after which a rank is taken for stuck."""
+    """Return the time limit of a rank in seconds."""
     return START_S + STEP_S * (repeats + 1) * len(configurations(TopK(1)))
 
 
 def measure(repeats: int, point: Point) -> list[dict]:
-    """What both ranks report.
+    """Return the reports of both ranks.
 
     Raises:
-        RuntimeError: a rank failed, or took too long; none is left running.
+        RuntimeError: a rank failed or timed out; all ranks are terminated.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < NUM_RANKS:
@@ -183,7 +183,7 @@ def measure(repeats: int, point: Point) -> list[dict]:
 
 
 def _start(rank: int, cores: list[int], address: str, repeats: int, folder: Path, point: Point) -> subprocess.Popen:
-    """A process whose threads all inherit one core."""
+    """Start a process whose threads share one core."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"XLA_FLAGS": flags, "GLIBC_TUNABLES": KEEP_MEMORY}
@@ -224,7 +224,7 @@ COLUMNS = {
 
 
 def table_of(reports: list[dict], sizes: Sizes) -> Table:
-    """One row for each system."""
+    """Return one row for each system."""
     rows = []
     wall_s = slowest_s(reports)
     for name, row in reports[0]["rows"].items():
@@ -245,17 +245,17 @@ def table_of(reports: list[dict], sizes: Sizes) -> Table:
 
 
 def slowest_s(reports: list[dict]) -> dict[str, np.ndarray]:
-    """`[repeats]` seconds of the later rank, by the name of a row."""
+    """Return the seconds of the slower rank, `[repeats]`, by row name."""
     return {name: _of_ranks(reports, name, "wall_s").max(0) for name in reports[0]["rows"]}
 
 
 def _of_ranks(reports: list[dict], name: str, key: str) -> np.ndarray:
-    """`[R, repeats]` seconds."""
+    """Return seconds `[R, repeats]`."""
     return np.asarray([one["rows"][name][key] for one in reports])
 
 
 def main() -> None:
-    """Parses the command line."""
+    """Parse the command line and run the benchmark or one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -263,13 +263,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     out_option(parser)
     default = Point()
-    parser.add_argument("--tokens", type=int, default=default.num_tokens, help="of a rank")
-    parser.add_argument("--inner", type=int, default=default.inner, help="inner width of an expert")
-    parser.add_argument("--imbalance", type=float, default=default.imbalance, help="asked for, below 2")
+    parser.add_argument("--tokens", type=int, default=default.num_tokens, help="Tokens per rank.")
+    parser.add_argument("--inner", type=int, default=default.inner, help="Inner width of an expert.")
+    parser.add_argument("--imbalance", type=float, default=default.imbalance, help="Target imbalance, below 2.")
     args = parser.parse_args()
     point = Point(args.tokens, args.inner, args.imbalance)
     if args.rank is None:
-        # Or the ranks would outlive a parent that is told to stop.
+        # Otherwise the ranks would outlive a terminated parent.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         report({"steps": table_of(measure(args.repeats, point), point.sizes)}, args.out)
     else:

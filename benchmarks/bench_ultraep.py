@@ -1,9 +1,9 @@
-"""UltraEP on the loads of its paper's simulations (Table 3, figures 15 and 16), and how long planning takes on a CPU.
+"""UltraEP on the loads of its paper's simulations (Table 3, figures 15 and 16), and planning times on a CPU.
 
-The second table has what the split and the relays do: rows between the two ranks that exchange most, and copies of an
-expert's weights that the busiest rank sends.
+The second table shows the effects of the split and the relays: rows between the pair of ranks with the largest
+exchange, and copies of expert weights sent by the busiest rank.
 
-Run it with `python -m benchmarks.bench_ultraep`; `--tokens 512` for a quick look.
+Run it with `python -m benchmarks.bench_ultraep`; `--tokens 512` is faster.
 """
 
 import argparse
@@ -19,34 +19,38 @@ from jax_moe_lb.core import Split, imbalance, load, nearest_first, plain_plan, t
 from jax_moe_lb.transport import Relay
 
 PUBLISHED = (1.03, 45, 6.8, 96.0, 98.4)
-"""Means over the cases: imbalance, replicas, most of one expert, remote rows in percent, without locality."""
+"""Published means over the cases: imbalance, replicas, maximum replicas of an expert, remote rows in percent, without
+locality.
+"""
 
 PROPORTIONAL = Split("proportional")
 EXPERT_BYTES = 37.7e6
-"""Of Qwen3-235B in bfloat16; 710 GB/s per rank fit the times that the authors measured without relays."""
+"""Bytes of an expert of Qwen3-235B in bfloat16; 710 GB/s per rank fit the authors' times without relays."""
 
 BYTES_PER_S = 710e9
 
 
 def planned(case: Case, loads: np.ndarray) -> tuple[Plan, Plan]:
-    """Before and after."""
+    """Return the plans before and after balancing."""
     slots = case.num_experts // case.num_ranks + case.replica_slots
     before = plain_plan(loads, Topology.flat(case.num_ranks), slots)
-    # The paper's floor of 1024 tokens, for 8192 tokens on a rank.
+    # The paper's minimum of 1024 tokens, for 8192 tokens per rank.
     min_tokens = max(1, loads.sum() // case.num_ranks // 64)
     after = _planning.ultraep(before.placement, before.quota, case.num_ranks, min_tokens=min_tokens)
     return before, Plan(*after, domain=case.num_ranks, split=PROPORTIONAL)
 
 
 def largest_pair(plan: Plan, loads: np.ndarray) -> int:
-    """Rows from one rank to another, of the two that exchange most."""
+    """Return the rows between the pair of ranks with the largest exchange."""
     ranks = range(plan.num_ranks)
     rows = np.stack([nearest_first(loads, plan.quota, rank, plan.domain, plan.split).sum(0) for rank in ranks])
     return (rows * ~np.eye(plan.num_ranks, dtype=bool)).max()
 
 
 def fewest_sent(plan: Plan) -> int:
-    """Copies that the busiest rank sends at least: each replicated expert leaves home once, and all share the rest."""
+    """Return a lower bound of copies sent by the busiest rank: each replicated expert leaves home once; the rest is
+    shared.
+    """
     replicas = plan.placement[:, plan.num_home :]
     experts = np.unique(replicas[replicas >= 0])
     at_home = np.bincount(experts // plan.num_home, minlength=plan.num_ranks).max()
@@ -54,7 +58,7 @@ def fewest_sent(plan: Plan) -> int:
 
 
 def movement(plan: Plan, loads: np.ndarray) -> list[Value]:
-    """A line of the second table."""
+    """Return a row of the second table."""
     pairs = [largest_pair(replace(plan, split=split), loads) for split in (Split(), PROPORTIONAL)]
     relayed = Relay().plan(plan)
     home = plan.placement // plan.num_home
@@ -85,7 +89,7 @@ MOVED = {
 
 
 def planned_row(after: Plan, loads: np.ndarray) -> list[float]:
-    """In the order of `PLANNED`."""
+    """Return the values in the order of `PLANNED`."""
     replicas = after.placement[:, after.num_home :]
     copies = np.bincount(replicas[replicas >= 0], minlength=after.num_experts)
     anywhere = replace(after, split=Split("proportional", locality=False))
@@ -94,9 +98,9 @@ def planned_row(after: Plan, loads: np.ndarray) -> list[float]:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=TOKENS_PER_RANK, help="tokens on each rank")
+    parser.add_argument("--tokens", type=int, default=TOKENS_PER_RANK, help="Tokens per rank.")
     parser.add_argument("--seed", type=int, default=0)
     out_option(parser)
     args = parser.parse_args()

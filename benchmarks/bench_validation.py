@@ -1,9 +1,9 @@
-"""What the simulator predicts beside what was measured: real networks and the papers, without what was fitted.
+"""Predictions of the simulator against measurements: real networks and papers, without fitted numbers.
 
     python -m benchmarks.bench_validation [--out FILE.json] [--only networks interfaces hybridep ultraep feplb rails]
 
-One line is one source. It says what of it the prediction knows, how far seconds are off, how far the speed-up over a
-baseline is, which is what one asks a simulator for, and how far seconds are off under other assumptions than ours.
+One row is one source. It lists the measured values known to the prediction, and the deviations of seconds and of the
+speed-up over a baseline. The last columns give the deviation of seconds under other assumptions.
 """
 
 import argparse
@@ -24,9 +24,9 @@ SOURCES = {
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES), help="these sources")
+    parser.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES), help="Sources to include.")
     out_option(parser)
     given = parser.parse_args()
     checks = [check for name in given.only for check in SOURCES[name]()]

@@ -1,8 +1,9 @@
-"""Readings of what FEPLB's paper (arXiv 2604.19654) leaves open of its scheduler, for many microbatches at once.
+"""Interpretations of FEPLB's paper (arXiv 2604.19654) for unspecified rules of its scheduler, vectorized over
+microbatches.
 
-The paper gives the order of moves: the rank with the highest load gives its busiest dynamic expert that has not moved,
-whole, to the rank with the lowest load. A `Reading` says the rest. `jax_moe_lb.balancers.FEPLB` has some of them as
-options; here all are a few lines of NumPy, so that they can be compared.
+The paper gives the order of moves: the rank with the highest load gives its busiest dynamic expert not yet moved,
+whole, to the rank with the lowest load. A `Reading` specifies the other rules. `jax_moe_lb.balancers.FEPLB` has some of
+them as options; here all are implemented in NumPy for comparison.
 """
 
 import itertools
@@ -15,11 +16,11 @@ from scipy.special import ndtri
 
 NO_LIMIT = np.iinfo(np.int64).max
 NO_TAKER = 2**40
-"""More than any load."""
+"""Larger than any load."""
 
 
 def of_history(tokens: np.ndarray, correlation: float) -> np.ndarray:
-    """What history says of the experts' popularity: normal, and so correlated with that of the microbatch."""
+    """Return normal scores of the experts' popularity with the given correlation to the microbatch."""
     position = np.argsort(np.argsort(tokens, axis=1), axis=1)
     normal = ndtri((position + 0.5) / tokens.shape[1])
     noise = np.random.default_rng(0).standard_normal(tokens.shape)
@@ -32,10 +33,10 @@ DYNAMIC: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "fixed, history 0.5": partial(of_history, correlation=0.5),
     "fixed, history 0.9": partial(of_history, correlation=0.9),
 }
-"""Which experts of a rank are dynamic: those with the highest of these scores `[N, E]`, of tokens `[N, E]`.
+"""Scores `[N, E]` of tokens `[N, E]` selecting the dynamic experts of a rank, the highest ones.
 
-The first ones by index are as good as any that are chosen without regard to load; history foretells a microbatch with
-the correlation that its name says.
+The first experts by index represent any choice independent of load. History predicts a microbatch with the correlation
+in its name.
 """
 
 ACCEPT: Mapping[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
@@ -44,7 +45,7 @@ ACCEPT: Mapping[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], 
     "taker <= giver": lambda tokens, giver, taker, mean: taker + tokens <= giver - tokens,
     "any": lambda tokens, giver, taker, mean: np.ones_like(tokens, bool),
 }
-"""Which moves are useful, of an expert's tokens and of the giver's, the taker's and the mean load before the move."""
+"""Condition for a useful move, from the tokens of the expert and the loads of giver, taker and mean before the move."""
 
 BUDGET: Mapping[str, Callable[[int], tuple[int, int]]] = {
     "8 a taker": lambda num_dynamic: (8, NO_LIMIT),
@@ -52,22 +53,22 @@ BUDGET: Mapping[str, Callable[[int], tuple[int, int]]] = {
     "8 in all": lambda num_dynamic: (8, 8),
     "dyn in all": lambda num_dynamic: (8, num_dynamic),
 }
-"""How many experts a rank takes, and how many move in a microbatch, of the number of dynamic experts of a rank."""
+"""Maximum experts taken by a rank, and moved per microbatch, by the number of dynamic experts per rank."""
 
 TAU = (1, 512, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to complete the rule.
+    """One combination of rules.
 
     Args:
-        dynamic: of `DYNAMIC`.
-        accept: of `ACCEPT`.
-        skip: whether the giver's next dynamic expert is tried after a move that is not made; else the domain is done.
-        tau: an expert of fewer tokens does not move.
-        budget: of `BUDGET`.
-        main: dynamic experts of a rank in the paper's main results: 4, its default, or 8, whose result they have.
+        dynamic: key of `DYNAMIC`.
+        accept: key of `ACCEPT`.
+        skip: if True, try the giver's next dynamic expert after a rejected move; otherwise stop in this domain.
+        tau: minimum tokens of an expert to move.
+        budget: key of `BUDGET`.
+        main: dynamic experts per rank in the paper's main results: 4, its default, or 8, which matches its result.
     """
 
     dynamic: str = "busiest"
@@ -83,19 +84,19 @@ class Reading:
 
 
 def readings() -> Iterator[Reading]:
-    """All of them; where any move is useful, there is nothing to skip."""
+    """Yield all readings; if any move is useful, `skip` has no effect."""
     for dynamic, accept, budget in itertools.product(DYNAMIC, ACCEPT, BUDGET):
         for skip, tau, main in itertools.product((False,) if accept == "any" else (False, True), TAU, (4, 8)):
             yield Reading(dynamic, accept, skip, tau, budget, main)
 
 
 def straggler_after(loads: np.ndarray, reading: Reading, num_dynamic: int) -> np.ndarray:
-    """`max(load) - mean(load)` `[N]` after the moves, in token copies; all ranks are one domain.
+    """Return `max(load) - mean(load)` after the moves, `[N]`, in token copies, with all ranks in one domain.
 
     Args:
-        loads: `[N, R, E]`, token copies that each rank has for each expert.
-        reading: what the paper leaves open, but for `main`.
-        num_dynamic: dynamic experts of each rank.
+        loads: `[N, R, E]`, token copies of each rank for each expert.
+        reading: rules, except `main`.
+        num_dynamic: dynamic experts per rank.
     """
     number, num_ranks, _ = loads.shape
     flat = loads.sum(1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""One HTML file with all results and plots of them, which needs nothing else."""
+"""One self-contained HTML file with all results and their plots."""
 
 import html
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ svg { max-width: 100%; height: auto; } nav a { margin-right: 1em; white-space: n
 
 
 def write_report(results: Path, path: Path, ended: Mapping[str, str]) -> Path:
-    """Writes a report.
+    """Write a report.
 
     Args:
-        results: folder of what benchmarks kept.
-        path: where to.
-        ended: how each benchmark of this run ended, or why it was left out.
+        results: folder of the results.
+        path: output file.
+        ended: status of each benchmark of this run, or the reason for skipping it.
     """
     records = dict(sorted(read(results).items()))
     links = " ".join(f'<a href="#{name}">{name}</a>' for name in records)
@@ -39,7 +39,7 @@ def write_report(results: Path, path: Path, ended: Mapping[str, str]) -> Path:
 
 
 def section(name: str, record: Record) -> str:
-    """All of one run: how it was made, plots, tables."""
+    """Return the section of one run: provenance, plots, tables."""
     made = (record.command, record.date, f"commit {record.commit}", record.machine, record.software)
     said, tables = html.escape("; ".join(made)), record.tables
     plots = "".join(map(svg, figures_of(name, tables).values()))
@@ -50,7 +50,7 @@ def section(name: str, record: Record) -> str:
 
 
 def table_html(table: Table) -> str:
-    """One table and its notes."""
+    """Return one table and its notes as HTML."""
     head = "".join(f"<th>{html.escape(title)}" for title in table.columns)
     rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in table.cells())
     notes = "".join(f"<p>{html.escape(note)}" for note in table.notes)

@@ -1,4 +1,4 @@
-"""HybridEP's clusters and layers (arXiv 2510.19470) as the simulator takes them, and what had to be assumed."""
+"""HybridEP's clusters and layers (arXiv 2510.19470) for the simulator, with the necessary assumptions."""
 
 from dataclasses import dataclass, field, replace
 
@@ -14,12 +14,12 @@ MIB = 2**20
 GPUS = 8
 BLOCKS, HIDDEN, SEQUENCE = 12, 768, 256
 EXPERTS, EXPERT_BYTES = 32, 18 * MIB
-"""Of Table V, float32; a fiftieth of it are the paper's 0.36 MB."""
+"""Expert size of Table V in float32; a fiftieth of it is the paper's 0.36 MB."""
 
 NO_CODEC, SR = Codec(), Codec(50.0)
 DATACENTERS = {"S": 1, "M": 2, "L": 4}
 STEP = Step(recompute=False, exchange_counts=False)
-"""PyTorch keeps what the backward pass needs; gates are even, so that no counts are exchanged."""
+"""PyTorch keeps the residuals; with even gates no counts are exchanged."""
 
 TUTEL = {
     "M": {6: 2.52, 12: 4.26, 24: 5.82, 48: 7.62, 96: 12.65, 192: 20.35},
@@ -30,17 +30,17 @@ TUTEL = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the paper does not give, and what is taken for it: the same for all rows.
+    """Assumptions for values not given by the paper, the same for all rows.
 
-    `K` of the token bytes `D = K T H` is the largest of Table III that leaves 1024 tokens or more. Nothing has latency:
-    the paper's clusters are in one room.
+    `K` in the token bytes `D = K T H` is the largest of Table III leaving 1024 tokens or more. Latency is 0, as the
+    paper's clusters are in one room.
 
     Args:
-        blocks_per_moe: blocks for each MoE layer. Only the line's rate over the number of layers matters for the
-            exchanges, and that is fitted; with every block an MoE layer the fit needs more than the line's 10 Gbit/s.
-        flops_per_s: sizes in the paper are those of float32, whose peak on an A800 is 19.5 TFLOP/s (PyTorch 1.12 uses
-            TF32 in products only when told to); four fifths of it.
-        pcie_bytes_per_s: four fifths of 16 GB/s, which is "PCIe3 x16, 128 Gbps".
+        blocks_per_moe: blocks per MoE layer. For the exchanges only the line rate over the number of layers matters,
+            and that is fitted; with an MoE layer in every block, the fit exceeds the line's 10 Gbit/s.
+        flops_per_s: four fifths of the float32 peak of an A800, 19.5 TFLOP/s; sizes in the paper are of float32, and
+            PyTorch 1.12 does not use TF32 in products by default.
+        pcie_bytes_per_s: four fifths of 16 GB/s ("PCIe3 x16, 128 Gbps").
     """
 
     blocks_per_moe: int = 2
@@ -50,12 +50,12 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Setting:
-    """Assumptions and what is fitted, once, to the Tutel rows of Table V.
+    """Assumptions and the two values fitted to the Tutel rows of Table V.
 
     Args:
-        line_bytes_per_s: of the line of a datacenter, which its 8 GPUs share; "10 Gbps" in the paper.
-        reduced_bytes: what every step all-reduces over all ranks beside the MoE layers: the data-parallel rest.
-        assumed: not fitted.
+        line_bytes_per_s: rate of a datacenter's line, shared by its 8 GPUs; "10 Gbps" in the paper.
+        reduced_bytes: bytes all-reduced over all ranks per step besides the MoE layers: the data-parallel parameters.
+        assumed: assumptions, not fitted.
     """
 
     line_bytes_per_s: float
@@ -63,25 +63,25 @@ class Setting:
     assumed: Assumed = field(default_factory=Assumed)
 
     def cluster(self, datacenters: int) -> Cluster:
-        """Nodes of 8 GPUs, each of which stands for a datacenter with one line."""
+        """Return nodes of 8 GPUs, each representing a datacenter with one line."""
         inside = Links("gpu", GPUS, self.assumed.pcie_bytes_per_s)
         levels = (inside,) if datacenters == 1 else (Links("dc", datacenters, self.line_bytes_per_s), inside)
         flops = self.assumed.flops_per_s
         return Cluster(levels, AnalyticGemm(flops, 0.0, 0.0), flops)
 
     def other_s(self, datacenters: int) -> float:
-        """The all-reduce: inside datacenters, then between them."""
+        """Return the time of the all-reduce, inside datacenters and then between them, in seconds."""
         across = 2 * (datacenters - 1) / datacenters / self.line_bytes_per_s
         return self.reduced_bytes * (2 * (GPUS - 1) / GPUS / self.assumed.pcie_bytes_per_s + across)
 
     def model(self, token_bytes: float, expert_bytes: float, experts: int, datacenters: int) -> ModelShape:
-        """Its MoE layers.
+        """Return the MoE layers.
 
         Args:
-            token_bytes: `D`, token copies of every rank.
-            expert_bytes: `P`, before compression.
+            token_bytes: `D`, bytes of the token copies of each rank.
+            expert_bytes: `P`, bytes of an expert before compression.
             experts: `E`.
-            datacenters: of the step's all-reduce.
+            datacenters: datacenters of the step's all-reduce.
         """
         copies = round(token_bytes / (4 * HIDDEN))
         per_token = max(k for k in (1, 2, 4) if k == 1 or copies // k >= 1024)
@@ -102,35 +102,35 @@ class Setting:
 
 
 def step(shape: ModelShape, machine: Cluster, migration: Migration = Migration()) -> Report:
-    """Under even gates, as the paper assumes them."""
+    """Simulate a step with even gates, as assumed in the paper."""
     return simulate_uniform(shape, machine, migration=migration, step=STEP)
 
 
 def under(system: System, shape: ModelShape, machine: Cluster, counts: np.ndarray, migration: Migration) -> Report:
-    """One step with a system inside its groups of equal offset, for uneven gates."""
+    """Simulate a step with uneven gates and a system inside its groups of equal offset."""
     return simulate(system, shape, machine, counts, migration=migration, step=replace(STEP, exchange_counts=True))
 
 
 def migration(shape: ModelShape, machine: Cluster, codec: Codec, sizes: tuple[int, ...] = ()) -> Migration:
-    """As the paper counts: no gradients of gathered experts on the links.
+    """Return the migration with the paper's accounting: no gradients of gathered experts on the links.
 
     Args:
-        shape: the layers.
-        machine: the cluster.
-        codec: of experts.
-        sizes: domain sizes; `()`: those that the paper's stream model chooses.
+        shape: layers.
+        machine: cluster.
+        codec: codec of the experts.
+        sizes: domain sizes; `()` takes those of the paper's stream model.
     """
     sizes = sizes or chosen_migration(shape, machine, codec, Step(backward=False)).domain_sizes
     return Migration(sizes, codec, gradients_home=False, mean_travels=False)
 
 
 def fitted(assumed: Assumed = Assumed(), relative: bool = True, names: str = "ML") -> Setting:
-    """Two numbers, by least squares of relative deviations over the Tutel rows.
+    """Fit the two values by least squares of relative deviations over the Tutel rows.
 
     Args:
-        assumed: see there.
-        relative: else of deviations in seconds, among which those of the largest rows are all that counts.
-        names: clusters whose rows are used.
+        assumed: assumptions.
+        relative: if False, use deviations in seconds, which the largest rows dominate.
+        names: clusters to use.
     """
     points = []
     for name in names:
@@ -138,7 +138,7 @@ def fitted(assumed: Assumed = Assumed(), relative: bool = True, names: str = "ML
         unit, datacenters = Setting(1e9, 0.0, assumed), DATACENTERS[name]
         for size, published_s in rows.items():
             report = step(unit.model(size * MIB, EXPERT_BYTES, EXPERTS, datacenters), unit.cluster(datacenters))
-            # The line is so slow that all of the exchanges' time is its time.
+            # The line is slow enough to determine the exchange time alone.
             line_s = sum(report.stages[stage].busy_s for stage in report.stages if stage.startswith(("disp", "comb")))
             points.append((datacenters, report.step_s - line_s, line_s * 1e9, published_s))
 

@@ -1,4 +1,4 @@
-"""Powers of sizes: fitted to times, and drawn on logarithmic axes."""
+"""Power laws fitted to times, and log-log plots."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,18 +8,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 Curve = tuple[Sequence[float], Sequence[Sequence[float]]]
-"""Sizes, and for each of them `[median, low, high]` of its seconds."""
+"""Sizes, and `[median, low, high]` seconds for each."""
 
 
 def exponents(sizes: np.ndarray, times_s: np.ndarray) -> np.ndarray:
-    """The powers `p` of `time = c * prod(size ** p)` that fit best, by least squares of logarithms.
+    """Fit the exponents `p` of `time = c * prod(size ** p)` by least squares of logarithms.
 
     Args:
         sizes: `[points, kinds]`.
         times_s: `[points]`.
 
     Returns:
-        `[kinds + 1]`: the powers, and by which factor a point is off, as a geometric mean.
+        `[kinds + 1]`: the exponents, and the error factor of a point as a geometric mean.
     """
     sizes = np.asarray(sizes, float)
     unknown = np.column_stack([np.log(sizes), np.ones(len(sizes))])
@@ -29,12 +29,12 @@ def exponents(sizes: np.ndarray, times_s: np.ndarray) -> np.ndarray:
 
 
 def draw(panels: Mapping[str, Mapping[str, Curve]], labels: Mapping[str, str], path: Path) -> None:
-    """Writes a panel for each group of curves, as a PNG.
+    """Write a PNG with one panel per group of curves.
 
     Args:
-        panels: curves by their names, by the title of their panel.
-        labels: what a panel's sizes are.
-        path: the file.
+        panels: curves by name, by panel title.
+        labels: axis label of the sizes, by panel title.
+        path: output file.
     """
     figure = Figure(figsize=(4.2 * len(panels), 3.8), layout="constrained")
     for axes, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -48,5 +48,5 @@ def draw(panels: Mapping[str, Mapping[str, Curve]], labels: Mapping[str, str], p
         axes.tick_params("x", rotation=60)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    # Without the version of matplotlib, so that the same numbers make the same file.
+    # Omit the version of matplotlib, so that equal numbers give an equal file.
     figure.savefig(path, dpi=100, metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""The optimal maximum load of a domain, as a mixed-integer program (HiGHS)."""
+"""Optimal maximum load of a domain, as a mixed-integer program (HiGHS)."""
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -8,9 +8,9 @@ from scipy.sparse import coo_matrix
 def optimum(
     tokens: np.ndarray, num_ranks: int, num_slots: int, candidates: int = 16, limit_s: float = 20.0
 ) -> tuple[float, float]:
-    """Lowest max/mean load found, and a proven lower bound on it (for these candidates).
+    """Return the lowest max/mean load found, and a proven lower bound for these candidates.
 
-    Quotas are continuous, replicas binary; each rank's `candidates` hottest experts may be replicated.
+    Quotas are continuous and replicas binary; only the `candidates` hottest experts of each rank may be replicated.
     """
     home_experts = len(tokens) // num_ranks
     load = tokens * num_ranks / tokens.sum()

@@ -1,7 +1,7 @@
-"""Layers that others would write, to stand beside ours: one rank's part each, to be called inside `jax.shard_map`.
+"""Layers in the style of other projects, for comparison: one rank's part each, to be called inside `jax.shard_map`.
 
 All take `(x, kernel, experts, per_tok)`: this rank's tokens `[T, H]`, the router's kernel `[H, E]` and its `L` home
-experts, on a mesh axis `expert`. They route as `TopK` does, and compute in the dtype of the tokens.
+experts, on a mesh axis `expert`. They route like `TopK`, and compute in the dtype of the tokens.
 """
 
 import functools
@@ -18,11 +18,11 @@ from jax_moe_lb.core.stats import OnFault
 AXIS = "expert"
 OfRank = Callable[[jax.Array, jax.Array, Experts, int], jax.Array]
 Layer = Callable[[jax.Array, jax.Array, Experts], jax.Array]
-"""`(x, kernel, experts) -> y` on whole arrays."""
+"""`(x, kernel, experts) -> y` on global arrays."""
 
 
 def over_ranks(mesh: Mesh, of_rank: OfRank, per_tok: int) -> Layer:
-    """The layer on whole arrays, tokens and experts split over the ranks."""
+    """Return the layer on global arrays, with tokens and experts sharded over ranks."""
     by_rank, whole = PartitionSpec(AXIS), PartitionSpec()
     return jax.shard_map(
         functools.partial(of_rank, per_tok=per_tok), mesh=mesh, in_specs=(by_rank, whole, by_rank), out_specs=by_rank
@@ -30,7 +30,7 @@ def over_ranks(mesh: Mesh, of_rank: OfRank, per_tok: int) -> Layer:
 
 
 def ours(system: System, mesh: Mesh, on_fault: OnFault = "raise") -> OfRank:
-    """This library's layer."""
+    """Return this library's layer."""
     topology = Topology.from_mesh(mesh)
 
     def of_rank(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int) -> jax.Array:
@@ -40,26 +40,26 @@ def ours(system: System, mesh: Mesh, on_fault: OnFault = "raise") -> OfRank:
 
 
 def routed(x: jax.Array, kernel: jax.Array, per_tok: int) -> tuple[jax.Array, jax.Array]:
-    """Experts and weights of each token, `[T, K]`: the softmax of all logits, divided by the sum of the chosen."""
+    """Return experts and weights of each token, `[T, K]`: softmax of all logits, renormalised over the chosen ones."""
     logits = jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision="highest")
     chosen, experts = jax.lax.top_k(logits, per_tok)
     return experts, jax.nn.softmax(chosen)
 
 
 def gshard(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int, factor: float = 1.25) -> jax.Array:
-    """GShard's layer (arXiv 2006.16668): one-hot products into a buffer of a fixed capacity; the rest is dropped.
+    """Apply GShard's layer (arXiv 2006.16668): one-hot products into a buffer of fixed capacity, dropping the rest.
 
     Args:
-        x: see the module, also of the next three.
-        kernel: the router's.
-        experts: those at home.
+        x: see the module, as for the next three.
+        kernel: router kernel.
+        experts: home experts.
         per_tok: `K`.
-        factor: capacity of an expert over its mean load from each rank.
+        factor: capacity of an expert, x its mean load from each rank.
     """
     num_experts = kernel.shape[1]
     chosen, weights = routed(x, kernel, per_tok)
     capacity = math.ceil(factor * x.shape[0] * per_tok / num_experts)
-    # First choices stand in front of second ones in the queue of an expert.
+    # First choices precede second ones in the queue of an expert.
     is_chosen = jax.nn.one_hot(chosen.T, num_experts, dtype=jnp.int32)
     place = jnp.cumsum(is_chosen.reshape(-1, num_experts), 0).reshape(is_chosen.shape) - 1
     kept = jax.nn.one_hot(jnp.where(is_chosen > 0, place, -1), capacity, dtype=x.dtype)
@@ -71,7 +71,7 @@ def gshard(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int, fact
 
 
 def dense_one_hot(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int) -> jax.Array:
-    """Every token through every expert: all ranks get all tokens, and weights that are mostly 0 select."""
+    """Apply every expert to every token: all ranks gather all tokens, and mostly zero weights select."""
     num_home = experts.up.shape[0]
     chosen, weights = routed(x, kernel, per_tok)
     by_expert = (jax.nn.one_hot(chosen, kernel.shape[1], dtype=x.dtype) * weights[..., None].astype(x.dtype)).sum(1)
@@ -82,20 +82,20 @@ def dense_one_hot(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: in
 
 
 def ragged_dot_ring(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int) -> jax.Array:
-    """`lax.ragged_dot` over the copies of all tokens that are for this rank, in a buffer for the worst case."""
+    """Apply `lax.ragged_dot` to the copies of all tokens for this rank, in a worst-case buffer."""
     num_home = experts.up.shape[0]
     chosen, weights = (jax.lax.all_gather(a, AXIS, tiled=True) for a in routed(x, kernel, per_tok))
     tokens = jax.lax.all_gather(x, AXIS, tiled=True)
     local = chosen.reshape(-1) - jax.lax.axis_index(AXIS) * num_home
     local = jnp.where((local >= 0) & (local < num_home), local, num_home)
-    # Top-k has no expert twice, so that no more copies of a token than home experts can be for this rank.
+    # Top-k experts are distinct, so a token has at most `L` copies for this rank.
     room = tokens.shape[0] * min(per_tok, num_home)
     order = jnp.argsort(local, stable=True)[:room]
     sizes = jnp.bincount(local, length=num_home + 1)[:num_home].astype(jnp.int32)
     rows = tokens[order // per_tok]
     hidden = jax.nn.silu(_ragged(rows, experts.gate, sizes)) * _ragged(rows, experts.up, sizes)
     outputs = _ragged(hidden, experts.down, sizes)
-    # Of rows beyond the groups, which are for other ranks, XLA says nothing.
+    # XLA leaves rows beyond the groups, which belong to other ranks, unspecified.
     is_mine = jnp.arange(room) < sizes.sum()
     outputs = jnp.where(is_mine[:, None], outputs * weights.reshape(-1)[order, None].astype(x.dtype), 0)
     return jax.lax.psum_scatter(jnp.zeros_like(tokens).at[order // per_tok].add(outputs), AXIS, tiled=True)
@@ -106,7 +106,7 @@ def _ragged(rows: jax.Array, matrices: jax.Array | None, sizes: jax.Array) -> ja
 
 
 def _ffn(rows: jax.Array, experts: Experts) -> jax.Array:
-    """Of `[L, N, H]`, by expert."""
+    """Apply each expert to its rows of `[L, N, H]`."""
     gate, up = (jnp.einsum("enh,ehf->enf", rows, _there(matrices)) for matrices in (experts.gate, experts.up))
     return jnp.einsum("enf,efh->enh", jax.nn.silu(gate) * up, experts.down)
 

@@ -1,7 +1,7 @@
-"""MaxText's block of experts (`maxtext` on PyPI), as a layer beside ours; MaxText must be installed to import this.
+"""MaxText's block of experts (`maxtext` on PyPI) for comparison; importing this module requires MaxText.
 
-MaxText installs with jaxlib's own builds of its `cuda12` and `tpu` extras. For its layers on a CPU this is enough:
-`pip install --no-deps maxtext==0.2.5 tokamax qwix aqtp omegaconf antlr4-python3-runtime==4.9.3` and `pip install jinja2
+MaxText depends on jaxlib builds of its `cuda12` and `tpu` extras. For its layers on a CPU this is enough: `pip install
+--no-deps maxtext==0.2.5 tokamax qwix aqtp omegaconf antlr4-python3-runtime==4.9.3` and `pip install jinja2
 pathwaysutils immutabledict xprof einshape transformers drjax`.
 """
 
@@ -22,20 +22,21 @@ from benchmarks.skewed_layer import Sizes
 from jax_moe_lb import Experts
 
 DENSE = {"sparse_matmul": False}
-"""Dropless: every expert has every token. MaxText's other dropless ways exchange rows as XLA does not do on CPUs, or
-multiply with a kernel that is interpreted there."""
+"""Dropless options: every expert gets every token. MaxText's other dropless options use an exchange that XLA does not
+support on CPUs, or a kernel that is interpreted there.
+"""
 
 CAPACITY = {"sparse_matmul": False, "capacity_factor": 1.25}
-"""GShard's one-hot products; what exceeds the capacity is dropped."""
+"""GShard's one-hot products, dropping tokens above the capacity."""
 
 
 def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Callable:
-    """`(x, kernel, experts) -> y` on whole arrays, by MaxText's `RoutedMoE`.
+    """Return MaxText's `RoutedMoE` as `(x, kernel, experts) -> y` on global arrays.
 
     Args:
-        sizes: of the layer.
-        mesh: the devices, on an axis `expert`.
-        options: MaxText's own, such as `DENSE`.
+        sizes: sizes of the layer.
+        mesh: devices, on an axis `expert`.
+        options: MaxText options, such as `DENSE`.
     """
     config = maxtext_config(sizes, options)
     names = tuple(config.mesh_axes)
@@ -55,7 +56,7 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
     graph, parameters, rest = nnx.split(block, nnx.Param, ...)
 
     def layer(x: jax.Array, kernel: jax.Array, experts: Experts) -> jax.Array:
-        # Made in here, since a variable is changed only where it was made.
+        # Merge inside, as Flax allows changing a variable only at the trace level of its creation.
         block = nnx.merge(graph, parameters, rest, copy=True)
         block.gate.kernel.set_value(kernel)
         for variable, array in ((block.wi_0, experts.gate), (block.wi_1, experts.up), (block.wo, experts.down)):
@@ -68,11 +69,11 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
 
 
 def maxtext_config(sizes: Sizes, options: dict[str, object]) -> Any:
-    """MaxText's own configuration of a layer of these sizes, in float32.
+    """Return MaxText's configuration of a layer of these sizes, in float32.
 
     Args:
-        sizes: of the layer.
-        options: over those of `base.yml`.
+        sizes: sizes of the layer.
+        options: options overriding `base.yml`.
     """
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     return pyconfig.initialize(

@@ -1,4 +1,4 @@
-"""Plots of results, as SVG: inside HTML, and as files that documents show."""
+"""Plots of results as SVG, for HTML and for documents."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ BARS = {
     "bench_baselines": (("balancers", "imbalance"),),
     "bench_exchange": (("exchange", "exact ms"),),
 }
-"""Columns that are drawn as bars, of which table."""
+"""Columns to plot as bars, by table."""
 
 
 def figures_of(name: str, tables: Mapping[str, Table]) -> dict[str, Figure]:
-    """All plots of one benchmark's tables, by what they show; nothing where there are none."""
+    """Return all plots of one benchmark's tables by name."""
     shown = [(of, column) for of, column in BARS.get(name, ()) if _has(tables, of, column)]
     figures = {f"{of}-{column.replace(' ', '-')}": bars(tables[of], column) for of, column in shown}
     if compared := [table for table in tables.values() if _published(table)]:
@@ -38,7 +38,7 @@ def _has(tables: Mapping[str, Table], of: str, column: str) -> bool:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an element of HTML."""
+    """Return the figure as an HTML element."""
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "results"}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
@@ -47,17 +47,17 @@ def svg(figure: Figure) -> str:
 
 
 def middle(value: Value) -> tuple[float, float, float]:
-    """Value, least and most."""
+    """Return value, minimum and maximum."""
     if isinstance(value, (int, float)):
         return value, value, value
     if value is None or isinstance(value, str):
-        raise TypeError(f"{value!r} is no number and no median with a range")
+        raise TypeError(f"{value!r} is neither a number nor a median with a range")
     first, low, high = map(float, value)
     return first, low, high
 
 
 def bars(table: Table, column: str) -> Figure:
-    """One bar for each row, with its range."""
+    """Return a bar chart with one bar and range per row."""
     at = list(table.columns).index(column)
     rows = [row for row in table.rows if row[at] is not None]
     values, low, high = np.array([middle(row[at]) for row in rows]).T
@@ -71,7 +71,7 @@ def bars(table: Table, column: str) -> Figure:
 
 
 def _published(table: Table) -> list[tuple[float, float]]:
-    """Published and simulated numbers of a comparison."""
+    """Return published and simulated numbers of a comparison."""
     titles = list(table.columns)
     at = [i for i, title in enumerate(titles) if title.startswith(("published", "simulated"))]
     if len(at) != 2 or "deviation, %" not in titles:
@@ -81,7 +81,7 @@ def _published(table: Table) -> list[tuple[float, float]]:
 
 
 def deviations(tables: Sequence[Table]) -> Figure:
-    """How far every simulated number is from its published one; 10 % are shaded."""
+    """Plot simulated over published numbers, with a shaded band of 10 %."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for number, table in enumerate(tables):
@@ -99,7 +99,7 @@ def deviations(tables: Sequence[Table]) -> Figure:
 
 
 def frontier(table: Table) -> Figure:
-    """Imbalance against replicas, by ranks and slots."""
+    """Plot imbalance against replicas, by ranks and slots."""
     shapes = list(dict.fromkeys((row[0], row[1]) for row in table.rows))
     figure = Figure(figsize=(2.4 * len(shapes), 2.6), layout="constrained")
     every = figure.subplots(1, len(shapes), squeeze=False)[0]

@@ -1,8 +1,8 @@
-"""Loads on which some ranks are popular, as UltraEP's simulations draw them: Table 3 and figure 15 of arXiv 2606.04101.
+"""Loads with popular ranks, sampled as in UltraEP's simulations: Table 3 and figure 15 of arXiv 2606.04101.
 
-The weight of an expert is `(rank + 1) ** -a * (place on its rank + 1) ** -4`, ranks shuffled by the seed. A token draws
-its experts one after the other, without replacement. `a` is fitted so that the busiest rank's expected load is the
-wanted multiple of the mean, with the chance of an expert to be drawn taken as `1 - exp(-c weight)`.
+The weight of an expert is `(rank + 1) ** -a * (place on its rank + 1) ** -4`, with ranks shuffled by the seed. A token
+samples its experts without replacement. `a` is fitted so that the expected load of the busiest rank is the given
+multiple of the mean. The fit approximates the sampling probability of an expert by `1 - exp(-c weight)`.
 """
 
 import itertools
@@ -18,9 +18,9 @@ class Case:
 
     Args:
         num_experts: `E`.
-        num_ranks: `R`, one domain.
+        num_ranks: `R`, in one domain.
         replica_slots: `S - L`.
-        imbalance: wanted, before balancing.
+        imbalance: target before balancing.
     """
 
     num_experts: int
@@ -40,13 +40,13 @@ TOKENS_PER_RANK = 8192
 
 
 def counts(case: Case, seed: int, num_tokens: int = TOKENS_PER_RANK, per_tok: int = PER_TOK) -> np.ndarray:
-    """`[R, E]` int32; every rank draws from the same weights."""
+    """Return sampled counts `[R, E]`, int32, with the same weights on every rank."""
     rng = np.random.default_rng(seed)
     weights = popularity(case, per_tok)
     shuffled = rng.permutation(weights.reshape(case.num_ranks, -1)).reshape(-1).astype(np.float32)
     drawn = np.empty((case.num_ranks, case.num_experts), np.int32)
     for rank in range(case.num_ranks):
-        # The first `per_tok` of exponential clocks that run at these speeds: a draw without replacement.
+        # Sampling without replacement: the first `per_tok` of exponential clocks with these rates.
         clocks = rng.standard_exponential((num_tokens, case.num_experts), np.float32) / shuffled
         experts = np.argpartition(clocks, per_tok - 1, axis=1)[:, :per_tok]
         drawn[rank] = np.bincount(experts.reshape(-1), minlength=case.num_experts)
@@ -54,7 +54,7 @@ def counts(case: Case, seed: int, num_tokens: int = TOKENS_PER_RANK, per_tok: in
 
 
 def popularity(case: Case, per_tok: int) -> np.ndarray:
-    """Weights `[E]` of the experts, the busiest rank first."""
+    """Return the weights `[E]` of the experts, the busiest rank first."""
     on_rank = np.arange(1.0, case.num_experts // case.num_ranks + 1) ** -4
     ranks = np.arange(1.0, case.num_ranks + 1)
 
@@ -69,7 +69,7 @@ def popularity(case: Case, per_tok: int) -> np.ndarray:
 
 
 def _chances(weights: np.ndarray, per_tok: int) -> np.ndarray:
-    """Of each expert to be drawn; they sum to `per_tok`."""
+    """Return the sampling probability of each expert; they sum to `per_tok`."""
     log_c = _root(lambda x: -np.expm1(-np.exp(x) * weights).sum() - per_tok, -40.0, 80.0)
     return -np.expm1(-np.exp(log_c) * weights)
 

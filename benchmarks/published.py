@@ -1,4 +1,4 @@
-"""Published numbers beside simulated ones."""
+"""Comparison of published and simulated numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ class Row:
     """One number.
 
     Args:
-        name: of what.
-        simulated: by this project.
-        published: in the paper; `None`: it has no such row.
-        unit: of both.
-        fitted: whether something was fitted to it, so that it is no prediction.
+        name: name of the quantity.
+        simulated: simulated value.
+        published: value in the paper; `None` if it has none.
+        unit: unit of both values.
+        fitted: if True, a parameter was fitted to it, so it is not a prediction.
     """
 
     name: str
@@ -26,17 +26,17 @@ class Row:
 
     @property
     def deviation(self) -> float | None:
-        """Of the simulated from the published number, in percent."""
+        """Deviation of the simulated from the published number, in percent."""
         return None if self.published is None else 100 * (self.simulated / self.published - 1)
 
 
 @dataclass
 class Comparison:
-    """Rows under a title, and what must be said about them.
+    """Rows under a title, with notes.
 
     Args:
-        name: what documents call its table.
-        title: what stands above it.
+        name: name of the table in documents.
+        title: title of the table.
     """
 
     name: str
@@ -47,18 +47,18 @@ class Comparison:
     def add(
         self, name: str, simulated: float, published: float | None = None, unit: str = "", fitted: bool = False
     ) -> None:
-        """One more row."""
+        """Add a row."""
         self.rows.append(Row(name, float(simulated), published, unit, fitted))
 
     @property
     def mean_deviation(self) -> float | None:
-        """Mean of the absolute deviations, in percent: of what was predicted, or of a table in which all was fitted."""
+        """Mean of absolute deviations in percent, over predictions, or over all rows if all were fitted."""
         known = [row for row in self.rows if row.deviation is not None]
         known = [row for row in known if not row.fitted] or known
         return sum(abs(row.deviation or 0.0) for row in known) / len(known) if known else None
 
     def table(self) -> Table:
-        """Its rows, and the mean deviation where something is published."""
+        """Return the rows as a table, with the mean deviation if there are published numbers."""
         units = {row.unit for row in self.rows}
         unit = f", {units.pop()}" if len(units) == 1 and "" not in units else ""
         rows: list[list[Value]] = [[_name(row, unit), row.published, row.simulated, row.deviation] for row in self.rows]
@@ -77,10 +77,10 @@ def _name(row: Row, unit: str) -> str:
 
 
 def tables_of(comparisons: Sequence[Comparison]) -> dict[str, Table]:
-    """By name.
+    """Return the tables by name.
 
     Raises:
-        ValueError: two have the same name.
+        ValueError: two tables have the same name.
     """
     tables = {one.name: one.table() for one in comparisons}
     if len(tables) < len(comparisons):

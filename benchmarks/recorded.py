@@ -1,4 +1,4 @@
-"""Recorded expert loads, and a stand-in for them."""
+"""Recorded expert loads, and a synthetic substitute."""
 
 import argparse
 import pathlib
@@ -16,9 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=pathlib.Path,
         default=[],
         metavar="FILE",
-        help="NumPy files of tokens [layers, experts]; without any, 58 synthetic layers of 256 experts",
+        help="NumPy files of tokens [layers, experts]; 58 synthetic layers of 256 experts by default.",
     )
-    parser.add_argument("--step", type=int, default=1, help="every so many layers")
+    parser.add_argument("--step", type=int, default=1, help="Use every STEP-th layer.")
 
 
 def read(options: argparse.Namespace) -> Layers:
@@ -28,20 +28,20 @@ def read(options: argparse.Namespace) -> Layers:
 
 
 def synthetic(num_layers: int = 58, num_experts: int = 256) -> np.ndarray:
-    """Lognormal experts."""
+    """Return synthetic loads with lognormal popularity."""
     popularity = np.random.default_rng(0).lognormal(0, 1, (num_layers, num_experts))
     return (1e4 * popularity).astype(np.int32)
 
 
 def on_first_rank(tokens: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Counts `[..., R, E]` with these sums; all tokens start on rank 0."""
+    """Return counts `[..., R, E]` with these sums; all tokens start on rank 0."""
     counts = np.zeros((*tokens.shape[:-1], num_ranks, tokens.shape[-1]), np.int32)
     counts[..., 0, :] = tokens
     return counts
 
 
 def scattered(tokens: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Counts `[..., R, E]` with these sums; most tokens of an expert start on a few ranks."""
+    """Return counts `[..., R, E]` with these sums; most tokens of an expert start on a few ranks."""
     rng = np.random.default_rng(0)
     starts = rng.dirichlet(np.full(num_ranks, 0.3), tokens.shape)
     return np.moveaxis(rng.multinomial(tokens, starts), -1, -2).astype(np.int32)

@@ -1,21 +1,21 @@
-"""Writes what benchmarks found into the documents that show it, so that nobody types a number.
+"""Insert results of benchmarks into the documents, so that no number is typed by hand.
 
-    python -m benchmarks.render            # every document again, from benchmarks/results/*.json
-    python -m benchmarks.render --check    # fails if one is not what would be written; a test does the same
+    python -m benchmarks.render            # update every document from benchmarks/results/*.json
+    python -m benchmarks.render --check    # fail if a document is out of date; also run by a test
 
-A document says where a table goes and which, by run and name; what stands between the marks is replaced. Before the
-first table of a run stand its command, date and machine.
+A document marks the position of a table with its run and name; the text between the marks is replaced. The first table
+of a run is preceded by its command, date and machine.
 
     <!-- table: bench_systems/zipf -->
     <!-- /table -->
 
-A number in a sentence is a cell: its table, then texts of other cells of its row that no other row has all of, then
-the title of its column.
+A number in a sentence is a cell, given by its table, texts of other cells that identify its row, and the title of its
+column.
 
     <!-- value: bench_systems/zipf > exact > imbalance -->1.010<!-- /value -->
 
-A plot is a file, `docs/results/plots/RUN.PLOT.svg` with one of `benchmarks.plots.figures_of`, which is drawn if a
-document links to it. Its first line has the digest of the tables that it was drawn from.
+A plot is a file `docs/results/plots/RUN.PLOT.svg` with one of `benchmarks.plots.figures_of`, drawn if a document links
+to it. Its first line has the digest of its tables.
 """
 
 import argparse
@@ -35,15 +35,15 @@ VALUE = re.compile(r"<!-- value: (?P<path>[^\n]+?) -->.*?<!-- /value -->", re.DO
 
 
 def documents() -> list[Path]:
-    """All that may show results."""
+    """Return all documents that may contain results."""
     return [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def rendered(text: str, results: Path = RESULTS) -> str:
-    """A document with all tables and values as they are in the results.
+    """Return a document with all tables and values updated from the results.
 
     Raises:
-        KeyError: it names a table, row or column that there is not; a whole file may not be there yet.
+        KeyError: a table, row or column does not exist; a missing results file is allowed.
     """
     seen: set[str] = set()
     records = read(results)
@@ -72,7 +72,7 @@ def table_of(records: Mapping[str, Record], run: str, name: str) -> Table:
 
 
 def value_of(records: Mapping[str, Record], path: str) -> str:
-    """The cell that a path names."""
+    """Return the cell at a path."""
     where, *row, column = (part.strip() for part in path.split(" > "))
     run, name = where.split("/")
     table = table_of(records, run, name)
@@ -85,12 +85,12 @@ def value_of(records: Mapping[str, Record], path: str) -> str:
 
 
 def made_by(record: Record) -> str:
-    """How a run was made."""
+    """Return the provenance of a run."""
     return f"`{record.command}`, {record.date}; {record.machine}; {record.software}."
 
 
 def changed() -> Iterator[tuple[Path, str]]:
-    """Documents that are not what would be written, with what would be."""
+    """Yield out-of-date documents with their new content."""
     for path in documents():
         text = path.read_text()
         wanted = rendered(text)
@@ -99,7 +99,7 @@ def changed() -> Iterator[tuple[Path, str]]:
 
 
 def old_plots() -> Iterator[tuple[Path, str]]:
-    """Plots that documents link to and that were not drawn from these results, with the line that says so."""
+    """Yield linked plots that are out of date, with their digest line."""
     text, records = "".join(path.read_text() for path in documents()), read(RESULTS)
     for match in sorted({match.group() for match in PLOT.finditer(text)}):
         path = PLOTS / Path(match).name
@@ -109,7 +109,7 @@ def old_plots() -> Iterator[tuple[Path, str]]:
 
 
 def draw(path: Path, drawn: str) -> None:
-    """Writes one plot."""
+    """Write one plot."""
     from benchmarks.plots import figures_of, svg
 
     name, plot, _ = path.name.split(".")
@@ -118,7 +118,7 @@ def draw(path: Path, drawn: str) -> None:
 
 
 def write_documents() -> None:
-    """Writes all that changed, and says which."""
+    """Write all out-of-date documents and print their names."""
     for path, wanted in changed():
         path.write_text(wanted)
         print(path.relative_to(ROOT))
@@ -128,9 +128,9 @@ def write_documents() -> None:
 
 
 def main() -> None:
-    """Writes all documents, or tells which are old."""
+    """Write all documents, or print the out-of-date ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if anything would be written")
+    parser.add_argument("--check", action="store_true", help="Fail if a document is out of date; write no file.")
     given = parser.parse_args()
     if not given.check:
         write_documents()

@@ -1,11 +1,12 @@
-"""Runs every benchmark that can run here, keeps what each found, and writes the documents and a report from it.
+"""Run every available benchmark, store its results, and update the documents and a report.
 
-    make reproduce                                # all of them, one after the other
-    make reproduce ARGS="--loads DIR"             # also those of recorded expert loads: .npy files [layers, experts]
-    make reproduce ARGS=--quick                   # smaller, on drawn loads, into a folder of its own, not the documents
+    make reproduce                                # all benchmarks in sequence
+    make reproduce ARGS="--loads DIR"             # including those of recorded expert loads: .npy files [layers,
+    experts]
+    make reproduce ARGS=--quick                   # smaller sizes, synthetic loads, results in a separate folder
     python -m benchmarks.reproduce --only bench_ultraep bench_rails
 
-What cannot run here is listed with the reason; its last results stay where they are, with their own date.
+Unavailable benchmarks are listed with the reason; their last results keep their date.
 """
 
 import argparse
@@ -23,10 +24,10 @@ from benchmarks.render import RESULTS, ROOT, write_documents
 from benchmarks.results import merge
 
 LIMIT_S = 3600
-"""No benchmark takes longer, but for those that say so."""
+"""Default time limit of a benchmark in seconds."""
 
 Refusal = Callable[[argparse.Namespace], str | None]
-"""Why something cannot run here, or nothing."""
+"""Function returning the reason why a benchmark is unavailable, or `None`."""
 
 
 def _loads(given: argparse.Namespace) -> str | None:
@@ -64,13 +65,14 @@ class Run:
     """One benchmark.
 
     Args:
-        module: under `benchmarks`.
-        options: of its command line; `LOADS` and `DIR` stand for the recorded loads, as files and as their folder.
-        quick: its options where it shall be quick; `None`: it cannot be.
-        refusal: why it cannot run.
-        aside: why it does not run unless it is named.
-        result: the name of its run; that of the module by default.
-        unread: tables that it prints and that neither documents nor programs read; they are not kept.
+        module: module under `benchmarks`.
+        options: command-line options; `LOADS` and `DIR` are replaced by the recorded loads, as files and as their
+            folder.
+        quick: options of a quick run; `None` if there is none.
+        refusal: function returning the reason why it is unavailable.
+        aside: reason why it runs only if named.
+        result: name of its run; the module name by default.
+        unread: tables to print but not to keep, as neither documents nor programs read them.
     """
 
     module: str
@@ -88,11 +90,11 @@ class Run:
 
     @property
     def file(self) -> str:
-        """Name of the file of its results: one for each module."""
+        """Name of the results file, one per module."""
         return self.module.replace("network.bench_", "network_").replace("network.", "network_")
 
     def why_not(self, given: argparse.Namespace) -> str | None:
-        """Nothing if it shall run."""
+        """Return the reason for not running, `None` if it will run."""
         if why_not := self.refusal(given):
             return why_not
         if given.quick and self.quick is None:
@@ -100,7 +102,7 @@ class Run:
         return f"{self.aside}; --only runs it" if self.aside and not given.only else None
 
     def command(self, given: argparse.Namespace) -> list[str]:
-        """All but where results are kept."""
+        """Return the command without the output option."""
         chosen = self.quick if given.quick else self.options
         assert chosen is not None, self.name
         files = sorted(map(str, given.loads.glob("*.npy"))) if given.loads else []
@@ -215,7 +217,7 @@ RUNS = (
 
 
 def run(one: Run, given: argparse.Namespace, folder: Path) -> str:
-    """Runs it, and says how that ended; results are replaced only if it ended well."""
+    """Run a benchmark and return its status; results are replaced only on success."""
     log, found = folder / "logs" / f"{one.name}.log", folder / "logs" / f"{one.name}.json"
     found.unlink(missing_ok=True)
     start_s = time.monotonic()
@@ -233,17 +235,17 @@ def run(one: Run, given: argparse.Namespace, folder: Path) -> str:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller, and apart from what documents show")
-    parser.add_argument("--loads", type=Path, help="folder of recorded loads")
+    parser.add_argument("--quick", action="store_true", help="Use smaller sizes, with results in a separate folder.")
+    parser.add_argument("--loads", type=Path, help="Folder of recorded loads.")
     parser.add_argument("--only", nargs="+", default=[], choices=[one.name for one in RUNS], metavar="NAME")
-    parser.add_argument("--folder", type=Path, help="for logs and the report; runs/reproduce by default")
+    parser.add_argument("--folder", type=Path, help="Folder of logs and report; runs/reproduce by default.")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Runs all of them; ends with 1 if one failed."""
+    """Run all benchmarks; exit with 1 if one failed."""
     given = options()
     folder = (given.folder or ROOT / "runs" / ("reproduce-quick" if given.quick else "reproduce")).resolve()
     (folder / "logs").mkdir(parents=True, exist_ok=True)

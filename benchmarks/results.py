@@ -1,6 +1,7 @@
-"""What a benchmark found: tables of values that are kept as JSON, and drawn as Markdown wherever they are shown.
+"""Results of benchmarks: tables stored as JSON and rendered as Markdown.
 
-A benchmark makes `Table`s, prints them, and with `--out FILE.json` writes them with command, commit, date and machine:
+A benchmark creates `Table`s, prints them, and with `--out FILE.json` writes them with command, commit, date and
+machine:
 
     parser = argparse.ArgumentParser(description=__doc__)
     out_option(parser)
@@ -8,12 +9,11 @@ A benchmark makes `Table`s, prints them, and with `--out FILE.json` writes them 
     table = Table({"ranks": "d", "step ms": ".0f"}, rows=[[8, spread(times_s * 1e3)]])
     report({"steps": table}, given.out)
 
-A file has one or more runs of one benchmark. `--out` writes the run that is named as the file and leaves the others;
-`merge` moves runs into another file. A table takes one line per row. A number has the digits that its column shows, and
-four significant digits at least.
+A file has one or more runs of one benchmark. `--out` writes the run with the name of the file and leaves the others;
+`merge` moves runs into another file. A table uses one line per row. A number has the digits shown in its column, and at
+least four significant digits.
 
-Documents name a table where it stands, and `python -m benchmarks.render` writes it there (see its docstring), so that
-no number is typed.
+Documents contain marks for tables, which `python -m benchmarks.render` fills (see its docstring).
 """
 
 import argparse
@@ -35,18 +35,18 @@ from typing import Any
 import numpy as np
 
 Value = float | int | str | None | Sequence[float]
-"""A number, a text, nothing, or `[median, low, high]`."""
+"""A number, a text, `None`, or `[median, low, high]`."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Values in rows, and how each column is written.
+    """Values in rows, with a format per column.
 
     Args:
-        columns: format of each column's numbers, by its title, as in `format(number, ".2f")`; `""`: as they are.
-        rows: one value for each column.
-        title: what stands above it, where the name alone does not say what it is.
-        notes: what must be said about it, with numbers of the same run.
+        columns: number format of each column by title, as in `format(number, ".2f")`; `""` for the default.
+        rows: one value per column.
+        title: title of the table, if its name is not sufficient.
+        notes: remarks below the table, with numbers of the same run.
     """
 
     columns: Mapping[str, str]
@@ -60,7 +60,7 @@ class Table:
                 raise ValueError(f"a row has {len(row)} values, expected {len(self.columns)}: {row!r}")
 
     def cells(self) -> list[list[str]]:
-        """All rows as they are shown."""
+        """Return all rows as formatted cells."""
         forms = self.columns.values()
         return [[cell(value, form) for value, form in zip(row, forms, strict=True)] for row in self.rows]
 
@@ -72,7 +72,7 @@ class Table:
 
 
 def cell(value: Value, form: str) -> str:
-    """A value as Markdown: a median has its range behind it."""
+    """Return a value as Markdown; a median is followed by its range."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -84,22 +84,22 @@ def cell(value: Value, form: str) -> str:
 
 
 def spread(values: np.ndarray) -> list[float]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return [float(number) for number in np.quantile(values, [0.5, 0, 1])]
 
 
 def out_option(parser: argparse.ArgumentParser) -> None:
-    """Adds `--out`."""
+    """Add the option `--out`."""
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="JSON file for the tables; replaces its run of the same name"
     )
 
 
 def out_alone(what: str | None) -> Path | None:
-    """Reads `--out` for a benchmark that has nothing else to choose; refuses anything else, before it begins.
+    """Parse `--out` for a benchmark without other options.
 
     Args:
-        what: the docstring of its module.
+        what: docstring of its module.
     """
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     out_option(parser)
@@ -107,7 +107,7 @@ def out_alone(what: str | None) -> Path | None:
 
 
 def report(tables: Mapping[str, Table], out: Path | None) -> None:
-    """Prints all tables, and keeps them where `out` is given."""
+    """Print all tables, and save them if `out` is given."""
     for name, table in tables.items():
         print(f"{name}:\n\n{table}\n")
     if out is not None:
@@ -116,7 +116,7 @@ def report(tables: Mapping[str, Table], out: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """One run of a benchmark: its tables, and how they were made."""
+    """One run of a benchmark: its tables and their provenance."""
 
     command: str
     commit: str
@@ -127,20 +127,20 @@ class Record:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tables, for files that are made from them."""
+        """SHA-256 of the tables, for files generated from them."""
         return hashlib.sha256(
             _text({name: _stored(table) for name, table in self.tables.items()}, 2).encode()
         ).hexdigest()
 
 
 def save(tables: Mapping[str, Table], out: Path) -> None:
-    """Write a run with the name of the file; other runs of the file stay."""
+    """Write a run with the name of the file; other runs of the file are kept."""
     stored = {name: _stored(table) for name, table in tables.items()}
     _write(_runs(out) | {out.stem: {**circumstances(), "tables": stored}}, out)
 
 
 def load(path: Path) -> dict[str, Table]:
-    """Return the tables of the run that has the name of the file."""
+    """Return the tables of the run with the name of the file."""
     return dict(read(path)[path.stem].tables)
 
 
@@ -148,7 +148,7 @@ def read(path: Path) -> dict[str, Record]:
     """Return the runs of a file, or of all files of a folder, by name.
 
     Raises:
-        ValueError: two files of the folder have runs of one name.
+        ValueError: two files of the folder have runs of the same name.
     """
     records: dict[str, Record] = {}
     for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
@@ -161,12 +161,12 @@ def read(path: Path) -> dict[str, Record]:
 
 
 def merge(source: Path, target: Path, unread: Sequence[str] = ()) -> None:
-    """Move the runs of a file into another, which may not exist, and remove the file.
+    """Move the runs of a file into another, created if missing, and remove the file.
 
     Args:
         source: file of the runs to move.
-        target: file that gets them; its runs of the same names are replaced.
-        unread: names of tables to leave out.
+        target: destination file; its runs of the same names are replaced.
+        unread: names of tables to omit.
     """
     runs = _runs(source)
     for run in runs.values():
@@ -184,14 +184,14 @@ def _write(runs: Mapping[str, Any], path: Path) -> None:
 
 
 def _stored(table: Table) -> dict[str, Any]:
-    """The fields of a table that are not empty, with rounded numbers."""
+    """Return the non-empty fields of a table, with rounded numbers."""
     forms = table.columns.values()
     rows = [[_rounded(value, form) for value, form in zip(row, forms, strict=True)] for row in table.rows]
     return {name: value for name, value in (vars(table) | {"rows": rows}).items() if value}
 
 
 def _rounded(value: Value, form: str) -> Value:
-    """Return the number with the fewest digits, from four significant ones on, that is shown alike."""
+    """Return the number with the fewest digits, at least four significant ones, that is displayed equally."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_rounded(number, form) for number in value]  # type: ignore[misc]
     if not isinstance(value, float) or not form:
@@ -201,11 +201,11 @@ def _rounded(value: Value, form: str) -> Value:
 
 
 _TABLE_DEPTH = 3
-"""Of the levels of a file: runs, their fields, tables, fields of a table."""
+"""Levels of a file: runs, their fields, tables, fields of a table."""
 
 
 def _text(value: Any, depth: int = 0) -> str:
-    """JSON with one line per field of a table, row and note."""
+    """Return JSON with one line per field of a table, row and note."""
     margin = "\n" + " " * (depth + 1)
     if isinstance(value, Mapping) and depth <= _TABLE_DEPTH:
         fields = (f"{json.dumps(name)}: {_text(field, depth + 1)}" for name, field in value.items())
@@ -216,7 +216,7 @@ def _text(value: Any, depth: int = 0) -> str:
 
 
 def circumstances() -> dict[str, str]:
-    """Command, commit, date, machine and software of this process."""
+    """Return command, commit, date, machine and software of this process."""
     module = getattr(sys.modules["__main__"].__spec__, "name", None)
     command = shlex.join(["python", *(["-m", module] if module else sys.argv[:1]), *_arguments()])
     return {
@@ -230,7 +230,7 @@ def circumstances() -> dict[str, str]:
 
 
 def _arguments() -> list[str]:
-    """The options but `--out`, which says where, not what."""
+    """Return the command-line options without `--out`."""
     kept = list(sys.argv[1:])
     if "--out" in kept:
         at = kept.index("--out")
@@ -239,7 +239,7 @@ def _arguments() -> list[str]:
 
 
 def _commit() -> str:
-    """The commit, with a plus sign where the tree differs from it."""
+    """Return the commit, with a plus sign if the tree has changes."""
     here = Path(__file__).parent
     found = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=here, capture_output=True, text=True)
     if found.returncode:

@@ -1,4 +1,4 @@
-"""One layer, its gradients, and tokens that prefer some experts: what whole systems are measured on."""
+"""One layer, its gradients, and tokens with expert preferences, for measurements of whole systems."""
 
 from dataclasses import dataclass
 
@@ -13,16 +13,17 @@ from jax_moe_lb.core.types import State
 from jax_moe_lb.routing.routers import Router
 
 LOGIT_SCALE = 20.0
-"""Tokens hold their logits over this, so that the experts' inputs stay near 1."""
+"""Scale of the logits stored in tokens, which keeps the experts' inputs near 1."""
 
 FLOP_PER_WEIGHT = 22
-"""Of a SwiGLU expert, per row and `H x F`: three products forward, eight in the backward pass, which starts again from
-the rows; two operations each."""
+"""Operations of a SwiGLU expert per row and `H x F`: three products forward and eight backward, with rematerialization;
+two operations each.
+"""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer.
+    """Sizes of a layer.
 
     Args:
         num_ranks: `R`.
@@ -42,22 +43,22 @@ class Sizes:
 
     @property
     def router(self) -> TopK:
-        """The experts of the highest logits."""
+        """Top-k router of the layer."""
         return TopK(self.per_tok)
 
     @property
     def flops_per_rank(self) -> int:
-        """Of the experts' products in one step, forward and backward, at the mean load."""
+        """Operations of the experts' products in one step, forward and backward, at the mean load."""
         return FLOP_PER_WEIGHT * self.width * self.inner * self.num_tokens * self.per_tok
 
     @property
     def expert_bytes(self) -> int:
-        """Of one SwiGLU expert in float32."""
+        """Bytes of one SwiGLU expert in float32."""
         return 3 * self.width * self.inner * 4
 
 
 def jitted_step(mesh: Mesh, system: System, router: Router) -> Wrapped:
-    """`(state, x, kernel, experts) -> (gradients, statistics, state)`, forward and backward of one layer."""
+    """Return `(state, x, kernel, experts) -> (gradients, statistics, state)`, forward and backward of one layer."""
     topology = Topology.from_mesh(mesh)
     by_rank, whole = PartitionSpec("expert"), PartitionSpec()
 
@@ -80,13 +81,13 @@ def jitted_step(mesh: Mesh, system: System, router: Router) -> Wrapped:
 
 
 def logits_by_popularity(weights: np.ndarray, sizes: Sizes, seed: int) -> np.ndarray:
-    """`[R * T, E]`; their `K` highest are experts drawn by weight without replacement, on every rank alike."""
+    """Return logits `[R * T, E]` whose top-k experts are sampled by weight without replacement, on every rank."""
     noise = np.random.default_rng(seed).gumbel(size=(sizes.num_ranks * sizes.num_tokens, sizes.num_experts))
     return np.log(weights)[None] + noise
 
 
 def weights_of(mesh: Mesh, sizes: Sizes) -> tuple[jax.Array, Experts]:
-    """A router's kernel that reads logits off the first channels of a token, and small random experts."""
+    """Return a router kernel that reads logits from the first channels of a token, and small random experts."""
     rng = np.random.default_rng(0)
     kernel = np.zeros((sizes.width, sizes.num_experts), np.float32)
     kernel[: sizes.num_experts] = LOGIT_SCALE * np.eye(sizes.num_experts)
@@ -98,12 +99,12 @@ def weights_of(mesh: Mesh, sizes: Sizes) -> tuple[jax.Array, Experts]:
 
 
 def tokens_of(mesh: Mesh, sizes: Sizes, logits: np.ndarray) -> jax.Array:
-    """Random tokens whose first `E` channels are these logits, `[R * T, E]`, over their scale."""
+    """Return random tokens whose first `E` channels are the scaled logits `[R * T, E]`."""
     x = np.random.default_rng(1).standard_normal((len(logits), sizes.width), np.float32)
     x[:, : sizes.num_experts] = logits / LOGIT_SCALE
     return _placed(x, mesh, PartitionSpec("expert"))
 
 
 def _placed(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Of an array that every process holds, each device's part."""
+    """Shard an array held by every process."""
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])

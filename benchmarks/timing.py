@@ -1,4 +1,4 @@
-"""Times of several functions, taken in turn in one process, because machines are noisy."""
+"""Interleaved timing of several functions in one process, to reduce the effect of noise."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def interleaved_s(functions: dict[str, Callable[[], object]], repeats: int = 15) -> dict[str, np.ndarray]:
-    """Seconds of each call, `[repeats]` per function, after one warm-up call each."""
+    """Return the seconds of each call, `[repeats]` per function, after one warm-up call each."""
     for function in functions.values():
         jax.block_until_ready(function())
     times_s = {name: np.empty(repeats) for name in functions}
@@ -21,6 +21,6 @@ def interleaved_s(functions: dict[str, Callable[[], object]], repeats: int = 15)
 
 
 def summary(values: np.ndarray, scale: float = 1.0, digits: int = 2) -> str:
-    """Median and range."""
+    """Return median and range."""
     low, median, high = np.quantile(values * scale, [0, 0.5, 1])
     return f"{median:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

@@ -1,8 +1,8 @@
-"""UltraEP's rack and models (arXiv 2606.04101) as the simulator takes them, and the numbers of its figures.
+"""UltraEP's rack and models (arXiv 2606.04101) for the simulator, and the numbers of its figures.
 
-Three rates are fitted, to the column "Ideal" of figure 13 alone: of products, of tokens' links and of everything before
-the experts. Assumed, as the paper does not give it, for all rows: 8192 tokens on each rank, sequences of as many, as in
-the released recipe for Qwen3; hidden and inner sizes of the public model cards; routing drawn by the generator of the
+Three rates are fitted, only to the column "Ideal" of figure 13: of products, of token links and of all work before the
+experts. Other values are not given by the paper and assumed for all rows: 8192 tokens per rank in one sequence, as in
+the released recipe for Qwen3; hidden and inner sizes of the public model cards; routing sampled by the generator of the
 authors' tests (`popular_ranks.py`), fitted to the published imbalance before balancing.
 """
 
@@ -28,21 +28,23 @@ MEASURED = {
 
 RANKS, DOMAIN = 64, 8
 HALF_ROWS = 310.0
-"""Rows at which a GPU of that class is bound by memory and by products alike: little to experts of 32768 rows."""
+"""Rows at which a GPU of this class is equally bound by memory and by products; negligible for experts of 32768
+rows.
+"""
 
 WEIGHTS_BYTES_PER_S = 710e9
-"""Of one rank, by the times that the authors' README gives for copies from home."""
+"""Rate of one rank, from the times for copies from home in the authors' README."""
 
 PLANNER_S = 94e-6
-"""Of planning and building tasks in their trace, for all planners; `Exact` takes 52 us for 64 x 256, on a CPU."""
+"""Time to plan and to build tasks in their trace, for all planners; `Exact` takes 52 us for 64 x 256, on a CPU."""
 
 LATENCY_S = 3e-6
 TOLD_DIRECTLY = Communication(Collective.DIRECT)
-"""Its counts travel with DeepEP's kernels, to every rank at once; XLA's would go round a ring."""
+"""UltraEP's counts are sent with DeepEP's kernels to all ranks at once; XLA would use a ring."""
 
 STEP = Step(recompute=False)
 ROOM = float(RANKS)
-"""No receive buffer overflows."""
+"""Headroom large enough that no receive buffer overflows."""
 
 SYSTEMS = {
     "plain": systems.plain(Buffers(ROOM)),
@@ -59,9 +61,9 @@ class Training:
 
     Args:
         shape: its layers.
-        ideal: TFLOPS per GPU with routing forced to be even.
-        throughput: of Megatron, EPLB+ and UltraEP.
-        imbalance: likewise.
+        ideal: TFLOPS per GPU with force-balanced routing.
+        throughput: TFLOPS per GPU of Megatron, EPLB+ and UltraEP.
+        imbalance: imbalance of Megatron, EPLB+ and UltraEP.
     """
 
     shape: ModelShape
@@ -71,12 +73,12 @@ class Training:
 
     @property
     def case(self) -> Case:
-        """For the generator."""
+        """Case of the load generator."""
         return Case(self.shape.experts, RANKS, 2, self.imbalance[0])
 
 
 def layer(hidden: int, inner: int, experts: int, layers: int = 2) -> ModelShape:
-    """Layers that are all alike, in bfloat16 with float32 gradients."""
+    """Return equal layers in bfloat16 with float32 gradients."""
     return ModelShape(layers, hidden, inner, experts, PER_TOK, TOKENS_PER_RANK, sequence=TOKENS_PER_RANK)
 
 
@@ -97,11 +99,11 @@ FIGURE_12 = {
 TABLE_3 = {"EPLB+": (1.19, 107, 8.5), "UltraEP": (1.03, 45, 6.8)}
 FIGURE_15 = {("EPLB+", 6.0): 1.40, ("EPLB+", 8.0): 1.40, ("UltraEP", 6.0): 1.07, ("UltraEP", 8.0): 1.09}
 FIGURE_16 = {1.5: (0.22, 0.24), 2.0: (0.27, 0.28), 4.0: (0.37, 0.29), 6.0: (0.47, 0.28), 8.0: (0.52, 0.28)}
-"""ms to distribute weights, by imbalance before: from home alone, and with relays."""
+"""ms to distribute weights, by imbalance before balancing: from home alone, and with relays."""
 
 
 def fitted() -> Cluster:
-    """A rack whose rates give the sums of the ideal column: products, exchanges, the rest."""
+    """Return a rack whose rates give the sums of the ideal column: products, exchanges, the rest."""
     sums = {name: 1e-3 * sum(times) for name, times in IDEAL.items()}
     copies = QWEN3.tokens * QWEN3.per_token
     padded = copies + HALF_ROWS * QWEN3.experts / RANKS
@@ -116,7 +118,7 @@ def fitted() -> Cluster:
 
 
 def in_domains(cluster: Cluster) -> Cluster:
-    """The same links, with weights that stay inside 8 domains of 8."""
+    """Return the same links with weights moving only inside 8 domains of 8."""
     (links,) = cluster.levels
     inside = replace(links, size=DOMAIN)
     levels = (replace(links, name="node", size=RANKS // DOMAIN, links=DOMAIN), inside)
@@ -124,12 +126,12 @@ def in_domains(cluster: Cluster) -> Cluster:
 
 
 def drawn(case: Case, seed: int, tokens: int) -> np.ndarray:
-    """`[R, E]` for 8192 tokens of each rank."""
+    """Return sampled counts `[R, E]`, scaled to 8192 tokens per rank."""
     return counts(case, seed, tokens) * (TOKENS_PER_RANK // tokens)
 
 
 def planned(system: System, cluster: Cluster, loads: np.ndarray) -> Plan:
-    """The plan of one layer."""
+    """Return the plan of one layer."""
     (group,) = groups(cluster, (1,) * len(cluster.levels))
     num_home = loads.shape[1] // len(loads)
     return plan_layer(system, group, loads, num_home, system.balancer.init(loads.shape))[0]

@@ -1,4 +1,4 @@
-"""One line of the table of what the simulator predicts beside what was measured, and what was not fitted."""
+"""Rows of the validation table: predictions of the simulator against measurements, without fitted numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.results import Table, Value
 
 Pairs = Sequence[tuple[float, float]]
-"""Predicted and measured."""
+"""Pairs of predicted and measured values."""
 
 COLUMNS = {
     "source": "",
@@ -27,16 +27,16 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Check:
-    """What is predicted of one source.
+    """Predictions for one source.
 
     Args:
-        source: who measured.
-        predicted: what.
-        known: what of the measurement, or of the same source, the prediction has in it.
-        values: predicted and measured, without anything that was fitted to.
-        baseline: what the speed-ups are over.
-        speedups: predicted and measured.
-        assumptions: `values` under others, by name.
+        source: source of the measurement.
+        predicted: predicted quantity.
+        known: values of the same source used by the prediction.
+        values: predicted and measured values, without those used in a fit.
+        baseline: baseline of the speed-ups.
+        speedups: predicted and measured speed-ups.
+        assumptions: `values` under other assumptions, by name.
     """
 
     source: str
@@ -49,7 +49,7 @@ class Check:
 
     @property
     def line(self) -> list[Value]:
-        """A row of the table."""
+        """Row of the table."""
         under = {name: mean_off(pairs) for name, pairs in self.assumptions.items()}
         some = [mean_off(self.values), min(under.values()), max(under.values())] if under else None
         worst = max(under, key=lambda name: under[name]) if under else ""
@@ -59,12 +59,12 @@ class Check:
 
 
 def table(checks: Sequence[Check]) -> Table:
-    """All of them."""
+    """Return the table of all checks."""
     return Table(COLUMNS, [check.line for check in checks])
 
 
 def assumptions_table(checks: Sequence[Check]) -> Table:
-    """How far each is off under every assumption; the first of a source is that of the other table."""
+    """Return the deviations under every assumption; the first of a source equals the other table."""
     rows: list[list[Value]] = []
     for check in checks:
         under = {"as assumed": check.values, **check.assumptions} if check.assumptions else {}
@@ -73,21 +73,21 @@ def assumptions_table(checks: Sequence[Check]) -> Table:
 
 
 def percent_off(pairs: Pairs) -> np.ndarray:
-    """Of the predicted from the measured values."""
+    """Return deviations of predicted from measured values, in percent."""
     predicted, measured = np.array(pairs).T
     return 100 * (predicted / measured - 1)
 
 
 def mean_off(pairs: Pairs) -> float:
-    """Mean of the absolute deviations, %."""
+    """Return the mean of the absolute deviations, in percent."""
     return float(np.abs(percent_off(pairs)).mean())
 
 
 def worst_off(pairs: Pairs) -> float:
-    """The largest deviation, %."""
+    """Return the largest deviation, in percent."""
     return max(percent_off(pairs).tolist(), key=abs)
 
 
 def ratios(pairs: Pairs, over: Pairs) -> Pairs:
-    """How many times as fast as a baseline, predicted and measured."""
+    """Return speed-ups over a baseline, predicted and measured."""
     return [(base / value, known / measured) for (value, measured), (base, known) in zip(pairs, over, strict=True)]

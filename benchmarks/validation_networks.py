@@ -1,7 +1,7 @@
-"""The simulator beside the real networks of `benchmarks.network`: nothing is fitted, but something may be known.
+"""Validation of the simulator against the real networks of `benchmarks.network`, without fits.
 
-Of a layer between two datacenters the file has what the same program took without a limit on the link, once for all
-rates. A prediction may have that of the same program in it, or that of experts at home alone, or nothing of it.
+For a layer between two datacenters, the results contain the time of the same program without a rate limit, measured
+once for all rates. A prediction may use this time, or the time with experts at home only, or neither.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from jax_moe_lb.sim import Cluster, Links
 from jax_moe_lb.sim.network import flow, seconds
 
 LONG_S = 0.4
-"""Steps of so many seconds or more are mostly the link."""
+"""Minimum seconds of a step dominated by the link."""
 
 LINK_RATES = (0.9, 1.1)
-"""Of the shaper's rate, as other assumptions."""
+"""Other assumed link rates, x the shaper's rate."""
 
 
 def datacenters() -> list[Check]:
-    """A layer with and without expert domains, on a link of 100 to 1000 Mbit/s."""
+    """Return checks of a layer with and without expert domains, on a link of 100 to 1000 Mbit/s."""
     rows = measured(RESULTS, "network_hybridep")
     long = [row for row in rows if row["measured_s"] >= LONG_S]
     ways: dict[str, Callable[[Row], float]] = {
@@ -61,12 +61,14 @@ def _sizes(row: Row) -> tuple[float, int, int]:
 
 
 def _at_home(rows: list[Row]) -> dict[tuple[float, int, int], Row]:
-    """The rows of plain expert parallelism."""
+    """Return the rows of plain expert parallelism."""
     return {_sizes(row): row for row in rows if (row["dc"], row["gpu"]) == (1, 1)}
 
 
 def rails() -> list[Check]:
-    """All-to-alls between eight interfaces: by the simulator's links, and by the flows of `benchmarks/fabric`."""
+    """Return checks of all-to-alls between eight interfaces: by the simulator's links, and by flows of
+    `benchmarks/fabric`.
+    """
     results = measured(RESULTS, "network_rails")
     by_flows = {(p.case, p.way): (p.simulated_s, p.measured_s) for p in rail_points(results)}
     bits_per_s = results[0]["nic_bits_per_s"]
@@ -88,9 +90,9 @@ def rails() -> list[Check]:
 
 
 def _by_links(bits_per_s: float, rate: float) -> dict[tuple[str, str], float]:
-    """Seconds of every case and way, by `sim.network`."""
+    """Return the seconds of every case and way, by `sim.network`."""
     nics = Links("node", NODES, rate * payload_bytes_per_s(bits_per_s), RAILS)
-    # Nothing limits what stays inside nodes.
+    # Links inside nodes are unlimited.
     cluster = Cluster((nics, Links("gpu", RAILS, AT_ONCE)))
     dispatch, times = systems.rails().dispatch, {}
     for name, weights in cases(0).items():
@@ -105,7 +107,7 @@ def _by_links(bits_per_s: float, rate: float) -> dict[tuple[str, str], float]:
 
 
 def _at_receivers_rail(rows: np.ndarray) -> np.ndarray:
-    """What a node has for a rank leaves by the interface of that rank's offset."""
+    """Return rows with all traffic of a node to a rank sent by the interface of that rank's offset."""
     nodes = rows.reshape(NODES, RAILS, NODES, RAILS)
     sent = np.zeros_like(nodes)
     for offset in range(RAILS):

@@ -1,4 +1,4 @@
-"""The simulator beside what the papers print: of each, what was fitted, and what is predicted after that."""
+"""Validation of the simulator against published numbers: fitted and predicted values of each paper."""
 
 from dataclasses import dataclass, replace
 
@@ -12,17 +12,17 @@ from benchmarks.validation import Check, Pairs, ratios
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Collective, Communication, simulate, simulate_uniform
 
 MICROBATCHES, SEED = 20, 0
-"""Of FEPLB's loads."""
+"""Number of FEPLB's microbatches, and their seed."""
 
 TOKENS = 512
-"""Of UltraEP's loads: drawn on each rank, and multiplied up."""
+"""Sampled tokens per rank of UltraEP's loads, which are then scaled."""
 
 
 SHARING = "exchanges share links"
 
 
 def sharing(cluster: Cluster, shares_links: bool) -> Cluster:
-    """The same machine; exchanges that overlap share its links, or wait."""
+    """Return the same cluster, with or without link sharing between overlapping exchanges."""
     return replace(cluster, communication=replace(cluster.communication, shares_links=shares_links))
 
 
@@ -34,9 +34,9 @@ class TableV:
     """Rows of Table V with one setting.
 
     Args:
-        plain: of Tutel, predicted or fitted and published.
-        hybrid: of HybridEP.
-        constant: the part of each predicted time that is one fitted number.
+        plain: predicted or fitted, and published seconds of Tutel.
+        hybrid: predicted and published seconds of HybridEP.
+        constant: fraction of each predicted time due to one fitted number.
     """
 
     plain: Pairs
@@ -45,7 +45,7 @@ class TableV:
 
 
 def table_v(setting: clusters.Setting, names: str = "ML", shares_links: bool = False) -> TableV:
-    """Seconds of a step."""
+    """Return the seconds of a step."""
     plain, hybrid, constant = [], [], []
     for name in names:
         machine = sharing(setting.cluster(clusters.DATACENTERS[name]), shares_links)
@@ -61,7 +61,7 @@ def table_v(setting: clusters.Setting, names: str = "ML", shares_links: bool = F
 
 
 def of_hybridep() -> list[Check]:
-    """Table V and Table VI."""
+    """Return checks of Table V and Table VI."""
     setting, assumed = clusters.fitted(), clusters.Assumed()
     settings = {
         "every block an MoE layer": clusters.fitted(clusters.Assumed(blocks_per_moe=1)),
@@ -72,7 +72,7 @@ def of_hybridep() -> list[Check]:
         "fitted to seconds instead of %": clusters.fitted(relative=False),
     }
     found, under = table_v(setting), {name: table_v(one).hybrid for name, one in settings.items()}
-    # What steps take beside the MoE layers need not scale as an all-reduce does.
+    # Other work of a step may scale differently from an all-reduce, so fit each cluster separately.
     for name in clusters.TUTEL:
         under[f"{name} alone, fitted to its own rows"] = table_v(clusters.fitted(names=name), name).hybrid
     under[SHARING] = table_v(setting, shares_links=True).hybrid
@@ -113,11 +113,11 @@ def _ablation(setting: clusters.Setting, part: int) -> Pairs:
 # ---- UltraEP -------------------------------------------------------------------
 
 WAYS = ("plain", "EPLB+", "UltraEP")
-"""As published in figure 11, in this order."""
+"""Systems in the order of figure 11."""
 
 
 def of_ultraep() -> list[Check]:
-    """Figure 11's throughput, and figure 13's layer."""
+    """Return checks of figure 11's throughput and figure 13's layer."""
     cluster = rack.fitted()
     ring = replace(cluster, communication=Communication(Collective.RING))
     gemm = cluster.gemm
@@ -155,7 +155,7 @@ def _links(cluster: Cluster, factor: float) -> Cluster:
 
 
 def _figure_11(cluster: Cluster, shared_inner: int = 0) -> dict[str, Pairs]:
-    """Throughput in parts of the ideal, by system, for three models, of which DeepSeek-V3 has a shared expert."""
+    """Return throughput as a fraction of the ideal, by system, for three models; DeepSeek-V3 has a shared expert."""
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     for model, training in rack.FIGURE_11.items():
         loads, shape = rack.drawn(training.case, SEED, TOKENS), training.shape
@@ -169,7 +169,7 @@ def _figure_11(cluster: Cluster, shared_inner: int = 0) -> dict[str, Pairs]:
 
 
 def _figure_13(cluster: Cluster) -> list[tuple[float, float]]:
-    """The sum of a layer's parts: Megatron's, then UltraEP's."""
+    """Return the sums of a layer's parts: Megatron's, then UltraEP's."""
     loads, pairs = rack.drawn(rack.FIGURE_11["Qwen3"].case, SEED, TOKENS), []
     for name, system in (("Megatron", "plain"), ("UltraEP", "UltraEP")):
         report = simulate(rack.SYSTEMS[system], rack.QWEN3, cluster, loads, step=rack.STEP)
@@ -181,7 +181,7 @@ def _figure_13(cluster: Cluster) -> list[tuple[float, float]]:
 
 
 def of_feplb() -> list[Check]:
-    """Table 2, and figure 5 in time."""
+    """Return checks of table 2, and of figure 5 in time."""
     fits = feplb.fitted(MICROBATCHES, SEED)
     found = _table_2(fits[0], feplb.NVLINK_BYTES_PER_S)
     under = {f"NVLink at {rate} GB/s": _table_2(fits[0], rate * 1e9) for rate in (180, 450)}
@@ -203,11 +203,11 @@ def of_feplb() -> list[Check]:
 
 @dataclass(frozen=True)
 class FeplbTimes:
-    """One system on 2, 4 and 8 ranks, ms.
+    """Times of one system on 2, 4 and 8 ranks, in ms.
 
     Args:
         layers: forward, then backward.
-        stragglers: of products, forward.
+        stragglers: stragglers of products, forward.
     """
 
     layers: Pairs
@@ -233,7 +233,7 @@ def _table_2(fit: feplb.Fit, nvlink_bytes_per_s: float, shares_links: bool = Fal
 
 
 def of_rails() -> list[Check]:
-    """Of 4 domains, the ends of the range over traffic and transports, which is all that is published."""
+    """Return checks of the published ranges over traffic and transports, for 4 domains."""
     spines = rails.PLANNED | rails.transports(spine_paths)
     by_rail = rails.PLANNED | rails.transports(rail_paths, rails.LANES_BY_RAIL)
     kinds = ("sparsity", "Zipf", "Mixtral")

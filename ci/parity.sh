@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Models of models/ equal those of transformers, the newest and, of checkpoints, one older, in an environment of their
-# own. Without binaries: every operation is plain JAX there, and torch may be on another Python than that of .venv.
+# Compare the models of models/ with transformers, the newest version and an older one for checkpoints, in a separate
+# environment. It has no binaries, so every operation is plain JAX, and torch may use another Python than .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv-parity
 torch="torch==2.13.0"
 older="transformers==4.57.6"
-# A build for CPUs alone is a tenth as large. Python 3.11 first: every release of torch is built for it.
+# The CPU build is a tenth as large. Python 3.11 comes first, as every torch release supports it.
 base=.venv/bin/python
 for python in python3.11 "$HOME"/.pyenv/versions/3.11.*/bin/python; do
   if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null; then base=$python; break; fi
@@ -19,7 +19,7 @@ for folder in ${PIP_FIND_LINKS:-}; do find_links+=(--find-links "$folder"); done
 install "${find_links[@]}" "$torch+cpu" 2> /dev/null ||
   install --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" 2> /dev/null || install "$torch"
 install -e '.[models]' -C wheel.cmake=false optax pytest pytest-xdist beartype
-# The same programs are compiled once for both: see tests/parity/conftest.py.
+# Both share one compilation cache: see tests/parity/conftest.py.
 cache=$(mktemp -d)
 trap 'rm -rf "$cache"' EXIT
 export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A release, up to the upload: release.sh [--upload]. It builds an sdist and a wheel for each Python found, checks them
-# and runs the tests of installed wheels; everything lies in dist/ then. With --upload it asks for a clean, tagged
-# commit and a dated changelog, and uploads. Without it nothing leaves this machine.
+# Build a release, and optionally upload it: release.sh [--upload]. Builds an sdist and a wheel for each Python found
+# into dist/, checks them and tests the installed wheels. With --upload, requires a clean, tagged commit and a dated
+# changelog, and uploads the files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' jax_moe_lb/__init__.py)

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# The C++ tests, random calls of the custom calls, and the CUDA handlers on a stand-in for the CUDA runtime, under
-# sanitizers.
+# Run the C++ tests, random custom calls, and the CUDA handlers on a test double of the CUDA runtime, under sanitizers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=$PWD/.venv/bin:$PATH
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# Where there is a toolkit a build without the CUDA handlers is an error, and elsewhere nothing can compile them.
+# Require the CUDA handlers if a toolkit is installed; without one they cannot be compiled.
 cuda=OFF
 if command -v nvcc > /dev/null || [ -d /usr/local/cuda ]; then cuda=ON; fi
 [ "$cuda" = ON ] || echo "no CUDA toolkit here: the handlers of GPUs are left out"

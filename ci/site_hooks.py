@@ -1,8 +1,8 @@
-"""Hooks of MkDocs: files of the repository that pages link to become pages of the site, and the version stands on all.
+"""Hooks of MkDocs: linked repository files become pages of the site, and all pages show the version.
 
-Pages are written for a code-hosting site, where `../benchmarks/RESULTS.md` is a file beside them. MkDocs knows the
-folder `docs` alone. So what pages link to is found here, from page to page: Markdown becomes a page, an image is
-copied, and other text is a page that shows it. The links then lead there.
+Pages are written for a code-hosting site, where `../benchmarks/RESULTS.md` is a file. MkDocs reads only the folder
+`docs`. The hooks therefore follow links from page to page: Markdown becomes a page, an image is copied, and other text
+becomes a page with a code block. The links are rewritten accordingly.
 """
 
 import posixpath
@@ -17,34 +17,34 @@ from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
-"""A link to a file: what is before its path, the path, and its anchor."""
+"""A link to a file, in three groups: the text before its path, the path, and its anchor."""
 NAMED = {
     "benchmarks/RESULTS.md": "results/README.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-"""Files beside `docs` that are in the navigation, and their pages."""
+"""Files outside `docs` that are in the navigation, and their pages."""
 
 LEXERS = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".json": "json", ".toml": "toml"}
 SHOWN = {".png", ".svg", ".html", ".npz"}
-"""What a browser shows or stores by itself."""
+"""Suffixes of files displayed or downloaded by a browser."""
 
 
 class TwoSpaces(Extension):
-    """Lists go on after two spaces, as code-hosting sites read them, and not after four."""
+    """Extension accepting list continuations indented by two spaces, as on code-hosting sites, instead of four."""
 
     def extendMarkdown(self, md):
-        """Sets how far a list is indented."""
+        """Set the indentation width of lists."""
         md.tab_length = 2
 
 
 def version() -> str:
-    """Reads the version off the package without importing it."""
+    """Return the version of the package without importing it."""
     return re.search(r'__version__ = "(.+?)"', (ROOT / "jax_moe_lb/__init__.py").read_text()).group(1)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the version below every page, and every page of `docs/systems` into the navigation."""
+    """Add the version to the footer, and all pages of `docs/systems` to the navigation."""
     config.copyright = f"jax_moe_lb {version()} · Apache-2.0"
     config.markdown_extensions.append(TwoSpaces())
     explanation = next(section["Explanation"] for section in config.nav if "Explanation" in section)
@@ -54,7 +54,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def place(origin: str) -> str:
-    """Returns where on the site a file of the repository is, as MkDocs names sources."""
+    """Return the path of a repository file on the site, as an MkDocs source path."""
     if origin.startswith("docs/"):
         return origin.removeprefix("docs/")
     if origin in NAMED:
@@ -64,14 +64,14 @@ def place(origin: str) -> str:
 
 
 def targets(origin: str, text: str) -> set[str]:
-    """Finds the files of the repository that a page links to."""
+    """Return the repository files linked by a page."""
     here = posixpath.dirname(origin)
     found = {posixpath.normpath(posixpath.join(here, link)) for _, link, _ in LINK.findall(text)}
     return {target for target in found if not target.startswith("..") and (ROOT / target).is_file()}
 
 
 def shown(origin: str) -> str | bytes:
-    """Returns what the site has of a file: Markdown and pictures as they are, other text in a block of code."""
+    """Return the site content of a file: Markdown and images unchanged, other text in a code block."""
     path = ROOT / origin
     if path.suffix in SHOWN:
         return path.read_bytes()
@@ -81,7 +81,7 @@ def shown(origin: str) -> str | bytes:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what pages link to, from page to page."""
+    """Add all repository files linked by pages, recursively."""
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()] + list(NAMED)
     seen = set(waiting)
     while waiting:
@@ -98,7 +98,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files of the repository into links to their pages."""
+    """Rewrite links to repository files into links to their pages."""
     here = page.file.src_uri
     origin = config.extra["origins"].get(here)
     if origin is None or not origin.endswith(".md"):
@@ -110,12 +110,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]
         return f"{link[1]}{posixpath.relpath(place(target), posixpath.dirname(here) or '.')}{anchor(target, link[3])}"
 
-    # Comments say where a number comes from, and would break the tables that they stand in.
+    # HTML comments contain sources of numbers and would break the tables around them.
     return LINK.sub(led, re.sub("<!--.*?-->", "", markdown, flags=re.DOTALL))
 
 
 def anchor(target: str, end: str) -> str:
-    """Names the second of two equal headings as MkDocs does, `name_1`, where code-hosting sites say `name-1`."""
+    """Return the anchor of a duplicate heading in MkDocs form, `name_1`, instead of `name-1` of code-hosting sites."""
     again = re.fullmatch(r"#(.+)-(\d+)\)", end)
     if not again or not target.endswith(".md"):
         return end

@@ -1,13 +1,13 @@
-"""What griffe, which reads the sources for the API reference, does not know of this package."""
+"""Extension of griffe, which reads the sources for the API reference."""
 
 import griffe
 
 
 class Records(griffe.Extension):
-    """Classes under `@pytree` are dataclasses, which griffe does not see."""
+    """Add constructors to classes under `@pytree`, which griffe does not recognize as dataclasses."""
 
     def on_class(self, *, cls: griffe.Class, **_: object) -> None:
-        """Gives such a class the `__init__` that it has when it runs."""
+        """Add the generated `__init__` to a class."""
         decorators = {str(decorator.value) for decorator in cls.decorators}
         if "__init__" in cls.members or "pytree" not in decorators:
             return

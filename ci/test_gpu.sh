@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU: the tests marked so, and the benchmark of copy engines. Run it on a machine with one.
+# Run the tests marked gpu and the copy engine benchmark, on a machine with a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python -m pytest -n 0 -m gpu tests

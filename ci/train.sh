@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job, as a user starts it, cut short; then resumed, and its trace replayed.
+# Train as a user does, with fewer steps; then resume the run and replay its trace.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run_dir=$(mktemp -d)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A wheel as users get it: built in isolation from the sdist, then used outside the checkout with the newest jax that
-# installs there. On Python 3.11 where one is found, since all other parts run on a newer one. `wheel.sh FOLDER` takes
-# that wheel from a folder where archives.sh has put it.
+# Test a wheel as users install it: built in isolation from the sdist, then used outside the checkout with the newest
+# compatible jax. Prefers Python 3.11, as all other checks use a newer one. `wheel.sh FOLDER` takes the wheel from the
+# output folder of archives.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -22,7 +22,7 @@ tag=$("$base" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
 wheel=$(realpath "$dist"/*-"$tag"-*.whl)
 "$uv" pip install -q --python "$python" --upgrade "jax_moe_lb[dev] @ file://$wheel"
 
-# Everything that tests read but the package, which is the wheel's.
+# Copy the files read by tests, except the package, which comes from the wheel.
 mkdir "$work/checkout"
 git ls-files -z | grep -zv '^jax_moe_lb/' | tar c --null -T - | tar x -C "$work/checkout"
 cd "$work/checkout"
@@ -41,14 +41,14 @@ for module in "$package"/*.so; do
     exit 1
   fi
 done
-# Also where the CUDA module finds neither a GPU nor a driver.
+# The import must also succeed if the CUDA module finds no GPU or driver.
 JAX_PLATFORMS=cpu "$python" -c 'from jax_moe_lb.core import custom_calls; custom_calls.register()'
 JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" doctor
-# Its presets are in the wheel.
+# The wheel must contain the presets.
 JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" simulate h100_node --json >/dev/null
-# The tests that compile little, the gradients of two systems, and every custom call.
+# Run tests of small programs, the gradients of two systems, and every custom call.
 run_tests() { JAX_PLATFORMS=cpu "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -p no:cacheprovider "$@"; }
-# Files of the checkout are checked in the checkout, as is models/, which no wheel has, and programs without binaries.
+# Exclude tests of checkout files, of models/, which is not in the wheel, and of programs without binaries.
 run_tests -m 'not slow and not gpu' --ignore tests/test_readme.py --ignore tests/test_pages.py --ignore tests/benchmarks \
   --ignore tests/models --ignore tests/planners/test_exact_in_jax.py --ignore tests/mutation
 run_tests tests/collectives/test_exchange_faults.py tests/collectives/test_plan_and_copy.py

@@ -1,4 +1,4 @@
-"""Saves a layer on a mesh of 8 ranks, with plain orbax, and restores it on 4, 2, 1 and 16."""
+"""Save a layer on a mesh of 8 ranks with plain Orbax, and restore it on 4, 2, 1 and 16 ranks."""
 
 import sys
 import tempfile
@@ -14,7 +14,7 @@ from jax_moe_lb.nn import mesh_independent_state, restore_mesh_independent_state
 
 
 def make(num_ranks: int, system: str) -> MoE:
-    """A layer of 16 experts on so many ranks, with all that a checkpoint may hold."""
+    """Return a layer of 16 experts with all kinds of state in a checkpoint."""
     devices = jax.devices()[:num_ranks]
     mesh = jax.make_mesh((num_ranks,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     chosen = exact().replace(relocates=True) if system == "exact" else system
@@ -23,19 +23,19 @@ def make(num_ranks: int, system: str) -> MoE:
 
 
 def shapes(layer: MoE) -> nnx.State:
-    """The shapes of a layer's portable state, and where its arrays shall lie."""
+    """Return the shapes and shardings of a layer's mesh-independent state."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), mesh_independent_state(layer)
     )
 
 
 def main(systems: list[str]) -> None:
-    """Prints what was restored where."""
+    """Save and restore the layer of each system, and print the maximum difference of its outputs."""
     use_virtual_cpu_devices(16)
     x = jax.random.normal(jax.random.key(1), (64, 16))
     for system in systems:
         layer = make(8, system)
-        layer.bias[...] += jnp.arange(16.0) / 16  # as if it had been trained
+        layer.bias[...] += jnp.arange(16.0) / 16  # stands for training
         y, _ = nnx.jit(lambda layer, x: layer(x))(layer, x)
         folder = Path(tempfile.mkdtemp()) / "checkpoint"
         with ocp.StandardCheckpointer() as checkpointer:

@@ -1,8 +1,8 @@
-"""A block with the parameters and the signature of MaxText's `RoutedMoE`, balanced by this library.
+"""MoE block with the parameters and the signature of MaxText's `RoutedMoE`, balanced by this library.
 
-It calls `moe` in a `shard_map` of its own. Put it where MaxText builds its block: checkpoints load as they are, since
-names and shapes are the same (`gate.kernel`, `wi_0`, `wi_1`, `wo`, and biases with `routed_bias` and `mlp_bias`).
-MaxText itself is not imported; the signature is that of 0.2.5, beside which `python -m tests.maxtext_block` runs this.
+It calls `moe` in its own `shard_map`. Use it in place of MaxText's block: checkpoints load unchanged, since names and
+shapes are the same (`gate.kernel`, `wi_0`, `wi_1`, `wo`, and biases with `routed_bias` and `mlp_bias`). MaxText itself
+is not imported. The signature follows version 0.2.5; `python -m tests.maxtext_block` compares the two.
 """
 
 from types import SimpleNamespace
@@ -17,17 +17,17 @@ from jax_moe_lb import Experts, MoEParams, TopK, Topology, exact, moe, use_virtu
 from jax_moe_lb.kernels import ClampedSwiGLU
 
 BATCH_AXES = ("data", "fsdp", "fsdp_transpose")
-"""Axes of MaxText's mesh that split tokens beside the experts'. Over others all devices do the same."""
+"""Axes of MaxText's mesh that split tokens, besides the expert axis. Devices along other axes compute the same."""
 
 INTO, OUT = ("exp", "embed_moe", "mlp_moe"), ("exp", "mlp_moe", "embed_moe")
-"""MaxText's logical axes of experts. What it shards beside "exp" is gathered before the layer, as it does itself."""
+"""MaxText's logical axes of experts. Axes sharded besides "exp" are gathered before the layer, as in MaxText."""
 
 SOFTMAX_OF_CHOSEN = ("mixtral", "qwen3_moe", "gpt_oss")
-"""Decoders whose tokens weigh experts by a softmax over the chosen logits; others of MaxText's do otherwise."""
+"""Decoders with expert weights from a softmax over the chosen logits; other decoders of MaxText differ."""
 
 
 class Gate(nnx.Module):
-    """Holds the router's kernel, and its bias if it has one, under the names that MaxText gives them."""
+    """Router kernel and optional bias, under MaxText's names."""
 
     def __init__(self, kernel: jax.Array, axes: tuple[str | None, ...], has_bias: bool) -> None:
         self.kernel = nnx.Param(kernel, out_sharding=axes)
@@ -35,7 +35,7 @@ class Gate(nnx.Module):
 
 
 class RoutedMoE(nnx.Module):
-    """Takes what MaxText's block takes, and returns the same outputs."""
+    """Replacement of MaxText's block with the same arguments and outputs."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class RoutedMoE(nnx.Module):
     ) -> None:
         for name, given in (("quant", quant), ("is_hash_routing", is_hash_routing), ("weight_quant", weight_quant)):
             if given:
-                raise ValueError(f"{name} is {given!r}; expected none: this block has no form for it")
+                raise ValueError(f"{name} is {given!r}; expected none, as this block does not support it")
         decoder = config.decoder_block.value
         if decoder not in SOFTMAX_OF_CHOSEN:
             raise ValueError(f"decoder_block is {decoder}; expected one of {', '.join(SOFTMAX_OF_CHOSEN)}")
-        del force_dropless  # Nothing is dropped in any case.
+        del force_dropless  # The block is always dropless.
         self.mesh, self.dtype, self.has_bias = mesh, dtype, config.mlp_bias
         data_axes = tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
         self.topology = Topology.from_mesh(mesh, "expert", data_axes=data_axes)
-        # A softmax over the chosen logits is a softmax over all of them, divided by the sum of the chosen.
+        # A softmax over the chosen logits equals the renormalised softmax over all logits.
         self.router, self.system = TopK(num_experts_per_tok), exact()
         self.activation = ClampedSwiGLU(config.mlp_activations_limit) if decoder == "gpt_oss" else None
         width, inner = config.emb_dim, intermediate_dim
@@ -75,7 +75,7 @@ class RoutedMoE(nnx.Module):
         def bias(axis: str, size: int) -> nnx.Param:
             return nnx.Param(jnp.zeros((num_experts, size), weight_dtype), out_sharding=("exp", axis))
 
-        # In MaxText's order, so that the same key makes the same weights, and on its logical axes.
+        # Follow MaxText's order, so that the same key gives the same weights, and its logical axes.
         self.gate = Gate(kernel(width, num_experts), kernel_axes, config.routed_bias)
         self.wi_0, self.wi_1 = (nnx.Param(kernel(num_experts, width, inner), out_sharding=INTO) for _ in range(2))
         self.wo = nnx.Param(kernel(num_experts, inner, width), out_sharding=OUT)
@@ -91,12 +91,12 @@ class RoutedMoE(nnx.Module):
         out_sharding: Any = None,
         forced_routed_experts: Any = None,
     ) -> tuple[jax.Array, None, None]:
-        """Returns the outputs, and `None` for the loss and the biases that a balanced plan has no need of."""
+        """Return the outputs, and `None` for the loss and the bias updates, which a balanced plan does not need."""
         if gate_inputs is not None or forced_routed_experts is not None:
             raise ValueError(
                 "gate_inputs or forced_routed_experts is given; expected None: `moe` routes what it is given"
             )
-        del input_ids  # They are for routing by a hash.
+        del input_ids  # Used by hash routing only.
         x = inputs.astype(self.dtype)
         biases = (self.wi_1_bias[...], self.wo_bias[...], self.wi_0_bias[...]) if self.has_bias else ()
         experts = Experts(self.wi_1[...], self.wo[...], self.wi_0[...], self.activation, *biases)
@@ -114,7 +114,7 @@ class RoutedMoE(nnx.Module):
 
 
 def dense(block: RoutedMoE, inputs: jax.Array) -> jax.Array:
-    """The same by every expert for every token, which is MaxText's form without sparse products."""
+    """Compute the outputs with every expert for every token, as MaxText does without sparse products."""
     top, chosen = jax.lax.top_k(inputs @ block.gate.kernel[...], block.router.num_experts_per_tok)
     weights = jnp.zeros((*inputs.shape[:-1], block.wi_0.shape[0]))
     weights = jnp.put_along_axis(weights, chosen, jax.nn.softmax(top, -1), axis=-1, inplace=False)
@@ -124,7 +124,7 @@ def dense(block: RoutedMoE, inputs: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    """Prints the parameters, and how far outputs and gradients are from those of the dense form."""
+    """Print the parameters, and the differences of outputs and gradients from the dense form."""
     use_virtual_cpu_devices(8)
     mesh = jax.make_mesh((2, 4, 1), ("fsdp", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
     decoder = SimpleNamespace(value="mixtral")

@@ -1,4 +1,4 @@
-"""Serves every batch in one round, without a loop, and again in a second program where a plan needs more."""
+"""Serve each batch in one round without a loop, and repeat it in a second program if its plan needs more rounds."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ use_virtual_cpu_devices(8)
 
 
 def make_layers() -> tuple[MoE, MoE]:
-    """Makes a layer for one round, and one for as many as a plan needs, with the same parameters."""
+    """Return a layer limited to one round, and one without a limit, with the same parameters."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     system, topology = plain(Buffers(headroom=1.5)), Topology.from_mesh(mesh)
     fast = plain(Buffers(headroom=1.5, max_rounds=1))
@@ -29,24 +29,24 @@ def make_layers() -> tuple[MoE, MoE]:
 
 @nnx.jit
 def run(layer: MoE, x: jax.Array) -> tuple[jax.Array, Stats]:
-    """Runs a layer; it is compiled once for each of the two, the second only when it is needed."""
+    """Run a layer; each of the two layers compiles on first use."""
     return layer(x)
 
 
 def serve(layer: MoE, other: MoE, x: jax.Array) -> tuple[jax.Array, Stats, str]:
-    """Serves a batch, and says in which program."""
+    """Serve a batch; return outputs, statistics and the name of the program."""
     program = "one round"
     y, stats = run(layer, x)
     if needs_more_rounds(stats):
         program = "a loop"
         y, stats = run(other, x)
-    # Whatever else may be wrong stops here, with a message.
+    # Raise on any other fault.
     raise_on_fault(stats)
     return y, stats, program
 
 
 def main() -> None:
-    """Serves tokens of different skew."""
+    """Serve tokens of different skew."""
     layer, other = make_layers()
     common, own = jax.random.normal(jax.random.key(1), (1, 32)), jax.random.normal(jax.random.key(2), (2048, 32))
     for skew in (0.0, 0.5, 8.0):

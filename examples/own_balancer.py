@@ -1,4 +1,4 @@
-"""Writes a balancer in a few lines of NumPy, and shows what happens when it loses a token."""
+"""Define a balancer in a few lines of NumPy, and show the error for a plan that loses a token."""
 
 import logging
 from dataclasses import replace
@@ -11,7 +11,7 @@ from jax_moe_lb.core import check_plan, imbalance, load, plain_plan
 
 
 def share_hottest(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """Lets the busiest rank give half of its hottest expert's tokens to the idlest rank with a free slot."""
+    """Move half of the tokens of the busiest rank's hottest expert to the least loaded rank with a free slot."""
     placement, quota = plan.placement.copy(), plan.quota.copy()
     busiest = load(plan).argmax()
     expert = quota[:, busiest].argmax()
@@ -26,7 +26,7 @@ def share_hottest(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
 
 
 def careless(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """Does the same, but loses a token of expert 3 on the way."""
+    """Balance as `share_hottest`, but lose one token of expert 3."""
     plan = share_hottest(counts, plan, topology)
     quota = plan.quota.copy()
     quota[3, quota[3].argmax()] -= 1
@@ -34,12 +34,12 @@ def careless(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
 
 
 def main() -> None:
-    """Plans for skewed counts of 8 ranks and 16 experts, with one slot to spare on each rank."""
+    """Plan for skewed counts of 8 ranks and 16 experts, with one free slot per rank."""
     counts = np.random.default_rng(0).multinomial(1024, np.arange(1, 17) / 136, size=8).astype(np.int32)
     topology = Topology.flat(8)
     before = plain_plan(counts, topology, slots=3)
 
-    # It is a balancer like any other from here on: System(HostCallback(share_hottest), replica_slots=1) trains with it.
+    # Use it as any other balancer: System(HostCallback(share_hottest), replica_slots=1) trains with it.
     after, _ = HostCallback(share_hottest).rebalance(counts, before, topology, ())
     check_plan(after, counts)
     print(f"imbalance {imbalance(load(before)):.3f} -> {imbalance(load(after)):.3f}")
@@ -48,7 +48,7 @@ def main() -> None:
         check_plan(careless(counts, before, topology), counts)
     except ValueError as refusal:
         print(f"refused: {refusal}")
-    logging.getLogger("jax").setLevel(logging.CRITICAL)  # it would log the traceback of the callback
+    logging.getLogger("jax").setLevel(logging.CRITICAL)  # JAX logs the traceback of the callback
     try:
         jax.jit(lambda counts: HostCallback(careless).rebalance(counts, before, topology, ()))(counts)
     except jax.errors.JaxRuntimeError as refusal:

@@ -1,4 +1,4 @@
-"""Trains through a pipeline: an axis of stages around balanced layers, microbatches behind each other (GPipe)."""
+"""Train with pipeline parallelism (GPipe): a mesh axis of stages around balanced layers."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ TOPOLOGY, TOKENS = lb.Topology.from_mesh(MESH, data_axes=()), PartitionSpec(None
 
 
 def block(kernel, up, down, x):
-    """Serves the tokens `[T, H]` of a microbatch by the layer of a stage, on the residual stream."""
+    """Apply the MoE layer of a stage to a microbatch `[T, H]`, with a residual connection."""
     params = lb.MoEParams(kernel, lb.Experts(up, down))
     return x + lb.moe(x, params, lb.TopK(2), lb.greedy(2), TOPOLOGY, on_fault="record")[0]
 
 
 def pipelined(kernel, up, down, x):
-    """Sends microbatches `[M, T, H]` from stage to stage; around them stages serve what nobody reads."""
+    """Send microbatches `[M, T, H]` through the stages; in warm-up and drain steps, stages compute unused outputs."""
     stage, onwards = jax.lax.axis_index("stage"), [(i, i + 1) for i in range(STAGES - 1)]
 
     def tick(arrived, step):
@@ -34,14 +34,14 @@ def pipelined(kernel, up, down, x):
 
 
 def one_by_one(kernel, up, down, x):
-    """Sends each microbatch through all layers, as if there were no pipeline: every device has all stages."""
+    """Send each microbatch through all layers without a pipeline; every device has all stages."""
     for stage in range(STAGES):
         x = jax.lax.map(lambda one, at=stage: block(kernel[at], up[at], down[at], one), x)
     return x
 
 
 def main() -> None:
-    """Computes outputs and gradients in both ways, and compares them."""
+    """Compute outputs and gradients both ways and compare them."""
     sizes = [(STAGES, 32, 16), (STAGES, 16, 32, 64), (STAGES, 16, 64, 32), (MICROBATCHES, 256, 32)]
     args = [0.3 * jax.random.normal(jax.random.key(i), size) for i, size in enumerate(sizes)]
     both = []

@@ -1,4 +1,4 @@
-"""Takes one training step of an MoE layer under skewed routing, with plain expert parallelism and then balanced."""
+"""Take one training step of an MoE layer under skewed routing, with plain and with balanced expert parallelism."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ LEARNING_RATE = 0.1
 
 
 def skewed_tokens(num_tokens: int, width: int) -> jax.Array:
-    """Draws tokens that have much in common, and so the same favourite experts."""
+    """Return tokens with a large common component, which prefer the same experts."""
     common, own = jax.random.split(jax.random.key(0))
     return jax.random.normal(common, (width,)) + jax.random.normal(own, (num_tokens, width))
 
 
 def train_step(system: lb.System) -> tuple[jax.Array, jax.Array, lb.Stats]:
-    """Takes a step of gradient descent; returns the loss before it, the loss after it, and what balancing did."""
+    """Take a gradient descent step; return the loss before and after it, and the statistics of the layer."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     options = {"system": system, "experts": lb.ExpertConfig(64), "rngs": nnx.Rngs(0)}
     layer = lb.MoE(32, 16, lb.TopK(2), mesh=mesh, topology=lb.Topology.from_mesh(mesh), **options)
@@ -39,7 +39,7 @@ def train_step(system: lb.System) -> tuple[jax.Array, jax.Array, lb.Stats]:
 
 
 def main() -> None:
-    """Compares two systems on the same parameters and tokens: loads differ, losses do not."""
+    """Compare two systems on the same parameters and tokens: loads differ, losses do not."""
     print("system  imbalance        rounds  replicas moved  loss before -> after the step")
     for name, system in (("plain", lb.plain()), ("greedy", lb.greedy(replica_slots=2))):
         before, after, stats = train_step(system)

@@ -1,4 +1,4 @@
-"""Replays a trace of routing whose hot experts drift from step to step, under two systems."""
+"""Replay a routing trace with drifting hot experts under two systems."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ NUM_STEPS, NUM_LAYERS, NUM_RANKS, NUM_EXPERTS, COPIES_PER_RANK = 8, 2, 8, 32, 40
 
 
 def write_trace(path: Path) -> None:
-    """Draws token copies from expert popularities that walk at random; `jax-moe-lb replay` reads the same file."""
+    """Write synthetic counts of randomly drifting expert popularities, in the format of `jax-moe-lb replay`."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 0.8, (NUM_LAYERS, NUM_EXPERTS))
     steps = []
@@ -26,7 +26,7 @@ def write_trace(path: Path) -> None:
 
 
 def replay(balancer: Balancer, counts: np.ndarray, topology: Topology, slots: int) -> np.ndarray:
-    """Returns imbalance, straggler in copies and replicas of each step, as means over its layers, `[steps, 3]`."""
+    """Return imbalance, straggler in copies and replicas per step, averaged over layers, `[steps, 3]`."""
     rebalance = jax.jit(lambda *args: balancer.rebalance(*args[:2], topology, args[2]))
     states = [balancer.init(counts.shape[-2:])] * counts.shape[1]
     rows = []
@@ -42,7 +42,7 @@ def replay(balancer: Balancer, counts: np.ndarray, topology: Topology, slots: in
 
 
 def main() -> None:
-    """Prints both systems side by side."""
+    """Print both systems side by side."""
     with tempfile.TemporaryDirectory() as folder:
         write_trace(Path(folder) / "trace.npz")
         with np.load(Path(folder) / "trace.npz") as trace:

@@ -1,4 +1,4 @@
-"""Trains on three levels: experts travel between datacenters, loads are level inside them, tokens take all rails."""
+"""Train on three levels: experts move between datacenters, load is balanced inside them, tokens use all rails."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,17 @@ import jax_moe_lb as lb
 jax.config.update("jax_platforms", "cpu")
 lb.use_virtual_cpu_devices(8)
 
-# There are two datacenters of two nodes of two GPUs, each with an interface. Weights may move inside a datacenter.
+# Two datacenters with two nodes of two GPUs each, one interface per GPU. Weights may move inside a datacenter.
 BASE = jax.make_mesh((2, 2, 2), ("dc", "node", "gpu"), axis_types=(AxisType.Auto,) * 3)
 WHOLE = lb.Topology.from_mesh(BASE, ("dc", "node", "gpu"), ranks_per_domain=4, rails_per_node=2)
-# With HybridEP both datacenters hold all experts, so that no token leaves its own.
+# With HybridEP each datacenter holds all experts, so no tokens cross between datacenters.
 MESH = lb.transport.hybrid_mesh(BASE, {"dc": 2, "node": 1, "gpu": 1})
 MIGRATE = lb.transport.GatherExpertDomain(lb.transport.ExpertDomains.from_mesh(MESH, WHOLE), lb.transport.Codec())
 BALANCER = lb.Chain((lb.balancers.Exact(), lb.balancers.RailS()))
 
 
 def gradient_step(mesh, topology, system, x):
-    """Takes a step of gradient descent; returns the loss before and after it, the statistics and the layer."""
+    """Take a gradient descent step; return the loss before and after it, the statistics and the layer."""
     experts, rngs = lb.ExpertConfig(64), nnx.Rngs(0)
     layer = lb.MoE(32, 16, lb.TopK(2), mesh=mesh, topology=topology, system=system, experts=experts, rngs=rngs)
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
@@ -36,7 +36,7 @@ def gradient_step(mesh, topology, system, x):
 
 
 def main() -> None:
-    """Takes the same step with plain expert parallelism and with all three, and prints what each of them did."""
+    """Compare a step of plain expert parallelism with all three levels, and print the effect of each level."""
     common, own = jax.random.split(jax.random.key(0))
     x = jax.random.normal(common, (32,)) + jax.random.normal(own, (2048, 32))
     before, after, _, _ = gradient_step(BASE, WHOLE, lb.plain(), x)

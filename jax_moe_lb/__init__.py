@@ -1,7 +1,7 @@
-"""Mixture-of-Experts layers for JAX whose load stays level when routing is skewed.
+"""Dropless mixture-of-experts layers for JAX with load-balanced expert parallelism.
 
-The public names are listed in `__init__.pyi` and imported when they are first used, so
-that planning on NumPy arrays alone (`jax_moe_lb._planning`) does not import JAX.
+`__init__.pyi` lists the public names. They are imported on first use, so planning on NumPy arrays
+(`jax_moe_lb._planning`) does not import JAX.
 """
 
 import lazy_loader

@@ -1,1 +1,1 @@
-"""These are whole networks on the public API of jax_moe_lb; `python -m models.train` trains one."""
+"""Complete networks on the public API of jax_moe_lb; `python -m models.train` trains one."""

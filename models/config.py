@@ -1,7 +1,4 @@
-"""Presets of models and training runs.
-
-A `UserError` ends the program with one line and an exit code of its own.
-"""
+"""Configuration and presets of models and training runs."""
 
 import math
 import sys
@@ -10,21 +7,21 @@ from dataclasses import dataclass
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 
 USER_ERRORS = 2
-"""The exit code of a process that does not begin, or goes no further, because of what the user asked for."""
+"""Exit code of a process ended by a `UserError`."""
 
 
 class UserError(Exception):
-    """The program ends with this line, since what the user asked for cannot be done."""
+    """Invalid request of the user; the program prints it as one line and exits with `USER_ERRORS`."""
 
 
 def say(line: str) -> None:
-    """Prints one line to standard error at once, whole, whatever other threads and processes print."""
+    """Print one line to standard error in a single write, not interleaved with other threads and processes."""
     sys.stderr.write(f"{' '.join(line.split())}\n")
     sys.stderr.flush()
 
 
 NUM_BYTES = 256
-"""The words of a vocabulary of bytes."""
+"""Vocabulary size of the byte tokenizer."""
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -32,7 +29,7 @@ REMAT = ("none", "full")
 
 
 def require_positive(name: str, value: int) -> None:
-    """Refuses what is no number of things, with a `ValueError` unless `value` is at least 1."""
+    """Raise `ValueError` unless `value` is at least 1."""
     if value < 1:
         raise ValueError(f"{name} is {value}; expected at least 1")
 
@@ -45,30 +42,33 @@ def require_finite(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a decoder whose every feed-forward network is a mixture of experts.
+    """Sizes of a decoder with a mixture of experts in every layer.
 
     Args:
         num_layers: Transformer blocks.
         embed_dim: `H`, the width of the model.
-        num_heads: attention heads. The heads divide `embed_dim` into even parts.
+        num_heads: attention heads; `embed_dim` must be a multiple of `2 * num_heads`.
         mlp_dim: `F`, the inner width of an expert.
         num_experts: `E`, experts per layer.
         experts_per_token: `K`, experts per token.
-        force_balanced: route round robin, the ideal of the papers. The model learns little; the speed is the bound.
-        compute_dtype: dtype of activations and products, float32 or bfloat16. Parameters, optimizer, routers, norms
-            and the loss are float32 in any case.
-        scan_layers: run the blocks as one loop. It is compiled once, and its backward pass rematerializes each block
-            but for routing, plan and attention. Otherwise all is kept, and few small blocks are faster.
-        vocab_size: words of the vocabulary (default of bytes: 256). With `data.tokenizer` the default is its size.
-        remat: residuals of a block: none (rematerialize nothing), full (keep the input alone), or names to keep beside
-            the input, with commas between them: names of `jax_moe_lb.layer.CHECKPOINT_NAMES` and "attention". `None`
-            follows `scan_layers`.
+        force_balanced: if True, route round robin, as an upper bound on speed. The router then learns little.
+        compute_dtype: dtype of activations and matrix products, float32 or bfloat16. Parameters, optimizer state,
+            routers, norms and the loss are always float32.
+        scan_layers: if True, run the blocks as one `jax.lax.scan`. It compiles once and rematerializes each block in
+            the backward pass except for routing, plan and attention. If False, all residuals are kept, which is faster
+            for few small blocks.
+        vocab_size: vocabulary size (default 256, for bytes). With `data.tokenizer`, the default is the size of the
+            tokenizer's vocabulary.
+        remat: residuals of a block. "none" keeps all; "full" keeps the block input alone; a comma-separated list of
+            names from `jax_moe_lb.layer.CHECKPOINT_NAMES` and "attention" keeps these as well. `None` follows
+            `scan_layers`.
         z_loss: weight of the router z-loss (ST-MoE), usually 1e-3; 0 omits it.
         aux_loss: weight of the load-balancing loss (Switch Transformer), usually 1e-2; 0 omits it.
-        bias_rate: step of the routing biases (DeepSeek-V3), usually 1e-3; 0 makes no biases.
+        bias_rate: step size of the routing biases (DeepSeek-V3), usually 1e-3; 0 omits the biases.
 
     Raises:
-        ValueError: a size is below 1, the heads do not divide the width, a rate is below 0, or a name is unknown.
+        ValueError: a size is below 1, `embed_dim` is not a multiple of `2 * num_heads`, a rate is negative or not
+            finite, or a dtype or `remat` name is unknown.
     """
 
     num_layers: int = 4
@@ -92,7 +92,7 @@ class ModelConfig:
             require_positive(name, getattr(self, name))
         for name in ("z_loss", "aux_loss", "bias_rate"):
             require_finite(name, getattr(self, name))
-        # Rotary positions turn the channels of a head in pairs.
+        # Rotary embeddings rotate the channels of a head in pairs.
         if self.embed_dim % (2 * self.num_heads):
             raise ValueError(f"num_heads is {self.num_heads}; expected to divide embed_dim {self.embed_dim} evenly")
         if self.compute_dtype not in COMPUTE_DTYPES:
@@ -107,21 +107,23 @@ class ParallelConfig:
     """Mesh and load-balancing system.
 
     Args:
-        data_parallel: groups of ranks, each with all experts.
+        data_parallel: data-parallel groups, each with all experts.
         expert_parallel: `R`, ranks per group.
         system: name of a function in `jax_moe_lb.layer.systems`.
-        replica_slots: replica slots per rank, if the system makes replicas; `None` is the default of the system.
-        headroom: receive buffer, x mean load; `None` is the default of the system.
-        ranks_per_domain: `M`, ranks among which expert weights may move each microbatch; `None` is the whole group.
-        max_rounds: rounds of the program of a step. If a plan needs more, a second program with as many as are needed
-            repeats the step. 1 suits GPUs of several nodes, whose hosts wait in each loop of rounds, if balanced
-            loads stay below `headroom`. `None`, the usual choice, has one program without a limit.
-        own_kernels: use the expert products of `jax_moe_lb` on Hopper instead of tokamax; see its `Kernels`.
-        fsdp: split matrices and their optimizer state over `data_parallel`, too, and gather them for their layer, which
-            saves memory and costs exchanges. Otherwise each group has all of them.
+        replica_slots: replica slots per rank; `None` takes the default of the system.
+        headroom: receive buffer size, x mean load; `None` takes the default of the system.
+        ranks_per_domain: `M`, ranks among which expert weights may move each microbatch; `None` takes the whole group.
+        max_rounds: maximum rounds compiled into a step. If a plan needs more, a second program without the limit
+            repeats the step. 1 suits multi-node GPUs, whose hosts wait in each loop of rounds, if balanced loads stay
+            below `headroom`. `None` (default) compiles one program without a limit.
+        own_kernels: if True, use the grouped matrix products of `jax_moe_lb` on Hopper instead of tokamax; see
+            `Kernels`.
+        fsdp: if True, also split matrices and their optimizer state over `data_parallel`, and gather each before use.
+            This saves memory and adds communication. If False, each group holds all of them.
 
     Raises:
-        ValueError: a number is out of range, the domains do not divide the group, or there is one group to split over.
+        ValueError: a number is out of range, `ranks_per_domain` does not divide `expert_parallel`, or `fsdp` is set
+            with `data_parallel=1`.
     """
 
     data_parallel: int = 1
@@ -151,7 +153,7 @@ class ParallelConfig:
 
     @property
     def num_shards(self) -> int:
-        """Devices of the mesh, over which the batch is split."""
+        """Number of devices of the mesh, over which the batch is split."""
         return self.data_parallel * self.expert_parallel
 
 
@@ -162,8 +164,8 @@ class BatchConfig:
     Args:
         size: sequences per step, over all devices.
         sequence_length: tokens per sequence.
-        accumulate: microbatches per step. Each is routed and planned for by itself, and gradients are added: the step
-            learns the same in less memory. 1 is usual if the batch fits.
+        accumulate: microbatches per step. Each is routed and planned on its own, and gradients are summed, which saves
+            memory. Use 1 (default) if the batch fits.
 
     Raises:
         ValueError: a number is below 1.
@@ -180,15 +182,15 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning rate.
+    """AdamW and its learning rate schedule.
 
     Args:
         learning_rate: peak learning rate.
-        schedule: cosine, linear, constant or wsd. "cosine", the usual one, and "linear" end at a tenth of the peak;
-            "constant" stays there; "wsd" does so for the first four fifths of the steps, and then falls linearly.
+        schedule: "cosine" (default) and "linear" decay to a tenth of the peak; "constant" stays at the peak; "wsd"
+            stays there for the first four fifths of the steps, then decays linearly.
         warmup_steps: steps until the peak, at most a fifth of all steps.
         weight_decay: weight decay of AdamW.
-        clip_norm: bound of the global gradient norm.
+        clip_norm: maximum global gradient norm.
 
     Raises:
         ValueError: a number is out of range, or the schedule is unknown.
@@ -215,12 +217,12 @@ class DataConfig:
     """Text and tokenizer.
 
     Args:
-        text_field: field of a JSON line that is the document.
-        tokenizer: path of a tokenizer.json; `None` takes bytes.
-        max_corpus_bytes: bytes of the default text, which is read if no data are given.
+        text_field: JSON field containing the document in each line of a `.jsonl` file.
+        tokenizer: path of a `tokenizer.json`; `None` tokenizes into bytes.
+        max_corpus_bytes: size of the default text in bytes, used if no data are given.
 
     Raises:
-        ValueError: the number is below 1.
+        ValueError: `max_corpus_bytes` is below 1.
     """
 
     text_field: str = "text"
@@ -237,7 +239,7 @@ class ValidationConfig:
 
     Args:
         interval: steps between validations.
-        batches: batches of one validation, always the same.
+        batches: batches per validation; each validation uses the same ones.
 
     Raises:
         ValueError: a number is below 1.
@@ -253,12 +255,12 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints and their retention; others are removed once there is a newer one.
+    """Checkpoints and their retention.
 
     Args:
         interval: steps between checkpoints.
-        keep: newest checkpoints to keep; 2 are usual, should the newest be damaged.
-        keep_every_s: seconds between checkpoints to keep for good; `None` keeps none of these.
+        keep: number of newest checkpoints to keep (default 2, in case the newest is damaged). Older ones are deleted.
+        keep_every_s: seconds between checkpoints to keep permanently; `None` keeps none permanently.
 
     Raises:
         ValueError: a number is below 1.
@@ -280,8 +282,9 @@ class RelocationConfig:
     """Relocation of home experts to other ranks.
 
     Args:
-        interval: steps between relocations; `None` lets homes stay.
-        min_gain: least fall of the load of a layer's busiest domain, a fraction, for its experts to move.
+        interval: steps between relocations; `None` disables relocation.
+        min_gain: minimum relative reduction of the load of a layer's busiest domain for its experts to move, as a
+            fraction.
 
     Raises:
         ValueError: a number is out of range.
@@ -299,13 +302,13 @@ class RelocationConfig:
 
 @dataclass(frozen=True)
 class MultiProcessConfig:
-    """Place of this process among those of the run; `models.multi_process.rendezvous` detects what is `None`.
+    """Coordinates of this process in a multi-process run; `models.multi_process.rendezvous` detects each `None`.
 
     Args:
-        coordinator: HOST:PORT of process 0; `None` detects it, as `jax.distributed` does.
-        num_processes: processes of the run; `None` detects it.
+        coordinator: HOST:PORT of process 0; `None` detects it as `jax.distributed` does.
+        num_processes: number of processes of the run; `None` detects it.
         process_id: index of this process, from 0; `None` detects it.
-        join_timeout_s: seconds to wait for all processes.
+        join_timeout_s: timeout for all processes to join, in seconds.
     """
 
     coordinator: str | None = None
@@ -316,23 +319,23 @@ class MultiProcessConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Training run, in sections; the defaults are the preset `tiny`.
+    """Configuration of a training run; the defaults are the preset `tiny`.
 
     Args:
-        model: the model that is trained.
-        parallel: the mesh and the load-balancing system.
-        batch: the batch of one step.
-        optimizer: the optimizer and its learning rate.
+        model: sizes of the model.
+        parallel: mesh and load-balancing system.
+        batch: batch of one step.
+        optimizer: optimizer and learning rate schedule.
         data: text and tokenizer.
         validation: validation during the run.
         checkpoints: checkpoints and their retention.
         relocation: relocation of home experts.
-        multi_process: the place of this process among those of the run.
+        multi_process: coordinates of this process.
         steps: optimizer steps, over which the learning rate decays.
         seed: seed of parameters and batches.
 
     Raises:
-        ValueError: a number is out of range, or the batch does not divide over microbatches and devices.
+        ValueError: a number is out of range, or the batch size is not a multiple of microbatches x devices.
     """
 
     model: ModelConfig = ModelConfig()
@@ -366,7 +369,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one step learns from."""
+        """Number of tokens per optimizer step."""
         return self.batch.size * self.batch.sequence_length
 
 
@@ -394,19 +397,19 @@ SMALL = TrainConfig(
 )
 
 PRESETS = {"tiny": TrainConfig(), "small": SMALL, "reference": REFERENCE}
-"""`tiny` learns English and Python, byte by byte, in minutes on two CPU cores.
+"""Presets by name.
 
-`small` has 20 million parameters and learns the same, of twice as much text; `benchmarks/bench_training.py` trains it.
-`reference` has four layers of the sizes of Qwen3-30B-A3B, for eight accelerators with 4096 tokens each; most that is
-said of compiled programs is said of it.
+`tiny` learns English and Python from bytes in minutes on two CPU cores. `small` has 20 million parameters and trains on
+twice as much text; `benchmarks/bench_training.py` uses it. `reference` has four layers with the sizes of Qwen3-30B-A3B,
+for eight accelerators with 4096 tokens each; most measurements of compiled programs use it.
 """
 
 
 def preset(name: str) -> TrainConfig:
-    """Finds the preset of that name.
+    """Return the preset called `name`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: `name` is not in `PRESETS`.
     """
     if name not in PRESETS:
         raise ValueError(f"preset is {name!r}; expected one of {', '.join(sorted(PRESETS))}")

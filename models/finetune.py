@@ -1,4 +1,4 @@
-"""This program tunes a checkpoint on text: `python -m models.finetune --checkpoint DIR --data FILE --out DIR`."""
+"""Fine-tune a checkpoint on text: `python -m models.finetune --checkpoint DIR --data FILE --out DIR`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,20 +36,20 @@ from models.pretrained.saving import check_vacant, save_pretrained
 from models.run_folder.metrics import CountsTrace
 from models.training.step import apply_gradients, further_loss, make_optimizer, next_token_loss
 
-DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares, PATH:WEIGHT."
+DATA = "File or folder of text, JSON lines or token arrays, or PATH:WEIGHT; repeatable."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Tuning:
-    """These programs tune one model.
+    """Programs to fine-tune one model.
 
     Args:
-        state: parameters, optimizer and balancer state, to begin with.
-        step: `(state, tokens) -> (state, loss, stats)`, which consumes the state.
+        state: initial parameters, optimizer and balancer state.
+        step: `(state, tokens) -> (state, loss, stats)`; it donates the state.
         evaluate: `(state, tokens) -> loss`.
-        model: makes the model of a state.
+        model: function returning the model of a state.
     """
 
     state: nnx.State
@@ -61,14 +61,14 @@ class Tuning:
 def make_tuning(
     model: Decoder, config: TrainConfig, mesh: Mesh, bias_rate: float = 0.0, further_weight: float = 0.0
 ) -> Tuning:
-    """Builds the programs, compiling nothing.
+    """Build the programs, without compiling.
 
     Args:
-        model: what `from_pretrained` returned.
-        config: the numbers of the run; the sizes of its model are not used.
-        mesh: the devices of the model.
-        bias_rate: the step of routing biases, see `MoE.update_bias`; 0, the default, leaves them as they are.
-        further_weight: the weight of `further_loss`, for a model that predicts further tokens; 0 for all others.
+        model: return value of `from_pretrained`.
+        config: configuration of the run; its model section is not used.
+        mesh: devices of the model.
+        bias_rate: step size of the routing biases, see `MoE.update_bias`; 0 (default) leaves them unchanged.
+        further_weight: weight of `further_loss`, for a model with multi-token prediction; 0 (default) omits it.
     """
     loss_of = partial(further_loss, weight=further_weight) if further_weight else next_token_loss
     graph, state = nnx.split((model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)))
@@ -102,7 +102,7 @@ def _move_biases(model: Decoder, stats: Stats, rate: float) -> None:
 
 
 def tune(tuning: Tuning, corpus: Corpus, config: TrainConfig, mesh: Mesh, trace: CountsTrace) -> nnx.State:
-    """Runs all steps, prints a line about some of them, and the validation loss before and after."""
+    """Run all training steps; print progress, and the validation loss before and after. Return the final state."""
     sizes = (config.validation.batches, config.batch.size, config.batch.sequence_length)
     held_out = [place_batch(batch, mesh) for batch in corpus.validation_batches(*sizes)]
     state = tuning.state
@@ -127,21 +127,25 @@ def tune(tuning: Tuning, corpus: Corpus, config: TrainConfig, mesh: Mesh, trace:
 def main(
     checkpoint: Annotated[Path, typer.Option(help="Folder with config.json, safetensors and tokenizer.json.")],
     data: Annotated[list[str], typer.Option(help=DATA)],
-    out: Annotated[Path, typer.Option(help="Where the tuned checkpoint goes: a new or an empty folder.")],
-    system: Annotated[str, typer.Option(help=f"Who balances the load: {', '.join(system_names())}.")] = "exact",
-    data_parallel: Annotated[int, typer.Option(help="Groups of ranks side by side.")] = 1,
-    expert_parallel: Annotated[int, typer.Option(help="Ranks in a group; they divide the experts.")] = 8,
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 100,
+    out: Annotated[Path, typer.Option(help="Output folder of the tuned checkpoint; new or empty.")],
+    system: Annotated[str, typer.Option(help=f"Load-balancing system: {', '.join(system_names())}.")] = "exact",
+    data_parallel: Annotated[int, typer.Option(help="Data-parallel groups of ranks.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(help="Ranks per group; a divisor of the number of experts.")] = 8,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
     batch_size: Annotated[int, typer.Option(help="Sequences per step, over all devices.")] = 8,
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
-    learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1e-5,
-    seed: Annotated[int, typer.Option(help="Of the batches.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of products: float32 or bfloat16.")] = "float32",
-    bias_rate: Annotated[float, typer.Option(help="Step of routing biases, in models that have some.")] = 0.0,
-    further_weight: Annotated[float, typer.Option(help="Of the loss of tokens after the next; 0.3 is usual.")] = 0.0,
-    record_counts: Annotated[Path | None, typer.Option(help="Write the routing, for jax-moe-lb replay.")] = None,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-5,
+    seed: Annotated[int, typer.Option(help="Seed of the batches.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Dtype of matrix products: float32 or bfloat16.")] = "float32",
+    bias_rate: Annotated[float, typer.Option(help="Step size of the routing biases; 0 leaves them unchanged.")] = 0.0,
+    further_weight: Annotated[
+        float, typer.Option(help="Weight of the multi-token prediction loss, usually 0.3.")
+    ] = 0.0,
+    record_counts: Annotated[
+        Path | None, typer.Option(help="Output file of the routing trace, for jax-moe-lb replay.")
+    ] = None,
 ) -> None:
-    """Tunes all parameters of a checkpoint, and writes what transformers loads."""
+    """Fine-tune all parameters of a checkpoint."""
     try:
         parallel = ParallelConfig(data_parallel, expert_parallel, system)
         batch, optimizer = BatchConfig(batch_size, sequence_length), OptimizerConfig(learning_rate)
@@ -152,11 +156,11 @@ def main(
         corpus.check_length(sequence_length)
         mesh = make_mesh(parallel)
         if not 0 <= further_weight < float("inf"):
-            raise ValueError(f"further_weight is {further_weight}; expected at least 0, which trains the model alone")
+            raise ValueError(f"further_weight is {further_weight}; expected a finite number of at least 0")
         options: dict[str, Any] = {"compute_dtype": dtype, "scan_layers": True, "predict_further": further_weight > 0}
         model = from_pretrained(checkpoint, mesh, make_system(parallel), **options)
         if bias_rate and not model.config.router.selection_bias:
-            raise ValueError(f"bias_rate is {bias_rate}; expected 0 with a model without routing biases")
+            raise ValueError(f"bias_rate is {bias_rate}; expected 0, as the model has no routing biases")
         tuning = make_tuning(model, config, mesh, bias_rate, further_weight)
         del model
         tuned = tuning.model(tune(tuning, corpus, config, mesh, trace))
@@ -169,7 +173,7 @@ def main(
 
 
 def _stored_dtype(model: Decoder) -> str:
-    """Tells in which dtype the checkpoint was that a model is from; float32 where that is none of ours."""
+    """Return the dtype of the source checkpoint; float32 if it is not supported."""
     raw = Fields(model.config.source).raw
     stored = raw.get("dtype", raw.get("torch_dtype"))
     return stored if stored in COMPUTE_DTYPES else "float32"

@@ -1,4 +1,4 @@
-"""This program continues text with a checkpoint: `python -m models.generate --checkpoint DIR --prompt TEXT`."""
+"""Continue text with a checkpoint: `python -m models.generate --checkpoint DIR --prompt TEXT`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,18 +19,20 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @app.command()
 def main(
     checkpoint: Annotated[Path, typer.Option(help="Folder with config.json, safetensors and tokenizer.json.")],
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; may be repeated, which makes a batch.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens that follow each prompt.")] = 32,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 draws.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that have this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    system: Annotated[str, typer.Option(help=f"Who balances the load: {', '.join(system_names())}.")] = "exact",
-    data_parallel: Annotated[int, typer.Option(help="Groups of ranks side by side.")] = 1,
-    expert_parallel: Annotated[int, typer.Option(help="Ranks in a group; they divide the experts.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Of parameters and products: float32 or bfloat16.")] = "float32",
-    record_counts: Annotated[Path | None, typer.Option(help="Write the routing, for jax-moe-lb replay.")] = None,
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; repeatable, as a batch.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens per prompt.")] = 32,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Cumulative probability of the tokens to sample from.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    system: Annotated[str, typer.Option(help=f"Load-balancing system: {', '.join(system_names())}.")] = "exact",
+    data_parallel: Annotated[int, typer.Option(help="Data-parallel groups of ranks.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(help="Ranks per group; a divisor of the number of experts.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Dtype of parameters and products: float32 or bfloat16.")] = "float32",
+    record_counts: Annotated[
+        Path | None, typer.Option(help="Output file of the routing trace, for jax-moe-lb replay.")
+    ] = None,
 ) -> None:
-    """Continues each prompt, and prints it with what follows, one after the other."""
+    """Print each prompt with its continuation."""
     try:
         parallel, sampling = ParallelConfig(data_parallel, expert_parallel, system), Sampling(temperature, top_p, seed)
         offer_cpu_devices(parallel.num_shards)

@@ -1,4 +1,4 @@
-"""These functions make the devices, the mesh and the load-balancing system of a run."""
+"""Devices, mesh and load-balancing system of a run."""
 
 import contextlib
 import dataclasses
@@ -19,20 +19,20 @@ MESH_AXES = ("data", "expert")
 
 
 def offer_cpu_devices(num_devices: int) -> None:
-    """Has the CPU backend, should it be the one in use, act as so many devices; call it before any computation."""
-    # Once a backend is up its devices are what they are; `make_mesh` says if they are too few.
+    """Make the CPU backend, if it is in use, provide `num_devices` devices; call this before any computation."""
+    # An initialized backend cannot change its devices; `make_mesh` raises if there are too few.
     with contextlib.suppress(RuntimeError):
         use_virtual_cpu_devices(num_devices)
 
 
 def make_mesh(parallel: ParallelConfig) -> Mesh:
-    """Makes the mesh `(data, expert)` on the first devices.
+    """Return the mesh `(data, expert)` of the first devices.
 
     Args:
-        parallel: the sizes of its axes.
+        parallel: sizes of the axes.
 
     Raises:
-        ValueError: there are too few devices, or processes that would have none.
+        ValueError: there are too few devices, or more devices than shards in a multi-process run.
     """
     sizes, devices = (parallel.data_parallel, parallel.expert_parallel), jax.devices()
     enough = len(devices) == parallel.num_shards if jax.process_count() > 1 else len(devices) >= parallel.num_shards
@@ -46,42 +46,42 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Splits a batch by sequence over all devices."""
+    """Return the sharding of a batch: sequences split over all devices."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
-    """Splits a batch that every process holds by sequence over all devices."""
+    """Shard a batch held by every process by sequence over all devices."""
     return jax.make_array_from_callback(batch.shape, batch_sharding(mesh), lambda index: batch[index])
 
 
 def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
-    """Says where the arrays of a state lie, or those of its shapes."""
+    """Return the shardings of the arrays, or shapes, of a state."""
     return jax.tree.map(
         lambda variable: _shardings(variable, mesh), state, is_leaf=lambda node: isinstance(node, nnx.Variable)
     )
 
 
 def placed_shapes(shapes: nnx.State, shardings: Any) -> Any:
-    """Returns the shapes of a state with where its arrays lie, for lowering and for restoring."""
+    """Return the shapes of a state with shardings, for lowering and restoring."""
     return jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings)
 
 
 def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
     if isinstance(variable, BalancerState):
-        # The state may be any pytree, of which Flax knows no placement: every device has all of it.
+        # A balancer state may be any pytree, without Flax sharding metadata, so it is replicated.
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), variable)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(variable))
 
 
 def make_system(parallel: ParallelConfig) -> System:
-    """Makes the system with the options of the run.
+    """Return the system with the options of the run.
 
     Args:
-        parallel: the name and the options.
+        parallel: name and options of the system.
 
     Raises:
-        ValueError: there is no such system, or an option is out of range.
+        ValueError: the system is unknown, or an option is out of range.
     """
     system = system_named(parallel.system)
     if parallel.replica_slots is not None and system.replica_slots:

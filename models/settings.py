@@ -1,6 +1,6 @@
-"""Fields of config dataclasses as text: `--set section.key=value`, `--system`, `--mesh` and YAML files.
+"""Text settings of config dataclasses: `--set section.key=value`, `--system`, `--mesh` and YAML files.
 
-All functions walk dataclass fields; a new field of a section is a new key.
+All functions iterate over dataclass fields, so a new field of a section becomes a new key.
 """
 
 import dataclasses
@@ -20,33 +20,36 @@ from jax_moe_lb.recordings.yaml_file import read_yaml, shown
 from models.config import ParallelConfig, TrainConfig
 
 Given = dict[str, Any]
-"""Fields by name, as far as they are given; a field that is a section has a dictionary of its own."""
+"""Given fields by name; a section is a nested dictionary."""
 
 ConfigT = TypeVar("ConfigT")
 
 SYSTEM_OPTIONS = ("replica_slots", "headroom", "max_rounds", "own_kernels")
-"""Keys of the section `parallel` that `--system` takes."""
+"""Keys of the section `parallel` accepted by `--system`."""
 
 MESH_AXES = {"data": "data_parallel", "expert": "expert_parallel", "domain": "ranks_per_domain"}
 """Keys of the section `parallel` by their name in `--mesh`."""
 
 LIST = "list"
-"""`--set list` prints all keys."""
+"""Value of `--set` to print all keys."""
 
 KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 WORDS = {"true": True, "false": False}
 MAX_MATCHES, CUTOFF = 3, 0.7
-"""Suggested keys of a message, and their least similarity."""
+"""Maximum number of suggested keys in a message, and their minimum similarity."""
 
 
 def read_assignments(texts: Iterable[str]) -> Given:
-    """Read the options `--set`; a later one overrides an earlier one.
+    """Parse the options `--set`; a later one overrides an earlier one.
 
     Args:
         texts: `section.key=value` each.
 
+    Returns:
+        The given fields.
+
     Raises:
-        ValueError: a key is unknown, or a value has another type.
+        ValueError: a key is unknown, or a value has a wrong type.
 
     Examples:
         >>> read_assignments(["model.num_layers=2", "optimizer.learning_rate=1e-3"])
@@ -67,13 +70,16 @@ def read_assignments(texts: Iterable[str]) -> Given:
 
 
 def read_system(text: str) -> Given:
-    """Read the option `--system`.
+    """Parse the option `--system`.
 
     Args:
-        text: `NAME`, or with options `NAME:key=value,key=value`.
+        text: `NAME`, or `NAME:key=value,key=value` with options.
+
+    Returns:
+        The given fields.
 
     Raises:
-        ValueError: there is no such system or option, or a value has another type.
+        ValueError: the system or an option is unknown, or a value has a wrong type.
 
     Examples:
         >>> read_system("exact:replica_slots=2,headroom=1.25")
@@ -86,13 +92,16 @@ def read_system(text: str) -> Given:
 
 
 def read_mesh(text: str) -> Given:
-    """Read the option `--mesh`.
+    """Parse the option `--mesh`.
 
     Args:
-        text: axes and their sizes, `data=2,expert=4,domain=4`; any of them may be left out.
+        text: axes and their sizes, such as `data=2,expert=4,domain=4`; each is optional.
+
+    Returns:
+        The given fields.
 
     Raises:
-        ValueError: there is no such axis, or a size is no integer.
+        ValueError: an axis is unknown, or a size is not an integer.
 
     Examples:
         >>> read_mesh("data=2,expert=4")
@@ -102,15 +111,15 @@ def read_mesh(text: str) -> Given:
 
 
 def read_file(path: Path) -> Given:
-    """Read a YAML file with the sections of `TrainConfig`, and `steps` and `seed` beside them.
+    """Read a YAML file with the sections of `TrainConfig`, and top-level `steps` and `seed`.
 
     Raises:
-        ValueError: the file cannot be read, a key is unknown, or a value has another type.
+        ValueError: the file cannot be read, a key is unknown, or a value has a wrong type.
     """
     try:
         found = read_yaml(path)
     except OSError as error:
-        raise ValueError(f"config is {str(path)!r}; expected a file that can be read: {error.strerror}") from error
+        raise ValueError(f"config is {str(path)!r}; expected a readable file: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"config {str(path)!r} {error}") from error
     try:
@@ -120,7 +129,7 @@ def read_file(path: Path) -> Given:
 
 
 def layered(*layers: Given) -> Given:
-    """Merge what several sources give; later sources override earlier ones.
+    """Merge the fields of several sources; later sources override earlier ones.
 
     Examples:
         >>> layered({"steps": 5, "batch": {"size": 8}}, {"batch": {"accumulate": 2}})
@@ -134,10 +143,10 @@ def layered(*layers: Given) -> Given:
 
 
 def combined(*parts: Given) -> Given:
-    """Merge what several options of one command line give.
+    """Merge the fields of several options of one command line.
 
     Raises:
-        ValueError: two of them give the same key.
+        ValueError: two options give the same key.
     """
     whole: Given = {}
     for part in parts:
@@ -149,15 +158,15 @@ def combined(*parts: Given) -> Given:
 
 
 def updated(config: ConfigT, given: Mapping[str, Any], prefix: str = "") -> ConfigT:
-    """Return the config with the given fields.
+    """Return the config with the given fields replaced.
 
     Args:
         config: a frozen dataclass.
         given: its fields, see `Given`.
-        prefix: the section of the config and a point, for messages.
+        prefix: name of the section followed by a dot, for messages.
 
     Raises:
-        ValueError: a value is out of range; the message has the whole key.
+        ValueError: a value is out of range; the message contains the full key.
 
     Examples:
         >>> updated(TrainConfig(), {"steps": 5, "batch": {"size": 16}}).tokens_per_step
@@ -175,7 +184,7 @@ def updated(config: ConfigT, given: Mapping[str, Any], prefix: str = "") -> Conf
 
 @contextmanager
 def in_section(section: str) -> Iterator[None]:
-    """Put the section before the messages of errors, which begin with a key of it."""
+    """Prefix the messages of errors, which start with a key, with the section."""
     try:
         yield
     except ValueError as error:
@@ -183,10 +192,10 @@ def in_section(section: str) -> Iterator[None]:
 
 
 def list_keys(config: TrainConfig) -> str:
-    """Write all keys of `--set` as lines, with type, value and meaning.
+    """Return all keys of `--set` as lines, with type, value and meaning.
 
     Args:
-        config: the values.
+        config: the current values.
     """
     rows = []
     for section, kind in _sections().items():
@@ -201,7 +210,7 @@ def list_keys(config: TrainConfig) -> str:
 
 
 def describe_sections() -> str:
-    """Write the sections and their keys as the end of `--help`."""
+    """Return the sections and their keys, as the end of `--help`."""
     width = max(map(len, _sections())) + 4
     lines = [
         textwrap.fill(
@@ -212,7 +221,7 @@ def describe_sections() -> str:
         )
         for section, kind in _sections().items()
     ]
-    # The mark keeps click from wrapping the lines.
+    # The escape \b keeps click from rewrapping the lines.
     return "\b\nSections and keys of --set (types, values and meanings: --set list):\n" + "\n".join(lines)
 
 
@@ -221,7 +230,7 @@ def _sections() -> dict[str, Any]:
 
 
 def _kinds(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields by name; none for another type."""
+    """Return the types of a dataclass's fields by name, {} for another type."""
     if not dataclasses.is_dataclass(kind):
         return {}
     hints = typing.get_type_hints(kind)
@@ -229,7 +238,7 @@ def _kinds(kind: type) -> dict[str, Any]:
 
 
 def _pairs(option: str, text: str, names: Mapping[str, str]) -> Given:
-    """Read `key=value,key=value` for fields of `ParallelConfig`, which the option names otherwise."""
+    """Parse `key=value,key=value` into fields of `ParallelConfig`, with the key names of the option."""
     kinds, values = _kinds(ParallelConfig), {}
     for pair in text.split(","):
         key, equals, value = pair.partition("=")
@@ -244,7 +253,7 @@ def _pairs(option: str, text: str, names: Mapping[str, str]) -> Given:
 
 def _of_mapping(kind: type, found: Any, prefix: str) -> Given:
     if not isinstance(found, dict):
-        raise ValueError(f"{prefix.rstrip('.') or 'the file'} is {shown(found)}; expected keys and their values")
+        raise ValueError(f"{prefix.rstrip('.') or 'the file'} is {shown(found)}; expected a mapping of keys to values")
     kinds, given = _kinds(kind), {}
     for name, value in found.items():
         path = f"{prefix}{name}"
@@ -261,7 +270,7 @@ def _converted(path: str, hint: Any, raw: Any) -> Any:
     """Convert text, or a value of a YAML file, to the type of a field.
 
     Raises:
-        ValueError: it has another type.
+        ValueError: the value has a wrong type.
     """
     kind, optional = _kind(hint)
     if isinstance(raw, str):
@@ -279,7 +288,7 @@ def _converted(path: str, hint: Any, raw: Any) -> Any:
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:
-    """The type of a field without `None`, and whether `None` is a value."""
+    """Return the type of a field without `None`, and whether `None` is allowed."""
     kinds = typing.get_args(hint) or (hint,)
     return next(kind for kind in kinds if kind is not NoneType), NoneType in kinds
 
@@ -290,7 +299,7 @@ def _expected(hint: Any) -> str:
 
 
 def _matches(path: str) -> str:
-    """The keys that are close to one that is none, for a message."""
+    """Return keys similar to an unknown one, for a message."""
     paths = [f"{section}.{key}" for section, kind in _sections().items() for key in _kinds(kind)]
     section, _, name = path.rpartition(".")
     if path in paths:
@@ -305,7 +314,7 @@ def _matches(path: str) -> str:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """The first sentence about each field in the docstring of a dataclass."""
+    """Return the first sentence about each field in the docstring of a dataclass."""
     text = inspect.getdoc(kind) or ""
     found = re.findall(r"^    (\w+): (.*?)(?=^    \w|^\S|\Z)", text, re.MULTILINE | re.DOTALL)
     return {name: re.split(r"(?<=[^.])[.;](?= |$)", " ".join(said.split()))[0] for name, said in found}

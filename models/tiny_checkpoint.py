@@ -1,6 +1,6 @@
-"""This program makes a small random checkpoint: `python -m models.tiny_checkpoint --architecture mixtral --out DIR`.
+"""Write a small random checkpoint: `python -m models.tiny_checkpoint --architecture mixtral --out DIR`.
 
-It stands in for a real one, which is far larger and a folder away. Its words are the 256 bytes.
+It replaces a real checkpoint in tests and examples. Its vocabulary is the 256 bytes.
 """
 
 import json
@@ -68,19 +68,19 @@ CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-"""The names that `transformers` has for them."""
+"""Class names of the architectures in `transformers`."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def tiny_config(architecture: str) -> str:
-    """Writes the `config.json` of a small model.
+    """Return the `config.json` of a small model.
 
     Args:
         architecture: its `model_type`.
 
     Raises:
-        ValueError: it is not supported.
+        ValueError: the architecture is not supported.
     """
     if architecture not in SIZES:
         raise ValueError(f"architecture is {architecture!r}; expected one of {', '.join(sorted(ARCHITECTURES))}")
@@ -89,7 +89,7 @@ def tiny_config(architecture: str) -> str:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Makes a tokenizer whose words are the 256 bytes."""
+    """Return a tokenizer whose vocabulary is the 256 bytes."""
     words = {word: number for number, word in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -98,15 +98,15 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def write_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
-    """Writes a small random checkpoint with its tokenizer.
+    """Write a small random checkpoint with its tokenizer.
 
     Args:
-        architecture: the `model_type` of its `config.json`.
-        folder: where to; it does not exist yet, or is empty.
-        seed: the seed of its parameters.
+        architecture: `model_type` of the `config.json`.
+        folder: output folder; it must be absent or empty.
+        seed: seed of the parameters.
 
     Raises:
-        ValueError: the architecture is not supported, or the folder has something in it.
+        ValueError: the architecture is not supported, or the folder is not empty.
     """
     config = configured(Fields(tiny_config(architecture)))
     mesh = make_mesh(ParallelConfig(expert_parallel=1))
@@ -116,11 +116,11 @@ def write_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
 
 @app.command()
 def main(
-    architecture: Annotated[str, typer.Option(help=f"One of {', '.join(sorted(ARCHITECTURES))}.")],
-    out: Annotated[Path, typer.Option(help="A new or an empty folder.")],
-    seed: Annotated[int, typer.Option(help="Of the parameters.")] = 0,
+    architecture: Annotated[str, typer.Option(help=f"Architecture: {', '.join(sorted(ARCHITECTURES))}.")],
+    out: Annotated[Path, typer.Option(help="Output folder; new or empty.")],
+    seed: Annotated[int, typer.Option(help="Seed of the parameters.")] = 0,
 ) -> None:
-    """Writes a small random checkpoint, as transformers would."""
+    """Write a small random checkpoint in the format of transformers."""
     try:
         offer_cpu_devices(1)
         write_tiny(architecture, out, seed)

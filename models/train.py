@@ -1,4 +1,4 @@
-"""This program trains a mixture-of-experts language model: `python -m models.train tiny`."""
+"""Train a mixture-of-experts language model: `python -m models.train tiny`."""
 
 import dataclasses
 import math
@@ -48,16 +48,16 @@ from models.training.loop import PACKAGES, Run, Tell, execute, prepare
 from models.training.resume import as_before
 
 RELOCATE_INTERVAL = 50
-"""Default of `relocation.interval` for a system that relocates."""
+"""Default of `relocation.interval`, in steps, for a system with relocation."""
 
-CONFIG = f"{', '.join(PRESETS)}, or a .yaml file with sections; with --dry-run {', '.join(dry_run.PRESETS)}, too."
+CONFIG = f"Preset ({', '.join(PRESETS)}) or .yaml file; with --dry-run also {', '.join(dry_run.PRESETS)}."
 SYSTEM = f"NAME or NAME:key=value,key=value: {', '.join(system_names())}; keys {', '.join(SYSTEM_OPTIONS)}."
 MESH = "Axes and sizes, data=2,expert=4,domain=4: groups, ranks per group, ranks that share expert weights."
-DATA = "File or folder of text, JSON lines or token arrays; repeatable, also with shares: PATH:WEIGHT."
+DATA = "File or folder of text, JSON lines or token arrays; or PATH:WEIGHT; repeatable."
 RUN_DIR = "Run folder. [default: runs/CONFIG, then runs/CONFIG-2, ...; the last one to resume or overwrite]"
 RESUME = "Continue from the newest checkpoint; mesh and system stay as they were, unless given."
-DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE gives what cannot be detected."
-DRY_RUN = "Compile the step for a machine that need not be here, h100:1x8 or the like, and train nothing."
+DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE overrides the detection."
+DRY_RUN = "Compile the training step for a target such as h100:1x8, without training."
 LOGGER = "tensorboard (event files in the run folder) or wandb=PROJECT; repeatable."
 SET = f"Value of a key of the sections below; repeatable, the last one counts. --set {LIST} prints all keys."
 
@@ -110,13 +110,13 @@ class TrainArgs:
     """Command line of one training run.
 
     Args:
-        name: the preset, or the path of a YAML file.
-        base: the preset; the defaults for a file.
-        given: fields of `TrainConfig` that the file and the options give.
-        data: paths of the text; none for the default text.
-        run_dir: the run folder; `None` for a numbered one.
-        resume: whether to continue a run.
-        overwrite: whether to move an earlier run aside.
+        name: preset, or path of a YAML file.
+        base: the preset, or the defaults for a file.
+        given: fields of `TrainConfig` given by the file and the options.
+        data: paths of the text; empty for the default text.
+        run_dir: run folder; `None` for a numbered one.
+        resume: if True, continue a run.
+        overwrite: if True, move an earlier run aside.
     """
 
     name: str
@@ -128,7 +128,7 @@ class TrainArgs:
     overwrite: bool
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
-        """Does all that can be refused; see `models.training.loop.prepare`."""
+        """Validate all inputs and prepare the run; see `models.training.loop.prepare`."""
         dry_run.refuse_training(self.name)
         how = {"resume": self.resume, "overwrite": self.overwrite}
         first = Path("runs") / Path(self.name).stem
@@ -141,14 +141,14 @@ class TrainArgs:
         return prepare(config, corpus, folder, **how, tell=tell)
 
     def dry_run(self, target: str) -> None:
-        """Compiles a step for a machine that need not be there, and prints what it needs."""
+        """Compile a training step for a target machine and print its requirements."""
         if self.name in dry_run.PRESETS:
             dry_run.show_published(self.name, Target.parse(target), self.given)
         else:
             dry_run.show(self._configured(self.given)[0], Target.parse(target))
 
     def _configured(self, given: Given) -> tuple[TrainConfig, Tokenizer]:
-        """Changes the preset by what is given; returns the tokenizer, too."""
+        """Return the configuration and the tokenizer of the run."""
         path = updated(self.base.data, given.get("data", {}), "data.").tokenizer
         tokenizer: Tokenizer = Bytes() if path is None else TokenizerFile(Path(path))
         words = {} if path is None else {"model": {"vocab_size": tokenizer.vocab_size}}
@@ -157,13 +157,13 @@ class TrainArgs:
         with in_section("parallel"):
             system = system_named(name)
             if (slots := parallel.get("replica_slots")) and not system.replica_slots:
-                raise ValueError(f"replica_slots is {slots}; expected none with system {name}, which makes no replicas")
+                raise ValueError(f"replica_slots is {slots}; expected none, as system {name} makes no replicas")
         moves = {"relocation": {"interval": RELOCATE_INTERVAL}} if system.relocates else {}
         return updated(self.base, layered(words, moves, given)), tokenizer
 
 
 def _config_named(name: str) -> tuple[TrainConfig, Given]:
-    """Finds a preset, or the defaults and the fields that a file gives."""
+    """Return a preset, or the defaults and the fields given by a file."""
     if Path(name).suffix in (".yaml", ".yml"):
         return TrainConfig(), read_file(Path(name))
     if name in dry_run.PRESETS:
@@ -176,7 +176,7 @@ def _config_named(name: str) -> tuple[TrainConfig, Given]:
 def _given(
     system: str | None, mesh: str | None, steps: int | None, seed: int | None, assignments: Sequence[str]
 ) -> Given:
-    """Collects the fields of `TrainConfig` that options give."""
+    """Return the fields of `TrainConfig` given by options."""
     numbers = {name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None}
     return combined(
         numbers,
@@ -201,7 +201,7 @@ def _loggers(names: list[str], profile: int) -> MetricLoggerConfig:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Makes errors of values those of the user."""
+    """Convert `ValueError` into `UserError`."""
     try:
         yield
     except ValueError as error:
@@ -211,7 +211,7 @@ def _user_errors() -> Iterator[None]:
 def _carry_out(
     prepared: Callable[[Tell], Run], console: Console, stop: StopRequest, watched: Callable[[], MetricLoggerConfig]
 ) -> None:
-    """Prepares and executes a run, and tells of it."""
+    """Prepare and execute a run, and print its progress."""
     if hidden := shadowed_installation():
         _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
     with _user_errors():
@@ -231,12 +231,12 @@ def _corpus(config: TrainConfig, data: list[str], tokenizer: Tokenizer) -> Corpu
         sizes = {"vocab_size": config.model.vocab_size}
         return corpus_from(data, tokenizer, **sizes, text_field=config.data.text_field)
     if tokenizer != Bytes():
-        raise ValueError("data.tokenizer is given, but no data; expected --data with it")
+        raise ValueError("data is required: data.tokenizer is set. Pass --data")
     return default_corpus(config.data.max_corpus_bytes)
 
 
 def _place(distributed: bool, processes: MultiProcessConfig) -> Place | None:
-    """Finds which of several processes this is, `None` if it is alone."""
+    """Return the coordinates of this process, `None` for a single process."""
     given = {name: getattr(processes, name) for name in ("coordinator", "num_processes", "process_id")}
     if distributed:
         return detect_process(**given, timeout_s=processes.join_timeout_s)
@@ -249,7 +249,7 @@ def _place(distributed: bool, processes: MultiProcessConfig) -> Place | None:
 
 
 def _joined(place: Place | None, timeout_s: float) -> AbstractContextManager:
-    """Joins the other processes, and ends with them; does nothing for a process that is alone."""
+    """Join the other processes, in a context ending with them; no operation for a single process."""
     if place is None:
         return nullcontext()
     join(place, timeout_s)
@@ -257,30 +257,30 @@ def _joined(place: Place | None, timeout_s: float) -> AbstractContextManager:
 
 
 def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: Place) -> dict:
-    """Collects what has to be the same on all processes."""
+    """Return the options required to be equal on all processes."""
     options = dataclasses.asdict(config) | {"data": corpus.fingerprint, "run_dir": run_dir and str(run_dir)}
     del options["multi_process"]
     options |= {package: metadata.version(package) for package in PACKAGES}
     with suppress(metadata.PackageNotFoundError):
-        # A checkout need not be installed.
+        # A checkout may be used without installation.
         options |= {"jax_moe_lb": metadata.version("jax_moe_lb")}
     return options | {"num_processes": place.num_processes}
 
 
 def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
-    """Numbers the runs of a preset, so that a run that no folder was named for harms no other.
+    """Return the default run folder, numbered so that a run does not overwrite earlier ones.
 
     Args:
-        first: the folder of the first run.
-        place: which of several processes this is, all of which have to choose the same; `None` if it is alone.
-        last: whether to return the folder of the last run instead of that of the next.
+        first: folder of the first run.
+        place: coordinates of this process; all processes return the same folder. `None` for a single process.
+        last: if True, return the folder of the last run instead of the next.
     """
     others = {path.name.removeprefix(f"{first.name}-"): path for path in first.parent.glob(f"{first.name}-*")}
     folders = {1: first} | {int(number): path for number, path in others.items() if number.isdigit()}
     number = max((number for number, path in folders.items() if RunFolder(path).has_run), default=0)
     number = max(number, 1) if last else number + 1
     if place is not None:
-        # One of them may begin to write before another looks.
+        # Use the number of process 0, as it may write files before another process looks.
         number = shared_number(place, Store(), "run", number)
     return first if number == 1 else first.with_name(f"{first.name}-{number}")
 

@@ -1,11 +1,11 @@
-"""This program makes a mixture of experts of a dense checkpoint: `python -m models.upcycle --checkpoint DIR --out DIR`.
+"""Convert a dense checkpoint into a mixture of experts: `python -m models.upcycle --checkpoint DIR --out DIR`.
 
-Every expert is a copy of the dense network (sparse upcycling, arXiv 2212.05055). The weights of a token's experts sum
-to 1, so the new model computes what the old one does, until it is trained.
+Every expert is a copy of the dense network (sparse upcycling, arXiv 2212.05055). The expert weights of a token sum to
+1, so the outputs are unchanged before training.
 
-With `--share` the mean of these copies, which is the dense network, becomes a shared expert, and an expert what it adds
-to the mean: nothing at first. HybridEP (arXiv 2510.19470, section IV-B) divides experts so to send them, by their
-weights; here outputs are added, as in models that are published with a shared expert.
+With `--share`, the dense network, which is the mean of these copies, becomes a shared expert. Each other expert is its
+difference from the mean, initially zero. HybridEP (arXiv 2510.19470, section IV-B) splits expert weights in the same
+way for transport; here outputs are added, as in published models with a shared expert.
 """
 
 import json
@@ -24,28 +24,28 @@ from models.pretrained.saving import KEPT_FILES, MAX_FILE_BYTES, copy_files, vac
 from models.run_folder.files import write_whole
 
 ROUTER_SCALE = 0.02
-"""The standard deviation of the router's weights: they choose by chance at first, and learn from then on."""
+"""Standard deviation of the router weights; initial routing is random."""
 
 DENSE_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-"""What the projections of Mixtral's experts are called in a Llama."""
+"""Projections of Mixtral's experts by name, and their names in a Llama."""
 
 LAST_PROJECTION = r"\.experts\.\d+\.down_proj\.weight$"
-"""Where it is 0 an expert adds nothing, and learns from the first step on: its gradient is not 0."""
+"""Name of the last projection of an expert. If it is 0, the expert adds 0 but its gradient is not 0."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int, share: bool = False) -> str:
-    """Makes the `config.json` of the mixture: a Llama becomes a Mixtral, a Qwen3 a Qwen3-MoE, with `share` a GLM-4.5.
+    """Return the `config.json` of the mixture: Mixtral from Llama, Qwen3-MoE from Qwen3, or GLM-4.5 with `share`.
 
     Args:
-        fields: the file of the dense model.
-        num_experts: `E`.
-        experts_per_token: `K`.
-        share: whether there is a shared expert.
+        fields: `config.json` of the dense model.
+        num_experts: `E`, experts per layer.
+        experts_per_token: `K`, experts per token.
+        share: if True, add a shared expert.
 
     Raises:
-        ValueError: the dense model is another, or there are fewer experts than `K`, or none.
+        ValueError: the dense model is not supported, or `experts_per_token` is not between 1 and `num_experts`.
     """
     if not 1 <= experts_per_token <= num_experts:
         raise ValueError(f"experts_per_token is {experts_per_token}; expected 1 to num_experts {num_experts}")
@@ -91,7 +91,7 @@ def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int, sh
 
 
 def dense_name(name: str) -> str | None:
-    """Finds which tensor of the dense model a tensor of the mixture is a copy of; `None` for a router's."""
+    """Return the tensor of the dense model copied to a tensor of the mixture; `None` for a router."""
     if re.search(r"\.(mlp|block_sparse_moe)\.gate\.(weight|e_score_correction_bias)$", name):
         return None
     found = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.(?:shared_experts|experts\.\d+)\.(\w+)\.weight", name)
@@ -110,19 +110,19 @@ def upcycle(
     seed: int = 0,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes a checkpoint of a mixture whose experts are copies of a dense model's network.
+    """Write a mixture checkpoint whose experts are copies of a dense model's network.
 
     Args:
-        folder: the checkpoint of a Llama or a Qwen3.
-        out: where to; it does not exist yet, or is empty.
-        num_experts: `E`, usually 8.
-        experts_per_token: `K`, usually 2.
-        share: whether a shared expert holds the mean of all, and the others what they add to it, nothing at first.
-        seed: the seed of the routers.
-        max_file_bytes: the bytes of tensors of a file, which host memory holds at once.
+        folder: checkpoint of a Llama or a Qwen3.
+        out: output folder; it must be absent or empty.
+        num_experts: `E`, experts per layer, usually 8.
+        experts_per_token: `K`, experts per token, usually 2.
+        share: if True, a shared expert is the dense network, and the other experts add 0 initially.
+        seed: seed of the routers.
+        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), which host memory holds at once.
 
     Raises:
-        ValueError: the model is not supported, its tensors do not fit, or `out` has something in it.
+        ValueError: the model is not supported, its tensors do not match its `config.json`, or `out` is not empty.
     """
     text = upcycled_config(read_fields(folder), num_experts, experts_per_token, share)
     shapes = {piece.name: piece.shape for piece in pieces_of(configured(Fields(text)))}
@@ -163,15 +163,15 @@ def _check(tensors: TensorFolder, name: str | None, shape: tuple[int, ...]) -> N
 @app.command()
 def main(
     checkpoint: Annotated[Path, typer.Option(help="Folder of a dense Llama or Qwen3.")],
-    out: Annotated[Path, typer.Option(help="A new or an empty folder.")],
-    num_experts: Annotated[int, typer.Option(help="Experts of a layer.")] = 8,
-    experts_per_token: Annotated[int, typer.Option(help="Experts of a token.")] = 2,
+    out: Annotated[Path, typer.Option(help="Output folder; new or empty.")],
+    num_experts: Annotated[int, typer.Option(help="Experts per layer.")] = 8,
+    experts_per_token: Annotated[int, typer.Option(help="Experts per token.")] = 2,
     share: Annotated[
-        bool, typer.Option("--share", help="A shared expert is the dense network; others add to it.")
+        bool, typer.Option("--share", help="Add a shared expert, initialized to the dense network.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the routers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the routers.")] = 0,
 ) -> None:
-    """Makes a mixture of experts of a dense checkpoint; it computes the same until it is trained."""
+    """Convert a dense checkpoint into a mixture of experts."""
     try:
         upcycle(checkpoint, out, num_experts, experts_per_token, share=share, seed=seed)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""HybridEP's Algorithm 1 is done here rank by rank, to compare with the replica groups of a compiled program."""
+"""HybridEP's Algorithm 1, rank by rank, for comparison with the replica groups of a compiled program."""
 
 import re
 
@@ -6,15 +6,15 @@ import numpy as np
 
 
 def location(rank, sizes):
-    """Equation 13: the rank's member number at each level, outermost first."""
+    """Return the rank's member index at each level, outermost first (Equation 13)."""
     return tuple(int(digit) for digit in np.unravel_index(rank, sizes))
 
 
 def link(m, n, level, sizes, domain_sizes):
-    """How two ranks are connected at a level: `"gather"`, `"exchange"` or `None`.
+    """Return the connection of two ranks at a level: `"gather"`, `"exchange"` or `None`.
 
-    The listing compares only the finer levels of the two locations. Links would then join any two members of different
-    datacenters at the inner level, so here the coarser ones must be equal, too.
+    The paper's listing compares only the finer levels of the two locations. Links would then join any two members of
+    different datacenters at the inner level, so this version also requires equal coarser levels.
     """
     a, b = location(m, sizes), location(n, sizes)
     if a == b or a[:level] != b[:level] or a[level + 1 :] != b[level + 1 :]:
@@ -26,18 +26,18 @@ def link(m, n, level, sizes, domain_sizes):
 
 
 def links(kind, level, sizes, domain_sizes):
-    """All directed pairs of ranks that are linked so at a level."""
+    """Return all directed pairs of ranks with this kind of link at a level."""
     ranks = range(int(np.prod(sizes)))
     return {(m, n) for m in ranks for n in ranks if link(m, n, level, sizes, domain_sizes) == kind}
 
 
 def pairs(groups):
-    """All directed pairs of members of a group."""
+    """Return all directed pairs of members of a group."""
     return {(m, n) for group in groups for m in group for n in group if m != n}
 
 
 def connected(edges):
-    """The closure of `edges`: pairs that are joined over any number of them."""
+    """Return the transitive closure of `edges`."""
     closed = set(edges)
     while True:
         more = {(a, d) for a, b in closed for c, d in closed if b == c and a != d} - closed
@@ -54,7 +54,7 @@ COLLECTIVE = re.compile(
 
 
 def collectives(hlo):
-    """`(operation, dtype, groups)` of every collective of a compiled program."""
+    """Return `(operation, dtype, groups)` of every collective of a compiled program."""
     found = COLLECTIVE.findall(hlo)
     assert len(found) == len(re.findall(r"replica_groups=|source_target_pairs=", hlo))
     return [(operation, dtype, _groups(text)) for dtype, operation, text in found]

@@ -1,4 +1,4 @@
-"""Every test runs on 8 virtual CPU devices, with strict promotion and checked shape annotations."""
+"""All tests run on 8 virtual CPU devices, with strict dtype promotion and checked shape annotations."""
 
 import gc
 import hashlib
@@ -17,13 +17,13 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Collections walk through all that JAX has traced; fewer of them save a twentieth of the time.
+# Garbage collection scans all traced JAX objects; rarer collections save 5 % of the time.
 gc.set_threshold(100_000, 20, 20)
 
-# Before anything imports the package, and for as long as the tests run.
+# Install the hook before any import of the package, for the whole test session.
 install_import_hook("jax_moe_lb", "beartype.beartype")
 
-# Compiling takes longer than running here; without optimisations, two thirds as long.
+# Compilation dominates here; without optimisations it takes a third less time.
 QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}".strip()
 
@@ -32,7 +32,7 @@ from jax_moe_lb.kernels.backends import FIRST_WITH_HOPPER_KERNELS  # noqa: E402
 
 use_virtual_cpu_devices(8)
 
-# Kernels that are written for the Pallas of a newer JAX, and its interpreter.
+# These kernels and their interpreter require a newer Pallas.
 collect_ignore = [] if jax.__version_info__ >= FIRST_WITH_HOPPER_KERNELS else ["kernels/test_hopper.py"]
 
 
@@ -40,18 +40,18 @@ def pytest_addoption(parser):
     parser.addoption(
         "--compilation-cache",
         metavar="FOLDER",
-        help="compiled programs, by default in build/compiled; an empty name compiles all of them in each process",
+        help="Folder of compiled programs, build/compiled by default; an empty name disables the cache.",
     )
     group = parser.getgroup("random layer test", "tests/stress")
-    group.addoption("--layer-cases", type=int, default=300, help="how many random inputs the layer is tested on")
-    group.addoption("--layer-case", metavar="P.I", help="only the input of this number of the program of this number")
+    group.addoption("--layer-cases", type=int, default=300, help="Number of random inputs for the layer.")
+    group.addoption("--layer-case", metavar="P.I", help="Only input I of program P.")
 
 
 MAX_CACHE_BYTES = 2**30
 
 
 def remove_oldest(folder):
-    """Remove the files that were written first, beyond the size of the cache."""
+    """Remove the oldest files above the cache size."""
     files = [(path.stat().st_mtime, path.stat().st_size, path) for path in folder.glob("*")]
     total = sum(size for _, size, _ in files)
     for _, size, path in sorted(files):
@@ -62,7 +62,7 @@ def remove_oldest(folder):
 
 
 def enable_compilation_cache(config):
-    """Share compiled programs among the tests, their subprocesses, the workers of pytest-xdist and later runs."""
+    """Share compiled programs between tests, subprocesses, pytest-xdist workers and later runs."""
     kept = config.option.compilation_cache
     if kept == "":
         temporary = tempfile.TemporaryDirectory(prefix="compiled-")
@@ -88,12 +88,12 @@ compile_lowered = Lowered.compile
 
 
 def compile_with_dumps(lowered, compiler_options=None, **options):
-    """Compile without the cache if dumps are asked for: a program that is loaded writes none."""
+    """Compile without the cache if dumps are requested, as a cached program writes none."""
     if "xla_dump_to" not in (compiler_options or {}):
         return compile_lowered(lowered, compiler_options, **options)
     before = jax.config.jax_enable_compilation_cache
     try:
-        # Whether the cache is used is looked up once.
+        # JAX reads the cache setting once.
         compilation_cache.reset_cache()
         jax.config.update("jax_enable_compilation_cache", False)
         return compile_lowered(lowered, compiler_options, **options)
@@ -103,19 +103,19 @@ def compile_with_dumps(lowered, compiler_options=None, **options):
 
 
 def cpu_type() -> str:
-    """Return a name of the processor and its instruction sets: programs compiled for one may not run on another."""
+    """Return an identifier of the processor and its instruction sets, as programs are specific to them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = [platform.machine(), platform.processor()]
-    # Without clock rates, which change.
+    # Exclude clock rates, which vary.
     kept = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))} or set(lines)
     return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest()[:12]
 
 
 def pytest_configure(config):
     enable_compilation_cache(config)
-    # Tests of a GPU run alone; no other test may depend on one.
+    # GPU tests run separately; no other test may depend on a GPU.
     if config.option.markexpr != "gpu":
         jax.config.update("jax_platforms", "cpu")
 
@@ -127,7 +127,7 @@ def x64():
 
 
 ABSENT = {"gpu", "netns"}
-"""Markers of hardware or privilege whose absence excuses a skip in continuous integration."""
+"""Markers of hardware or privileges whose absence excuses a skip in continuous integration."""
 
 
 def pytest_runtest_logreport(report):
@@ -140,14 +140,14 @@ UNEXCUSED: list[str] = []
 
 
 BUDGET_S = 10.0
-"""CPU seconds of the setup and call of one test, with the processes that it has started and waited for.
+"""CPU seconds of the setup and call of one test, including finished child processes.
 
-Fixtures that several tests share do not count.
+Shared fixtures do not count.
 """
 
 BEGAN_S = pytest.StashKey[float]()
 SHARED_S: list[float] = []
-"""CPU seconds of the fixtures that several tests share, of those that were made for the test that runs."""
+"""CPU seconds of shared fixtures created for the current test."""
 
 OVER_BUDGET: list[tuple[float, str, bool]] = []
 
@@ -174,7 +174,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    # Workers of pytest-xdist send user properties to the process that prints them.
+    # pytest-xdist workers send user properties to the reporting process.
     if call.when == "call":
         item.user_properties.append(("cpu_s", cpu_seconds() - item.stash[BEGAN_S] - sum(SHARED_S)))
     return (yield)
@@ -196,12 +196,12 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     """Fail in continuous integration if a test was skipped, or far exceeded its budget and is not marked thorough."""
-    # What the end of a process would collect, for longer than it is given, goes with the process.
+    # Skip the slow garbage collection at process exit.
     gc.freeze()
     if UNEXCUSED and os.environ.get("CI"):
         print(f"\nskipped without a marker of {sorted(ABSENT)}: {UNEXCUSED}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    # CPU seconds of one test vary between machines and runs, by up to a factor of two.
+    # CPU time of one test varies between machines and runs by up to a factor of two.
     over = [nodeid for seconds, nodeid, thorough in OVER_BUDGET if seconds > 3 * BUDGET_S and not thorough]
     if over and os.environ.get("CI"):
         print(f"\nabove {3 * BUDGET_S:g} CPU seconds without the marker thorough: {over}")

@@ -1,7 +1,7 @@
-"""The dependencies of a compiled or of a lowered module are read as a graph, which says what needs what.
+"""Dependency graph of a compiled or lowered module.
 
-Edges are a superset of the real ones: a loop, a conditional or a call needs all that its parts read from outside.
-So where there is no path there is none.
+Edges are a superset of the real ones: a loop, a conditional or a call depends on all outside values read by its parts.
+A missing path therefore proves independence.
 """
 
 import re
@@ -14,19 +14,19 @@ class Graph:
     """Instructions of one block.
 
     Args:
-        operands: of each instruction, those that it reads or must wait for.
-        lines: what each instruction says, and what those in its regions and in what it calls say.
+        operands: instructions read or awaited by each instruction.
+        lines: text of each instruction, its regions and its called computations.
     """
 
     operands: dict[str, set[str]]
     lines: dict[str, list[str]]
 
     def holding(self, pattern: str) -> set[str]:
-        """Instructions in which a line matches."""
+        """Return the instructions with a matching line."""
         return {name for name, lines in self.lines.items() if any(re.search(pattern, line) for line in lines)}
 
     def needs(self, names: Iterable[str]) -> set[str]:
-        """All that must come before some of them."""
+        """Return all instructions that precede any of `names`."""
         found, todo = set(), list(names)
         while todo:
             new = self.operands.get(todo.pop(), set()) - found
@@ -36,7 +36,7 @@ class Graph:
 
 
 def of_compiled(text: str) -> Graph:
-    """Of the entry computation of `compiled.as_text()`."""
+    """Return the graph of the entry computation of `compiled.as_text()`."""
     computations: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -67,10 +67,10 @@ def of_compiled(text: str) -> Graph:
 
 
 def of_lowered(text: str, marker: str) -> Graph:
-    """Of the `shard_map` that holds `marker`, in `lowered.as_text(debug_info=True)`.
+    """Return the graph of the `shard_map` containing `marker`, in `lowered.as_text(debug_info=True)`.
 
-    Values of a block have other names than those of the regions in it, so an operation reads what its text, regions
-    included, names. Each line is followed by the scopes of its location.
+    Values of a block and of its regions have different names, so an operation reads the names in its text, including
+    regions. Each line is followed by the scopes of its location.
     """
     scopes = {
         name: re.findall(r'"([^"]*)"|(#loc\d+)', body) for name, body in re.findall(r"(#loc\d+) = loc\((.*)\)", text)

@@ -1,6 +1,6 @@
-"""This is `moe_lb::Exact` in NumPy and plain Python: it makes the same plan, at a thousandth of the speed.
+"""Reference of `moe_lb::Exact` in NumPy and plain Python: the same plans, a thousand times slower.
 
-Every function stands for the C++ file that its docstring names, whose header says why it does what it does.
+Every function corresponds to the C++ file in its docstring, whose header explains the algorithm.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ SUBSET_RANKS, FLOW_RANKS = 8, 64
 
 
 def find_best(tokens: np.ndarray, num_ranks: int, slots: int, fan_out: int) -> tuple[int, Serving]:
-    """Planner::FindBest in exact.cc: the lowest maximum load found, and its plan."""
+    """Return the lowest maximum load found, and its plan (Planner::FindBest in exact.cc)."""
     total = int(tokens.sum())
     mean = -(-total // num_ranks)
     enough = mean + mean // CLOSE_ENOUGH
@@ -50,7 +50,7 @@ def exact(
     max_fan_out: int = 2**31 - 1,
     counts: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """placement [R, S] and quota [E, R], int32, for tokens [E] and perhaps counts [R, E]; see exact.h."""
+    """Return placement [R, S] and quota [E, R], int32, for tokens [E] and optionally counts [R, E]; see exact.h."""
     tokens = np.asarray(tokens, np.int64)
     slots = num_slots - len(tokens) // num_ranks
     best = Serving(tokens, num_ranks)

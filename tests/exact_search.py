@@ -1,4 +1,4 @@
-"""This is the search over placements of `moe_lb::Exact`; see exact_reference.py."""
+"""Placement search of `moe_lb::Exact`; see exact_reference.py."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from tests.exact_serving import Serving
 
 
 class SubsetEvaluator:
-    """subset_evaluator.h."""
+    """Evaluator of subset_evaluator.h."""
 
     def __init__(self, tokens: np.ndarray, num_ranks: int, slots: int) -> None:
         del slots
@@ -14,7 +14,7 @@ class SubsetEvaluator:
         self.sets = np.arange(1, 2**num_ranks)
         self.size = np.array([int(s).bit_count() for s in self.sets])
         self.holders = [1 << (e * num_ranks // len(tokens)) for e in range(len(tokens))]
-        self.served = np.zeros(len(self.sets), np.int64)  # tokens that no rank outside can serve
+        self.served = np.zeros(len(self.sets), np.int64)  # tokens with all holders inside the set
         for expert, holders in enumerate(self.holders):
             self.served += tokens[expert] * ((self.sets & holders) == holders)
 
@@ -45,7 +45,7 @@ class SubsetEvaluator:
 
 
 class FlowEvaluator:
-    """flow_evaluator.h, with every flow from scratch."""
+    """Evaluator of flow_evaluator.h, computing every flow from scratch."""
 
     def __init__(self, tokens: np.ndarray, num_ranks: int, slots: int) -> None:
         del slots
@@ -58,7 +58,7 @@ class FlowEvaluator:
     def flow(self, replicas: frozenset[tuple[int, int]]) -> tuple[int, int]:
         plan = Serving(self.tokens, self.num_ranks, tuple(sorted(replicas)))
         stuck = cut = 0
-        for _ in range(2):  # what the last ranks reach is known once all have been relieved
+        for _ in range(2):  # the reach of the last ranks is known once all have been relieved
             stuck = cut = 0
             for rank in range(self.num_ranks):
                 if (reached := plan.relieve(rank, self.limit)) is not None:
@@ -81,7 +81,7 @@ class FlowEvaluator:
 
 
 class Search:
-    """search.h."""
+    """Search of search.h."""
 
     def __init__(
         self, tokens: np.ndarray, num_ranks: int, slots: int, fan_out: int, evaluator: "SubsetEvaluator | FlowEvaluator"

@@ -1,4 +1,4 @@
-"""These steps of `moe_lb::Exact` decide who serves what; see exact_reference.py."""
+"""Assignment of tokens to replicas in `moe_lb::Exact`; see exact_reference.py."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Serving:
-    """serving.h. Entry e < E is expert e at home; later ones are replicas, in the order added."""
+    """State of serving.h. Entry e < E is expert e at home; later ones are replicas, in the order added."""
 
     def __init__(self, tokens: np.ndarray, num_ranks: int, replicas: tuple[tuple[int, int], ...] = ()) -> None:
         self.num_ranks, self.num_experts = num_ranks, len(tokens)
@@ -44,7 +44,7 @@ class Serving:
         return limit
 
     def relieve(self, source: int, limit: int) -> list[int] | None:
-        """None once the rank is within the limit; else all ranks that its tokens could go to."""
+        """Return None if the rank is within the limit; otherwise all ranks reachable by its tokens."""
         while self.load[source] > limit:
             queue, came = [source], {source: (-1, -1)}
             experts: set[int] = set()
@@ -62,7 +62,7 @@ class Serving:
         return None
 
     def _search(self, queue: list[int], came: dict[int, tuple[int, int]], experts: set[int]) -> Iterator[int]:
-        for rank in queue:  # grows meanwhile
+        for rank in queue:  # the loop extends the queue
             homes = range(rank * self.home_experts, (rank + 1) * self.home_experts)
             for entry in [e for e in homes if self.of_expert[e]] + self.of_rank[rank]:
                 expert = self.expert[entry]
@@ -77,7 +77,7 @@ class Serving:
 
 
 def chain(tokens: np.ndarray, num_ranks: int, slots: int, fan_out: int, limit: int, rule: str) -> Serving:
-    """chain.h."""
+    """Return the plan of chain.h."""
     plan = Serving(tokens, num_ranks)
     start = list(plan.load)
     used, sent = [0] * num_ranks, [0] * num_ranks
@@ -113,7 +113,7 @@ def chain(tokens: np.ndarray, num_ranks: int, slots: int, fan_out: int, limit: i
 
 
 def thin(plan: Serving, limit: int) -> None:
-    """thinning.h."""
+    """Apply thinning.h."""
     for entry in sorted(plan.replicas(), key=lambda e: plan.tokens[e]):
         saved = list(plan.tokens), list(plan.load)
         expert, rank = plan.expert[entry], plan.rank[entry]
@@ -128,7 +128,7 @@ def thin(plan: Serving, limit: int) -> None:
 
 
 def localize(plan: Serving, counts: np.ndarray, limit: int, slots: int) -> None:
-    """localize.h."""
+    """Apply localize.h."""
     replicas = plan.replicas()
 
     def holds(rank: int, expert: int) -> bool:

@@ -1,4 +1,4 @@
-"""One MoE layer runs over a mesh here, next to its dense reference."""
+"""One MoE layer on a mesh, and its dense reference."""
 
 import functools
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from tests.oracle import dense_moe
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a layer. The first columns of its tokens are random, the last `E` carry their preferences."""
+    """Sizes of a layer. The first columns of its tokens are random, and the last `E` contain expert preferences."""
 
     num_tokens: int = 24
     features: int = 4
@@ -37,10 +37,10 @@ class Case:
         return jnp.asarray(kernel, dtype), experts if self.gated else Experts(experts.up, experts.down)
 
     def tokens(self, workload: Workload, num_shards: int, dtype) -> tuple[jax.Array, jax.Array]:
-        """Tokens of all shards, and their mask."""
+        """Return tokens of all shards, and their mask."""
         logits = workload.logits(0, num_shards, self.num_tokens, self.num_experts)
         features = np.random.default_rng(2).normal(size=(*logits.shape[:2], self.features))
-        # Preferences come in whole numbers, so that rounding to bfloat16 changes no choice of expert.
+        # Preferences are integers, so that rounding to bfloat16 does not change the selected experts.
         ranks = np.argsort(np.argsort(logits, axis=-1), axis=-1)
         x = np.concatenate([features, ranks - self.num_experts / 2], -1) / 4
         mask = workload.mask(num_shards, self.num_tokens).reshape(-1)
@@ -52,7 +52,7 @@ def make_mesh(sizes, names, axis_type=AxisType.Auto):
 
 
 def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None, on_fault="raise"):
-    """`(x, mask, kernel, experts) -> (y, stats)` over the mesh; stats stacked over groups."""
+    """Return `(x, mask, kernel, experts) -> (y, stats)` over the mesh, with stats stacked over groups."""
     tokens = PartitionSpec(topology.data_axes + topology.expert_axes)
     groups = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
     router = TopK(2) if router is None else router
@@ -75,7 +75,7 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
 
 
 def with_gradients(layer):
-    """Jitted `(x, mask, kernel, experts, target) -> ((y, stats), gradients of x, kernel and experts)`."""
+    """Return the jitted `(x, mask, kernel, experts, target) -> ((y, stats), gradients of x, kernel and experts)`."""
 
     def loss(x, kernel, experts, mask, target):
         y, stats = layer(x, mask, kernel, experts)
@@ -91,12 +91,12 @@ def with_gradients(layer):
 
 @functools.cache
 def dense_with_gradients(router):
-    """The same for the dense reference, compiled once for all tests of a process."""
+    """Return the same for the dense reference, compiled once per process."""
     return with_gradients(lambda x, mask, kernel, experts: (dense_moe(x, kernel, experts, router, mask), None))
 
 
 def assert_close(actual, expected, relative):
-    """Leaf by leaf, relative to the largest entry of the expected leaf."""
+    """Compare leaf by leaf, relative to the largest entry of the expected leaf."""
     for (path, got), want in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         error, scale = np.abs(got - want).max(initial=0), max(np.abs(want).max(initial=0), 1e-6)

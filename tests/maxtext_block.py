@@ -1,7 +1,7 @@
-"""The block of `examples/maxtext_block.py` beside MaxText's own: outputs, gradients, and losses of MaxText's trainer.
+"""The block of `examples/maxtext_block.py` against MaxText's: outputs, gradients, and losses of MaxText's trainer.
 
-Run `python -m tests.maxtext_block [--train]` where MaxText is installed (see `benchmarks/peer_maxtext.py`; its trainer
-wants `tiktoken sentencepiece sympy ml_collections` as well).
+Run `python -m tests.maxtext_block [--train]` in an environment with MaxText (see `benchmarks/peer_maxtext.py`; its
+trainer also requires `tiktoken sentencepiece sympy ml_collections`).
 """
 
 import argparse
@@ -39,7 +39,7 @@ DECODERS: dict[str, dict[str, object]] = {
     "gpt_oss": {"decoder_block": "gpt_oss", **GPT_OSS},
 }
 MOST = 2e-5
-"""Both sum in float32, in other orders."""
+"""Tolerance; both sum in float32, in different orders."""
 
 RUN = """steps=30 learning_rate=0.01 dataset_type=synthetic enable_checkpointing=False hardware=cpu log_config=False
     skip_jax_distributed_system=True run_name=block decoder_block=mixtral base_emb_dim=64 base_moe_mlp_dim=128
@@ -62,14 +62,14 @@ def block_of(make: Any, config: Any, mesh: Mesh) -> nnx.Module:
 
 
 def differences(options: dict[str, object]) -> dict[str, float]:
-    """How far outputs and gradients are from MaxText's, over the largest of each."""
+    """Return the differences of outputs and gradients from MaxText's, relative to the largest of each."""
     config = maxtext_config(SIZES, DENSE | options)
     names = tuple(config.mesh_axes)
     shape = tuple(SIZES.num_ranks if name == "expert" else 1 for name in names)
     mesh = Mesh(np.array(jax.devices()[: SIZES.num_ranks]).reshape(shape), names)
     theirs, ours = (block_of(make, config, mesh) for make in (moe.RoutedMoE, RoutedMoE))
     arrays = nnx.to_pure_dict(nnx.state(theirs, nnx.Param))
-    # MaxText's biases begin as zeros.
+    # Replace MaxText's zero biases by noise.
     arrays = jax.tree.map_with_path(
         lambda path, array: array + 0.5 * ("bias" in keystr(path)) * noise_like(array), arrays
     )
@@ -93,7 +93,7 @@ def differences(options: dict[str, object]) -> dict[str, float]:
 
 
 def losses_of_training(block: Any) -> list[str]:
-    """What MaxText's trainer says of each step, with this block in its decoder."""
+    """Return the step lines of MaxText's trainer with this block in its decoder."""
     from maxtext.trainers.pre_train import train
 
     said: list[str] = []
@@ -113,7 +113,7 @@ def losses_of_training(block: Any) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", action="store_true", help="train a small Mixtral with either block, too")
+    parser.add_argument("--train", action="store_true", help="Also train a small Mixtral with each block.")
     args = parser.parse_args()
     use_virtual_cpu_devices(SIZES.num_ranks)
     worst = 0.0

@@ -1,4 +1,4 @@
-"""Plain references, written to be read: no collectives, no sorting, no cleverness."""
+"""Plain reference implementations, without collectives or sorting."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax_moe_lb import Experts, TokenInfo
 
 
 def dense_moe(x, kernel, experts: Experts, router, mask=None, bias=None):
-    """Every token through every expert; `[T, H]` tokens of all ranks, `[E, ...]` experts of all ranks."""
+    """Apply every expert to every token; `[T, H]` tokens of all ranks, `[E, ...]` experts of all ranks."""
     wide = x.dtype if x.dtype == jnp.float64 else jnp.float32
     logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision="highest")
     routing = router(logits, bias, TokenInfo(mask=mask))
@@ -22,12 +22,12 @@ def dense_moe(x, kernel, experts: Experts, router, mask=None, bias=None):
 
 
 def biased(products, bias):
-    """Products `[E, T, F]`, and the bias of each expert."""
+    """Add the bias of each expert to products `[E, T, F]`."""
     return products if bias is None else products + bias[:, None]
 
 
 def split(counts, quota, domain):
-    """The split rule token by token: `[R, E, R]`, copies of an expert from a source to the rank that serves them."""
+    """Return the split token by token, `[R, E, R]`: copies of an expert by source and serving rank."""
     num_ranks, num_experts = counts.shape
     left, room = counts.astype(int).copy(), quota.astype(int).copy()
     out = np.zeros((num_ranks, num_experts, num_ranks), int)
@@ -50,7 +50,7 @@ def split(counts, quota, domain):
 
 
 def random_plan(rng, counts, slots, domain):
-    """A legal plan drawn at random: `(placement, quota)`."""
+    """Return a random legal plan `(placement, quota)`."""
     num_ranks, num_experts = counts.shape
     home = num_experts // num_ranks
     placement = np.full((num_ranks, slots), -1, np.int32)

@@ -1,14 +1,14 @@
-"""UltraEP's planner as its released code does it, step by step; plain Python, written to be read.
+"""UltraEP's planner following its released code step by step, in plain Python.
 
-It also makes the tests that the planner of this library leaves out because they cannot fail. The released code takes
-the mean in float32, which is exact up to 2**24 tokens in a domain; beyond them this library's is, as here.
+It includes checks that this library's planner omits because they cannot fail. The released code computes the mean in
+float32, exact up to 2**24 tokens per domain; above, this library is exact, as here.
 """
 
 import numpy as np
 
 
 def plan(placement, quota, domain, eps=0.01, min_tokens=1024):
-    """Placement, quota, and the limit of every domain."""
+    """Return placement, quota, and the limit of every domain."""
     placement, new_quota, limits = placement.copy(), quota.copy(), []
     num_ranks = placement.shape[0]
     home = quota.shape[0] // num_ranks
@@ -46,7 +46,7 @@ class Domain:
         return self.narrow(self.bisect(low, high), high)
 
     def bisect(self, low, high):
-        """The lowest limit with as much room below it as there is surplus above."""
+        """Return the lowest limit with at least as much capacity below it as surplus above."""
         while low < high:
             middle = (low + high) // 2
             surplus = sum(max(load - middle, 0) for load in self.load.values())
@@ -55,7 +55,7 @@ class Domain:
         return low
 
     def narrow(self, low, high):
-        """Four limits at a time."""
+        """Test four limits at a time."""
         if self.attempt(low, dynamic=False) is not None:
             return low, self.attempt(low, dynamic=False)
         while high - low > 4:
@@ -72,7 +72,7 @@ class Domain:
         return high, self.attempt(high, dynamic=False)
 
     def attempt(self, limit, dynamic):
-        """Replicas `(expert, rank, tokens)` in the order in which they are made, or `None`."""
+        """Return replicas `(expert, rank, tokens)` in order of creation, or `None`."""
         needs = {r: max(self.load[r] - limit, 0) for r in self.ranks}
         room = {r: max(limit - self.load[r], 0) for r in self.ranks}
         if sum(needs.values()) > sum(room.values()):

@@ -1,4 +1,4 @@
-"""Runs pytest over its arguments, under Bazel: against the extension modules that Bazel built, and no others."""
+"""Run pytest under Bazel with the extension modules built by Bazel."""
 
 import importlib.util
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 if __name__ == "__main__":
-    # An editable installation answers imports before sys.path is searched.
+    # The import hook of an editable installation precedes sys.path.
     sys.meta_path = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
     for module in ("jax_moe_lb._ffi", "jax_moe_lb._planning"):
         found = importlib.util.find_spec(module)

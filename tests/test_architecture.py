@@ -1,4 +1,4 @@
-"""The structure that the documentation promises, read from the sources."""
+"""The documented structure of the package, checked on the sources."""
 
 import ast
 import subprocess
@@ -20,11 +20,11 @@ FLOORS = [
     ["advise", "calibrate", "integrations"],
     ["cli"],
 ]
-"""The rooms of the package. A module imports from its own room and from lower floors."""
+"""The rooms of the package. A module imports only from its own room and from lower floors."""
 
 SYSTEMS = {"Direct", "Gather", "MultiRailDispatch", "PeerCopy", "Relay", "TwoPhase"}
 SYSTEMS |= {"Chain", "HybridEP", "Plain", "RailS"}
-"""Strategies, which executor and simulator never tell apart by their class."""
+"""Strategies, by whose class executor and simulator never branch."""
 
 
 def room_of(module):
@@ -56,7 +56,7 @@ def strategies_told_apart(tree):
 
 
 def faults_of(path):
-    """Yields each rule that a file breaks."""
+    """Yield each rule broken by a file."""
     module, text = module_name(path), path.read_text()
     tree = ast.parse(text)
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -79,7 +79,7 @@ def faults_of(path):
             yield f"{module}.{node.name} has more than 80 lines"
         if isinstance(node, ast.Global):
             yield f"{module}:{node.lineno} keeps a global"
-        # XLA and the plugins of JAX take their flags from the environment alone.
+        # XLA and JAX plugins read their flags only from the environment.
         is_read = isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
         if is_read and path.name not in {"virtual_devices.py", "targets.py"}:
             yield f"{module}:{node.lineno} reads the environment"

@@ -1,4 +1,4 @@
-"""Examples in docstrings run, and every name that users call has one."""
+"""Examples in docstrings run, and every public callable has one."""
 
 import doctest
 import functools
@@ -14,7 +14,7 @@ import jax_moe_lb
 EXTENSIONS = {"_ffi", "_ffi_cuda", "_planning"}
 
 ROOMS = sorted(value.__name__ for name in dir(jax_moe_lb) if inspect.ismodule(value := getattr(jax_moe_lb, name)))
-"""Modules whose names users import."""
+"""Modules with names imported by users."""
 
 COMPILED = {"jax_moe_lb.nn.moe", "jax_moe_lb.layer.moe", "jax_moe_lb.transport.fsdp", "jax_moe_lb.routing.routers"}
 """Modules whose examples compile whole layers."""
@@ -27,11 +27,13 @@ WITHOUT_EXAMPLE = {
     "Report": "only `simulate` and `replay` make one, and their examples show it",
     "Stats": "only `moe` makes one, and its example shows it",
 }
-"""Public names that nobody calls, each with the reason."""
+"""Public names that are not called, each with the reason."""
 
 
 class Finder(doctest.DocTestFinder):
-    """Finds functions that the checks of shapes and types wrap, too: their globals are another module's."""
+    """Finder that includes functions wrapped by the checks of shapes and types, whose globals belong to another
+    module.
+    """
 
     def _from_module(self, module, object):
         if inspect.isfunction(object):
@@ -40,7 +42,7 @@ class Finder(doctest.DocTestFinder):
 
 
 def raised(name):
-    """A package that cannot be imported is not left out in silence."""
+    """Raise import errors, so that no package is skipped silently."""
     importlib.import_module(name)
 
 
@@ -51,7 +53,7 @@ def modules():
 
 @functools.cache
 def examples(name):
-    """The docstrings of a module that have examples, by the name of what they describe."""
+    """Return the docstrings of a module with examples, by qualified name."""
     module = importlib.import_module(name)
     return {test.name: test for test in Finder().find(module, name) if test.examples}
 
@@ -68,7 +70,7 @@ def test_examples_run(name):
 
 
 def public_names():
-    """Functions and classes that users import."""
+    """Return functions and classes imported by users."""
     exported = {}
     for room in map(importlib.import_module, ROOMS):
         names = getattr(room, "__all__", [name for name in vars(room) if not name.startswith("_")])
@@ -81,7 +83,7 @@ PUBLIC = public_names()
 
 @pytest.mark.parametrize("name", sorted(PUBLIC.keys() - WITHOUT_EXAMPLE.keys()))
 def test_public_names_have_an_example(name):
-    """In their docstring, or, for a class, in that of a method."""
+    """The example may be in the docstring, or, for a class, in the docstring of a method."""
     value = PUBLIC[name]
     described = f"{value.__module__}.{value.__qualname__}"
     shown = [test for test in examples(value.__module__) if test == described or test.startswith(f"{described}.")]

@@ -1,4 +1,4 @@
-"""Every example runs as a program, in a process of its own, and prints what it promises."""
+"""Every example runs in its own process and prints the expected output."""
 
 import functools
 import os
@@ -47,7 +47,7 @@ PRINTED = {
 
 @functools.cache
 def run(example):
-    # From the checkout, whether the package is installed or not.
+    # Use the checkout, whether or not the package is installed.
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / f"{example}.py")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -79,6 +79,6 @@ def test_three_levels_relieve_the_busiest_interface():
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_is_short(example):
-    # A block for another program has that one's signature and parameters.
+    # A block for another program needs its signature and parameters.
     most = 160 if example == "maxtext_block" else 60
     assert len((ROOT / "examples" / f"{example}.py").read_text().splitlines()) < most

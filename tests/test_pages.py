@@ -1,4 +1,4 @@
-"""The programs of every page run as they stand, its commands are such, and the messages it explains exist."""
+"""Every block of a page runs alone, every command exists, and every explained message is one of the code."""
 
 import importlib
 import importlib.util
@@ -7,46 +7,57 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import jax
 import pytest
 import typer
 
 from jax_moe_lb.cli.app import UsageError, app
+from tests.page_blocks import blocks, run_alone, same_output
 from tests.test_doctests import ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 
-ELSEWHERE = {
-    "compiling": "ci/accelerators.sh",
-    "extending": "tests/test_extending.py",
-    "networks": "tests/network/test_page.py",
-}
-"""Pages whose programs need something that these tests have not, and what runs them."""
+ELSEWHERE = {"compiling": "ci/accelerators.sh", "networks": "tests/network/test_page.py"}
+"""Pages whose blocks need compilers or privileges beyond those of these tests, and the files running them."""
 
-PROGRAMS = [page for page in PAGES if "```python" in page.read_text() and page.stem not in ELSEWHERE]
+BLOCKS = [block for page in PAGES if page.stem not in ELSEWHERE for block in blocks(page)]
 
-CHEAP = {"install", "rails", "simulator"}
-"""Pages whose programs compile little."""
+CHEAP = {"install-0", "simulator-0", "traces-0"}
+"""Blocks that compile little: they also run in `make check`."""
 
-
-EVERYDAY = {"functional"}
-"""The other pages whose programs compile layers are thorough cases."""
+EVERYDAY = {"tutorial-0", "flax-0"}
+"""The other blocks are further cases of the same faults: an import, a name or an argument of another version."""
 
 
-def marks(page):
-    if page.stem in CHEAP:
+def marks(block):
+    if block.name in CHEAP:
         return ()
-    return pytest.mark.slow if page.stem in EVERYDAY else (pytest.mark.slow, pytest.mark.thorough)
+    return pytest.mark.slow if block.name in EVERYDAY else (pytest.mark.slow, pytest.mark.thorough)
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page), id=page.stem) for page in PROGRAMS])
-def test_the_programs_of_a_page_run(page, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    program = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
-    # What users have by default; the other tests are stricter.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(compile(program, str(page), "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize("block", [pytest.param(block, marks=marks(block), id=block.name) for block in BLOCKS])
+def test_a_block_runs_alone(block, tmp_path):
+    printed = run_alone(block, tmp_path)
+    assert block.output is None or same_output(printed, block.output), printed
+
+
+def test_marked_blocks_exist():
+    assert {block.name for block in BLOCKS} >= CHEAP | EVERYDAY
+
+
+@pytest.mark.parametrize(
+    ("printed", "same"),
+    [
+        ("imbalance 2.02 -> 1.01, rounds 1\n", True),
+        ("imbalance  2.03 -> 1.01,\nrounds 1", True),
+        ("imbalance 2.02 -> 1.31, rounds 1\n", False),
+        ("imbalance 2.02 -> 1.01, rounds 3\n", False),
+        ("imbalance 2.02 -> 1.01\n", False),
+        ("balance 2.02 -> 1.01, rounds 1\n", False),
+    ],
+)
+def test_output_is_compared_up_to_rounding(printed, same):
+    assert same_output(printed, "imbalance 2.02 -> 1.01, rounds 1\n") is same
 
 
 def test_what_runs_elsewhere_names_the_page():
@@ -56,13 +67,14 @@ def test_what_runs_elsewhere_names_the_page():
 
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    beside = {"results/README.md", "changelog.md", "contributing.md"}  # of the repository's top, see ci/site_hooks.py
+    # files of the repository root, see ci/site_hooks.py
+    beside = {"results/README.md", "changelog.md", "contributing.md"}
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent.name != "systems"}
     assert set(listed) == pages | beside
 
 
 def test_every_public_module_has_a_page_of_the_reference():
-    """The page shows `__all__` of the module."""
+    """The page lists `__all__` of the module."""
     pages = {page.stem: page.read_text() for page in (ROOT / "docs/reference").glob("*.md")}
     assert pages.pop("README")
     rooms = {room.rpartition(".")[2]: room for room in ROOMS}
@@ -71,7 +83,7 @@ def test_every_public_module_has_a_page_of_the_reference():
 
 
 def commands():
-    """The lines of blocks without a language that begin with a program, without comments."""
+    """Yield the lines of blocks without a language that start with a program, without comments."""
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
             for line in [] if language else block.splitlines():
@@ -81,11 +93,11 @@ def commands():
 
 PROGRAM = re.compile(r"(\$ )?(jax-moe-lb|python|pip|bash|make|pytest) ")
 OPENED = {"models.train", "models.generate", "models.finetune", "models.upcycle", "models.tiny_checkpoint"}
-"""Modules whose options are looked at."""
+"""Modules with checked options."""
 
 
 def problem(words):
-    """Says what is wrong with a command, without running it; `None` if nothing is."""
+    """Return the error of a command without running it; `None` if it is valid."""
     match words:
         case ["jax-moe-lb", *arguments]:
             return refused(app, arguments)
@@ -112,7 +124,7 @@ def extras(text):
 
 
 def refused(program, arguments):
-    """What a program of typer says of arguments that it does not know or lacks; nothing is called."""
+    """Return typer's error for unknown or missing arguments, without calling the program."""
     command = typer.main.get_command(program)
     try:
         if named := getattr(command, "commands", None):
@@ -150,11 +162,11 @@ def test_commands_that_are_none_are_found(words):
 
 
 OF_JAX = {"Number of devices 1", "jax_num_cpu_devices config"}
-"""How messages begin that are not this library's."""
+"""Prefixes of messages from JAX."""
 
 
 def test_the_messages_of_troubleshooting_exist():
-    """What stands between the values of a message stands in a source, whose strings may go over several lines."""
+    """The constant parts of a message occur in a source file, in strings that may span several lines."""
     sources = [p for root in ("jax_moe_lb", "models", "ffi") for s in ("*.py", "*.cc") for p in (ROOT / root).rglob(s)]
     text = "\n".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in sources)
     messages = re.findall(r"```output\n(.*?)\n```", (ROOT / "docs/troubleshooting.md").read_text())

@@ -1,4 +1,4 @@
-"""`_planning`: the planners on NumPy arrays, layers in front."""
+"""`_planning`: the planners on NumPy arrays, with leading layer dimensions."""
 
 import subprocess
 import sys
@@ -77,7 +77,7 @@ def test_operands_are_left_alone(planner):
 
 @EACH_PLANNER
 def test_threads_plan_at_the_same_time(planner):
-    """A plan does not hold Python's lock: threads that plan many layers give what one does."""
+    """Planners release the GIL: threads planning many layers give the results of one thread."""
     layers = tuple(np.stack([array] * 500) for array in planner.draw(RNG(4)))
     want, got = planner.module(*layers), [None] * 4
 

@@ -1,4 +1,4 @@
-"""The package without its extension modules: a copy of its Python files, in a process of its own."""
+"""The package without its extension modules: a copy of its Python files, in a separate process."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ RANKS, WIDTH = 4, 8
 
 
 def greedy_layer():
-    """Outputs, gradients of the tokens, and statistics of a small layer with skewed routing."""
+    """Return outputs, token gradients, and statistics of a small layer with skewed routing."""
     import jax
     from flax import nnx
 
@@ -40,7 +40,7 @@ def greedy_layer():
 
 
 def main(copy: str, out: str) -> None:
-    # An editable installation answers imports before sys.path is searched.
+    # The import hook of an editable installation precedes sys.path.
     sys.meta_path = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
     sys.path.insert(0, copy)
     import jax_moe_lb
@@ -55,7 +55,7 @@ def main(copy: str, out: str) -> None:
 
 @pytest.fixture(scope="module")
 def without_binaries(tmp_path_factory):
-    """What the process printed, and the arrays that it computed."""
+    """Return the output of the process, and its arrays."""
     import jax_moe_lb
 
     copy, package = tmp_path_factory.mktemp("copy"), Path(jax_moe_lb.__file__).parent
@@ -74,7 +74,7 @@ def test_a_greedy_layer_equals_the_one_with_binaries(without_binaries):
     floats, integers = greedy_layer()
     _, found = without_binaries
     assert len(found) == len(floats) + len(integers)
-    # Sums in another order differ in the last bits of their largest terms, so errors are relative to those.
+    # Sums in another order differ in the last bits of their largest terms, so errors are relative to these.
     assert_close({name: found[name] for name in floats}, floats, 1e-6)
     for i, value in enumerate(integers):
         np.testing.assert_array_equal(found[f"integer{i}"], value)

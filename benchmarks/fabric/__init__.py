@@ -1,1 +1,1 @@
-"""Exchanges flow by flow: the links of a fabric shared among flows."""
+"""Flow-level simulation of exchanges: flows sharing the links of a fabric."""

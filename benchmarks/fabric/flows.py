@@ -1,13 +1,13 @@
 """Flows that share links: a fluid simulation with max-min fair rates.
 
-A flow is a number of bytes with one or more *lanes*, each on one path. All lanes of all flows share the links of their
-paths max-min fairly, so every lane counts the same. A flow's lanes draw on the same bytes. All flows start at once; the
-exchange is done when the last has ended.
+A flow is a number of bytes with one or more *lanes*, each on one path. All lanes share the links of their paths max-min
+fairly, with equal weight, and the lanes of a flow draw on the same bytes. All flows start at once; the exchange ends
+with its last flow.
 
-Rates change when flows end, and when a policy moves lanes to other paths, which it may do once a round. Thousands of
-flows end one by one, so time goes in steps of a round or less: what would end within a step is slowed down to end with
-it, and others share what this frees. No link is ever above its rate, and no byte is lost. The shorter the round, the
-closer the result is to that of one step for every end, which a round of 0 gives.
+Rates change when flows end, and when a policy moves lanes to other paths, at most once per round. As thousands of flows
+end one by one, time advances in steps of at most a round: flows ending within a step are slowed down to end with it,
+and others share the freed rate. Link rates are never exceeded, and all bytes are delivered. Shorter rounds approach the
+exact result of one step per end, which a round of 0 gives.
 """
 
 import abc
@@ -21,22 +21,24 @@ from jaxtyping import Bool, Float, Int
 from benchmarks.fabric.paths import Fabric, Paths
 
 FULL = 1 - 1e-9
-"""A link counts as full from this part of its rate on: sums of rates are off by rounding errors."""
+"""Fraction of its rate from which a link counts as full, to allow for rounding errors."""
 
 STEPS_LEFT = 4
-"""The last rounds are cut into steps of `1 / STEPS_LEFT` of what is left, but not below `1 / SHORTEST` of a round."""
+"""The last rounds are split into steps of `1 / STEPS_LEFT` of the remaining time, at least `1 / SHORTEST` of a
+round.
+"""
 
 SHORTEST = 64
-"""The shortest step is a round over this."""
+"""Ratio of a round to the shortest step."""
 
 
 class Flows(NamedTuple):
-    """What is to be sent.
+    """Flows of an exchange.
 
     Args:
-        num_bytes: `[F]`, the bytes of each flow, above 0.
-        choices: `[F, P, C]`, the links of the paths that each flow may take.
-        path: `[F, W]`, which of them each of its `W` lanes starts on; all flows have as many lanes.
+        num_bytes: `[F]`, bytes of each flow, above 0.
+        choices: `[F, P, C]`, links of the paths available to each flow.
+        path: `[F, W]`, initial path of each of its `W` lanes; all flows have the same number of lanes.
     """
 
     num_bytes: Float[np.ndarray, "F"]
@@ -45,14 +47,14 @@ class Flows(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What flows that have not ended saw in the last round.
+    """Observations of active flows in the last round.
 
     Args:
-        flows: their numbers.
-        marked: `[n, W]`, the lanes that passed a full port of a switch.
-        rounds_marked: for each flow, how many rounds in a row it had a marked lane and stayed on its paths.
-        queue_s_per_byte: for each link, lanes over rate where it is full, which is what a byte waits if every lane
-            keeps one byte on its way; else 0.
+        flows: indices of the flows.
+        marked: `[n, W]`, lanes that passed a full switch port.
+        rounds_marked: number of consecutive rounds with a marked lane on the same paths, per flow.
+        queue_s_per_byte: per link, lanes over rate if it is full, else 0: the wait of a byte if every lane keeps one
+            byte in flight.
     """
 
     flows: Int[np.ndarray, "n"]
@@ -62,16 +64,16 @@ class Seen(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a simulation.
+    """Result of a simulation.
 
     Args:
-        seconds: the time until the last flow ended; 0 without any.
-        end_s: `[F]`, when each flow ended, in seconds.
-        sent_bytes: `[F]`, what each flow sent.
-        link_bytes: what passed each link, in bytes.
-        busiest: the highest rate of each link in any step, over what it can carry.
-        steps: how often rates were computed.
-        moves: how many lanes changed their path.
+        seconds: time until the last flow ended; 0 without flows.
+        end_s: `[F]`, end time of each flow, in seconds.
+        sent_bytes: `[F]`, bytes sent by each flow.
+        link_bytes: bytes carried by each link.
+        busiest: maximum utilisation of each link in any step.
+        steps: number of rate computations.
+        moves: number of path changes.
     """
 
     seconds: float
@@ -84,35 +86,35 @@ class Outcome(NamedTuple):
 
 
 class Policy(abc.ABC):
-    """Moves lanes to other paths; write one for each transport that reacts to congestion."""
+    """Path selection of lanes; implement one for each transport reacting to congestion."""
 
     @abc.abstractmethod
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Returns the paths of the next round, in a new array where one changes.
+        """Return the paths of the next round, in a new array if any changes.
 
         Args:
             flows: all flows of the exchange.
-            path: `[n, W]`, the paths of the last round, of those that have not ended.
-            seen: what they saw.
-            rng: the only source of chance.
+            path: `[n, W]`, paths of the active flows in the last round.
+            seen: their observations.
+            rng: source of random numbers.
         """
 
 
 def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float, seed: int) -> Outcome:
-    """Sends all flows, and tells how long it took.
+    """Send all flows and return the result.
 
     Args:
-        flows: what is to be sent.
-        fabric: the fabric whose links they use.
-        policy: what moves lanes; with `None` all stay on their paths.
-        round_s: how long a policy waits before it reacts, in seconds, and the longest step in which flows end together.
-            0, which is only possible without a policy, makes a step of every end.
-        seed: of what a policy leaves to chance.
+        flows: flows to send.
+        fabric: fabric with the links.
+        policy: policy moving lanes; `None` keeps all paths.
+        round_s: interval between reactions of the policy in seconds, and the maximum step in which flows end together.
+            0, allowed only without a policy, computes one step per end.
+        seed: seed of the policy's random numbers.
 
     Raises:
-        ValueError: a round below 0, or of 0 with a policy, or a flow without bytes.
+        ValueError: a negative round, a round of 0 with a policy, or a flow without bytes.
     """
     if not 0 <= round_s < math.inf:
         raise ValueError(f"round_s is {round_s}; expected a finite number of seconds, at least 0")
@@ -126,7 +128,7 @@ def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float
     now_s, react_s = 0.0, math.inf if policy is None else round_s
     while state.flows.size:
         now_s += state.step(round_s, react_s - now_s, now_s)
-        # Sums of steps are off by rounding errors: a policy that was due a moment later would wait another step.
+        # Sums of steps have rounding errors; without the margin a policy would wait another step.
         if policy is not None and now_s >= react_s - round_s / SHORTEST:
             react_s = now_s + round_s
             state.react(policy, rng)
@@ -142,7 +144,7 @@ def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float
 
 
 class _State:
-    """The state between two steps of a simulation; what has ended is dropped from all arrays `[n, ...]`."""
+    """State between two steps of a simulation, with ended flows removed from all arrays `[n, ...]`."""
 
     def __init__(self, flows: Flows, fabric: Fabric) -> None:
         self.all, self.bytes_per_s, self.marks = flows, fabric.bytes_per_s(), fabric.marks()
@@ -164,11 +166,11 @@ class _State:
         return self.links.reshape(-1, self.links.shape[2])
 
     def step(self, round_s: float, until_react_s: float, now_s: float) -> float:
-        """Goes on until flows end or the policy reacts; returns how long it took, in seconds."""
+        """Advance until flows end or the policy reacts; return the step in seconds."""
         num_lanes = self.path.shape[1]
         lanes = self._lanes()
         least_s = self._shortest_step_s(round_s)
-        # What would end sooner is slowed down to end then.
+        # Slow down flows that would end sooner, so that they end with the step.
         most = np.repeat(self.left / num_lanes / least_s if least_s else np.full(self.left.shape, np.inf), num_lanes)
         rates = max_min_rates(lanes, self.bytes_per_s, most)
         self.used = _per_link(lanes, rates, self.bytes_per_s.size)
@@ -179,7 +181,7 @@ class _State:
         return step_s
 
     def _shortest_step_s(self, round_s: float) -> float:
-        """A round, or less if the busiest link has little left."""
+        """Return a round, or less if the busiest link has little left."""
         num_lanes = self.path.shape[1]
         left = np.repeat(self.left / num_lanes, num_lanes)
         left_bytes = _per_link(self._lanes(), left, self.bytes_per_s.size)
@@ -191,7 +193,7 @@ class _State:
         self.steps += 1
         self.link_bytes += self.used * step_s
         self.busiest = np.maximum(self.busiest, self.used / self.bytes_per_s)
-        # A flow that ends has sent what was left, to the byte, whatever its rate times the step rounds to.
+        # A flow that ends has sent exactly its remaining bytes, regardless of rounding.
         self.sent_bytes[self.flows] += sent
         self.end_s[self.flows[ends]] = end_s
         self.left = self.left - sent
@@ -201,7 +203,7 @@ class _State:
             self.links, self.rounds_marked = self.links[stay], self.rounds_marked[stay]
 
     def react(self, policy: Policy, rng: np.random.Generator) -> None:
-        """Lets the policy see the last step, and moves lanes."""
+        """Apply the policy to the last step, and move lanes."""
         full = self.used >= FULL * self.bytes_per_s
         marked = (full & self.marks)[self.links].any(2)
         self.rounds_marked = np.where(marked.any(1), self.rounds_marked + 1, 0)
@@ -219,16 +221,15 @@ class _State:
 def max_min_rates(
     links: Int[np.ndarray, "lanes C"], bytes_per_s: Float[np.ndarray, "links"], most: Float[np.ndarray, "lanes"]
 ) -> Float[np.ndarray, "lanes"]:
-    """Returns max-min fair rates, by progressive filling: none can be raised without lowering one that is not higher.
+    """Return max-min fair rates by progressive filling: no rate can increase without reducing one that is not higher.
 
-    It goes in turns: a link all of whose lanes are offered less by no other link fixes theirs at its equal share, and a
-    lane that wants no more than any of its links offers is fixed at that. Links offer equal shares of what is left
-    again.
+    In each iteration, a link fixes its lanes at its equal share if no other link offers them less. A lane limited by
+    `most` below all offers is fixed at that. The links then divide their remaining rate again.
 
     Args:
-        links: `[lanes, C]`, the links that each lane uses.
-        bytes_per_s: what each link carries, in bytes per second.
-        most: what each lane can use at most, in bytes per second.
+        links: `[lanes, C]`, links of each lane.
+        bytes_per_s: rate of each link, in bytes per second.
+        most: maximum rate of each lane, in bytes per second.
     """
     rates = np.empty(len(links))
     going = np.arange(len(links))
@@ -239,13 +240,13 @@ def max_min_rates(
         share = np.where(number > 0, left / np.maximum(number, 1), np.inf)
         offered = share.take(by_link)
         least = reduce(np.minimum, offered, most[going])
-        # As floating point has it, a share may fall by a rounding error between two turns.
+        # Rounding may reduce a share between two iterations.
         bottleneck = number > 0
         bottleneck[by_link[offered > least * (1 + 1e-12)]] = False
         done = reduce(np.logical_or, bottleneck.take(by_link), most[going] <= least)
         rates[going[done]] = least[done]
         fixed = by_link[:, done]
-        # Rounding may take a little more than a link has.
+        # Rounding may slightly exceed the rate of a link.
         left = np.maximum(left - _per_link(fixed.T, least[done], left.size), 0.0)
         number = number - np.bincount(fixed.ravel(), minlength=left.size)
         stay = np.flatnonzero(~done)
@@ -254,7 +255,7 @@ def max_min_rates(
 
 
 def _per_link(links: Int[np.ndarray, "lanes C"], value: Float[np.ndarray, "lanes"], num_links: int) -> np.ndarray:
-    """Sums over the lanes of each link; the last link, which stands for none, has 0."""
+    """Return the sum over the lanes of each link; the last link, the placeholder, has 0."""
     total = np.bincount(links.ravel(), np.repeat(value, links.shape[1]), num_links)
     total[-1] = 0.0
     return total

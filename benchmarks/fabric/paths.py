@@ -1,4 +1,4 @@
-"""The links of a fabric with rails, and the paths that a flow from one GPU to another may take over them."""
+"""Links of a rail fabric, and the paths of a flow between two GPUs."""
 
 import math
 from collections.abc import Callable
@@ -11,31 +11,31 @@ from jax_moe_lb.core.topology import Topology
 
 Gpus = Int[np.ndarray, "F"]
 Paths = Int[np.ndarray, "F P C"]
-"""The links of each path that a flow may take: `P` paths of `C` links; what is missing is `Fabric.no_link`."""
+"""Links of each path of a flow: `P` paths of `C` links; absent links are `Fabric.no_link`."""
 
 PathsOf = Callable[["Fabric", Gpus, Gpus], Paths]
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """Nodes of GPUs with a NIC each, a leaf switch for each rail, and spine switches between the leaves.
+    """Nodes of GPUs with one NIC each, one leaf switch per rail, and spine switches between the leaves.
 
-    NIC `n` of every node is cabled to leaf `n`. A link of one direction has a number; they stand in this order: out of
-    and into each GPU on the network inside its node, out of and into each NIC, from each leaf up to each spine, from
-    each spine down to each leaf, and one without limit that stands for none. GPU `n` of node `d` and its NIC are number
-    `d * gpus_per_node + n`; between the two there is no limit.
+    NIC `n` of every node connects to leaf `n`. Directed links are numbered in this order: out of and into each GPU
+    inside its node; out of and into each NIC; from leaves up to spines; from spines down to leaves; an unlimited
+    placeholder. GPU `n` of node `d` and its NIC have index `d * gpus_per_node + n`; the link between them
+    is unlimited.
 
-    It leaves out latency, headers, buffers and their overflow, pauses, PCIe, the switches' own limits, and the limit of
-    a switch inside a node other than its ports.
+    The model has no latency, headers, buffers and overflow, pauses, PCIe, switch capacity limits, or limits inside a
+    node other than GPU ports.
 
     Args:
-        num_nodes: how many nodes there are, which the paper calls domains: its `M`.
-        gpus_per_node: how many GPUs a node has, and how many NICs, rails and leaves there are: the paper's `N`.
-        nic_bytes_per_s: what a NIC carries in one direction, in bytes per second: `R2`; 50e9 for 400 Gbit/s.
-        gpu_bytes_per_s: what a GPU's port inside its node carries in one direction, in bytes per second: `R1`; 450e9
-            for NVLink 4.
-        num_spines: how many spine switches there are, each with one link from and to each leaf.
-        spine_bytes_per_s: what such a link carries in one direction, in bytes per second.
+        num_nodes: number of nodes, called domains in the paper: `M`.
+        gpus_per_node: GPUs per node, and NICs, rails and leaves: `N` in the paper.
+        nic_bytes_per_s: rate of a NIC per direction, in bytes per second: `R2`; 50e9 for 400 Gbit/s.
+        gpu_bytes_per_s: rate of a GPU's port inside its node per direction, in bytes per second: `R1`; 450e9 for NVLink
+            4.
+        num_spines: number of spine switches, each with one link from and to each leaf.
+        spine_bytes_per_s: rate of such a link per direction, in bytes per second.
     """
 
     num_nodes: int
@@ -57,14 +57,13 @@ class Fabric:
     def non_blocking(
         cls, num_nodes: int, gpus_per_node: int, nic_bytes_per_s: float, gpu_bytes_per_s: float
     ) -> "Fabric":
-        """Makes a fabric whose leaves have as many links up as down, one to each of as many spines as nodes, all as
-        fast as a NIC.
+        """Return a fabric with as many uplinks as downlinks per leaf: one NIC-rate link to each of `num_nodes` spines.
 
         Args:
-            num_nodes: how many nodes there are.
-            gpus_per_node: how many GPUs a node has.
-            nic_bytes_per_s: what a NIC carries in one direction, in bytes per second.
-            gpu_bytes_per_s: what a GPU's port inside its node carries in one direction, in bytes per second.
+            num_nodes: number of nodes.
+            gpus_per_node: GPUs per node.
+            nic_bytes_per_s: rate of a NIC per direction, in bytes per second.
+            gpu_bytes_per_s: rate of a GPU's port inside its node per direction, in bytes per second.
         """
         rates = nic_bytes_per_s, gpu_bytes_per_s
         return cls(num_nodes, gpus_per_node, *rates, num_spines=num_nodes, spine_bytes_per_s=nic_bytes_per_s)
@@ -76,63 +75,62 @@ class Fabric:
 
     @property
     def topology(self) -> Topology:
-        """What balancers need to know of it."""
+        """Topology of the fabric for balancers."""
         return replace(Topology.flat(self.num_gpus, self.gpus_per_node), rails_per_node=self.gpus_per_node)
 
     @property
     def no_link(self) -> int:
-        """The number of the link without limit."""
+        """Index of the unlimited placeholder link."""
         return 4 * self.num_gpus + 2 * self.gpus_per_node * self.num_spines
 
     def bytes_per_s(self) -> Float[np.ndarray, "links"]:
-        """Returns the rate of every link, in bytes per second."""
-        # In the order of the numbers: GPUs out and in, NICs out and in, up and down, none.
+        """Return the rate of every link, in bytes per second."""
+        # In index order: GPUs out and in, NICs out and in, up and down, placeholder.
         counts = 2 * self.num_gpus, 2 * self.num_gpus, 2 * self.gpus_per_node * self.num_spines, 1
         return np.repeat([self.gpu_bytes_per_s, self.nic_bytes_per_s, self.spine_bytes_per_s, math.inf], counts)
 
     def marks(self) -> Bool[np.ndarray, "links"]:
-        """Says which links leave a switch by an outgoing port, which marks what passes it when it is full."""
-        # From the links into NICs on: those out of GPUs and NICs leave no switch.
+        """Return a mask of links leaving a switch, which mark traffic when they are full."""
+        # Indices from the links into NICs on; links out of GPUs and NICs do not leave a switch.
         marks = np.arange(self.no_link + 1) >= 3 * self.num_gpus
         marks[self.no_link] = False
         return marks
 
     def gpu_out(self, gpu: np.ndarray) -> np.ndarray:
-        """Returns the links from GPUs to the others of their nodes."""
+        """Return the links from GPUs to other GPUs of their nodes."""
         return gpu
 
     def gpu_in(self, gpu: np.ndarray) -> np.ndarray:
-        """Returns the links to GPUs from the others of their nodes."""
+        """Return the links to GPUs from other GPUs of their nodes."""
         return self.num_gpus + gpu
 
     def nic_out(self, gpu: np.ndarray) -> np.ndarray:
-        """Returns the links from GPUs' NICs to their leaves."""
+        """Return the links from GPUs' NICs to their leaves."""
         return 2 * self.num_gpus + gpu
 
     def nic_in(self, gpu: np.ndarray) -> np.ndarray:
-        """Returns the links from leaves to GPUs' NICs."""
+        """Return the links from leaves to GPUs' NICs."""
         return 3 * self.num_gpus + gpu
 
     def spine_up(self, leaf: np.ndarray, spine: np.ndarray) -> np.ndarray:
-        """Returns the links from leaves to spines."""
+        """Return the links from leaves to spines."""
         return 4 * self.num_gpus + leaf * self.num_spines + spine
 
     def spine_down(self, spine: np.ndarray, leaf: np.ndarray) -> np.ndarray:
-        """Returns the links from spines to leaves."""
+        """Return the links from spines to leaves."""
         return 4 * self.num_gpus + (self.gpus_per_node + leaf) * self.num_spines + spine
 
 
 def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
-    """Returns one path for each rail: to the GPU of the sender's node at the rail, along it, and on in the receiver's
-    node.
+    """Return one path per rail: to the rail rank of the sender's node, along the rail, and to the receiver in its node.
 
-    The hops inside nodes are left out where source or target is at the rail. Bytes do not wait at a rail rank: all
-    links of the path carry them at one rate. Inside a node all paths are the one that uses no NIC.
+    Hops inside nodes are omitted if source or target is at the rail. A rail rank adds no delay: all links of the path
+    carry the bytes at one rate. Inside a node all paths equal the direct path without a NIC.
 
     Args:
-        fabric: whose links the paths use.
-        source: the GPU that sends each flow.
-        target: the GPU that receives it.
+        fabric: fabric with the links.
+        source: sending GPU of each flow.
+        target: receiving GPU of each flow.
     """
     gpus = fabric.gpus_per_node
     source, target = source[:, None], target[:, None]
@@ -152,15 +150,14 @@ def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
 
 
 def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
-    """Returns one path for each spine: from the sender's own NIC to the receiver's own.
+    """Return one path per spine, from the sender's own NIC to the receiver's own NIC.
 
-    NICs of one rail have a leaf in common, and all paths between them are the one without a spine. Inside a node no
-    path uses a NIC.
+    NICs of one rail share a leaf, so their paths use no spine. Inside a node no path uses a NIC.
 
     Args:
-        fabric: whose links the paths use.
-        source: the GPU that sends each flow.
-        target: the GPU that receives it.
+        fabric: fabric with the links.
+        source: sending GPU of each flow.
+        target: receiving GPU of each flow.
     """
     gpus = fabric.gpus_per_node
     source, target = source[:, None], target[:, None]
@@ -177,7 +174,7 @@ def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
 
 
 def _stacked(fabric: Fabric, links: list[np.ndarray], source: np.ndarray, target: np.ndarray) -> Paths:
-    """Stacks the links of paths, and refuses a flow from a GPU to itself, which has no path."""
+    """Stack the links of paths; raise `ValueError` for a flow from a GPU to itself."""
     if (source == target).any():
         gpu = int(source[source == target][0])
         raise ValueError(f"a flow goes from GPU {gpu} to itself; expected another target")

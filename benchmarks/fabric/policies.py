@@ -1,8 +1,7 @@
-"""Who decides on the paths of an exchange: a plan, a hash, or a transport that reacts to congestion.
+"""Path selection of an exchange: by a plan, by a hash, or by a transport reacting to congestion.
 
-What a transport may choose is given to it as a function: `spine_paths`, its GPU's own NIC to the receiver's own over
-any spine, as transports in a data centre have it; or `rail_paths`, any rail, as if it could spread over all NICs of a
-node.
+The available paths are a function: `spine_paths`, from the own NIC to the receiver's own NIC over any spine, as in data
+center transports; or `rail_paths`, over any rail, as if a transport could use all NICs of a node.
 """
 
 from dataclasses import dataclass
@@ -15,27 +14,27 @@ from benchmarks.fabric.paths import Fabric, PathsOf, rail_paths
 from jax_moe_lb.core.plan import Plan, rows_between
 from jax_moe_lb.core.types import AnyArray, Counts
 
-# ---- what is sent ----------------------------------------------------------------------
+# ---- flows -----------------------------------------------------------------------------
 
 
 def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) -> Flows:
-    """Makes a flow for each pair of GPUs and rail, as `plan.rails` says; without it, on the receiver's own rail.
+    """Return a flow for each pair of GPUs and rail, according to `plan.rails`, or else on the receiver's own rail.
 
-    Nobody reacts to congestion. With the plan of `RailS` this is RailS. Without rails it is what `Direct` stands for,
-    and what NCCL does with PXN: the hop to the right rail inside the sender's node. All that a GPU sends to another on
-    one rail is one message, whose share of a link does not depend on its size.
+    The flows do not react to congestion. With the plan of `RailS` this is RailS. Without rails it corresponds to
+    `Direct`, and to NCCL with PXN: a hop to the right rail inside the sender's node. All rows of a pair on one rail
+    form one message, whose share of a link does not depend on its size.
 
-    It leaves out chunks one after the other, and so the wait for the first of them at each rail rank, and what passing
-    rows on costs a GPU beside the bandwidth of its port.
+    The order of chunks is not modelled, and so neither is the wait for the first one at each rail rank. Forwarding
+    costs port bandwidth only.
 
     Args:
         counts: `[R, E]`, the load.
-        plan: legal for `counts`, of NumPy arrays.
-        fabric: of as many GPUs.
-        row_bytes: the bytes of a token copy; its width times the size of a number.
+        plan: legal plan for `counts`, of NumPy arrays.
+        fabric: fabric with `R` GPUs.
+        row_bytes: bytes of a token copy: width times bytes per number.
 
     Raises:
-        ValueError: counts of another number of GPUs.
+        ValueError: `counts` has another number of GPUs than `fabric`.
     """
     num_gpus = fabric.num_gpus
     _check_size("counts", counts, fabric)
@@ -53,21 +52,21 @@ def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) ->
 def hashed_flows(
     rows: Int[np.ndarray, "R R"], fabric: Fabric, row_bytes: int, paths: PathsOf, lanes: int, seed: int
 ) -> Flows:
-    """Makes a flow for each pair of GPUs, with each of its lanes on a path drawn at random.
+    """Return a flow for each pair of GPUs, with each of its lanes on a random path.
 
-    With one lane, and nobody to react, this is ECMP, which hashes a flow's addresses and ports once; a draw stands for
-    the hash, so none is worse than a fair one. It is also how the transports below start.
+    With one lane and no policy this is ECMP, which hashes addresses and ports once per flow; the random choice models
+    an ideal hash. It is also the initial state of the transports below.
 
     Args:
-        rows: token copies from GPU to GPU, as `rows_between` has them.
-        fabric: of as many GPUs.
-        row_bytes: the bytes of a token copy.
-        paths: the function that lists the paths of a flow, `spine_paths` or `rail_paths`.
-        lanes: how many lanes each flow has, at least 1.
-        seed: of the draw.
+        rows: token copies between GPUs, from `rows_between`.
+        fabric: fabric with `R` GPUs.
+        row_bytes: bytes of a token copy.
+        paths: function returning the paths of a flow, `spine_paths` or `rail_paths`.
+        lanes: lanes per flow, at least 1.
+        seed: seed of the random choice.
 
     Raises:
-        ValueError: rows of another number of GPUs, or no lane.
+        ValueError: `rows` has another number of GPUs than `fabric`, or `lanes` is below 1.
     """
     _check_size("rows", rows, fabric)
     if lanes < 1:
@@ -83,19 +82,18 @@ def _check_size(name: str, array: AnyArray, fabric: Fabric) -> None:
         raise ValueError(f"{name} are of {len(array)} GPUs; expected the {fabric.num_gpus} of the fabric")
 
 
-# ---- who reacts ------------------------------------------------------------------------
+# ---- reactive policies -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Rehash(Policy):
-    """Reacts like PLB (SIGCOMM 2022): a flow marked for `rounds` rounds in a row is hashed anew; give it one lane.
+    """Policy like PLB (SIGCOMM 2022): a flow marked for `rounds` consecutive rounds is rehashed; use one lane.
 
-    It leaves out that PLB counts a round by its part of marked packets, rather waits for a flow to be idle, and pauses
-    after a timeout; and what packets out of order cost.
+    Not modelled: PLB counts a round by its fraction of marked packets, prefers idle flows, and pauses after a timeout;
+    and the cost of reordering.
 
     Args:
-        rounds: after how many marked rounds in a row a flow is hashed anew; 3, the default, as Linux does for idle
-            flows.
+        rounds: number of consecutive marked rounds before a rehash; 3 (default), as in Linux for idle flows.
     """
 
     rounds: int = 3
@@ -107,32 +105,33 @@ class Rehash(Policy):
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Draws another path for flows that were marked long enough; it may be the same."""
+        """Choose a random path, possibly the same, for flows marked long enough."""
         again = seen.rounds_marked[:, None] >= self.rounds
         return np.where(again, rng.integers(flows.choices.shape[1], size=path.shape), path)
 
 
 @dataclass(frozen=True)
 class MinRtt(Policy):
-    """Reacts like MPTCP's default scheduler: the next chunk takes the path on which a byte waits least.
+    """Policy like MPTCP's default scheduler: the next chunk takes the path with the shortest wait.
 
-    A lane stands for a chunk on its way. Once a round each flow moves one lane, the one that waits longest, to the path
-    of the shortest wait, if it is shorter; ties at random. All see the queues of the last round, and so move together.
+    A lane represents a chunk in flight. Once per round each flow moves its lane with the longest wait to the path with
+    the shortest wait, if that is shorter; ties are random. All flows see the queues of the last round, and so move
+    together.
 
-    It leaves out smoothing, windows of each path, and that chunks of different flows end at different times.
+    Smoothing, congestion windows per path, and different end times of chunks are not modelled.
     """
 
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Moves one lane of each flow, where that helps."""
+        """Move one lane of each flow if its wait decreases."""
         wait = seen.queue_s_per_byte[flows.choices[seen.flows]].sum(2)
         flow = np.arange(len(path))
-        # All flows see the same queues: with ties to the first path they would all move there.
+        # As all flows see the same queues, fixed ties would send all of them to one path.
         best = np.where(wait <= wait.min(1, keepdims=True), rng.random(wait.shape), np.inf).argmin(1)
         here = np.take_along_axis(wait, path, 1)
         worst = here.argmax(1)
-        # By more than rounding errors, or lanes would move for ever between paths that are equal.
+        # Require more than rounding errors; otherwise lanes would alternate between equal paths forever.
         helps = wait[flow, best] < here[flow, worst] * (1 - 1e-9)
         moved = path.copy()
         moved[flow[helps], worst[helps]] = best[helps]
@@ -141,16 +140,14 @@ class MinRtt(Policy):
 
 @dataclass(frozen=True)
 class Recycle(Policy):
-    """Reacts like REPS (arXiv 2407.21625): a path whose chunk came back unmarked is used again, else one is drawn at
-    random.
+    """Policy like REPS (arXiv 2407.21625): reuse a path whose chunk returned unmarked, else choose a random one.
 
-    A lane stands for the chunks that share an entropy value at a time, and keeps its path for a round.
-
-    It leaves out that REPS does so for every packet, how many entropies it remembers, and failures.
+    A lane represents the chunks sharing an entropy value at a time, and keeps its path for a round. Per-packet
+    selection, the limited entropy cache, and failures are not modelled.
     """
 
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Draws new paths for marked lanes."""
+        """Choose new random paths for marked lanes."""
         return np.where(seen.marked, rng.integers(flows.choices.shape[1], size=path.shape), path)

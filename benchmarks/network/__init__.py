@@ -1,1 +1,1 @@
-"""Real processes on real, slow links: network namespaces of one machine. See docs/networks.md."""
+"""Benchmarks of real processes on rate-limited links: network namespaces of one machine. See docs/networks.md."""

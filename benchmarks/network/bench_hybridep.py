@@ -1,10 +1,10 @@
-"""One MoE layer across two datacenters: which domain size is fastest, and does the model say so?
+"""One MoE layer across two datacenters: fastest domain size, measured and predicted.
 
-Run it with `python -m benchmarks.network.bench_hybridep`, as root or with user namespaces. Two processes of
-two devices each, in network namespaces, with 100 to 1000 Mbit/s between them: seconds of a step (forward and backward)
-and bytes on the link, predicted and measured, for every domain size and compression ratio.
+Run it with `python -m benchmarks.network.bench_hybridep`, as root or with user namespaces. Two processes of two devices
+each, in network namespaces, have 100 to 1000 Mbit/s between them. The benchmark measures and predicts seconds of a step
+(forward and backward) and bytes on the link, for every domain size and compression ratio.
 
-Predicted seconds are those of the model on the link between, plus those of the same program without a limit on it.
+Predicted seconds are the model's time on the link plus the time of the same program without a rate limit.
 """
 
 import argparse
@@ -27,24 +27,26 @@ TOKENS_AND_INNER = ((1024, 16), (512, 64), (256, 256))
 """`T` and `F`: from many tokens and small experts to the reverse."""
 
 NEAR_THE_CROSSOVER = ((384, 80), (384, 96), (384, 128))
-"""Likewise, where plain expert parallelism and domains across the datacenters take about as long, by the model."""
+"""`T` and `F` for which the model predicts similar times of plain expert parallelism and of domains across
+datacenters.
+"""
 
 WIDTH = 512
 
 DEVICES_PER_PROCESS = 2
 
 DEADLINE_S = 600
-"""For one of these."""
+"""Time limit of one configuration in seconds."""
 
 CLEARLY = 1.2
-"""Predictions that differ by less say nothing about the winner."""
+"""Minimum ratio of two predictions for a definite winner."""
 
 
 # ---- a rank --------------------------------------------------------------------
 
 
 def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
-    """Times every program at every rate; all ranks do the same, and the first throttles and counts."""
+    """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
     from benchmarks.network.jax_ranks import check_same_program
     from benchmarks.network.layer import CHOICES, Sizes, jitted_step
 
@@ -69,7 +71,7 @@ def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str
 
 
 def _step(rank: Rank, program: Any, args: tuple) -> tuple[float, list[int]]:
-    """Seconds of one step, and bytes that each datacenter sent, as the first rank counts them."""
+    """Return the seconds of one step, and the bytes sent by each datacenter, counted by rank 0."""
     import jax
 
     from benchmarks.network.jax_ranks import barrier
@@ -89,7 +91,7 @@ def _step(rank: Rank, program: Any, args: tuple) -> tuple[float, list[int]]:
 
 
 def measure(num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
-    """One row per program and rate."""
+    """Return one row per program and rate."""
     from benchmarks.network.jax_ranks import launch_jax
 
     with TwoDatacenters(1, None).build() as network:
@@ -103,14 +105,14 @@ def measure(num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
-    """What was predicted for one program beside what its ranks measured, at every rate."""
+    """Return predictions and measurements of one program at every rate."""
     from benchmarks.network.layer import Choice, Sizes, wan_bytes, wan_s
 
     first = of_ranks[0]
     sizes, choice = Sizes(**first["sizes"]), Choice(**first["choice"])
 
     def seconds(rate: float | None) -> list[float]:
-        """A step is done when its last rank is."""
+        """Return the seconds of the slowest rank, which determines the step."""
         return np.max([record["at"][str(rate)]["seconds"] for record in of_ranks], 0).tolist()
 
     unlimited_s = seconds(None)
@@ -152,11 +154,11 @@ MEASURED = {
     "measured_s": ".6f",
     "counted_bytes": ".0f",
 }
-"""Columns of the measured points that the simulator is compared with; the last three are medians of the repeats."""
+"""Columns of measured points compared with the simulator; the last three are medians of the repetitions."""
 
 
 def measured_table(rows: list[dict[str, Any]]) -> Table:
-    """Return all points as other programs read them."""
+    """Return all points in the format read by other programs."""
     lines: list[list[Value]] = []
     for row in rows:
         dc, gpu = row["domain_sizes"]
@@ -167,7 +169,7 @@ def measured_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every rate, size of tokens and experts, and ratio: the model's choice across datacenters, and the fastest."""
+    """Return the model's choice across datacenters and the fastest, for every rate, sizes and ratio."""
     from benchmarks.network.layer import RATIOS, Sizes, work_of
     from jax_moe_lb.core import Level
     from jax_moe_lb.sim.stream_model import choose_level
@@ -195,7 +197,7 @@ def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Predicted and measured seconds of plain expert parallelism and of domains across the datacenters."""
+    """Return predicted and measured seconds of plain expert parallelism and of domains across the datacenters."""
     from benchmarks.network.layer import RATIOS
 
     columns = {"Mbit/s": ".0f", "tokens MB": ".2f", "experts MB": ".2f"}
@@ -216,7 +218,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """How far bytes and seconds are from the predictions, and how often the model chose the fastest."""
+    """Return deviations of bytes and seconds from the predictions, and how often the model chose the fastest."""
     bytes_off = [
         (row["predicted_bytes"], counted / row["predicted_bytes"] - 1)
         for row in rows
@@ -257,7 +259,7 @@ def main() -> None:
     sandbox.enter()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--near", action="store_true", help="sizes near the crossover instead")
+    parser.add_argument("--near", action="store_true", help="Use sizes near the crossover.")
     out_option(parser)
     given = parser.parse_args()
     load, start_s = os.getloadavg()[0], time.monotonic()

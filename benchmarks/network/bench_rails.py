@@ -1,17 +1,17 @@
-"""RailS on real interfaces: two nodes of four ranks, each with a slow NIC of its own, and skewed all-to-alls.
+"""RailS on real interfaces: two nodes of four ranks, each with a slow NIC, and skewed all-to-alls.
 
-Run it with `python -m benchmarks.network.bench_rails [--out FILE]`; needs a sandbox, see `sandbox.py`.
+Run it with `python -m benchmarks.network.bench_rails [--out FILE]`; it requires a sandbox, see `sandbox.py`.
 
-Every rank is a process in a network namespace of its own. Between the nodes rows pass by NICs whose rate is limited in
-both directions; inside a node by a switch that nothing limits. The same rows travel in four ways:
+Every rank is a process in its own network namespace. Between the nodes, rows pass NICs limited in both directions;
+inside a node, an unlimited switch. The same rows are sent in four ways:
 
-- direct: from rank to rank, so by the NICs of the sender and of the receiver;
-- receiver's rail: by rail ranks, on the rail of the rank that receives, as `MultiRailDispatch` does without a plan;
-- ECMP: each node is one host with four NICs, and the kernel puts each connection on one of them by its hash; new
-  connections, so other ports and another draw, each time;
-- sprayed: by rail ranks, on the rails that `RailS` planned.
+- direct: from rank to rank, over the NICs of sender and receiver;
+- receiver's rail: via rail ranks, on the receiving rank's rail, as in `MultiRailDispatch` without a plan;
+- ECMP: each node is one host with four NICs, and the kernel's hash selects a NIC per connection; new connections, with
+  other ports, each time;
+- sprayed: via rail ranks, on the rails planned by `RailS`.
 
-The floor is theorem 2's: the busiest node's bytes, evenly over its NICs, at what TCP gets out of a NIC.
+The lower bound is theorem 2's: the busiest node's bytes, evenly over its NICs, at the TCP payload rate of a NIC.
 """
 
 import argparse
@@ -37,12 +37,12 @@ from benchmarks.results import Table, Value, out_option, report, spread
 
 NIC_BITS_PER_S = 50e6
 NODE_ROWS = 6000
-"""Of the busiest node in each case, 12.3 MB."""
+"""Rows of the busiest node in each case, 12.3 MB."""
 
 REPEATS = 5
 TIMEOUT_S = 20.0
 LEAD_S = 0.05
-"""From the last rank's coming to the start, so that all are awake."""
+"""Delay from the arrival of the last rank to the start, so that all ranks are scheduled."""
 
 WAYS = ("direct", "receiver's rail", "ECMP", "sprayed")
 Key = tuple[str, str]
@@ -56,28 +56,28 @@ class Trial:
     """One exchange.
 
     Args:
-        seconds: from the common start to the last rank's end.
-        nic_bytes: what each NIC sent, and received, by its counters: `[2, NICs]`.
+        seconds: time from the common start to the last rank's end.
+        nic_bytes: bytes sent and received by each NIC, from its counters: `[2, NICs]`.
     """
 
     seconds: float
     nic_bytes: list[list[int]]
 
 
-# ---- what a rank does --------------------------------------------------------------------
+# ---- a rank --------------------------------------------------------------------------------
 
 
 def measure(network: Network, ways: dict[K, Ways], repeats: int, *, reconnect: bool) -> dict[K, list[Trial]]:
-    """All of them in turn, so many times, after the first of them once that does not count.
+    """Measure all ways interleaved, after one warm-up exchange of the first.
 
     Args:
-        network: with a host for each rank.
-        ways: by name.
-        repeats: how often each.
-        reconnect: new connections for each exchange.
+        network: network with one host per rank.
+        ways: ways by name.
+        repeats: repetitions per way.
+        reconnect: if True, use new connections for each exchange.
 
     Raises:
-        RanksFailed: a rank did not get what it should, or not in time.
+        RanksFailed: a rank received wrong rows, or timed out.
     """
     start = Start(len(network.hosts))
     keys = [next(iter(ways)), *(key for _ in range(repeats) for key in ways)]
@@ -93,7 +93,7 @@ def measure(network: Network, ways: dict[K, Ways], repeats: int, *, reconnect: b
 
 
 class Start:
-    """A moment for all ranks to start; make it before they are forked."""
+    """Common start time of all ranks; create it before forking them."""
 
     def __init__(self, num_ranks: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -101,11 +101,11 @@ class Start:
         self._start_s = context.Value("d", 0.0)
 
     def gather(self) -> None:
-        """Returns when all ranks have come."""
+        """Wait for all ranks."""
         self._barrier.wait(TIMEOUT_S)
 
     def together(self, rank: int) -> float:
-        """Returns shortly after all ranks have come, on all of them at the same time, which it returns."""
+        """Wait for all ranks, then return at the same time on all of them; return that time."""
         self.gather()
         if rank == 0:
             self._start_s.value = time.monotonic() + LEAD_S
@@ -115,7 +115,7 @@ class Start:
 
 
 def _take_part(rank: Rank, exchanges: list[Ways], start: Start, reconnect: bool) -> list[tuple[float, list[list[int]]]]:
-    """A rank's part in all exchanges: seconds until it was done with each, and what the NICs carried."""
+    """Run one rank of all exchanges; return its end time of each and the bytes of the NICs."""
     server, connections = listen(rank), dict[int, socket.socket]()
     peers = set(range(len(rank.hosts))) - {rank.index}
     times = []
@@ -130,7 +130,7 @@ def _take_part(rank: Rank, exchanges: list[Ways], start: Start, reconnect: bool)
         shipment.run(connections, TIMEOUT_S)
         seconds = time.monotonic() - start_s
         if not np.array_equal(shipment.arrived, expected(rank.index, ways)):
-            raise AssertionError(f"rank {rank.index} received rows that nobody sent to it")
+            raise AssertionError(f"rank {rank.index} received rows not sent to it")
         start.gather()
         times.append((seconds, (_nic_bytes(rank) - before).tolist()))
         if reconnect:
@@ -140,17 +140,17 @@ def _take_part(rank: Rank, exchanges: list[Ways], start: Start, reconnect: bool)
 
 
 def _nic_bytes(rank: Rank) -> np.ndarray:
-    """What NICs sent and received; one rank reads them all."""
+    """Return bytes sent and received by the NICs, on rank 0; empty on other ranks."""
     if rank.index:
         return np.zeros(0, int)
     return np.array([(nic.sent_bytes, nic.received_bytes) for nic in rank.network.counters()]).T
 
 
-# ---- what should come of it ------------------------------------------------------------------
+# ---- predictions -----------------------------------------------------------------------------
 
 
 def planned_nic_bytes(ways: Ways) -> np.ndarray:
-    """What each rank's NIC should send, and receive, `[2, RANKS]`: rows that change nodes."""
+    """Return the planned bytes sent and received by each rank's NIC, `[2, RANKS]`: rows between nodes."""
     node = np.arange(RANKS) // RAILS
     between = np.where(node[:, None] == node, 0, ways.hops()) * ROW_BYTES
     return np.stack([between.sum(1), between.sum(0)])
@@ -158,13 +158,14 @@ def planned_nic_bytes(ways: Ways) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Result:
-    """What one way of doing a case came to.
+    """Result of one way of a case.
 
     Args:
-        predicted_s: its busiest NIC's bytes at its rate; by the counters for ECMP, where only the kernel knows.
-        seconds: measured, of each trial.
-        planned_nic_bytes: sent and received, `None` for ECMP.
-        nic_bytes: of each trial, as counted.
+        predicted_s: bytes of the busiest NIC at its rate; for ECMP from the counters, as only the kernel knows the
+            routes.
+        seconds: measured seconds of each trial.
+        planned_nic_bytes: planned bytes sent and received, `None` for ECMP.
+        nic_bytes: counted bytes of each trial.
     """
 
     predicted_s: np.ndarray
@@ -174,19 +175,19 @@ class Result:
 
     @property
     def off_plan(self) -> float:
-        """The largest difference between a NIC's counter and its plan, over the busiest NIC's plan; 0 without one."""
+        """Largest difference between a NIC's counter and its plan, over the busiest NIC's plan; 0 without a plan."""
         if self.planned_nic_bytes is None:
             return 0.0
         return float(np.abs(self.nic_bytes - self.planned_nic_bytes).max() / self.planned_nic_bytes.max())
 
     @property
     def median_s(self) -> float:
-        """Of what was measured."""
+        """Median of the measured seconds."""
         return float(np.median(self.seconds))
 
 
 def result_of(trials: list[Trial], ways: Ways | None, bits_per_s: float) -> Result:
-    """Beside the prediction."""
+    """Return the result of some trials with its prediction."""
     counted = np.array([trial.nic_bytes for trial in trials])
     planned = None if ways is None else planned_nic_bytes(ways)
     busiest = (counted if planned is None else np.broadcast_to(planned, counted.shape)).max((1, 2))
@@ -195,12 +196,12 @@ def result_of(trials: list[Trial], ways: Ways | None, bits_per_s: float) -> Resu
 
 
 def run_all(traffic: dict[str, np.ndarray], bits_per_s: float, repeats: int) -> dict[Key, Result]:
-    """Every way of every case, in the network that it needs.
+    """Run every way of every case, in its network.
 
     Args:
         traffic: counts of each case, `[RANKS, EXPERTS]`.
-        bits_per_s: of a NIC.
-        repeats: of each.
+        bits_per_s: rate of a NIC.
+        repeats: repetitions per way.
     """
     ways, straight = {}, {}
     for case, counts in traffic.items():
@@ -216,7 +217,7 @@ def run_all(traffic: dict[str, np.ndarray], bits_per_s: float, repeats: int) -> 
 
 
 def floor_s(counts: np.ndarray, bits_per_s: float) -> float:
-    """Theorem 2's time, in seconds."""
+    """Return theorem 2's lower bound, in seconds."""
     return busiest_node(plan_of(counts)[0]) * ROW_BYTES / RAILS / payload_bytes_per_s(bits_per_s)
 
 
@@ -224,7 +225,7 @@ def floor_s(counts: np.ndarray, bits_per_s: float) -> float:
 
 
 def seconds_table(floors_s: dict[str, float], results: dict[Key, Result]) -> Table:
-    """Seconds of all ways."""
+    """Return the seconds of all ways."""
     rows: list[list[Value]] = []
     for case, floor in floors_s.items():
         over_floor = 100 * (results[case, "sprayed"].median_s / floor - 1)
@@ -234,7 +235,7 @@ def seconds_table(floors_s: dict[str, float], results: dict[Key, Result]) -> Tab
 
 
 def saved_table(floors_s: dict[str, float], results: dict[Key, Result]) -> Table:
-    """What spraying saves, and what a NIC's counters say beside the plan."""
+    """Return the gain of spraying, and the NIC counters relative to the plan."""
     rows: list[list[Value]] = []
     for case in floors_s:
         ours = results[case, "sprayed"].median_s
@@ -250,7 +251,7 @@ def saved_table(floors_s: dict[str, float], results: dict[Key, Result]) -> Table
 
 
 def measured_table(traffic: dict[str, np.ndarray], results: dict[Key, Result]) -> Table:
-    """Return median seconds of all ways as other programs read them."""
+    """Return median seconds of all ways in the format read by other programs."""
     rows: list[list[Value]] = []
     for case, counts in traffic.items():
         medians = (results[case, way].median_s for way in WAYS)
@@ -260,7 +261,7 @@ def measured_table(traffic: dict[str, np.ndarray], results: dict[Key, Result]) -
 
 
 def digest_of(rows: np.ndarray) -> str:
-    """Return the start of the SHA-256 of the rows between ranks, which names a case's traffic.
+    """Return the first digits of the SHA-256 of the rows between ranks, as an identifier of the traffic.
 
     Args:
         rows: `[RANKS, RANKS]` integers.
@@ -269,11 +270,11 @@ def digest_of(rows: np.ndarray) -> str:
 
 
 def main() -> None:
-    """All cases."""
+    """Measure all cases and report the tables."""
     sandbox.enter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out_option(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the workloads that are drawn")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the workloads.")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"NICs of {NIC_BITS_PER_S / 1e6:.0f} Mbit/s, {REPEATS} repetitions; load {load:.1f}", flush=True)

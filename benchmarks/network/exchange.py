@@ -1,8 +1,8 @@
-"""Rows from process to process over TCP, straight or by rail ranks: full duplex, exact bytes, bounded in time.
+"""Exchange of rows between processes over TCP, direct or via rail ranks: full duplex, exact bytes, with a timeout.
 
-A rank is one process with one connection to every rank that it has to do with. Rows travel in messages; a rail rank
-passes on a message as soon as it has all of it, so that the hops of a way overlap. Nobody waits for anybody: what is
-there to send is sent, what arrives is taken.
+A rank is one process with one connection to every peer. Rows are sent in messages; a rail rank forwards a message once
+it is complete, so the hops of a route overlap. Sending and receiving are non-blocking: available data is sent, and
+arriving data is received.
 """
 
 import selectors
@@ -21,27 +21,27 @@ from benchmarks.network.launch import Rank
 from benchmarks.network.ways import ROW_BYTES, Ways
 
 MESSAGE_ROWS = 16
-"""At most: 5 ms of 50 Mbit/s."""
+"""Maximum rows per message: 5 ms at 50 Mbit/s."""
 
 HEADER = struct.Struct("<5i")
-"""Of a message: source, target, way, first row, rows."""
+"""Message header: source, target, way, first row, number of rows."""
 
 PORT = 5300
 BUFFER_BYTES = 16 << 20
-"""Of a connection, in each direction: more than any case sends over one."""
+"""Buffer size per connection and direction: larger than the bytes of any case on one connection."""
 
 
 class Stalled(RuntimeError):
-    """An exchange was not done in time."""
+    """An exchange exceeded its timeout."""
 
 
 # ---- connections -------------------------------------------------------------------------
 
 
 def listen(rank: Rank) -> socket.socket:
-    """What others connect to. All ranks must listen before any connects.
+    """Return a listening socket; all ranks must listen before any connects.
 
-    The namespace gets large buffers, so that a NIC works on while the machine does not get to run a rank.
+    The namespace gets large buffers, so that a NIC keeps working while a rank is not scheduled.
     """
     for name in ("tcp_rmem", "tcp_wmem"):
         Path(f"/proc/sys/net/ipv4/{name}").write_text(f"4096 {BUFFER_BYTES} {BUFFER_BYTES}")
@@ -49,10 +49,10 @@ def listen(rank: Rank) -> socket.socket:
 
 
 def connect(rank: Rank, server: socket.socket, peers: set[int], timeout_s: float) -> dict[int, socket.socket]:
-    """A connection to each peer, which calls this too.
+    """Return a connection to each peer, all of which call this function.
 
     Raises:
-        Stalled: with the peers that did not come.
+        Stalled: some peers did not connect; the message lists them.
     """
     connections = {}
     for peer in sorted(peer for peer in peers if peer < rank.index):
@@ -71,7 +71,7 @@ def connect(rank: Rank, server: socket.socket, peers: set[int], timeout_s: float
         connections[peer] = connection
     for connection in connections.values():
         connection.setblocking(False)
-        # The end of a message does not wait for acknowledgements.
+        # Send the end of a message without waiting for acknowledgements.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connections
 
@@ -81,7 +81,7 @@ def connect(rank: Rank, server: socket.socket, peers: set[int], timeout_s: float
 
 @dataclass
 class _Peer:
-    """What one connection still has to carry, and the message that is on its way in."""
+    """Pending data of one connection, and its partially received message."""
 
     rank: int
     missing: int
@@ -92,19 +92,19 @@ class _Peer:
 
     @property
     def events(self) -> int:
-        """What to wait for."""
+        """Selector events to wait for."""
         return (selectors.EVENT_READ if self.missing else 0) | (selectors.EVENT_WRITE if self.queue else 0)
 
 
 class Shipment:
-    """A rank's part in one exchange; `run` it once.
+    """One rank's part in an exchange; call `run` once.
 
-    All that is not the exchange itself is done when it is made: who is to be heard of, memory, and messages.
+    The constructor does all preparation: expected peers, memory, and messages.
 
     Args:
-        rank: its number.
-        ways: of all ranks, the same on all.
-        sending: this rank's rows for every rank, `[rows, ROW_BYTES / 4]` int32.
+        rank: index of the rank.
+        ways: routes of all ranks, the same on all.
+        sending: rows of this rank for every rank, `[rows, ROW_BYTES / 4]` int32.
     """
 
     def __init__(self, rank: int, ways: Ways, sending: list[np.ndarray]) -> None:
@@ -118,15 +118,15 @@ class Shipment:
         counts = ways.rows[:, rank].sum(-1)
         self.starts = (counts.cumsum() - counts).tolist()
         self.arrived = np.zeros((counts.sum(), ROW_BYTES // 4), np.int32)
-        """In order of `expected`."""
+        """Received rows in the order of `expected`."""
         for to, header, rows in _messages(rank, ways, sending):
             self.peers[to].queue += [memoryview(header), rows]
 
     def run(self, connections: dict[int, socket.socket], timeout_s: float) -> None:
-        """Returns when this rank has sent and received everything, its part as a rail rank included.
+        """Send, receive and forward until this rank's part is complete.
 
         Raises:
-            Stalled: not within that time; with the peers that are missed.
+            Stalled: the timeout was exceeded; the message lists missing peers.
             ConnectionError: a peer closed its connection.
         """
         end_s = time.monotonic() + timeout_s
@@ -144,7 +144,7 @@ class Shipment:
                     _await(selector, connections[peer.rank], peer)
 
     def _serve(self, connection: socket.socket, peer: _Peer, events: int) -> None:
-        """What a connection is ready for."""
+        """Handle the ready events of a connection."""
         try:
             if events & selectors.EVENT_WRITE:
                 _send(connection, peer)
@@ -155,7 +155,7 @@ class Shipment:
             raise ConnectionError(message) from error
 
     def _receive(self, connection: socket.socket, peer: _Peer) -> None:
-        """A message, or what there is of it."""
+        """Receive available data of a message."""
         while peer.into:
             try:
                 count = connection.recv_into(peer.into)
@@ -169,7 +169,7 @@ class Shipment:
         self._finish(peer)
 
     def _room(self, peer: _Peer) -> memoryview:
-        """Where the rows of a message go whose header is there."""
+        """Return the buffer for the rows of a message with a complete header."""
         source, target, _, first, count = HEADER.unpack(peer.header)
         if target != self.rank:
             return memoryview(bytearray(count * ROW_BYTES))
@@ -177,7 +177,7 @@ class Shipment:
         return memoryview(self.arrived[start : start + count]).cast("B")
 
     def _finish(self, peer: _Peer) -> None:
-        """Passes on the message if it is for another rank."""
+        """Forward a complete message if it is for another rank."""
         source, target, way, _, count = HEADER.unpack(peer.header)
         peer.missing -= count
         if target != self.rank and peer.body is not None:
@@ -193,7 +193,7 @@ class Shipment:
 
 
 def _messages(rank: int, ways: Ways, sending: list[np.ndarray]) -> Iterator[tuple[int, bytes, memoryview]]:
-    """For whom first, header and rows; of all ways in turn, so that all of them are busy from the start."""
+    """Yield next hop, header and rows of each message, interleaved over all ways to keep all of them busy."""
     flows = []
     for turn in range(len(sending)):
         target = (rank + turn) % len(sending)
@@ -210,7 +210,7 @@ def _messages(rank: int, ways: Ways, sending: list[np.ndarray]) -> Iterator[tupl
 
 
 def _send(connection: socket.socket, peer: _Peer) -> None:
-    """As much as the connection takes at once."""
+    """Send as much as the connection accepts."""
     try:
         sent = connection.sendmsg(list(islice(peer.queue, 8)))
     except BlockingIOError:
@@ -223,7 +223,7 @@ def _send(connection: socket.socket, peer: _Peer) -> None:
 
 
 def _await(selector: selectors.BaseSelector, connection: socket.socket, peer: _Peer) -> None:
-    """Waits for what the peer still has to do, which passing on changes."""
+    """Update the selector for a peer's pending events, which forwarding changes."""
     key = selector.get_map().get(connection)
     if key is None and peer.events:
         selector.register(connection, peer.events, peer)

@@ -1,10 +1,10 @@
-"""Ranks that are JAX processes on CPUs, joined by gloo."""
+"""Ranks as JAX processes on CPUs, connected by gloo."""
 
 import hashlib
 import os
 from typing import Any
 
-# All of it before ranks are forked; no backend starts by importing.
+# Import everything before forking; imports do not start a backend.
 import flax.nnx  # noqa: F401
 import jax
 import jax.experimental.multihost_utils as multihost_utils
@@ -17,14 +17,14 @@ from jax_moe_lb import use_virtual_cpu_devices
 
 PORT = 9911
 COLLECTIVE_TIMEOUT_S = 60
-"""How long a rank waits inside a collective; the default is half an hour."""
+"""Timeout of a rank inside a collective; the default is half an hour."""
 
 
 def launch_jax(network: Network, body: Body, *, devices_per_process: int, deadline_s: float) -> list[Any]:
-    """`launch`, each rank a JAX process with so many virtual devices.
+    """Run `launch` with each rank as a JAX process with `devices_per_process` virtual devices.
 
     Raises:
-        RanksFailed: as `launch` does.
+        RanksFailed: as in `launch`.
     """
     if devices_per_process < 1:
         raise ValueError(f"devices_per_process is {devices_per_process}; expected at least 1")
@@ -56,10 +56,10 @@ def _join(rank: Rank, devices_per_process: int) -> None:
 
 
 def check_same_program(lowered_text: str) -> None:
-    """All ranks call it with the program that they are about to run. Ranks that disagree can return garbage silently.
+    """Check that all ranks are about to run the same program; different programs can return wrong values silently.
 
     Raises:
-        RuntimeError: on all ranks, if the programs are not all the same.
+        RuntimeError: the programs differ; raised on all ranks.
     """
     digest = np.frombuffer(hashlib.sha256(lowered_text.encode()).digest()[:4], np.int32)
     digests = multihost_utils.process_allgather(digest).reshape(-1)
@@ -68,5 +68,5 @@ def check_same_program(lowered_text: str) -> None:
 
 
 def barrier(name: str) -> None:
-    """Returns when all ranks have come."""
+    """Wait for all ranks."""
     multihost_utils.sync_global_devices(name)

@@ -1,7 +1,7 @@
-"""A process per rank, each in its namespace, forked from one that has imported everything already.
+"""Launcher of one process per rank, each in its namespace, forked from a parent with all imports done.
 
-The parent imports JAX and starts no backend. Each rank then sees one network and one hosts file, in which the host name
-stands for its own address: the one that gloo binds to.
+The parent imports JAX but starts no backend. Each rank then sees one network and its own hosts file, in which the host
+name resolves to the rank's address, the one gloo binds to.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ from benchmarks.network.network import Host, Network
 from benchmarks.network.sandbox import inside
 
 GRACE_S = 1.0
-"""After the first failure, how long the others may say what it did to them."""
+"""Time for other ranks to report their errors after the first failure, in seconds."""
 
 QUOTED_CHARACTERS = 3000
-"""Of what a rank that failed wrote last."""
+"""Number of last characters of a failed rank's output to include in the message."""
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, PR_SET_PDEATHSIG = 4096, 16384, 1 << 18, 1
@@ -34,12 +34,12 @@ MS_BIND, MS_REC, MS_PRIVATE, PR_SET_PDEATHSIG = 4096, 16384, 1 << 18, 1
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank is told.
+    """Coordinates of a rank.
 
     Args:
-        index: its number.
-        hosts: of all ranks.
-        network: which any rank may throttle, and whose counters it may read.
+        index: index of the rank.
+        hosts: hosts of all ranks.
+        network: network, whose rates and counters any rank may access.
     """
 
     index: int
@@ -48,33 +48,33 @@ class Rank:
 
     @property
     def address(self) -> str:
-        """Its own."""
+        """Address of this rank."""
         return self.hosts[self.index].address
 
 
 Body = Callable[[Rank], Any]
-"""What a rank does. What it returns goes to the parent as JSON."""
+"""Function run by each rank; its JSON-compatible result is returned to the parent."""
 
 
 class RanksFailed(RuntimeError):
-    """Some ranks failed, or were not done in time."""
+    """Some ranks failed or timed out."""
 
 
 def launch(network: Network, body: Body, *, deadline_s: float) -> list[Any]:
-    """Runs `body` on every rank at once; in the end none is left, whatever happened.
+    """Run `body` on all ranks in parallel; no process remains afterwards, also after errors.
 
-    Call it in a sandbox, in a process that has no other threads (so: no JAX backend).
+    Call it in a sandbox, in a process without other threads and thus without a JAX backend.
 
     Args:
-        network: its hosts.
-        body: of each rank, in a process of its own.
-        deadline_s: seconds that all may take.
+        network: network with the hosts.
+        body: function of each rank, run in its own process.
+        deadline_s: time limit of all ranks in seconds.
 
     Returns:
-        What each rank returned.
+        The result of each rank.
 
     Raises:
-        RanksFailed: with every rank that failed, or was not done in time, and what it said.
+        RanksFailed: some ranks failed or timed out; the message contains their output.
     """
     if not inside():
         raise RuntimeError("launch was called outside a sandbox; expected inside, see sandbox.enter")
@@ -93,7 +93,7 @@ def launch(network: Network, body: Body, *, deadline_s: float) -> list[Any]:
 
 @dataclass
 class _Child:
-    """A rank's process, as the parent sees it."""
+    """Process of a rank, in the parent."""
 
     index: int
     pid: int
@@ -103,14 +103,14 @@ class _Child:
     status: int | None = None
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the process has ended."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status is not None
 
     def end(self) -> None:
-        """Kills it if it still runs."""
+        """Kill the process if it is running."""
         if not self.poll():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -118,7 +118,7 @@ class _Child:
 
     @property
     def failure(self) -> str | None:
-        """How it failed, `None` if it has not."""
+        """Description of the failure, `None` if there is none."""
         if self.status is None or self.status == 0:
             return None
         if self.status < 0:
@@ -126,7 +126,7 @@ class _Child:
         return f"rank {self.index} failed"
 
     def tail(self) -> str:
-        """What it wrote last."""
+        """Return the end of the process's output."""
         return self.log.read_text(errors="replace")[-QUOTED_CHARACTERS:].strip()
 
 
@@ -141,7 +141,7 @@ def _collect(ranks: list[_Child], deadline_s: float) -> list[Any]:
             failed = [rank for rank in ranks if rank.status is None and rank.poll() and rank.failure]
             if failed and not failures:
                 end_s = min(end_s, time.monotonic() + GRACE_S)
-            # Who was killed did not fail because of the others.
+            # List killed ranks first, as they did not fail because of others.
             failures += sorted(failed, key=lambda rank: rank.status or 0)
         for key in list(pipes.get_map().values()):
             _read(key.data, pipes)
@@ -152,7 +152,7 @@ def _collect(ranks: list[_Child], deadline_s: float) -> list[Any]:
 
 
 def _read(rank: _Child, pipes: selectors.BaseSelector) -> None:
-    """All that is there."""
+    """Read all available data."""
     while True:
         try:
             part = os.read(rank.pipe, 1 << 16)
@@ -191,11 +191,11 @@ def _fork(rank: Rank, body: Body, folder: Path) -> _Child:
 
 
 def _be(rank: Rank, body: Body, folder: Path, writer: int) -> NoReturn:
-    """A rank's process from beginning to end: no handler, no exit hook, no shutdown barrier of anyone else."""
+    """Run a rank's process to its end, without inherited handlers, exit hooks or shutdown barriers."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Python's own output stays where it is; what libraries print goes to the log.
+        # Keep Python's own stdout; redirect the output of libraries to the log.
         sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
         with open(folder / f"{rank.index}.log", "wb", buffering=0) as log:
             os.dup2(log.fileno(), 1)
@@ -214,7 +214,7 @@ def _be(rank: Rank, body: Body, folder: Path, writer: int) -> NoReturn:
 
 
 def _move_in(rank: Rank, folder: Path) -> None:
-    """Into its namespace, with a name and a hosts file of its own; to end when the parent does."""
+    """Enter the rank's namespace with its own host name and hosts file, and die with the parent."""
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")
     with open(f"/run/netns/{rank.hosts[rank.index].namespace}") as namespace:

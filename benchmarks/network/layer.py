@@ -1,4 +1,4 @@
-"""One MoE layer with expert domains across two datacenters, forward and backward, and what it should move."""
+"""One MoE layer with expert domains across two datacenters, forward and backward, and its expected traffic."""
 
 import math
 from dataclasses import dataclass
@@ -22,25 +22,25 @@ RANKS_PER_DC = MESH_SHAPE[1]
 NUM_RANKS = math.prod(MESH_SHAPE)
 
 EXCHANGES = 2
-"""Of the forward pass: there and back."""
+"""Exchanges of the forward pass: dispatch and combine."""
 
 BACKWARD_EXCHANGES = 3
-"""Of the backward pass: the copies again, the gradients of their outputs, and back those of the copies."""
+"""Exchanges of the backward pass: the copies again, the gradients of their outputs, and the gradients of the copies."""
 
 SYSTEM: System = plain(Buffers(headroom=1.0))
-"""Routing is balanced by force. Room to spare would travel as well: exchanges between processes are padded."""
+"""Routing is force-balanced. Headroom would be sent as well, as exchanges between processes are padded."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer of plain GELU experts in float32, on four ranks.
+    """Sizes of a layer of GELU experts in float32, on four ranks.
 
     Args:
-        num_tokens: `T`, per rank.
-        width: `H`.
-        inner: `F`.
-        num_experts: `E`.
-        per_tok: `K`.
+        num_tokens: `T`, tokens per rank.
+        width: `H`, width of the model.
+        inner: `F`, inner width of an expert.
+        num_experts: `E`, experts of the layer.
+        per_tok: `K`, experts per token.
     """
 
     num_tokens: int
@@ -51,38 +51,38 @@ class Sizes:
 
     @property
     def token_bytes(self) -> int:
-        """Of the copies of a rank's tokens."""
+        """Bytes of the token copies of a rank."""
         return 4 * self.num_tokens * self.per_tok * self.width
 
     @property
     def one_expert_bytes(self) -> int:
-        """Of its two matrices."""
+        """Bytes of an expert's two matrices."""
         return 8 * self.width * self.inner
 
     @property
     def expert_bytes(self) -> int:
-        """Of a rank's home experts."""
+        """Bytes of a rank's home experts."""
         return self.one_expert_bytes * self.num_experts // NUM_RANKS
 
     def encoded_bytes(self, codec: Codec) -> int:
-        """Of the same as they travel."""
+        """Return the bytes of a rank's encoded home experts."""
         home = self.num_experts // NUM_RANKS
         up, down = (home, self.width, self.inner), (home, self.inner, self.width)
         found: list[int] = []
         shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in (up, down)]
-        # No array, so that no backend starts: ranks are forked from here.
+        # Use abstract shapes only, as a backend must not start before ranks are forked.
         jax.eval_shape(lambda *weights: found.append(codec.encoded_bytes(Experts(*weights))), *shapes)
         return found[0]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How large domains are and what travels in them.
+    """Domain sizes and compression ratio.
 
     Args:
-        dc: members of a domain along the datacenters, 1 or 2.
-        gpu: and inside them.
-        ratio: of the codec.
+        dc: members of a domain across datacenters, 1 or 2.
+        gpu: members of a domain inside a datacenter.
+        ratio: compression ratio of the codec.
     """
 
     dc: int
@@ -91,12 +91,12 @@ class Choice:
 
     @property
     def codec(self) -> Codec:
-        """With a shared expert."""
+        """Codec with a shared expert."""
         return Codec(self.ratio)
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is encoded at all."""
+        """Whether experts are encoded."""
         return self.ratio > 1 and self.dc * self.gpu > 1
 
     def __str__(self) -> str:
@@ -109,11 +109,11 @@ PLAIN = Choice(1, 1)
 RATIOS = (1.0, 10.0, 50.0)
 
 CHOICES = (PLAIN, *(Choice(dc, gpu, ratio) for dc, gpu in ((1, 2), (2, 1), (2, 2)) for ratio in RATIOS))
-"""All admissible domain sizes."""
+"""All valid domain sizes."""
 
 
 def work_of(sizes: Sizes, ratio: float) -> Work:
-    """For the model of domain sizes: forward and backward, with nothing that hides a gather."""
+    """Return the work for the model of domain sizes: forward and backward, without overlap of gathers."""
     return Work(
         float(sizes.token_bytes),
         float(sizes.encoded_bytes(Codec(ratio))),
@@ -124,22 +124,22 @@ def work_of(sizes: Sizes, ratio: float) -> Work:
 
 
 def between_datacenters(sizes: Sizes, choice: Choice, payload_bytes_per_s: float) -> Latency:
-    """The model's view of the link between: every rank has its share of it."""
+    """Return the model's latency of the link between datacenters; each rank has an equal share of it."""
     level = Level("dc", MESH_SHAPE[0], payload_bytes_per_s / RANKS_PER_DC)
     return latency(work_of(sizes, choice.ratio), level, choice.dc)
 
 
 def summed_bytes(sizes: Sizes, choice: Choice) -> float:
-    """What all-reduces over all ranks send over every link of their ring; the model leaves them out.
+    """Return the bytes sent over every link by ring all-reduces, which the model omits.
 
-    The gradients of the router's kernel, and the shared expert of a codec.
+    They are the gradients of the router's kernel, and the shared expert of a codec.
     """
     summed = 4 * sizes.width * sizes.num_experts + (sizes.one_expert_bytes if choice.compresses else 0)
     return 2 * (NUM_RANKS - 1) / NUM_RANKS * summed
 
 
 def wan_bytes(sizes: Sizes, choice: Choice) -> float:
-    """What each datacenter sends to the other in one step."""
+    """Return the bytes sent by each datacenter to the other in one step."""
     at = between_datacenters(sizes, choice, 1.0)
     home = sizes.expert_bytes * (choice.dc - 1)
     exchanges = (EXCHANGES + BACKWARD_EXCHANGES) * at.exchange_bytes
@@ -147,26 +147,26 @@ def wan_bytes(sizes: Sizes, choice: Choice) -> float:
 
 
 def wan_s(sizes: Sizes, choice: Choice, payload_bytes_per_s: float) -> float:
-    """Seconds on the link between."""
+    """Return the time on the link between datacenters, in seconds."""
     model_s = between_datacenters(sizes, choice, payload_bytes_per_s).total_s
     return model_s + summed_bytes(sizes, choice) / payload_bytes_per_s
 
 
 def whole_mesh() -> Mesh:
-    """Ranks by datacenter, on the first devices."""
+    """Return the mesh of ranks by datacenter, on the first devices."""
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
     return jax.make_mesh(MESH_SHAPE, MESH_AXES, axis_types=axis_types, devices=jax.devices()[:NUM_RANKS])
 
 
 def domains_of(choice: Choice) -> tuple[Mesh, ExpertDomains]:
-    """The split mesh."""
+    """Return the mesh split into expert domains, and the domains."""
     base = whole_mesh()
     mesh = hybrid_mesh(base, {"dc": choice.dc, "gpu": choice.gpu})
     return mesh, ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, MESH_AXES))
 
 
 def jitted_step(choice: Choice, sizes: Sizes) -> tuple[Wrapped, tuple]:
-    """`(x, kernel, experts) -> (gradients, outputs)`, and arguments for it; every process holds its part of them."""
+    """Return `(x, kernel, experts) -> (gradients, outputs)` and its arguments, sharded over processes."""
     mesh, domains = domains_of(choice)
     migrate = GatherExpertDomain(domains, choice.codec)
     router, between = ForceBalanced(TopK(sizes.per_tok)), domains.between
@@ -186,7 +186,7 @@ def jitted_step(choice: Choice, sizes: Sizes) -> tuple[Wrapped, tuple]:
     num_tokens, width, inner, num_experts = NUM_RANKS * sizes.num_tokens, sizes.width, sizes.inner, sizes.num_experts
     x, kernel = rng.standard_normal((num_tokens, width), np.float32), np.zeros((width, num_experts), np.float32)
     shapes = [(num_experts, width, inner), (num_experts, inner, width)]
-    # Experts resemble each other, as trained ones do.
+    # Experts share a common component, like trained ones.
     up, down = (
         0.1 * rng.standard_normal(s[1:], np.float32) + 0.01 * rng.standard_normal(s, np.float32) for s in shapes
     )

@@ -1,4 +1,4 @@
-"""Namespaces, interfaces and routes, by `ip`; what they carried, by their counters."""
+"""Namespaces, interfaces and routes, configured with `ip`, and their byte counters."""
 
 import ipaddress
 import json
@@ -6,15 +6,15 @@ import subprocess
 from dataclasses import dataclass
 
 STEADY = (
-    # A connection that paused starts as fast as it ended.
+    # Keep the congestion window of an idle connection.
     "net.ipv4.tcp_slow_start_after_idle=0",
-    # Queues are long and lose nothing: what is late is on its way, and not to be sent again.
+    # Queues are long and lossless, so late packets must not be retransmitted early.
     "net.ipv4.tcp_early_retrans=0",
 )
-"""Of every namespace, so that times and bytes do not depend on what came before."""
+"""Settings of every namespace, to make times and bytes independent of earlier traffic."""
 
 LATE = "rto_min 5s"
-"""Of every route, for the same reason."""
+"""Retransmission timeout of every route, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,9 @@ class Interface:
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes that passed an interface, with the headers of their packets.
+    """Bytes carried by an interface, including packet headers.
 
-    A packet that the interface may cut later (segmentation offload) counts as one: so these are, to half a percent,
-    the bytes that programs sent.
+    With segmentation offload a large packet counts once, so the counters equal the payload to within half a percent.
     """
 
     sent_bytes: int
@@ -38,10 +37,10 @@ class Counters:
 
 
 def run(*words: str) -> str:
-    """What a command prints.
+    """Run a command and return its output.
 
     Raises:
-        RuntimeError: it failed; with the command and what it said.
+        RuntimeError: the command failed; the message contains the command and its output.
     """
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
@@ -50,16 +49,16 @@ def run(*words: str) -> str:
 
 
 def ip(namespace: str, command: str) -> str:
-    """`ip` in a namespace."""
+    """Run `ip` in a namespace."""
     return run("ip", "-n", namespace, *command.split())
 
 
 def add_namespace(name: str, *settings: str) -> None:
-    """A namespace with its loopback up.
+    """Create a namespace with its loopback up.
 
     Args:
-        name: of the namespace.
-        settings: of the kernel, as `net.ipv4.ip_forward=1`.
+        name: name of the namespace.
+        settings: kernel settings, such as `net.ipv4.ip_forward=1`.
     """
     run("ip", "netns", "add", name)
     ip(name, "link set lo up")
@@ -69,12 +68,12 @@ def add_namespace(name: str, *settings: str) -> None:
 
 
 def remove_namespace(name: str) -> None:
-    """With its interfaces."""
+    """Delete a namespace with its interfaces."""
     run("ip", "netns", "del", name)
 
 
 def connect(one: Interface, other: Interface) -> None:
-    """A wire: a pair of interfaces, both up, without addresses."""
+    """Connect two interfaces: a veth pair, both up, without addresses."""
     run(
         *f"ip link add {one.device} netns {one.namespace} type veth".split(),
         *f"peer name {other.device} netns {other.namespace}".split(),
@@ -84,18 +83,18 @@ def connect(one: Interface, other: Interface) -> None:
 
 
 def add_bridge(at: Interface) -> None:
-    """A switch."""
+    """Create a bridge, as a switch."""
     ip(at.namespace, f"link add {at.device} type bridge forward_delay 0")
     ip(at.namespace, f"link set {at.device} up")
 
 
 def plug(port: Interface, bridge: str) -> None:
-    """Makes an interface a port of a bridge of its namespace."""
+    """Make an interface a port of a bridge of its namespace."""
     ip(port.namespace, f"link set {port.device} master {bridge}")
 
 
 def add_address(at: Interface, address: str) -> None:
-    """`10.0.0.1/24`, for example; with the route to its subnet, if that is more than this address."""
+    """Add an address such as `10.0.0.1/24`, with the route to its subnet if it has more than one address."""
     ip(at.namespace, f"address add {address} dev {at.device} noprefixroute")
     subnet = ipaddress.ip_interface(address).network
     if subnet.num_addresses > 1:
@@ -103,11 +102,11 @@ def add_address(at: Interface, address: str) -> None:
 
 
 def add_route(namespace: str, subnet: str, way: str) -> None:
-    """To `10.99.0.1/32`, for example, the way `via 10.0.0.2`."""
+    """Add a route to a subnet such as `10.99.0.1/32`, for example `via 10.0.0.2`."""
     ip(namespace, f"route add {subnet} {LATE} {way}")
 
 
 def counters(at: Interface) -> Counters:
-    """Of an interface, since it was made."""
+    """Return the counters of an interface since its creation."""
     (link,) = json.loads(run("ip", "-n", at.namespace, "-s", "-j", "link", "show", "dev", at.device))
     return Counters(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"])

@@ -1,4 +1,4 @@
-"""A network that stands: where its ranks live, and which interfaces to watch and to throttle."""
+"""A network with its hosts, monitored interfaces and rate-limited interfaces."""
 
 from dataclasses import dataclass
 from types import TracebackType
@@ -9,11 +9,11 @@ from benchmarks.network.shaping import set_rate
 
 @dataclass(frozen=True)
 class Host:
-    """Where a rank lives.
+    """Location of a rank.
 
     Args:
-        namespace: of its interfaces; ranks may share one.
-        address: its own, without a prefix length.
+        namespace: namespace of its interfaces; ranks may share one.
+        address: address of the rank, without a prefix length.
     """
 
     namespace: str
@@ -22,13 +22,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Network:
-    """Namespaces and wires. As a context it removes them.
+    """Namespaces and links, and a context manager removing them.
 
     Args:
         hosts: one per rank.
-        nics: the interfaces whose traffic counts, in the order that their topology says.
-        throttled: all interfaces with a rate.
-        namespaces: all of them.
+        nics: interfaces with counted traffic, in the order of their topology.
+        throttled: all rate-limited interfaces.
+        namespaces: all namespaces.
     """
 
     hosts: tuple[Host, ...]
@@ -37,12 +37,12 @@ class Network:
     namespaces: tuple[str, ...]
 
     def set_rate(self, bits_per_s: float | None) -> None:
-        """Of all throttled interfaces; `None`: as fast as the machine can. Any process of the sandbox may call it."""
+        """Set the rate of all throttled interfaces from any process of the sandbox; `None` removes the limit."""
         for interface in self.throttled:
             set_rate(interface, bits_per_s)
 
     def counters(self) -> tuple[Counters, ...]:
-        """Of the `nics`. Any process of the sandbox may call it."""
+        """Return the counters of the `nics`; any process of the sandbox may call it."""
         return tuple(map(counters, self.nics))
 
     def __enter__(self) -> "Network":

@@ -1,4 +1,4 @@
-"""Skewed all-to-alls between two nodes of four ranks: token copies per expert, of which RailS makes its plan."""
+"""Skewed all-to-alls between two nodes of four ranks: token copies per expert, from which RailS plans."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ TOKENS = 8192
 
 
 def cases(seed: int) -> dict[str, np.ndarray]:
-    """Token copies of each rank for each expert, `[RANKS, EXPERTS]`, before `scaled`."""
+    """Return the token copies of each rank for each expert, `[RANKS, EXPERTS]`, before `scaled`."""
     rng = np.random.default_rng(seed)
     home = np.arange(EXPERTS) * RANKS // EXPERTS
     node, offset = np.arange(RANKS) // RAILS, np.arange(RANKS) % RAILS
@@ -38,34 +38,34 @@ def cases(seed: int) -> dict[str, np.ndarray]:
 
 
 def _preferences(rng: np.random.Generator, spread: float) -> np.ndarray:
-    """Two experts for each token, and every rank has favourites of its own."""
+    """Return counts with two experts per token and different preferences on each rank."""
     logits = spread * rng.normal(size=(RANKS, 1, EXPERTS)) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
     chosen = np.argsort(-logits, -1)[:, :, :2].reshape(RANKS, -1)
     return np.stack([np.bincount(row, minlength=EXPERTS) for row in chosen]).astype(float)
 
 
 def scaled(weights: np.ndarray, rows: int) -> np.ndarray:
-    """Counts `[RANKS, EXPERTS]` of which the busiest node, as a sender or receiver, has about `rows`."""
+    """Return counts `[RANKS, EXPERTS]` scaled to about `rows` rows of the busiest node, as sender or receiver."""
     return (weights * rows / busiest_node(weights.reshape(RANKS, RANKS, -1).sum(-1))).round().astype(np.int32)
 
 
 def busiest_node(rows: np.ndarray) -> float:
-    """What it sends or receives, of `[RANKS, RANKS]` rows between nodes."""
+    """Return the rows sent or received by the busiest node, from `[RANKS, RANKS]` rows."""
     between = rows.reshape(NODES, RAILS, NODES, RAILS).sum((1, 3))
     return max(between.sum(0).max(), between.sum(1).max())
 
 
 def sprayed(counts: np.ndarray) -> Plan:
-    """Plain expert parallelism, with the rails of `RailS`."""
+    """Return plain expert parallelism with the rails of `RailS`."""
     return RailS().rebalance(counts, plain_plan(counts, TOPOLOGY), TOPOLOGY, ())[0]
 
 
 def plan_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows from rank to rank, `[RANKS, RANKS]`, and those on each rail, `[RANKS, RANKS, RAILS]`, by `RailS`."""
+    """Return rows between ranks, `[RANKS, RANKS]`, and by rail, `[RANKS, RANKS, RAILS]`, by `RailS`."""
     plan = sprayed(counts)
     return np.asarray(rows_between(counts, plan)), np.asarray(plan.rails)
 
 
 def by_receiver(rows: np.ndarray) -> np.ndarray:
-    """Every row on the rail of the rank that receives it, as `MultiRailDispatch` does without `plan.rails`."""
+    """Return every row on the receiving rank's rail, as in `MultiRailDispatch` without `plan.rails`."""
     return rows[:, :, None] * (np.arange(RANKS)[:, None] % RAILS == np.arange(RAILS))

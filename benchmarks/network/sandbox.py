@@ -1,7 +1,7 @@
-"""A place for networks that leaves nothing behind: namespaces of our own for network, mounts and processes.
+"""Sandbox for test networks: private namespaces for network, mounts and processes.
 
-Everything lives in one tree of processes whose first has `unshare` above it: once that ends, however it ends, the
-kernel removes processes, interfaces and mounts. Needs Linux, iproute2, util-linux and either root or user namespaces.
+All processes form one tree below `unshare`. When its first process ends for any reason, the kernel removes processes,
+interfaces and mounts. Requires Linux, iproute2, util-linux and either root or user namespaces.
 """
 
 import functools
@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 INSIDE = Path("/run/jax_moe_lb_sandbox")
-"""Exists in a sandbox only, whose `/run` is its own."""
+"""Marker file that exists only in a sandbox, which has its own `/run`."""
 
 TOOLS = ("unshare", "setpriv", "mount", "ip", "tc")
 
@@ -38,7 +38,7 @@ try tc filter add dev probe0 parent 1: protocol ip prio 1 u32 match u16 0x0000 0
 
 
 def command(program: Sequence[str]) -> list[str]:
-    """What starts a program in a sandbox. It is killed with whoever starts it."""
+    """Return the command to run a program in a sandbox, killed with its parent."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     spaces = [
         "--net",
@@ -55,13 +55,13 @@ def command(program: Sequence[str]) -> list[str]:
 
 
 def bound_to_parent(program: Sequence[str]) -> list[str]:
-    """The same for a child process, which would otherwise outlive a parent that is killed."""
+    """Return the command for a child process, which would otherwise outlive a killed parent."""
     return ["setpriv", "--pdeathsig", "KILL", "--", *command(program)]
 
 
 @functools.cache
 def missing() -> str | None:
-    """Why there can be no sandbox here: the step that failed, and what it said. `None` if there can be one."""
+    """Return the reason why no sandbox is possible: the failed step and its output; `None` if one is possible."""
     needs = "needs Linux, iproute2 with sch_htb, and root or user namespaces: "
     if sys.platform != "linux":
         return f"{needs}this is {sys.platform}"
@@ -74,18 +74,18 @@ def missing() -> str | None:
 
 
 def inside() -> bool:
-    """Whether this process is in a sandbox."""
+    """Return whether this process is in a sandbox."""
     return INSIDE.exists()
 
 
 def enter() -> None:
-    """Starts this program again in a sandbox, unless it is in one. Call it first in `main`.
+    """Restart this program in a sandbox, unless it is in one. Call it first in `main`.
 
     Raises:
-        RuntimeError: there can be no sandbox; with the step that failed.
+        RuntimeError: no sandbox is possible; the message contains the failed step.
     """
     if inside():
-        # The first process of a sandbox ignores signals that it does not handle.
+        # The first process of a PID namespace ignores signals without a handler.
         signal.signal(signal.SIGTERM, _stop)
         return
     why_not = missing()

@@ -1,4 +1,4 @@
-"""The networks: two datacenters, nodes with rails, nodes with several paths."""
+"""Test networks: two datacenters, nodes with rails, nodes with several paths."""
 
 from dataclasses import dataclass
 
@@ -7,22 +7,22 @@ from benchmarks.network.network import Host, Network
 from benchmarks.network.shaping import check_rate
 
 ROUTER = ("net.ipv4.ip_forward=1", "net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf.default.rp_filter=0")
-"""Forwards, also what comes in by another interface than answers leave by."""
+"""Settings of a router, which also accepts packets on an interface other than the return route's."""
 
 MOST = 250
-"""Members that an address has room for."""
+"""Maximum number of members per address range."""
 
 
 @dataclass(frozen=True)
 class TwoDatacenters:
     """Two switches with a process on every port, and one shared link between the switches.
 
-    Ranks are numbered by datacenter. The network's `nics` are the ends of that link: what datacenter 0 sends, and what
-    datacenter 1 does.
+    Ranks are numbered by datacenter. The network's `nics` are the ends of that link: the bytes sent by datacenter 0,
+    then by datacenter 1.
 
     Args:
-        processes_per_dc: of each datacenter.
-        wan_bits_per_s: of the link between, in each direction, headers included; `None`: not limited.
+        processes_per_dc: processes per datacenter.
+        wan_bits_per_s: rate of the link per direction, including headers; `None` is unlimited.
     """
 
     processes_per_dc: int
@@ -33,7 +33,7 @@ class TwoDatacenters:
         check_rate("TwoDatacenters.wan_bits_per_s", self.wan_bits_per_s)
 
     def build(self) -> Network:
-        """In a sandbox."""
+        """Build the network in a sandbox."""
         wan = tuple(Interface(f"dc{dc}", "wan") for dc in range(2))
         hosts = tuple(
             Host(f"dc{dc}p{process}", f"10.77.{dc}.{process + 1}")
@@ -57,18 +57,17 @@ class TwoDatacenters:
 
 @dataclass(frozen=True)
 class Rails:
-    """Nodes of several ranks, each rank with a network interface of its own.
+    """Nodes of several ranks, each rank with its own network interface.
 
-    A rank is reached at one address, whichever way: a loopback address of its own. Inside a node packets go by the
-    node's switch, which nothing limits. Ranks are numbered by node; the network's `nics` are theirs.
+    A rank has one address for all routes, a loopback address. Inside a node packets pass an unlimited switch. Ranks are
+    numbered by node; the network's `nics` are their interfaces.
 
     Args:
-        nodes: how many.
-        per_node: ranks, and rails, of a node.
-        nic_bits_per_s: of every rank's interface, in each direction, headers included; `None`: not limited.
-        rail_only: interface `j` of every node is on rail `j` alone, and packets for a rank of another node and rail
-            pass by the rank of their own node that is on its rail. Otherwise a spine joins all interfaces and never
-            is the bottleneck.
+        nodes: number of nodes.
+        per_node: ranks, and rails, per node.
+        nic_bits_per_s: rate of every rank's interface per direction, including headers; `None` is unlimited.
+        rail_only: if True, interface `j` of every node is only on rail `j`, and packets to another node and rail pass
+            the rail rank of their own node. If False, an unlimited spine connects all interfaces.
     """
 
     nodes: int
@@ -82,7 +81,7 @@ class Rails:
         check_rate("Rails.nic_bits_per_s", self.nic_bits_per_s)
 
     def build(self) -> Network:
-        """In a sandbox."""
+        """Build the network in a sandbox."""
         ranks = [(node, rail) for node in range(self.nodes) for rail in range(self.per_node)]
         hosts = tuple(Host(f"n{node}r{rail}", self._address(node, rail)) for node, rail in ranks)
         switches = [f"node{node}" for node in range(self.nodes)]
@@ -109,7 +108,7 @@ class Rails:
         return f"10.99.{node}.{rail + 1}"
 
     def _join_rails(self, ranks: list[tuple[int, int]]) -> tuple[list[str], list[Interface]]:
-        """A switch for every rail."""
+        """Create a switch for every rail."""
         names, far_ends = [f"rail{rail}" for rail in range(self.per_node)], []
         for name in names:
             add_namespace(name)
@@ -121,7 +120,7 @@ class Rails:
         return names, far_ends
 
     def _join_by_spine(self, ranks: list[tuple[int, int]]) -> tuple[list[str], list[Interface]]:
-        """A router with a wire to every rank, slow in both directions."""
+        """Create a router with a link to every rank, rate-limited in both directions."""
         add_namespace("spine", *ROUTER)
         far_ends = []
         for node, rail in ranks:
@@ -152,17 +151,17 @@ class Rails:
 
 @dataclass(frozen=True)
 class Multipath:
-    """Nodes with several interfaces, over which the kernel spreads connections by a hash (ECMP).
+    """Nodes with several interfaces, over which the kernel distributes connections by a hash (ECMP).
 
-    A node is one namespace, in which its ranks have an address each; interface `j` of all nodes is on one switch.
-    Ranks are numbered by node; the network's `nics` are the nodes' interfaces, by node. A rank binds its connections to
-    its address, or they leave with another.
+    A node is one namespace with one address per rank; interface `j` of all nodes is on one switch. Ranks are numbered
+    by node; the network's `nics` are the nodes' interfaces, by node. A rank must bind its connections to its address;
+    otherwise they use another one.
 
     Args:
-        nodes: how many.
-        per_node: ranks of a node.
-        nics_per_node: interfaces of a node.
-        nic_bits_per_s: of every interface, in each direction, headers included; `None`: not limited.
+        nodes: number of nodes.
+        per_node: ranks per node.
+        nics_per_node: interfaces per node.
+        nic_bits_per_s: rate of every interface per direction, including headers; `None` is unlimited.
     """
 
     nodes: int
@@ -176,7 +175,7 @@ class Multipath:
         check_rate("Multipath.nic_bits_per_s", self.nic_bits_per_s)
 
     def build(self) -> Network:
-        """In a sandbox."""
+        """Build the network in a sandbox."""
         nodes, planes = [f"node{node}" for node in range(self.nodes)], range(self.nics_per_node)
         for plane in planes:
             add_namespace(f"plane{plane}")
@@ -203,7 +202,7 @@ class Multipath:
 
 
 def _attach(end: Interface, port: Interface, bridge: str) -> None:
-    """A wire from `end` to a new port of a bridge."""
+    """Connect `end` to a new port of a bridge."""
     connect(end, port)
     plug(port, bridge)
 

@@ -1,7 +1,7 @@
-"""The tiny language model across two datacenters: `python -m benchmarks.network.train_across`.
+"""Training of the tiny language model across two datacenters: `python -m benchmarks.network.train_across`.
 
-Two processes of two devices each in network namespaces: plain expert parallelism over all of them, and HybridEP with
-domains across the datacenters, experts as they are and encoded. Same seed, same batches.
+Two processes of two devices each run in network namespaces. Plain expert parallelism over all devices is compared with
+HybridEP with domains across the datacenters, with plain and with encoded experts. Seed and batches are the same.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from benchmarks.network.topologies import TwoDatacenters
 from benchmarks.results import Table, Value, out_option, report
 
 RUNS = {"plain": (1, 1.0), "HybridEP, CR 1": (2, 1.0), "HybridEP, CR 50": (2, 50.0)}
-"""Members of a domain along the datacenters, and the ratio of the codec."""
+"""Members of a domain across datacenters, and the ratio of the codec."""
 
 DEVICES_PER_PROCESS = 2
 
 WARMUP_STEPS = 2
-"""Not timed."""
+"""Number of first steps excluded from times."""
 
 
 def body(rank: Rank, steps: int) -> dict[str, Any]:
-    """Trains by every run in turn: losses, seconds of every step, and bytes that each datacenter sent."""
+    """Train all runs interleaved; return losses, seconds of every step, and bytes sent by each datacenter."""
     from benchmarks.network.jax_ranks import barrier, check_same_program
     from benchmarks.network.layer import Choice, domains_of
     from jax_moe_lb import plain
@@ -76,7 +76,7 @@ def body(rank: Rank, steps: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> Table:
-    """Losses and speeds side by side."""
+    """Return losses and speeds of all runs."""
     reference = np.asarray(results["plain"]["losses"])
     rows: list[list[Value]] = []
     for name, result in results.items():

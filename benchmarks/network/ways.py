@@ -1,4 +1,4 @@
-"""Who sends rows to whom, and by which rail ranks."""
+"""Routes of rows between ranks, direct or via rail ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from itertools import pairwise
 import numpy as np
 
 ROW_BYTES = 2048
-"""Of a token of width 1024 in two bytes."""
+"""Bytes of a token of width 1024 in two bytes per number."""
 
 Route = Callable[[int, int, int], tuple[int, ...]]
-"""The ranks by which rows travel, of their source, their target and the number of their way; no rank twice."""
+"""Function of source, target and way, returning the ranks on the route, without duplicates."""
 
 
 @dataclass(frozen=True)
 class Ways:
-    """Which rows travel which way.
+    """Rows by route.
 
     Args:
-        rows: from rank to rank on each way, `[R, R, W]`; a pair's rows stand in order of their way.
-        path: of each way.
+        rows: rows between ranks on each way, `[R, R, W]`; rows of a pair are ordered by way.
+        path: route of each way.
     """
 
     rows: np.ndarray
@@ -34,15 +34,15 @@ class Ways:
 
     @classmethod
     def straight(cls, rows: np.ndarray) -> "Ways":
-        """From rank to rank, `[R, R]` rows."""
+        """Return direct routes for `[R, R]` rows."""
         return cls(rows[:, :, None], lambda source, target, way: (source, target))
 
     @classmethod
     def along_rails(cls, rails: np.ndarray) -> "Ways":
-        """Between nodes of as many ranks as rails: by the rank of the own node on the rail, and that of the other.
+        """Return routes between nodes with one rank per rail: via the rail ranks of the own and the other node.
 
         Args:
-            rails: rows from rank to rank on each rail, `[R, R, N]`, as of `Plan.rails`.
+            rails: rows between ranks on each rail, `[R, R, N]`, as in `Plan.rails`.
         """
         num_rails = rails.shape[2]
         if len(rails) % num_rails:
@@ -52,13 +52,13 @@ class Ways:
             if source // num_rails == target // num_rails:
                 return source, target
             near, far = (rank // num_rails * num_rails + rail for rank in (source, target))
-            # A rail rank that is the source or the target itself is no hop.
+            # A rail rank equal to the source or the target is not a hop.
             return tuple(dict.fromkeys((source, near, far, target)))
 
         return cls(rails, path)
 
     def hops(self) -> np.ndarray:
-        """Rows that pass from rank to rank, `[R, R]`: their own, and those of others."""
+        """Return the rows sent between ranks, `[R, R]`, including forwarded ones."""
         passing = np.zeros(self.rows.shape[:2], np.int64)
         for source, target, way in np.argwhere(self.rows).tolist():
             path = self.path(source, target, way)
@@ -68,7 +68,9 @@ class Ways:
 
 
 def contents(source: int, target: int, count: int) -> np.ndarray:
-    """The rows from a rank to another, `[count, ROW_BYTES / 4]` int32: each says whose it is, and which."""
+    """Return the rows from one rank to another, `[count, ROW_BYTES / 4]` int32, each with its source, target and
+    index.
+    """
     number = np.arange(count, dtype=np.int32)
     rows = number[:, None] * np.int32(1009) + np.arange(ROW_BYTES // 4, dtype=np.int32)
     rows[:, 0], rows[:, 1], rows[:, 2] = source, target, number
@@ -76,6 +78,6 @@ def contents(source: int, target: int, count: int) -> np.ndarray:
 
 
 def expected(rank: int, ways: Ways) -> np.ndarray:
-    """What a rank should receive: by source, then in order."""
+    """Return the rows expected by a rank, by source, then in order."""
     counts = ways.rows[:, rank].sum(-1).tolist()
     return np.concatenate([contents(source, rank, count) for source, count in enumerate(counts)])

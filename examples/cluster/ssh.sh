@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One process on each of the machines named, which see this checkout and its .venv at the same path:
+# Start one process on each given machine; all must have this checkout and its .venv at the same path:
 #   examples/cluster/ssh.sh node1 node2 -- reference --run-dir /shared/runs/first
-# Started again with --resume after the last --, it goes on from the newest checkpoint.
+# Add --resume after the last -- to continue from the newest checkpoint.
 set -euo pipefail
 hosts=()
 while [ $# -gt 0 ] && [ "$1" != "--" ]; do hosts+=("$1") && shift; done
@@ -16,7 +16,7 @@ processes=()
 for i in "${!hosts[@]}"; do
   place="--distributed --set multi_process.coordinator=${hosts[0]}:9911"
   place+=" --set multi_process.num_processes=${#hosts[@]} --set multi_process.process_id=$i"
-  # With -tt a Ctrl-C here reaches all of them.
+  # With -tt, Ctrl-C reaches all processes.
   ssh -tt "${hosts[$i]}" "cd $(printf '%q' "$PWD") && exec .venv/bin/python -m models.train $place $options" &
   processes+=($!)
 done

@@ -18,7 +18,7 @@ struct BatchAttributes {
   unsigned flags;
 };
 
-// Function table; null pointers are functions that the driver lacks.
+// Function table; null pointers are functions missing in the driver.
 struct DriverCalls {
   // The two forms of the call: CUDA 13, and CUDA 12.8, which also returns the index of the failed copy.
   CUresult (*memcpy_batch)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, BatchAttributes*, size_t*, size_t, CUstream);
@@ -46,7 +46,7 @@ struct DriverCalls {
 
   // True if a driver is installed. Programs may be compiled for other machines without one.
   bool is_there() const { return error_name != nullptr; }
-  // Return a failure that names the missing function.
+  // Return a failure naming the missing function.
   Status CheckBatches() const;
   Status CheckBetweenProcesses() const;
 

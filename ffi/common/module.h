@@ -1,4 +1,4 @@
-// Conversion of registrations to the Python objects that JAX registers.
+// Conversion of registrations to the Python objects registered by JAX.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -11,10 +11,10 @@ struct HandlerRegistration {
   const char* name;
   XLA_FFI_Handler* execute;
   XLA_FFI_Handler* instantiate = nullptr;  // only for calls with state per call site
-  XLA_FFI_Handler* initialize = nullptr;   // only for calls that prepare every execution of a program
+  XLA_FFI_Handler* initialize = nullptr;   // only for calls preparing every execution of a program
 };
 
-// A state's type must be registered before the handlers that use it: XLA reads the state type of a handler at its
+// A state's type must be registered before the handlers using it: XLA reads the state type of a handler at its
 // registration and rejects unregistered types.
 struct TypeRegistration {
   const char* name;

@@ -1,4 +1,4 @@
-// A status: empty on success, else a message that names the argument, its value and the expected condition. It is not
+// A status: empty on success, else a message naming the argument, its value and the expected condition. It is not
 // an exception, because neither XLA nor CUDA lets one pass through a handler.
 #pragma once
 

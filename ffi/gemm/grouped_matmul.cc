@@ -35,7 +35,7 @@ void AskForHugePages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes)
 #endif
 }
 
-// Rows of the result that one task computes, with all or some of their columns.
+// Rows of the result computed by one task, with all or some of their columns.
 struct Span {
   int64_t group;
   int64_t first;  // row of the result

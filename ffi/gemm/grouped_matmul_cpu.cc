@@ -33,7 +33,7 @@ Status CheckShape(const char* name, const xf::AnyBuffer& buffer, xf::DataType dt
   const auto have = buffer.dimensions();
   size_t i = 0;
   bool same = have.size() == want.size();
-  // Indexing is safe: `same` is false from the start where the number of dimensions differs.
+  // Indexing is safe: `same` is false from the start if the number of dimensions differs.
   for (const int64_t dimension : want) same = same && have[i++] == dimension;
   if (same) return Ok();
   std::ostringstream shape;

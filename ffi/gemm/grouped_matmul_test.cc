@@ -21,7 +21,7 @@ const Instructions kAll[] = {Instructions::kBase, Instructions::kAvx2, Instructi
                              Instructions::kAvx512Bf16};
 const Pool kAlone = {1, nullptr};
 
-// Threads that end before this does.
+// Threads ending before this object does.
 class Threads {
  public:
   ~Threads() {
@@ -145,7 +145,7 @@ std::vector<double> ProductByLoops(const Case<T>& c) {
 
 template <typename T>
 std::vector<double> OuterByLoops(const Case<T>& c) {
-  std::vector<double> out(c.weights.size(), 3);  // what the sums hold before
+  std::vector<double> out(c.weights.size(), 3);  // initial sums
   size_t row = 0;
   for (size_t g = 0; g < c.shape.sizes.size(); ++g) {
     for (int32_t i = 0; i < c.shape.sizes[g]; ++i, ++row) {

@@ -3,7 +3,7 @@
 //   MOE_LB_VECTOR_BYTES  bytes of a vector
 //   MOE_LB_TILE_ROWS     rows and vectors of a tile of sums, all of which stay in registers
 //   MOE_LB_TILE_VECTORS
-//   MOE_LB_PAIRS         defined where bfloat16 are multiplied in pairs
+//   MOE_LB_PAIRS         defined if bfloat16 are multiplied in pairs
 // No guard on purpose, nor in the files below.
 // clang-format off: each needs those before it.
 #include "ffi/gemm/kernel_vectors.h"

@@ -2,13 +2,13 @@
 //
 //   for each 2 KB of depth
 //     for each panel of columns, kTileVectors vectors wide
-//       pack that piece of b: [2 KB, panel] stays in the cache next to the core
+//       pack this piece of b: [2 KB, panel] stays in the cache next to the core
 //       for each tile of rows
 //         out += a @ piece, the tile's sums in registers
 //
-// A piece is read from memory once per block; the next one is fetched meanwhile. Of `a` the same 2 KB of depth serve
-// all panels from the second-level cache, however deep it is. Where sums go through sums_, which has room for one
-// panel, the two outer loops change places.
+// A piece is read from memory once per block; the next one is prefetched meanwhile. The same 2 KB of depth of `a` serve
+// all panels from the second-level cache, at any depth. If sums go through sums_, which has room for one panel, the two
+// outer loops change places.
 namespace moe_lb {
 namespace MOE_LB_KERNEL {
 

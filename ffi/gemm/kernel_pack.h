@@ -1,8 +1,8 @@
-// Operands, copied to where the tiles read them in order. Part of kernel.h.
+// Operands, copied into the order in which the tiles read them. Part of kernel.h.
 namespace moe_lb {
 namespace MOE_LB_KERNEL {
 
-// matrix[depth, columns] to packed[elements of depth, width]; 0 where there is no column.
+// matrix[depth, columns] to packed[elements of depth, width]; 0 beyond the last column.
 template <typename Elem, typename T>
 void Pack(const T* matrix, int64_t stride, int64_t depth, int64_t columns, int64_t width, Elem* packed) {
   constexpr int kWidth = Vector<Elem>::kWidth;
@@ -65,7 +65,7 @@ MOE_LB_INLINE void PackSquare(const T* matrix, int64_t stride, int64_t width, El
 }
 #endif
 
-// matrix[columns, depth] to packed[elements of depth, width]; 0 where there is no column.
+// matrix[columns, depth] to packed[elements of depth, width]; 0 beyond the last column.
 template <typename Elem, typename T>
 void PackTransposed(const T* matrix, int64_t stride, int64_t depth, int64_t columns, int64_t width, Elem* packed) {
   constexpr int kWidth = Vector<Elem>::kWidth;

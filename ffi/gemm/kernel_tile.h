@@ -15,7 +15,7 @@ struct Tile {
   int64_t depth;            // in elements
   Sum* out;
   int64_t out_stride;
-  bool add;  // to what `out` holds
+  bool add;  // to the values of `out`
 };
 
 MOE_LB_INLINE void MultiplyAdd(Reg<float>& sum, Reg<float> a, Reg<float> b) { sum += a * b; }
@@ -27,7 +27,7 @@ MOE_LB_INLINE void MultiplyAdd(Reg<float>& sum, Reg<Pair> a, Reg<Pair> b) {
 #endif
 
 // All sums of a tile of `num_rows` x `num_vectors` stay in registers; each vector of `b` meets every row. The loops
-// over them must be unrolled: an array that is indexed at run time lies in memory.
+// over them must be unrolled: an array indexed at run time lies in memory.
 template <typename Elem, int num_rows, int num_vectors, bool packs>
 __attribute__((noinline)) void Multiply(const Tile<Elem>& tile, Prefetch& ahead) {
   using Sum = typename Tile<Elem>::Sum;

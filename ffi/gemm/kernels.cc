@@ -14,7 +14,7 @@
 namespace moe_lb {
 namespace {
 
-// Two bfloat16 that follow each other in depth. The instruction sums both products.
+// Two bfloat16 values, consecutive in depth. The instruction sums both products.
 using Pair = uint32_t;
 
 // Values of depth in an element of a packed operand.

@@ -22,7 +22,7 @@ class Tasks {
     for (int64_t i = next_.fetch_add(1); i < total_; i = next_.fetch_add(1), ++mine) {
       if (!task_(i)) failed_ = true;
     }
-    // Each thread adds its tasks once, to avoid contention. A thread that reads the total sees the results of all
+    // Each thread adds its tasks once, to avoid contention. A thread reading the total sees the results of all
     // tasks.
     if (mine > 0 && done_.fetch_add(mine) + mine == total_) {
       // Without the lock, the notification could fall between the comparison and the sleep of Wait, and be lost.

@@ -12,7 +12,7 @@ struct Pool {
 };
 
 // Call `task` concurrently with each of 0 ... num_tasks - 1, started in that order, on this thread and the pool's.
-// Returns true if all calls returned true. This thread runs every task that no other thread has started, so all threads
+// Returns true if all calls returned true. This thread runs every task not started by another thread, so all threads
 // of a pool may call this at once.
 bool ForEachTask(const Pool& pool, int64_t num_tasks, std::function<bool(int64_t)> task);
 

@@ -12,7 +12,7 @@ class Prefetch {
   // Rows of `row_bytes` bytes, `stride` bytes apart, spread evenly over `steps` steps of the computation.
   Prefetch(const void* data, int64_t stride, int64_t num_rows, int64_t row_bytes, int64_t steps)
       : at_(static_cast<const char*>(data)), stride_(stride), num_rows_(num_rows), row_bytes_(row_bytes) {
-    // A row that starts inside a line reaches into one more.
+    // A row starting inside a line reaches into one more.
     if (reinterpret_cast<uintptr_t>(data) % kLine != 0 || stride % kLine != 0) row_bytes_ += kLine - 1;
     const int64_t num_lines = num_rows * ((row_bytes_ + kLine - 1) / kLine);
     every_ = steps / (num_lines + 1);

@@ -8,9 +8,9 @@
 
 namespace moe_lb {
 
-// Rule that picks the donor among the ranks above the limit. A donor gives tokens of its hottest expert. `room` is the
-// number of tokens that the receiver can take, `hottest` the tokens of that expert left at home, and `surplus` the load
-// of the rank above the limit.
+// Rule for the choice of the donor among the ranks above the limit. A donor gives tokens of its hottest expert. `room`
+// is the number of tokens that the receiver can take, `hottest` the tokens of this expert left at home, and `surplus`
+// the load of the rank above the limit.
 enum class DonorRule {
   kSurplus,     // largest surplus among ranks with hottest >= room; if there are none, largest hottest
   kUseful,      // largest min(hottest, surplus, room), then largest hottest
@@ -20,10 +20,10 @@ enum class DonorRule {
 
 // Places replicas, starting from none, until no rank is above the limit or no free slot reduces a load.
 //
-// The rank with most room among those with a free slot receives min(hottest, room) tokens of a
-// donor's hottest expert. That may be more than the donor's surplus: it then has room itself, and
-// becomes a receiver with slots of its own. So every piece closes its receiver for good, or takes an
-// expert whole, and the slots of all ranks serve. Ties go to the lower rank and expert.
+// The rank with the most room among ranks with a free slot receives min(hottest, room) tokens of a donor's hottest
+// expert. If this exceeds the donor's surplus, the donor then has room itself, and becomes a receiver with slots of its
+// own. So every replica fills its receiver or takes a whole expert, and the slots of all ranks are used. Ties go to the
+// lower rank and expert.
 class Chain {
  public:
   // slots: replicas per rank. fan_out: replicas of the experts of one home rank.

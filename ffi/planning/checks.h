@@ -49,7 +49,7 @@ Status CheckShape(const char* name, MatrixView<T> matrix, size_t rows, size_t co
   return Refuse(name, " has shape [", matrix.rows(), ", ", matrix.columns(), "]; expected [", rows, ", ", columns, "]");
 }
 
-// Checks the arguments of planners that edit a plan: placement [R, S], quota [E, R], results of the same shapes. Home
+// Checks the arguments of planners editing a plan: placement [R, S], quota [E, R], results of the same shapes. Home
 // of expert e is rank e / (E / R); domains are blocks of `domain` ranks.
 inline Status CheckPlan(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain,
                         MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {

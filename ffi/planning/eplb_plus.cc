@@ -47,7 +47,7 @@ class Replicas {
     planned_ = copies_;
   }
 
-  // Returns a failure that names an expert with tokens and without a slot.
+  // Returns a failure naming an expert with tokens and without a slot.
   Status CheckHeld() const {
     for (size_t expert = 0; expert < copies_.size(); ++expert) {
       if (copies_[expert] > 0 || tokens_[expert] == 0) continue;
@@ -113,7 +113,7 @@ class Replicas {
     return limit;
   }
 
-  // Sets the number of copies of each expert of the domain that starts at rank `first`.
+  // Sets the number of copies of each expert of the domain starting at rank `first`.
   void Replicate(size_t first) {
     using Candidate = std::pair<int64_t, int64_t>;  // share, -expert: the largest is the lowest of the heaviest
     std::priority_queue<Candidate> candidates;
@@ -149,7 +149,7 @@ class Replicas {
     }
   }
 
-  // Puts one copy on the lightest rank that can take it; returns false if there is none.
+  // Puts one copy on the lightest rank able to take it; returns false if there is none.
   bool Place(size_t expert, size_t first) {
     size_t lightest = num_ranks();
     for (size_t rank = first; rank < first + members_; ++rank) {
@@ -170,7 +170,7 @@ class Replicas {
   size_t members_;
   size_t home_;                   // experts per rank
   std::vector<bool> holds_;       // [E, R]
-  std::vector<int64_t> copies_;   // per expert, ranks that hold it
+  std::vector<int64_t> copies_;   // per expert, ranks holding it
   std::vector<int64_t> planned_;  // likewise, once all copies are made
   std::vector<int64_t> open_;     // per rank, empty slots
   std::vector<int64_t> load_;     // per rank

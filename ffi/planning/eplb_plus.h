@@ -8,18 +8,17 @@
 
 namespace moe_lb {
 
-// Fills the empty slots with replicas and splits every expert's tokens evenly over its copies, in every
-// domain on its own. Experts and replicas that the placement holds stay where they are.
+// Fills the empty slots with replicas and splits every expert's tokens evenly over its copies, in every domain
+// separately. Experts and replicas of the given placement keep their slots.
 //
-// The share of an expert is its tokens over its copies (the ranks that hold it), rounded up.
-// 1. Replicate: as long as there are empty slots left in the domain, the expert of the highest share,
-//    of those at home in this domain, gets one copy more. Left out are experts whose share is at most 1
-//    and those with as many copies as there are ranks that hold it or could.
-// 2. Pack: the new copies, highest share first, go to the rank of the domain with the lowest load of
-//    those that have an empty slot and do not hold the expert; the load of a rank is the sum of the
-//    shares of what it holds. A copy that fits on no rank is not made. A rank's empty slots are
-//    filled from the first on.
-// 3. Split: a copy serves tokens / copies; the first tokens % copies of them, by rank, one more.
+// The share of an expert is its tokens divided by its copies (the ranks holding it), rounded up.
+// 1. Replicate: while the domain has empty slots, the expert with the highest share, among experts at home in this
+//    domain, gets one more copy. Experts with a share of at most 1 are skipped, and experts with as many copies as
+//    ranks that hold them or could.
+// 2. Pack: the new copies, highest share first, go to the rank of the domain with the lowest load, among ranks with an
+//    empty slot and without the expert. The load of a rank is the sum of the shares of its experts. A copy that fits on
+//    no rank is not made. The empty slots of a rank are filled from the first on.
+// 3. Split: a copy serves tokens / copies; the first tokens % copies of them, by rank, serve one more.
 // Ties go to the lower expert and rank.
 //
 //   tokens: [E], at least 0; their sum must fit int32. Home of expert e is rank e / (E / R).
@@ -27,7 +26,7 @@ namespace moe_lb {
 //     rank count as one. An expert without a slot must have no tokens.
 //   domain: ranks of a domain; divides R.
 //   new_placement: [R, S]; may not overlap placement.
-//   quota: [E, R], tokens of each expert that each rank serves; rows sum to `tokens`.
+//   quota: [E, R], tokens of each expert served by each rank; rows sum to `tokens`.
 Status EplbPlus(View<const int32_t> tokens, MatrixView<const int32_t> placement, int64_t domain,
                 MatrixView<int32_t> new_placement, MatrixView<int32_t> quota);
 

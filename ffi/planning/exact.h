@@ -1,4 +1,4 @@
-// Replicas and quotas of the lowest maximum rank load that the slots allow, then of the fewest replicas.
+// Replicas and quotas with the lowest maximum rank load possible with the slots, then with the fewest replicas.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ struct ExactOptions {
   // Maximum number of replicas of the experts of one home rank, which sends their weights. At least 0.
   int64_t max_fan_out = std::numeric_limits<int64_t>::max();
 
-  // [R, E], tokens of each expert that start on each rank; columns sum to `tokens` at most, to less if some
-  // start outside of the domain. Without rows: unknown. If known, replicas change places where that keeps
-  // the limit and leaves more tokens where they are.
+  // [R, E], tokens of each expert starting on each rank; columns sum to `tokens` at most, to less if some start
+  // outside of the domain. Without rows: unknown. If known, replicas change places if this keeps the limit and serves
+  // more tokens on the rank where they start.
   MatrixView<const int32_t> counts = {nullptr, 0, 0};
 };
 
@@ -26,21 +26,21 @@ struct ExactOptions {
 //
 // 1. Best maximum. Replicas are placed by `Chain` under three rules, each levelled by `Serving::Level`;
 //    if none comes within 1/4096 of the mean load, `Search` starts from the best of them, with a fixed
-//    number of steps. The best maximum is that of the best placement seen.
-// 2. Fewest replicas. Among that placement and those of `Chain` under the limit
-//    best + floor(eps * best), each thinned out by `Thinning` as far as it goes, the one of fewest
-//    replicas is taken. None has a maximum above the limit.
+//    number of steps. `best` is the maximum of the best placement found.
+// 2. Fewest replicas. The candidates are this placement and those of `Chain` under the limit
+//    best + floor(eps * best), each reduced by `Thinning`. The one with the fewest replicas is chosen. No candidate has
+//    a maximum above the limit.
 // 3. With counts, `Localize`.
 //
 // Optimality:
-// - For the replicas of the plan, no quota has a lower maximum than Level returned for them; step 2 may
-//   then use up to the limit.
-// - A maximum equal to the mean, rounded up, is optimal. With real loads and two replica slots on each
-//   of 32 or more ranks that is the rule.
+// - For the replicas of the plan, no quota has a lower maximum than the result of Level; step 2 may then raise it up to
+//   the limit.
+// - A maximum equal to the mean, rounded up, is optimal. This is usual for real loads with two replica slots on each of
+//   32 or more ranks.
 // - Otherwise the placement is the result of a search and carries no guarantee. On recorded loads of
 //   256 experts, 8 ranks with two replica slots each, it was 0.1 % above the optimum of a mixed-integer
 //   program on average, and 1.4 % at worst. Above FlowEvaluator::kMaxRanks ranks there is no search.
-// - The number of replicas is minimal only in that no single replica can be removed and the limit kept.
+// - The number of replicas is minimal only in one respect: removing any single replica would exceed the limit.
 //
 // The plan is a function of the arguments alone: no clock, fixed pseudo-random seed, ties to the lowest
 // index. Home of expert e is rank e / L, with L = E / R.
@@ -48,7 +48,7 @@ struct ExactOptions {
 //   tokens: [E], at least 0; their sum must fit int32. E is a positive multiple of R.
 //   placement: [R, S], L <= S <= E. Each rank's home experts, then its replicas, then -1. No expert is
 //     twice on a rank.
-//   quota: [E, R], tokens of each expert that each rank serves; rows sum to `tokens`, 0 where the rank
+//   quota: [E, R], tokens of each expert served by each rank; rows sum to `tokens`, 0 if the rank
 //     has no slot for the expert. Every replica serves at least one token.
 Status Exact(View<const int32_t> tokens, const ExactOptions& options, MatrixView<int32_t> placement,
              MatrixView<int32_t> quota);

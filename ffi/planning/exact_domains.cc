@@ -87,7 +87,7 @@ class Domain {
   }
 
   void Write(size_t first_rank, size_t first_expert, MatrixView<int32_t> placement, MatrixView<int32_t> quota) const {
-    // Only entries of this domain are written. All others are initialized to "nothing" before the first domain.
+    // Only entries of this domain are written. All others are initialized as empty before the first domain.
     for (size_t rank = 0; rank < num_ranks_; ++rank) {
       for (size_t slot = 0; slot < slots_; ++slot) {
         const int32_t expert = placement_[rank * slots_ + slot];

@@ -18,10 +18,10 @@ struct ExactDomainsOptions {
 
 // Plans every domain separately, starting without replicas: see exact.h.
 //
-//   counts: [R, E], tokens of each expert that start on each rank, at least 0; their sum must fit int32. E is
+//   counts: [R, E], tokens of each expert starting on each rank, at least 0; their sum must fit int32. E is
 //     a positive multiple of R. Home of expert e is rank e / (E / R).
-//   domain: ranks of a domain; divides R. The experts of its ranks are served inside it, whichever rank
-//     their tokens start on.
+//   domain: ranks of a domain; divides R. The experts of its ranks are served inside it, wherever
+//     their tokens start.
 //   placement: [R, S], S >= E / R. Each rank's home experts, then its replicas, then -1.
 //   quota: [E, R].
 Status ExactDomains(MatrixView<const int32_t> counts, int64_t domain, const ExactDomainsOptions& options,

@@ -41,7 +41,7 @@ Plan Make(const std::vector<int32_t>& tokens, size_t num_ranks, size_t slots, co
   return plan;
 }
 
-// Lognormal experts on ranks that are themselves uneven; up to `scale` tokens for an ordinary expert.
+// Lognormal experts on uneven ranks; up to `scale` tokens for an ordinary expert.
 std::vector<int32_t> Skewed(std::mt19937& random, size_t num_ranks, size_t home_experts, double scale) {
   std::normal_distribution<double> normal;
   std::vector<int32_t> tokens;

@@ -49,7 +49,7 @@ class Shadows {
     for (size_t rank = 0; rank < placement.rows(); ++rank) {
       open_[rank] = std::count(placement[rank].begin(), placement[rank].end(), -1);
     }
-    // Computed once: a copy changes only the expert that is copied.
+    // Computed once: a copy changes only its expert.
     const Holders holders({placement.flat().data(), placement.rows(), placement.columns()}, quota.rows());
     for (size_t expert = 0; expert < quota.rows(); ++expert) {
       // CheckHomes guarantees a home slot for every expert, so the list of its slots is never empty.
@@ -58,7 +58,7 @@ class Shadows {
     }
   }
 
-  // Balances the domain that starts at rank `first`.
+  // Balances the domain starting at rank `first`.
   void Balance(size_t first, int64_t min_saved) {
     while (CopyOne(first, min_saved)) {
     }
@@ -103,8 +103,8 @@ class Shadows {
     return true;
   }
 
-  // Returns the busiest home expert of the donor that no other rank serves. For these, the tokens that a copy takes
-  // from home are known: each rank's own.
+  // Returns the donor's busiest home expert served by no other rank. For such an expert, each rank's own tokens are the
+  // tokens that a copy takes from home.
   size_t Busiest(size_t donor) const {
     size_t best = kNone;
     for (size_t expert = donor * home_; expert < (donor + 1) * home_; ++expert) {
@@ -113,7 +113,7 @@ class Shadows {
     return best;
   }
 
-  // Returns the highest load after a copy, without making it: a copy that saves too little is not made.
+  // Returns the highest load after a copy, without making it: a copy with too small a saving is not made.
   int64_t HighestAfter(size_t expert, size_t donor, size_t first) const {
     int64_t highest = 0;
     int64_t left = load_[donor];

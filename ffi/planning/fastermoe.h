@@ -11,15 +11,15 @@ namespace moe_lb {
 // Copies experts to all ranks of their domain, which then serve their own tokens of them. Domains are planned
 // separately.
 //
-// Until no expert is copied: on the rank with the highest load, of the home experts that can be copied
-// it is the one with most tokens. It is copied if the highest load of the domain falls by at least
-// min_saved tokens. An expert can be copied if its home serves all of its tokens, no other rank holds
-// it, and every other rank of the domain has an empty slot. Its home then serves its own tokens and
-// those from outside the domain. Ties go to the lower rank and expert.
+// In each step, the candidate is the home expert with the most tokens on the rank with the highest load, among its home
+// experts that can be copied. It is copied if the highest load of the domain falls by at least min_saved tokens;
+// otherwise planning ends. An expert can be copied if its home serves all of its tokens, no other rank holds it, and
+// every other rank of the domain has an empty slot. Its home then serves its own tokens and those from outside the
+// domain. Ties go to the lower rank and expert.
 //
 //   placement: [R, S], the expert in each slot, -1 for an empty one. The first E / R slots of a rank
 //     hold its home experts in order; the home of expert e is rank e / (E / R).
-//   quota: [E, R], tokens of each expert that each rank serves, at least 0; their sum must fit int32.
+//   quota: [E, R], tokens of each expert served by each rank, at least 0; their sum must fit int32.
 //   counts: [R, E], tokens of each rank for each expert, likewise.
 //   domain: ranks of a domain; divides R.
 //   min_saved: 1 to 2^31 - 1.

@@ -34,14 +34,14 @@ class Moves {
       for (size_t rank = 0; rank < quota.columns(); ++rank) load_[rank] += quota[expert][rank];
     }
     for (size_t rank = 0; rank < placement.rows(); ++rank) {
-      // The balancer limits the experts that a rank takes, even if it has more empty slots.
+      // The balancer limits the experts taken by a rank, even if it has more empty slots.
       open_[rank] =
           std::min<int64_t>(options.max_num_dyn, std::count(placement[rank].begin(), placement[rank].end(), -1));
       FindDynamic(rank);
     }
   }
 
-  // Balances the domain that starts at rank `first`.
+  // Balances the domain starting at rank `first`.
   void Balance(size_t first) {
     while (MoveOne(first)) {
     }
@@ -83,7 +83,7 @@ class Moves {
     return false;
   }
 
-  // Returns the idlest rank that can take the expert.
+  // Returns the idlest rank able to take the expert.
   size_t Taker(size_t expert, size_t first) const {
     size_t best = kNone;
     for (size_t rank = first; rank < first + static_cast<size_t>(options_.domain); ++rank) {
@@ -122,8 +122,8 @@ class Moves {
   size_t home_;  // experts per rank
   Holders holders_;
   std::vector<int64_t> load_;                 // per rank
-  std::vector<int64_t> open_;                 // per rank: experts that it can still take
-  std::vector<std::vector<size_t>> dynamic_;  // per rank: experts of at least tau tokens that can move, busiest first
+  std::vector<int64_t> open_;                 // per rank: number of experts it can still take
+  std::vector<std::vector<size_t>> dynamic_;  // per rank: movable experts of at least tau tokens, busiest first
 };
 
 }  // namespace

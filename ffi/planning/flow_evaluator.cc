@@ -58,7 +58,7 @@ int32_t FlowEvaluator::MaxLoad() {
   return trial_.Level(mean_);
 }
 
-// The cut consists of the ranks that cannot be offloaded and of all that they reach: their tokens cannot leave the cut.
+// The cut consists of the ranks that cannot be offloaded and of all ranks they reach; tokens cannot leave the cut.
 // Offloading one rank changes the flow of others, so compute the cut after all are offloaded as far as possible.
 void FlowEvaluator::FindCut() {
   int64_t stuck = 0;

@@ -1,4 +1,4 @@
-// SwapEvaluator for up to 64 ranks, by a flow that starts from that of the previous placement.
+// SwapEvaluator for up to 64 ranks, by a flow starting from the flow of the previous placement.
 #pragma once
 
 #include <cstddef>

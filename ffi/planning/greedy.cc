@@ -24,7 +24,7 @@ struct Offer {
 };
 
 // The moves of all domains. A plan is on the critical path of every microbatch, so the inputs of each move are updated
-// incrementally: surplus and room of the ranks, the slots that hold an expert, and the experts that a donor serves.
+// incrementally: surplus and room of the ranks, the slots holding an expert, and the experts served by a donor.
 class Moves {
  public:
   // Moves tokens in `placement` and `quota` in place.
@@ -45,7 +45,7 @@ class Moves {
     FindServed();
   }
 
-  // Balances the domain that starts at rank `first`.
+  // Balances the domain starting at rank `first`.
   void Balance(size_t first) {
     const auto begin = surplus_.begin() + static_cast<std::ptrdiff_t>(first);
     const auto end = begin + static_cast<std::ptrdiff_t>(members_);
@@ -70,7 +70,7 @@ class Moves {
     }
   }
 
-  // A rank with a surplus never receives, so the set of experts that it serves can only shrink.
+  // A rank with a surplus never receives, so the set of its served experts can only shrink.
   void FindServed() {
     std::vector<size_t> donors;
     for (size_t rank = 0; rank < num_ranks(); ++rank) {
@@ -107,7 +107,7 @@ class Moves {
     room_[RankOf(taker.slot)] -= tokens;
   }
 
-  // Returns the existing slot that can take the most tokens. Experts are visited in ascending order and slots are not,
+  // Returns the existing slot able to take the most tokens. Experts are visited in ascending order and slots are not,
   // so ties are resolved by slot, as in the JAX reference, which visits slots in order.
   Offer BestReplica(size_t donor, size_t first) const {
     Offer best;
@@ -175,7 +175,7 @@ class Moves {
   Holders holders_;
   std::vector<int64_t> surplus_;             // per rank; 0 once it can give no more
   std::vector<int64_t> room_;                // per rank
-  std::vector<std::vector<size_t>> serves_;  // per rank with a surplus: experts that it serves, ascending
+  std::vector<std::vector<size_t>> serves_;  // per rank with a surplus: served experts, ascending
 };
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace {
 namespace xf = xla::ffi;
 
 // These handlers must not be recorded into a command buffer: a replay would run the host function without reserving a
-// slot, perhaps one that another call uses.
+// slot, perhaps one in use by another call.
 XLA_FFI_DEFINE_HANDLER(
     kInstantiate, []() -> xf::ErrorOr<std::unique_ptr<HostScheduler>> { return std::make_unique<HostScheduler>(); },
     xf::Ffi::BindInstantiate());

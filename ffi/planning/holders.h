@@ -1,4 +1,4 @@
-// Lists of the slots that hold each expert.
+// Lists of the slots holding each expert.
 #pragma once
 
 #include <cstddef>

@@ -18,7 +18,7 @@ namespace {
 
 // A program queues a call per layer. Up to this many are queued before the launching thread blocks.
 constexpr size_t kNumSlots = 32;
-// Longer than any step: a device that completes no call in this time is stuck.
+// Longer than any step: a device without a completed call in this time is stuck.
 constexpr std::chrono::seconds kPatience(120);
 
 xf::Error Check(cudaError_t error, const char* name, const char* what) {
@@ -79,7 +79,7 @@ class PlannerRing {
   explicit PlannerRing(size_t words) : words_(words), slots_(kNumSlots), jobs_(kNumSlots), done_(kNumSlots, nullptr) {}
 
   ~PlannerRing() {
-    // Leak memory that the device may still write.
+    // Leak memory, because the device may still write to it.
     if (!slots_.Drain([this](size_t slot) { return IsFinished(slot); }, kPatience)) {
       for (auto& job : jobs_) static_cast<void>(job.release());
       return;
@@ -173,7 +173,7 @@ class PlannerRing {
 
 namespace {
 
-// Returns the ring shared by all call sites with calls of that size; it is destroyed with the last of them.
+// Returns the ring shared by all call sites with calls of this size; it is destroyed with the last of them.
 xf::Error SharedRing(int device, size_t words, std::shared_ptr<PlannerRing>* ring) {
   struct All {
     std::mutex mutex;

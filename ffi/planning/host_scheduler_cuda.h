@@ -22,16 +22,16 @@ class HostScheduler {
   static xla::ffi::TypeId id;
 
   HostScheduler();
-  ~HostScheduler();  // the last of those that share memory waits for calls that are still queued
+  ~HostScheduler();  // the last call site sharing this memory waits for queued calls
 
   // Allocates pinned memory for calls of `words` int32 on the current device, status included. Call it in the
   // initialize stage: CUDA may synchronize all devices before it returns pinned memory, and devices of a running
   // program may be waiting for each other.
   xla::ffi::Error Prepare(size_t words);
 
-  // Queues `call` on the stream of the current device. Its arrays are device memory that stays valid while the stream
+  // Queues `call` on the stream of the current device. Its arrays are device memory, valid while the stream
   // uses it; `status` is one word of it. All calls have arrays of the same sizes. Blocks only if all slots of the ring
-  // are in flight; returns DeadlineExceeded if that persists.
+  // are in flight; returns DeadlineExceeded if they stay so.
   xla::ffi::Error Enqueue(cudaStream_t stream, PlannerCall call, int32_t* status);
 
  private:

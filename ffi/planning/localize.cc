@@ -47,7 +47,7 @@ class Localizer {
     return std::min(counts_[to][expert], tokens) - std::min(counts_[serving_.rank(entry)][expert], tokens);
   }
 
-  // A rank that loses tokens always fits, even at the limit.
+  // A rank losing tokens always fits, even at the limit.
   bool Fits(uint32_t rank, int32_t more) const { return more <= 0 || serving_.load(rank) <= limit_ - more; }
 
   void TryMove(uint32_t entry, uint32_t to) {

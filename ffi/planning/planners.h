@@ -1,7 +1,7 @@
 // Planners as XLA calls, shared by all platforms: the binding and the host function of each.
 //
-// A new planner adds a function that makes its PlannerCall, its binding, and one line in each of
-// handlers_cpu.cc and handlers_cuda.cc.
+// A new planner adds a function returning its PlannerCall, its binding, and one line in each of handlers_cpu.cc and
+// handlers_cuda.cc.
 #pragma once
 
 #include <cstdint>

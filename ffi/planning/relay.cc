@@ -99,7 +99,7 @@ class Trees {
  private:
   void Copy(size_t from, const Replica& to) {
     relay_[to.slot] = static_cast<int32_t>(from);
-    // Later experts avoid relays on ranks that already send many copies.
+    // Later experts avoid relays on ranks with many copies to send.
     ++sends_[from];
   }
 
@@ -113,8 +113,8 @@ class Trees {
 
   RelayOptions options_;
   View<int32_t> relay_;
-  std::vector<int64_t> sends_;     // copies that a rank sends, so far
-  std::vector<char> relays_some_;  // true for ranks that are relays, so far
+  std::vector<int64_t> sends_;     // copies sent by a rank so far
+  std::vector<char> relays_some_;  // true for ranks with a relay so far
 };
 
 }  // namespace

@@ -11,7 +11,7 @@ using moe_lb::RelayOptions;
 using moe_lb::Status;
 using std::vector;
 
-// One home expert on every rank; replicas in `slots` more slots: replicas[rank] is what they hold.
+// One home expert on every rank, and `slots` more slots with the experts replicas[rank].
 struct Ranks {
   explicit Ranks(const vector<vector<int32_t>>& replicas) : num_ranks(replicas.size()), slots(replicas[0].size() + 1) {
     for (size_t rank = 0; rank < num_ranks; ++rank) {

@@ -101,7 +101,7 @@ bool Search::Propose() {
   return sent_[home] < fan_out_ || (*slot != Swap::kNoExpert && HomeOf(*slot) == home);
 }
 
-// Returns an expert with more than `more_than` tokens that only ranks of the cut hold; kNoExpert after three failed
+// Returns an expert with more than `more_than` tokens, held only by ranks of the cut; kNoExpert after three failed
 // draws. The number of draws bounds the time of a search.
 uint32_t Search::DrawExpert(int32_t more_than) {
   for (int draw = 0; draw < 3; ++draw) {

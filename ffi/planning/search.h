@@ -15,14 +15,14 @@ namespace moe_lb {
 // input.
 struct Effort {
   int64_t steps;
-  int64_t margin;  // excess is tolerated up to 1 / margin of the first maximum, at first
+  int64_t margin;  // the initial level is 1 / margin of the first maximum
 };
 
-// A descent under a falling level ("great deluge"). The limit is the best maximum found so far, less one
-// token. A step proposes a swap: to a slot outside the cut, empty if its rank has an empty one, comes an
-// expert that only ranks of the cut hold, and that takes more out of the cut than the dropped expert
-// brings back. It is accepted if the largest excess is no higher than now, or below the level, which
-// falls to 0 with the square of the steps left. Pseudo-random with a fixed seed.
+// Descent under a falling level ("great deluge"). The limit is the best maximum found so far, less one token. A step
+// proposes a swap in a slot outside the cut, an empty slot if its rank has one. The added expert is held only by ranks
+// of the cut, and takes more tokens out of the cut than the dropped expert brings back. The swap is accepted if the
+// largest excess does not rise, or is below the level. The level falls to 0 with the square of the remaining steps.
+// Pseudo-random with a fixed seed.
 class Search {
  public:
   // tokens: [E]. slots: replicas per rank, at least 1. fan_out: replicas of the experts of a home rank.

@@ -1,4 +1,4 @@
-// Tokens of each expert served by each rank, and the flow that levels them over given replicas.
+// Tokens of each expert served by each rank, and the flow leveling them over given replicas.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,8 @@ struct Replica {
   uint32_t rank;
 };
 
-// One entry per slot that may serve: entry e < E is expert e at its home, later ones are replicas in
-// the order in which they were added. Home of expert e is rank e / (E / R). No rank may hold an expert
-// twice. The sum of all tokens must fit int32.
+// One entry per serving slot: entry e < E is expert e at its home, later ones are replicas in the order added. Home of
+// expert e is rank e / (E / R). No rank may hold an expert twice. The sum of all tokens must fit int32.
 class Serving {
  public:
   static constexpr uint32_t kNone = UINT32_MAX;
@@ -24,7 +23,7 @@ class Serving {
   // Starts with all tokens served at home. `tokens` [E] must outlive this object.
   Serving(View<const int32_t> tokens, size_t num_ranks);
 
-  // Resets to that state, without replicas.
+  // Resets to the initial state, without replicas.
   void Reset();
 
   size_t num_ranks() const { return first_of_rank_.size(); }
@@ -40,7 +39,7 @@ class Serving {
   int32_t MaxLoad() const;
   std::vector<Replica> Replicas() const;
 
-  // Adds a replica that takes `tokens` from its expert's home.
+  // Adds a replica and moves `tokens` to it from its expert's home.
   void Add(uint32_t expert, uint32_t rank, int32_t tokens);
 
   // Moves a replica and its tokens to another rank. Do not level, remove or find replicas afterwards.
@@ -49,23 +48,23 @@ class Serving {
   // Removes a replica; its tokens return home.
   void Remove(uint32_t entry);
 
-  // Moves tokens over the replicas until no rank has more than the returned limit: the lowest that
-  // these replicas allow, if it is above `limit`.
+  // Moves tokens over the replicas until every rank is within the returned limit: `limit`, or the lowest limit possible
+  // with these replicas if it is higher.
   //
-  // Exact by max-flow and min-cut: from a rank above the limit, tokens are pushed along a shortest path
-  // of ranks, each of which holds an expert that the rank before it serves. Where no path reaches a
-  // rank below the limit, the ranks reached hold every copy of all that they serve, so no quota has a
-  // lower maximum than their mean load, rounded up; the limit rises to that.
+  // Exact by max-flow and min-cut: from a rank above the limit, tokens are pushed along a shortest path of ranks, each
+  // holding an expert served by the rank before it. If no path reaches a rank below the limit, the reached ranks hold
+  // every copy of the experts they serve. No quota then has a lower maximum than the mean load of these ranks, rounded
+  // up; the limit rises to this value.
   int32_t Level(int32_t limit);
 
-  // Moves tokens of `rank` to other ranks until its load is at most the limit; false if that is impossible. No quota of
+  // Moves tokens of `rank` to other ranks until its load is at most the limit; false if impossible. No quota of
   // these replicas then keeps the limit, and moved tokens stay moved. Loads of other ranks do not rise above the limit.
   bool OffloadRank(uint32_t rank, int32_t limit);
 
-  // After OffloadRank failed: the ranks that tokens of `rank` can be moved to, including itself.
+  // After OffloadRank failed: the ranks to which tokens of `rank` can move, including itself.
   const std::vector<uint32_t>& reached() const { return queue_; }
 
-  // Returns the replica, not removed, of an expert on a rank that has one.
+  // Returns the replica, not removed, of an expert on a rank with one.
   uint32_t Find(uint32_t expert, uint32_t rank) const;
 
   // State changed by moves, to undo moves and removals.
@@ -102,8 +101,8 @@ class Serving {
   uint32_t search_ = 0;                // its number, so that marks need no clearing
   std::vector<uint32_t> rank_seen_;    // [R]
   std::vector<uint32_t> expert_seen_;  // [E]
-  std::vector<uint32_t> taken_;        // [R], the entry that gives tokens up to reach this rank
-  std::vector<uint32_t> given_;        // [R], the entry on this rank that gets them
+  std::vector<uint32_t> taken_;        // [R], the entry giving tokens to reach this rank
+  std::vector<uint32_t> given_;        // [R], the entry on this rank receiving them
   std::vector<uint32_t> queue_;
 };
 

@@ -1,4 +1,4 @@
-// Bookkeeping of a fixed number of buffers that a device uses asynchronously.
+// Bookkeeping of a fixed number of buffers used asynchronously by a device.
 #pragma once
 
 #include <chrono>

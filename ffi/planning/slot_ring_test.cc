@@ -78,7 +78,7 @@ void AWaitEndsWhenASlotComesFree() {
   device.join();
 }
 
-// A stream: runs what is queued in order, on a thread of its own, as the driver does.
+// A stream: runs queued functions in order, on a thread of its own, as the driver does.
 class Stream {
  public:
   Stream() : thread_([this] { Run(); }) {}
@@ -117,7 +117,7 @@ constexpr int kCalls = 400;
 constexpr int kThreads = 4;
 
 // The scheduler's use of the ring: copy in, plan, copy out, event. Slots are plain memory, so that the
-// thread sanitizer reports a slot that is used too early, and the values show a lost plan.
+// thread sanitizer reports a slot used too early, and the values show a lost plan.
 void NoSlotIsUsedWhileItsLastCallRuns() {
   SlotRing ring(3);
   std::vector<int> slots(3, 0);

@@ -48,7 +48,7 @@ class Rails {
  public:
   Rails(View<const int32_t> ticks, size_t first) : ticks_(ticks), first_(first), loads_(ticks.size(), 0) {}
 
-  // Returns the rail that first completes with the additional rows.
+  // Returns the rail completing first with the additional rows.
   size_t Add(int64_t rows) {
     size_t best = ticks_.size();
     int64_t soonest = 0;
@@ -56,7 +56,7 @@ class Rails {
       const size_t rail = (first_ + step) % ticks_.size();
       // At most 2^31 rows are multiplied by less than 2^15 ticks, so the product fits.
       const int64_t done = (loads_[rail] + rows) * ticks_[rail];
-      // A dead rail has 0 ticks and would complete at once, so it is skipped. Ties go to the rail that is first in the
+      // A dead rail has 0 ticks and would complete at once, so it is skipped. Ties go to the first rail in the
       // cycle.
       if (ticks_[rail] > 0 && (best == ticks_.size() || done < soonest)) {
         best = rail;

@@ -18,17 +18,17 @@ constexpr int64_t kMaxChunks = 4096;
 // Of all rows from node d to node f:
 // 1. A chunk is max(1, rows / (rails * chunks)), rounded down. The rows of each pair of ranks are cut into chunks and
 //    one rest.
-// 2. The chunks, by sender, then receiver, and then the rests, the largest first, go one after the other to the rail
-//    that is done with it first: of the smallest (load + rows of it) * ticks. Ties go to the first rail from
-//    (d + f) % rails on, cyclically, so that neither what a node sends nor what one receives gathers on the same
-//    rail; of rests, to the lower pair.
+// 2. The chunks, by sender, then receiver, are assigned one after the other, then the rests, largest first, ties to the
+//    lower pair. Each goes to the rail with the earliest completion, the smallest (load + rows of it) * ticks. Ties go
+//    to the first rail from (d + f) % rails on, cyclically, so that neither the rows sent by a node nor those received
+//    by one accumulate on the same rail.
 // Rows inside a node use no rail. They are counted on the rail of the receiver, offset * rails / ranks_per_node.
 //
 //   rows: [R, R], from rank to rank, at least 0; their sum must fit int32.
 //   ticks: [N], of each rail, at most kMaxTicks; 0 for a dead one. N divides the ranks of a node.
-//   ranks_per_node: ranks that share network rails; divides R. They need not be those of a domain, among which a plan
-//     moves expert weights.
-//   chunks: of each pair of nodes on each rail, at least, where there are so many rows; at most kMaxChunks.
+//   ranks_per_node: ranks sharing network rails; divides R. They may differ from the ranks of a domain, among
+//     which a plan moves expert weights.
+//   chunks: of each pair of nodes on each rail, at least, if there are enough rows; at most kMaxChunks.
 //   rails: [R, R * N], rows from rank to rank on each rail.
 Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t ranks_per_node, int64_t chunks,
              MatrixView<int32_t> rails);

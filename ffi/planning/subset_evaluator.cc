@@ -36,7 +36,7 @@ SubsetEvaluator::Change SubsetEvaluator::Added(const Swap& swap) const {
   return {holders_[swap.added], tokens_[swap.added]};
 }
 
-// Evaluated in blocks without branches, for vectorization. The block that refused the last swap goes first: most swaps
+// Evaluated in blocks without branches, for vectorization. The block that rejected the last swap goes first: most swaps
 // are refused, mostly by the same block.
 bool SubsetEvaluator::Keeps(const Swap& swap, int32_t threshold) {
   constexpr int32_t kBlock = kSets / kBlocks;

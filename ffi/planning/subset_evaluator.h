@@ -30,7 +30,7 @@ class SubsetEvaluator : public SwapEvaluator {
  private:
   static constexpr size_t kSets = size_t{1} << kMaxRanks;
 
-  // Tokens that count for every set that contains `holders` but not the swap's rank.
+  // Tokens counted for every set with `holders` but without the swap's rank.
   struct Change {
     int32_t holders;
     int32_t tokens;
@@ -46,7 +46,7 @@ class SubsetEvaluator : public SwapEvaluator {
   std::array<int32_t, kSets> excess_;  // of a set; far below 0 for the empty set and for sets with nonexistent ranks
   int32_t limit_ = 0;
   static constexpr int32_t kBlocks = 8;
-  int32_t refused_ = 0;  // the block of sets that refused the last swap
+  int32_t refused_ = 0;  // the block of sets that rejected the last swap
 };
 
 }  // namespace moe_lb

@@ -1,4 +1,4 @@
-// Evaluates swaps of a placement: the excess of its loads above a limit, and the ranks that cause it.
+// Evaluates swaps of a placement: the excess of its loads above a limit, and the ranks causing it.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ struct Swap {
   uint32_t added;
 };
 
-// The excess of a set of ranks is the number of tokens that no rank outside of it can serve, minus its
-// size times the limit. By max-flow and min-cut, some quota keeps the limit if and only if no set has
-// an excess above 0, and the largest excess is the number of tokens that cannot be served within it.
+// The excess of a set of ranks is the number of tokens that only its ranks can serve, minus its size times the limit.
+// By max-flow and min-cut, some quota keeps the limit if and only if no set has an excess above 0. The largest excess
+// is the number of tokens beyond the limit.
 class SwapEvaluator {
  public:
   virtual ~SwapEvaluator() = default;
@@ -30,11 +30,11 @@ class SwapEvaluator {
   virtual void Commit(const Swap& swap) = 0;
   virtual void SetLimit(int32_t limit) = 0;
 
-  // Returns the lowest limit that the placement keeps.
+  // Returns the lowest limit kept by the placement.
   virtual int32_t MaxLoad() = 0;
 
-  // The largest excess, 0 if none is above 0. If it is above 0, cut() is the smallest set that has it:
-  // the one that is contained in all others.
+  // The largest excess, 0 if none is above 0. If it is above 0, cut() is the smallest set with this excess, which all
+  // others contain.
   int32_t worst() const { return worst_; }
   RankSet cut() const { return cut_; }
 

@@ -8,8 +8,8 @@
 
 namespace moe_lb {
 
-// Removes replicas, the one of fewest tokens first, ties to the one added first, as long as no rank
-// need be above the limit. No single replica that is left could be removed as well.
+// Removes replicas, the one with the fewest tokens first, ties to the one added first, as long as every rank can stay
+// within the limit. Removing any further replica would exceed the limit.
 class Thinning {
  public:
   void Thin(Serving& serving, int32_t limit);

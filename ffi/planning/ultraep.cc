@@ -190,7 +190,7 @@ class Domain {
   int64_t min_tokens_;
   std::vector<int64_t> load_;      // per rank
   std::vector<size_t> empty_;      // slots per rank
-  std::vector<int64_t> served_;    // per expert of the domain, what its home serves
+  std::vector<int64_t> served_;    // per expert of the domain, tokens served by its home
   std::vector<size_t> by_load_;    // ranks, highest load first
   std::vector<size_t> by_served_;  // each rank's experts of the domain, most served first
   std::vector<Replica> replicas_;  // of the last attempt

@@ -163,7 +163,7 @@ void BadArgumentsAreNamed() {
   EXPECT_EQ(refusal(bad, 2, 0.01f, 1), "placement has 1 slots; expected at least the 2 home experts of a rank");
 }
 
-// Random plans, also invalid ones that the planner does not check: every sum is conserved, and no expert is twice on a
+// Random plans, also invalid ones beyond the planner's checks: every sum is conserved, and no expert is twice on a
 // rank.
 void RandomPlansKeepTheirTokens() {
   std::mt19937 random(0);

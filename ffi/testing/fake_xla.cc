@@ -89,8 +89,8 @@ XLA_FFI_Error* PoolSchedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
       context.xla->Schedule([task = args->task, data = args->data] { task(data); });
       return nullptr;
     case PoolMode::kInline:
-      // XLA may run a task at once on the thread that schedules it. A handler that holds a lock meanwhile, or waits for
-      // a task that is not scheduled yet, deadlocks in this mode.
+      // XLA may run a task at once on the scheduling thread. A handler holding a lock meanwhile, or waiting for
+      // a task not scheduled yet, deadlocks in this mode.
       args->task(args->data);
       return nullptr;
     case PoolMode::kNone:
@@ -247,7 +247,7 @@ std::optional<std::string> FakeXla::Register(const Registrations& part) {
         return std::string(handler.name) + ": built against another version of the FFI";
       }
       const int64_t state = metadata.state_type_id.type_id;
-      // XLA cannot free a state of a type that was registered after the handler or not at all.
+      // XLA cannot free a state of a type registered after the handler or not at all.
       if (instantiate && (state < 1 || state > static_cast<int64_t>(types_.size()))) {
         return std::string(handler.name) + ": its state has no registered type";
       }

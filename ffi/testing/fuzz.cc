@@ -121,7 +121,7 @@ void WatchForDeath() {
 
 struct Counts {
   uint64_t valid = 0;
-  uint64_t succeeded = 0;  // among calls that are not valid by construction
+  uint64_t succeeded = 0;  // among calls not valid by construction
   uint64_t refused = 0;
 };
 
@@ -135,7 +135,7 @@ class Runner {
   Runner& operator=(const Runner&) = delete;
 
   void Run(Case one, Random& random) {
-    // A copy that stays where it is.
+    // On the heap, so that its address stays valid.
     pending_.push_back(std::make_unique<Pending>());
     Pending& pending = *pending_.back();
     pending.one = std::move(one);
@@ -399,7 +399,7 @@ int Repeat(FakeXla& xla, const Registrations& part, uint64_t calls) {
     for (uint64_t number = 0; number < 100; ++number) cases.push_back(MakeCase(handler, number, random));
     // Keep few calls in progress, because the peak number of threads is not measured.
     Runner runner(xla, part, 8);
-    // Compare memory after a first round, which allocates everything that is allocated once: threads, tables, the
+    // Compare memory after a first round, which makes all one-time allocations: threads, tables, the
     // allocator's arenas.
     CallMany(runner, cases, calls, random);
     const Usage before = Measure();

@@ -121,7 +121,7 @@ void Execution::Complete(XLA_FFI_Error* error) {
   Ending ending = EndingOf(error);
   ending.wrote_argument = !buffers_->ArgumentsHold();
   if (ending.ok) ending.rets = buffers_->Results();
-  // Free the buffers now, although other devices of the call may run: the sanitizer detects a copy that still uses
+  // Free the buffers now, although other devices of the call may run: the sanitizer detects a copy still using
   // them.
   buffers_.reset();
   // Notify under the lock: the waiting thread may destroy this.

@@ -59,7 +59,7 @@ struct Ending {
   bool ok = true;
   XLA_FFI_Error_Code code = XLA_FFI_Error_Code_OK;
   std::string message;
-  bool wrote_argument = false;  // true if the handler wrote an argument that is not aliased
+  bool wrote_argument = false;  // true if the handler wrote an unaliased argument
   std::vector<Array> rets;      // on success
 };
 

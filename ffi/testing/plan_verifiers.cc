@@ -72,7 +72,7 @@ std::string VerifyServed(const std::vector<int64_t>& tokens, const Numbers& befo
       const int32_t quota = after.at(expert, rank);
       served += quota;
       if (quota < 0) return Message("quota of expert ", expert, ", rank ", rank, " is ", quota);
-      // A plan may have tokens on ranks that do not hold the expert. A planner need not move them, but must not add
+      // A plan may have tokens on ranks without the expert. A planner need not move them, but must not add
       // any.
       if (quota > before.at(expert, rank) && !Holds(placement, rank, expert)) {
         return Message("rank ", rank, " shall serve ", quota, " of expert ", expert, ", which it does not hold");

@@ -12,7 +12,7 @@ namespace {
 constexpr unsigned char kPattern = 0xA5;
 constexpr size_t kMaxElements = 4096;  // larger mutations are dropped, to keep cases fast
 
-// Types that handlers bind are listed twice, or most cases would fail on their types alone.
+// Types bound by handlers are listed twice, or most cases would fail on their types alone.
 const std::vector<XLA_FFI_DataType> kTypes = {
     XLA_FFI_DataType_S32,  XLA_FFI_DataType_S32, XLA_FFI_DataType_F32,  XLA_FFI_DataType_F32,  XLA_FFI_DataType_BF16,
     XLA_FFI_DataType_BF16, XLA_FFI_DataType_F16, XLA_FFI_DataType_F64,  XLA_FFI_DataType_S8,   XLA_FFI_DataType_U8,
@@ -173,7 +173,7 @@ void ChangeShape(Random& random, std::vector<int64_t>& dims) {
       if (!changed.empty()) changed[any()] = random.Chance(10) ? random.Below(1000) : random.Below(12);
       break;
   }
-  // Drop a change that makes the array too large, to limit time and memory.
+  // Drop a change making the array too large, to limit time and memory.
   if (!IsTooLarge(changed)) dims = std::move(changed);
 }
 

@@ -39,7 +39,7 @@ struct Call {
 };
 
 // A valid call whose results are operands of the next call on the same device. They replace the arrays of `Result`; an
-// operand that was mutated keeps its value.
+// mutated operand keeps its value.
 struct Before {
   std::string handler;
   Call call;

@@ -1,4 +1,4 @@
-// Valid calls that copy weights between ranks and that sum their gradients.
+// Valid calls to copy weights between ranks and to sum their gradients.
 #include <algorithm>
 #include <cstdint>
 #include <functional>
@@ -76,7 +76,7 @@ class Peers {
     return wanted;
   }
 
-  // From home, or from a lower rank that wants the same expert, which excludes cycles.
+  // From home, or from a lower rank with the same expert, which excludes cycles.
   std::vector<int32_t> Relay(Random& random) const {
     const View<const int32_t> wanted(reinterpret_cast<const int32_t*>(wanted_.bytes.data()), wanted_.size());
     std::vector<int32_t> relay(wanted.size(), -1);
@@ -100,7 +100,7 @@ class Peers {
   Call MakeCall(const std::function<Operands(const Array& place)>& operands) const {
     Call call;
     call.attributes = attributes_;
-    // Lanes are devices that arrive as the same rank with the same tables; each lane is a meeting of its own.
+    // Lanes are devices arriving as the same rank with the same tables; each lane is a meeting of its own.
     const int64_t lanes = attributes_.at("num_lanes").bytes[0];
     for (int64_t device = 0; device < participants_ * lanes; ++device) {
       call.devices.push_back(operands(Ints({2}, {static_cast<int32_t>(device % participants_), 0})));
@@ -118,7 +118,7 @@ class Peers {
   Attributes attributes_;
 };
 
-// Rows that slots take from homes, or return to them.
+// Rows taken by slots from homes, or returned to them.
 Call CopyRows(Random& random) {
   const int64_t ranks = random.Between(1, 3), slots = random.Below(4), at_home = random.Below(30);
   const bool back = random.Chance(50);

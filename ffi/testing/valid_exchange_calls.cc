@@ -12,7 +12,7 @@ namespace {
 
 constexpr XLA_FFI_DataType kS32 = XLA_FFI_DataType_S32;
 
-// Slices that one rank sends and receives, with consistent sizes.
+// Slices sent and received by one rank, with consistent sizes.
 struct Slices {
   std::vector<int32_t> input_offsets;
   std::vector<int32_t> send_sizes;

@@ -1,4 +1,4 @@
-// Valid calls that plan and copy at once, and their posts.
+// Valid calls to plan and copy at once, and their posts.
 #include <cstdint>
 #include <map>
 #include <memory>

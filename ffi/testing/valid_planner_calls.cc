@@ -99,7 +99,7 @@ Call Feplb(Random& random) {
 
 Call FasterMoe(Random& random) {
   const Placement placement(random);
-  // FasterMoE copies only experts that home serves alone, so all tokens start at home. A random quota would rarely lead
+  // FasterMoE copies only experts served by home alone, so all tokens start at home. A random quota would rarely lead
   // to a copy.
   std::vector<int32_t> quota(static_cast<size_t>(placement.experts * placement.ranks), 0);
   const Array counts = IntsBetween(random, {placement.ranks, placement.experts}, 0, 50);

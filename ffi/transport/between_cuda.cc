@@ -204,8 +204,8 @@ Status Between::MapShares(const PeerAttributes& attributes, const CallArguments&
   return Ok();
 }
 
-// All processes visit the tasks of all in the same order, so the first task that is not queued does not wait for one
-// that will not be.
+// All processes visit the tasks of all in the same order, so the first task not queued does not wait for a task
+// that will never be queued.
 Outcome Between::Queue(const PeerAttributes& attributes, const CallArguments& arguments, const PeerTable& table,
                        const std::vector<PeerTask>& tasks) {
   const uint32_t number = arguments.pending->number;

@@ -17,14 +17,14 @@ struct PendingCall;
 struct CallArguments;
 
 // A group of processes, from the side of this process's GPU. Each process queues only the copies into its own memory.
-// It reads mapped memory of the others and writes none, so a process that ends leaves only its own memory incomplete.
+// It reads mapped memory of the others and writes none, so an ended process leaves only its own memory incomplete.
 //
 // Streams of two processes synchronize through words in the pages of the group. The writer's copy stream sets them, and
 // the other's stream waits for them:
-//   forwarded: a rank has received data that others copy from it;
+//   forwarded: a rank has received data for others to copy from it;
 //   copied: a rank has received everything, and so has ended its reads of other ranks' weights.
 // Ready weights need no word: a host announces a call when its tables have arrived, and they were computed after the
-// weights. A stream waits only for work that is already queued (`WaitForQueued`), so streams cannot deadlock in any
+// weights. A stream waits only for work already queued (`WaitForQueued`), so streams cannot deadlock in any
 // queueing order of the hosts.
 class Between {
  public:

@@ -37,7 +37,7 @@ void Copier::Run() {
     // A job runs without the lock because it may enqueue on this copier: a finished copy enqueues its dependents.
     lock.unlock();
     job();
-    job = nullptr;  // what it owns dies without the lock
+    job = nullptr;  // destroys its captures without the lock
     lock.lock();
   }
 }

@@ -14,7 +14,7 @@ namespace moe_lb {
 struct ExchangeSide {
   const std::byte* operand = nullptr;  // [operand_rows, row_bytes]
   int64_t operand_rows = 0;
-  std::byte* output = nullptr;  // [output_rows, row_bytes]; rows that receive no slice keep their value
+  std::byte* output = nullptr;  // [output_rows, row_bytes]; rows without a slice keep their value
   int64_t output_rows = 0;
   size_t row_bytes = 0;
   View<const int32_t> input_offsets{nullptr, 0};   // [U], first row of each slice in the operand
@@ -23,12 +23,12 @@ struct ExchangeSide {
   View<const int32_t> recv_sizes{nullptr, 0};      // [U], rows received
 };
 
-// Return a failure that names rank, slice and value if a slice is out of range or two slices overlap in an output.
+// Return a failure naming rank, slice and value if a slice is out of range or two slices overlap in an output.
 // Offsets of empty slices are ignored.
 //   sides: [R], by rank.
 Status CheckExchange(View<const ExchangeSide> sides);
 
-// Return the bytes that all ranks together receive. Here and below, the sides must have passed CheckExchange.
+// Return the bytes received by all ranks together. Here and below, the sides must have passed CheckExchange.
 size_t ExchangedBytes(View<const ExchangeSide> sides);
 
 // Copy the slices for `receiver`. Different receivers may run concurrently.

@@ -68,7 +68,7 @@ void ExchangeState::Exchange(View<Participant> participants, const Meeting::Fini
     // Each receiver has its own copier, so only one thread writes to an output.
     Copiers::Of(participants[rank].device).Enqueue([work, rank] {
       Receive(work->view(), rank);
-      // The decrement also orders memory: the thread that reaches 0, and XLA after it, sees the copies of all others.
+      // The decrement also orders memory: the thread reaching 0, and XLA after it, sees the copies of all others.
       if (--work->num_left == 0) work->finish(Ok());
     });
   }
@@ -158,7 +158,7 @@ xf::Future Execute(ExchangeState* state, xf::RunId run_id, int32_t device, xf::A
 XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate,
                        xf::Ffi::BindInstantiate()
                            .Attr<int64_t>("num_ranks")
-                           .Attr<int64_t>("num_lanes")  // devices that come as the same rank with the same data
+                           .Attr<int64_t>("num_lanes")  // devices arriving as the same rank with the same data
                            .Attr<double>("timeout_s")
                            .Attr<std::string_view>("site"));  // starts every message
 

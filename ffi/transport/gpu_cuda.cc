@@ -88,7 +88,7 @@ Status Gpu::Take(size_t words, std::shared_ptr<LaunchResources>* taken) {
   std::unique_ptr<LaunchResources> resources;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    // Take the smallest that fits, to leave the large ones for large calls; of these, the one returned first.
+    // Take the smallest sufficient one, to leave the large ones for large calls; of these, the one returned first.
     const auto fits = [words](const auto& free) { return free->words >= words && IsIdle(*free); };
     auto found = free_.end();
     for (auto free = free_.begin(); free != free_.end(); ++free) {

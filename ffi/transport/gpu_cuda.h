@@ -20,13 +20,13 @@ inline Status Cuda(cudaError_t error, const char* what) {
   return Problem(std::string(what) + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error), true);
 }
 
-// Runs the calls up to the first that fails.
+// Runs the calls up to the first failure.
 #define MOE_LB_CUDA(call)                                                    \
   do {                                                                       \
     if (Status bad_ = ::moe_lb::peer_cuda::Cuda((call), #call)) return bad_; \
   } while (false)
 
-// An event that is destroyed with its owner. Timing is disabled because events with timing are slower.
+// An event, destroyed with its owner. Timing is disabled because events with timing are slower.
 class Event {
  public:
   Event() = default;
@@ -59,7 +59,7 @@ struct LaunchResources {
   Event tables;                 // the fetch into `host` is complete
   Event copied;                 // all copies into this device are complete
   Event uploaded;               // XLA's stream has completed its reads of `host`
-  std::vector<Event> forwards;  // one per task that other devices wait for
+  std::vector<Event> forwards;  // one per task awaited by other devices
   int32_t* host = nullptr;      // pinned
   size_t words = 0;             // of `host`
 };
@@ -104,7 +104,7 @@ class Gpu {
   cudaStream_t fetches_ = nullptr;
   std::mutex mutex_;
   std::vector<size_t> sizes_;                           // words of all launch resources
-  std::multiset<size_t> launching_;                     // words of call sites in programs that are being launched
+  std::multiset<size_t> launching_;                     // words of call sites in programs being launched
   std::vector<std::unique_ptr<LaunchResources>> free_;  // in the order of their return
 };
 

@@ -11,7 +11,7 @@
 
 namespace moe_lb {
 
-// A file descriptor that is closed with its owner.
+// A file descriptor, closed with its owner.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -57,7 +57,7 @@ enum class Received { kNote, kEmpty, kEnd };
 // kEmpty: no note has arrived yet. kEnd: the other process has closed its end, or ended.
 Received ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor);
 
-// Anonymous memory that processes share through its descriptor.
+// Anonymous memory shared by processes through its descriptor.
 Status MakeSharedMemory(size_t size, Descriptor* descriptor);
 Status MapSharedMemory(const Descriptor& descriptor, size_t size, void** memory);
 

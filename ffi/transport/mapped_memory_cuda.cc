@@ -13,7 +13,7 @@ namespace {
 
 CUdeviceptr AsDevice(const void* address) { return static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(address)); }
 
-// Fills the note that other processes need to map an allocation. Memory of cudaMalloc has a handle of its own. Memory
+// Fills the note for other processes to map an allocation. Memory of cudaMalloc has a handle of its own. Memory
 // mapped to addresses, as by XLA's newer allocators, is passed as a file descriptor.
 Status Export(CUdeviceptr begin, PeerNote* note, Descriptor* descriptor) {
   const DriverCalls& driver = DriverCalls::Get();
@@ -79,7 +79,7 @@ void SharedMemory::ForgetBelow(uint64_t id, CUdeviceptr begin, size_t size) {
     PeerNote note;
     note.kind = PeerNote::kGone;
     note.id = old->first;
-    // A process that has ended needs no notice.
+    // An ended process needs no notice.
     for (const int64_t process : one.known_to) static_cast<void>(neighbours_->Send(process, note));
     old = allocations_.erase(old);
   }
@@ -176,7 +176,7 @@ Status MappedMemory::Find(int64_t process, const SharedArray& array, int device,
   return Ok();
 }
 
-// Unmaps allocations that their process has freed. It frees them only after all copies of this process have read them.
+// Unmaps allocations freed by their process. It frees them only after all copies of this process have read them.
 void MappedMemory::DropGone(int64_t process) {
   for (auto one = mapped_.begin(); one != mapped_.end();) {
     PeerNote note;

@@ -1,4 +1,4 @@
-// GPU memory that other processes map.
+// GPU memory mapped by other processes.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +16,10 @@
 
 namespace moe_lb::peer_cuda {
 
-// Allocations of this process that others map. XLA places its arrays in a few large allocations, so each allocation is
+// Allocations of this process mapped by others. XLA places its arrays in a few large allocations, so each allocation is
 // sent once. A call then names an array by allocation number and offset.
 //
-// CUDA numbers allocations uniquely: memory that is freed and allocated again at the same address gets a new number.
+// CUDA numbers allocations uniquely: memory freed and allocated again at the same address gets a new number.
 // The other processes are then notified to unmap the old allocation; it stays mapped, and so allocated, until they do.
 class SharedMemory {
  public:
@@ -83,7 +83,7 @@ class MappedMemory {
   std::map<std::pair<int64_t, uint64_t>, std::unique_ptr<MappedAllocation>> mapped_;
 };
 
-// Return a failure if other processes cannot map the allocation that contains a device address.
+// Return a failure if other processes cannot map the allocation containing a device address.
 Status CheckShareable(const void* array, int device);
 
 }  // namespace moe_lb::peer_cuda

@@ -95,7 +95,7 @@ void Neighbours::OnEnd(std::function<void(int64_t)> gone) {
     ended = ended_;
     on_end_.push_back(gone);
   }
-  // A process that ends now may be reported twice, which has no effect.
+  // A process ending now may be reported twice, which has no effect.
   for (const int64_t process : ended) gone(process);
 }
 

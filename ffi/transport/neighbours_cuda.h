@@ -21,7 +21,7 @@ namespace moe_lb {
 
 // Sends notes, stores received notes until they are taken, and detects the end of a process: the system closes its
 // sockets within milliseconds. One watching thread receives and detects. It does not call CUDA, so that it can release
-// any wait for a process that has ended.
+// any wait for an ended process.
 //
 // Thread-safe.
 class Neighbours {
@@ -32,7 +32,7 @@ class Neighbours {
   // Returns the address at which other processes reach this one; the same at every call.
   Status Listen(std::string* address);
 
-  // Connects to all processes that are not connected yet, and returns when all are. `own` is this process's number, the
+  // Connects to all processes not connected yet, and returns when all are. `own` is this process's number, the
   // same at every call. `addresses` is keyed by process number; the own entry is ignored.
   Status Connect(int64_t own, const std::map<int64_t, std::string>& addresses, double timeout_s);
 
@@ -40,13 +40,13 @@ class Neighbours {
 
   Status Send(int64_t process, const PeerNote& note, int descriptor = -1);
 
-  // Removes and returns the note of that kind and id from that process; false if it has not arrived.
+  // Removes and returns the note of this kind and id from this process; false if it has not arrived.
   bool Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor);
 
   // True if the process has ended or was never connected.
   bool IsGone(int64_t process) const;
 
-  // Calls `gone` on the watching thread when a process ends, also for processes that have already ended. `gone` must be
+  // Calls `gone` on the watching thread when a process ends, also for processes already ended. `gone` must be
   // short. It is never removed.
   void OnEnd(std::function<void(int64_t process)> gone);
 

@@ -49,7 +49,7 @@ Status FindDepths(Origins* origins) {
       size_t depth = 0;
       for (const Origin* at = &(*origins)[rank][slot]; at->source == PeerSource::kSlot;
            at = &(*origins)[at->rank][at->index]) {
-        // All slots of a chain hold the same expert, and a relay is that rank's first slot with it. An acyclic chain
+        // All slots of a chain hold the same expert, and a relay is the rank's first slot with it. An acyclic chain
         // visits a rank once, so it has at most as many relays as there are ranks.
         if (++depth > origins->size()) {
           return Refuse("relay of rank ", rank, ", slot ", slot, " is ", (*origins)[rank][slot].rank,
@@ -157,7 +157,7 @@ struct Bf16 {
     // Rounding could turn a NaN into infinity or 0, and truncation into infinity, if its payload is in the lower half
     // only. So set a payload bit.
     if (std::isnan(value)) return static_cast<Stored>((bits >> 16) | 0x40u);  // quiet
-    // Add half of the last bit, less one if that bit is even: ties go to even, as in XLA.
+    // Add half of the last bit, less one if this bit is even: ties go to even, as in XLA.
     return static_cast<Stored>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };

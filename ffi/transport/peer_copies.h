@@ -13,17 +13,17 @@ namespace moe_lb {
 
 // Rows of tokens instead of weights, see peer_rows.h.
 struct PeerRows {
-  size_t read;     // rows of each array that is read
-  size_t written;  // rows of each array that is written
+  size_t read;     // rows of each source array
+  size_t written;  // rows of each destination array
   bool back;       // from takers to homes
 };
 
-// The kinds of weights that travel together (up, gate, down), and how they are cut.
+// The kinds of weights copied together (up, gate, down), and their division into chunks.
 struct PeerWeights {
   size_t num_home;                   // L, home experts of a rank
   std::vector<size_t> expert_bytes;  // of one expert, one entry per kind
-  size_t chunk_bytes;                // bytes that a relay forwards at once, at least 1
-  // If set, the arrays are rows that are read and written, and `expert_bytes` is the size of a row.
+  size_t chunk_bytes;                // bytes forwarded at once by a relay, at least 1
+  // If set, the arrays are rows to read and write, and `expert_bytes` is the size of a row.
   std::optional<PeerRows> rows = std::nullopt;
 };
 
@@ -35,29 +35,29 @@ struct PeerPiece {
   size_t to_slot;
   PeerSource source;
   size_t from_rank;
-  size_t from_index;  // home expert or slot of that rank
+  size_t from_index;  // home expert or slot of the rank
   size_t offset;      // bytes into the expert
   size_t size;        // bytes, at least 1
 };
 
-// Pieces that one rank receives, in any order, after the tasks `after`.
+// Pieces received by one rank, in any order, after the tasks `after`.
 struct PeerTask {
   size_t to_rank;
   std::vector<PeerPiece> pieces;
   std::vector<size_t> after;  // indices of earlier tasks, ascending
 };
 
-// Plan the copies that fill all slots, in an order that satisfies all dependencies.
+// Plan the copies to fill all slots, in an order satisfying all dependencies.
 //   wanted: [R, P], expert of each slot, below R * L; -1: an empty slot, which becomes 0.
 //   relay: [R, P], source rank of each slot: its first slot with the expert. -1, or the expert's home rank:
 //     from home. Ignored for an empty slot.
 // Without relays there is one task per rank, of whole experts. With relays an expert is copied in chunks, and a relay
 // forwards a chunk as soon as it is received.
-// Fails on an expert or a rank out of range, a relay that does not hold the expert, or a cycle of relays.
+// Fails on an expert or a rank out of range, a relay without the expert, or a cycle of relays.
 Status PlanPeerTasks(MatrixView<const int32_t> wanted, MatrixView<const int32_t> relay, const PeerWeights& weights,
                      std::vector<PeerTask>* tasks);
 
-// Return a failure that names the first entry of `wanted` that is no expert.
+// Return a failure naming the first entry of `wanted` that is no expert.
 Status CheckWanted(MatrixView<const int32_t> wanted, size_t num_home);
 
 struct PeerReplica {
@@ -69,7 +69,7 @@ struct PeerReplica {
 // `wanted` must have passed CheckWanted.
 std::vector<std::vector<PeerReplica>> ReplicasOf(MatrixView<const int32_t> wanted, size_t num_home, size_t rank);
 
-// Dtypes that SumInOrder supports.
+// Dtypes supported by SumInOrder.
 enum class PeerNumber { kBf16, kF16, kF32, kF64 };
 
 size_t BytesOf(PeerNumber number);

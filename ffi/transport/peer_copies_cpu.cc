@@ -1,7 +1,7 @@
 // Peer copies of CPU devices, by copier threads in parallel with XLA's threads.
 //
-// A program that fails frees its buffers. So `copy_start` is asynchronous: XLA holds its operands and results until its
-// future completes, after all copies of the group; only calls that need the result wait. `copy_join` then only checks
+// A failing program frees its buffers. So `copy_start` is asynchronous: XLA holds its operands and results until its
+// future completes, after all copies of the group; only calls using the result wait. `copy_join` then only checks
 // the ticket.
 #include <cstring>
 #include <memory>
@@ -175,7 +175,7 @@ xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs oper
     const xf::AnyBuffer in = *operands.get<xf::AnyBuffer>(kind);
     const xf::AnyBuffer out = **slots.get<xf::AnyBuffer>(kind);
     if (Status bad = CheckSame("bytes", in.size_bytes(), out.size_bytes())) return ToError(bad);
-    // XLA copies an operand that it cannot alias to the result, and the slots are then not the filled ones.
+    // XLA copies an operand if it cannot alias it to the result, and the slots are then not the filled ones.
     if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) continue;
     std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
   }
@@ -232,7 +232,7 @@ XLA_FFI_DEFINE_HANDLER(
     xf::Ffi::Bind()
         .Ctx<xf::RunId>()
         .Arg<PeerIntegers>()  // ticket [2]
-        .RemainingArgs()      // slots of each kind, then the operands of copy_start, and what comes before
+        .RemainingArgs()      // slots of each kind, then the operands of copy_start, and arrays to wait for
         .RemainingRets());    // slots
 
 XLA_FFI_DEFINE_HANDLER(kSum, SumHandler,

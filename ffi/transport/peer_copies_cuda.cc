@@ -6,7 +6,7 @@
 // their next operations, up to the join.
 // If every rank is a process of its own, each queues the copies into its own memory (`Between`).
 // `copy_join` makes XLA's stream wait for the copies into this device and for those out of it, so that XLA does not
-// free weights that are still read. A program that fails before its join waits for them at its end (`PendingJoins`).
+// free weights still being read. A program failing before its join waits for them at its end (`PendingJoins`).
 #include <cuda_runtime_api.h>
 
 #include <memory>
@@ -24,7 +24,7 @@ namespace moe_lb {
 namespace peer_cuda {
 namespace {
 
-// State of one call site that starts copies. The device's thread shares ownership of the site, because the program may
+// State of one call site starting copies. The device's thread shares ownership of the site, because the program may
 // end before it.
 struct StartSite {
   static xf::TypeId id;
@@ -90,7 +90,7 @@ xf::ErrorOr<std::unique_ptr<PendingJoins>> InitializeRows(cudaStream_t stream, R
 
 // ---- start -------------------------------------------------------------------------
 
-// Context of a call that starts copies.
+// Context of a call starting copies.
 struct Launch {
   cudaStream_t stream;
   xf::RunId run;
@@ -106,7 +106,7 @@ xf::Error Begin(const Launch& launch, const PeerIntegers& place, xf::ResultBuffe
   const Addresses addresses(share.slots.begin(), share.slots.end());
   const auto pending = std::make_shared<PendingCall>(launch.run.run_id, TicketOf(launch.device, addresses), addresses);
   Site* const site = launch.site.get();
-  // Before any work is queued that outlives this call.
+  // Before this call queues any work that outlives it.
   site->Begin(pending.get());
   launch.pending_joins->Add(pending);
   const std::vector<MatrixView<const int32_t>*> tables = {&share.wanted, &share.relay, &share.first, &share.size};
@@ -223,7 +223,7 @@ XLA_FFI_DEFINE_HANDLER(kInitializeStart, InitializeStart,
                            .Arg<xf::AnyBuffer>()  // relay [R, P]
                            .RemainingArgs());
 
-// Without the trait that would let XLA record it into a graph: batched copies cannot be captured.
+// Without the trait for recording into a graph: batched copies cannot be captured.
 XLA_FFI_DEFINE_HANDLER(kStart, StartHandler,
                        xf::Ffi::Bind()
                            .Ctx<xf::PlatformStream<cudaStream_t>>()
@@ -259,7 +259,7 @@ XLA_FFI_DEFINE_HANDLER(
         .Ctx<xf::RunId>()
         .Ctx<xf::DeviceOrdinal>()
         .Arg<PeerIntegers>()  // ticket [2]
-        .RemainingArgs()      // slots of each kind, then the operands of copy_start, and what comes before
+        .RemainingArgs()      // slots of each kind, then the operands of copy_start, and arrays to wait for
         .RemainingRets());    // slots
 
 }  // namespace

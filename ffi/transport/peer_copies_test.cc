@@ -49,11 +49,11 @@ void NoSlotsAndNoBytesMakeNoTasks() {
   EXPECT(Plan({1, 0}, {-1, -1}, 2, {1, {0}, 4}).empty());
 }
 
-// Expert 0 goes 0 -> 1 -> 2 -> 3; every chunk of a rank comes after that chunk of the rank before.
+// Expert 0 goes 0 -> 1 -> 2 -> 3; every chunk of a rank comes after the same chunk of the rank before.
 void AChainForwardsChunkByChunk() {
   const auto tasks = Plan({-1, 0, 0, 0}, {-1, -1, 1, 2}, 4, {1, {10}, 4});
   std::set<size_t> done;
-  std::vector<std::set<size_t>> has(4);  // offsets that each rank holds
+  std::vector<std::set<size_t>> has(4);  // offsets held by each rank
   has[0] = {0, 4, 8};
   size_t first_of_3 = tasks.size(), last_of_2 = 0;
   for (size_t i = 0; i < tasks.size(); ++i) {
@@ -132,7 +132,7 @@ void SumsAreInTheOrderOfTheTerms() {
 }
 
 void HalfPrecisionIsRoundedOnceToEven() {
-  // bfloat16: 1 + 2^-8 is a tie that goes down to 1, and two of them give 1 + 2^-7.
+  // bfloat16: 1 + 2^-8 is a tie, rounded down to 1, and two of them give 1 + 2^-7.
   const uint16_t one = 0x3f80, tie = 0x3b80, quarter = 0x3b00;
   EXPECT_EQ(SumOf<uint16_t>(PeerNumber::kBf16, {{one}, {tie}})[0], one);
   EXPECT_EQ(SumOf<uint16_t>(PeerNumber::kBf16, {{one}, {tie}, {quarter}})[0], 0x3f81);

@@ -120,9 +120,9 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .Ctx<xf::DeviceOrdinal>()
                            .Ctx<xf::State<PostSite>>()
                            .Arg<PeerIntegers>()  // place [2]
-                           .RemainingArgs()  // the planner's operands, home [L, ...] of each kind, what is passed on
+                           .RemainingArgs()      // the planner's operands, home [L, ...] of each kind, passed arrays
                            .Ret<PeerIntegers>()  // ticket [2]
-                           .RemainingRets());    // slots [P, ...] of each kind, not written yet; what is passed on
+                           .RemainingRets());    // slots [P, ...] of each kind, not written yet; passed arrays
 
 XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, AndCopy(GreedyBinding()));
 XLA_FFI_DEFINE_HANDLER(kFeplb, PlanAndCopy<FeplbCall>::Run, AndCopy(FeplbBinding()));

@@ -4,7 +4,7 @@
 // `copy_post` records `ready` on XLA's stream. The fetch stream waits for it and copies the planner's operands to
 // pinned memory. The device's thread does the rest, in parallel with the program: it waits for the fetch, plans and
 // meets the other devices, and the last of them queues the copies. Their sources and destinations are ready on all
-// devices by then, and the copies wait for no work that XLA launches after the post. So plan and copies overlap the
+// devices by then, and the copies wait for no work launched by XLA after the post. So plan and copies overlap the
 // program even if its launching thread blocks on the GPU, as it does for every iteration of a loop.
 //
 // The second call is launched after the work in between. It blocks on the host until the copies are queued, and uploads
@@ -162,7 +162,7 @@ xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSi
   post->plan = site->plan;
   const Addresses slots = AddressesOf(arrays.slots);
   post->pending = std::make_shared<PendingCall>(run.run_id, TicketOf(device, slots), slots);
-  // Before any work is queued that outlives this call.
+  // Before this call queues any work that outlives it.
   site->site->Begin(post->pending.get());
   pending_joins->Add(post->pending);
   const Status bad = StartPost(stream, place, ticket, arrays, post.get());
@@ -209,7 +209,7 @@ Status TakePost(int64_t run_id, int32_t device, const PlannedArrays& arrays, Pos
         "slots are not the buffers of a post in this run that was not used yet; expected `plan_and_copy` in the "
         "computation of its `post`");
   }
-  // The copies wait only for work that precedes the post.
+  // The copies wait only for work before the post.
   if (AddressesOf(arrays.home) == (*post)->home) return Ok();
   return Refuse(
       "home is not the buffers that post was given; expected the same arrays, not copies of them or weights that were "
@@ -283,7 +283,7 @@ XLA_FFI_DEFINE_HANDLER(kInitializePost, InitializePost,
                            .Ret<PeerIntegers>()  // ticket [2]
                            .RemainingRets());
 
-// Without the trait that would let XLA record them into a graph: a replay would neither fetch nor plan.
+// Without the trait for recording into a graph: a replay would neither fetch nor plan.
 XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                        xf::Ffi::Bind()
                            .Ctx<xf::PlatformStream<cudaStream_t>>()
@@ -292,9 +292,9 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .Ctx<xf::State<PostSite>>()
                            .Ctx<xf::Initialized<PendingJoins>>()
                            .Arg<PeerIntegers>()  // place [2]
-                           .RemainingArgs()  // the planner's operands, home [L, ...] of each kind, what is passed on
+                           .RemainingArgs()      // the planner's operands, home [L, ...] of each kind, passed arrays
                            .Ret<PeerIntegers>()  // ticket [2]
-                           .RemainingRets());    // slots [P, ...] of each kind, not written yet; what is passed on
+                           .RemainingRets());    // slots [P, ...] of each kind, not written yet; passed arrays
 
 XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, OnStream(AndCopy(GreedyBinding())));
 XLA_FFI_DEFINE_HANDLER(kFeplb, PlanAndCopy<FeplbCall>::Run, OnStream(AndCopy(FeplbBinding())));

@@ -96,7 +96,7 @@ class Queue {
     size_t& used = num_forwards_[to.resources.get()];
     if (used == forwards.size()) forwards.emplace_back();
     Event& event = forwards[used++];
-    // An event belongs to the device that is current at its creation: it must be that of the recording stream.
+    // An event belongs to the current device at its creation, which must be the device of the recording stream.
     if (Status bad = event.Make()) return bad;
     MOE_LB_CUDA(cudaEventRecord(event.get(), to.resources->gpu->copies()));
     done_[index] = event.get();
@@ -106,8 +106,8 @@ class Queue {
   const View<CallArguments> arguments_;
   const PeerTable& table_;
   const std::vector<PeerTask>& tasks_;
-  std::vector<cudaEvent_t> done_;              // of each task that another one waits for
-  std::vector<bool> needed_;                   // tasks that another one waits for
+  std::vector<cudaEvent_t> done_;              // of each task awaited by another one
+  std::vector<bool> needed_;                   // tasks awaited by another one
   std::set<std::pair<size_t, size_t>> reads_;  // (reader, owner)
   std::map<const LaunchResources*, size_t> num_forwards_;
 };

@@ -1,4 +1,4 @@
-// Copy plan for token rows between the home ranks of experts and the ranks that serve them. Depends on neither XLA nor
+// Copy plan for token rows between the home ranks of experts and the ranks serving them. Depends on neither XLA nor
 // CUDA.
 #pragma once
 

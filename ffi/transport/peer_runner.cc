@@ -50,7 +50,7 @@ class Run : public std::enable_shared_from_this<Run> {
       }
     }
     for (const size_t next : unlocks_[task]) {
-      // The decrement orders memory: the thread that reaches 0 sees the copies of all previous tasks, each on its own
+      // The decrement orders memory: the thread reaching 0 sees the copies of all previous tasks, each on its own
       // copier, and may forward them.
       if (--num_waiting_[next] == 0) Enqueue(next);
     }
@@ -60,8 +60,8 @@ class Run : public std::enable_shared_from_this<Run> {
   const std::vector<PeerTask> tasks_;
   const PeerTable table_;
   const std::function<void()> done_;
-  std::vector<std::vector<size_t>> unlocks_;      // the tasks that wait for each task
-  std::vector<std::atomic<size_t>> num_waiting_;  // tasks that each task waits for
+  std::vector<std::vector<size_t>> unlocks_;      // the tasks waiting for each task
+  std::vector<std::atomic<size_t>> num_waiting_;  // number of tasks awaited by each task
   std::atomic<size_t> num_open_;
 };
 

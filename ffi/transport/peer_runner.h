@@ -13,7 +13,7 @@ namespace moe_lb {
 // once, on any thread, after the last task. The memory of `table` must live until then.
 void RunPeerTasks(std::vector<PeerTask> tasks, PeerTable table, std::function<void()> done);
 
-// Run the transpose: `home` of every rank receives the sums over the slots that hold its experts, in the order of
+// Run the transpose: `home` of every rank receives the sums over the slots holding its experts, in the order of
 // ReplicasOf; 0 for an expert without replicas. `numbers` has one entry per kind of weights. Returns at once, as above.
 void RunPeerSums(MatrixView<const int32_t> wanted, const std::vector<PeerNumber>& numbers, PeerTable table,
                  std::function<void()> done);

@@ -79,7 +79,7 @@ void RandomPlansWithRandomRelays() {
         const size_t at = rank * machine.slots + slot;
         if (draw(4) == 0) continue;
         machine.wanted[at] = static_cast<int32_t>(draw(ranks * machine.home));
-        // Lower ranks that already hold the expert, which excludes cycles.
+        // Lower ranks already holding the expert, which excludes cycles.
         for (size_t lower = 0; lower < rank; ++lower) {
           for (size_t other = 0; other < machine.slots; ++other) {
             const bool holds = machine.wanted[lower * machine.slots + other] == machine.wanted[at];

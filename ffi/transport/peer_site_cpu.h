@@ -1,4 +1,4 @@
-// Call sites of CPU copies: state shared by all handlers that copy weights or rows between devices.
+// Call sites of CPU copies: state shared by all handlers copying weights or rows between devices.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace moe_lb::peer_cpu {
 
-// Calls between the one that starts copies and `copy_join`.
+// Calls between the start of copies and `copy_join`.
 using Tickets = PeerTickets<std::monostate>;
 Tickets& OpenTickets();
 
@@ -24,7 +24,7 @@ struct CallArguments {
 
 using Meeting = Rendezvous<CallArguments>;
 
-// Copies the weights or rows that the tables of the ranks list.
+// Copies the weights or rows listed by the tables of the ranks.
 void Copy(View<CallArguments> arguments, Meeting::Finish finish);
 
 // State of one call site of an executable.

@@ -1,4 +1,4 @@
-// Call sites of GPU copies: state shared by all handlers that copy weights or rows between devices.
+// Call sites of GPU copies: state shared by all handlers copying weights or rows between devices.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,9 +37,9 @@ struct PendingCall {
   const int64_t ticket;
   const Addresses slots;
   // Launch resources whose `copied` event this device must wait for, set by the last rank to arrive, before `End`. They
-  // return to the pool after all devices that wait for them have joined.
+  // return to the pool after all devices waiting for them have joined.
   std::vector<std::shared_ptr<LaunchResources>> awaited;
-  // For a call between processes: its group, its number in launch order, and the ranks that copy from this one.
+  // For a call between processes: its group, its number in launch order, and the ranks copying from this one.
   Between* between = nullptr;
   uint32_t number = 0;
   std::vector<size_t> readers;
@@ -55,16 +55,16 @@ struct PendingCall {
   bool joined_ = false;
 };
 
-// Copies that were started and not joined. The ticket value is in device memory, which the host cannot read without
+// Copies started and not joined. The ticket value is in device memory, which the host cannot read without
 // synchronizing, so the key is the address of the slots: XLA does not reuse it between the two calls.
 PeerTickets<std::shared_ptr<PendingCall>>& OpenTickets();
 
 // Key of a call: the first non-null slot address, or the device if all weights are empty and have no address.
 int64_t TicketOf(int32_t device, const Addresses& slots);
 
-// Copies that one call site has started and not joined, in one execution of a program on one device. XLA creates it in
+// Copies started and not joined by one call site, in one execution of a program on one device. XLA creates it in
 // the initialize stage and destroys it when the program has ended or failed, before it reuses the program's buffers.
-// The destructor makes XLA's stream wait for the copies of a program that failed between start and join: they would
+// The destructor makes XLA's stream wait for the copies of a program failing between start and join: they would
 // otherwise write into buffers of another program.
 class PendingJoins {
  public:

@@ -60,7 +60,7 @@ std::byte* PeerTable::From(const PeerPiece& piece) const {
     case PeerSource::kHome:
       return Home(piece.from_rank, piece.kind, piece.from_index) + piece.offset;
     case PeerSource::kSlot:
-      // The piece has the same offset in both slots, because a relay forwards the bytes that it received.
+      // The piece has the same offset in both slots, because a relay forwards the bytes it received.
       return Slot(piece.from_rank, piece.kind, piece.from_index) + piece.offset;
   }
   return nullptr;

@@ -21,7 +21,7 @@ struct PeerShare {
   MatrixView<const int32_t> first{nullptr, 0, 0};
   MatrixView<const int32_t> size{nullptr, 0, 0};
   PeerWeights weights;
-  std::vector<std::byte*> home;   // one array of [ranks, L, ...] per kind of weights, or the rows that are read
+  std::vector<std::byte*> home;   // one array of [ranks, L, ...] per kind of weights, or the rows to read
   std::vector<std::byte*> slots;  // [ranks, P, ...], or the receive buffers of rows
 };
 
@@ -60,11 +60,11 @@ class PeerTable {
   size_t ranks_here_;
 };
 
-// Return a failure that names the first difference between two participants. All must request the same copies of
+// Return a failure naming the first difference between two participants. All must request the same copies of
 // weights of the same sizes.
 Status CheckEqualTables(const std::vector<PeerShare>& shares);
 
-// Plan all copies that the tables of a share list; see PlanPeerTasks and PlanRowTasks.
+// Plan all copies listed by the tables of a share; see PlanPeerTasks and PlanRowTasks.
 Status PlanTasks(const PeerShare& share, std::vector<PeerTask>* tasks);
 
 }  // namespace moe_lb

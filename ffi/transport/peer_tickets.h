@@ -1,4 +1,4 @@
-// Tickets match a `join` with its `start`: numbers that a program carries from one call to the other.
+// Tickets match a `join` with its `start`: numbers carried by a program from one call to the other.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace moe_lb {
 
-// Open tickets of a process, each with a `Note` for the second call. A program that fails between the two calls leaves
+// Open tickets of a process, each with a `Note` for the second call. A program failing between the two calls leaves
 // its tickets open, so only those of the last `kMaxRuns` runs with open tickets are kept.
 //
 // Thread-safe.
@@ -19,7 +19,7 @@ class PeerTickets {
  public:
   static constexpr size_t kMaxRuns = 1024;
 
-  // Returns a number that is unique in the process.
+  // Returns a number unique in the process.
   int64_t Open(int64_t run_id, Note note) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t ticket = ++last_;
@@ -27,8 +27,8 @@ class PeerTickets {
     return ticket;
   }
 
-  // Opens a ticket with a number of the caller's choice and replaces an open ticket of that number. Several tickets may
-  // share a negative number; they are closed in the order of opening.
+  // Opens a ticket with a number of the caller's choice and replaces an open ticket of the same number. Several tickets
+  // may share a negative number; they are closed in the order of opening.
   void OpenAs(int64_t run_id, int64_t ticket, Note note) {
     const std::lock_guard<std::mutex> lock(mutex_);
     // Only the age of a run is derived from the number.

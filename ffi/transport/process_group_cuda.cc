@@ -155,7 +155,7 @@ std::vector<size_t> ProcessGroup::ShowFailure(uint32_t number, const Outcome& ou
   mine.timed_out = outcome.timed_out;
   mine.is_internal = outcome.failure->is_internal;
   mine.failed.store(number);
-  // A process that announces after this store reads the failure.
+  // A process announcing after this store reads the failure.
   std::vector<size_t> others;
   for (size_t rank = 0; rank < size(); ++rank) {
     if (rank != own_ && call(rank, number).announced.load() == number) others.push_back(rank);
@@ -189,7 +189,7 @@ void ProcessGroup::Release(int64_t process) {
   const uint32_t next = next_;
   for (uint32_t number = next - SharedCalls::kNum; number != next; ++number) {
     SharedCall& other = call(rank, number);
-    // A process that had completed its part, as at the end of a program, breaks no call.
+    // A process with its part complete, as at the end of a program, breaks no call.
     if (HasReached(other.copied.load(std::memory_order_acquire), number)) continue;
     broken_.emplace_back(number, rank);
   }

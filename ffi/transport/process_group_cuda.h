@@ -1,4 +1,4 @@
-// Host-side rendezvous of processes of one machine, one GPU each, that copy from each other.
+// Host-side rendezvous of processes of one machine, one GPU each, copying from each other.
 #pragma once
 
 #include <atomic>
@@ -21,12 +21,12 @@ struct Announcement {
   std::vector<SharedArray> slots;
 };
 
-// Every process has a page that all of them map (`SharedCalls`), so a call needs no message: a process announces it in
+// Every process has a page mapped by all of them (`SharedCalls`), so a call needs no message: a process announces it in
 // its page and reads the pages of the others. Each process numbers its calls in program order, so the n-th call of one
 // meets the n-th calls of the others. All must run the same program, as for every collective.
 //
 // When a process ends, all words of its page that a stream may wait for are set to the awaited values, and every host
-// wait ends with an error that names the process. The group is unusable afterwards.
+// wait ends with an error naming the process. The group is unusable afterwards.
 //
 // Thread-safe; calls are numbered on the launching thread.
 class ProcessGroup {
@@ -47,7 +47,7 @@ class ProcessGroup {
 
   uint32_t Next() { return next_++; }
 
-  // Waits until every process has completed the call that last used this entry of the ring.
+  // Waits until every process has completed the last call using this entry of the ring.
   Outcome WaitForRing(const std::string& site, uint32_t number, double timeout_s) const;
   // Announces a call; requires WaitForRing.
   void Announce(uint32_t number, const Announcement& announcement) const;
@@ -67,7 +67,7 @@ class ProcessGroup {
   // invalid.
   Status WhyReleased(const std::string& site, uint32_t number) const;
 
-  // Disables the host's waits of one kind, "ring", "all" or "queued", for the test that each is needed.
+  // Disables the host's waits of one kind, "ring", "all" or "queued", to test that each is needed.
   void LeaveOut(const std::string& waits) { left_out_ = waits; }
 
  private:

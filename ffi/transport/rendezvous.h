@@ -40,7 +40,7 @@ struct Outcome {
 struct RendezvousOptions {
   std::string site;       // starts every message: "ragged_exchange at dispatch"
   int64_t num_ranks;      // of a group, at least 1
-  int64_t num_lanes = 1;  // devices that arrive as the same rank of the same group with the same data, at least 1
+  int64_t num_lanes = 1;  // devices arriving as the same rank of the same group with the same data, at least 1
   std::chrono::duration<double> timeout;  // from the first arrival of a meeting, above 0
 };
 
@@ -57,10 +57,10 @@ std::string MissingMessage(const RendezvousOptions& options, const std::vector<i
 // arrive passes the arguments of all to `act`. All ranks get the same outcome, once:
 //   - A refused rank (bad arguments) arrives too. All fail with the message of the lowest such rank, and `act` is not
 //     called.
-//   - After the time-out, the ranks that have arrived fail. Later arrivals fail at once with the same message.
-//   - A device that fails before its rank is known fails its run: all waiting ranks of the run, and later arrivals.
+//   - After the time-out, the arrived ranks fail. Later arrivals fail at once with the same message.
+//   - A device failing before its rank is known fails its run: all waiting ranks of the run, and later arrivals.
 // Some programs are partitioned over axes that the call site cannot see (Auto axes beside manual ones). Several devices
-// (`num_lanes`) then arrive as the same rank with the same data. Each joins the first lane that lacks its rank, and a
+// (`num_lanes`) then arrive as the same rank with the same data. Each joins the first lane without its rank, and a
 // lane is a meeting of its own.
 //
 // Thread-safe; `Arrive` does not block. A meeting is erased when all its ranks have arrived. The last `kMaxFailed`
@@ -76,7 +76,7 @@ class Rendezvous {
   using Finish = std::function<void(const Status&)>;
 
   // Action of a meeting. `arguments` is in rank order and lives until `finish` is called. Call `finish` once when the
-  // action is complete, before `act` returns or later on a thread that is not XLA's. If `act` throws, the meeting
+  // action is complete, before `act` returns or later on a thread outside XLA. If `act` throws, the meeting
   // fails.
   using Act = std::function<void(View<CallArguments> arguments, Finish finish)>;
 
@@ -353,7 +353,7 @@ void Rendezvous<CallArguments>::Shared::FailRun(int64_t run_id, const Outcome& o
   std::vector<Watchdog::Ticket> deadlines;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    // Keep the first failure: it causes those that follow.
+    // Keep the first failure: it causes the later ones.
     if (FailureOf(run_id)) return;
     failed_runs.emplace_back(run_id, Outcome{At(options.site, *outcome.failure), outcome.timed_out});
     if (failed_runs.size() > kMaxFailed) failed_runs.pop_front();

@@ -76,7 +76,7 @@ void EveryGenerationMeetsItsOwn(int64_t num_threads, int64_t num_ranks, int64_t 
   EXPECT_EQ(meeting.num_open(), 0U);
 }
 
-// Two concurrent runs, and arrivals that do not block.
+// Two concurrent runs, with arrivals that do not block.
 void NoThreadWaitsInArrive() {
   constexpr int64_t kRanks = 4, kRuns = 50;
   Meeting meeting(Options(kRanks), SumLater);

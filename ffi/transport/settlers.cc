@@ -18,7 +18,7 @@ void Settlers::Run(std::function<void()> job) {
     const std::lock_guard<std::mutex> lock(mutex_);
     jobs_.push_back(std::move(job));
     // A notified thread counts as idle, and its job as open, until it holds the lock. With more jobs than idle threads,
-    // start a thread: else a job would wait for another to end, and may wait forever for a job that has not started.
+    // start a thread: else a job would wait for another to end, and may wait forever for a job not started yet.
     start = jobs_.size() > num_idle_;
     if (start) ++num_threads_;
   }
@@ -41,7 +41,7 @@ void Settlers::Work() {
     if (jobs_.empty()) {
       ++num_idle_;
       const bool woken = changed_.wait_for(lock, std::chrono::seconds(kIdleSeconds), [this] { return !jobs_.empty(); });
-      // Under the lock since the wait ended, so Run does not count a thread that is about to end.
+      // Under the lock since the wait ended, so Run does not count a thread about to end.
       --num_idle_;
       if (!woken) break;
     }

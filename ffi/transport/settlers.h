@@ -1,4 +1,4 @@
-// Threads that complete promises of XLA, and so continue its programs.
+// Threads completing promises of XLA, and so continuing its programs.
 #pragma once
 
 #include <condition_variable>
@@ -9,7 +9,7 @@
 
 namespace moe_lb {
 
-// Completing the promise of an asynchronous handler runs the rest of that device's program on the completing thread, up
+// Completing the promise of an asynchronous handler runs the rest of the device's program on the completing thread, up
 // to the program's next wait. XLA's own collectives block. So one thread must not complete two promises one after the
 // other: the first device would wait in a collective for the second, whose program cannot continue. A thread with other
 // duties (a copier, the watchdog) must not complete one either.

@@ -1,4 +1,4 @@
-// Calls of one process, in a page of memory that all processes of a group map.
+// Calls of one process, in a page of memory mapped by all processes of a group.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ struct SharedArray {
 
 // One call of one process. Only that process writes it, until it has ended.
 struct alignas(64) SharedCall {
-  static constexpr size_t kMaxKinds = 16;  // of weights that travel together
+  static constexpr size_t kMaxKinds = 16;  // of weights copied together
   static constexpr size_t kMaxMessage = 384;
 
   // Written by the host. The call number is stored last, after the data of the call.
@@ -30,7 +30,7 @@ struct alignas(64) SharedCall {
   char message[kMaxMessage];
 
   // Written by the copy stream and read by streams of other processes; in its own cache line.
-  alignas(64) std::atomic<uint32_t> forwarded;  // the last completed task, from 1 on, that others copy from
+  alignas(64) std::atomic<uint32_t> forwarded;  // the last completed task with copies by others, from 1 on
   std::atomic<uint32_t> copied;                 // the call whose copies into this process are complete
 };
 

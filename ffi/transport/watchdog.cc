@@ -32,7 +32,7 @@ Watchdog::Ticket Watchdog::Watch(Clock::time_point deadline, std::function<void(
 }
 
 bool Watchdog::Cancel(const Ticket& ticket) {
-  std::function<void()> cancelled;  // destroyed after the lock is given up: it may own what watches
+  std::function<void()> cancelled;  // destroyed after the unlock: its captures may use the watchdog
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = waiting_.find(ticket);
   if (found == waiting_.end()) return false;
@@ -57,7 +57,7 @@ void Watchdog::Run() {
       // would invert the order and could deadlock.
       lock.unlock();
       late();
-      late = nullptr;  // what it owns dies without the lock
+      late = nullptr;  // destroys its captures without the lock
       lock.lock();
       continue;
     }

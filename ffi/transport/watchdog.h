@@ -1,4 +1,4 @@
-// Deadlines: one thread that sleeps until the earliest of them and calls its callback.
+// Deadlines: one thread sleeps until the earliest of them and calls its callback.
 #pragma once
 
 #include <chrono>

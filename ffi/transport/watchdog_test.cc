@@ -49,7 +49,7 @@ void WhatIsCancelledIsGone() {
   EXPECT_EQ(owned.use_count(), 1);
 }
 
-// A cancelled deadline leaves a thread that sleeps too long; a shorter one must wake it.
+// A cancelled deadline leaves a thread sleeping too long; a shorter one must wake it.
 void AnEarlierDeadlineWakesTheThread() {
   Watchdog watchdog;
   watchdog.Cancel(watchdog.Watch(In(std::chrono::hours(1)), [] {}));

@@ -1,9 +1,9 @@
-"""`advise`: the fastest choices for a model on a cluster, with their uncertainty and break-even point.
+"""Fastest choices for a model on a cluster, with their uncertainty and break-even point.
 
-`other_sizes` varies the inputs of the search: the number of ranks that share the experts, and tokens per rank. Fewer
-ranks share the experts if the machine has several expert-parallel groups. Tokens then stay nearer and loads are more
-even, but each rank holds more experts, whose gradients are summed over the groups. All groups route alike, so one is
-simulated, with the counts of its own ranks. Times are those of one layer per token.
+`other_sizes` varies the inputs of the search: the number of ranks sharing the experts, and tokens per rank. Fewer ranks
+share the experts if the machine has several expert-parallel groups. Tokens then stay nearer and loads are more even. In
+return, each rank holds more experts, whose gradients are summed over the groups. All groups have the same routing, so
+only one is simulated, with the counts of its own ranks. Times are per layer and token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,23 +23,23 @@ from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.compression import Codec
 
 FACTORS = (0.5, 1, 2, 4)
-"""So many times the tokens of a rank are tried."""
+"""Tested multiples of the tokens per rank."""
 
 MOST_CHOICES = 3
-"""So many choices are tried for each size, plain beside them."""
+"""Number of choices tested for each size, beside plain."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """This is a size with the fastest choice for it.
+    """Number of ranks and tokens, with the fastest choice for them.
 
     Args:
-        ranks: how many ranks share the experts.
-        tokens: the tokens of a rank in a microbatch.
-        choice: the fastest of those that fit; of all, if none does.
-        token_s: the seconds of one layer for each token of a rank, the median over the workloads.
-        total_bytes: the memory of a rank.
-        refused: why it does not fit; `None` where it does, or where nobody knows how much memory there is.
+        ranks: Number of ranks sharing the experts.
+        tokens: Tokens of a rank per microbatch.
+        choice: Fastest choice that fits into memory; fastest of all if none fits.
+        token_s: Seconds of one layer per token of a rank, median over the workloads.
+        total_bytes: Memory of a rank, in bytes.
+        refused: Required and available memory if it does not fit; None if it fits or the memory is unknown.
     """
 
     ranks: int
@@ -51,12 +51,16 @@ class Size:
 
 
 def other_sizes(judge: Evaluator, choices: Sequence[Choice], workloads: Sequence[Workload]) -> list[Size]:
-    """Looks at other degrees of expert parallelism and microbatches, the fastest of what fits first.
+    """Evaluate other degrees of expert parallelism and microbatch sizes.
 
     Args:
-        judge: the model, the machine and the step as they are; its own size is among those that come back.
-        choices: what to try, the best first. Expert domains are left out: they fit one machine.
-        workloads: one of each shape. They have counts.
+        judge: Evaluator of the model, machine and step; their own size is among the results.
+        choices: Choices to evaluate, best first. Choices with expert domains are skipped, as their sizes fit one
+            machine only.
+        workloads: One workload of each shape, with counts.
+
+    Returns:
+        Sizes that fit into memory, fastest first, then the others.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step
@@ -80,10 +84,10 @@ def other_sizes(judge: Evaluator, choices: Sequence[Choice], workloads: Sequence
 
 
 def groups_of(cluster: Cluster) -> Iterator[Cluster]:
-    """Yields the machine, and groups of half of it, a quarter and so on, which nodes and datacenters bound.
+    """Yield the machine, then groups of half of it, a quarter and so on, bounded by nodes and datacenters.
 
     Args:
-        cluster: the machine.
+        cluster: Machine.
     """
     yield cluster
     for at, level in enumerate(cluster.levels[:-1]):
@@ -93,7 +97,7 @@ def groups_of(cluster: Cluster) -> Iterator[Cluster]:
             outer = tuple(replace(one, size=1) for one in cluster.levels[:at])
             yield replace(cluster, levels=(*outer, replace(level, size=size), *cluster.levels[at + 1 :]))
         if size > 1:
-            # Beyond an odd number of members only one of them alone is left.
+            # An odd number of members cannot be halved, so continue with a single member.
             outer = tuple(replace(one, size=1) for one in cluster.levels[: at + 1])
             yield replace(cluster, levels=(*outer, *cluster.levels[at + 1 :]))
 
@@ -114,17 +118,17 @@ def _size(
 
 
 def sum_s(judge: Evaluator, group: Cluster) -> float:
-    """Computes the seconds in which one layer's gradients are summed over groups side by side, if nothing hides it.
+    """Compute the exposed seconds to sum one layer's gradients over parallel groups.
 
     Args:
-        judge: its machine has the groups, and its step may have no gradients.
-        group: one of them.
+        judge: Evaluator of the machine with all groups; 0 seconds if its step has no backward pass.
+        group: Machine of one group.
     """
     groups, total_s, held = judge.cluster.num_ranks // group.num_ranks, 0.0, 1
     if groups == 1 or not judge.step.backward:
         return 0.0
     num_bytes = judge.model.experts // group.num_ranks * judge.model.expert_gradient_bytes
-    # Level by level from the inside, each with what the levels inside it have left to it: scattered and gathered again.
+    # Reduce-scatter and all-gather level by level from the inside; each level sums the shards of its inner levels.
     pairs = list(zip(judge.cluster.levels, group.levels, judge.cluster.inner, strict=True))
     for level, inside, inner in reversed(pairs):
         members = level.size // inside.size
@@ -136,10 +140,10 @@ def sum_s(judge: Evaluator, group: Cluster) -> float:
 
 
 def _resized(workload: Workload, ranks: int, factor: float) -> Workload:
-    """Takes the counts of the first ranks, with other numbers of tokens of the same popularity."""
+    """Take the counts of the first ranks, scaled to another number of tokens with the same popularity."""
     if workload.counts is None:
         raise ValueError(f"workload {workload.name!r} has no counts; expected some")
-    # Rounding keeps the skew, up to a token of every entry.
+    # Rounding changes each entry by at most one token, so the skew remains.
     counts = np.rint(workload.counts[:1, :ranks] * factor).astype(np.int32)
     earlier, before = workload.earlier, workload.before
     return Workload(
@@ -151,27 +155,27 @@ def _resized(workload: Workload, ranks: int, factor: float) -> Workload:
 
 
 SWEPT_TOKENS = tuple(2**power for power in range(4, 18))
-"""`pays_from` looks at so many tokens per rank."""
+"""Numbers of tokens per rank tried by `pays_from`."""
 
 WORTH_IT = 0.01
-"""Gains below this fraction of a step are no reason for a more complicated system."""
+"""Minimum gain, as a fraction of the step, to recommend a system other than plain."""
 
 UNIFORM = Workload("uniform", None)
-"""This workload stands for all where there are too many ranks to plan for."""
+"""Workload of uniform routing, for machines with too many ranks to plan."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """An advice says what to do.
+    """Recommended choices, with their gain over plain expert parallelism.
 
     Args:
-        found: what a search among choices that leave values as they are has found.
-        compressed: the best choices that compress experts, if these were asked for: they change what is computed, so
-            that they are never the best.
-        pays_from: tokens per rank from which on the best is faster than plain; `None` if at none that was tried, or if
-            it is plain.
-        sizes: other degrees of expert parallelism and other microbatches, with the fastest choice for each, the fastest
-            of what fits first; none where nobody knows the counts.
+        found: Results of the search without compression, so that values do not change.
+        compressed: Best choices with compressed experts, if requested. They change the computed values, so they are
+            never `best`.
+        pays_from: Minimum tokens per rank from which the best choice is faster than plain. None if it is at none of the
+            tried sizes, or if the best choice is plain.
+        sizes: Other degrees of expert parallelism and microbatch sizes, each with its fastest choice, as returned by
+            `other_sizes`. Empty if the counts are unknown.
     """
 
     found: SearchResults
@@ -181,32 +185,32 @@ class Advice:
 
     @property
     def best(self) -> SearchResult:
-        """Returns the fastest outcome; of those that are equal the simplest."""
+        """Fastest result; the simplest of equally fast ones."""
         return self.found.outcomes[0]
 
     @property
     def plain(self) -> SearchResult:
-        """Returns the baseline."""
+        """Result of plain expert parallelism, the baseline."""
         return next(one for one in self.found.outcomes if one.choice == Choice())
 
     @property
     def gains(self) -> tuple[float, ...]:
-        """Returns, for each workload, the fraction of plain's step that the best saves."""
+        """Fraction of plain's step saved by the best choice, per workload."""
         return tuple(1 - ratio for ratio in self.best.ratios(self.plain))
 
     @property
     def gain(self) -> float:
-        """Returns the median of `gains`."""
+        """Median of `gains`."""
         return float(np.median(self.gains))
 
     @property
     def leave_off(self) -> bool:
-        """Tells whether plain will do: on some workload it is as fast, or the gain is not worth it."""
+        """True if plain suffices: it is as fast on some workload, or the gain is too small."""
         return self.gain < WORTH_IT or self.plain.is_like(self.best)
 
     @property
     def alike(self) -> tuple[SearchResult, ...]:
-        """Returns the others that these workloads cannot tell from the best: the range of the ratios includes 1."""
+        """Other results that these workloads cannot distinguish from the best: the range of their ratios includes 1."""
         return tuple(one for one in self.found.outcomes[1:] if one.is_like(self.best))
 
 
@@ -217,14 +221,17 @@ def advise(
     workloads: Sequence[Workload],
     ratio: float | None = None,
 ) -> Advice:
-    """Searches for the fastest choices on some workloads.
+    """Search for the fastest choices on some workloads.
 
     Args:
-        judge: the model, the machine and the step.
-        space: the choices that leave values as they are; its `ratio` is 1.
-        shapes: one workload of each shape, with which the search chooses what to look at for long.
-        workloads: the workloads on which choices are compared.
-        ratio: also looks for choices that compress gathered experts so many times.
+        judge: Evaluator of the model, machine and step.
+        space: Choices without compression; its `ratio` is 1.
+        shapes: One workload of each shape, for the first stages of the search.
+        workloads: Workloads for the comparison of whole steps.
+        ratio: If above 1, also search choices that compress gathered experts by this ratio. None by default.
+
+    Returns:
+        The results of the search and the recommendation.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step
@@ -242,7 +249,7 @@ def advise(
         others = search(replace(space, ratio=ratio), judge, shapes, workloads)
         compressed = [one for one in others.outcomes if one.choice.ratio > 1]
     best, where = found.outcomes[0], None
-    # Other sizes and other tokens need the counts of all ranks.
+    # Other sizes and token numbers need the counts of all ranks.
     counted = workloads[0].counts is not None and judge.sample is None
     sizes = other_sizes(judge, [one.choice for one in found.outcomes], shapes) if counted else []
     if best.choice != Choice() and counted:
@@ -252,15 +259,15 @@ def advise(
 
 
 def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: Step) -> Migration:
-    """Chooses HybridEP's expert domains, by `choose_expert_domains`.
+    """Choose HybridEP's expert domains with `choose_expert_domains`.
 
-    The backward pass gathers again if all layers' gathered experts would take more than half of a rank's memory.
+    The backward pass gathers again if the gathered experts of all layers would take more than half of a rank's memory.
 
     Args:
-        model: the sizes of the layers.
-        cluster: the machine.
-        codec: what experts are encoded with.
-        step: the passes of a step; gradients count where it has a backward pass.
+        model: Sizes of the layers.
+        cluster: Machine.
+        codec: Encoding of the gathered experts.
+        step: Passes of a step; gradients count if it has a backward pass.
     """
     pre_expert_s, home = model.before_experts_s(cluster), model.experts // cluster.num_ranks
     work = Work(
@@ -277,30 +284,30 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
 def pays_from(
     candidate: Candidate, baseline: Candidate, model: ModelShape, cluster: Cluster, workload: Workload, step: Step
 ) -> int | None:
-    """Finds the fewest tokens per rank, of powers of two, from which on `candidate` is faster.
+    """Find the minimum tokens per rank, a power of two, from which `candidate` stays faster than `baseline`.
 
-    Routing is scaled in proportion, with the steps before it, and one layer is simulated.
+    It scales the routing of the workload and of the steps before it in proportion, and simulates one layer.
 
     Args:
-        candidate: the system that should pay.
-        baseline: the system that it is compared with.
-        model: the sizes of the layers.
-        cluster: the machine.
-        workload: of its counts the first layer is scaled.
-        step: the passes of a step.
+        candidate: System to evaluate.
+        baseline: System to compare with.
+        model: Sizes of the layers.
+        cluster: Machine.
+        workload: Workload whose first layer is scaled.
+        step: Passes of a step.
 
     Returns:
-        The tokens; `None` if it is not faster at the most that is tried.
+        The tokens; None if it is not faster at the largest size.
     """
     found: int | None = None
     routed = [(one, permute_to_homes(workload, one, cluster)[0].astype(np.float64)) for one in (candidate, baseline)]
     before = workload.first_layer.before if keeps_history(candidate.system, model, cluster) else None
-    # From the most tokens down, as it may be slower in between: what counts is from where on it stays faster.
+    # Iterate from the largest size down, so that the result stays faster at all larger sizes.
     for tokens in reversed(SWEPT_TOKENS):
         scaled = replace(model, layers=1, tokens=tokens, pre_expert_s=_scaled_s(model, cluster, tokens))
-        # Rounding keeps the skew, up to a token of every entry.
+        # Rounding changes each entry by at most one token, so the skew remains.
         wanted = [np.rint(counts * (tokens / model.tokens)) for _, counts in routed]
-        # On very many ranks the most tokens are more copies than planners count.
+        # With very many ranks, the largest sizes exceed the planners' int32 counts.
         if wanted[0].sum() > INT32_MAX:
             continue
         steps = () if before is None else np.rint(before * (tokens / model.tokens)).astype(np.int32)

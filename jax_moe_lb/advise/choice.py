@@ -1,6 +1,6 @@
-"""A `Choice`: a few values that define a system, for a search that changes one at a time.
+"""`Choice`, a system as a few values that a search changes one at a time.
 
-`build` makes the system, and `usage` prints it as Python and as command-line flags.
+`build` makes the system, and `usage` formats it as Python and as command-line flags.
 """
 
 import math
@@ -22,12 +22,12 @@ from jax_moe_lb.transport.spray import MultiRailDispatch
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate is a system to compare with others.
+    """System to compare with others.
 
     Args:
-        name: its name in the table.
-        system: its strategies. Where it relocates, homes are planned from what was before a workload.
-        migration: the expert domains in which it gathers experts; none by default.
+        name: Name in the table.
+        system: The system. If it relocates, homes are planned from the steps before a workload.
+        migration: Gathers of expert domains; none by default.
     """
 
     name: str
@@ -37,18 +37,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice is a point of the space that `search` looks through.
+    """Point of the search space of `search`.
 
     Args:
-        system: the name of a function of `jax_moe_lb.layer.systems`.
-        replica_slots: the slots of a rank beyond its home experts; 0 for systems without replicas.
-        eps: that of `Exact`; `None` for what the system has.
-        relayed: whether replicas of a system without relays travel along `Relay`.
-        sprayed: whether tokens take all rails, after the balancer.
-        relocated: whether experts get new homes every so many steps.
-        domain_sizes: the expert domains of every level, outermost first; `()` for none.
-        ratio: the compression of experts that are gathered; 1 for none. More changes what is computed.
-        headroom: the receive buffer over the mean load, which saves rounds; `None` for what the system has.
+        system: Name of a function of `jax_moe_lb.layer.systems`; `"plain"` by default.
+        replica_slots: Slots of a rank beyond its home experts; 0 (default) for systems without replicas.
+        eps: `eps` of `Exact`; None (default) is the system's own.
+        relayed: If True, replicas of a system without relays travel along `Relay`.
+        sprayed: If True, tokens use all rails, planned after the balancer.
+        relocated: If True, experts move to new homes at intervals of training steps.
+        domain_sizes: Expert-domain size of every level, outermost first; `()` (default) for none.
+        ratio: Compression ratio of gathered experts; 1 (default) for none. Larger ratios change the computed values.
+        headroom: Receive buffer relative to the mean load; a larger buffer saves rounds. None (default) is the system's
+            own.
 
     Examples:
         >>> Choice("exact", 2, relayed=True, relocated=True).name
@@ -69,12 +70,12 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Says it in a few words."""
+        """Short name for tables."""
         parts = []
         if self.domain_sizes:
             sizes = ",".join(map(str, self.domain_sizes))
             parts.append(f"hybridep({sizes})" if self.ratio == 1 else f"hybridep({sizes}, ratio {self.ratio:g})")
-        # Plain beside something else is nothing.
+        # Plain is listed only if there is no other part.
         alone = not (parts or self.sprayed or self.relocated)
         if self.system != "plain" or alone:
             options = [f"slots {self.replica_slots}"] if self.replica_slots else []
@@ -86,17 +87,17 @@ class Choice:
 
     @property
     def family(self) -> "Choice":
-        """Returns what it has in common with those that differ in slots, eps, relays and headroom alone."""
+        """Values shared by choices that differ in slots, `eps`, relays and headroom only."""
         return replace(self, replica_slots=0, eps=None, relayed=False, headroom=None)
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """Counts what it takes beyond plain expert parallelism: parts, then slots, then members of expert domains."""
+        """Complexity beyond plain expert parallelism: number of parts, slots, and sum of expert-domain sizes."""
         number = (self.system != "plain") + self.relayed + self.sprayed + self.relocated + bool(self.domain_sizes)
         return number + (self.eps is not None) + (self.headroom is not None), self.replica_slots, sum(self.domain_sizes)
 
     def build_system(self) -> System:
-        """Makes the system."""
+        """Build the system."""
         system = system_named(self.system)
         system = replace(system, replica_slots=self.replica_slots, relocates=self.relocated)
         if self.eps is not None:
@@ -108,32 +109,32 @@ class Choice:
         return with_rails(system) if self.sprayed else system
 
     def build(self, model: ModelShape, cluster: Cluster, step: Step) -> Candidate:
-        """Makes the candidate; its expert domains gather again in the backward pass where memory is short.
+        """Build the candidate. Its expert domains gather again in the backward pass if memory is short.
 
         Args:
-            model: the sizes of the layers.
-            cluster: the machine.
-            step: the passes of a step.
+            model: Sizes of the layers.
+            cluster: Machine.
+            step: Passes of a step.
         """
         system, migration = self.build_system(), Migration()
         if self.domain_sizes:
             migration = with_memory(Migration(self.domain_sizes, Codec(self.ratio)), model, cluster, step)
             there = math.inf if cluster.memory_bytes is None else cluster.memory_bytes
             bare, whole = (memory_of(system, model, cluster, one, step).total for one in (Migration(), migration))
-            # Where a rank lacks room for what it has at home, what it gathers decides nothing.
+            # If the home experts alone exceed the memory, gathering again does not help.
             if step.backward and bare <= there < whole:
                 migration = replace(migration, gather_again=True)
         return Candidate(self.name, system, migration)
 
 
 def with_memory(migration: Migration, model: ModelShape, cluster: Cluster, step: Step) -> Migration:
-    """Gathers again in the backward pass if all layers' gathered experts take more than half of a rank's memory.
+    """Gather again in the backward pass if the gathered experts of all layers exceed half of a rank's memory.
 
     Args:
-        migration: the expert domains.
-        model: the sizes of the layers.
-        cluster: the machine.
-        step: without a backward pass nothing is kept.
+        migration: Gathers of expert domains.
+        model: Sizes of the layers.
+        cluster: Machine.
+        step: Passes of a step; without a backward pass, no gathered experts are kept.
     """
     kept_bytes = model.layers * migration.gathered_bytes(model, cluster)
     # The other half is for parameters, optimizer and activations.
@@ -142,13 +143,13 @@ def with_memory(migration: Migration, model: ModelShape, cluster: Cluster, step:
 
 
 def with_rails(system: System) -> System:
-    """Returns the system with its tokens sprayed over rails.
+    """Return the system with tokens sprayed over rails.
 
     Args:
-        system: one whose tokens travel directly.
+        system: System with a direct dispatch.
 
     Raises:
-        ValueError: they do not.
+        ValueError: The dispatch is not `Direct`.
     """
     dispatch = system.dispatch
     if dispatch != Direct(dispatch.buffers):
@@ -158,18 +159,18 @@ def with_rails(system: System) -> System:
 
 
 RELOCATE_INTERVAL = 50
-"""The steps between relocations in the flags, the training program's own default for systems that relocate."""
+"""Steps between relocations in the flags, the training program's default for systems that relocate."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """A usage says how to use a choice.
+    """Code and flags for a choice.
 
     Args:
-        code: lines of Python, which name only exports of `jax_moe_lb` and `replace` of `dataclasses`; `mesh` and
-            `topology` are yours.
-        train: flags of `python -m models.train`; `None` where it has none for this.
-        simulate: flags of `jax-moe-lb simulate`; `None` where it has none for this.
+        code: Lines of Python. They use exports of `jax_moe_lb`, `replace` of `dataclasses`, and the user's `mesh` and
+            `topology`.
+        train: Flags of `python -m models.train`; None if it has no flags for this choice.
+        simulate: Flags of `jax-moe-lb simulate`; None if it has no flags for this choice.
     """
 
     code: tuple[str, ...]
@@ -178,12 +179,12 @@ class Usage:
 
 
 def usage(choice: Choice, cluster: Cluster, gather_again: bool = False) -> Usage:
-    """Says how to use a choice.
+    """Format the code and flags for a choice.
 
     Args:
-        choice: what to use.
-        cluster: its levels name the axes of the mesh, and its domains bound where weights may move.
-        gather_again: whether the backward pass gathers again.
+        choice: Choice to format.
+        cluster: Machine whose levels name the mesh axes, and whose domains bound moves of weights.
+        gather_again: If True, the backward pass gathers again. False by default.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links
@@ -219,10 +220,10 @@ def _code(choice: Choice, cluster: Cluster, gather_again: bool) -> tuple[str, ..
 
 
 def system_code(choice: Choice) -> str:
-    """Writes the system as Python.
+    """Format the system as Python.
 
     Args:
-        choice: whose system to write.
+        choice: Choice with the system.
 
     Examples:
         >>> system_code(Choice(sprayed=True, headroom=1.2))
@@ -252,7 +253,7 @@ def _is_two_tier(choice: Choice) -> bool:
 
 
 def _is_named(choice: Choice) -> bool:
-    """Tells whether nothing is changed in the system but its slots."""
+    """Return whether a named system expresses the choice, apart from slots and headroom."""
     return choice.eps is None and not choice.relayed and not (choice.sprayed and choice.system != "plain")
 
 

@@ -21,23 +21,27 @@ from jax_moe_lb.sim.run import Report, keeps_history, remembered, simulate, simu
 from jax_moe_lb.sim.work import shared_work
 
 BEFORE = 4
-"""So many steps come before a workload's own. Balancers that plan every three steps then have a plan that was made one
-step before, the middle one of the ages that it has."""
+"""Number of steps before a workload. The plan of a balancer with a period of three steps is then one step old, the
+middle of its possible ages."""
 
 EARLIER = (-75, -50, -25)
-"""Homes move every 50 steps: in the middle of that time they are 25 steps old, planned from the 50 before."""
+"""Earlier steps from which homes are planned. Homes move every 50 steps; on average they are 25 steps old, planned from
+the 50 steps before.
+"""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload is the routing of one step on which systems are compared.
+    """Routing of one step on which systems are compared.
 
     Args:
-        name: what messages call it.
-        counts: `[X, R, E]` int32, of `X` layers, experts by their homes as they are without relocation; `None` for
-            uniform routing on any number of ranks.
-        earlier: `[X, E]`, the load of every expert before that step, from which new homes are planned; `None` if it is
-            not known, and then homes stay.
+        name: Name in messages.
+        counts: `[X, R, E]` int32 for `X` layers; experts are in the order of their homes without relocation. None
+            stands for uniform routing on any number of ranks.
+        earlier: `[X, E]`, load of every expert before this step, from which new homes are planned. None (default) keeps
+            the homes.
+        before: `[steps, X, R, E]` int32, counts of the steps directly before, for balancers with history. None
+            (default) if unknown.
     """
 
     name: str
@@ -47,7 +51,7 @@ class Workload:
 
     @property
     def first_layer(self) -> "Workload":
-        """Returns its first layer alone."""
+        """The workload with its first layer only."""
         counts, earlier, before = self.counts, self.earlier, self.before
         return Workload(
             self.name,
@@ -67,20 +71,23 @@ def drawn_workloads(
     seed: int,
     drift: Drift = Drift(),
 ) -> list[Workload]:
-    """Draws workloads of several shapes that have the same imbalance, one draw of each shape first.
+    """Sample workloads of several shapes with the same imbalance.
 
     Args:
-        model: see `skewed_counts`, also of the next three.
-        num_ranks: `R`.
-        imbalance: `max / mean` of the ranks' load. At 1 all shapes are the same, and there is one workload.
-        layers: how many layers each workload has.
-        shapes: which shapes; those that cannot have the imbalance on this machine are left out.
-        draws: how many workloads of each shape.
-        seed: of the first draw; each further one takes the next.
-        drift: how popularity changed in the steps before; not at all by default.
+        model: See `skewed_counts`.
+        num_ranks: Number of ranks `R`.
+        imbalance: `max / mean` of the ranks' load. At 1, all shapes are equal, and there is one workload.
+        layers: Number of layers of each workload.
+        shapes: Load shapes; shapes without a solution for the imbalance on this machine are skipped.
+        draws: Number of workloads of each shape.
+        seed: Seed of the first workload of each shape; each further one adds 1.
+        drift: Change of popularity in the steps before; none by default.
+
+    Returns:
+        The first workload of each shape, then the second ones, and so on.
 
     Raises:
-        ValueError: no shape can have the imbalance, or what `skewed_counts` refuses.
+        ValueError: No shape has a solution for the imbalance, or the reasons of `skewed_counts`.
     """
     if imbalance <= 1:
         even = skewed_counts(model, num_ranks, 1.0, layers, seed)
@@ -101,17 +108,17 @@ def drawn_workloads(
 
 
 def recorded_workloads(trace: Int[np.ndarray, "steps layers R E"], most_steps: int, most_layers: int) -> list[Workload]:
-    """Takes workloads from the second half of a trace, at even distances; homes are planned from the first half.
+    """Take evenly spaced workloads from the second half of a trace; homes are planned from the first half.
 
     Args:
-        trace: `[steps, layers, R, E]`, the recorded counts. Of a single step nothing earlier is known.
-        most_steps: how many workloads there are at most.
-        most_layers: how many layers each has at most.
+        trace: `[steps, layers, R, E]`, recorded counts. A single step gives no earlier loads.
+        most_steps: Maximum number of workloads.
+        most_layers: Maximum number of layers of each workload.
     """
     half = len(trace) // 2
     layers = _spread(0, trace.shape[1], most_layers)
     earlier = trace[:half, layers].sum((0, 2), dtype=np.int64) if half else None
-    # All of them have steps before them, or none has: those of a short trace do not.
+    # Either all workloads have steps before them or none has, as in a short trace.
     knows = half >= BEFORE
     return [
         Workload(f"step {at}", trace[at, layers], earlier, trace[at - BEFORE : at, layers] if knows else None)
@@ -120,19 +127,19 @@ def recorded_workloads(trace: Int[np.ndarray, "steps layers R E"], most_steps: i
 
 
 def _spread(start: int, end: int, most: int) -> list[int]:
-    """Chooses at most so many of the integers from `start` on and below `end`, at even distances."""
+    """Choose at most `most` evenly spaced integers from `start` to below `end`."""
     return sorted({int(at) for at in np.linspace(start, end - 1, min(most, end - start))})
 
 
 @dataclass
 class Evaluator:
-    """A judge simulates choices for one model, machine and step, and remembers what it has looked at.
+    """Cached simulation of choices for one model, machine and step.
 
     Args:
-        model: the sizes of the layers.
-        cluster: the machine.
-        step: the passes of a step.
-        sample: a part of the machine, whose counts workloads then have; `None`: they have those of all ranks.
+        model: Sizes of the layers.
+        cluster: Machine.
+        step: Passes of a step.
+        sample: Part of the machine whose counts the workloads have; None (default) for counts of all ranks.
     """
 
     model: ModelShape
@@ -143,46 +150,47 @@ class Evaluator:
     _placed: dict[tuple[str, int], Int[np.ndarray, "X R E"]] = field(default_factory=dict, repr=False)
 
     def glance(self, choice: Choice, workload: Workload) -> float:
-        """Simulates one layer of the model with the first layer of a workload.
+        """Simulate one layer of the model with the first layer of a workload.
 
         Args:
-            choice: what to simulate.
-            workload: its name must be its own, as answers are remembered by it.
+            choice: Choice to simulate.
+            workload: Workload with a unique name, which is the key of the cache.
 
         Returns:
-            Its seconds.
+            The seconds of the layer.
         """
         key = choice, workload.name
         if key not in self._seen:
-            # What other layers and microbatches do is the same for all choices.
+            # Other layers and microbatches take the same time under all choices.
             model = replace(self.model, layers=1, other_s=0.0)
             step = replace(self.step, parallel=self.step.parallel.of_one_microbatch)
             self._seen[key] = self._simulated(choice, workload.first_layer, model, step).step_s
         return self._seen[key]
 
     def report(self, choice: Choice, workload: Workload) -> Report:
-        """Simulates the whole step.
+        """Simulate the whole step.
 
         Args:
-            choice: what to simulate.
-            workload: its counts; without counts routing is uniform.
+            choice: Choice to simulate.
+            workload: Workload with counts; without counts, routing is uniform.
         """
         return self._simulated(choice, workload, self.model, self.step)
 
     def memory(self, choice: Choice) -> Memory:
-        """Counts what a rank holds, without a simulation."""
+        """Count the memory of a rank, without a simulation."""
         one = self.candidate(choice)
         return memory_of(one.system, self.model, self.cluster, one.migration, self.step)
 
     def candidate(self, choice: Choice) -> Candidate:
-        """Makes the candidate of a choice."""
+        """Build the candidate of a choice."""
         return choice.build(self.model, self.cluster, self.step)
 
     def floor_s(self, choice: Choice) -> float:
-        """Computes seconds below which no workload brings a layer: its operations at the peak, and what is gathered.
+        """Compute a lower bound of a layer's seconds on any workload: its operations at the peak, and its gathers.
 
         Args:
-            choice: its gathers do not depend on the workload, and its experts need those of a level load at least.
+            choice: Choice to bound. Its gathers do not depend on the workload, and its experts take at least the time
+                of a balanced load.
         """
         one, step, model = self.candidate(choice), self.step, self.model
         before_s = model.before_experts_s(self.cluster) * (3 if step.backward else 1)
@@ -200,7 +208,7 @@ class Evaluator:
             return simulate_uniform(model, self.cluster, migration=one.migration, step=step)
         counts = workload.counts
         if one.system.relocates:
-            # All that relocate get the same homes, whose plan takes longer than many a simulation.
+            # Cache the homes: all relocating choices share them, and planning them takes longer than most simulations.
             key = workload.name, len(counts)
             if key not in self._placed:
                 self._placed[key] = permute_to_homes(workload, one, self.sample or self.cluster)
@@ -215,20 +223,20 @@ class Evaluator:
 
 
 def permute_to_homes(workload: Workload, candidate: Candidate, cluster: Cluster) -> Int[np.ndarray, "X R E"]:
-    """Returns the counts of a workload with experts by the homes that a candidate gives them.
+    """Return the counts of a workload with experts in the order of a candidate's homes.
 
     Args:
-        workload: its counts, and what was before them.
-        candidate: whether its system relocates.
-        cluster: the machine, whose domains get equal loads.
+        workload: Workload with counts and the loads before it.
+        candidate: Candidate whose system may relocate.
+        cluster: Machine whose domains get equal loads.
 
     Raises:
-        ValueError: the workload has no counts.
+        ValueError: The workload has no counts.
     """
     if workload.counts is None:
         raise ValueError(f"workload {workload.name!r} has no counts; expected some")
     if not candidate.system.relocates or workload.earlier is None:
         return workload.counts
     permutation = plan_relocation(workload.earlier, cluster.topology())
-    # Place `p` gets the expert that was at `permutation[p]`.
+    # Place `p` gets the expert previously at `permutation[p]`.
     return np.take_along_axis(workload.counts, permutation[:, None], 2)

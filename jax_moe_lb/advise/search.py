@@ -1,10 +1,10 @@
 """Search for the fastest choices of a `Space`.
 
-The search has three stages. On one workload of every shape it simulates one layer of the first choices of the space,
-then repeatedly all neighbors of the fastest families, until no neighbor is faster. It simulates one layer of the
-fastest ones on every shape. The best of these get whole steps on all workloads. A choice with a lower bound above the
-time of others is not simulated. The first two stages are a heuristic: a choice that is slow on the first workloads is
-not tried on the others.
+The search has three stages. On one workload of every shape, it simulates one layer of the first choices of the space.
+Then it repeatedly simulates all neighbors of the fastest families, until no neighbor is faster. The second stage
+simulates one layer of the fastest choices on every shape. The third stage simulates whole steps of the best ones on all
+workloads. A choice with a lower bound above the time of others is not simulated. The first two stages are a heuristic:
+a choice that is slow on the first workloads is not simulated on the others.
 """
 
 import itertools
@@ -19,38 +19,41 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.run import Report, mean_report
 
 SLOTS = (1, 2, 4, 8)
-"""These numbers of replica slots are tried, as far as `E - L` allows."""
+"""Numbers of replica slots tried, as far as `E - L` allows."""
 
 EPS = (None, 0.05)
-"""These `eps` of `Exact` are tried: its own, 0.01, and a larger one."""
+"""Values of `eps` tried for `Exact`: its default 0.01, and a larger one."""
 
 HEADROOMS = (None, 1.25, 2.0)
-"""These receive buffers over the mean load are tried: a system's own, 1.05, and what saves rounds of uneven loads."""
+"""Receive buffers relative to the mean load: a system's default 1.05, and larger ones that save rounds of uneven loads.
+"""
 
 BALANCED = ("greedy", "exact", "ultraep")
-"""These systems plan quotas; they are tried in all compositions."""
+"""Systems that plan quotas, tried in all compositions."""
 
 PUBLISHED = ("eplb_plus", "fastermoe", "feplb")
-"""These systems are tried alone."""
+"""Systems tried without compositions."""
 
 HISTORICAL = ("eplb", "lplb")
-"""These are tried alone, too, where it is known what was before: they plan from it."""
+"""Systems that plan from earlier steps, tried without compositions if these steps are known."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """A space has all choices that may help on a machine.
+    """All choices that may help on a machine.
 
     Args:
-        cluster: the machine.
-        most_slots: the most replica slots of a rank, at most `E - L`; 0 for no replicas.
-        planned: whether systems that plan are in it; else there are plain and expert domains, as where nobody knows the
-            counts.
-        with_exact: whether `exact` is in it: without the planning module a trial is a program to compile, too slow.
-        with_relocation: whether workloads know what was before them.
-        ratio: the compression of gathered experts, 1 for none.
-        sampled: whether the machine is a sample of a larger one. Then expert domains leave several groups in it.
-        with_history: whether workloads have steps before them, from which some systems plan.
+        cluster: Machine.
+        most_slots: Maximum number of replica slots of a rank, at most `E - L`; 0 for no replicas.
+        planned: If True (default), include systems that plan. If False, as for unknown counts, include plain and expert
+            domains only.
+        with_exact: If True (default), include `exact`. Without the planning module, each of its trials compiles a
+            program, which is too slow.
+        with_relocation: If True (default), workloads have earlier loads, so include relocation.
+        ratio: Compression ratio of gathered experts; 1 (default) for none.
+        sampled: If True, the machine is a sample of a larger one, and expert domains must leave several groups in it.
+            False by default.
+        with_history: If True, workloads have steps before them, so include balancers with history. False by default.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links
@@ -72,30 +75,30 @@ class Space:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Returns the numbers of replica slots."""
+        """Numbers of replica slots to try."""
         return tuple(slots for slots in SLOTS if slots <= self.most_slots)
 
     @property
     def alone(self) -> tuple[str, ...]:
-        """Returns the systems that are tried in no composition."""
+        """Systems tried without compositions."""
         return (*PUBLISHED, *HISTORICAL) if self.with_history else PUBLISHED
 
     @property
     def has_rails(self) -> bool:
-        """Tells whether tokens could take other rails than their own: only between nodes with several."""
+        """True if tokens have several rails: between nodes with several links."""
         topology = self.cluster.topology()
         return topology.num_ranks > topology.ranks_per_node and topology.rails_per_node > 1
 
     def domain_sizes(self) -> list[tuple[int, ...]]:
-        """Lists the sizes of expert domains, all divisors of every level, but those in which nothing is gathered."""
+        """List the expert-domain sizes: all combinations of divisors of the levels, except the one without a gather."""
         divisors = [[n for n in range(1, level.size + 1) if level.size % n == 0] for level in self.cluster.levels]
         if self.sampled:
-            # All of the sample in one domain would leave nobody to exchange tokens with.
+            # A single domain over the whole sample would leave no exchange of tokens.
             divisors[0].pop()
         return [sizes for sizes in itertools.product(*divisors) if max(sizes) > 1]
 
     def first(self) -> list[Choice]:
-        """Lists where a search begins: every system alone, and plain and one other in every size of expert domains."""
+        """List the initial choices: every system alone, and plain and one other in every size of expert domains."""
         slots = min(2, self.most_slots) if self.planned else 0
         systems = [Choice(name, slots) for name in (*BALANCED, *self.alone)] if slots else []
         best = Choice("exact" if self.with_exact else "greedy", slots)
@@ -106,7 +109,7 @@ class Space:
         return [choice for choice in found if choice in self]
 
     def every(self) -> Iterator[Choice]:
-        """Yields all choices; there are hundreds, of which a search tries some."""
+        """Yield all choices of the space, usually hundreds; a search simulates only some."""
         flags = (False, True)
         for name, sizes in itertools.product(("plain", *BALANCED, *self.alone), [(), *self.domain_sizes()]):
             ratio = self.ratio if sizes else 1.0
@@ -117,10 +120,10 @@ class Space:
                         yield choice
 
     def near(self, choice: Choice) -> list[Choice]:
-        """Lists what differs from a choice in one part, or in one level's size of expert domains.
+        """List the choices that differ in one part, or in one level's size of expert domains.
 
         Args:
-            choice: the one to begin at.
+            choice: Starting point.
         """
         slots = choice.replica_slots or min(2, self.most_slots)
         found = [replace(choice, system=name, replica_slots=slots, eps=None, relayed=False) for name in BALANCED]
@@ -140,7 +143,7 @@ class Space:
         return [other for other in dict.fromkeys(found) if other != choice and other in self]
 
     def __contains__(self, choice: Choice) -> bool:
-        """Tells whether a choice may help here, and whether the library can run it."""
+        """Return whether a choice may help on this machine and is supported by the library."""
         if choice.system == "plain":
             fits = not choice.replica_slots and not choice.relayed
         else:
@@ -149,37 +152,39 @@ class Space:
         is_exact = choice.system == "exact"
         fits &= self.with_exact or not is_exact
         fits &= choice.eps is None or is_exact
-        # UltraEP has relays of its own, and those of the papers stay as they are.
+        # UltraEP has relays of its own, and published systems stay unchanged.
         fits &= not choice.relayed or choice.system in ("greedy", "exact")
         composed = choice.sprayed or choice.relocated or bool(choice.domain_sizes)
         fits &= not composed or choice.system in ("plain", *BALANCED)
         fits &= self.planned or (choice.system == "plain" and not choice.sprayed)
-        # Uniform routing fills no buffer twice.
+        # Under uniform routing, one round suffices.
         fits &= choice.headroom is None or (self.planned and choice.system in ("plain", *BALANCED))
         fits &= not choice.sprayed or self.has_rails
-        # Relocation beside expert domains has no test in the library, so nobody is told to use it.
+        # Relocation with expert domains has no test in the library, so it is not recommended.
         fits &= not choice.relocated or (self.with_relocation and not choice.domain_sizes)
         return bool(fits)
 
 
 FAMILIES = 4
-"""The search goes on from the best of so many families; a family differs in slots, eps and relays alone."""
+"""Number of best families whose neighbors are tried; the members of a family differ in slots, `eps`, relays and
+headroom.
+"""
 
 MOST_MOVES = 8
-"""It goes on so often at most; three or four times are usual."""
+"""Maximum number of iterations over neighbors; three or four are usual."""
 
 FINALISTS = 8
-"""So many families get whole steps on all workloads."""
+"""Number of families simulated with whole steps on all workloads."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """An outcome is a choice with what its whole steps took.
+    """Choice with the simulated times of its whole steps.
 
     Args:
-        choice: what was simulated.
-        report: the mean over all workloads.
-        times_s: the seconds of a step on each workload, in the order of the workloads.
+        choice: Simulated choice.
+        report: Mean report over all workloads.
+        times_s: Seconds of a step on each workload, in the order of the workloads.
     """
 
     choice: Choice
@@ -188,35 +193,34 @@ class SearchResult:
 
     @property
     def median_s(self) -> float:
-        """Returns the median over workloads."""
+        """Median seconds over workloads."""
         return float(np.median(self.times_s))
 
     def ratios(self, other: "SearchResult") -> tuple[float, ...]:
-        """Returns its time over another's, workload by workload.
+        """Return the ratio of its time to another result's, per workload.
 
         Args:
-            other: an outcome on the same workloads.
+            other: Result on the same workloads.
         """
-        # Where neither takes any time they are equal.
+        # Two times of 0 are equal.
         return tuple(mine / its if its else 1.0 for mine, its in zip(self.times_s, other.times_s, strict=True))
 
     def is_like(self, other: "SearchResult") -> bool:
-        """Tells whether the range of the ratios includes 1: on some workload each is as fast as the other."""
+        """Return whether the range of the ratios includes 1: each result is as fast as the other on some workload."""
         ratios = self.ratios(other)
         return min(ratios) <= 1 <= max(ratios)
 
 
 @dataclass(frozen=True)
 class SearchResults:
-    """This is what a search has found.
+    """Results of a search.
 
     Args:
-        outcomes: the best of each of the best families, and plain, by the median of their time over plain's on the
-            same workload, the fastest first.
-        glances: every choice that was looked at, with the seconds of one layer, the median over the shapes on which it
-            was.
-        refused: choices that need more memory than there is, each with what it needs.
-        fits: whether plain fits into memory; if not, nothing is refused for it.
+        outcomes: Best choice of each of the best families, and plain, fastest first. The order is the median of their
+            ratios to plain on the same workload.
+        glances: Every choice simulated with one layer, and its seconds, median over its shapes.
+        refused: Choices that exceed the memory, each with its required and available memory.
+        fits: True if plain fits into memory. If it does not, no choice is excluded for its memory.
     """
 
     outcomes: tuple[SearchResult, ...]
@@ -226,13 +230,16 @@ class SearchResults:
 
 
 def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads: Sequence[Workload]) -> SearchResults:
-    """Finds the fastest choices.
+    """Find the fastest choices.
 
     Args:
-        space: the choices.
-        judge: it simulates them.
-        shapes: the workloads of the first two stages, one of each shape.
-        workloads: those of whole steps.
+        space: Search space.
+        judge: Evaluator that simulates the choices.
+        shapes: Workloads of the first two stages, one of each shape.
+        workloads: Workloads of whole steps.
+
+    Returns:
+        The best choices with their times.
     """
     fits, refused = fits_in_memory(judge, Choice()), dict[Choice, str]()
 
@@ -243,43 +250,43 @@ def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads
 
     explored = [_explored(space, judge, workload, may) for workload in shapes]
     chosen = {choice for times in explored for choice in _best_of_families(times, FINALISTS)} | {Choice()}
-    # On every shape, so that what one of them favours is compared on the others.
+    # Simulate all of them on every shape, so that a favorite of one shape is compared on the others.
     middle = {choice: float(np.median([judge.glance(choice, workload) for workload in shapes])) for choice in chosen}
     finalists = dict.fromkeys([*_best_of_families(middle, FINALISTS), Choice()])
     outcomes = [judged(choice, judge, workloads) for choice in finalists]
     plain = next(one for one in outcomes if one.choice == Choice())
-    # Workload by workload, as workloads differ; of equals the simplest.
+    # Compare per workload, because workloads differ; ties go to the simplest choice.
     outcomes.sort(key=lambda one: (float(np.median(one.ratios(plain))), one.choice.parts))
     glances = {c: float(np.median([t[c] for t in explored if c in t])) for c in dict.fromkeys(_all(explored))} | middle
     return SearchResults(tuple(outcomes), glances, refused, fits)
 
 
 def judged(choice: Choice, judge: Evaluator, workloads: Iterable[Workload]) -> SearchResult:
-    """Simulates whole steps of a choice on workloads.
+    """Simulate whole steps of a choice on workloads.
 
     Args:
-        choice: what to simulate.
-        judge: it simulates.
-        workloads: at least one.
+        choice: Choice to simulate.
+        judge: Evaluator.
+        workloads: At least one workload.
     """
     reports = [judge.report(choice, workload) for workload in workloads]
     return SearchResult(choice, mean_report(reports), tuple(report.step_s for report in reports))
 
 
 def fits_in_memory(judge: Evaluator, choice: Choice) -> bool:
-    """Tells whether a choice fits into a rank's memory; it does where nobody knows how much there is."""
+    """Return whether a choice fits into a rank's memory; True if the memory is unknown."""
     there = judge.cluster.memory_bytes
     return there is None or judge.memory(choice).total <= there
 
 
 def needs(judge: Evaluator, choice: Choice) -> str:
-    """Says what a choice needs of how much memory, by name."""
+    """Describe required and available memory of a choice, by part."""
     memory, there = judge.memory(choice), judge.cluster.memory_bytes or 0.0
     return f"needs {memory.total / 1e9:.1f} GB of {there / 1e9:.1f}: {memory.words}"
 
 
 def _explored(space: Space, judge: Evaluator, workload: Workload, may: Callable[[Choice], bool]) -> dict[Choice, float]:
-    """Looks at one layer of choices, those beside the fastest included."""
+    """Simulate one layer of the first choices and of the neighbors of the fastest ones."""
     times: dict[Choice, float] = {}
 
     def look(choices: Iterable[Choice]) -> None:
@@ -300,7 +307,7 @@ def _explored(space: Space, judge: Evaluator, workload: Workload, may: Callable[
 
 
 def _best_of_families(times: dict[Choice, float], number: int) -> list[Choice]:
-    """Returns the fastest choice of each of the fastest families."""
+    """Return the fastest choice of each of the fastest families."""
     found: dict[Choice, Choice] = {}
     for choice in sorted(times, key=lambda choice: (times[choice], choice.parts)):
         found.setdefault(choice.family, choice)

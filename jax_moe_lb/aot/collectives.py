@@ -1,6 +1,6 @@
-"""Collectives of a compiled program: mesh axes, bytes, and the work that overlaps with them.
+"""Collectives of a compiled program: mesh axes, bytes, and overlapping work.
 
-The axes follow from the groups of devices that an instruction lists.
+The axes follow from the device groups of an instruction.
 """
 
 import itertools
@@ -21,17 +21,20 @@ Groups = frozenset[frozenset[int]]
 
 
 def axes_of(instruction: Instruction, axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Names the mesh axes that a collective goes over: none if every device is alone, `None` if no axes match.
+    """Return the mesh axes of a collective.
 
     Args:
-        instruction: a collective.
-        axes: names and sizes of the mesh, outermost first; devices are numbered row-major.
+        instruction: Collective instruction.
+        axes: Names and sizes of the mesh axes, outermost first; devices are numbered row-major.
+
+    Returns:
+        The axis names; `()` if every device is alone in its group, None if no axes match the groups.
     """
     attributes = instruction.attributes
     if "source_target_pairs" in attributes:
         return _axes_of_pairs(_listed(attributes), axes)
     groups = _listed(attributes) or _numbered(attributes) or _named(attributes)
-    # No groups at all are one, of all devices.
+    # Empty or missing groups mean one group of all devices.
     everyone = "replica_groups={}" in attributes or "replica_groups=" not in attributes
     return tuple(axes) if everyone else _axes_of_groups(frozenset(map(frozenset, groups)), axes)
 
@@ -43,7 +46,7 @@ def _listed(attributes: str) -> list[tuple[int, ...]]:
 
 
 def _numbered(attributes: str) -> list[tuple[int, ...]]:
-    """Reads `[2,8]<=[8,2]T(1,0)`: devices counted up, transposed, and cut into groups."""
+    """Parse `[2,8]<=[8,2]T(1,0)`: device numbers in order, reshaped, transposed, and split into groups."""
     found = NUMBERED.search(attributes)
     if found is None:
         return []
@@ -54,7 +57,7 @@ def _numbered(attributes: str) -> list[tuple[int, ...]]:
 
 
 def _named(attributes: str) -> list[tuple[int, ...]]:
-    """Reads `mesh['a'=2,'b'=8] {'b'}`, groups over axes of a mesh of XLA's own, whose names may be others."""
+    """Parse `mesh['a'=2,'b'=8] {'b'}`: groups over axes of XLA's own mesh, whose names may differ from JAX's."""
     found = NAMED.search(attributes)
     if found is None:
         return []
@@ -65,7 +68,7 @@ def _named(attributes: str) -> list[tuple[int, ...]]:
 
 
 def _groups_over(devices: np.ndarray, chosen: tuple[int, ...]) -> np.ndarray:
-    """Cuts devices into groups of those that differ only along the chosen axes."""
+    """Split devices into groups whose members differ only along the chosen axes."""
     last = np.moveaxis(devices, chosen, range(devices.ndim - len(chosen), devices.ndim))
     return last.reshape(-1, int(np.prod([devices.shape[axis] for axis in chosen], dtype=int)))
 
@@ -81,7 +84,7 @@ def _axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] 
 
 
 def _axes_of_pairs(pairs: list[tuple[int, ...]], axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Names the axes along which a sender differs from its receiver."""
+    """Return the axes along which a sender differs from its receiver."""
     places = [np.array(np.unravel_index(pair, tuple(axes.values()))) for pair in pairs]
     moved = {axis for place in places for axis in np.flatnonzero(place[:, 0] != place[:, 1])}
     return tuple(name for axis, name in enumerate(axes) if axis in moved)
@@ -98,21 +101,21 @@ KINDS = (
 )
 
 REAL_WORK_BYTES = 10**6
-"""An operation that moves less is no work that could hide a collective."""
+"""Minimum bytes moved by an operation that counts as overlapping work."""
 
 
 @dataclass(frozen=True)
 class ProgramCollective:
-    """These are the collectives of one kind over the same axes.
+    """All collectives of one kind over the same axes.
 
     Args:
-        kind: as XLA names it, such as `all-gather`.
-        axes: the mesh axes; empty if every device is alone in its group, `None` if the groups fit no axes.
-        count: how many run.
-        nbytes: what one device gives or gets in all of them, the larger of the two, in bytes. Of a ragged all-to-all it
-            is the whole buffer, of which the rows that there are travel.
-        asynchronous: how many of them run beside other work.
-        over: the work that runs beside them: the largest operations by name, of a loop its own.
+        kind: XLA's name, such as `all-gather`.
+        axes: Mesh axes; `()` if every device is alone in its group, None if the groups match no axes.
+        count: Number of executions.
+        nbytes: Bytes sent or received by one device over all executions, whichever is larger. For a ragged all-to-all,
+            the whole buffer, of which only the filled rows travel.
+        asynchronous: Number of executions that overlap with other work.
+        over: Overlapping work: the largest operations by name; for a loop, the loop itself.
     """
 
     kind: str
@@ -124,12 +127,12 @@ class ProgramCollective:
 
 
 def collectives(module: Module, axes: Mapping[str, int], moved: CostOf) -> list[ProgramCollective]:
-    """Lists the collectives of a program, the largest first.
+    """List the collectives of a program, largest first.
 
     Args:
-        module: the scheduled program.
-        axes: names and sizes of the mesh.
-        moved: the HBM bytes of an instruction, by which work is told from bookkeeping.
+        module: Scheduled program.
+        axes: Names and sizes of the mesh axes, outermost first.
+        moved: Function that returns the HBM bytes of an instruction, to tell work from bookkeeping.
     """
     found: dict[tuple[str, tuple[str, ...] | None], list[tuple[OperationCost, list[str]]]] = {}
     for cost in executed(module, lambda computation, one: _nbytes(module, computation, one)):
@@ -160,7 +163,7 @@ def _kind(instruction: Instruction) -> str:
 def _exchanges(
     module: Module, computation: Computation, instruction: Instruction
 ) -> list[tuple[Computation, Instruction]]:
-    """Finds the collectives that an instruction is or, as a fusion or an asynchronous call, contains."""
+    """Return the collectives executed by an instruction, including those inside a fusion or an asynchronous call."""
     if _kind(instruction) in KINDS:
         return [(computation, instruction)]
     if instruction.opcode not in ("fusion", "async-start"):
@@ -177,15 +180,15 @@ def _nbytes(module: Module, computation: Computation, instruction: Instruction) 
 def _own_nbytes(computation: Computation, instruction: Instruction) -> int:
     given = computation.operands(instruction)
     if _kind(instruction) == "ragged-all-to-all":
-        # The others are the buffer that it writes into, offsets and sizes.
+        # The other operands are the output buffer, offsets and sizes.
         return given[0].nbytes
-    # The result of a start holds the operands too, and what the transfer needs.
+    # The result of a start also holds the operands and scratch buffers of the transfer.
     got = _end(computation, instruction) if instruction.opcode.endswith("-start") else instruction
     return max(sum(one.nbytes for one in given), got.nbytes if got else 0)
 
 
 def _end(computation: Computation, instruction: Instruction) -> Instruction | None:
-    """Finds where an asynchronous operation is waited for."""
+    """Return the `-done` instruction of an asynchronous operation."""
     for user, _ in computation.users[instruction.name]:
         if user.opcode.endswith("-done"):
             return user
@@ -195,7 +198,7 @@ def _end(computation: Computation, instruction: Instruction) -> Instruction | No
 
 
 def _beside(module: Module, computation: Computation, instruction: Instruction, moved: CostOf) -> list[str]:
-    """Names the real work between start and end of a collective, the largest first; none if it is synchronous."""
+    """List the work between start and end of a collective, largest first; empty if it is synchronous."""
     end = _end(computation, instruction)
     if end is None or not instruction.opcode.endswith("-start"):
         return []
@@ -208,6 +211,6 @@ def _beside(module: Module, computation: Computation, instruction: Instruction, 
 def _work(module: Module, computation: Computation, instruction: Instruction, moved: CostOf) -> int:
     if instruction.opcode in CONTROL_FLOW:
         return sum(total(executed(module, moved, called.name)) for called in module.called(instruction))
-    # Another transfer takes the same links, and hides nothing.
+    # Another transfer uses the same links, so it does not overlap.
     is_transfer = _kind(instruction) in KINDS or instruction.opcode.endswith(("-start", "-done", "-update"))
     return 0 if is_transfer else moved(computation, instruction)

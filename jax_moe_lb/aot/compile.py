@@ -1,6 +1,6 @@
 """Compilation of a program for a target, and the report on the result.
 
-`quiet_stderr` keeps the logs of compilers off stderr.
+`quiet_stderr` suppresses compiler logs on stderr.
 """
 
 import os
@@ -30,9 +30,9 @@ from jax_moe_lb.aot.targets import Target
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Keeps off stderr what compilers log, which is no part of an answer; after an error it comes out.
+    """Suppress compiler logs on stderr, and print them if an exception other than `ValueError` occurs.
 
-    A `ValueError` says itself what is wrong, so after one it stays away, too.
+    The message of a `ValueError` is sufficient without the log.
 
     Examples:
         >>> from jax_moe_lb.aot import quiet_stderr
@@ -40,7 +40,7 @@ def quiet_stderr() -> Iterator[None]:
         ...     answer = 42  # a compiler may warn here
     """
     sys.stderr.flush()
-    # Compilers are no Python: they write to the file itself.
+    # Compilers are native code and write to file descriptor 2, not to `sys.stderr`.
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as log:
         os.dup2(log.fileno(), 2)
@@ -58,7 +58,7 @@ def quiet_stderr() -> Iterator[None]:
 
 
 MOST_ROWS = 40
-"""So many buffers and operations are listed, the largest."""
+"""Maximum number of listed buffers and operations, largest first."""
 
 
 def compile_for(
@@ -70,25 +70,29 @@ def compile_for(
     ideal_flops: int | None = None,
     options: Mapping[str, str | bool] | None = None,
 ) -> ProgramReport:
-    """Compiles a program for a target, which need not be there, and reports what one device holds and does.
+    """Compile a program for a target machine, without the machine, and report memory, work and communication per
+    device.
 
-    Call `use_no_accelerators` first. The program must not call the host: `moe` and `nn.MoE` do not with
-    `on_fault="record"`, and balancers do not but for `HostCallback`.
+    Call `use_no_accelerators` first. The program must not call the host: use `on_fault="record"` with `moe` and
+    `nn.MoE`, and no `HostCallback`.
 
     Args:
-        target: the machine.
-        program: what `jax.jit` returned.
-        args: its arguments as `jax.ShapeDtypeStruct`s with a `NamedSharding` on `mesh`.
-        mesh: of the target's devices, such as `target.mesh()`.
-        ideal_flops: the floating-point operations of a device that the program is for, if they are known.
-        options: options of XLA's compiler for this program, by their names without dashes, over those of
-            `compiler_options(mesh)`. What it dumps is kept if `xla_dump_to` names a folder, which should be empty.
+        target: Target machine.
+        program: Result of `jax.jit`.
+        args: Its arguments, as `jax.ShapeDtypeStruct`s with a `NamedSharding` on `mesh`.
+        mesh: Mesh of the target's devices, such as `target.mesh()`.
+        ideal_flops: Minimum floating-point operations per device for the program's result; None (default) if unknown.
+        options: XLA compiler options for this program, by name without dashes; they override `compiler_options(mesh)`.
+            If `xla_dump_to` names a folder, which should be empty, the dumps remain there.
+
+    Returns:
+        The report on one device.
 
     Raises:
-        ValueError: the program calls the host, or the compiler refuses it: it does not fit, for example.
+        ValueError: The program calls the host, or the compiler rejects it, for example because it exceeds the memory.
 
     Examples:
-        Where `jax_moe_lb[cuda]` is installed:
+        If `jax_moe_lb[cuda]` is installed:
 
         >>> import jax, jax.numpy as jnp
         >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -111,14 +115,14 @@ def compile_for(
 
 
 def _lower(target: Target, program: Wrapped, args: tuple[Any, ...]) -> Lowered:
-    # Kernels of others ask the default device which architecture they are for.
+    # Third-party kernels query the default device for its architecture.
     with jax.default_device(target.devices()[0]):
         traced = program.trace(*args)
         try:
             return traced.lower(lowering_platforms=(target.platform,))
         except (RuntimeError, ValueError) as error:
             message = str(error)
-            # Every platform has its own words for it.
+            # The error message differs between platforms.
             if "callback" in message or "Unknown backend" in message:
                 message = "it calls the host, which needs the device; expected on_fault='record' and no HostCallback"
             raise ValueError(f"the program has no form for {target.name}: {message}") from error
@@ -128,27 +132,27 @@ def _compile(target: Target, lowered: Lowered, options: dict[str, str | bool]) -
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"the compiler refuses the program for {target.name}: {error}") from error
+        raise ValueError(f"the compiler rejects the program for {target.name}: {error}") from error
 
 
 def read_report(
     target: Target, compiled: Compiled, mesh: Mesh, folder: Path, ideal_flops: int | None, compile_s: float
 ) -> ProgramReport:
-    """Reads everything off a compiled program.
+    """Build the report from a compiled program and its dumps.
 
     Args:
-        target: the machine that it was compiled for.
-        compiled: the program.
-        mesh: the mesh that it runs on.
-        folder: what the compiler was told to dump to; what it does not dump is missing in the report.
-        ideal_flops: the floating-point operations of a device that the program is for, if they are known.
-        compile_s: the seconds that tracing and compiling took.
+        target: Target machine of the compilation.
+        compiled: Compiled program.
+        mesh: Mesh of the program.
+        folder: Folder of the compiler's dumps; fields from missing dumps are empty or None.
+        ideal_flops: Minimum floating-point operations per device; None if unknown.
+        compile_s: Seconds of tracing and compilation.
     """
     module = with_counted_loops(parse_module(compiled.as_text() or ""))
     memory: Any = compiled.memory_analysis()
     traffic = MemoryTraffic(module, target.fast_spaces)
     moved = traffic.costs()
-    # Afterwards some operations get other names.
+    # Later passes rename some operations, so read the module that belongs to these dumps.
     text = _dump(folder, "after_optimizations")
     assignment = _dump(folder, "buffer-assignment")
     buffers = peak_buffers(
@@ -159,7 +163,7 @@ def read_report(
         target=target.name,
         devices=mesh.size,
         argument_bytes=memory.argument_size_in_bytes,
-        # What is written over an argument takes no room of its own.
+        # Results aliased with arguments need no memory of their own.
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temp_bytes=temporary_bytes(assignment, target.fast_spaces) or memory.temp_size_in_bytes,
         peak_bytes=sum(buffer.nbytes for buffer in buffers),
@@ -179,7 +183,7 @@ def read_report(
 def _waits(module: Module, target: Target, folder: Path) -> int | None:
     if target.platform != "cuda":
         return answers_from_host(module)
-    # The first is not written where XLA's last passes change nothing.
+    # XLA omits the first dump if its last passes make no change.
     sequence = _dump(folder, "thunk_sequence_after_thunk_passes") or _dump(folder, "thunk_sequence")
     return host_waits(module, sequence, _dump(folder, "thunk_metadata")) if sequence else None
 
@@ -193,6 +197,6 @@ def _custom_calls(module: Module) -> dict[str, int]:
 
 
 def _dump(folder: Path, name: str) -> str:
-    """Reads the dump of that name of the largest program, empty if this compiler writes none."""
+    """Read the dump of that name of the largest program; empty if the compiler writes none."""
     files = [path for path in folder.iterdir() if re.search(rf"[._\-]{name}\.txt$", path.name)]
     return max((path.read_text() for path in files), key=len, default="")

@@ -1,10 +1,12 @@
-"""Options of XLA's compiler that a program with balanced layers should have on GPUs."""
+"""XLA compiler options for programs with balanced layers on GPUs."""
 
 import jax
 from jax.sharding import Mesh
 
 FIRST_WITH_A_KERNEL = (0, 12)
-"""The compiler of jaxlib 0.10 has sends and receives alone, and refuses options that it does not know."""
+"""First version with these options. jaxlib 0.10 compiles exchanges to sends and receives only, and rejects unknown
+options.
+"""
 
 IN_GRAPHS = (
     "FUSION",
@@ -17,19 +19,22 @@ IN_GRAPHS = (
     "WHILE",
     "COLLECTIVES",
 )
-"""What goes into command buffers. A loop does only if all that is in it may, so the defaults are among them."""
+"""Operations in command buffers. A loop needs all of its operations in this list, so it includes XLA's defaults."""
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
-    """Returns options for the `compiler_options` of `jax.jit`; none for other devices than NVIDIA's GPUs.
+    """Return options for the `compiler_options` of `jax.jit`; empty for devices other than NVIDIA GPUs.
 
-    Use it for every program on GPUs that has balanced layers. An option holds for this program alone, other than a flag
-    in the environment, and can be overridden in the dictionary. `docs/how-to/gpu.md` shows what each of them changes in
-    the compiled program.
+    Use it for every program with balanced layers on GPUs. Unlike a flag in the environment, an option applies to this
+    program only, and can be overridden in the dictionary. `docs/how-to/gpu.md` shows the effect of each option on the
+    compiled program.
 
     Args:
-        mesh: of the program's devices. Where they are in several NVLink domains, or in several processes, exchanges of
-            rows stay what they are; XLA would make them all-gathers of all token copies otherwise.
+        mesh: Mesh of the program's devices. If it spans several NVLink domains or processes, the options keep exchanges
+            of rows intact. By default, XLA would decompose them into all-gathers of all token copies.
+
+    Returns:
+        Option values by XLA's names without dashes.
 
     Examples:
         >>> import jax
@@ -44,12 +49,12 @@ def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
     if devices[0].platform not in ("gpu", "cuda"):
         return {}
     options: dict[str, str | bool] = {
-        # CUDA runs what is in a command buffer as a graph: its host does not wait before each round of a loop.
+        # CUDA runs a command buffer as a graph, so the host does not wait before each round of a loop.
         "xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS),
     }
     if len({(device.process_index, getattr(device, "slice_index", 0)) for device in devices}) > 1:
-        # An exchange that XLA takes apart gathers the copies of all domains on every rank. Whole, it runs as a kernel
-        # on buffers that all can reach where NCCL has these, else as sends and receives, for which the host waits.
+        # A decomposed exchange gathers the copies of all domains on every rank. An intact one runs as a kernel on
+        # symmetric buffers if NCCL provides them, else as sends and receives, for which the host waits.
         options["xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"] = False
         options["xla_gpu_experimental_enable_nccl_symmetric_buffers"] = True
         if jax.__version_info__ >= FIRST_WITH_A_KERNEL:

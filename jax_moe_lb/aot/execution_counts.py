@@ -1,11 +1,11 @@
-"""How often each instruction of a program runs, and how often host and device wait for each other.
+"""Number of executions of each instruction of a program, and waits between host and device.
 
-A loop runs as often as the compiler or its condition states, and once if neither does; loops in `IDLE_SCOPE` do not
-run. TPU compilers state no trip count: their loops count from one constant to another. The most expensive branch of a
-conditional counts.
+The trip count of a loop comes from the compiler or from its condition, and is 1 if neither gives it. Loops in
+`IDLE_SCOPE` count 0. TPU compilers state no trip count, but their loops count from one constant to another. For a
+conditional, the most expensive branch counts.
 
 XLA launches the operations of a GPU from the host, one after another. Before each iteration of a `while` of unknown
-length and before each branch it copies the condition to the host and waits, and the device idles. Inside a command
+length, and before each branch, it copies the condition to the host and waits, while the device idles. Inside a command
 buffer, which CUDA runs as a graph, it does not wait. A TPU runs loops and branches itself and waits for host calls
 only.
 """
@@ -22,10 +22,13 @@ PASSED_ON = ("copy", "bitcast", "copy-done", "copy-start")
 
 
 def with_counted_loops(module: Module) -> Module:
-    """Returns the program with `counted` in loops that count up to a constant, where the compiler says nothing itself.
+    """Set `counted` of loops up to a constant if the compiler states no trip count.
 
     Args:
-        module: the program as it is printed.
+        module: Program as printed.
+
+    Returns:
+        A copy of the program.
     """
     computations = {
         name: replace(part, instructions=dict(part.instructions)) for name, part in module.computations.items()
@@ -38,7 +41,7 @@ def with_counted_loops(module: Module) -> Module:
 
 
 def _rounds(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Reads the rounds off `i < stop` in the condition, `i + step` in the body and what `i` begins with."""
+    """Derive the trip count from `i < stop` in the condition, `i + step` in the body, and the initial `i`."""
     body, condition = (module.computations.get(_named(pattern, loop)) for pattern in (BODY, CONDITION))
     if body is None or condition is None or condition.root.opcode != "compare":
         return None
@@ -61,7 +64,7 @@ def _named(pattern: re.Pattern[str], loop: Instruction) -> str:
 
 
 def _passed(computation: Computation, one: Instruction | None) -> Instruction | None:
-    """The instruction whose result is passed on, unchanged, to this one."""
+    """Return the instruction whose unchanged result this one passes on."""
     while one is not None and one.opcode in PASSED_ON:
         one = next(iter(computation.operands(one)), None)
     return one
@@ -75,7 +78,7 @@ def _part(computation: Computation, whole: Instruction, index: int) -> Instructi
 
 
 def _index(computation: Computation, one: Instruction | None) -> int | None:
-    """Which element of the loop's state an instruction is."""
+    """Return the index of an instruction in the loop's state, or None if it is no element."""
     element = _passed(computation, one)
     if element is None or element.opcode != "get-tuple-element":
         return None
@@ -104,21 +107,21 @@ def _step(body: Computation, one: Instruction | None, index: int) -> int | None:
 CONTROL_FLOW = ("while", "conditional", "call")
 
 IDLE_SCOPE = "further_rounds"
-"""Loops whose operations carry this name serve what the first round has no room for: a balanced step runs none."""
+"""Named scope of overflow rounds. They serve rows beyond the first round, so a balanced step runs none of them."""
 
 CostOf = Callable[[Computation, Instruction], int]
-"""It tells the cost of one instruction that is not control flow, in any unit."""
+"""Function that returns the cost of one instruction other than control flow, in any unit."""
 
 
 @dataclass(frozen=True)
 class OperationCost:
-    """This is what one instruction costs.
+    """Cost of one instruction.
 
     Args:
-        instruction: the instruction.
-        computation: where it stands.
-        amount: what one run of it costs, in the unit of whoever asked.
-        times: how often it runs.
+        instruction: The instruction.
+        computation: Its computation.
+        amount: Cost of one execution, in the unit of the cost function.
+        times: Number of executions.
     """
 
     instruction: Instruction
@@ -128,17 +131,17 @@ class OperationCost:
 
     @property
     def total(self) -> int:
-        """Sums over all runs."""
+        """Cost of all executions."""
         return self.amount * self.times
 
 
 def executed(module: Module, cost: CostOf, start: str = "") -> list[OperationCost]:
-    """Lists what costs something, in the order in which it runs.
+    """List the instructions with a nonzero cost, in execution order.
 
     Args:
-        module: the program.
-        cost: of one instruction that is not control flow, in any unit.
-        start: the computation to begin with; the whole program by default.
+        module: The program.
+        cost: Cost function for instructions other than control flow, in any unit.
+        start: Name of the first computation; the entry of the program by default.
     """
     computation = module.computations[start or module.entry]
     costs: list[OperationCost] = []
@@ -152,7 +155,7 @@ def executed(module: Module, cost: CostOf, start: str = "") -> list[OperationCos
 
 
 def _inner(module: Module, cost: CostOf, instruction: Instruction) -> list[OperationCost] | None:
-    """Lists the costs of what control flow runs, `None` for an instruction that is none."""
+    """List the costs inside a control-flow instruction; None for other instructions."""
     if instruction.opcode not in CONTROL_FLOW:
         return None
     parts = [executed(module, cost, called.name) for called in module.called(instruction)]
@@ -163,7 +166,7 @@ def _inner(module: Module, cost: CostOf, instruction: Instruction) -> list[Opera
 
 
 def rounds_of(loop: Instruction) -> int:
-    """Tells how often a loop runs in a balanced step; other instructions run once."""
+    """Return the trip count of a loop in a balanced step; 1 for other instructions."""
     if loop.trips is not None:
         return loop.trips
     if loop.counted is not None:
@@ -172,7 +175,7 @@ def rounds_of(loop: Instruction) -> int:
 
 
 def total(costs: list[OperationCost]) -> int:
-    """Sums costs."""
+    """Sum the costs over all executions."""
     return sum(one.total for one in costs)
 
 
@@ -184,14 +187,14 @@ NAMED = re.compile(r'profile_annotation: "([^"]*)"\s*(?:thunk_id: (\d+))?')
 
 @dataclass
 class Thunk:
-    """This is a step of XLA's runtime.
+    """Step of XLA's GPU runtime.
 
     Args:
-        number: its number in the dumps.
-        kind: as XLA names it, such as `kWhile`.
-        label: the part of its parent that it belongs to, such as `body`.
-        depth: the columns it is indented by.
-        children: what it runs.
+        number: Number in the dumps.
+        kind: XLA's name, such as `kWhile`.
+        label: Part of its parent, such as `body`.
+        depth: Indentation in columns.
+        children: Thunks inside it.
     """
 
     number: int
@@ -202,12 +205,12 @@ class Thunk:
 
 
 def host_waits(module: Module, sequence: str, metadata: str) -> int:
-    """Counts how often the host waits in one run of a balanced step.
+    """Count the waits of the host in one run of a balanced step.
 
     Args:
-        module: the program, which knows how often some loops run.
+        module: Program with the trip counts of its loops.
         sequence: XLA's dump of the thunks, `thunk_sequence_after_thunk_passes`.
-        metadata: its dump of their names, `thunk_metadata`.
+        metadata: XLA's dump of their names, `thunk_metadata`.
     """
     loops = {one.name: one for part in module.computations.values() for one in part if one.opcode == "while"}
     named = {int(number or 0): loops[name] for name, number in NAMED.findall(metadata) if name in loops}
@@ -215,10 +218,10 @@ def host_waits(module: Module, sequence: str, metadata: str) -> int:
 
 
 def answers_from_host(module: Module) -> int:
-    """Counts the results of callbacks that a TPU waits for in one run of a balanced step.
+    """Count the callback results awaited by a TPU in one run of a balanced step.
 
     Args:
-        module: the program.
+        module: The program.
     """
     return total(executed(module, lambda _, one: int(one.opcode == "recv-done" and HOST in one.attributes)))
 
@@ -230,7 +233,7 @@ def _waits(thunk: Thunk, loops: Mapping[int, Instruction]) -> int:
     if thunk.kind == "kWhile":
         loop = loops.get(thunk.number)
         rounds = rounds_of(loop) if loop else 1
-        # The condition is looked at before every round, and once more to end; not where their number is known.
+        # The condition is read before every round and once at the end, unless the trip count is known.
         own = 0 if loop and loop.trips is not None else rounds + 1
         return own + rounds * sum(waits for _, waits in inner)
     if thunk.kind == "kConditional":
@@ -240,10 +243,13 @@ def _waits(thunk: Thunk, loops: Mapping[int, Instruction]) -> int:
 
 
 def parse_thunks(sequence: str) -> list[Thunk]:
-    """Reads the dump of the thunks into a tree; its branches are indented.
+    """Parse the indented dump of the thunks into a tree.
 
     Args:
-        sequence: the text of the dump.
+        sequence: Text of the dump.
+
+    Returns:
+        The top-level thunks.
     """
     root = Thunk(-1, "kSequential", "", -1)
     path, label = [root], ""
@@ -255,7 +261,7 @@ def parse_thunks(sequence: str) -> list[Thunk]:
             while path[-1].depth >= thunk.depth:
                 path.pop()
             siblings = path[-1].children
-            # A label holds until the next one of the same parent.
+            # A label applies up to the next label of the same parent.
             thunk.label = siblings[-1].label if siblings and siblings[-1].depth == thunk.depth and not label else label
             siblings.append(thunk)
             path.append(thunk)

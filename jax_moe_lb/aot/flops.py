@@ -1,7 +1,7 @@
-"""The floating-point operations of a program's products: two for each pair of numbers that is multiplied and added.
+"""Floating-point operations of a program's products: two per multiply-add.
 
-What a kernel in a custom call multiplies is read off the shapes of its operands. A kernel of a grouped product counts
-every row of its buffer once, whatever group it is in and whether or not a token fills it.
+The operations of kernels in custom calls follow from the shapes of their operands. A grouped kernel counts every row of
+its buffer once, regardless of its group and of whether a token fills it.
 """
 
 import itertools
@@ -15,20 +15,20 @@ from jax_moe_lb.aot.execution_counts import OperationCost, executed
 from jax_moe_lb.aot.hlo import ArrayShape, Computation, Instruction, Module
 
 GEMM_TARGETS = re.compile(r"__cublas\$|__cudnn\$|__triton|triton|mosaic|pallas|tpu_custom_call|xla\.gpu")
-"""Custom calls that may multiply."""
+"""Custom calls that may contain products."""
 
 SCORES = re.compile(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]')
-"""The shape of the scores of all pairs of tokens, which cuDNN's attention never writes."""
+"""Shape of the attention scores over all pairs of tokens, which cuDNN never writes."""
 
 DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 WINDOW_FIELD = re.compile(r"(\w+)=([\dx_\-]+)")
 
 
 def products(module: Module) -> list[OperationCost]:
-    """Lists the operations that multiply matrices, with the floating-point operations of one run of each.
+    """List the operations with matrix products, each with the floating-point operations of one execution.
 
     Args:
-        module: the program.
+        module: The program.
     """
     return executed(module, lambda computation, one: _flops(module, computation, one))
 
@@ -54,10 +54,10 @@ def _dot(instruction: Instruction, lhs: ArrayShape, contracting: tuple[int, ...]
 
 
 def _ragged_dot(instruction: Instruction, operands: list[Instruction]) -> int:
-    """Counts a product of groups: every row is multiplied with the weights of its own group alone."""
+    """Count a grouped product: every row is multiplied with the weights of its own group only."""
     lhs, contracting = operands[0].shapes[0], instruction.numbers("lhs_contracting_dims")
     if set(instruction.numbers("lhs_ragged_dims")) <= set(contracting):
-        # Rows are summed over: each is in one group, and the result has all groups.
+        # The contraction is over rows: each row is in one group, and the result has all groups.
         width = math.prod(instruction.shapes[0].dims[1:])
         return 2 * width * math.prod(lhs.dims[axis] for axis in contracting)
     return _dot(instruction, lhs, contracting)
@@ -74,7 +74,7 @@ def _kernel(instruction: Instruction, operands: list[Instruction]) -> int:
 
 
 def _attention(instruction: Instruction, head_width: int) -> int:
-    """Counts cuDNN's attention: forward two products over all pairs of tokens, backward five; half if it is causal."""
+    """Count cuDNN's attention: two products over all pairs of tokens forward, five backward; half of it if causal."""
     scores = SCORES.search(instruction.attributes)
     pairs = math.prod(int(size) for size in re.findall(r"\d+", scores[1])) if scores else 0
     products = 5 if "Backward" in instruction.target else 2
@@ -82,9 +82,9 @@ def _attention(instruction: Instruction, head_width: int) -> int:
 
 
 def _grouped_kernel(shapes: tuple[ArrayShape, ...] | list[ArrayShape]) -> int:
-    """Counts a grouped product, given all of its arrays: rows `[A, m]` and `[A, n]` and weights `[S, m, n]`.
+    """Count a grouped product from all of its arrays: rows `[A, m]` and `[A, n]` and weights `[S, m, n]`.
 
-    Which of them is the result depends on whether it is forward or a gradient; the work is the same.
+    The result may be any of them, depending on whether this is the forward pass or a gradient; the work is the same.
     """
     weights = max((shape for shape in shapes if len(shape.dims) == 3), key=lambda one: one.nbytes, default=None)
     flat = [shape.dims for shape in shapes if len(shape.dims) == 2]
@@ -97,14 +97,14 @@ def _grouped_kernel(shapes: tuple[ArrayShape, ...] | list[ArrayShape]) -> int:
 
 
 def _shared(one: tuple[int, ...], width: int, other: tuple[int, ...], other_width: int) -> int:
-    """Counts the rows that two matrices of these widths have in common, whichever way each of them lies."""
+    """Count the rows shared by two matrices of these widths, for either orientation of each."""
     rows = {one[1 - axis] for axis in (0, 1) if one[axis] == width}
     other_rows = {other[1 - axis] for axis in (0, 1) if other[axis] == other_width}
     return max(rows & other_rows, default=0)
 
 
 def _convolution(instruction: Instruction, operands: list[Instruction]) -> int:
-    """Counts a convolution, which on TPUs every product is; a batch is a window that meets one element at a time."""
+    """Count a convolution; on TPUs, every product is one, and a batch is a window over one element at a time."""
     labels = DIM_LABELS.search(instruction.attributes)
     if labels is None:
         return 0
@@ -128,7 +128,7 @@ def _window(attributes: str, rank: int) -> dict[str, list[int]]:
     found = re.search(r"window=\{([^}]*)\}", attributes)
     given = dict(WINDOW_FIELD.findall(found[1])) if found else {}
     defaults = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
-    # A padding is written `low_high`.
+    # Padding is written as `low_high`.
     return {
         name: [int(value.split("_")[0]) for value in given[name].split("x")] if name in given else [default] * rank
         for name, default in defaults.items()
@@ -136,7 +136,7 @@ def _window(attributes: str, rank: int) -> dict[str, list[int]]:
 
 
 def _valid_pairs(size: int, kernel: int, out: int, *, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int) -> int:
-    """Counts how often an element of the window meets one of the input, over all places of the window."""
+    """Count the pairs of window and input elements that meet, over all window positions."""
     places = np.arange(out)[:, None] * stride - pad + np.arange(kernel)[None] * rhs_dilate
     inside = (places >= 0) & (places <= (size - 1) * lhs_dilate) & (places % lhs_dilate == 0)
     return int(inside.sum())

@@ -1,7 +1,7 @@
-"""Parser of compiled programs as XLA prints them.
+"""Parser of compiled programs as printed by XLA.
 
-It reads names, shapes, operands and attributes, and the Python lines of instructions from the tables at the head of a
-program. XLA's own parser is not part of jaxlib's interface, and it rejects dumps of other versions. Shapes look like
+It reads names, shapes, operands and attributes of instructions, and their Python lines from the tables at the head of a
+program. XLA's own parser is not part of jaxlib's interface, and rejects dumps of other versions. Shapes look like
 `bf16[16,2048]{1,0:T(8,128)S(1)}`, alone or in parentheses.
 """
 
@@ -23,7 +23,7 @@ BITS = {
     "c64": 64,
     "c128": 128,
 }
-"""The bits of an element; `f8e4m3fn` and the like say theirs in the name, and tokens and opaque values have none."""
+"""Bits per element. Types such as `f8e4m3fn` have them in their name; tokens and opaque values have none."""
 
 ARRAY = re.compile(r"\b(pred|bf16|[suc]\d+|f\d+\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 MEMORY_SPACE = re.compile(r"S\((\d+)\)")
@@ -31,12 +31,12 @@ MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """This is the shape of one array.
+    """Shape of one array.
 
     Args:
-        dtype: as XLA writes it, such as `bf16`.
-        dims: the sizes of its dimensions.
-        space: the memory that holds it: 0 is the device's own, 1 on a TPU the fast memory of a core.
+        dtype: XLA's name, such as `bf16`.
+        dims: Sizes of its dimensions.
+        space: XLA's memory space: 0 for the device's main memory, 1 on TPUs for the fast memory of a core.
     """
 
     dtype: str
@@ -45,7 +45,7 @@ class ArrayShape:
 
     @property
     def nbytes(self) -> int:
-        """Counts the bytes of all elements, without padding."""
+        """Bytes of all elements, without padding."""
         return -(-math.prod(self.dims) * _bits(self.dtype) // 8)
 
     def __str__(self) -> str:
@@ -53,17 +53,17 @@ class ArrayShape:
 
 
 def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
-    """Reads the arrays out of a shape, those of a tuple in order.
+    """Parse the arrays of a shape, in order for a tuple.
 
     Args:
-        text: a shape as XLA writes it; what is no array, such as a token, is left out.
+        text: Shape as printed by XLA. Parts other than arrays, such as tokens, are ignored.
     """
     return tuple(_array(*match.groups()) for match in ARRAY.finditer(text))
 
 
 def _array(dtype: str, dims: str, layout: str | None) -> ArrayShape:
     space = MEMORY_SPACE.search(layout or "")
-    # A dimension of unknown length is written with its bound, `<=8`.
+    # A dynamic dimension is printed with its bound, as in `<=8`.
     sizes = tuple(int(size.removeprefix("<=")) for size in dims.split(",") if size)
     return ArrayShape(dtype, sizes, int(space[1]) if space else 0)
 
@@ -85,20 +85,20 @@ HELPER = re.compile(
     r"-packages/(?!jax_moe_lb/)"
     r"|jax_moe_lb/(?:core/(?:types|manual_axes|custom_calls|plan_file)|collectives/local_processes)\.py:"
 )
-"""A line of these files, and of other packages that are installed, says less than the one that called it."""
+"""Files of helpers and installed packages; for their lines, the calling line is more informative."""
 
 TRACER = re.compile(r"jax_moe_lb/aot/\w+\.py:")
-"""A line of these files says nothing: the whole program is traced there."""
+"""Files that trace the whole program, so their lines are uninformative."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """These tables say where instructions come from.
+    """Source locations of instructions.
 
     Args:
-        files: paths by number.
-        locations: by number, the number of a file and a line.
-        frames: by number, the numbers of a location and of the frame that called it, 0 where nothing did.
+        files: Paths by number.
+        locations: File number and line by number.
+        frames: Location number and number of the calling frame by number; the caller is 0 if there is none.
     """
 
     files: dict[int, str] = field(default_factory=dict)
@@ -106,10 +106,10 @@ class Sources:
     frames: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def line(self, attributes: str) -> str:
-        """Tells file and line of an instruction, as `jax_moe_lb/core/split.py:71`; empty if it does not say.
+        """Return file and line of an instruction, as `jax_moe_lb/core/split.py:71`; empty if unknown.
 
         Args:
-            attributes: of the instruction, as text.
+            attributes: Attributes of the instruction, as text.
         """
         if found := FRAME.search(attributes):
             lines = [line for line in self._lines(int(found[1])) if not TRACER.search(line)]
@@ -119,7 +119,7 @@ class Sources:
         return ""
 
     def _lines(self, frame: int) -> list[str]:
-        """Lists the lines of a stack, innermost first."""
+        """List the lines of a stack, innermost first."""
         lines: list[str] = []
         while frame in self.frames:
             location, caller = self.frames[frame]
@@ -130,7 +130,7 @@ class Sources:
 
 
 def read_sources(text: str) -> Sources:
-    """Reads the tables, which are empty where the program has none."""
+    """Parse the source tables; empty if the program has none."""
     rows: dict[str, dict[int, str]] = {name: {} for name in TABLES}
     table = ""
     for line in text.splitlines():
@@ -145,13 +145,13 @@ def read_sources(text: str) -> Sources:
     return Sources(
         files={number: row.strip('"') for number, row in rows["FileNames"].items()},
         locations={n: (int(row.get("file_name_id", 0)), int(row.get("line", 0))) for n, row in locations.items()},
-        # XLA prints the number of the caller plus one, so that 1 is none.
+        # XLA prints the number of the caller plus one, so 1 means none.
         frames={n: (int(row["file_location_id"]), int(row.get("parent_frame_id", 1)) - 1) for n, row in frames.items()},
     )
 
 
 def _short(path: str) -> str:
-    """Shortens a path to what is below site-packages or the working directory."""
+    """Shorten a path to the part below site-packages or the working directory."""
     if not path:
         return ""
     parts = Path(path).parts
@@ -173,17 +173,17 @@ TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclass(frozen=True)
 class Instruction:
-    """This is one operation of a program.
+    """One operation of a program.
 
     Args:
-        name: unique in its computation.
-        opcode: what it does, such as `fusion`.
-        shapes: its results; several for a tuple.
-        operands: the names of what it reads, instructions of the same computation.
-        arguments: what stands in its parentheses, as text; of a parameter, its number.
-        attributes: what follows the parentheses, as text.
-        is_root: whether it is the result of its computation.
-        counted: trip count of a loop by its condition if the compiler states none; see `execution_counts.py`.
+        name: Name, unique in its computation.
+        opcode: Operation, such as `fusion`.
+        shapes: Results; several for a tuple.
+        operands: Names of its operands, instructions of the same computation.
+        arguments: Text inside its parentheses; for a parameter, its number.
+        attributes: Text after the parentheses.
+        is_root: True for the result of its computation.
+        counted: Trip count of a loop from its condition if the compiler states none; see `execution_counts.py`.
     """
 
     name: str
@@ -197,44 +197,44 @@ class Instruction:
 
     @property
     def nbytes(self) -> int:
-        """Counts the bytes of all results."""
+        """Bytes of all results."""
         return sum(shape.nbytes for shape in self.shapes)
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names the computations that it runs, of a loop the body first."""
+        """Names of the computations that it runs; for a loop, the body first."""
         listed = (name for found in LISTED.findall(self.attributes) for name in re.findall(r"%?([\w.\-]+)", found))
         return (*CALLED.findall(self.attributes), *listed)
 
     @property
     def trips(self) -> int | None:
-        """Tells how often the compiler says that a loop runs, `None` if it does not."""
+        """Trip count of a loop as stated by the compiler, else None."""
         known = TRIP_COUNT.search(self.attributes)
         return int(known[1]) if known else None
 
     @property
     def target(self) -> str:
-        """Names what a custom call calls; empty for other operations."""
+        """Target of a custom call; empty for other operations."""
         return self.text("custom_call_target")
 
     def text(self, attribute: str) -> str:
-        """Reads an attribute that is written in quotes, empty if it is absent."""
+        """Return a quoted attribute; empty if it is absent."""
         found = re.search(rf'\b{attribute}="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
     def numbers(self, attribute: str) -> tuple[int, ...]:
-        """Reads an attribute that is a list of integers, such as `lhs_contracting_dims={1}`."""
+        """Return an attribute with a list of integers, such as `lhs_contracting_dims={1}`."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
         return tuple(int(number) for number in found[1].split(",") if number) if found else ()
 
 
 @dataclass(frozen=True, eq=False)
 class Computation:
-    """These are the instructions of one computation, in the order in which they are printed.
+    """Instructions of one computation, in printed order.
 
     Args:
-        name: unique in the program.
-        instructions: by their names; of a scheduled program in the order in which they run.
+        name: Name, unique in the program.
+        instructions: Instructions by name; in execution order if the program is scheduled.
     """
 
     name: str
@@ -244,12 +244,12 @@ class Computation:
         return iter(self.instructions.values())
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """Finds the instructions that this one reads."""
+        """Return the operands of an instruction."""
         return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Tells who reads an instruction, and as which of its operands."""
+        """Users of each instruction, with the number of the operand."""
         users: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
         for instruction in self:
             for number, name in enumerate(instruction.operands):
@@ -258,24 +258,24 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """Finds the instruction that is the result."""
+        """Instruction with the result."""
         return next(instruction for instruction in self if instruction.is_root)
 
     @property
     def parameters(self) -> list[Instruction]:
-        """Lists the parameters by their numbers."""
+        """Parameters in the order of their numbers."""
         found = [instruction for instruction in self if instruction.opcode == "parameter"]
         return sorted(found, key=lambda parameter: int(parameter.arguments))
 
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """This is a whole program.
+    """Whole program.
 
     Args:
-        computations: by their names.
-        entry: the name of the first to run.
-        sources: the table of source lines that instructions refer to.
+        computations: Computations by name.
+        entry: Name of the entry computation.
+        sources: Source locations of instructions.
     """
 
     computations: dict[str, Computation]
@@ -283,20 +283,20 @@ class Module:
     sources: Sources
 
     def called(self, instruction: Instruction) -> list[Computation]:
-        """Finds the computations that an instruction runs."""
+        """Return the computations that an instruction runs."""
         return [self.computations[name] for name in instruction.called if name in self.computations]
 
     def source(self, instruction: Instruction) -> str:
-        """Tells the line of Python that an instruction comes from, empty if it does not say."""
+        """Return the Python line of an instruction; empty if unknown."""
         return self.sources.line(self._telling(instruction, "stack_frame_id").attributes)
 
     def op_name(self, instruction: Instruction) -> str:
-        """Says what of the traced program an instruction is, such as `while/body/gather`; its opcode if it does not."""
+        """Return the name of an instruction in the traced program, as `while/body/gather`; else its opcode."""
         name = self._telling(instruction, "op_name").text("op_name")
         return "/".join(part for part in name.split("/") if not part.startswith("jit(")) or instruction.opcode
 
     def _telling(self, instruction: Instruction, attribute: str) -> Instruction:
-        """Finds the instruction with an attribute: of a fusion without it, the last one inside that has it."""
+        """Return the instruction with an attribute; for a fusion without it, the last such instruction inside."""
         if attribute in instruction.attributes or instruction.opcode != "fusion":
             return instruction
         inside = [one for part in self.called(instruction) for one in part if attribute in one.attributes]
@@ -304,13 +304,16 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Reads a program that XLA printed.
+    """Parse a program printed by XLA.
 
     Args:
-        text: what `jax.stages.Compiled.as_text` returns, or a dump of XLA.
+        text: Result of `jax.stages.Compiled.as_text`, or a dump of XLA.
+
+    Returns:
+        The program.
 
     Raises:
-        ValueError: it holds no entry computation, so it is no such text.
+        ValueError: The text has no entry computation.
     """
     computations: dict[str, Computation] = {}
     entry, current = "", None
@@ -349,7 +352,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """Finds the parenthesis that closes the first one."""
+    """Return the position of the parenthesis that closes the first one."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1

@@ -1,4 +1,4 @@
-"""`compile_layer` compiles one mixture-of-experts layer for a target."""
+"""Compilation of one mixture-of-experts layer for a target."""
 
 import dataclasses
 import math
@@ -29,19 +29,19 @@ EXPECTED_SIZES = "some of H, F, E, T and K, such as H=2048,F=768,E=128,T=4096,K=
 MOST = 2**31 - 1
 
 BACKWARD = 3
-"""A forward and backward pass is ideally three forward passes: a product has two gradients."""
+"""Ratio of a forward and backward pass to a forward pass in the ideal: each product has two gradients."""
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """These are the sizes of a layer; the defaults are those of Qwen3-30B-A3B at 4096 tokens per rank.
+    """Sizes of a layer; Qwen3-30B-A3B with 4096 tokens per rank by default.
 
     Args:
-        hidden: `H`, the width of the model.
-        inner: `F`, the inner width of an expert.
-        experts: `E`, the experts of the layer.
-        tokens: `T`, the tokens of a rank.
-        per_token: `K`, the experts of a token.
+        hidden: Model width `H`; 2048 by default.
+        inner: Inner width `F` of an expert; 768 by default.
+        experts: Number of experts `E`; 128 by default.
+        tokens: Tokens `T` per rank; 4096 by default.
+        per_token: Experts `K` per token; 8 by default.
 
     Examples:
         >>> from jax_moe_lb.aot import LayerSizes
@@ -57,13 +57,13 @@ class LayerSizes:
 
     @classmethod
     def parse(cls, text: str) -> "LayerSizes":
-        """Reads sizes, of which those that are not given stay at their defaults.
+        """Parse sizes from text; missing sizes keep their defaults.
 
         Args:
-            text: such as `H=2048,F=768,E=128,T=4096,K=8`.
+            text: Sizes such as `H=2048,F=768,E=128,T=4096,K=8`.
 
         Raises:
-            ValueError: a letter is unknown or comes twice, or a size is no integer from 1 on.
+            ValueError: A letter is unknown or repeated, or a size is no integer of at least 1.
         """
         given: dict[str, int] = {}
         for part in text.split(","):
@@ -75,12 +75,12 @@ class LayerSizes:
 
     @property
     def by_letter(self) -> dict[str, int]:
-        """Gives the sizes by their letters."""
+        """Sizes by their letters."""
         return {letter: getattr(self, name) for letter, name in LETTERS.items()}
 
     @property
     def ideal_flops(self) -> int:
-        """Counts the operations of a rank in a forward pass: of its token copies, and of the router."""
+        """Floating-point operations of a rank in a forward pass: of its token copies and of the router."""
         copies = 3 * self.per_token * self.inner
         return 2 * self.tokens * self.hidden * (copies + self.experts)
 
@@ -95,23 +95,25 @@ def compile_layer(
     dtype: Any = jnp.bfloat16,
     options: Mapping[str, str | bool] | None = None,
 ) -> ProgramReport:
-    """Compiles a layer for a target, on all of its devices as one expert-parallel group.
+    """Compile a layer for a target, with all of its devices as one expert-parallel group.
 
     Args:
-        system: what `systems.py` makes, or your own.
-        target: the machine.
-        sizes: the sizes of the layer.
-        gradients: whether to compile the gradients of the sum of squared outputs, too.
-        fused: whether the experts' gates are in `up`, see `Experts`.
-        dtype: of tokens and weights.
-        options: options of XLA's compiler for this program, by their names without dashes, over those of
-            `compiler_options`.
+        system: System to compile, such as `exact()`.
+        target: Target machine.
+        sizes: Sizes of the layer; `LayerSizes()` by default.
+        gradients: If True, include the gradients of the sum of squared outputs. False by default.
+        fused: If True, the experts' gates are fused into `up`; see `Experts`. False by default.
+        dtype: Dtype of tokens and weights; bfloat16 by default.
+        options: XLA compiler options for this program, by name without dashes; they override `compiler_options`.
+
+    Returns:
+        The report on one device.
 
     Raises:
-        ValueError: the sizes do not fit the machine, or `compile_for` refuses the program.
+        ValueError: The sizes do not fit the machine, or `compile_for` rejects the program.
 
     Examples:
-        Where `jax_moe_lb[cuda]` is installed:
+        If `jax_moe_lb[cuda]` is installed:
 
         >>> from jax_moe_lb import exact
         >>> from jax_moe_lb.aot import Target, compile_layer, use_no_accelerators
@@ -150,7 +152,7 @@ def _layer(
 def _with_gradients(run: Any) -> Any:
     def loss(x: Tokens, kernel: Float[Array, "H E"], experts: Experts, state: State) -> Any:
         y, *others = run(x, kernel, experts, state)
-        # Squared, so that the upstream gradient is no constant, and comes after the outputs.
+        # Squared, so that the output gradient depends on the outputs and is not a constant.
         return jnp.square(y.astype(jnp.float32)).sum(), others
 
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
@@ -170,7 +172,7 @@ def _arguments(
     def place(spec: PartitionSpec, like: Any) -> Any:
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, spec))
 
-    # Only shapes: nothing is made.
+    # Shapes only, without allocation.
     args = jax.eval_shape(make)
     return tuple(jax.tree.map(partial(place, spec), arg) for spec, arg in zip(specs, args, strict=True))
 

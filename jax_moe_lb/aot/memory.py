@@ -1,8 +1,8 @@
-"""Memory of a compiled program: buffers at the peak, and bytes that it reads and writes.
+"""Memory of a compiled program: buffers at the peak, and bytes read and written.
 
-Peak buffers come from the dumps that XLA writes beside a program. Traffic is counted per operation without caches: each
-operand of each operation counts once. A gather counts the rows that it reads, and an update in place the rows that it
-changes. Transfers of copy engines for custom calls of this package are left out.
+Peak buffers come from dumps that XLA writes during compilation. Traffic is counted per operation without caches: each
+operand of each operation counts once. A gather counts the rows read, and an update in place the rows changed. Copies by
+copy engines in this package's custom calls are not included.
 """
 
 import re
@@ -20,14 +20,14 @@ LIVE = re.compile(r"^    ([\w.\-]+)\{([\d,]*)\}: (\d+) bytes")
 
 @dataclass(frozen=True)
 class Buffer:
-    """This is an array that lives at the peak of a program's memory.
+    """Array that lives at the memory peak of a program.
 
     Args:
-        name: the instruction that makes it; `name{1}` is the second of its results.
-        nbytes: its size.
-        shape: its dtype and dimensions.
-        holds: what of the traced program it is.
-        source: the line of Python that it comes from.
+        name: Name of its instruction; `name{1}` is the second result.
+        nbytes: Size in bytes.
+        shape: Dtype and dimensions.
+        holds: Name in the traced program.
+        source: Python line of its origin.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class HloValue:
-    """This is what an instruction makes.
+    """Result of an instruction.
 
     Args:
-        computation: where the instruction stands.
-        instruction: the instruction.
-        index: which of its results it is, `None` for all.
+        computation: Computation of the instruction.
+        instruction: The instruction.
+        index: Number of the result, or None for all.
     """
 
     computation: Computation
@@ -53,26 +53,26 @@ class HloValue:
 
     @property
     def shape(self) -> str:
-        """Writes its shape, the first of several."""
+        """Shape of the result, or of the first of several."""
         shapes = self.instruction.shapes[self.index or 0 :]
         return str(shapes[0]) if shapes else ""
 
 
 def peak_buffers(module: Module, live_ranges: str, assignment: str, fast_spaces: frozenset[int]) -> list[Buffer]:
-    """Lists the temporaries that live at the peak, the largest first.
+    """List the temporaries that live at the peak, largest first.
 
     Args:
-        module: the program, as it was when these dumps were written.
+        module: Program at the time of these dumps.
         live_ranges: XLA's dump `live-range`.
         assignment: XLA's dump `buffer-assignment`, which tells temporaries from arguments and results.
-        fast_spaces: memories that are not the device's own, by XLA's numbers.
+        fast_spaces: XLA's numbers of memory spaces outside the device's main memory.
     """
     where = {one.name: HloValue(part, one) for part in module.computations.values() for one in part}
     temporary = _temporaries(assignment, fast_spaces)
     found, taken = [], set()
     for name, index, nbytes in _live_at_peak(live_ranges):
         key = f"{name}{{{index}}}" if index else name
-        # What is changed in place has several names.
+        # A buffer changed in place appears under several names.
         if key in temporary and name in where and temporary[key] not in taken:
             taken |= {temporary[key]} - {None}
             value = replace(where[name], index=int(index) if index.isdecimal() else None)
@@ -82,13 +82,13 @@ def peak_buffers(module: Module, live_ranges: str, assignment: str, fast_spaces:
 
 
 def temporary_bytes(assignment: str, fast_spaces: frozenset[int]) -> int:
-    """Sums the room for temporaries, with the gaps that no buffer fits into.
+    """Sum the bytes of temporaries, including fragmentation.
 
-    XLA's own statistics count the gaps twice for TPUs.
+    XLA's own statistics count the fragmentation twice on TPUs.
 
     Args:
-        assignment: XLA's dump `buffer-assignment`; empty where there is none.
-        fast_spaces: memories that are not the device's own, by XLA's numbers.
+        assignment: XLA's dump `buffer-assignment`, or an empty string.
+        fast_spaces: XLA's numbers of memory spaces outside the device's main memory.
     """
     headers = (found[1] for line in assignment.splitlines() if (found := ALLOCATION.match(line)))
     sizes = (SIZE.search(header) for header in headers if _is_temporary(header, fast_spaces))
@@ -107,7 +107,7 @@ def _live_at_peak(live_ranges: str) -> list[tuple[str, str, str]]:
 
 
 def _temporaries(assignment: str, fast_spaces: frozenset[int]) -> dict[str, tuple[str, str] | None]:
-    """Finds by name where each temporary lies, allocation and offset; `None` where the dump does not say."""
+    """Return allocation and offset of each temporary by name; None if the dump has no offset."""
     places: dict[str, tuple[str, str] | None] = {}
     allocation, is_temporary = "", False
     for line in assignment.splitlines():
@@ -124,7 +124,7 @@ def _is_temporary(header: str, fast_spaces: frozenset[int]) -> bool:
 
 
 def _origin(module: Module, value: HloValue) -> HloValue:
-    """Finds what first made a value: behind copies, views, and the state of loops."""
+    """Return the original value behind copies, views, and the state of loops."""
     operands = value.computation.operands(value.instruction)
     opcode, before = value.instruction.opcode, None
     if opcode in ("bitcast", "copy") and operands:
@@ -140,7 +140,7 @@ def _origin(module: Module, value: HloValue) -> HloValue:
 
 
 def _handed(module: Module, value: HloValue) -> HloValue | None:
-    """Finds what a loop is given as its state, of which the value is the parameter."""
+    """Return the initial state of the loop whose parameter the value is."""
     for part in module.computations.values():
         for caller in part:
             if caller.opcode == "while" and value.computation.name in caller.called:
@@ -162,34 +162,35 @@ FREE = {
     "tuple",
 }
 FREE_TARGETS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "GatherScatterIndices", "moe_lb_")
-"""Those of compilers move nothing. Ours plan, and start and await copies; most of their operands only set the order."""
+"""Prefixes of custom calls without traffic: calls of compilers move no bytes. Calls of this package plan, and start and
+await copies; most of their operands only enforce order."""
 
 PASSES_ON = {"bitcast", "convert", "copy", "reshape", "transpose"}
-"""Inside a fusion these hand on what they read, element by element."""
+"""Operations inside a fusion that pass on their operand element by element."""
 
 PICKS = {"gather", "dynamic-slice", "slice"}
 UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
-"""These change a part of their first operand in place: the number is that of the operand with the new values."""
+"""Operations that change a part of their first operand in place, and the number of the operand with the new values."""
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryTraffic:
-    """It counts the bytes that instructions of a module move.
+    """Counter of the bytes read and written by the instructions of a module.
 
     Args:
-        module: the program.
-        fast_spaces: memories that are not the device's own, by XLA's numbers: they cost nothing.
+        module: The program.
+        fast_spaces: XLA's numbers of memory spaces outside the device's main memory; they cost no traffic.
     """
 
     module: Module
     fast_spaces: frozenset[int] = frozenset()
 
     def costs(self) -> list[OperationCost]:
-        """Lists the operations that run with the bytes that one run of each moves."""
+        """List the operations with the bytes moved by one execution of each."""
         return executed(self.module, self.nbytes)
 
     def nbytes(self, computation: Computation, instruction: Instruction) -> int:
-        """Counts what an instruction moves, both ways, in bytes."""
+        """Count the bytes read and written by an instruction."""
         opcode = instruction.opcode
         if opcode in FREE or opcode.endswith(("-start", "-update")) or instruction.target.startswith(FREE_TARGETS):
             return 0
@@ -200,7 +201,7 @@ class MemoryTraffic:
         return self._plain(computation, instruction)
 
     def _held(self, instruction: Instruction) -> int:
-        """Counts the bytes of a result that lie in the device's memory."""
+        """Count the bytes of a result in the device's main memory."""
         return sum(shape.nbytes for shape in instruction.shapes if shape.space not in self.fast_spaces)
 
     def _plain(self, computation: Computation, instruction: Instruction) -> int:
@@ -214,36 +215,36 @@ class MemoryTraffic:
         return sum(map(self._held, operands)) + self._held(instruction)
 
     def _transfer(self, computation: Computation, end: Instruction) -> int:
-        """Counts an asynchronous operation where it ends: there its result is known."""
+        """Count an asynchronous operation at its end, which has the shape of the result."""
         start = computation.operands(end)[0]
         while start.opcode.endswith("-update"):
             start = computation.operands(start)[0]
         operands = computation.operands(start)
         if start.opcode == "async-start" and (called := self.module.called(start)):
-            # It runs what it calls, such as an update in place, and nothing else.
+            # An asynchronous call runs only its callee, such as an update in place.
             return self.nbytes(called[0], called[0].root)
         if start.opcode == "fusion-start" and (called := self.module.called(start)):
             root = called[0].root
-            # Of a fusion it calls what wraps it, or the fusion's own computation.
+            # The callee is a computation around the fusion, or the fusion's own computation.
             wraps = root.opcode == "fusion"
             return self.nbytes(called[0], root) if wraps else self._fused(computation, start, end)
         if start.opcode == "ragged-all-to-all-start":
             return self._exchanged(operands[0], end)
         if start.opcode in ("copy-start", "slice-start"):
-            # As much is read as arrives.
+            # The bytes read equal the bytes written.
             from_here = operands and self._held(operands[0])
             return (end.nbytes if from_here else 0) + self._held(end)
         return sum(map(self._held, operands)) + self._held(end)
 
     def _exchanged(self, operand: Instruction, result: Instruction) -> int:
-        """Counts what an exchange of slices moves at most where ranks send as much as they get."""
+        """Count the maximum bytes moved by an exchange of slices if ranks send as much as they receive."""
         return 2 * min(self._held(operand), self._held(result))
 
     def _fusion(self, computation: Computation, instruction: Instruction) -> int:
         return self._fused(computation, instruction, instruction)
 
     def _fused(self, computation: Computation, instruction: Instruction, end: Instruction) -> int:
-        """Counts a fusion, given where it starts, with what it reads, and where its result is known."""
+        """Count a fusion: the operands of `instruction`, and the result at `end`."""
         (called,) = self.module.called(instruction)[:1]
         operands = [computation.instructions.get(name) for name in instruction.operands]
         read = sum(
@@ -254,20 +255,20 @@ class MemoryTraffic:
         return read + self._written(called, end)
 
     def _read(self, name: str, of: str) -> int:
-        """Counts how much of a value inside a fusion is read, at most all of it."""
+        """Count the bytes read of a value inside a fusion, at most its size."""
         computation = self.module.computations[name]
         whole, total = computation.instructions[of].nbytes, 0
         if computation.instructions[of] is computation.root:
-            # Handed on out of the fusion, as a transpose alone is.
+            # The fusion returns the whole value, as a lone transpose does.
             return whole
         for user, number in computation.users[of]:
             if user.opcode in PASSES_ON:
-                # Counted in its own bytes: what is converted may be wider than what comes of it.
+                # In bytes of the source, because a conversion may change the width.
                 total += self._read(name, user.name) * whole // max(user.nbytes, 1)
             elif user.opcode in PICKS and number == 0:
                 total += user.nbytes
             elif user.opcode in UPDATES and number == 0:
-                # What is not updated stays where it is.
+                # The rest of the operand is not read.
                 continue
             elif user.opcode == "fusion":
                 inner = self.module.called(user)[0]
@@ -289,7 +290,7 @@ class MemoryTraffic:
 
 
 def _changed(computation: Computation, instruction: Instruction) -> int:
-    """Counts the bytes of a result that are new: of an update in place only the update."""
+    """Count the changed bytes of a result: for an update in place, only the update."""
     whole = instruction.nbytes
     while instruction.opcode in PASSES_ON and computation.operands(instruction):
         instruction = computation.operands(instruction)[0]

@@ -1,4 +1,4 @@
-"""The report on one device's share of a compiled program, and its printed form."""
+"""Report on one device's share of a compiled program, and its printed form."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,15 +18,15 @@ from jax_moe_lb.aot.memory import Buffer
 
 @dataclass(frozen=True)
 class Operation:
-    """This is one operation of a program, with what it moves.
+    """One operation of a program, with its memory traffic.
 
     Args:
-        name: its name in the compiled program.
-        nbytes: what all of its runs read from and write to the device's memory.
-        times: how often it runs.
-        shape: its result, the first of several.
-        holds: what of the traced program it is.
-        source: the line of Python that it comes from.
+        name: Name in the compiled program.
+        nbytes: Bytes read from and written to device memory, over all executions.
+        times: Number of executions.
+        shape: Shape of its first result.
+        holds: Name in the traced program.
+        source: Python line of its origin.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Operation:
 
     @classmethod
     def of(cls, module: Module, cost: OperationCost) -> "Operation":
-        """Describes the operation of a cost in bytes."""
+        """Create the entry of an operation from its cost in bytes."""
         one = cost.instruction
         shape = str(one.shapes[0]) if one.shapes else ""
         return cls(one.name, cost.total, cost.times, shape, module.op_name(one), module.source(one))
@@ -46,28 +46,29 @@ class Operation:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """A report says what one device of a target holds and does in one run of a program.
+    """Memory, work and communication of one device of a target in one run of a program.
 
-    `compile_for` and `compile_layer` make one. All of it is read off the compiled program: nothing has run. Loops of
-    unknown length count one round.
+    `compile_for` and `compile_layer` return it. All fields are read from the compiled program, which does not run.
+    Loops of unknown length count one round.
 
     Args:
-        target: the name of the machine.
-        devices: how many it has.
-        argument_bytes: what the arguments take.
-        output_bytes: what the results take that are not written over arguments.
-        temp_bytes: what everything else takes.
-        peak_bytes: what of that is in use at the peak; the rest is gaps that no buffer fits into.
-        memory_bytes: what the device has, `None` if that is not known.
-        buffers: the temporaries that live at the peak, the largest first.
-        flops: the floating-point operations of all products.
-        ideal_flops: those that the program is for, `None` if that is not known.
-        hbm_bytes: what all operations read from and write to the device's memory.
-        operations: those that move most, the largest first.
-        collectives: by kind and mesh axes.
-        custom_calls: how often each custom call runs, by its target.
-        host_waits: how often a GPU's host waits for it, or a TPU for its host; `None` if the compiler does not say.
-        compile_s: the seconds that tracing and compiling took.
+        target: Name of the machine.
+        devices: Number of its devices.
+        argument_bytes: Bytes of the arguments.
+        output_bytes: Bytes of the results, without those aliased with arguments.
+        temp_bytes: Bytes of temporaries, including fragmentation.
+        peak_bytes: Bytes of the temporaries that live at the peak; the rest of `temp_bytes` is fragmentation.
+        memory_bytes: Memory of the device, in bytes; None if unknown.
+        buffers: Temporaries that live at the peak, largest first.
+        flops: Floating-point operations of all products.
+        ideal_flops: Minimum floating-point operations for the program's result; None if unknown.
+        hbm_bytes: Bytes read from and written to device memory by all operations.
+        operations: Operations with the most memory traffic, largest first.
+        collectives: Collectives by kind and mesh axes.
+        custom_calls: Number of executions of each custom call, by target.
+        host_waits: Number of waits of a GPU's host for the GPU, or of a TPU for its host; None if the compiler does not
+            state it.
+        compile_s: Seconds of tracing and compilation.
     """
 
     target: str
@@ -89,41 +90,41 @@ class ProgramReport:
 
     @property
     def total_bytes(self) -> int:
-        """Sums what the program takes on a device."""
+        """Bytes of the program on one device: arguments, results and temporaries."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Says whether the device has as much memory, `None` if that is not known."""
+        """True if the program fits into the device's memory; None if its size is unknown."""
         return None if self.memory_bytes is None else self.total_bytes <= self.memory_bytes
 
     @property
     def flops_over_ideal(self) -> float | None:
-        """Tells how many times the ideal operations run, `None` if the ideal is not known."""
+        """Ratio of the program's floating-point operations to the ideal; None if the ideal is unknown."""
         return self.flops / self.ideal_flops if self.ideal_flops else None
 
     def to_json(self) -> dict[str, Any]:
-        """Collects everything, as JSON holds it."""
+        """Convert all fields to a dictionary for `json.dumps`."""
         return asdict(self) | {"fits": self.fits, "flops_over_ideal": self.flops_over_ideal}
 
 
 MOST_ROWS = 12
-"""A table shows so many of the largest; JSON has more."""
+"""Maximum number of rows per table; JSON has more."""
 
 LEAST_COLUMNS = 140
-"""The widest row needs so many."""
+"""Minimum width of the console, as required by the widest row."""
 
 LEAST_SHARE = 0.001
-"""What takes less than this share of the whole is left out of a table."""
+"""Minimum share of the total for a row in a table."""
 
 
 def print_report(report: ProgramReport, title: str, console: Console | None = None) -> None:
-    """Prints a report as tables: sums, temporaries, operations and collectives of one device.
+    """Print a report as tables: totals, temporaries, operations and collectives of one device.
 
     Args:
-        report: what was compiled.
-        title: what it was, in words.
-        console: where to print; stdout by default, in at least 140 columns, so that no number is cut.
+        report: Report on a compiled program.
+        title: Title of the first table.
+        console: Console to print to; stdout by default, with at least 140 columns, so that numbers are not truncated.
 
     Examples:
         >>> from jax_moe_lb import exact
@@ -158,7 +159,7 @@ def _facts(report: ProgramReport) -> Iterator[tuple[str, str]]:
     yield "FLOPs", f"{report.flops / 1e12:.3f} T" + (f", {over:.3f} of the ideal" if over is not None else "")
     yield "memory traffic", decimal(report.hbm_bytes)
     waits = report.host_waits
-    yield "host waits", "the compiler does not say" if waits is None else str(waits)
+    yield "host waits", "not reported by the compiler" if waits is None else str(waits)
     calls = ", ".join(f"{name} x {count}" for name, count in sorted(report.custom_calls.items()))
     yield "custom calls", calls or "none"
 
@@ -203,6 +204,6 @@ def _table(title: str, headers: tuple[str, ...]) -> Table:
 
 
 def _short(name: str) -> str:
-    """Leaves the end of a name, where the operation stands."""
+    """Return the end of a name, which contains the operation."""
     parts = [part for part in name.split("/") if part not in ("shard_map", "eval_jaxpr", "cond", "branch_0_fun")]
     return "/".join(parts[-3:])

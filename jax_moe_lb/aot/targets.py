@@ -1,4 +1,4 @@
-"""Targets of compilation: devices as their data sheets and drivers describe them, and their meshes."""
+"""Targets of compilation: devices from data sheets and drivers, and their meshes."""
 
 import importlib.util
 import os
@@ -13,18 +13,18 @@ from jax.sharding import AxisType, Mesh
 
 @dataclass(frozen=True)
 class Gpu:
-    """This describes one GPU.
+    """Description of one GPU.
 
     Args:
-        description: its name, as the driver tells it.
-        compute_capability: of the architecture, the major number.
-        multiprocessors: how many it has.
-        clock_ghz: their highest clock.
-        memory_bytes: what a program can use.
-        l2_bytes: its second-level cache.
-        shared_bytes: the shared memory of a multiprocessor.
-        bytes_per_s: the bandwidth of its memory.
-        flops_per_s: the rate of dense bfloat16 products in its data sheet.
+        description: Name reported by the driver.
+        compute_capability: Major compute capability of the architecture.
+        multiprocessors: Number of multiprocessors.
+        clock_ghz: Maximum clock of the multiprocessors, in GHz.
+        memory_bytes: Memory available to a program, in bytes.
+        l2_bytes: Size of the L2 cache, in bytes.
+        shared_bytes: Shared memory of one multiprocessor, in bytes.
+        bytes_per_s: Memory bandwidth, in bytes per second.
+        flops_per_s: Dense bfloat16 rate from its data sheet, in floating-point operations per second.
     """
 
     description: str
@@ -38,9 +38,10 @@ class Gpu:
     flops_per_s: float
 
     def config(self) -> str:
-        """Writes the description as XLA reads it, a `GpuTargetConfigProto` in text.
+        """Format the description for XLA, as a `GpuTargetConfigProto` in text.
 
-        Versions of cuDNN and the driver are left out: with them XLA plans fusions that compile only beside a GPU.
+        The real versions of cuDNN and the driver are left out: with them, XLA plans fusions that compile only beside a
+        GPU.
         """
         return f"""
 gpu_device_info {{
@@ -80,17 +81,17 @@ GPUS = {
     "b200": Gpu("NVIDIA B200", 10, 148, 1.965, 182642 * MIB, 126 * MIB, 228 * KIB, 7.67e12, 2250e12),
     "gb200": Gpu("NVIDIA GB200", 10, 152, 2.062, 188730 * MIB, 126 * MIB, 228 * KIB, 7.93e12, 2500e12),
 }
-"""By the names that targets have. Memory is what the driver leaves to programs."""
+"""GPUs by their names in targets. `memory_bytes` is the memory that the driver leaves to programs."""
 
 
 @dataclass(frozen=True)
 class Tpu:
-    """This describes one TPU chip, of which the compiler knows the rest itself.
+    """Description of one TPU chip; its compiler has the other properties.
 
     Args:
-        memory_bytes: its memory.
-        bytes_per_s: the bandwidth of its memory.
-        flops_per_s: the rate of dense bfloat16 products in its data sheet.
+        memory_bytes: Memory in bytes.
+        bytes_per_s: Memory bandwidth, in bytes per second.
+        flops_per_s: Dense bfloat16 rate from its data sheet, in floating-point operations per second.
     """
 
     memory_bytes: int
@@ -103,7 +104,7 @@ TPUS = {
     "v5p": Tpu(95 * 1024 * MIB, 2.765e12, 459e12),
     "v6e": Tpu(32 * 1024 * MIB, 1.64e12, 918e12),
 }
-"""By the names that targets have. Others can be compiled for, too."""
+"""TPUs by their names in targets. Other TPUs can be targets, too, without these properties."""
 
 TEXT = re.compile(r"(\w+):(\d{1,4}(?:x\d{1,4}){1,2})", re.ASCII)
 TPU_KIND = re.compile(r"(v|tpu)\d+\w*", re.ASCII)
@@ -114,24 +115,24 @@ EXPECTED = (
 MOST_DEVICES = 4096
 
 EXTRAS = {"cuda": ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "tpu": ("libtpu",)}
-"""The modules of which one brings a platform's compiler, by the extra that installs it."""
+"""Alternative modules with a platform's compiler, by the extra that installs one of them."""
 
 TPU_FAST_SPACES = frozenset({1, 2, 3, 4})
-"""What is no HBM: vector memory, scalar memory and semaphores."""
+"""XLA's memory spaces outside HBM: vector memory, scalar memory and semaphores."""
 
 GPU_FAST_SPACES = frozenset({5})
-"""What is no HBM: memory of the host."""
+"""XLA's memory space outside HBM: host memory."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A target is a machine that programs are compiled for; it need not be there.
+    """Machine for which programs are compiled; it need not be present.
 
     Args:
-        name: what it was parsed from, such as `h100:2x8`.
-        platform: JAX's name of it, `cuda` or `tpu`.
-        kind: the device, such as `h100`.
-        shape: of GPUs NVLink domains, processes of a domain and GPUs of a process; of TPUs the slice.
+        name: Text of the target, such as `h100:2x8`.
+        platform: JAX's name of the platform, `cuda` or `tpu`.
+        kind: Device, such as `h100`.
+        shape: For GPUs, the numbers of NVLink domains, processes per domain and GPUs per process; for TPUs, the slice.
 
     Examples:
         >>> from jax_moe_lb.aot import Target
@@ -147,14 +148,17 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> "Target":
-        """Reads a target that a user named.
+        """Parse the name of a target.
 
         Args:
-            text: `h100:1x8` is one NVLink domain of 8 GPUs, `h100:2x8` two of them, `gb200:1x18x4` one domain of 18
-                processes with 4 GPUs each. A TPU slice is called as JAX calls it, such as `v5e:2x4`.
+            text: `h100:1x8` is one NVLink domain of 8 GPUs, `h100:2x8` has two domains, and `gb200:1x18x4` is one
+                domain of 18 processes with 4 GPUs each. TPU slices have JAX's names, such as `v5e:2x4`.
+
+        Returns:
+            The target.
 
         Raises:
-            ValueError: it is no such text.
+            ValueError: The text is no target, or has more than 4096 devices.
 
         Examples:
             >>> from jax_moe_lb.aot import Target
@@ -173,24 +177,24 @@ class Target:
 
     @property
     def num_domains(self) -> int:
-        """Counts the domains inside which devices reach each other fastest: NVLink domains; a TPU slice is one."""
+        """Number of domains with the fastest links inside: NVLink domains of GPUs; 1 for a TPU slice."""
         return self.shape[0] if self.platform == "cuda" else 1
 
     @property
     def device(self) -> Gpu | Tpu | None:
-        """Describes one of its devices, `None` if only the compiler knows them."""
+        """Description of one of its devices; None if only the compiler knows its properties."""
         return GPUS.get(self.kind) if self.platform == "cuda" else TPUS.get(self.kind)
 
     @property
     def fast_spaces(self) -> frozenset[int]:
-        """Names the memories that are not the device's own, by XLA's numbers."""
+        """XLA's numbers of memory spaces outside the device's main memory."""
         return GPU_FAST_SPACES if self.platform == "cuda" else TPU_FAST_SPACES
 
     def require_compiler(self) -> None:
-        """Refuses to go on where the compiler of the platform is not installed.
+        """Raise an error if the compiler of the platform is not installed.
 
         Raises:
-            ValueError: it is not; the message names the extra that brings it.
+            ValueError: The compiler is missing; the message names its extra.
         """
         if not has_compiler(self.platform):
             raise ValueError(
@@ -199,16 +203,18 @@ class Target:
             )
 
     def devices(self) -> list[jax.Device]:
-        """Makes the devices: arrays cannot be placed on them, but programs can be compiled for them.
+        """Create the devices. They cannot hold arrays, but programs can be compiled for them.
 
         Raises:
-            ValueError: the compiler of the platform is not installed, or knows no such slice.
+            ValueError: The compiler of the platform is not installed, or does not support the slice.
         """
         self.require_compiler()
         try:
             return list(self._description().devices)
         except (RuntimeError, NotImplementedError) as error:
-            raise ValueError(f"target is {self.name!r}; expected a machine that its compiler knows: {error}") from error
+            raise ValueError(
+                f"target is {self.name!r}; expected a machine supported by its compiler: {error}"
+            ) from error
 
     def _description(self) -> topologies.TopologyDescription:
         if self.platform == "tpu":
@@ -219,7 +225,7 @@ class Target:
         )
 
     def mesh(self) -> Mesh:
-        """Makes a mesh of all devices for one expert-parallel group: axes `node` and `expert`, or `expert` alone."""
+        """Create a mesh of all devices as one expert-parallel group, with axes `node` (if several) and `expert`."""
         devices = np.array(self.devices())
         if self.num_domains > 1:
             return _auto_mesh(devices.reshape(self.num_domains, -1), ("node", "expert"))
@@ -231,25 +237,26 @@ def _auto_mesh(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:
 
 
 def use_no_accelerators() -> None:
-    """Has this process look for no accelerator, so that compilers can be used without one; call it before all else.
+    """Disable the search for accelerators in this process, so that compilers work without a device.
 
-    It sets what the plugins of JAX read when they start, in this process alone.
+    Call it before any other use of JAX. It sets environment variables of JAX's plugins for this process, selects the
+    CPU platform, and disables the compilation cache.
 
     Examples:
         >>> from jax_moe_lb.aot import use_no_accelerators
         >>> use_no_accelerators()  # doctest: +SKIP
     """
-    # The plugin of CUDA would look for CUDA's libraries and a driver, and that of TPUs would ask the network for its
-    # slice, and refuse to be loaded by two processes at once. They take no other word for it.
+    # CUDA's plugin would look for CUDA's libraries and a driver. The TPU plugin would query the network for its slice,
+    # and reject a second process. These variables are the only way to disable both.
     for name in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
         os.environ.setdefault(name, "1")
     jax.config.update("jax_platforms", "cpu")
-    # What was compiled before is not compiled, and reports nothing.
+    # A cached program is not compiled, so it has no dumps for the report.
     jax.config.update("jax_enable_compilation_cache", False)
 
 
 def has_compiler(platform: str) -> bool:
-    """Says whether the compiler of a platform is installed, `cuda` or `tpu`."""
+    """Return whether the compiler of a platform, `cuda` or `tpu`, is installed."""
     return any(map(_is_installed, EXTRAS[platform]))
 
 

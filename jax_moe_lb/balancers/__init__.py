@@ -1,4 +1,4 @@
-"""Strategies that edit a `Plan`: one paper, one file."""
+"""Balancers: strategies editing a `Plan`, one file per paper."""
 
 from jax_moe_lb.balancers.base import Balancer, Chain, LayerCost, Plain
 from jax_moe_lb.balancers.cost import Cost

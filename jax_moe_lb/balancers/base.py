@@ -1,6 +1,6 @@
-"""The interface of balancers, their composition, and plain expert parallelism.
+"""Interface and composition of balancers, and plain expert parallelism.
 
-A balancer edits a `Plan`. `LayerCost` has the sizes of the layer, from which balancers derive costs.
+A balancer edits a `Plan`. `LayerCost` has the sizes of the layer, from which balancers derive default costs.
 """
 
 import abc
@@ -17,18 +17,17 @@ from jax_moe_lb.planners.base import NativePlanner
 
 @dataclass(frozen=True)
 class LayerCost:
-    """These are facts of a layer, from which a balancer derives what the user left to it.
+    """Sizes of a layer, from which a balancer derives unset options.
 
-    `moe` makes one from its arguments and gives it to `Balancer.sized`; do so yourself where you plan for a layer that
-    is not there. `None` stands for what is not known.
+    `moe` constructs one from its arguments and passes it to `Balancer.sized`. Construct one to plan for a layer outside
+    `moe`. `None` marks an unknown size.
 
     Args:
-        num_copies: `T * K`, the token copies of a rank.
-        expert_bytes: the weights of one expert as they travel, in bytes.
-        gradient_bytes: its gradients, in bytes.
-        token_bytes: one token copy as it travels, in bytes.
-        token_flops: what one token copy costs in its expert forward, in floating-point operations: twice the expert's
-            parameters.
+        num_copies: `T * K`, token copies per rank.
+        expert_bytes: bytes of the transferred weights of one expert.
+        gradient_bytes: bytes of the gradients of one expert.
+        token_bytes: bytes of one transferred token copy.
+        token_flops: forward floating-point operations per token copy in its expert, twice the parameters of the expert.
 
     Examples:
         >>> from jax_moe_lb.balancers import LayerCost, UltraEP
@@ -44,12 +43,12 @@ class LayerCost:
 
 
 class Balancer(abc.ABC):
-    """Decides who serves which tokens.
+    """Base class of strategies deciding which rank serves which tokens.
 
-    Write one when you have another rule; `docs/extending.md` shows a whole one. It is a frozen dataclass: its fields
+    Subclass it for a new rule; `docs/extending.md` has a complete example. A balancer is a frozen dataclass: its fields
     are its hyper-parameters, and it is a static argument of `jax.jit`. All ranks call it with the same arguments and
-    must get the same plan: integers in, integers out, and ties go to the lowest index. `rebalance` is all that it must
-    have. The other methods say what it does not need, so that more can happen before there is a plan.
+    must get the same plan. Planning therefore uses integers, and ties go to the lowest index. Only `rebalance` is
+    required. The other methods declare inputs the balancer does not need, so that more work can precede the plan.
 
     Examples:
         >>> import numpy as np
@@ -65,10 +64,10 @@ class Balancer(abc.ABC):
     """
 
     def init(self, counts_shape: tuple[int, int]) -> State:
-        """Returns what it remembers before the first step; `()` unless it keeps history.
+        """Return the state before the first step; `()` by default, for balancers without history.
 
         Args:
-            counts_shape: `(R, E)`, the shape of the counts that `rebalance` will get.
+            counts_shape: `(R, E)`, the shape of the counts passed to `rebalance`.
 
         Returns:
             Any pytree of arrays.
@@ -77,99 +76,105 @@ class Balancer(abc.ABC):
         return ()
 
     def sized(self, facts: LayerCost) -> "Balancer":
-        """Returns the balancer for a layer: what the user left to be derived has a value in it; itself by default.
+        """Return the balancer with unset options derived from a layer; itself by default.
 
-        `moe` asks for it once, when a program is traced.
+        `moe` calls it once, at trace time.
 
         Args:
-            facts: those of the layer.
+            facts: sizes of the layer.
+
+        Returns:
+            A balancer of the same class.
         """
         del facts
         return self
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
-        """Says why it cannot change anything on these ranks; `None` if it can. `nn.MoE` warns of it.
+        """Return the reason why the balancer cannot change any plan on these ranks; `None` if it can.
 
-        By default a balancer needs slots for replicas.
+        `nn.MoE` warns with it. By default a balancer needs domains of several ranks and slots for replicas.
 
         Args:
-            topology: the ranks and domains.
-            num_home: `L`, the home experts of a rank.
-            slots: `S`, the slots of a rank.
+            topology: topology of the group.
+            num_home: `L`, home experts per rank.
+            slots: `S`, slots per rank.
         """
         if topology.ranks_per_domain == 1:
-            return "domains have one rank each, so that no expert may move"
+            return "domains have one rank each, so no expert can move"
         return "replica_slots is 0" if slots == num_home else None
 
     def bound(self, topology: Topology, num_home: int, slots: int) -> float:
-        """Returns an imbalance that no routing exceeds after it; by default that of all tokens on one rank.
+        """Return an upper bound on the imbalance after this balancer; by default `R`, all tokens on one rank.
 
-        `System.max_rounds_bound` asks for it.
+        `System.max_rounds_bound` uses it.
 
         Args:
-            topology: the ranks and domains.
-            num_home: `L`, the home experts of a rank.
-            slots: `S`, the slots of a rank.
+            topology: topology of the group.
+            num_home: `L`, home experts per rank.
+            slots: `S`, slots per rank.
         """
         del num_home, slots
         return float(topology.num_ranks)
 
     @abc.abstractmethod
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Edits the plan for this microbatch.
+        """Edit the plan for this microbatch.
 
         Args:
-            counts: `[R, E]` int32, the token copies that each rank routes to each expert; NumPy's on a host, traced in
-                a program.
-            plan: a plan that is legal for `counts`; that of plain expert parallelism unless another balancer came
-                first.
-            topology: it says which ranks share a domain, and which a node.
-            state: what `init` or the last call returned.
+            counts: `[R, E]` int32, the token copies routed from each rank to each expert; a NumPy array on the host,
+                traced in a program.
+            plan: plan legal for `counts`; plain expert parallelism unless another balancer came first.
+            topology: topology of the group, with its domains and nodes.
+            state: result of `init` or of the previous call.
 
         Returns:
             A plan of the same shapes, legal for `counts` (see `check_plan`), and the new state.
         """
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
-        """Says which experts `rebalance` may take from home, before it runs; all, unless a balancer says otherwise.
+        """Return the experts movable by `rebalance`, before it runs; all by default.
 
-        The others are static: all their tokens are served at home, and `TwoPhase` needs no plan to serve those.
+        All other experts are static: all their tokens are served at home, and `TwoPhase` serves them without waiting
+        for the plan.
 
         Args:
-            plan: the plan that `rebalance` will be given.
+            plan: plan passed to `rebalance` later.
+
+        Returns:
+            `[E]` bool, True for dynamic experts.
         """
         return jnp.ones(plan.num_experts, bool)
 
     def native_planner(self, domain: int) -> NativePlanner | None:
-        """Returns the planner in C++ that `rebalance` applies to a plan, if it does nothing else; else `None`.
+        """Return the C++ planner equivalent to `rebalance`; `None` (default) if there is none.
 
-        With it the plan can be made on the host while a GPU computes; see `collectives/plan_and_copy.py`.
+        With it, the host can plan while a GPU computes; see `collectives/plan_and_copy.py`.
 
         Args:
-            domain: how many ranks a domain of the plan has.
+            domain: ranks per domain of the plan.
         """
         del domain
         return None
 
     @property
     def needs_counts(self) -> bool:
-        """Says whether the placement depends on the load; true, unless a balancer says otherwise.
+        """Whether the placement depends on the load; True by default.
 
-        Where it does not, no planner has to run between router and dispatch, and weights can travel before tokens are
-        known. The simulator asks for it.
+        If False, no planner runs between router and dispatch, and weights can be transferred before routing is known.
+        The simulator uses this property.
         """
         return True
 
 
 @dataclass(frozen=True)
 class Chain(Balancer):
-    """Runs balancers one after the other, each on the plan that the last one left.
+    """Sequence of balancers, each editing the plan of its predecessor.
 
-    Use it to combine papers: experts that travel between datacenters, level loads inside them, tokens on all rails.
+    Use it to combine papers, such as `HybridEP` between datacenters, `UltraEP` inside them and `RailS` for the rails.
 
     Args:
-        balancers: the balancers, in the order in which they edit the plan. One that plans from the counts alone, as
-            `Exact` does, belongs before those that refine a plan, and `RailS` belongs last.
+        balancers: the balancers, in order of application. Balancers planning from the counts alone, such as `Exact`,
+            come before those refining a plan; `RailS` comes last.
 
     Examples:
         >>> import numpy as np
@@ -187,22 +192,22 @@ class Chain(Balancer):
     balancers: tuple[Balancer, ...]
 
     def init(self, counts_shape: tuple[int, int]) -> tuple[State, ...]:
-        """Returns one state per balancer, in their order."""
+        """Return a tuple with the initial state of each balancer."""
         return tuple(balancer.init(counts_shape) for balancer in self.balancers)
 
     def sized(self, facts: LayerCost) -> "Chain":
-        """Returns the chain of all of them for this layer."""
+        """Return the chain of the sized balancers."""
         return Chain(tuple(balancer.sized(facts) for balancer in self.balancers))
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
-        """Says why the first of them that cannot change anything cannot."""
+        """Return the first reason of its balancers; `None` if there is none."""
         reasons = (balancer.no_op_reason(topology, num_home, slots) for balancer in self.balancers)
         return next((reason for reason in reasons if reason), None)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Asks every balancer in turn, each for an edit of the plan that the last one left."""
+        """Apply the balancers in order, each to the plan of its predecessor; see `Balancer.rebalance`."""
         states = []
-        # Each keeps its own state, so that the chain's has the same structure in every step and fits a scan's carry.
+        # Keep one state per balancer: the structure is then equal in all steps, as required by the carry of a scan.
         for balancer, before in zip(self.balancers, state, strict=True):
             plan, after = balancer.rebalance(counts, plan, topology, before)
             states.append(after)
@@ -210,15 +215,15 @@ class Chain(Balancer):
 
     @property
     def needs_counts(self) -> bool:
-        """Says whether the placement of any of them depends on the load."""
+        """Whether the placement of any of its balancers depends on the load."""
         return any(balancer.needs_counts for balancer in self.balancers)
 
 
 @dataclass(frozen=True)
 class Plain(Balancer):
-    """Serves every expert at home.
+    """Plain expert parallelism: every expert is served at home.
 
-    Use it where routing is balanced, or as the baseline of a comparison.
+    Use it for balanced routing, or as the baseline of a comparison.
 
     Examples:
         >>> import numpy as np
@@ -233,19 +238,19 @@ class Plain(Balancer):
     """
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> None:
-        """Says nothing: nobody expects it to change anything."""
+        """Return `None`: leaving the plan unchanged is intended."""
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Returns the plan as it is."""
+        """Return the plan unchanged."""
         del counts, topology
         return plan, state
 
     @property
     def needs_counts(self) -> bool:
-        """It is false: nothing moves, whatever the load."""
+        """False: the placement is fixed."""
         return False
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
-        """Names only the experts that replicas of another balancer (`Chain`) serve already."""
+        """Return the experts already served by replicas of another balancer (`Chain`)."""
         expert = iota(plan.num_experts)
         return jnp.asarray(plan.quota).sum(1, dtype=jnp.int32) > plan.quota[expert, expert // plan.num_home]

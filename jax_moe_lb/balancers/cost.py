@@ -1,4 +1,4 @@
-"""What a plan costs beside what it saves, in seconds, at the rates of a topology."""
+"""Cost model weighing the replicas of a plan against the tokens saved, in seconds."""
 
 import math
 import sys
@@ -17,31 +17,33 @@ if TYPE_CHECKING:
     Answer = Any
 else:
     Answer = Bool[AnyArray, ""] | np.bool_
-    """An array in a jitted program, a NumPy number on a host."""
+    """Boolean array in a jitted program, NumPy boolean on the host."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Models what a plan costs beside what it saves: the layer waits for its busiest rank, and for replicas, which
-    travel.
+    """Time model of a plan: the load of the busiest rank and the transfer of replicas.
 
-    Give it to `Exact(cost=...)` where routing is nearly balanced for long, or links are slow, so that plans that do not
-    pay are left alone.
+    Pass it to `Exact(cost=...)` if routing is often nearly balanced or links are slow. `Exact` then keeps the old plan
+    if the new one does not save time.
 
-    A plan takes `max(load)` token copies of `token_s` each, and as many replicas of `replica_s` each as the busiest
-    rank sends or receives, whichever are more; a rank sends and receives at the same time. Whether another plan is
-    better is a comparison of integers: token copies saved, with `min_saved` for as many replicas more. So all ranks,
-    and NumPy and jitted programs, decide alike.
+    A plan takes `max(load)` times `token_s` seconds, plus `busiest` times `replica_s` seconds. `busiest` is the maximum
+    number of replicas sent or received by one rank, because a rank sends and receives at the same time. The comparison
+    of two plans uses integers: the token copies saved against a precomputed minimum per number of further replicas
+    (`min_saved`). All ranks, in NumPy and in jitted programs, therefore decide equally.
 
-    Rates come from the topology: `flops_per_s`, and the lowest `bytes_per_s` of the levels that a domain spans.
+    The rates come from the topology: `flops_per_s`, and the lowest `bytes_per_s` of the levels spanned by a domain.
 
     Args:
-        expert_bytes: what one replica moves, in bytes: the weights of an expert, and in training its gradients, and the
-            weights once more if they travel again for the backward pass. `None`, the default, takes these three for the
+        expert_bytes: bytes moved per replica: the weights of an expert and, in training, its gradients. If weights are
+            transferred again for the backward pass, they count twice. `None` (default) takes these three for the
             experts of the layer.
-        token_flops: what one token copy costs the rank that serves it, in floating-point operations: twice the expert's
-            parameters forward, and in training, forward and backward, three times that, which `None`, the default, is.
-        planner_s: the seconds that the layer waits for the planner; 0, the default, if it plans beside other work.
+        token_flops: floating-point operations per token copy: twice the parameters of the expert for the forward pass,
+            and three times as many for training. `None` (default) takes the operations of training.
+        planner_s: seconds the layer waits for the planner; 0 (default) if planning overlaps with other work.
+
+    Raises:
+        ValueError: `expert_bytes` or `token_flops` is not positive and finite, or `planner_s` is negative or infinite.
 
     Examples:
         >>> import numpy as np
@@ -71,7 +73,11 @@ class Cost:
             raise ValueError(f"planner_s is {self.planner_s}; expected a finite number, at least 0")
 
     def sized(self, facts: LayerCost) -> "Cost":
-        """Returns the costs of training a layer, where none were given."""
+        """Return the cost with unset sizes derived from training the layer.
+
+        Args:
+            facts: sizes of the layer.
+        """
         expert_bytes, token_flops = self.expert_bytes, self.token_flops
         if expert_bytes is None and facts.expert_bytes is not None:
             expert_bytes = float(2 * facts.expert_bytes + (facts.gradient_bytes or facts.expert_bytes))
@@ -80,68 +86,72 @@ class Cost:
         return replace(self, expert_bytes=expert_bytes, token_flops=token_flops)
 
     def may_pay(self, plan: Plan, topology: Topology) -> Answer:
-        """Says whether to plan at all: whether a plan at the mean, with one replica, would make up for its planner.
+        """Return whether the best possible plan would save more time than its planner and one replica take.
+
+        The best possible plan brings the busiest rank to the mean. If False, no plan in these slots pays for its
+        planner.
 
         Args:
-            plan: the plan as it is.
-            topology: its rates are those of the model.
+            plan: the current plan.
+            topology: topology with the rates.
 
         Returns:
-            A boolean scalar. False means that no plan of these slots saves what the planner alone takes.
+            Boolean scalar.
 
         Raises:
-            ValueError: the topology lacks a rate.
+            ValueError: the topology lacks a rate, or a size is `None`.
         """
-        # Without replicas nothing is saved, unless those that there are may go.
+        # Without replicas a plan saves no tokens, unless existing replicas can be removed.
         there = busiest(plan)
         replicas = namespace(plan.quota).where(there == 0, np.int32(1), -there)
         return load(plan).max() - lowest_max_load(plan) >= self._min_saved(replicas, plan, topology, self.planner_s)
 
     def pays(self, plan: Plan, other: Plan, topology: Topology) -> Answer:
-        """Says whether `other` takes less time than `plan`. Its planner has run, so that it costs nothing any more.
+        """Return whether `other` takes less time than `plan`, excluding the planner, which has already run.
 
         Args:
-            plan: the plan as it is.
-            other: the plan that may take its place, for the same counts.
-            topology: its rates are those of the model.
+            plan: the current plan.
+            other: the candidate plan, for the same counts.
+            topology: topology with the rates.
 
         Returns:
-            A boolean scalar.
+            Boolean scalar.
 
         Raises:
-            ValueError: the topology lacks a rate.
+            ValueError: the topology lacks a rate, or a size is `None`.
         """
         replicas = busiest(other) - busiest(plan)
         return load(plan).max() - load(other).max() >= self._min_saved(replicas, plan, topology)
 
     def _min_saved(self, replicas: IntScalar, plan: Plan, topology: Topology, once_s: float = 0.0) -> IntScalar:
-        """The fewest token copies that are worth more than so many replicas and a time."""
+        """Return the minimum number of saved token copies worth more than `replicas` replicas and `once_s` seconds."""
         expert_bytes = _known("expert_bytes", self.expert_bytes)
         token_flops = _known("token_flops", self.token_flops)
         replica_s = expert_bytes / slowest_bytes_per_s(topology, plan.domain)
         token_s = token_flops / _rate("Topology.flops_per_s", topology.flops_per_s)
-        most = plan.domain * (plan.slots - plan.num_home)  # all replicas of a domain, sent by one rank
-        # Worked out here in Python, once, and looked up in the program: floating point there may round differently on
-        # different devices, and ranks that decided differently would wait for each other.
+        most = plan.domain * (plan.slots - plan.num_home)  # upper bound: one rank sends all replicas of a domain
+        # Compute the table in Python, once, and look it up in the program. Floating point may round differently on
+        # different devices, and ranks deciding differently would deadlock.
         table = [min_saved(once_s + number * replica_s, token_s) for number in range(-most, most + 2)]
         return namespace(plan.quota).asarray(np.array(table, np.int32))[replicas + most]
 
 
 def min_saved(cost_s: float, token_s: float) -> int:
-    """Returns the fewest token copies of `token_s` seconds each that are worth more than `cost_s` seconds, within
-    int32.
-    """
-    # Rates can be such that a token costs no time at all.
+    """Return the minimum number of token copies of `token_s` seconds worth more than `cost_s` seconds, within int32."""
+    # A token can take no time at some rates.
     worth = cost_s / max(token_s, sys.float_info.min)
     return math.floor(min(max(worth, -INT32_MAX), INT32_MAX - 1)) + 1
 
 
 def slowest_bytes_per_s(topology: Topology, domain: int) -> float:
-    """Returns what a rank can send to any other of its domain, in bytes per second.
+    """Return the lowest rate between two ranks of a domain, in bytes per second.
 
     Args:
-        topology: its levels have the rates.
-        domain: how many ranks a domain has.
+        topology: topology with the rates of its levels.
+        domain: ranks per domain.
+
+    Returns:
+        Bytes per second; infinity for domains of one rank.
 
     Raises:
         ValueError: a level inside the domain has no rate.
@@ -155,7 +165,7 @@ def slowest_bytes_per_s(topology: Topology, domain: int) -> float:
 
 
 def busiest(plan: Plan) -> IntScalar:
-    """Returns how many replicas some rank sends or receives at most, as an int32 scalar."""
+    """Return the maximum number of replicas sent or received by one rank, an int32 scalar."""
     replicas = plan.placement[:, plan.num_home :]
     received = (replicas >= 0).sum(1, dtype=np.int32).max()
     homes = namespace(plan.quota).where(replicas >= 0, replicas // np.int32(plan.num_home), np.int32(-1))
@@ -164,14 +174,14 @@ def busiest(plan: Plan) -> IntScalar:
 
 
 def lowest_max_load(plan: Plan) -> IntScalar:
-    """Returns what no plan of these domains gets below: the mean of the busiest domain, rounded up."""
+    """Return a lower bound on the maximum load: the mean load of the busiest domain, rounded up."""
     tokens = load(plan).reshape(-1, plan.domain).sum(1, dtype=np.int32).max()
     return (tokens - np.int32(1)) // np.int32(plan.domain) + np.int32(1)
 
 
 def _known(name: str, value: float | None) -> float:
     if value is None:
-        raise ValueError(f"Cost.{name} is None; expected a number off any layer, which would say it")
+        raise ValueError(f"Cost.{name} is None; expected a number outside a layer")
     return value
 
 
@@ -181,5 +191,5 @@ def _name(level: Level) -> str:
 
 def _rate(name: str, value: float | None) -> float:
     if value is None or not math.isfinite(value):
-        raise ValueError(f"{name} is {value}; expected a finite rate: a cost model compares times")
+        raise ValueError(f"{name} is {value}; expected a finite rate for the cost model")
     return value

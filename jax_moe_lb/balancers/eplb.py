@@ -1,6 +1,6 @@
-"""EPLB and EPLB+: redundant experts by the load of earlier steps, or of this microbatch.
+"""EPLB and EPLB+: replicas by the load of earlier steps, or of this microbatch.
 
-`History` sums expert loads over the last steps without overflow. `EPLB` places replicas anew every few steps by that
+`History` sums expert loads over the last steps without overflow. `EPLB` replans its replicas every few steps from this
 history. `EPLBPlus` applies the same rule to the exact load of every microbatch.
 """
 
@@ -21,17 +21,19 @@ from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota,
 from jax_moe_lb.planners.eplb import eplb_plus, holds, round_robin
 
 MAX_EVERY = 46340
-"""The largest number of steps whose remainders, each below it, sum to an int32."""
+"""Maximum number of steps; the sum of as many remainders below it fits int32."""
 
 
 @pytree
 class History:
-    """The load of every expert in the steps since the last plan; one step's sum must fit int32, that of all need not.
+    """Load of every expert since the last plan.
+
+    The sum over experts of one step must fit int32; the sum over all steps may exceed it.
 
     Args:
-        steps: how many steps they are.
-        whole: `[E]` int32, `tokens // every`, summed over the steps.
-        rest: `[E]` int32, `tokens % every`, summed over the steps.
+        steps: `[*D]` int32, the number of steps.
+        whole: `[*D, E]` int32, `tokens // every`, summed over the steps.
+        rest: `[*D, E]` int32, `tokens % every`, summed over the steps.
     """
 
     steps: Int[AnyArray, "*D"]
@@ -40,31 +42,31 @@ class History:
 
 
 def check_every(every: int) -> None:
-    """Refuses a number of steps that cannot be one between plans."""
+    """Check that `every`, the number of steps between plans, is between 1 and `MAX_EVERY`."""
     if not 1 <= every <= MAX_EVERY:
         raise ValueError(f"every is {every}; expected 1 to {MAX_EVERY} steps")
 
 
 def no_history(num_experts: int) -> History:
-    """Returns the history before the first step, for `E` experts."""
+    """Return the history of `num_experts` experts before the first step."""
     zeros = np.zeros(num_experts, np.int32)
     return History(np.zeros((), np.int32), zeros, zeros)
 
 
 def mean(history: History, every: int) -> Int[AnyArray, "E"]:
-    """Returns the tokens of each expert per step, rounded down; call it once there are `every` steps."""
+    """Return the tokens of each expert per step, `[E]` int32, rounded down; call it after `every` steps."""
     return history.whole + history.rest // every
 
 
 def observe(history: History, tokens: Int[AnyArray, "E"], every: int) -> History:
-    """Returns the history after one step more; the first step after `every` steps starts anew.
+    """Return the history after one further step; it restarts after `every` steps.
 
     Args:
-        history: what was known before the step.
+        history: history before the step.
         tokens: `[E]` int32, the load of the step.
-        every: the steps between two plans.
+        every: number of steps between plans.
     """
-    # A factor and not a branch: the same line runs on NumPy arrays and in a program.
+    # Multiply instead of branching: the same line runs in NumPy and in a program.
     keep = (history.steps < every).astype(np.int32)
     whole, rest = history.whole * keep, history.rest * keep
     steps = namespace(keep).asarray(history.steps * keep + 1)
@@ -72,36 +74,36 @@ def observe(history: History, tokens: Int[AnyArray, "E"], every: int) -> History
 
 
 def checked(state: State, expected: Any, counts: Counts) -> State:
-    """Refuses a state that is not this balancer's, and lets it vary over the mesh axes of `counts`.
+    """Check the state of a balancer, and make it vary over the mesh axes of `counts`.
 
     Args:
-        state: what the balancer was given.
-        expected: what its `init` returns.
-        counts: `[R, E]`, of this microbatch.
+        state: state passed to the balancer.
+        expected: result of its `init`.
+        counts: `[R, E]`, the counts of this microbatch.
 
     Raises:
-        ValueError: a state of another kind, or a leaf of another shape or dtype; the message names it.
+        ValueError: the structure, or the shape or dtype of a leaf, is wrong; the message names the leaf.
     """
     kinds: list[Any] = [jax.tree.structure(tree) for tree in (state, expected)]
     if kinds[0] != kinds[1]:
-        raise ValueError(f"state is {kinds[0]}; expected {kinds[1]}, as of init")
+        raise ValueError(f"state is {kinds[0]}; expected {kinds[1]}, the structure returned by init")
     for (path, leaf), want in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True):
         if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
             raise ValueError(
                 f"state{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}; "
                 f"expected {want.dtype}{list(want.shape)}, for counts {list(counts.shape)}"
             )
-    # Balancers return it through conditionals, whose branches must vary over the same mesh axes.
+    # Balancers return the state through conditionals, whose branches must vary over the same mesh axes.
     return vary_like(state, counts)
 
 
 @pytree
 class _State:
-    """What `EPLB` remembers.
+    """State of `EPLB`.
 
     Args:
-        history: the loads since the last plan.
-        held: `[R, E]`, whether a rank has a replica of an expert, under the last plan.
+        history: loads since the last plan.
+        held: `[R, E]` bool, True if the rank holds a replica of the expert under the last plan.
     """
 
     history: History
@@ -110,28 +112,31 @@ class _State:
 
 @dataclass(frozen=True)
 class EPLB(Balancer):
-    """Keeps replicas of the experts that were busiest, for `every` steps, and splits tokens evenly over copies.
+    """EPLB: replicas of the busiest experts of earlier steps, with an even split over copies.
 
-    Use it where the same experts stay hot for many steps, or as the baseline that most papers compare with. History
-    does not see the microbatch that it is used for: that is EPLB's weakness, where hot experts change from one to the
-    next.
+    Use it if the same experts stay busy for many steps, or as the common baseline. It plans from earlier microbatches
+    only, so it balances poorly if the busy experts change between microbatches.
 
-    It is DeepSeek's EPLB on top of fixed homes. Its first copy of every expert is the one at home, which never moves.
-    What is left of the algorithm is to replicate, for every slot beyond the home experts, the expert of the highest
-    load per copy, and to pack these replicas, heaviest first, onto the ranks with the lowest load
-    (`planners/eplb.py`). Its two policies are a matter of domains: with one domain the packing is global; with
-    several it is hierarchical, each domain packed with its own experts, without EPLB's first step, which would move
-    groups of experts between domains. No rank gets two copies of an expert. `jax_moe_lb.planners.rebalance_experts` is
-    EPLB's own algorithm, which packs all copies afresh.
+    It is DeepSeek's EPLB with fixed homes. The first copy of every expert is at home and never moves. The rest of the
+    algorithm fills every other slot with the expert of the highest load per copy. It then packs these replicas,
+    heaviest first, onto the ranks of the lowest load (`planners/eplb.py`).
 
-    A step is a call, that is one layer and microbatch. There is no replica until the first `every` steps are over; then
-    steps `every`, `2 * every`, ... begin with a new plan, from the mean load of the `every` steps before.
+    Domains select between its two policies. With one domain, packing is global. With several it is hierarchical: each
+    domain is packed with its own experts. EPLB's first step, moving groups of experts between domains, is omitted. No
+    rank gets two copies of an expert. `jax_moe_lb.planners.rebalance_experts` is the original algorithm, which packs
+    all copies.
 
-    Replicas that another balancer made (`Chain`) stay and count as copies; its quotas do not.
+    A step is one call, for one layer and microbatch. The first `every` steps have no replicas. Steps `every`, `2 *
+    every`, ... start with a new plan, from the mean load of the previous `every` steps.
+
+    Replicas of another balancer (`Chain`) are kept and count as copies; its quotas are replaced.
 
     Args:
-        every: the steps between plans, which are the steps of history too; 1 to 46340. 3, the default, is what
-            UltraEP's paper uses for it in training; it uses 50 in prefill.
+        every: steps between plans, and steps of history; 1 to 46340. The default 3 is the value of UltraEP's paper for
+            EPLB in training; it uses 50 in prefill.
+
+    Raises:
+        ValueError: `every` is out of range.
 
     Examples:
         >>> import numpy as np
@@ -156,14 +161,14 @@ class EPLB(Balancer):
         check_every(self.every)
 
     def init(self, counts_shape: tuple[int, int]) -> _State:
-        """Returns the state before the first step: no history, and no replicas."""
+        """Return the state before the first step, without history or replicas."""
         return _State(no_history(counts_shape[1]), np.zeros(counts_shape, bool))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, _State]:
-        """Returns the placement of the last planning step, with the quota of this microbatch; see `Balancer.rebalance`.
+        """Return the placement of the last planning step with the quota of this microbatch; see `Balancer.rebalance`.
 
         Raises:
-            ValueError: a state of another shape than that of `init`.
+            ValueError: the state does not match the shapes or dtypes of `init`.
         """
         del topology
         state = checked(state, self.init(counts.shape), counts)
@@ -173,10 +178,10 @@ class EPLB(Balancer):
 
         def replan() -> Bool[AnyArray, "R E"]:
             placement, _ = eplb_plus(mean(state.history, self.every), before, plan.domain)
-            # Kept is who holds what, not in which slot: slots that another balancer fills may differ next time.
+            # Keep the experts held per rank, not their slots: another balancer may fill different slots next time.
             return holds(placement, counts.shape[1]) & ~holds(before, counts.shape[1])
 
-        # A branch, so that the steps between two plans do not pay for one.
+        # A conditional skips the cost of planning in the steps between plans.
         held = _cond(state.history.steps >= self.every, replan, lambda: state.held)
         placement = _fill(before, held, plan.domain)
         after = replace(plan, placement=placement, quota=round_robin(tokens, placement))
@@ -184,24 +189,24 @@ class EPLB(Balancer):
 
 
 def _cond(choose: Any, replan: Callable[[], AnyArray], keep: Callable[[], AnyArray]) -> AnyArray:
-    """`jax.lax.cond`, or on a host the branch itself."""
+    """Call `jax.lax.cond`, or the selected branch on the host."""
     if namespace(choose) is np:
         return replan() if choose else keep()
     return jax.lax.cond(choose, replan, keep)
 
 
 def _fill(placement: Placement, held: Bool[AnyArray, "R E"], domain: int) -> Placement:
-    """Each rank's replicas, by expert, in its empty slots, from the first on."""
+    """Fill the empty slots of each rank with its replicas, in the order of experts."""
     num_ranks, num_experts = held.shape
     xp = namespace(placement)
     home_domain = host_iota(num_experts) // (num_experts // num_ranks) // domain
     allowed = home_domain[None] == host_iota(num_ranks)[:, None] // domain
     wanted = held & allowed & ~holds(placement, num_experts)
-    # Past the last replica comes an expert that does not exist.
+    # An index of a nonexistent expert follows the last replica.
     experts = xp.sort(xp.where(wanted, host_iota(num_experts)[None], np.int32(num_experts)), axis=1)
     experts = xp.concatenate([experts, xp.full_like(experts[:, :1], num_experts)], axis=1)
     empty = placement < 0
-    # Slots that are not empty are numbered too, and more slots may be empty than there are experts to put in.
+    # Occupied slots are numbered, too, and empty slots can outnumber the experts to place.
     number = xp.clip(empty.cumsum(1, dtype=np.int32) - 1, 0, num_experts)
     chosen = xp.take_along_axis(experts, number, axis=1)
     return xp.where(empty & (chosen < num_experts), chosen, placement)
@@ -209,16 +214,15 @@ def _fill(placement: Placement, held: Bool[AnyArray, "R E"], domain: int) -> Pla
 
 @dataclass(frozen=True)
 class EPLBPlus(Balancer):
-    """Fills all slots with replicas of the experts of the highest load per copy, and splits tokens evenly.
+    """EPLB+: replicas of the experts of the highest load per copy, in all slots, with an even split.
 
-    Use it as the baseline that the UltraEP paper (arXiv 2606.04101, section 7) calls EPLB+, or where tokens must be
-    split evenly. It is EPLB's algorithm, with the microbatch's own load in place of history. Copies are packed onto
-    ranks with the longest processing time first. Its even split is what it has in common with EPLB, and what a quota
-    does better: a copy takes its share even where its rank has too much already.
+    Use it as the baseline EPLB+ of the UltraEP paper, or if tokens must be split evenly. It runs EPLB's algorithm on
+    the load of the microbatch instead of history. Copies are packed onto ranks by longest processing time first. The
+    even split is worse than a quota: a copy takes its share even on an overloaded rank.
 
-    Here homes stay: an expert's first copy is at home, and only the others are packed, onto the loads that homes leave.
-    EPLB packs all copies afresh (`rebalance_experts`). Replicas that another balancer made (`Chain`) stay too and count
-    as copies; its quotas do not.
+    Homes are fixed: the first copy of an expert is at home, and only the others are packed, onto the remaining load.
+    The original EPLB packs all copies (`rebalance_experts`). Replicas of another balancer (`Chain`) are kept and count
+    as copies; its quotas are replaced.
 
     Examples:
         >>> import numpy as np
@@ -230,10 +234,13 @@ class EPLBPlus(Balancer):
         >>> plan, _ = EPLBPlus().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
         >>> print(load(plan))  # of 13, 2, 4 and 0
         [6 5 5 3]
+
+    Reference:
+        UltraEP, arXiv 2606.04101, section 7.
     """
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""
+        """Plan each domain separately; see `Balancer.rebalance`."""
         del topology
         placement, quota = eplb_plus(counts.sum(0, dtype=jnp.int32), plan.placement, plan.domain)
         return replace(plan, placement=placement, quota=quota), state

@@ -1,4 +1,4 @@
-"""The lowest maximum load that the slots allow, as far as a search of fixed length finds it, then few replicas."""
+"""Balancer minimizing the maximum load by a search of bounded length, then the number of replicas."""
 
 from dataclasses import dataclass, replace
 
@@ -14,40 +14,41 @@ from jax_moe_lb.planners.base import alike, is_on_host
 from jax_moe_lb.planners.exact import check_exact, exact
 
 SEARCH_ENDS = 1 / 4096
-"""The planner looks no further where it misses the mean by less."""
+"""Relative distance to the mean load at which the planner stops its search."""
 
 
 @dataclass(frozen=True)
 class Exact(Balancer):
-    """Minimises the maximum load of every domain, then the number of replicas.
+    """Balancer minimizing the maximum load of every domain, then the number of replicas.
 
-    Use it by default, and above all where slots are scarce. Where slots abound the
-    maximum is the mean, rounded up, which nothing can better. Where they are scarce it is that of the best placement
-    that a search of fixed length found; quotas are optimal for it, the placement need not be. The same counts always
-    give the same plan.
+    Use it by default, especially with few replica slots. With many slots the maximum load equals the mean, rounded up,
+    which is optimal. With few slots, a search of bounded length selects the placement. The quota is optimal for this
+    placement, but the placement may not be optimal. Equal counts give equal plans.
 
-    It plans from the counts alone. After another balancer (`Chain`) the replicas of that one are dropped, with their
-    relays and rails: all slots are planned anew.
+    It plans from the counts alone. After another balancer (`Chain`), the replicas, relays and rails of its plan are
+    dropped.
 
-    With a `cost` it declines what does not pay, and leaves the plan as it was: all domains together, since a layer
-    takes as long as its slowest rank. It asks twice. Before planning: is the busiest rank so far above the mean that
-    bringing it there would make up for the planner and one replica? If not, the planner does not run. After it: are the
-    token copies that the busiest rank loses worth the replicas?
+    With a `cost`, it keeps the old plan unless the new one saves time. The decision holds for all domains together,
+    because a layer takes as long as its slowest rank. Before planning, it tests whether bringing the busiest rank to
+    the mean would pay for the planner and one replica. If not, the planner does not run. After planning, it tests
+    whether the token copies saved on the busiest rank pay for the replicas.
 
-    It plans in C++ on CPUs and NVIDIA GPUs where the custom calls are built. Elsewhere, as on a TPU, another search
-    plans in the jitted program in jnp, which makes other plans to the same rules; or, with `call_host`, the C++ does
-    through a host callback.
+    On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++. On other platforms, such as TPU, a different
+    search in jnp runs in the jitted program; its plans differ but follow the same rules. With `call_host`, these
+    platforms run the C++ planner through a host callback.
 
     Args:
-        eps: the fraction by which the maximum load may be higher, where that saves replicas. 0 costs about one replica
-            per rank; 0.01, the default, a third less.
-        max_fan_out: how many replicas may be made of the experts of one home rank, which sends their weights. `None`,
-            the default, allows any number.
-        localize: whether replicas change places, within the same maximum, so that more tokens stay on their rank.
-        cost: what a replica costs and a token copy saves, at the rates of the topology. With `None`, the default, it
-            never declines.
-        call_host: whether programs without the custom call plan in C++ on the host, for which the device waits. With
-            `False`, the default, they plan on the device.
+        eps: fraction by which the maximum load may be higher to save replicas. 0 costs about one replica per rank; 0.01
+            (default) a third less.
+        max_fan_out: maximum number of replicas of the experts of one home rank, which sends their weights; `None`
+            (default) for no limit.
+        localize: if True (default), exchange replicas within the same maximum load to keep more tokens on their rank.
+        cost: cost of replicas and value of saved token copies; `None` (default) always uses the new plan.
+        call_host: if True, programs without the custom call plan in C++ on the host, and the device waits. If False
+            (default), they plan on the device.
+
+    Raises:
+        ValueError: `eps` or `max_fan_out` is out of range.
 
     Examples:
         >>> import numpy as np
@@ -73,34 +74,36 @@ class Exact(Balancer):
         check_exact(self.eps, self.max_fan_out)
 
     def sized(self, facts: LayerCost) -> "Exact":
-        """Returns it with the costs of a layer, where it has a `Cost` that leaves them to be derived."""
+        """Return the balancer with unset sizes of its `cost` derived from the layer."""
         return self if self.cost is None else replace(self, cost=self.cost.sized(facts))
 
     def bound(self, topology: Topology, num_home: int, slots: int) -> float:
-        """Returns `1 + eps` for one domain whose ranks have a replica slot for each home expert, more for several.
+        """Return a bound near `num_domains * (1 + eps)` with a replica slot per home expert, else the default bound.
 
-        A rank above the limit has an expert with more than its `L`-th part. A receiver that takes such experts whole,
-        the hottest of a rank each time, is full before it has taken `L`. With fewer slots nothing is promised, nor with
-        a `max_fan_out` or a `cost`. Domains are levelled each for itself: one may have all tokens.
+        The exact value is `num_domains * (1 + max(eps, 1 / 4096))`.
+
+        A rank above the limit has an expert with more than the `L`-th part of its load. A receiver taking such experts
+        whole, the hottest of a rank each time, is full before it has taken `L`. There is no such bound with fewer
+        slots, with `max_fan_out` or with `cost`. Domains are balanced separately, and one may have all tokens.
         """
         enough = slots - num_home >= min(num_home, num_home * (topology.ranks_per_domain - 1))
         if not enough or self.max_fan_out is not None or self.cost is not None:
             return super().bound(topology, num_home, slots)
-        # The search ends where it is as near as that.
+        # The search stops at this distance from the mean.
         return topology.num_domains * (1 + max(self.eps, SEARCH_ENDS))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`.
+        """Plan each domain separately; see `Balancer.rebalance`.
 
         Raises:
             ValueError: with a `cost`, the topology lacks a rate, or the plan has relays or rails.
-            RuntimeError: with `call_host`, the planner in C++ was not built.
+            RuntimeError: with `call_host`, the C++ planner is not built.
         """
         if self.cost is None:
             return self._planned(counts, plan), state
         if plan.relay is not None or plan.rails is not None:
             name = "relay" if plan.relay is not None else "rails"
-            raise ValueError(f"plan.{name} is set; expected None before a balancer that may leave the plan as it is")
+            raise ValueError(f"plan.{name} is set; expected None before Exact with a cost, which may keep the plan")
         return self._declining(self.cost, counts, plan, topology), state
 
     def _planned(self, counts: Counts, plan: Plan) -> Plan:
@@ -110,7 +113,7 @@ class Exact(Balancer):
         return replace(plan, placement=placement, quota=quota, relay=None, rails=None)
 
     def _declining(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Plan:
-        # All ranks take the same branch: counts and plan are equal on all of them, and thresholds are integers.
+        # All ranks take the same branch: counts and plan are equal on all ranks, and thresholds are integers.
         may_pay = cost.may_pay(plan, topology)
         if is_on_host(counts, plan.placement, plan.quota):
             other = self._planned(counts, plan) if may_pay else plan
@@ -119,10 +122,10 @@ class Exact(Balancer):
         def weigh(counts: Counts, plan: Plan) -> Plan:
             other = self._planned(counts, plan)
             pays = cost.pays(plan, other, topology)
-            # The planner has run by now, so that there is nothing left to branch around.
+            # The planner has already run, so a conditional would save no time.
             return jax.tree.map(lambda new, old: jnp.where(pays, new, old), other, plan)
 
-        # Both branches must return arrays that vary over the same mesh axes.
+        # Both branches must return arrays varying over the same mesh axes.
         counts, placement, quota = alike(counts, plan.placement, plan.quota)
         plan = replace(plan, placement=placement, quota=quota)
         return jax.lax.cond(may_pay, weigh, lambda counts, plan: plan, counts, plan)

@@ -1,4 +1,4 @@
-"""FasterMoE (PPoPP 2022): hot experts are copied to every rank, where a model of time says that it pays."""
+"""FasterMoE (PPoPP 2022): copies of hot experts on every rank, if a time model predicts a gain."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -11,43 +11,45 @@ from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners.fastermoe import fastermoe
 
 GLM5_WIDTH, GLM5_NUMBERS = 6144, 3 * 6144 * 2048
-"""The model width of GLM-5, and the parameters of one of its experts."""
+"""Model width of GLM-5, and number of parameters of one of its experts."""
 
 NVLINK_BYTES_PER_S, H100_FLOPS_PER_S = 360e9, 500e12
 
 
 @dataclass(frozen=True)
 class FasterMoE(Balancer):
-    """Shadows hot experts: every rank of the domain gets a replica and serves its own tokens of it.
+    """FasterMoE: replicas of hot experts on every rank of the domain, each serving its own tokens.
 
-    Use it as FEPLB's baseline, or where few experts are hot on all ranks alike and dispatch is dear, since tokens of a
-    copied expert do not travel. In a layer it takes the sizes of its experts, and the rates of its topology.
+    Use it as FEPLB's baseline, or if few experts are hot on all ranks and dispatch is slow: tokens of a replicated
+    expert stay on their rank. In a layer it takes the sizes of the experts and the rates of the topology.
 
-    As long as it pays, the busiest expert of the busiest rank is copied. A step takes the time of the rank with the
-    highest load, in the model of FasterMoE: three grouped FFNs (one forward, two backward) and four exchanges of its
-    tokens (there and back, forward and backward). A copy adds the time in which weights go out and gradients come back,
-    once, however many ranks there are. It pays if the highest load falls by more tokens than that time is worth.
+    It copies the busiest expert of the busiest rank as long as this saves time. In the model of FasterMoE, a step takes
+    the time of the rank with the highest load. Its tokens take three grouped FFNs (one forward, two backward) and four
+    exchanges (dispatch and combine, forward and backward). A copy adds the time to send the weights and to return the
+    gradients, independent of the number of ranks. It is made if the tokens saved on the busiest rank are worth more
+    than this time.
 
-    FasterMoE describes one expert on each rank, of which the busiest is on the busiest rank; its code sorts experts,
-    and stops at the first that does not pay. This is the same rule for ranks of several experts. Times are those of the
-    microbatch itself: nothing is predicted.
+    The paper describes one expert per rank, so the busiest expert is on the busiest rank. Its code sorts experts and
+    stops at the first without gain. This class generalizes the rule to several experts per rank. Times are those of the
+    microbatch itself, without prediction.
 
-    Only experts that their home serves alone are copied; replicas of another balancer (`Chain`) stay as they are. A
-    copy needs an empty slot on every other rank of the domain. Tokens of other domains are served at home.
+    Only experts served at home are copied; replicas of another balancer (`Chain`) are kept. A copy needs an empty slot
+    on every other rank of the domain. Tokens from other domains are served at home.
 
-    Sizes that are left out are those of the layer, and off any layer GLM-5's: experts of 6144 x 2048 in bfloat16 with
-    float32 gradients. Rates that are left out are those of the topology, and where it has none H100's: 500 TFLOP/s in
-    the grouped FFN, and four fifths of NVLink's 450 GB/s in one direction. Both are assumptions.
+    Unset sizes are those of the layer. Outside a layer they are those of GLM-5: experts of 6144 x 2048 in bfloat16 with
+    float32 gradients. Unset rates are those of the topology. If it has none, rates of H100 are assumed: 500 TFLOP/s in
+    the grouped FFN, and four fifths of NVLink's one-way 450 GB/s.
 
     Args:
-        expert_bytes: the weights of one expert, in bytes; `None`, the usual choice, see above, as in what follows.
-        gradient_bytes: the gradients of one expert, in bytes.
-        token_bytes: one token copy as it travels, in bytes: the model width times the size of a number.
-        token_flops: what one token copy costs in its expert forward, in floating-point operations: twice the expert's
-            parameters.
-        bytes_per_s: what a rank sends, in bytes per second.
-        flops_per_s: what a rank computes in the grouped FFN, in floating-point operations per second; well below its
-            peak.
+        expert_bytes: bytes of the weights of one expert; `None` (default) as above, also for all others.
+        gradient_bytes: bytes of the gradients of one expert.
+        token_bytes: bytes of one transferred token copy: the model width times the bytes of a number.
+        token_flops: forward floating-point operations per token copy in its expert, twice the parameters of the expert.
+        bytes_per_s: one-way rate of a rank, in bytes per second.
+        flops_per_s: floating-point operations per second of a rank in the grouped FFN, usually well below its peak.
+
+    Raises:
+        ValueError: a value is not positive and finite.
 
     Examples:
         >>> import numpy as np
@@ -77,7 +79,7 @@ class FasterMoE(Balancer):
                 raise ValueError(f"{field.name} is {value}; expected a finite number above 0")
 
     def sized(self, facts: LayerCost) -> "FasterMoE":
-        """Returns it with the sizes of a layer, where none were given."""
+        """Return the balancer with unset sizes taken from the layer."""
         return replace(
             self,
             expert_bytes=_first(self.expert_bytes, facts.expert_bytes),
@@ -87,25 +89,25 @@ class FasterMoE(Balancer):
         )
 
     def copy_s(self, topology: Topology, domain: int) -> float:
-        """Returns the seconds that a copy costs: its weights go out, and its gradients come back.
+        """Return the seconds per copy, for sending its weights and returning its gradients.
 
         Args:
-            topology: its rates count where none were given.
-            domain: how many ranks a domain has.
+            topology: topology with the default rates.
+            domain: ranks per domain.
         """
         weights = 2 * GLM5_NUMBERS if self.expert_bytes is None else self.expert_bytes
         gradients = 4 * GLM5_NUMBERS if self.gradient_bytes is None else self.gradient_bytes
         return (weights + gradients) / self._bytes_per_s(topology, domain)
 
     def token_s(self, topology: Topology, domain: int) -> float:
-        """Returns the seconds that a token copy costs the rank that serves it, forward and backward; see `copy_s`."""
+        """Return the seconds per token copy on its serving rank, forward and backward; see `copy_s`."""
         flops = 2 * GLM5_NUMBERS if self.token_flops is None else self.token_flops
         nbytes = 2 * GLM5_WIDTH if self.token_bytes is None else self.token_bytes
         flops_per_s = _first(self.flops_per_s, topology.flops_per_s) or H100_FLOPS_PER_S
         return 3 * flops / flops_per_s + 4 * nbytes / self._bytes_per_s(topology, domain)
 
     def min_saved(self, topology: Topology, domain: int) -> int:
-        """Returns the fewest token copies that are worth more than a copy, as a number of int32; see `copy_s`."""
+        """Return the minimum number of token copies worth more than a copy, within int32; see `copy_s`."""
         return min_saved(self.copy_s(topology, domain), self.token_s(topology, domain))
 
     def _bytes_per_s(self, topology: Topology, domain: int) -> float:
@@ -115,7 +117,7 @@ class FasterMoE(Balancer):
         return slowest_bytes_per_s(topology, domain) if known else NVLINK_BYTES_PER_S
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""
+        """Plan each domain separately; see `Balancer.rebalance`."""
         least = self.min_saved(topology, plan.domain)
         placement, quota = fastermoe(plan.placement, plan.quota, counts, plan.domain, least)
         return replace(plan, placement=placement, quota=quota), state

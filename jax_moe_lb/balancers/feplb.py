@@ -1,4 +1,4 @@
-"""FEPLB (arXiv 2604.19654): the busiest experts of overloaded ranks move, whole, to idle ranks of their domain."""
+"""FEPLB (arXiv 2604.19654): whole busy experts of overloaded ranks move to idle ranks of their domain."""
 
 from dataclasses import dataclass, replace
 
@@ -15,35 +15,38 @@ from jax_moe_lb.planners.feplb import check_options, dynamic_experts, feplb_plan
 
 @dataclass(frozen=True)
 class FEPLB(Balancer):
-    """Moves whole experts from the busiest rank of a domain to the idlest one, as long as that lowers the larger load.
+    """FEPLB: repeated moves of a whole expert from the busiest to the least loaded rank of a domain.
 
-    Use it with `PeerCopy` and `TwoPhase`, as `feplb()` does, where copy engines can move weights beside products and a
-    rank has several experts, of which a few busy ones make it slow. One expert that makes its rank hot alone cannot
-    move.
+    Use it with `PeerCopy` and `TwoPhase`, as `feplb()` does, if copy engines can move weights during matrix products.
+    It suits ranks of several experts, slowed down by a few busy ones. A rank overloaded by a single expert cannot be
+    relieved.
 
-    The dynamic experts of a rank are the `num_dynamic` that it serves most of in this microbatch; the others are static
-    and never move. The rank with the highest load gives its busiest dynamic expert to the rank with the lowest load
-    that can take it: weights go into a replica slot, and all of its tokens go there. The home slot stays.
+    The dynamic experts of a rank are its `num_dynamic` busiest in this microbatch; all others are static and never
+    move. The rank with the highest load gives its busiest dynamic expert to the eligible rank with the lowest load. The
+    weights are copied into a replica slot, which receives all tokens of the expert. The home slot is kept.
 
-    The paper gives the order of moves, and leaves four rules open. Those here were selected on its own results, by how
-    much token stragglers fall, out of many readings (`benchmarks/bench_feplb_readings.py`). None is nearest to them on
-    all loads that are in line with the paper; `docs/systems/feplb.md` has the numbers.
+    The paper gives the order of moves and leaves four rules open. The rules below were selected among many readings by
+    the reduction of token stragglers in its results (`benchmarks/bench_feplb_readings.py`). No reading is nearest to
+    the paper on all loads consistent with it; `docs/systems/feplb.md` has the numbers.
 
-    - Which experts are dynamic: the busiest of this microbatch.
-    - Which moves are useful: those after which the taker has less than the giver had before.
-    - What comes after a move that is not useful: nothing, the domain is done. With `skip` a smaller dynamic expert of
-      the same rank is tried instead: that balances better, and better than published.
-    - The threshold: none, `tau=1`. One of about 2000 token copies has the paper's trend, less on fewer ranks.
+    - Dynamic experts: the busiest of this microbatch.
+    - Useful moves: the taker's load after the move is below the giver's load before it.
+    - After a useless move: the domain is finished. With `skip`, a smaller dynamic expert of the same rank is
+      tried, which balances better than the published results.
+    - Threshold: none, `tau=1`. A threshold of about 2000 token copies follows the paper's trend, less closely on fewer
+      ranks.
 
-    After another balancer (`Chain`), only what homes serve moves, and replicas that exist keep their slots and quota.
+    After another balancer (`Chain`), only tokens served at home move; existing replicas keep their slots and quota.
 
     Args:
-        num_dynamic: how many experts of each rank are dynamic; 4 by default, as in the paper, which studies 2, 4 and 8.
-        max_num_dyn: how many experts a rank takes at most; the plan's empty slots limit it too. 8, the default, is the
-            paper's.
-        tau: an expert of fewer tokens than this does not move. 1, the default, lets any move and levels best; the paper
-            does not say.
-        skip: whether a smaller dynamic expert of the giver moves where the busiest cannot.
+        num_dynamic: dynamic experts per rank; 4 (default) as in the paper, which studies 2, 4 and 8.
+        max_num_dyn: maximum number of experts taken by a rank, also limited by empty slots; 8 (default) as in the
+            paper.
+        tau: minimum tokens of a moved expert; 1 (default) allows all moves and balances best. The paper gives no value.
+        skip: if True, move a smaller dynamic expert if the busiest cannot move; False by default.
+
+    Raises:
+        ValueError: an option is out of range.
 
     Examples:
         >>> import numpy as np
@@ -56,6 +59,9 @@ class FEPLB(Balancer):
         >>> plan, _ = FEPLB().rebalance(counts, plain_plan(counts, topology, slots=4), topology, ())
         >>> print(load(plan))  # of 13, 5, 3 and 2
         [7 5 4 7]
+
+    Reference:
+        FEPLB, arXiv 2604.19654.
     """
 
     num_dynamic: int = 4
@@ -67,19 +73,19 @@ class FEPLB(Balancer):
         check_options(self.num_dynamic, self.max_num_dyn, self.tau)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""
+        """Plan each domain separately; see `Balancer.rebalance`."""
         del counts, topology
         placement, quota = edit(self.native_planner(plan.domain), plan.placement, plan.quota)
         return replace(plan, placement=placement, quota=quota), state
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
-        """Names the busiest experts of each rank, and those that replicas serve already; see `Balancer.dynamic`."""
+        """Return the busiest experts of each rank and all experts with replicas; see `Balancer.dynamic`."""
         expert = iota(plan.num_experts)
         served = jnp.asarray(plan.quota)[expert, expert // plan.num_home]
         busiest = dynamic_experts(served.reshape(plan.num_ranks, -1), self.num_dynamic).reshape(-1)
-        # An expert with a replica has tokens elsewhere, so the static wave, which knows homes alone, cannot serve it.
+        # Tokens of a replicated expert are also served elsewhere, but the static wave serves at home only.
         return busiest | (jnp.asarray(plan.quota).sum(1, dtype=jnp.int32) > served)
 
     def native_planner(self, domain: int) -> NativePlanner:
-        """Returns the planner that `rebalance` applies, for domains of so many ranks."""
+        """Return the planner applied by `rebalance`, for `domain` ranks per domain."""
         return feplb_planner(domain, self.num_dynamic, self.max_num_dyn, self.tau, self.skip)

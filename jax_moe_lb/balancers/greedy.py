@@ -1,4 +1,4 @@
-"""A quota balancer inside the jitted program: surplus goes to deficit, one expert at a time."""
+"""Quota balancer in the jitted program, moving surplus to deficit one expert at a time."""
 
 from dataclasses import dataclass, replace
 
@@ -12,19 +12,22 @@ from jax_moe_lb.planners.greedy import greedy_planner
 
 @dataclass(frozen=True)
 class Greedy(Balancer):
-    """Moves the surplus of the busiest ranks to idle ones, inside each domain, until slots or surplus run out.
+    """Greedy balancer moving the surplus of the busiest ranks to idle ranks inside each domain.
 
-    Use it where a slot more costs little, or where the search of `Exact` in jnp takes too long, as it may on a TPU;
-    elsewhere `Exact` needs fewer slots for the same maximum.
+    Use it if slots are cheap, or if the jnp search of `Exact` takes too long, such as on TPU. Otherwise `Exact` needs
+    fewer slots for the same maximum load.
 
-    A move takes from the busiest rank of a domain what it has above the domain's mean, rounded up. Either an existing
-    replica takes it, or the idlest rank with a free slot gets a new replica of the hottest expert: whichever can take
-    more, and on a tie the former, which moves no weights. A rank that can give nothing more is left alone. It is one
-    pass without search: it ends at the mean when slots abound, above it when they are scarce.
+    Each move takes the surplus of the busiest rank above the domain's mean, rounded up. Either an existing replica
+    takes it, or the least loaded rank with a free slot gets a new replica of the hottest expert. The option taking more
+    tokens is used; on a tie the existing replica, which moves no weights. A rank with no possible move is left as it
+    is. The algorithm is one pass without search. It reaches the mean with many slots, and stays above it with few.
 
     Args:
-        min_tokens: the least that a new replica must take, in tokens; it bounds the weights that move for little. 1,
-            the default, makes a replica for any.
+        min_tokens: minimum number of tokens of a new replica, which limits weight transfers of little use; 1 by
+            default.
+
+    Raises:
+        ValueError: `min_tokens` is below 1.
 
     Examples:
         >>> import numpy as np
@@ -48,11 +51,11 @@ class Greedy(Balancer):
             raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Makes one plan for all domains, which are balanced side by side; see `Balancer.rebalance`."""
+        """Plan all domains side by side; see `Balancer.rebalance`."""
         del counts, topology
         placement, quota = edit(self.native_planner(plan.domain), plan.placement, plan.quota)
         return replace(plan, placement=placement, quota=quota), state
 
     def native_planner(self, domain: int) -> NativePlanner:
-        """Returns the planner that `rebalance` applies, for domains of so many ranks."""
+        """Return the planner applied by `rebalance`, for `domain` ranks per domain."""
         return greedy_planner(domain, self.min_tokens)

@@ -1,4 +1,4 @@
-"""A balancer out of any NumPy function, which is called on the host in every step."""
+"""Balancer calling a NumPy function on the host in every step."""
 
 import traceback
 import zlib
@@ -24,19 +24,19 @@ from jax_moe_lb.core.validation import check_plan, ensure
 HostPlanner = Callable[[np.ndarray, Plan, Topology], Plan]
 
 MOST_BYTES = 512
-"""What went wrong on one rank is told to the others in so many bytes at most."""
+"""Maximum length of an error message shared between ranks, in bytes."""
 
 
 @dataclass(frozen=True)
 class HostCallback(Balancer):
-    """Plans with a function of yours, through a host callback: it is slow, and the quickest way to try an idea.
+    """Balancer calling a user function on the host, for prototypes; slow.
 
-    Use it to try a rule before you write it in JAX or C++. Tokens are split as the plan so far says: a planner need not
-    carry on its `split`, and cannot choose another.
+    Use it to try a rule before writing it in JAX or C++. Tokens are split by the `split` of the input plan: a planner
+    may omit the split and cannot change it.
 
     Args:
-        planner: a pure function of the counts `[R, E]`, the plan so far (both NumPy) and the topology. What it returns
-            is checked before it is used.
+        planner: pure function of the counts `[R, E]`, the current plan (both NumPy) and the topology. Its plan is
+            checked before use.
 
     Examples:
         >>> from dataclasses import replace
@@ -59,34 +59,35 @@ class HostCallback(Balancer):
     planner: HostPlanner
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> None:
-        """Says nothing: only its function knows."""
+        """Return `None`: the effect of the function is unknown."""
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Calls the planner, and checks its plan; see `Balancer.rebalance`.
+        """Call the planner and check its plan; see `Balancer.rebalance`.
 
         Raises:
-            jax.errors.JaxRuntimeError: on some rank the planner failed, its plan is illegal, or it is another one than
-                that of the first rank. All devices stop; the message names the first such rank and ends with the
-                reason, in the words of `check_plan` or of the planner's own error.
-            ValueError: with NumPy arrays, the plan is illegal; errors of the planner are its own.
+            jax.errors.JaxRuntimeError: on some rank the planner failed, its plan is illegal, or the plan differs from
+                the first rank's. All devices stop. The message names the first such rank and ends with the error of
+                `check_plan` or of the planner.
+            ValueError: with NumPy arrays, the plan is illegal. Errors of the planner propagate.
         """
         if namespace(counts) is np:
             return _checked(self.planner(counts, plan, topology), counts, plan), state
         so_far, plan_of = ravel_pytree(plan)
         call = partial(_call, self.planner, topology)
-        # One array: for TPUs JAX gives all results of a callback the sharding of the first, which fits no other rank.
+        # Return one array: on TPUs JAX gives all results of a callback the sharding of the first, invalid for results
+        # with another number of dimensions.
         result = jax.ShapeDtypeStruct((so_far.size + 1 + MOST_BYTES // 4,), jnp.int32)
         words = jax.pure_callback(call, result, counts, plan, vmap_method="sequential")
         answer, fingerprint, problem = jnp.split(words, (so_far.size, so_far.size + 1))
         stop = _agreed(fingerprint[0], problem, counts, topology)
-        # A callback's result carries no manual axes; counts carry the ones that it depends on.
+        # A callback result has no manual axes. The counts have the axes on which it depends.
         return jax.tree.map(lambda leaf: leaf + stop, vary_like(plan_of(answer), counts)), state
 
 
 def _call(planner: HostPlanner, topology: Topology, counts: Counts, plan: Plan) -> np.ndarray:
-    """Makes the plan, a number that equal plans share, and what went wrong, in UTF-8: one after the other, in int32.
+    """Return the plan, its checksum and the error text in UTF-8, concatenated in int32.
 
-    It never raises: a rank that stopped alone would let the others wait for it.
+    It never raises: if one rank stopped alone, the others would wait for it.
     """
     counts, plan = jax.tree.map(np.asarray, (counts, plan))
     answer, problem = plan, ""
@@ -102,28 +103,28 @@ def _call(planner: HostPlanner, topology: Topology, counts: Counts, plan: Plan) 
 def _asked(planner: HostPlanner, counts: Counts, plan: Plan, topology: Topology) -> Any:
     try:
         return planner(counts, plan, topology)
-    # An exit, too, would end this rank alone.
+    # SystemExit would end this rank alone, too.
     except BaseException as error:
-        # The traceback stays here, so the message says where it ends.
+        # The traceback is not sent to other ranks, so the message names its last line.
         last = traceback.extract_tb(error.__traceback__)[-1]
         where, why = f"{last.filename}, line {last.lineno}", " ".join(str(error).split())
         raise ValueError(f"planner raised {type(error).__name__} in {where}: {why}") from None
 
 
 def _checked(answer: Any, counts: Counts, plan: Plan) -> Plan:
-    """Returns the planner's plan with the shapes and types of that which it was given, and refuses what is none."""
+    """Check the planner's plan and return it with the shapes and dtypes of the input plan."""
     if not isinstance(answer, Plan):
         raise ValueError(f"planner returned {type(answer).__name__}; expected a Plan")
-    # The receipt of a microbatch is made with the static part of the plan, which a callback cannot change.
+    # The receipt of a microbatch depends on the static part of the plan, which a callback cannot change.
     if answer.split not in (Split(), plan.split):
-        raise ValueError(f"planner returned a plan with {answer.split}; expected {plan.split}, as it was given")
+        raise ValueError(f"planner returned a plan with {answer.split}; expected {plan.split}, as in the input")
     if answer.domain != plan.domain:
-        raise ValueError(f"planner returned a plan of domain {answer.domain}; expected {plan.domain}, as it was given")
+        raise ValueError(f"planner returned a plan of domain {answer.domain}; expected {plan.domain}, as in the input")
     arrays = {name: getattr(answer, name) for name in ARRAYS}
     for name, array in arrays.items():
         if (array is None) != (getattr(plan, name) is None):
             wanted = "None" if array is not None else "an array"
-            raise ValueError(f"planner returned {type(array).__name__} for {name}; expected {wanted}, as it was given")
+            raise ValueError(f"planner returned {type(array).__name__} for {name}; expected {wanted}, as in the input")
     arrays = {name: None if array is None else np.asarray(array) for name, array in arrays.items()}
     answer = replace(answer, split=plan.split, **arrays)
     check_plan(answer, counts)
@@ -131,7 +132,7 @@ def _checked(answer: Any, counts: Counts, plan: Plan) -> Plan:
 
 
 def _agreed(fingerprint: jax.Array, problem: jax.Array, counts: Counts, topology: Topology) -> jax.Array:
-    """Computes zero, or stops all ranks where one of them has no plan, or another one than the first rank."""
+    """Return zero, or stop all ranks if one has no plan or a plan differing from the first rank's."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     ranks = tuple(axis for axis in topology.expert_axes if axis in manual)
     rank = jax.lax.axis_index(ranks).astype(jnp.int32) if ranks else jnp.int32(0)
@@ -145,11 +146,11 @@ def _agreed(fingerprint: jax.Array, problem: jax.Array, counts: Counts, topology
 def _refuse(names_rank: bool, rank: np.ndarray, problem: np.ndarray) -> None:
     where = f" on rank {rank}" if names_rank else ""
     text = problem.tobytes().rstrip(b"\0").decode(errors="replace")
-    differs = "planner returned another plan than on rank 0; expected a pure function of its arguments"
+    differs = "planner returned a plan differing from rank 0; expected a pure function of its arguments"
     raise ValueError(f"HostCallback{where}: {text or differs}")
 
 
 def _same_type(answer: np.ndarray, before: np.ndarray) -> np.ndarray:
     if answer.shape != before.shape:
-        raise ValueError(f"planner returned an array of shape {answer.shape}; expected {before.shape}, as it was given")
+        raise ValueError(f"planner returned an array of shape {answer.shape}; expected {before.shape}, as in the input")
     return np.asarray(answer, before.dtype)

@@ -1,4 +1,4 @@
-"""HybridEP as a plan: every rank of an expert domain holds all experts of the expert domain."""
+"""HybridEP as a plan: every rank of an expert domain holds all its experts."""
 
 from dataclasses import dataclass, replace
 
@@ -13,20 +13,23 @@ from jax_moe_lb.core.types import AnyArray, Counts, State
 
 @dataclass(frozen=True)
 class HybridEP(Balancer):
-    """Sends tokens only to ranks of equal offset, and experts only to the other ranks of their expert domain.
+    """HybridEP: tokens move between ranks of equal offset, experts inside their expert domain.
 
-    Use it where links are slow, as between datacenters, and a rank sends more bytes of tokens than of experts. It saves
-    bytes; loads may get worse or better. `GatherExpertDomain` does the same with mesh axes, and can encode the experts;
-    this one works on any mesh, in a `Chain` and in the command line.
+    Use it on slow links, such as between datacenters, if a rank sends more bytes of tokens than of experts. It saves
+    bytes; the load may become more or less balanced. `GatherExpertDomain` does the same with mesh axes and can encode
+    the experts. This balancer works on any mesh, in a `Chain` and on the command line.
 
-    A token copy of rank `d M + o` for an expert at home in expert domain `d'` is served by rank `d' M + o`, which holds
-    the expert. The placement is the same for every microbatch, so experts can travel before tokens are known.
+    A token copy of rank `d M + o` for a home expert of expert domain `d'` is served by rank `d' M + o`. The placement
+    is equal for all microbatches, so experts can be transferred before routing is known.
 
-    The plan's domain becomes the expert domain, so a balancer after it (`Chain`) plans inside it.
+    The plan's domain becomes the expert domain, so a later balancer (`Chain`) plans inside it.
 
     Args:
-        domain_size: `M`, the ranks of an expert domain: a divisor of the plan's domain, with at least `L * M` slots on
-            each rank. `None`, the default, is the largest such number; `choose_expert_domains` models which is fastest.
+        domain_size: `M`, ranks per expert domain: a divisor of the plan's domain, with at least `L * M` slots per rank.
+            `None` (default) takes the largest such divisor; `choose_expert_domains` models the fastest.
+
+    Raises:
+        ValueError: `domain_size` is below 1.
 
     Examples:
         >>> import numpy as np
@@ -49,7 +52,7 @@ class HybridEP(Balancer):
             raise ValueError(f"domain_size is {self.domain_size}; expected at least 1")
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
-        """Says why expert domains have one rank each; see `Balancer.no_op_reason`."""
+        """Return the reason why expert domains have one rank each; `None` if they are larger."""
         if self.domain_size not in (None, 1):
             return None
         sizes = _admitted(topology.ranks_per_domain, num_home, slots)
@@ -57,19 +60,19 @@ class HybridEP(Balancer):
             return None
         divisors = [m for m in range(2, topology.ranks_per_domain + 1) if topology.ranks_per_domain % m == 0]
         if not divisors:
-            return "domains have one rank each, so that no expert may move"
+            return "domains have one rank each, so no expert can move"
         return f"expert domains have one rank each; expected replica_slots of at least {(divisors[0] - 1) * num_home}"
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Makes the same placement for all counts, and the quota that follows; see `Balancer.rebalance`.
+        """Return the fixed placement and its quota for this microbatch; see `Balancer.rebalance`.
 
         Raises:
-            ValueError: the domain size does not divide the plan's domain, or a rank has too few slots.
+            ValueError: `domain_size` does not divide the plan's domain, or a rank has too few slots.
         """
         del topology
         size = self._size(plan)
         placement = _placement(plan, size)
-        # What ranks of an offset want of an expert domain's experts, the rank of this offset in that domain serves.
+        # The rank of an offset in an expert domain serves the tokens from all ranks of this offset for its experts.
         num_domains = plan.num_ranks // size
         wanted = counts.reshape(num_domains, size, plan.num_experts).sum(0, dtype=np.int32).T
         served = wanted[:, None, :] * _at_home(plan, size)[:, :, None]
@@ -79,7 +82,7 @@ class HybridEP(Balancer):
 
     @property
     def needs_counts(self) -> bool:
-        """It is false: the placement is the same for every microbatch, and only the quota follows the load."""
+        """False: the placement is fixed, and only the quota depends on the load."""
         return False
 
     def _size(self, plan: Plan) -> int:
@@ -88,19 +91,19 @@ class HybridEP(Balancer):
             return admitted[-1]
         if self.domain_size not in admitted:
             raise ValueError(
-                f"domain_size is {self.domain_size}; expected a divisor of the plan's domain of {plan.domain} ranks "
-                f"whose {self.domain_size * plan.num_home} experts fit into the {plan.slots} slots of a rank"
+                f"domain_size is {self.domain_size}; expected a divisor of the plan's domain of {plan.domain} ranks, "
+                f"and at least {self.domain_size * plan.num_home} slots per rank, not {plan.slots}"
             )
         return self.domain_size
 
 
 def _admitted(domain: int, num_home: int, slots: int) -> list[int]:
-    """Sizes of expert domains that divide a domain and whose experts fit into the slots of a rank."""
+    """Return the divisors of `domain` whose experts fit into the slots of a rank."""
     return [m for m in range(1, domain + 1) if domain % m == 0 and m * num_home <= slots]
 
 
 def _placement(plan: Plan, size: int) -> AnyArray:
-    """Home experts first, then those of the expert domain's other ranks in their order, then empty slots."""
+    """Return home experts first, then the other experts of the expert domain in rank order, then empty slots."""
     home, placement = plan.num_home, np.full(plan.placement.shape, -1, np.int32)
     experts = np.arange(plan.num_experts, dtype=np.int32).reshape(-1, home)
     for rank in range(plan.num_ranks):
@@ -111,6 +114,6 @@ def _placement(plan: Plan, size: int) -> AnyArray:
 
 
 def _at_home(plan: Plan, size: int) -> AnyArray:
-    """Whether an expert lives in an expert domain, `[E, R / M]`, as 0 and 1."""
+    """Return whether each expert is at home in each expert domain, `[E, R / M]`, as 0 and 1."""
     domains = np.arange(plan.num_experts, dtype=np.int32)[:, None] // (plan.num_home * size)
     return (domains == np.arange(plan.num_ranks // size, dtype=np.int32)[None]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""LPLB: replicas on a fixed graph of ranks, and a linear program for every microbatch that splits tokens over them."""
+"""LPLB: replicas on a fixed graph of ranks, and a linear program per microbatch for the split of tokens."""
 
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,11 +18,11 @@ from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota,
 
 @pytree
 class _State:
-    """What `LPLB` remembers.
+    """State of `LPLB`.
 
     Args:
-        history: the loads since the last plan.
-        load: `[E]` int32, the tokens per step of each expert that the last plan was made for.
+        history: loads since the last plan.
+        load: `[E]` int32, tokens per step of each expert, the basis of the last plan.
     """
 
     history: History
@@ -31,23 +31,26 @@ class _State:
 
 @dataclass(frozen=True)
 class LPLB(Balancer):
-    """Puts replicas on a graph of ranks that never changes, and splits tokens so that the maximum load is least.
+    """LPLB: replicas on a fixed graph of ranks, with the split of the lowest maximum load.
 
-    Use it as a baseline. Its program is solved on the host, in a callback, which takes milliseconds; and since an
-    expert has one replica at most, it does worse under extreme skew than balancers that give one expert several.
+    Use it as a baseline. A host callback solves its linear program, which takes milliseconds. An expert has at most one
+    replica, so under extreme skew balancers with several replicas per expert balance better.
 
-    After DeepSeek's LPLB. The k-th replica slot of a rank belongs to the rank at the k-th distance in its domain, and
-    holds that rank's k-th heaviest home expert by the load of the steps before the last plan (before the first plan:
-    its k-th expert). So the graph has an edge for each expert that has a replica. For every microbatch a linear program
-    splits the tokens of each expert between home and replica so that the largest load of each domain is least; HiGHS
-    solves it on the host (`spread`). LPLB also moves home experts between ranks every so often; here homes stay.
+    It follows DeepSeek's LPLB. The k-th replica slot of a rank copies from the rank at the k-th distance in its domain.
+    It holds the k-th heaviest home expert of this source rank, by the load of the steps before the last plan (before
+    the first plan, its k-th expert). The graph has one edge per replicated expert. For every microbatch, a linear
+    program splits the tokens of each expert between home and replica, with the lowest maximum load of each domain.
+    HiGHS solves it on the host (`spread`). The original LPLB also moves home experts between ranks at intervals; here
+    homes are fixed.
 
     Args:
-        every: the steps between two rankings of the experts, which are the steps of history too; 1 to 46340, 3 by
-            default.
-        distances: rank `r`'s k-th replica slot copies from the rank `distances[k]` further on in its domain,
-            cyclically; slots beyond them, and those at a multiple of the domain's size, stay empty. `None`, the
-            default, is 1, 2, 4, ... below the domain's size, then the rest of 1, 2, 3, ...
+        every: steps between rankings of the experts, and steps of history; 1 to 46340, 3 by default.
+        distances: the k-th replica slot of rank `r` copies from the rank `distances[k]` after it in its domain,
+            cyclically. Further slots, and those with a multiple of the domain size, stay empty. `None` (default): 1, 2,
+            4, ... below the domain size, then the rest of 1, 2, 3, ...
+
+    Raises:
+        ValueError: `every` or a distance is out of range.
 
     Examples:
         >>> import numpy as np
@@ -72,17 +75,17 @@ class LPLB(Balancer):
                 raise ValueError(f"distances of slot {k} is {distance}; expected at least 1")
 
     def init(self, counts_shape: tuple[int, int]) -> _State:
-        """Returns the state before the first step: no history."""
+        """Return the state before the first step, without history."""
         return _State(no_history(counts_shape[1]), np.zeros(counts_shape[1], np.int32))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, _State]:
-        """Returns the replicas of the last ranking, with the quotas of this microbatch's linear program.
+        """Return the replicas of the last ranking with the quota of this microbatch's linear program.
 
         See `Balancer.rebalance`.
 
         Raises:
-            ValueError: a state of another shape than that of `init`.
-            jax.errors.JaxRuntimeError: HiGHS gave up; the message ends with its reason.
+            ValueError: the state does not match the shapes or dtypes of `init`.
+            jax.errors.JaxRuntimeError: HiGHS found no solution; the message ends with its reason.
         """
         state = checked(state, self.init(counts.shape), counts)
         xp = namespace(counts)
@@ -103,12 +106,12 @@ def _distances(members: int) -> tuple[int, ...]:
 def _add_edges(
     placement: Placement, load: Int[AnyArray, "E"], distances: tuple[int, ...], members: int
 ) -> Int[AnyArray, "R S"]:
-    """Replicas in the slots of the graph that are empty, of experts that have no other copy."""
+    """Fill the empty slots of the graph with replicas of experts without another copy."""
     num_ranks, slots = placement.shape
     num_home = load.shape[0] // num_ranks
     num_edges = min(slots - num_home, num_home, len(distances))
     xp = namespace(load)
-    # Tokens are at least 0, so that their negatives fit.
+    # Counts are nonnegative, so their negatives fit int32.
     heaviest = xp.argsort(-load.reshape(num_ranks, num_home), axis=1, stable=True).astype(np.int32)
     rank = np.arange(num_ranks)[:, None]
     away = np.array(distances[:num_edges], np.int64).reshape(1, num_edges) % members
@@ -121,17 +124,23 @@ def _add_edges(
 
 
 def spread(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """Finds the quota of the least maximum load of every domain that the placement allows.
+    """Return the plan with the quota of the lowest maximum load of every domain for its placement.
 
-    Use it as a planner for `HostCallback`, behind any balancer whose placement is to have its best quota. It solves two
-    linear programs per domain. The first finds the least maximum load. The second holds it, rounded up, and serves as
-    many tokens at home as it can; it is a flow from experts to ranks with whole-numbered bounds, so that the vertex
-    that the simplex method returns is whole-numbered too: the maximum load is the least of all integer quotas.
+    Use it as the planner of a `HostCallback`, after any balancer whose placement should get its optimal quota. It
+    solves two linear programs per domain. The first finds the lowest maximum load. The second fixes this load, rounded
+    up, and maximizes the tokens served at home. It is a flow from experts to ranks with integer bounds, so the vertex
+    returned by the simplex method is integer, too. The maximum load is therefore the lowest of all integer quotas.
 
     Args:
-        counts: `[R, E]` int32, NumPy's.
-        plan: any legal one; its placement stays, its quota is replaced.
-        topology: not used; the plan names its domain.
+        counts: `[R, E]` int32, a NumPy array.
+        plan: any legal plan; its quota is replaced.
+        topology: unused; the plan has the domain.
+
+    Returns:
+        The plan with the new quota, NumPy arrays.
+
+    Raises:
+        ValueError: HiGHS found no solution.
     """
     del topology
     tokens = counts.sum(0)
@@ -142,12 +151,12 @@ def spread(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
 
 
 def _spread_domain(tokens: np.ndarray, placement: np.ndarray, first: int, quota: np.ndarray) -> None:
-    """Sets the quota of the experts of the ranks from `first` on."""
+    """Set the quota of the experts of the domain starting at rank `first`."""
     rank, slot = np.nonzero(placement >= 0)
     expert = placement[rank, slot]
     shared = (np.bincount(expert, minlength=len(tokens)) > 1) & (tokens > 0)
     alone = ~shared[expert]
-    # An expert with one copy leaves no choice, and the programs get smaller without it.
+    # An expert with one copy has a fixed quota. Omitting it makes the linear programs smaller.
     quota[expert[alone], first + rank[alone]] = tokens[expert[alone]]
     rank, expert, slot = rank[~alone], expert[~alone], slot[~alone]
     if not rank.size:
@@ -158,7 +167,7 @@ def _spread_domain(tokens: np.ndarray, placement: np.ndarray, first: int, quota:
     for number, copies in groupby(np.lexsort((~is_replica, expert)).tolist(), key=lambda i: expert[i]):
         left = int(tokens[number])
         for i in copies:
-            # The home, which comes last, takes what is left, so that rounding loses no token.
+            # The home is last and takes the remainder, so rounding loses no token.
             quota[number, first + rank[i]] = part = min(left, round(served[i])) if is_replica[i] else left
             left -= part
 
@@ -166,14 +175,14 @@ def _spread_domain(tokens: np.ndarray, placement: np.ndarray, first: int, quota:
 def _least_maximum(
     tokens: np.ndarray, expert: np.ndarray, rank: np.ndarray, is_replica: np.ndarray, fixed: np.ndarray
 ) -> np.ndarray:
-    """Tokens of each copy, whole numbers but for rounding errors.
+    """Return the tokens of each copy, integers up to rounding errors.
 
     Args:
         tokens: `[E]`, the tokens of each expert.
-        expert: the expert of each copy, of experts that have several.
-        rank: the rank of each of these copies.
-        is_replica: whether each of them is a replica, and not at home.
-        fixed: the load of each rank that leaves no choice.
+        expert: expert of each copy, for experts with several copies.
+        rank: rank of each of these copies.
+        is_replica: True for replicas, False for home copies.
+        fixed: fixed load of each rank, from experts with one copy.
     """
     copies, ranks = np.arange(len(expert)), len(fixed)
     numbers, row = np.unique(expert, return_inverse=True)
@@ -186,7 +195,7 @@ def _least_maximum(
         np.hstack([of_expert, np.zeros((len(numbers), 1))]),
         tokens[numbers],
     )[-1]
-    # The optimum is a mean over some of the ranks: above a whole number by 1 / ranks at least, or not at all.
+    # The optimum is a mean over some of the ranks, so it is an integer or exceeds one by at least 1 / ranks.
     limit = np.ceil(level - 0.5 / ranks)
     return _solve(is_replica.astype(float), on_rank, limit - fixed, of_expert, tokens[numbers])
 

@@ -1,4 +1,4 @@
-"""RailS (arXiv 2510.19262): every node sprays what it sends to another over all of its rails."""
+"""RailS (arXiv 2510.19262): rows between nodes are spread over all rails."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,23 +15,25 @@ from jax_moe_lb.planners.spray import MAX_CHUNKS, MAX_TICKS, spray
 
 @dataclass(frozen=True)
 class RailS(Balancer):
-    """Puts the token copies between nodes on rails, and changes nothing else.
+    """RailS: assignment of token copies between nodes to rails; placement and quota stay unchanged.
 
-    Use it with `MultiRailDispatch`, last in a `Chain`, where a node has several network interfaces and its ranks send
-    or receive different amounts. Where all ranks send as much and choose experts alike, the sender's own interface is
-    even already.
+    Use it with `MultiRailDispatch`, last in a `Chain`, if a node has several network interfaces and its ranks send or
+    receive different amounts. If all ranks send equal amounts to equally distributed experts, the sender's own
+    interfaces are already evenly loaded.
 
-    A node is `Topology.ranks_per_node` ranks with `Topology.rails_per_node` rails; its plan follows from what its own
-    ranks send. For every other node on its own, so that the other one's rails are loaded evenly too, the copies are cut
-    into chunks, which go, largest first, to the rail that is done with them first.
+    A node has `Topology.ranks_per_node` ranks and `Topology.rails_per_node` rails. Its plan depends on the rows of its
+    own ranks only. For each receiving node separately, the copies are cut into chunks, assigned largest first to the
+    rail finishing them first. The rails of the receiving node are therefore loaded evenly, too.
 
     Args:
-        chunks: how many chunks to make of each pair of nodes on each rail. One NIC sends and receives at most
-            `1 + 1 / chunks` of its share, or, of few copies, up to one more for each other node. 16, the default, came
-            within 0.2 % of the bound; more make planning longer, and more messages where each is a message of its own,
-            see `best_chunks`.
-        speeds: the speeds of the rails relative to each other, in whole numbers; 0 for a dead one. `None`, the default,
-            means that all are equal.
+        chunks: chunks per pair of nodes and rail; 16 by default. One network interface sends and receives at most `1 +
+            1 / chunks` of its share or, with few copies, one more copy per other node. 16 came within 0.2 % of the
+            bound. More chunks make planning longer, and need more messages if each chunk is a message; see
+            `best_chunks`.
+        speeds: relative speeds of the rails, integers; 0 for a failed rail. `None` (default): all are equal.
+
+    Raises:
+        ValueError: `chunks` or `speeds` is out of range.
 
     Examples:
         >>> from dataclasses import replace
@@ -45,6 +47,9 @@ class RailS(Balancer):
         >>> sent, received = interface_rows(plan.rails, topology.ranks_per_node)
         >>> print(sent[0], received[1])  # by rail: what node 0 sends, what node 1 receives
         [6 6] [6 6]
+
+    Reference:
+        RailS, arXiv 2510.19262.
     """
 
     chunks: int = 16
@@ -57,19 +62,20 @@ class RailS(Balancer):
             ticks_of(self.speeds)
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
-        """Says why there is no choice of rails; see `Balancer.no_op_reason`."""
+        """Return the reason why there is no choice of rails; `None` if there is one."""
         del num_home, slots
         if topology.num_ranks == topology.ranks_per_node:
-            return "all ranks are of one node, and no row takes a rail; expected several, by mesh axes or domains"
-        return "rails_per_node is 1, which leaves no choice" if topology.rails_per_node == 1 else None
+            return "all ranks are in one node, so no row uses a rail; expected several nodes by mesh axes or domains"
+        return "rails_per_node is 1, so there is no choice of rails" if topology.rails_per_node == 1 else None
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Puts the rows of all nodes on rails; every rank computes those of all, as it must know what will pass by it.
+        """Assign the rows of all nodes to rails.
 
-        See `Balancer.rebalance`.
+        Every rank computes the assignment of all ranks, including the rows forwarded through it. See
+        `Balancer.rebalance`.
 
         Raises:
-            ValueError: the rails do not divide the ranks of a node, or there are not as many as speeds.
+            ValueError: the rails do not divide the ranks of a node, or their number differs from the number of speeds.
         """
         members, num_rails = topology.ranks_per_node, topology.rails_per_node
         if members % num_rails:
@@ -85,15 +91,18 @@ class RailS(Balancer):
 
 
 def ticks_of(speeds: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns whole numbers in proportion to the time that a row takes on each rail; 0 for a dead one.
+    """Return integers proportional to the time of a row on each rail; 0 for a failed rail.
 
-    Use it to call the planner, `planners/spray.py`, with speeds.
+    Use it to call the planner with speeds (`planners/spray.py`).
 
     Args:
-        speeds: the speeds of the rails relative to each other, at least 0.
+        speeds: relative speeds of the rails, at least 0.
+
+    Returns:
+        One integer per rail, at most `MAX_TICKS`.
 
     Raises:
-        ValueError: a negative speed, no rail that is not dead, or speeds with no common multiple that is small enough.
+        ValueError: a speed is negative, all speeds are 0, or their least common multiple is too large.
 
     Examples:
         >>> ticks_of((4, 4, 1, 0))
@@ -104,32 +113,35 @@ def ticks_of(speeds: tuple[int, ...]) -> tuple[int, ...]:
             raise ValueError(f"speeds of rail {rail} is {speed}; expected at least 0")
     alive = [speed for speed in speeds if speed]
     if not alive:
-        raise ValueError(f"speeds is {speeds}; expected a rail that is not dead")
+        raise ValueError(f"speeds is {speeds}; expected at least one speed above 0")
     multiple = math.lcm(*alive)
-    # Times and not speeds: the planner compares products of loads and times, in whole numbers.
+    # Use times, not speeds: the planner compares integer products of loads and times.
     ticks = tuple(multiple // speed if speed else 0 for speed in speeds)
     if max(ticks) > MAX_TICKS:
         raise ValueError(
             f"speeds is {speeds}, whose least common multiple is {multiple}; "
-            f"expected at most {MAX_TICKS} times the slowest: round them"
+            f"expected at most {MAX_TICKS} times the slowest speed; round the speeds"
         )
     return ticks
 
 
 def best_chunks(bytes_on_rail: float, bytes_per_s: float, message_s: float) -> int:
-    """Says how many chunks to make of what one rail carries from one node to another, if every chunk is a message.
+    """Return the optimal number of chunks per rail and pair of nodes, if every chunk is one message.
 
-    Use it for `RailS(chunks=...)` with an exchange of your own; in `MultiRailDispatch` a chunk is no message. With `c`
-    chunks the rail may get `1 / c` more than its share, which takes `bytes_on_rail / bytes_per_s / c`, and `c` messages
-    take `c * message_s`. The sum is least at the square root of the quotient of the two.
+    Use it for `RailS(chunks=...)` with a custom exchange; `MultiRailDispatch` does not send one message per chunk. With
+    `c` chunks, a rail may get `1 / c` more than its share, which takes `bytes_on_rail / bytes_per_s / c` seconds. `c`
+    messages take `c * message_s` seconds. The sum is minimal at the square root of the quotient of the two.
 
     Args:
-        bytes_on_rail: the share of one rail, in bytes.
-        bytes_per_s: what the rail carries, in bytes per second; 50e9 for a NIC of 400 Gbit/s.
-        message_s: what one message costs beside its bytes, in seconds.
+        bytes_on_rail: share of one rail, in bytes.
+        bytes_per_s: rate of the rail, in bytes per second; 50e9 for a network interface of 400 Gbit/s.
+        message_s: fixed time per message, in seconds.
+
+    Returns:
+        Number of chunks, from 1 to `MAX_CHUNKS`.
 
     Raises:
-        ValueError: one of them is not a finite number above 0.
+        ValueError: an argument is not positive and finite.
 
     Examples:
         >>> best_chunks(bytes_on_rail=16e6, bytes_per_s=50e9, message_s=1.25e-6)
@@ -142,23 +154,23 @@ def best_chunks(bytes_on_rail: float, bytes_per_s: float, message_s: float) -> i
 
 
 def interface_rows(rails: Int[AnyArray, "R R N"], ranks_per_node: int) -> tuple[AnyArray, AnyArray]:
-    """Counts the token copies that every network interface sends to other nodes and receives from them.
+    """Return the token copies sent and received between nodes by every network interface.
 
-    Use it to see how evenly a plan loads them: an exchange takes as long as its busiest interface.
+    Use it to inspect the balance of the rails: an exchange takes as long as its busiest interface.
 
     Args:
-        rails: `plan.rails`, `[R, R, N]` int32, the rows from rank to rank on each rail.
-        ranks_per_node: how many ranks a node has, `Topology.ranks_per_node`.
+        rails: `plan.rails`, `[R, R, N]` int32, rows from rank to rank on each rail.
+        ranks_per_node: ranks per node, `Topology.ranks_per_node`.
 
     Returns:
-        What each interface sends, and what it receives, `[nodes, N]` int32 each.
+        Sent and received rows of each interface, `[nodes, N]` int32 each.
 
     Examples:
         >>> import numpy as np
         >>> from jax_moe_lb.balancers import interface_rows
         >>> rails = np.zeros((4, 4, 2), np.int32)
-        >>> rails[0, 2] = 6, 2  # from rank 0, on node 0, to rank 2, on node 1
-        >>> rails[0, 1] = 9, 0  # inside node 0: over no interface
+        >>> rails[0, 2] = 6, 2  # from rank 0 on node 0 to rank 2 on node 1
+        >>> rails[0, 1] = 9, 0  # inside node 0, not over an interface
         >>> sent, received = interface_rows(rails, ranks_per_node=2)
         >>> print(sent.tolist(), received.tolist())
         [[6, 2], [0, 0]] [[0, 0], [6, 2]]
@@ -166,6 +178,6 @@ def interface_rows(rails: Int[AnyArray, "R R N"], ranks_per_node: int) -> tuple[
     num_ranks, _, num_rails = rails.shape
     nodes = num_ranks // ranks_per_node
     rows = rails.reshape(nodes, ranks_per_node, nodes, ranks_per_node, num_rails).sum((1, 3), dtype=np.int32)
-    # Rows inside a node stand on a rail in the plan, and travel over none.
+    # The plan assigns rows inside a node to a rail, too, but they use no interface.
     far = rows * (1 - namespace(rails).eye(nodes, dtype=np.int32))[:, :, None]
     return far.sum(1, dtype=np.int32), far.sum(0, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""UltraEP (arXiv 2606.04101): replicas for the surplus above a limit near the mean, planned for every microbatch."""
+"""UltraEP (arXiv 2606.04101): replicas for the surplus above a limit near the mean, per microbatch."""
 
 from dataclasses import dataclass, replace
 
@@ -10,42 +10,44 @@ from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners.ultraep import check_eps, ultraep
 
 PUBLISHED_MIN = 1024
-"""The least that a replica takes in the paper, in tokens."""
+"""Minimum number of tokens per replica in the paper."""
 
 COPIES_PER_MIN = 64
-"""So many times that is what its ranks have: 8192 tokens, of which each goes to 8 experts."""
+"""Token copies of a rank divided by `PUBLISHED_MIN` in the paper: 8192 tokens with 8 experts each."""
 
 
 @dataclass(frozen=True)
 class UltraEP(Balancer):
-    """Brings every rank of a domain under one limit, as near to the domain's mean as its search gets.
+    """UltraEP: load of every rank limited to a search result near the mean of its domain.
 
-    Use it in large domains with fast links and two slots or more on each rank, and where `Exact` is not built. Do not
-    use it with few slots, few ranks or small microbatches as it stands: where the first attempts fail, `min_tokens` is
-    a hard floor.
+    Use it in large domains with fast links and two or more replica slots per rank, and on platforms without `Exact`. Do
+    not use its defaults with few slots, few ranks or small microbatches: if the first attempts fail, `min_tokens` is a
+    hard minimum.
 
-    Homes above the limit give tokens of their busiest experts to new replicas on the ranks furthest below it. The limit
-    starts at `1 + eps` times the mean and is raised twice, by a hundredth of the largest load each, if the surplus does
-    not fit into the empty slots; then a search takes over whose replicas are of at least `min_tokens`.
+    Ranks above the limit give tokens of their busiest experts to new replicas on the ranks furthest below it. The limit
+    starts at `1 + eps` times the mean. If the surplus does not fit into the empty slots, it is raised twice, by a
+    hundredth of the largest load each. Then a search follows, with replicas of at least `min_tokens`.
 
-    This is the planner of the authors' released code. Algorithm 1 as printed in the paper differs: it demands
-    `min_tokens` of every replica, so that the last tokens of a rank rarely fit anywhere and most limits fail. Here a
-    replica can be smaller than `min_tokens`: during the first three attempts it must take its share of what is still to
-    be moved, no more.
+    This is the planner of the authors' released code. The printed Algorithm 1 demands `min_tokens` of every replica, so
+    the last tokens of a rank rarely fit and most limits fail. Here, during the first three attempts, a replica can be
+    smaller than `min_tokens`: it must take its share of the remaining surplus only.
 
-    Tokens are split as the authors do, up to rounding: here quotas come out exactly. It deviates in that it does not
-    interleave which of a source's tokens of an expert go where: they travel sorted by destination anyway.
+    Tokens are split as in the authors' code, up to rounding: here quotas are met exactly. Deviation: the destinations
+    of a source's tokens of one expert are not interleaved, since the tokens are sorted by destination before dispatch.
 
-    After another balancer (`Chain`), replicas that exist keep their slots and quota, and count in their ranks' loads.
+    After another balancer (`Chain`), existing replicas keep their slots and quota and count in the load of their ranks.
 
     Args:
-        eps: what the first limit is above the mean, as a fraction, 0 to 1; 0.01 by default.
-        min_tokens: the least that a replica takes in the search, in token copies. `None`, the default, is a 64th of a
-            rank's in a layer, which is the paper's 1024 for 8192 tokens of 8 experts each, and 1024 off any layer.
-        tier: how tokens are split over the ranks that serve their expert. `"proportional"`, the default, is in
-            proportion to what they serve, as the authors do; `"nearest"` sends most of a source's tokens to one rank.
-            See `Split`.
-        locality: whether tokens go to their own rank first.
+        eps: first limit above the mean, as a fraction of the mean, 0 to 1; 0.01 by default.
+        min_tokens: minimum number of token copies per replica in the search. `None` (default) takes 1/64 of the token
+            copies of a rank in a layer, and 1024 outside a layer. 1024 is the paper's value for 8192 tokens with 8
+            experts each.
+        tier: split over the serving ranks, see `Split`. `"proportional"` (default) splits in proportion to their quota,
+            as the authors do; `"nearest"` sends most tokens of a source to one rank.
+        locality: if True (default), tokens go to their own rank first.
+
+    Raises:
+        ValueError: an option is out of range.
 
     Examples:
         >>> import numpy as np
@@ -57,6 +59,9 @@ class UltraEP(Balancer):
         >>> plan, _ = UltraEP().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
         >>> print(load(plan))  # of 10000, 2000, 4000 and 0; the limit is 4040
         [4040 3920 4000 4040]
+
+    Reference:
+        UltraEP, arXiv 2606.04101, and the authors' released code.
     """
 
     eps: float = 0.01
@@ -71,13 +76,13 @@ class UltraEP(Balancer):
         Split(self.tier, self.locality)
 
     def sized(self, facts: LayerCost) -> "UltraEP":
-        """Returns it with the `min_tokens` of a layer."""
+        """Return the balancer with `min_tokens` derived from the layer."""
         if self.min_tokens is not None:
             return self
         return replace(self, min_tokens=max(1, facts.num_copies // COPIES_PER_MIN))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""
+        """Plan each domain separately; see `Balancer.rebalance`."""
         del counts, topology
         placement, quota = ultraep(plan.placement, plan.quota, plan.domain, self.eps, self.min_tokens or PUBLISHED_MIN)
         return replace(plan, placement=placement, quota=quota, split=Split(self.tier, self.locality)), state

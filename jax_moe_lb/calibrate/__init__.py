@@ -1,4 +1,4 @@
-"""Measurements of this machine for the simulator."""
+"""Measurement of the rates of this machine, for the simulator."""
 
 from jax_moe_lb.calibrate.measure import benchmark_seconds
 

@@ -1,4 +1,4 @@
-"""What `calibrate` measured: as a file for the simulator, and what of it should not be trusted."""
+"""Measurements of `calibrate` as a file for the simulator, with warnings about implausible ones."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.config import load_config
 
 FAR = 3.0
-"""A figure so many times above or below that of a preset is worth a second look."""
+"""Factor above or below a preset's value that raises a warning."""
 
 BUSY = 0.5
-"""More than this part of the cores busy with other work is load."""
+"""Load average per core that raises a warning about other work on the host."""
 
 PRESETS = {"H100": "h100_node", "H200": "h100_node", "B200": "nvl72", "cpu": "cpu_2_cores"}
-"""Presets by what the name of a device, or its platform, contains. Others have none to be compared with."""
+"""Presets by a part of the device's name, or by platform. Other devices have no preset for comparison."""
 
 
 @dataclass(frozen=True)
 class MeasuredExchange:
-    """These are the measurements of one level.
+    """Measurements of one level.
 
     Args:
-        level: "node" or "gpu".
-        size: members inside one member of the next outer level.
-        bytes_per_s: what one rank sends in an exchange, each way, while all do.
-        latency_s: the seconds of an exchange of few rows.
+        level: `"node"` or `"gpu"`.
+        size: Members inside one member of the next outer level.
+        bytes_per_s: Rate at which one rank sends in an exchange of all ranks, in bytes per second.
+        latency_s: Seconds of an exchange of few rows.
     """
 
     level: str
@@ -38,23 +38,24 @@ class MeasuredExchange:
 
 @dataclass(frozen=True)
 class Measured:
-    """These are the measurements of one machine.
+    """Measurements of one machine.
 
     Args:
-        machine: its name and its devices, in words.
-        platform: "cpu", "gpu" or "tpu".
-        date: the day of the measurement, as `2026-01-31`.
-        busy: the load average of the last minute, before anything was measured.
-        cores: the cores of the host.
-        ranks: the devices that took part.
-        exchanges: every level that JAX can see, outermost first.
-        rows: the points of the GEMM curve, rows of an expert.
-        flops_per_s: the rate of one rank at each point, all ranks computing at once, in operations per second.
-        dense_flops_per_s: the rate of one large product on every rank, in operations per second.
-        copy_bytes_per_s: what copies of weights bring into one rank, in bytes per second.
-        planner_s: the seconds of `Greedy` on the host.
-        hbm_bytes_per_s: what a rank reads and writes, together, in a permutation of rows.
-        memory_bytes: what a device may allocate; `None` if it does not say, and of CPUs.
+        machine: Name of the host and its devices.
+        platform: `"cpu"`, `"gpu"` or `"tpu"`.
+        date: Day of the measurement, as `2026-01-31`.
+        busy: Load average of the last minute before the measurements.
+        cores: Number of cores of the host.
+        ranks: Number of devices in the measurements.
+        exchanges: Every level visible to JAX, outermost first.
+        rows: Points of the GEMM curve, in rows of one expert.
+        flops_per_s: Rate of one rank at each point with all ranks computing, in floating-point operations per second.
+        dense_flops_per_s: Rate of one large product on every rank, in floating-point operations per second.
+        copy_bytes_per_s: Rate at which a rank receives copies of weights, in bytes per second.
+        planner_s: Seconds of `Greedy` on the host.
+        hbm_bytes_per_s: Reads and writes of a rank in a permutation of rows, together, in bytes per second.
+        memory_bytes: Memory that a device can allocate, in bytes; None (default) for CPUs and devices that do not
+            report it.
     """
 
     machine: str
@@ -74,20 +75,20 @@ class Measured:
 
     @property
     def preset(self) -> str | None:
-        """Returns the preset of such machines, if there is one."""
+        """Preset of this kind of machine, or None."""
         return next((name for part, name in PRESETS.items() if part in self.machine or part == self.platform), None)
 
 
 def warnings(found: Measured) -> Iterator[str]:
-    """Says why the measurements may be wrong: other work on the host, or figures far from those of a preset.
+    """Yield warnings about the measurements: other work on the host, or values far from a preset's.
 
     Args:
-        found: what was measured.
+        found: Measurements.
     """
     if found.busy > BUSY * found.cores:
         yield (
-            f"the load average was {found.busy:.1f} on {found.cores} cores before anything was measured; rates may be "
-            "lower, and times longer, than what the machine can do"
+            f"the load average was {found.busy:.1f} on {found.cores} cores before the measurements; rates may be "
+            "lower, and times longer, than on the idle machine"
         )
     if found.preset is not None:
         cluster = load_config("preset", found.preset).cluster
@@ -107,7 +108,7 @@ def _far(found: Measured, preset: str, cluster: Cluster) -> Iterator[str]:
         "hbm": (found.hbm_bytes_per_s, cluster.hbm_bytes_per_s, "B/s"),
     }
     for name, (mine, its, unit) in pairs.items():
-        # A preset without the figure says nothing about it.
+        # A preset without this value cannot be compared.
         if its and not its / FAR <= mine <= its * FAR:
             times = mine / its if mine > its else its / max(mine, 1e-300)
             side = "above" if mine > its else "below"
@@ -115,12 +116,12 @@ def _far(found: Measured, preset: str, cluster: Cluster) -> Iterator[str]:
 
 
 def to_yaml(found: Measured, hidden: int, inner: int) -> str:
-    """Writes a file for `simulate`: this machine as a cluster, and a small model as an example.
+    """Format a file for `simulate`, with this machine as a cluster and a small model as an example.
 
     Args:
-        found: what was measured.
-        hidden: `H` of the example.
-        inner: `F` of the example.
+        found: Measurements.
+        hidden: Model width `H` of the example.
+        inner: Inner width `F` of an expert of the example.
     """
     cluster: dict[str, Any] = {
         "levels": _levels(found),
@@ -152,7 +153,7 @@ def _levels(found: Measured) -> list[dict[str, Any]]:
     for one in found.exchanges:
         inside //= one.size
         rates = {"rate": f"{one.bytes_per_s / 1e9:.4g} GB/s", "latency": f"{one.latency_s * 1e6:.4g} us"}
-        # It was measured for one rank while all sent, which is what a link of its own carries.
+        # The rate was measured per rank while all ranks sent, so each rank gets a link of its own.
         links = {"links": inside} if inside > 1 else {}
         written.append({"name": one.level, "size": one.size, **links, **rates})
     return written

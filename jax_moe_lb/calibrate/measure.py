@@ -1,7 +1,7 @@
-"""Measured rates of this machine, through the library's own calls, for the simulator.
+"""Measurements of this machine through the library's own calls, for the simulator.
 
-Each number is the median of a few calls. Ranks of one CPU share its cores, so the measured times are those of
-concurrent ranks. `benchmark_seconds` times a part of a user's model.
+Each number is the median of a few calls. Ranks on one CPU share its cores, so the measured times include this sharing.
+`benchmark_seconds` times a part of a user's model.
 """
 
 import contextlib
@@ -30,15 +30,18 @@ from jax_moe_lb.transport.replicate import PeerCopy
 
 
 def benchmark_seconds(function: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
-    """Measures the median seconds of a call once it is compiled, until its results are there.
+    """Measure the median seconds of a compiled call until its results are ready.
 
-    Use it for `Work.pre_expert_s`: give what the model computes between one layer's experts and the next one's, and its
-    arguments as they lie on the devices. In a program of several processes all of them call this.
+    Use it for `Work.pre_expert_s`: pass the model's computation between the experts of one layer and those of the next,
+    with arguments placed on the devices as in training. In a program of several processes, all of them must call it.
 
     Args:
-        function: what is timed, jitted or not.
-        *args: its arguments, which are not donated.
-        repeats: the calls that count, usually 5; two more go before, to warm up.
+        function: Function to time, jitted or not.
+        *args: Its arguments, which are not donated.
+        repeats: Number of measured calls, 5 by default; two warm-up calls precede them.
+
+    Returns:
+        Median time of a call, in seconds.
 
     Raises:
         ValueError: `repeats` is below 1.
@@ -56,16 +59,16 @@ def benchmark_seconds(function: Callable[..., Any], *args: Any, repeats: int = 5
 
 
 def median_s(call: Callable[[], Any], repeats: int) -> float:
-    """Measures the median seconds of a call until its results are there, after two calls that do not count.
+    """Measure the median seconds of a call until its results are ready, after two warm-up calls.
 
     Args:
-        call: what is timed, without arguments.
-        repeats: the calls that count, at least 1.
+        call: Function to time, without arguments.
+        repeats: Number of measured calls, at least 1.
     """
     times_s = []
     for _ in range(2 + repeats):
         start_s = time.perf_counter()
-        # JAX returns before the devices are done: without it this would time the dispatch.
+        # JAX returns before the devices finish; without this wait, only the launch would be timed.
         jax.block_until_ready(call())
         times_s.append(time.perf_counter() - start_s)
     return statistics.median(times_s[2:])
@@ -73,34 +76,37 @@ def median_s(call: Callable[[], Any], repeats: int) -> float:
 
 HIDDEN, INNER, GROUPS = 256, 512, 4
 ROWS = (1, 4, 16, 64, 256, 1024)
-"""The curve is measured at so many rows of each expert."""
+"""Points of the curve, in rows of each expert."""
 
 FEW_ROWS, MANY_ROWS = 8, 8192
-"""Of exchanges of so many rows for each rank the first shows latency, the second bandwidth."""
+"""Rows per rank of the measured exchanges: the first shows the latency, the second the bandwidth."""
 
 REPEATS = 7
 
 MOST_RANKS = 256
-"""So many virtual devices at most share the cores of a CPU: each of them takes tens of MB."""
+"""Maximum number of virtual devices on a CPU; each of them takes tens of MB."""
 
 
 def measure(ranks: int) -> Measured:
-    """Measures everything, on all accelerators or on virtual CPU devices.
+    """Measure all rates on all accelerators, or on virtual CPU devices.
 
-    In a program of several processes, which `jax.distributed` has joined before, all of them call it, and nodes are a
+    In a program of several processes, initialized by `jax.distributed`, all of them must call it. Nodes are then a
     level of their own.
 
     Args:
-        ranks: virtual devices of this process to make where there is only a CPU, at least 2.
+        ranks: Number of virtual devices on a host without accelerators, at least 2.
+
+    Returns:
+        The measurements.
 
     Raises:
-        ValueError: there are fewer than two ranks, so there is nothing to exchange; or nodes have different devices.
+        ValueError: `ranks` is below 2, or nodes have different numbers of devices.
     """
     if ranks < 2:
-        raise ValueError(f"--ranks is {ranks}; expected at least 2, as there is nothing to exchange otherwise")
-    # Before anything is measured: what it is afterwards this program has made itself.
+        raise ValueError(f"--ranks is {ranks}; expected at least 2, as one rank has no exchanges")
+    # Read the load average before the measurements, which raise it.
     busy, cores = os.getloadavg()[0], os.cpu_count() or 1
-    # Where devices are up already it is too late to make more, and those have to do.
+    # If devices are already initialized, virtual devices cannot be added, so use the existing ones.
     with contextlib.suppress(RuntimeError):
         use_virtual_cpu_devices(ranks)
     alone_on_cpu = jax.default_backend() == "cpu" and jax.process_count() == 1
@@ -115,7 +121,7 @@ def measure(ranks: int) -> Measured:
         ranks=mesh.size,
         exchanges=tuple(_exchange(mesh, level) for level in mesh.axis_names),
         rows=tuple(map(float, ROWS)),
-        # Three matrices of a gated expert, with two operations for each of their numbers.
+        # A gated expert has three matrices, with two operations per element.
         flops_per_s=tuple(GROUPS * rows * 6.0 * HIDDEN * INNER / _ffn_s(mesh, rows) for rows in ROWS),
         dense_flops_per_s=2.0 * 1024 * 1024 * 1024 / _product_s(mesh),
         copy_bytes_per_s=3.0 * HIDDEN * INNER * 4 * GROUPS / _copy_s(mesh),
@@ -127,28 +133,31 @@ def measure(ranks: int) -> Measured:
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
-    """Makes a mesh with an axis for every level that JAX can see: the devices of a node, and the nodes.
+    """Create a mesh with an axis for every level visible to JAX: nodes, and the devices of a node.
 
     Args:
-        devices: all that take part.
+        devices: All devices to measure.
     """
     grid = by_node(devices)
-    # A level of one member has no links; without a level inside them nodes are the innermost, which copies weights.
+    # A level of one member has no links. Nodes without an inner level become the innermost level, which copies weights.
     grid = grid.reshape([size for size in grid.shape if size > 1] or [1])
     return Mesh(grid, LEVEL_NAMES[-grid.ndim :], axis_types=(AxisType.Auto,) * grid.ndim)
 
 
 def by_node(devices: Sequence[Any]) -> np.ndarray:
-    """Returns the devices with a line for each node.
+    """Return the devices in an array with one row per node.
 
-    A node is what JAX calls a slice: GPUs that reach each other over NVLink, TPUs over their own links. Of CPUs it is a
-    process. What is behind a router is not seen; datacenters you write into the file.
+    A node is a slice in JAX's terms: GPUs connected by NVLink, or TPUs connected by ICI. On CPUs it is a process. JAX
+    does not report datacenters; add them to the file by hand.
 
     Args:
-        devices: all that take part.
+        devices: All devices to measure.
+
+    Returns:
+        `[nodes, devices per node]` array of devices.
 
     Raises:
-        ValueError: nodes have different numbers of devices.
+        ValueError: Nodes have different numbers of devices.
     """
     nodes: dict[int, list[Any]] = {}
     for device in devices:
@@ -165,7 +174,7 @@ def _node(device: Any) -> int:
 
 
 def _on_ranks(mesh: Mesh, one_rank: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
-    """Compiles a call of `one_rank` on all ranks, each with the same arrays."""
+    """Compile a call of `one_rank` on all ranks, each with the same arrays."""
     spec = PartitionSpec(mesh.axis_names)
     run = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec))
     sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -194,12 +203,12 @@ def _product_s(mesh: Mesh) -> float:
 
 
 def _exchange(mesh: Mesh, level: str) -> MeasuredExchange:
-    """Measures one level: every rank sends to those that differ from it there alone, all groups of them at once."""
+    """Measure one level: every rank sends to the ranks differing from it at this level only, all groups at once."""
     size = mesh.shape[level]
     few_s, many_s = (_exchange_s(mesh, level, rows) for rows in (FEW_ROWS, MANY_ROWS))
-    # What a rank sends to itself passes no link.
+    # Rows sent to itself use no link.
     travelling = MANY_ROWS * HIDDEN * 4 * (size - 1) / size
-    # The difference of both times leaves latency out; on a noisy machine it may be 0.
+    # The difference of both times excludes the latency; on a noisy machine it may be 0.
     return MeasuredExchange(level, size, travelling / max(many_s - few_s, 1e-9), few_s)
 
 
@@ -224,10 +233,10 @@ def _permutation_s(mesh: Mesh) -> float:
 
 
 def _copy_s(mesh: Mesh) -> float:
-    """Times copies in which every rank takes the experts of the next one, inside the innermost level."""
+    """Time copies in which every rank receives the experts of the next rank, inside the innermost level."""
     size = mesh.shape[mesh.axis_names[-1]]
     experts = np.arange(GROUPS * size, dtype=np.int32).reshape(size, GROUPS)
-    # Each rank sends and receives equally much, so the time of all is that of one.
+    # Each rank sends and receives equally much, so the total time is each rank's time.
     placement = np.concatenate([experts, np.roll(experts, -1, 0)], 1)
     topology = Topology.from_mesh(mesh, mesh.axis_names[-1])
 

@@ -1,9 +1,9 @@
 """Replicas gathered from the home weights of all ranks, and their gradients summed at home.
 
-With `ragged_all_to_all` each replica travels once. If the exchange would be padded steps (on CPUs without the custom
-call, or between processes), blocks of `L` experts circulate on a ring of ranks. That copies more bytes and needs no
-more memory: in both forms a rank holds `O(S)` experts at a time. Gradients are added to those of the home experts
-sequentially and in place, so they need no other accumulator.
+With `ragged_all_to_all` each replica travels once. The fallback, for CPUs without the custom call and between
+processes, circulates blocks of `L` experts on a ring of ranks. It copies more bytes in the same memory: in both forms a
+rank stores `O(S)` experts at a time. Gradients are added sequentially and in place to the gradients of the home
+experts, without further accumulators.
 """
 
 from collections.abc import Callable
@@ -21,57 +21,60 @@ from jax_moe_lb.core.types import Axes, iota, wide_dtype
 from jax_moe_lb.kernels.operands import usual_layout
 
 WeightsOfKind = Float[Array, "..."]
-"""One kind of weights of `G` experts, `[G, ...]`."""
+"""One weight array of `G` experts, `[G, ...]`."""
 
 Kinds = tuple[WeightsOfKind, ...]
-"""All kinds of weights of the same experts."""
+"""All weight arrays of the same experts."""
 
 Wanted = Int[Array, "R P"]
-"""The expert of each of the `P = S - L` replica slots of each rank, -1 for an empty one."""
+"""Expert of each of the `P = S - L` replica slots of each rank, -1 for empty slots."""
 
 Pull = Callable[[Wanted], Callable[[Int[Array, ""]], Kinds]]
-"""Brings replicas home: given the place at home of each slot's replica, -1 for none, it returns a function that gives
-all kinds of the replica at a place. It is asked for no place that nothing comes to."""
+"""Transport of replicas home.
+
+It takes the position at home of each slot's replica, -1 for none. It returns a function from a position to all weight
+arrays of the replica there. Callers pass occupied positions only."""
 
 
 def accumulate_sequentially(
     sums: Kinds, wanted: Wanted, num_home: int, domain: int, me: Int[Array, ""], pull: Pull, like: Kinds
 ) -> Kinds:
-    """Adds the gradients of all replicas to those of their home experts.
+    """Add the gradients of all replicas to the gradients of their home experts.
 
-    As many come home at once as there is room for. That is all of them where ranks are few; a rank that more come home
-    to takes turns. Those of an expert are added by rank, then by slot, in float32 at least, and rounded once.
+    The number of replicas that return at once is limited by `max_incoming_replicas`. In small groups this is all of
+    them; otherwise they return in several turns. The gradients of an expert are added by rank, then by slot, in float32
+    or wider, and rounded once.
 
     Args:
-        sums: `[G, ...]` for each kind of weights: the gradients of the `L` home experts, and then anything.
-        wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one; `P` is at least 1. As in a legal plan, a
-            rank holds an expert once at most, and its home experts not there. Sums of others may be NaN.
-        num_home: `L`.
-        domain: how many ranks have replicas of a home expert at most.
-        me: this rank.
-        pull: how replicas travel; `max_incoming_replicas` says how many it has to have room for.
-        like: `[P, ...]` for each kind, what travels.
+        sums: `[G, ...]` for each weight array: gradients of the `L` home experts, then unused rows.
+        wanted: `[R, P]` int32, `P` at least 1, expert of each slot, -1 for empty slots. As in a legal plan, a rank has
+            at most one replica of an expert and none of its own. Otherwise sums may be NaN.
+        num_home: `L`, home experts per rank.
+        domain: ranks per domain, the maximum number of copies of an expert.
+        me: index of this rank.
+        pull: transport of replicas, for at most `max_incoming_replicas` at once.
+        like: `[P, ...]` for each weight array, the transferred gradients.
 
     Returns:
-        `sums`, whose first `L` experts have got what their replicas had.
+        `sums` with the gradients of replicas added to the first `L` experts.
     """
     room = max_incoming_replicas(wanted.shape[1], num_home, domain)
     owner, number = owner_of(wanted, num_home), _number_at_home(wanted, num_home)
-    # The sum of an expert of several replicas is kept wide from one to the next: rounded each time, small gradients of
-    # many replicas would be lost. It belongs to the expert `last`.
+    # Keep the sum of an expert wide over its replicas: rounding after each would lose small gradients. The wide sum
+    # belongs to the expert `last`.
     wide = tuple(
         empty_buffer_after(jnp.zeros_like(kind, dtype=wide_dtype(kind), shape=(0, *kind.shape[1:])), 1)[0]
         for kind in like
     )
     takes_turns = room < most_at_home(wanted.shape[1], num_home, domain)
-    # More than a legal plan sends find no room: what a rank then gets must not look like a sum.
+    # An illegal plan may send more replicas than fit: make their sums NaN.
     is_whole = takes_turns or number.max() < room
 
     def one_turn(turn: Array, carry: Any) -> Any:
         place = jnp.where(number // room == turn, number % room, -1)
         landed = pull(place)
         mine = (owner == me) & (place >= 0)
-        # Places that nobody comes to are beyond the last expert, and so are those of other ranks.
+        # Empty positions, and those of other ranks, get an index after the last expert.
         to = jnp.where(mine, place, room).reshape(-1)
         expert = jnp.full(room, num_home, jnp.int32).at[to].set((wanted % num_home).reshape(-1), mode="drop")
 
@@ -94,54 +97,54 @@ def accumulate_sequentially(
     sums, wide, none = _alike(sums, wide, jnp.int32(-1), wanted, *like)
     carry = one_turn(jnp.int32(0), (sums, wide, none))
     if takes_turns:
-        # Of the rank that most come home to, so that all ranks take part in every exchange.
+        # The maximum over ranks, so all ranks take part in every exchange.
         turns = number.max() // room + 1
-        # `aot/execution_counts.py` knows by this name that a balanced step runs none of them.
+        # `aot/execution_counts.py` finds these turns by this name: a balanced step runs none of them.
         with jax.named_scope("further_rounds"):
             carry = jax.lax.fori_loop(1, turns, one_turn, carry)
     return carry[0]
 
 
 def max_incoming_replicas(replica_slots: int, num_home: int, domain: int) -> int:
-    """Returns how many replicas come home to a rank at once: all that there may be in a domain of 8 ranks or less.
+    """Return the maximum number of replicas that return to a rank at once; all of them in domains of 8 ranks or fewer.
 
     Args:
-        replica_slots: `P`, the slots of each rank beyond its home experts.
-        num_home: `L`.
-        domain: how many ranks have replicas of a home expert at most, its home among them.
+        replica_slots: `P`, replica slots per rank.
+        num_home: `L`, home experts per rank.
+        domain: ranks per domain, the maximum number of copies of an expert, including its home.
     """
-    # An array without entries is no operand of an exchange.
+    # At least 1: exchanges do not accept empty arrays.
     return max(1, min(most_at_home(replica_slots, num_home, domain), max(2 * num_home, 8 * replica_slots)))
 
 
 def most_at_home(replica_slots: int, num_home: int, domain: int) -> int:
-    """Counts the replicas that may come home to a rank: each other rank of the domain holds an expert once at most.
+    """Return the maximum number of replicas of a rank's home experts: one per expert on each other rank of the domain.
 
     Args:
-        replica_slots: `P`, the slots of each rank beyond its home experts.
-        num_home: `L`.
-        domain: how many ranks have replicas of a home expert at most, its home among them.
+        replica_slots: `P`, replica slots per rank.
+        num_home: `L`, home experts per rank.
+        domain: ranks per domain, the maximum number of copies of an expert, including its home.
     """
     return (domain - 1) * min(replica_slots, num_home)
 
 
 def owner_of(wanted: Wanted, num_home: int) -> Wanted:
-    """Returns the home rank of each wanted expert; no rank for an empty slot."""
+    """Return the home rank of each wanted expert; `R` for empty slots."""
     return jnp.where(wanted >= 0, wanted // num_home, wanted.shape[0])
 
 
 def zero_sums(like: Kinds, num_experts: int) -> Kinds:
-    """Makes room for sums of `num_experts` experts, in float32 at least: in bfloat16 small addends would be lost."""
+    """Return zero accumulators of `num_experts` experts, float32 or wider: bfloat16 sums lose small addends."""
     return tuple(jnp.zeros_like(kind, dtype=wide_dtype(kind), shape=(num_experts, *kind.shape[1:])) for kind in like)
 
 
 def rounded(sums: Kinds, like: Kinds) -> Kinds:
-    """Returns sums in the dtypes of what was added."""
+    """Return sums in the dtypes of their addends."""
     return tuple(total.astype(kind.dtype) for total, kind in zip(sums, like, strict=True))
 
 
 def _number_at_home(wanted: Wanted, num_home: int) -> Wanted:
-    """The number of each replica among all of its home rank: by expert, then rank and slot; -1 for an empty slot."""
+    """Number the replicas of each home rank, by expert, then rank and slot; -1 for empty slots."""
     flat, owner = wanted.reshape(-1), owner_of(wanted, num_home).reshape(-1)
     at = iota(flat.size)
     earlier = (flat[None] < flat[:, None]) | ((flat[None] == flat[:, None]) & (at[None] < at[:, None]))
@@ -150,27 +153,27 @@ def _number_at_home(wanted: Wanted, num_home: int) -> Wanted:
 
 
 def _alike(sums: Kinds, wide: Kinds, none: Array, *others: Array) -> tuple[Kinds, Kinds, Array]:
-    """The carry of a loop varies over all mesh axes that what it meets there varies over."""
+    """Make the loop carry vary over all mesh axes of the other arrays in the loop."""
     every = vary_alike((*sums, *wide, none), *others)
     return every[: len(sums)], every[len(sums) : -1], every[-1]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes) -> WeightsOfKind:
-    """Returns the replicas that this rank wants, out of the home weights of all ranks.
+    """Return the replicas of this rank from the home weights of all ranks.
 
-    `Gather` calls it for each kind of weights: any home expert may be wanted, so that for one exchange of all kinds all
-    of them would have to be copied side by side first. Gradients of replicas, which are few, come home in one. It is
-    differentiable in `home`, by `add_at_home`.
+    `Gather` calls it for each weight array. A single exchange for all arrays would first copy all home experts side by
+    side, because any of them may be wanted. Gradients of the few replicas return in one exchange. It is differentiable
+    in `home`, by `add_at_home`.
 
     Args:
-        home: `[L, ...]`, one kind of weights of this rank's home experts.
-        wanted: `[R, P]` int32, the same on all ranks: the expert of each slot, -1 for an empty one.
-        num_home: `L`.
-        axis_name: the mesh axes of the ranks, outermost first.
+        home: `[L, ...]`, one weight array of this rank's home experts.
+        wanted: `[R, P]` int32, equal on all ranks: expert of each slot, -1 for empty slots.
+        num_home: `L`, home experts per rank.
+        axis_name: mesh axes of the ranks, outermost first.
 
     Returns:
-        `[P, ...]`; an empty slot is 0, and on GPUs anything: no row is multiplied with it.
+        `[P, ...]`. Empty slots are 0; on GPUs they are uninitialized, and products skip them.
     """
     by_ring = partial(ring_fetch, axis_name=axis_name)
     by_ragged = partial(ragged_fetch, axis_name=axis_name)
@@ -191,20 +194,21 @@ fetch.defvjp(_save, _backward)
 
 
 def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, domain: int, axis_name: Axes) -> Kinds:
-    """Adds the gradients of all replicas to those of their home experts, in an order that depends on `wanted` alone.
+    """Add the gradients of all replicas to those of their home experts, in an order that depends on `wanted` only.
 
     Args:
-        sums: `[G, ...]` for each kind of weights: the gradients of the `L` home experts, and then anything. They are
-            changed in place where nobody else needs them.
-        upstream: `[P, ...]` for each kind, the gradients of this rank's replicas. All travel together, in one dtype.
-        wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one. As in a legal plan, a rank holds an expert
-            once at most, and its home experts not there; sums of others may be NaN.
-        num_home: `L`.
-        domain: the number of ranks inside which replicas are; all of them where plans have no domains.
-        axis_name: the mesh axes of the ranks, outermost first.
+        sums: `[G, ...]` for each weight array: gradients of the `L` home experts, then unused rows. They are updated in
+            place if they are not used later.
+        upstream: `[P, ...]` for each weight array, gradients of this rank's replicas. All travel together, in one
+            dtype.
+        wanted: `[R, P]` int32, expert of each slot, -1 for empty slots. As in a legal plan, a rank has at most one
+            replica of an expert and none of its own. Otherwise sums may be NaN.
+        num_home: `L`, home experts per rank.
+        domain: ranks per domain, which contains all replicas of its experts; `R` without domains.
+        axis_name: mesh axes of the ranks, outermost first.
 
     Returns:
-        `sums`, whose first `L` experts have got what their replicas had: in float32 at least and rounded once.
+        `sums` with the gradients of replicas added to the first `L` experts, in float32 or wider and rounded once.
     """
 
     def by_ring(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
@@ -222,10 +226,10 @@ def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, dom
 
 # ---- a ring of ppermutes ------------------------------------------------------
 def ring_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> WeightsOfKind:
-    """Computes `fetch` on a ring: the home blocks walk up, past every rank.
+    """Compute `fetch` on a ring: the home blocks pass every rank.
 
-    They always go all the way: a permute is one operation of all devices of the mesh, and groups side by side, whose
-    plans differ, must agree on how many there are.
+    They always go all the way. A permute is one operation of all devices of the mesh, and other groups, with other
+    plans, must run the same number.
     """
     num_ranks, num_home = wanted.shape[0], home.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
@@ -235,26 +239,26 @@ def ring_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> Weigh
     def step(i: Array, carry: tuple[WeightsOfKind, WeightsOfKind]) -> tuple[WeightsOfKind, WeightsOfKind]:
         block, slots = carry
         block = jax.lax.ppermute(block, axis_name, up)
-        # A slot takes what it wants when it comes by. Distance 0, which is that of an empty slot, never does: the own
-        # block holds no replica.
+        # Select the wanted experts of the passing block. Distance 0, also of empty slots, never matches: the own block
+        # has no replicas.
         return block, jnp.where(_column(distance[me] == i, home), block[local[me]], slots)
 
-    # Zeros that vary over the same mesh axes as the weights.
+    # Zeros with the varying axes of the weights.
     slots = jnp.zeros_like(home, shape=(wanted.shape[1], *home.shape[1:]))
     return jax.lax.fori_loop(1, num_ranks, step, (home, slots))[1]
 
 
 def ring_sum(upstream: WeightsOfKind, wanted: Wanted, *, num_home: int, axis_name: Axes) -> WeightsOfKind:
-    """Returns what `add_at_home` adds, `[L, ...]`: sums walk down a ring, past all who have replicas, and come home."""
+    """Return the addends of `add_at_home`, `[L, ...]`: sums pass all ranks with replicas on a ring and return home."""
     num_ranks = wanted.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
     me = jax.lax.axis_index(axis_name)
     down = [(r, (r - 1) % num_ranks) for r in range(num_ranks)]
 
     def step(i: Array, sums: WeightsOfKind) -> WeightsOfKind:
-        # What goes furthest joins first: a sum has passed every rank between a replica and its home when it arrives.
+        # Add the farthest replicas first: on arrival a sum has passed every rank between a replica and its home.
         here = _column(distance[me] == num_ranks - 1 - i, upstream)
-        # Several of a rank's slots may hold experts of one home block, and scattering adds all of them.
+        # A scatter-add, because several slots of a rank may contain experts of one home block.
         sums = sums.at[local[me]].add(jnp.where(here, upstream, 0).astype(sums.dtype))
         return jax.lax.ppermute(sums, axis_name, down)
 
@@ -262,7 +266,7 @@ def ring_sum(upstream: WeightsOfKind, wanted: Wanted, *, num_home: int, axis_nam
 
 
 def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
-    """Steps up the ring from an expert's home to the rank that wants it; 0 for an empty slot."""
+    """Return the steps on the ring from an expert's home to each slot's rank; 0 for empty slots."""
     num_ranks = wanted.shape[0]
     ranks = iota(num_ranks)[:, None]
     return jnp.where(wanted >= 0, (ranks - wanted // num_home) % num_ranks, 0)
@@ -270,7 +274,7 @@ def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
 
 # ---- ragged_all_to_all ------------------------------------------------------
 def ragged_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> WeightsOfKind:
-    """Computes `fetch` out of one exchange: each replica moves once, as one slice of one expert."""
+    """Compute `fetch` by one exchange: each replica travels once, as a slice of one expert."""
     num_ranks, num_replicas = wanted.shape
     me, num_home = jax.lax.axis_index(axis_name), home.shape[0]
     owner = owner_of(wanted, num_home)
@@ -278,7 +282,7 @@ def ragged_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> Wei
     arriving = owner[me][None] == iota(num_ranks)[:, None]
     return ragged_all_to_all(
         home,
-        # Nobody reads an empty slot on a GPU, whose products skip groups without rows.
+        # Empty slots stay uninitialized on GPUs: products skip groups without rows.
         empty_buffer_after(home, num_replicas),
         input_offsets=(wanted % num_home).reshape(-1),
         send_sizes=_ones(owner == me),
@@ -290,13 +294,13 @@ def ragged_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> Wei
 
 
 def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, domain: int, axis_name: Axes) -> Kinds:
-    """Computes `add_at_home` out of exchanges of exact sizes, usually one."""
+    """Compute `add_at_home` by exchanges of exact sizes, usually one."""
     num_ranks, num_replicas = wanted.shape
     me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
     room = max_incoming_replicas(num_replicas, num_home, domain)
     to_owner = owner[me][None] == iota(num_ranks)[:, None]
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
-    # Side by side, all kinds are one row per replica, and take one exchange.
+    # Concatenate all weight arrays into one row per replica, for a single exchange.
     rows = jnp.concatenate([kind.reshape(num_replicas, -1) for kind in upstream], 1)
 
     def pull(place: Wanted) -> Callable[[Int[Array, ""]], Kinds]:
@@ -318,7 +322,7 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, d
 
 
 def _split(row: Float[Array, "W"], like: Kinds) -> Kinds:
-    """The kinds that stand side by side in a row, in their own shapes."""
+    """Split a row into the weight arrays of one expert, in their own shapes."""
     parts = jnp.split(row, np.cumsum([kind[0].size for kind in like])[:-1])
     return tuple(part.reshape(kind.shape[1:]) for part, kind in zip(parts, like, strict=True))
 

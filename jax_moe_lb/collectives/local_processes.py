@@ -1,8 +1,8 @@
-"""Processes of one machine, with one GPU each, that copy from each other: who can, and how they find each other.
+"""Peer access between processes of one machine, with one GPU each: detection and connection.
 
-Names travel through the key-value store of `jax.distributed`, once for each process and each set of them, while the
-first program that copies is traced: every process traces it. All that they decide by is in that store, so that all
-decide alike. Later calls ask nobody.
+Processes exchange addresses through the key-value store of `jax.distributed`, while they trace the first program with
+copies. This happens once per process and once per set of processes. All decisions depend only on this store, so they
+agree. Later calls use the cached result.
 """
 
 import functools
@@ -21,40 +21,40 @@ import jax.numpy as jnp
 from jax_moe_lb.core.custom_calls import MODULES, is_built
 
 PATIENCE_S = 120.0
-"""How long a process waits for what another one has to say; they trace at about the same time."""
+"""Timeout in seconds for messages of other processes, which trace at about the same time."""
 
 PREFIX = "jax_moe_lb/neighbours"
 
 
 @runtime_checkable
 class JobStore(Protocol):
-    """What all processes of a job can read; `jax.distributed` has one, which ends with the job."""
+    """Key-value store of all processes of a job, such as the one of `jax.distributed`, which ends with the job."""
 
     def key_value_set(self, key: str, value: str) -> None:
-        """Says something, once."""
+        """Set a key once."""
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Waits until somebody has said it."""
+        """Return the value of a key, after waiting for it."""
 
 
 @runtime_checkable
 class Calls(Protocol):
-    """What `_ffi_cuda` does for it."""
+    """Functions of `_ffi_cuda` used by this module."""
 
     def listen(self) -> str:
-        """Returns where others reach this process."""
+        """Return the address of this process for others."""
 
     def connect(self, own: int, addresses: dict[int, str], timeout_s: float) -> str | None:
-        """Connects this process with others, and returns why it cannot, if so."""
+        """Connect this process with others; return the reason of a failure, or `None`."""
 
 
 def are_together(processes: Sequence[int], domain: int, hosts: dict[int, str]) -> bool:
-    """Says whether every `domain` consecutive ones are processes of their own on one machine.
+    """Return whether every `domain` consecutive ranks are distinct processes of one machine.
 
     Args:
-        processes: the process of each rank of each group, one group after the other.
-        domain: how many consecutive ranks copy from each other; it divides their number.
-        hosts: the machine of each process.
+        processes: process of each rank of each group, group after group.
+        domain: number of consecutive ranks that copy from each other, a divisor of the number of ranks.
+        hosts: machine of each process.
     """
     if len(set(processes)) < len(processes):
         return False
@@ -63,23 +63,23 @@ def are_together(processes: Sequence[int], domain: int, hosts: dict[int, str]) -
 
 
 def introduce(own: int, store: JobStore, calls: Calls, host: str, problem: str | None) -> None:
-    """Tells the others, once for a process, where this one is, or why its memory cannot be shared."""
+    """Publish the address of this process, or the reason why its memory cannot be shared; once per process."""
     address = calls.listen() if problem is None else ""
     store.key_value_set(f"{PREFIX}/{own}", json.dumps({"host": host, "address": address, "problem": problem}))
 
 
 def no_peer_access_reason(own: int, processes: Sequence[int], domain: int, store: JobStore, calls: Calls) -> str | None:
-    """Connects this process with those of its domain; returns why not all can copy from each other, or `None`.
+    """Connect this process with those of its domain; return the reason why some cannot copy from each other, or `None`.
 
     Args:
-        own: the number of this process, which has introduced itself, as all of them do.
-        processes: the process of each rank of each group, one group after the other.
-        domain: how many consecutive ranks copy from each other.
-        store: what all processes can read.
-        calls: the custom calls for GPUs.
+        own: index of this process, which has called `introduce`, as all others do.
+        processes: process of each rank of each group, group after group.
+        domain: number of consecutive ranks that copy from each other.
+        store: key-value store of the job.
+        calls: custom calls for GPUs.
 
     Raises:
-        RuntimeError: a process says nothing.
+        RuntimeError: a process does not respond in time.
     """
     if own not in processes or len(set(processes)) < len(processes):
         return "ranks are not processes of their own"
@@ -92,7 +92,7 @@ def no_peer_access_reason(own: int, processes: Sequence[int], domain: int, store
     first = processes.index(own) // domain * domain
     addresses = {process: said[process]["address"] for process in processes[first : first + domain]}
     problem = calls.connect(own, addresses, PATIENCE_S)
-    # One that could not connect is a reason for all, even for those that could: they run one program.
+    # A failed connection of one process is a reason for all, because they run one program.
     group = f"{PREFIX}/{zlib.crc32(json.dumps([list(processes), domain]).encode()):08x}"
     store.key_value_set(f"{group}/{own}", problem or "")
     for process in processes:
@@ -106,20 +106,20 @@ def _ask(store: JobStore, key: str, process: int) -> str:
         return store.blocking_key_value_get(key, int(PATIENCE_S * 1000))
     except Exception as error:
         raise RuntimeError(
-            f"process {process} said nothing within {PATIENCE_S} s; expected all processes to trace the same program"
+            f"process {process} did not respond within {PATIENCE_S} s; expected all processes to trace the same program"
         ) from error
 
 
 @functools.cache
 def can_copy(processes: tuple[int, ...], domain: int) -> bool:
-    """Says whether the processes of every domain can copy from each other's GPUs, and connects them.
+    """Connect the processes of every domain; return whether they can copy from each other's GPUs.
 
-    Ask it on all of them, while a program is traced. It is false where `jax.distributed` does not run, on backends
-    other than GPUs, and where the custom calls were not built.
+    Call it on all processes, while a program is traced. It returns False without `jax.distributed`, on backends other
+    than GPUs, and without the custom calls.
 
     Args:
-        processes: the process of each rank of each group, one group after the other; see `Topology.processes`.
-        domain: how many consecutive ranks copy from each other.
+        processes: process of each rank of each group, group after group; see `Topology.processes`.
+        domain: number of consecutive ranks that copy from each other.
     """
     store = _store_of_job()
     if store is None or jax.default_backend() != "gpu" or not is_built("cuda"):
@@ -138,7 +138,7 @@ def _introduce_this_process() -> None:
     calls = importlib.import_module(MODULES["cuda"])
     problem = "it has several GPUs" if jax.local_device_count() > 1 else None
     if problem is None:
-        # Whether an allocation of XLA's can be shared depends on its allocator: one of them is tried.
+        # XLA's allocator decides whether its allocations can be shared: test one.
         array = jax.block_until_ready(jnp.zeros(1))
         device = jax.local_devices()[0].local_hardware_id
         problem = calls.why_not_shareable(array.unsafe_buffer_pointer(), device)
@@ -148,7 +148,7 @@ def _introduce_this_process() -> None:
 
 
 def host_name() -> str:
-    """Names what processes must share to reach each other: the running system, and its network as they see it."""
+    """Return an identifier of the running system and its network namespace, equal for processes with peer access."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     network = Path("/proc/self/ns/net")
     parts = boot.read_text().strip() if boot.exists() else "", os.stat(network).st_ino if network.exists() else 0
@@ -156,7 +156,7 @@ def host_name() -> str:
 
 
 def _store_of_job() -> JobStore | None:
-    # JAX has no public name for it.
+    # JAX has no public function for it.
     from jax._src import distributed
 
     return distributed.global_state.client

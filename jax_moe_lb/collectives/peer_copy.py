@@ -1,11 +1,10 @@
-"""Copies of expert weights between ranks that run beside other work of the program.
+"""Copies of expert weights between ranks, concurrent with other work of the program.
 
-`start` begins the copies, and `join` returns them. Operations between the two that do not need the copies run
-concurrently. `copy_expert_weights` is both calls in one and is differentiable; use it if there is no such work.
+`start` begins the copies, and `join` returns them. Operations between the two run concurrently if they do not use the
+copies. `copy_expert_weights` combines both and is differentiable; use it if there is no such work.
 
-On a CPU a thread of each receiving device copies. On a GPU its copy engines do, on a stream of their own. If ranks
-cannot access each other's memory, or without the custom calls, `start` is the exchange of `expert_gather.py`, and
-nothing overlaps.
+On a CPU, a thread of each receiving device copies. On a GPU, copy engines do, on a separate stream. If ranks cannot
+access each other's memory, or without the custom calls, `start` is the exchange of `expert_gather.py`, without overlap.
 """
 
 import math
@@ -40,23 +39,25 @@ Arrays = tuple[Array, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """Between whom weights are copied, and how.
+    """Ranks that copy weights from each other, and options of the copies.
 
     Args:
-        axis_name: the mesh axes of the ranks, outermost first. Where it is empty, one device holds the arrays of all
-            ranks, one rank after the other, `[R L, ...]` and `[R P, ...]`: for tests and measurements on a single
-            device.
-        site: the name of this copy in messages.
-        timeout_s: how long ranks wait for one that does not come, in seconds, before all stop with an error that names
-            it. 120, the default, is far more than a copy takes; less finds a rank that hangs sooner.
-        chunk_bytes: how many bytes a relay forwards at once. With less than 1 MiB, the default, a chain of relays
-            starts sooner and hands over more often.
-        domain: how many consecutive ranks copy from each other and nobody else; it divides the ranks. `None`, the
-            default: all of them.
-        reach: whether ranks of a domain reach each other's memory, as devices of one process do. `None`, the default:
-            if there is one process only. Where they do not, XLA's collectives copy.
-        processes: the process of each rank of each group, one group after the other, where ranks of a domain reach each
-            other's memory although each is a process of its own, on GPUs of one machine; else empty.
+        axis_name: mesh axes of the ranks, outermost first. If empty, one device holds the arrays of all ranks, rank
+            after rank, `[R L, ...]` and `[R P, ...]`, for tests and measurements on a single device.
+        site: name of the copies in messages; "copy_expert_weights" by default.
+        timeout_s: timeout of waiting ranks in seconds; 120.0 by default, far above the time of a copy. Then all ranks
+            stop with an error naming the missing one.
+        chunk_bytes: bytes forwarded at once by a relay; 1 MiB by default. Smaller chunks start a chain of relays sooner
+            and cost more launches.
+        domain: number of consecutive ranks that copy from each other, a divisor of the number of ranks; `None`
+            (default) for all ranks.
+        reach: whether ranks of a domain can access each other's memory, as devices of one process can. `None`
+            (default): if there is one process. Otherwise XLA's collectives copy.
+        processes: process of each rank of each group, group after group, if ranks with peer access are separate
+            processes, on GPUs of one machine; otherwise empty (default).
+
+    Raises:
+        ValueError: `timeout_s` or `chunk_bytes` is out of range.
     """
 
     axis_name: Axes
@@ -76,18 +77,18 @@ class Route:
 
 @pytree
 class Pending:
-    """Copies under way, from `start` to `join`.
+    """Copies in progress, from `start` to `join`.
 
-    Keep both calls in one computation: do not carry it through `lax.scan` or out of `jax.jit`. Inside a loop, something
-    that `start` takes must change from step to step, or XLA takes it out of the loop: `join` refuses a ticket that
-    comes twice, and on a GPU buffers that are not those of `start`.
+    Keep both calls in one computation: do not carry it through `lax.scan` or out of `jax.jit`. Inside a loop, an
+    operand of `start` must change in each iteration, otherwise XLA hoists the call out of the loop. `join` fails for a
+    ticket that occurs twice, and on a GPU for buffers other than those of `start`.
 
     Args:
-        incoming: the slots `[P, ...]`, a tree like the home weights, which must not be read before `join`.
-        ticket: two integers that tie `join` to its `start`.
-        kept: the operands of `start`. Copies read the weights until `join`; and as the memory of none of them is free
-            before, XLA can give none of it to what runs in between, which would then have to wait.
-        route: that of `start`.
+        incoming: slots `[P, ...]`, a tree like the home weights; do not read them before `join`.
+        ticket: two integers that pair `join` with its `start`.
+        kept: operands of `start`. Copies read the weights until `join`. Keeping them alive also prevents XLA from
+            reusing their memory for operations in between, which would have to wait.
+        route: route passed to `start`.
     """
 
     incoming: Any
@@ -97,9 +98,9 @@ class Pending:
 
 
 def native_platforms(route: Route) -> tuple[str, ...]:
-    """Names the platforms on which custom calls copy: all where ranks reach each other's memory, else none.
+    """Return the platforms with custom calls for copies: all if ranks access each other's memory, otherwise none.
 
-    Between processes only GPUs reach it.
+    Between processes only GPUs can.
     """
     if route.processes:
         return ("cuda",)
@@ -108,28 +109,28 @@ def native_platforms(route: Route) -> tuple[str, ...]:
 
 
 def num_ranks(route: Route) -> int:
-    """Returns the number of devices that have tables in common."""
+    """Return the number of devices that share tables."""
     return jax.lax.axis_size(route.axis_name) if route.axis_name else 1
 
 
 def num_participants(route: Route) -> int:
-    """Returns the number of devices that copy from each other."""
+    """Return the number of devices that copy from each other."""
     return num_ranks(route) if route.domain is None else route.domain
 
 
 def rank_in_domain(route: Route) -> Int[Array, ""]:
-    """Returns the number of this rank among those that copy from each other."""
+    """Return the index of this rank among the ranks that copy from each other."""
     rank = jax.lax.axis_index(route.axis_name) if route.axis_name else jnp.int32(0)
     return rank if route.domain is None else rank % route.domain
 
 
 def in_domain(table: Wanted, per_rank: int, route: Route) -> Int[Array, "M P"]:
-    """Returns the rows of this rank's domain, in which what belongs to its first rank is number 0.
+    """Return the table rows of this rank's domain, renumbered from the first rank of the domain.
 
     Args:
-        table: `[R, ...]` of experts or of ranks, -1 for none.
-        per_rank: how many numbers each rank has.
-        route: between whom weights are copied.
+        table: `[R, ...]`, indices of experts or of ranks, -1 for none.
+        per_rank: number of indices per rank.
+        route: route of the copies.
     """
     if route.domain in (None, num_ranks(route)):
         return table
@@ -139,8 +140,8 @@ def in_domain(table: Wanted, per_rank: int, route: Route) -> Int[Array, "M P"]:
 
 
 def place(route: Route) -> Int[Array, "2"]:
-    """Tells which participant of which group this device is, as two integers for the custom calls."""
-    # Groups side by side run the same program, and each of them copies among its own ranks.
+    """Return the participant and the group of this device, as two integers for the custom calls."""
+    # Other groups run the same program, and each copies among its own ranks.
     others = tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in route.axis_name)
     group = jax.lax.axis_index(others) if others else jnp.int32(0)
     if route.domain is not None:
@@ -149,9 +150,9 @@ def place(route: Route) -> Int[Array, "2"]:
 
 
 def attributes(num_home: int, route: Route) -> dict[str, Any]:
-    """Returns the static arguments that every custom call takes which meets other devices."""
+    """Return the static arguments of custom calls that synchronize devices."""
     mesh = jax.sharding.get_abstract_mesh()
-    # Over axes that are not manual here every device makes the same call with the same data.
+    # Along axes that are not manual, all devices make the same call with the same data.
     num_lanes = math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
     return {
         "num_participants": num_participants(route),
@@ -165,7 +166,7 @@ def attributes(num_home: int, route: Route) -> dict[str, Any]:
 
 
 def ranks_here(wanted: Wanted, route: Route) -> int:
-    """Returns how many ranks' arrays this device holds: 1, or all of them where the route has no mesh axes.
+    """Return the number of ranks whose arrays are on this device: 1, or `R` if the route has no mesh axes.
 
     Raises:
         ValueError: `wanted` is not `[R, P]`.
@@ -180,10 +181,10 @@ def ranks_here(wanted: Wanted, route: Route) -> int:
 
 
 def experts_per_rank(arrays: list[Array] | Arrays, wanted: Wanted, route: Route, name: str) -> int:
-    """Returns `L` or `P`, given arrays `[L, ...]` or `[P, ...]` of the ranks whose arrays this device holds.
+    """Return `L` or `P`, from arrays `[L, ...]` or `[P, ...]` of the ranks on this device.
 
     Raises:
-        ValueError: their leading dimensions differ, or do not divide by the ranks.
+        ValueError: the leading dimensions differ, or are no multiple of the number of ranks.
     """
     sizes = {array.shape[0] if array.ndim else 0 for array in arrays}
     here = ranks_here(wanted, route)
@@ -193,28 +194,27 @@ def experts_per_rank(arrays: list[Array] | Arrays, wanted: Wanted, route: Route,
 
 
 def fetch_reference(home: WeightsOfKind, wanted: Wanted, num_home: int, route: Route) -> WeightsOfKind:
-    """Copies one kind of weights in plain JAX, as the custom calls do it for all kinds at once."""
+    """Copy one weight array in plain JAX, as the custom calls do for all at once."""
     if wanted.shape[1] == 0:
         return home[:0]
     if route.axis_name:
         return fetch(home, wanted, num_home, route.axis_name)
     flat = wanted.reshape(-1)
     filled = (flat >= 0).reshape(-1, *[1] * (home.ndim - 1))
-    # An empty slot is 0 and not garbage: its weights take part in products whose results are masked, where NaN would
-    # spread.
+    # Empty slots are 0: their products are masked, and NaN would propagate through the mask.
     return jnp.where(filled, home[jnp.maximum(flat, 0)], jnp.zeros((), home.dtype))
 
 
 def add_reference(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Adds the gradients of replicas at home, of all kinds of weights: the transpose of `fetch_reference`."""
+    """Add the gradients of replicas at home, for all weight arrays; the transpose of `fetch_reference`."""
     if route.axis_name:
         return add_at_home(sums, slots, wanted, num_home, num_participants(route), route.axis_name)
     flat = wanted.reshape(-1)
     num_experts = wanted.shape[0] * num_home
 
     def add(i: Array, sums: Arrays) -> Arrays:
-        # One after the other, as the custom call adds, so that equal inputs give equal bits. An empty slot has the
-        # index beyond the last expert, and is dropped.
+        # Sequential, as in the custom call, so equal inputs give equal bits. Empty slots get an index after the last
+        # expert, which the scatter drops.
         expert = jnp.where(flat[i] < 0, num_experts, flat[i])
         return tuple(
             kind.at[expert].add(slot[i].astype(kind.dtype), mode="drop") for kind, slot in zip(sums, slots, strict=True)
@@ -224,29 +224,27 @@ def add_reference(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, ro
 
 
 def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Any:
-    """Fills slots with the experts that they want, out of the home weights of all ranks.
+    """Copy the wanted experts into slots from the home weights of all ranks.
 
-    `PeerCopy` calls it; call it yourself to move weights in another pattern. It is differentiable in `home`: the
-    transpose adds the gradients of all replicas at home, see `add_copies_at_home`.
+    `PeerCopy` calls it; use it for custom patterns of weight transfers. It is differentiable in `home`: the transpose
+    adds the gradients of all replicas at home; see `add_copies_at_home`.
 
     Args:
-        home: a pytree of floating-point arrays `[L, ...]`, the kinds of weights of this rank's home experts; all travel
+        home: pytree of floating-point arrays `[L, ...]`, the weight arrays of this rank's home experts; all travel
             together.
-        wanted: `[R, P]` int32, the same on all ranks: the expert of each slot of each rank, -1 for an empty one. For
-            gradients a rank must want an expert once at most, and none of its own, as in a legal plan; on GPUs those of
-            others may be NaN.
-        relay: `[R, P]` int32, the rank that each slot copies from, in chunks: a rank forwards a chunk as soon as it has
-            it. -1, or the expert's home, means from home, and `None` means so for all. It changes no value, only the
-            paths.
-        route: between whom weights are copied, and how.
+        wanted: `[R, P]` int32, equal on all ranks: expert of each slot of each rank, -1 for empty slots. For gradients,
+            as in a legal plan, a rank may want an expert once and none of its own; otherwise gradients may be NaN on
+            GPUs.
+        relay: `[R, P]` int32, source rank of each slot. A relay forwards each chunk on arrival. -1, or the expert's
+            home, copies from home; `None` (default) does so for all slots. It changes the paths, but no values.
+        route: ranks and options of the copies.
 
     Returns:
-        The same tree of arrays `[P, ...]`; an empty slot is 0.
+        The same tree of arrays `[P, ...]`; empty slots are 0.
 
     Raises:
-        ValueError: shapes that do not fit. Where the custom calls run, an entry of `wanted` or `relay` that is out of
-            range, a relay that does not hold the expert or goes round in circles stops the program on all ranks, and so
-            does a rank that does not come in time.
+        ValueError: shapes do not match. The custom calls stop the program on all ranks for entries of `wanted` or
+            `relay` out of range, relays without the expert or in a cycle, and timeouts.
     """
     leaves, tree = jax.tree.flatten(home)
     if not leaves:
@@ -256,10 +254,10 @@ def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, 
 
 
 def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Pending:
-    """Begins what `copy_expert_weights` does, and takes the same arguments.
+    """Begin the copies of `copy_expert_weights`, with the same arguments.
 
-    Use it with `join` where something can be computed meanwhile. Neither is differentiable: write one rule for the pair
-    and what is between, with `add_copies_at_home`.
+    Use it with `join` to overlap copies with computation. Neither is differentiable: write one rule for the pair and
+    the operations in between, with `add_copies_at_home`.
     """
     leaves, tree = jax.tree.flatten(home)
     operands = _operands(leaves, wanted, relay, route)
@@ -268,39 +266,42 @@ def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Rout
 
 
 def join(pending: Pending, after: Any = ()) -> Any:
-    """Waits for the copies that `start` began, and returns them.
+    """Wait for the copies of `start`, and return them.
 
     Args:
-        pending: what `start` returned.
-        after: a pytree of arrays that are computed before: on a GPU, what is to run beside the copies.
+        pending: return value of `start`.
+        after: pytree of arrays to compute before the wait, concurrently with the copies; `()` (default) for none.
 
     Returns:
-        The tree of slots, `[P, ...]`, as `copy_expert_weights` returns it.
+        The tree of slots, `[P, ...]`, as from `copy_expert_weights`.
     """
     incoming, tree = jax.tree.flatten(pending.incoming)
-    # As operands: XLA drops what an optimization barrier returns and nobody uses, and then calls this first.
+    # Pass `after` as operands: XLA drops unused results of an optimization barrier, and then calls this too early.
     kept = (*pending.kept, *jax.tree.leaves(after))
     return jax.tree.unflatten(tree, _join(pending.ticket, tuple(incoming), kept, pending.route))
 
 
 def add_copies_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Adds what the slots that hold an expert have to what its home has: the transpose of `copy_expert_weights`.
+    """Add the arrays of all replicas to those of their home experts; the transpose of `copy_expert_weights`.
 
-    Use it in a backward pass of your own, for the gradients of replicas. It adds by rank, then by slot, in float32 at
-    least, so that equal inputs give equal bits. On a CPU the thread of each home device reads the slots where they lie,
-    and rounds their sum once more before it is added; on a GPU see `add_pulled`. Without custom calls the order is that
-    of `collectives/expert_gather.py`.
+    Use it in a handwritten backward pass, for the gradients of replicas. It adds by rank, then by slot, in float32 or
+    wider, so equal inputs give equal bits. On a CPU, the thread of each home device reads the slots in place, and
+    rounds their sum once before adding it. On a GPU, see `add_pulled`. Without custom calls, the order is the one of
+    `expert_gather.py`.
 
     Args:
-        sums: arrays `[G, ...]` of this rank, one per kind of weights, whose first `L` rows are the home experts'. They
-            are changed in place where nobody else needs them.
-        slots: arrays `[P, ...]` of this rank, likewise.
-        wanted: `[R, P]` int32, the expert of each slot of each rank, -1 for an empty one.
-        num_home: `L`, the home experts of a rank.
-        route: between whom weights were copied.
+        sums: arrays `[G, ...]` of this rank, one per weight array, with the home experts in the first `L` rows. They
+            are updated in place if they are not used later.
+        slots: arrays `[P, ...]` of this rank, one per weight array.
+        wanted: `[R, P]` int32, expert of each slot of each rank, -1 for empty slots.
+        num_home: `L`, home experts per rank.
+        route: ranks and options of the copies.
+
+    Returns:
+        `sums` with the slots added.
     """
     if wanted.shape[1] == 0:
-        # A call with no slots has nothing to copy from; every rank sees that alike, so none of them waits.
+        # Without slots there are no sources. All ranks take this branch, so none waits.
         return sums
     sums = vary_alike(sums, wanted, *slots)
     slots = vary_alike(slots, wanted, *sums)
@@ -325,10 +326,10 @@ def add_copies_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: in
 
 
 def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Computes `add_copies_at_home` out of copies, which every rank makes of the replicas of its home experts.
+    """Compute `add_copies_at_home` by copies: every rank fetches the replicas of its home experts and adds them.
 
-    It is the form for GPUs, whose copy engines move bytes and do not add. All ranks know from `wanted` who needs what,
-    so all make the same copies, usually at once: see `accumulate_sequentially`.
+    It is used on GPUs, whose copy engines cannot add. All ranks derive the same copies from `wanted`, usually in one
+    turn; see `accumulate_sequentially`.
     """
     if wanted.size == 0:
         return sums
@@ -338,9 +339,9 @@ def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route
     domain = num_participants(route)
     room = max_incoming_replicas(num_replicas, num_home, domain)
     no_relay = jnp.full((num_ranks, room), -1, jnp.int32)
-    # The slots are what is copied now: expert `rank * P + slot`.
+    # The slots are the source now, with index `rank * P + slot`.
     source = iota(wanted.size).reshape(wanted.shape)
-    # Slots of other turns, and empty ones, go to a rank beyond the last and are dropped.
+    # Slots of other turns, and empty ones, get a rank after the last, which the scatter drops.
     owner = owner_of(wanted, num_home)
 
     def pull(at: Wanted) -> Callable[[Int[Array, ""]], Arrays]:
@@ -371,7 +372,7 @@ _copy.defvjp(_save, _backward)
 
 
 def _both(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Route) -> Arrays:
-    # One loop around both calls where they are mapped over: `join` wants the buffers of its `start`.
+    # One loop around both calls under `vmap`: `join` requires the buffers of its `start`.
     @jax.custom_batching.sequential_vmap
     def both(home: Arrays, wanted: Wanted, relay: Wanted) -> Arrays:
         return _join(*_start(home, wanted, relay, num_home, route), route)
@@ -382,16 +383,16 @@ def _both(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Rou
 def _operands(home: list[Array], wanted: Wanted, relay: Wanted | None, route: Route) -> tuple[Arrays, Wanted, Wanted]:
     experts_per_rank(home, wanted, route, "home")
     if relay is None:
-        # The custom call has one signature, with relays.
+        # The custom call always takes relays.
         relay = jnp.full(wanted.shape, -1, jnp.int32)
     if relay.shape != wanted.shape:
-        raise ValueError(f"relay has shape {relay.shape}; expected that of wanted, {wanted.shape}")
-    # A custom call takes no other integers.
+        raise ValueError(f"relay has shape {relay.shape}; expected {wanted.shape}, as wanted")
+    # The custom call supports int32 only.
     return vary_alike(home, wanted, relay), wanted.astype(jnp.int32), relay.astype(jnp.int32)
 
 
 def _start(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Route) -> tuple[Array, Arrays, Arrays]:
-    """The ticket, the incoming buffers and all operands."""
+    """Begin the copies; return the ticket, the incoming buffers and all operands."""
     num_slots = wanted.shape[1] * ranks_here(wanted, route)
 
     def native(where: Array, wanted: Wanted, relay: Wanted, *home: Array) -> Arrays:
@@ -402,8 +403,7 @@ def _start(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Ro
     def reference(where: Array, wanted: Wanted, relay: Wanted, *home: Array) -> Arrays:
         return where, *(fetch_reference(array, wanted, num_home, route) for array in home)
 
-    # They are returned, so that `join` can take them too: as long as a later operation reads them, XLA frees none of
-    # the memory that is being copied from.
+    # Return the operands for `join`: a later use prevents XLA from freeing the memory of the copies.
     operands = (place(route), wanted, relay, *home)
     ticket, *incoming = by_platform(*operands, native=native, reference=reference, platforms=native_platforms(route))
     return ticket, tuple(incoming), operands
@@ -412,7 +412,7 @@ def _start(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Ro
 def _join(ticket: Array, incoming: Arrays, kept: Arrays, route: Route) -> Arrays:
     def native(ticket: Array, *arrays: Array) -> Arrays:
         out = tuple(like(array) for array in arrays[: len(incoming)])
-        # The copies are written by others into the buffers of `start`, so `join` must return those very buffers.
+        # Other devices write into the buffers of `start`, so `join` must return the same buffers.
         aliases = {1 + i: i for i in range(len(incoming))}
         return tuple(call("copy_join", out, ticket, *arrays, aliases=aliases))
 

@@ -1,16 +1,16 @@
-"""Copies of rows between the homes of experts and the ranks that take over their tokens.
+"""Copies of rows between the homes of experts and the ranks that serve them.
 
-This is the second phase of FEPLB (arXiv 2604.19654, section 3.3). All token copies have arrived at home, where the rows
-of an expert are one block of the rank's stream. Each replica slot of a rank, the *taker*, takes a part of such a block,
-usually all of it, in one copy. The rest stays at home. All ranks compute these blocks from the plan, so ranks exchange
-no addresses.
+This is the second phase of FEPLB (arXiv 2604.19654, section 3.3). All token copies have arrived at home, and the rows
+of an expert are one block of the home's stream. Each replica slot of a rank, the *taker*, takes a part of such a block,
+usually all of it, in one copy. The rest stays at home. All ranks compute these blocks from the plan, without an
+exchange of addresses.
 
     x, pending = start_onward((rows,), room, moved, window, x, route=route)
     y = static_wave(x)
     (taken,) = join(pending, y)
 
-`move` and `move_back` do the same by an exchange. They replace these calls if ranks cannot access each other's memory,
-and without the custom calls.
+`move` and `move_back` do the same by an exchange. They are the fallback if ranks cannot access each other's memory, or
+without the custom calls.
 """
 
 from dataclasses import replace
@@ -30,18 +30,18 @@ PerReplica = Int[Array, "R P"]
 """One number for each replica slot of each rank."""
 
 Taken = Float[Array, "B H"]
-"""Rows of others that a rank has taken, sorted by slot, in as many rows as it has room for."""
+"""Rows taken from other ranks, sorted by slot, in a buffer of `B` rows."""
 
 
 @pytree
 class MovedRows:
-    """Says which rows replica slots take. It is equal on all ranks.
+    """Rows taken by replica slots; equal on all ranks.
 
     Args:
-        home: `[R, P]` int32, the rank from which a slot takes rows; `R` for an empty slot.
-        first: `[R, P]` int32, where these rows start in that rank's stream.
-        size: `[R, P]` int32, how many they are; those of a rank are `room` or fewer.
-        taken: `[E, R]` int32, how many rows of each expert each rank takes.
+        home: `[R, P]` int32, source rank of each slot; `R` for empty slots.
+        first: `[R, P]` int32, first row of each slot in the stream of its source rank.
+        size: `[R, P]` int32, rows of each slot; at most `room` per rank.
+        taken: `[E, R]` int32, rows of each expert taken by each rank.
     """
 
     home: PerReplica
@@ -51,43 +51,43 @@ class MovedRows:
 
     @property
     def tables(self) -> tuple[PerReplica, PerReplica, PerReplica]:
-        """The numbers of the slots: `home`, `first` and `size`."""
+        """Tables `home`, `first` and `size` of the slots."""
         return self.home, self.first, self.size
 
 
 class CopyWindow(NamedTuple):
-    """Says which part of the streams is at home: one filling of the receive buffers.
+    """Part of the streams in the receive buffers at home, in one round.
 
     Args:
-        first: int32, the row of the stream that stands first.
-        last: int32, the row after the last one.
+        first: int32, first row of the stream.
+        last: int32, row after the last one.
     """
 
     first: Int[Array, ""]
     last: Int[Array, ""]
 
     def of(self, first: Int[Array, "*N"], size: Int[Array, "*N"]) -> tuple[Int[Array, "*N"], Int[Array, "*N"]]:
-        """Returns what is in the window of blocks of the stream: where it starts there, and its rows.
+        """Return the offset in the window and the row count of each block inside it.
 
         Args:
-            first: int32, where each block starts in the stream.
-            size: int32, its rows.
+            first: int32, first row of each block in the stream.
+            size: int32, rows of each block.
         """
         start, end = (jnp.clip(at, self.first, self.last) for at in (first, first + size))
         return start - self.first, end - start
 
 
 def moved_rows(placement: Placement, quota: Quota, first_row: Int[Array, "E"], room: int) -> MovedRows:
-    """Computes which rows go from home to which slot.
+    """Compute the rows that move from home to each slot.
 
-    What a rank has no room for stays at home: slots take rows in their order, until it is full. Of an expert that
-    several ranks take rows of, lower ranks take the first ones, and home keeps the last.
+    Slots take rows in slot order until the rank has `room` rows; further rows stay at home. If several ranks take rows
+    of one expert, lower ranks take the first ones, and home keeps the last.
 
     Args:
-        placement: `[R, S]` int32, a legal plan's.
-        quota: `[E, R]` int32, a legal plan's.
-        first_row: `[E]` int32, where the rows of each expert start in its home's stream.
-        room: how many rows of others a rank can take.
+        placement: `[R, S]` int32, placement of a legal plan.
+        quota: `[E, R]` int32, quota of a legal plan.
+        first_row: `[E]` int32, first row of each expert in the stream of its home.
+        room: maximum number of rows taken by a rank.
     """
     num_experts, num_ranks = quota.shape
     num_home = num_experts // num_ranks
@@ -96,7 +96,7 @@ def moved_rows(placement: Placement, quota: Quota, first_row: Int[Array, "E"], r
     asked = jnp.where(filled, quota[expert, rank], 0)
     before = asked.cumsum(1, dtype=jnp.int32) - asked
     size = jnp.clip(room - before, 0, asked)
-    # An empty slot adds to an expert that does not exist, and is dropped.
+    # Empty slots add to an expert out of range, which the scatter drops.
     taken = jnp.zeros_like(quota).at[jnp.where(filled, wanted, num_experts), rank].add(size, mode="drop")
     earlier = taken.cumsum(1, dtype=jnp.int32) - taken
     home = jnp.where(filled, wanted // num_home, num_ranks)
@@ -104,11 +104,11 @@ def moved_rows(placement: Placement, quota: Quota, first_row: Int[Array, "E"], r
 
 
 def served_quota(quota: Quota, moved: MovedRows) -> Quota:
-    """Returns what each rank serves when all that is not taken stays at home.
+    """Return the served quota: home serves all rows that are not taken.
 
     Args:
-        quota: `[E, R]` int32, the plan's.
-        moved: what `moved_rows` computed for it.
+        quota: `[E, R]` int32, quota of the plan.
+        moved: return value of `moved_rows` for this plan.
     """
     num_experts, num_ranks = quota.shape
     stays = (quota.sum(1, dtype=jnp.int32) - moved.taken.sum(1, dtype=jnp.int32))[:, None]
@@ -117,19 +117,19 @@ def served_quota(quota: Quota, moved: MovedRows) -> Quota:
 
 
 def move(rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, axis_name: Axes) -> Taken:
-    """Brings rows that are at home to the slots that take them.
+    """Send rows at home to the slots that take them.
 
-    It is not differentiable: `move_back` is its transpose.
+    It is not differentiable; `move_back` is its transpose.
 
     Args:
-        rows: `[A, H]`, the window of this rank's stream.
-        moved: which slots take which rows.
-        window: the part of the streams that is at home.
-        out: `[B, H]`, room for the rows of others that this rank takes.
-        axis_name: the mesh axes of the ranks, outermost first.
+        rows: `[A, H]`, window of this rank's stream.
+        moved: rows of each slot.
+        window: part of the streams at home.
+        out: `[B, H]`, buffer for the rows taken by this rank.
+        axis_name: mesh axes of the ranks, outermost first.
 
     Returns:
-        `[B, H]`, sorted by slot; rows beyond those of the last slot stay as they are.
+        `[B, H]`, sorted by slot; rows after the last slot are unchanged.
     """
     me = jax.lax.axis_index(axis_name)
     first, size = window.of(moved.first, moved.size)
@@ -147,14 +147,14 @@ def move(rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, axis_name
 
 
 def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, axis_name: Axes) -> Rows:
-    """Writes what became of moved rows over those rows at home: the transpose of `move`.
+    """Write results of moved rows over these rows at home; the transpose of `move`.
 
     Args:
-        rows: `[room, H]`, one for each row that `move` returned.
-        moved: that of `move`.
-        window: that of `move`.
-        out: `[A, H]`; rows that nobody took stay as they are.
-        axis_name: that of `move`.
+        rows: `[B, H]`, one for each row returned by `move`.
+        moved: the value passed to `move`.
+        window: the value passed to `move`.
+        out: `[A, H]`; rows that were not taken are unchanged.
+        axis_name: the value passed to `move`.
     """
     me = jax.lax.axis_index(axis_name)
     first, size = window.of(moved.first, moved.size)
@@ -173,7 +173,7 @@ def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, axis
 
 
 def _sources(moved: MovedRows, me: Int[Array, ""]) -> Bool[Array, "R P"]:
-    """Whether each of this rank's slots takes rows from each rank, `[R, P]`."""
+    """Return whether each slot of this rank takes rows from each rank, `[R, P]`."""
     return moved.home[me][None] == iota(moved.home.shape[0])[:, None]
 
 
@@ -182,32 +182,33 @@ def _of(which: Bool[Array, "R P"], size: Int[Array, "*N"]) -> Int[Array, "U"]:
 
 
 def _landing(size: PerReplica) -> PerReplica:
-    """Where the rows of each slot start among those that its rank takes."""
+    """Return the offset of each slot's rows among the rows taken by its rank."""
     return size.cumsum(1, dtype=jnp.int32) - size
 
 
 def start_onward(
     rows: Arrays, room: int, moved: MovedRows, window: CopyWindow, before: Any = (), *, route: Route
 ) -> tuple[Any, Pending]:
-    """Begins to bring rows to the slots that take them; `join` returns them.
+    """Begin to send rows to the slots that take them; `join` returns them.
 
-    It is not differentiable: `start_back` is its transpose.
+    It is not differentiable; `start_back` is its transpose.
 
     Args:
-        rows: arrays `[A, H]`, kinds of rows that travel alike.
-        room: `B`, how many rows of others a rank can take.
-        moved: which slots take which rows.
-        window: the part of the streams that is at home.
-        before: a pytree of arrays that is passed through, so that what uses it is launched after this.
-        route: between whom rows are copied. Each rank has a device of its own.
+        rows: arrays `[A, H]` with the same row layout, at least one.
+        room: `B`, maximum number of rows taken by a rank.
+        moved: rows of each slot.
+        window: part of the streams at home.
+        before: pytree of arrays that is passed through: operations that use the result are launched after this call.
+            `()` by default.
+        route: ranks and options of the copies. Each rank has its own device.
 
     Returns:
-        `before`, the same; and what `join` takes, a tuple of `[B, H]`, sorted by slot. Rows beyond those of the last
-        slot hold anything.
+        `before`, unchanged; and the input of `join`, a tuple of `[B, H]`, sorted by slot. Rows after the last slot are
+        uninitialized.
 
     Raises:
-        ValueError: there are no rows, or the route has no mesh axes. Where the custom calls run, rows beyond an array
-            and tables that differ between ranks stop the program on all ranks.
+        ValueError: `rows` is empty, or the route has no mesh axes. The custom calls stop the program on all ranks for
+            rows out of range, and for tables that differ between ranks.
     """
     return _start(rows, (), room, moved, window, before, replace(route, site=f"{route.site}, moved rows"))
 
@@ -215,22 +216,22 @@ def start_onward(
 def start_back(
     rows: Arrays, into: Arrays, moved: MovedRows, window: CopyWindow, before: Any = (), *, route: Route
 ) -> tuple[Any, Pending]:
-    """Begins to write what became of moved rows over those rows at home; `join` returns them.
+    """Begin to write results of moved rows over these rows at home; `join` returns them.
 
     Args:
-        rows: arrays `[B, H]`, one row for each that `start_onward` brought.
-        into: an array `[A, H]` for each of them. Do not use them again: they are written over. Rows that nobody took
-            stay as they are.
-        moved: that of `start_onward`.
-        window: that of `start_onward`.
-        before: that of `start_onward`.
-        route: that of `start_onward`.
+        rows: arrays `[B, H]`, one row for each row sent by `start_onward`.
+        into: an array `[A, H]` for each of them. They are overwritten, so do not use them again. Rows that were not
+            taken are unchanged.
+        moved: the value passed to `start_onward`.
+        window: the value passed to `start_onward`.
+        before: as in `start_onward`.
+        route: the value passed to `start_onward`.
 
     Returns:
-        `before`, the same; and what `join` takes, a tuple of arrays like `into`.
+        `before`, unchanged; and the input of `join`, a tuple of arrays like `into`.
 
     Raises:
-        ValueError: as `start_onward`, and another number of arrays than of rows.
+        ValueError: as `start_onward`, or `rows` and `into` differ in length.
     """
     if len(rows) != len(into):
         raise ValueError(f"into has {len(into)} arrays; expected {len(rows)}, as many as rows")
@@ -253,10 +254,10 @@ def _start(
         first, size = window.of(first, size)
         home = in_domain(jnp.where(home == home.shape[0], -1, home), 1, route)
         tables = home, *(in_domain(table, 0, route) for table in (first, size))
-        # XLA allocates what rows land in when the call comes; an array of ours would be there from the beginning.
+        # XLA allocates results of the call at its launch; an operand would occupy memory from the start.
         landing = () if back else tuple(like(part, (room, part.shape[1])) for part in arrays[:kinds])
         out = (like(where), *landing, *map(like, arrays[kinds:]))
-        # Written over, and passed on in the same memory.
+        # Aliased: `into` is overwritten, and `before` passes through.
         aliases = {4 + i: 1 + len(landing) + i - kinds for i in range(kinds, len(arrays))}
         site = attributes(1, route) | {"back": back, "num_kinds": kinds}
         return tuple(call("copy_rows", out, where, *tables, *arrays, aliases=aliases, **site))
@@ -270,6 +271,6 @@ def _start(
 
     operands = (place(route), *moved.tables, *arrays)
     ticket, *results = by_platform(*operands, native=native, reference=reference, platforms=native_platforms(route))
-    # What is read lives until `join`.
+    # Keep the operands alive until `join`.
     pending = Pending(tuple(results[:kinds]), ticket, (*operands[:4], *arrays[:kinds]), route)
     return jax.tree.unflatten(structure, results[kinds:]), pending

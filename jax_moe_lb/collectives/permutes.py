@@ -1,12 +1,12 @@
 """Unidirectional permutes, and all-gather and reduce-scatter over one mesh axis.
 
-In a unidirectional permute no rank sends to the rank that it receives from. Between processes XLA:CPU uses one TCP
-connection per pair of ranks, on which the acknowledgement of a receiver waits behind its own data. Two ranks that send
-to each other at once therefore get half the bandwidth if they start at different times. Cycles of three or more ranks
-do not have this problem.
+In a unidirectional permute, no rank sends to the rank that it receives from. Between processes, XLA:CPU uses one TCP
+connection per pair of ranks, and the acknowledgement of a receiver waits behind its own data. Two ranks that send to
+each other thus get half the bandwidth if they start at different times. Cycles of three or more ranks do not have this
+problem.
 
-`gather_tiles` and `sum_tiles` are each other's transposes. They are XLA's own collectives, except between two processes
-on CPUs, where they use unidirectional permutes.
+`gather_tiles` and `sum_tiles` are transposes of each other. They are XLA's own collectives, except between two
+processes on CPUs, where they use unidirectional permutes.
 """
 
 from functools import partial
@@ -19,19 +19,23 @@ from jax_moe_lb.core.manual_axes import varying_axes
 from jax_moe_lb.core.types import Axes
 
 Permutation = list[tuple[int, int]]
-"""A permute: pairs `(from, to)`, in which each rank sends at most once and receives at most once."""
+"""Pairs `(from, to)` of a permute; each rank sends at most once and receives at most once."""
 
 
 def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Permutation]:
-    """Lists permutes by which every rank sends once to every other one.
+    """Return permutes in which every rank sends once to every other rank.
 
-    Use it for an exchange between processes on CPUs. The ranks are halved again and again, and each time every rank of
-    one half sends to a rank of the other, so that where a link is shared between the halves both directions are busy.
-    Two ranks alone send one after the other.
+    Use it for an exchange between processes on CPUs. The ranks are halved recursively. In each step, every rank of one
+    half sends to a rank of the other, so both directions of a link between the halves are busy. Two single ranks send
+    one after the other.
 
     Args:
-        num_ranks: how many ranks a group has, at least 1.
-        swaps: whether two ranks alone may send to each other in one permute, since `permute` will find a way round.
+        num_ranks: number of ranks of a group, at least 1.
+        swaps: if True, two single ranks send to each other in one permute, which requires a ring direction for
+            `permute`. False by default.
+
+    Returns:
+        The permutes, in order.
 
     Examples:
         >>> unidirectional_permutes(3)
@@ -42,7 +46,7 @@ def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Perm
     if num_ranks == 2:
         return [[(0, 1), (1, 0)]] if swaps else [[(0, 1)], [(1, 0)]]
     if num_ranks % 2:
-        # An odd number has no halves, and its shifts never pair two ranks both ways.
+        # An odd number of ranks has no halves, and a shift never pairs two ranks in both directions.
         return [[(i, (i + shift) % num_ranks) for i in range(num_ranks)] for shift in range(1, num_ranks)]
     half = num_ranks // 2
     ways = [
@@ -50,7 +54,7 @@ def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Perm
         + [(half + i, (i + 1 - shift) % half) for i in range(half)]
         for shift in range(half)
     ]
-    # Both halves go on by themselves, in the same permutes.
+    # Both halves continue independently, in the same permutes.
     inside = unidirectional_permutes(half, swaps=swaps)
     return ways + [way + [(half + source, half + to) for source, to in way] for way in inside]
 
@@ -58,62 +62,62 @@ def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Perm
 def permute(
     x: Shaped[Array, "*X"], axes: Axes, pairs: Permutation, way_round: str | None = None
 ) -> Shaped[Array, "*X"]:
-    """Does what `jax.lax.ppermute` does, where ranks may also send to each other if there is a way round.
+    """Apply `jax.lax.ppermute`, with a detour for pairs of ranks that send to each other.
 
-    Then the group's lower rank sends to its peer, but the peer to the next group's lower rank, which passes it on:
-    cycles over the groups along `way_round`, and one more hop inside their lower halves.
+    In such a pair, the lower rank sends to its peer. The peer sends to the lower rank of the next group, which forwards
+    the data. These are cycles over the groups along `way_round`, and one more hop between the lower ranks.
 
     Args:
-        x: what this rank sends.
-        axes: the mesh axes of the group.
-        pairs: every pair together with its reverse, or none with it.
-        way_round: what `ring_direction(x, axes)` returned; not needed for pairs without their reverse.
+        x: data of this rank.
+        axes: mesh axes of the group.
+        pairs: pairs, either all with their reverse or none.
+        way_round: return value of `ring_direction(x, axes)`; `None` (default) sends directly.
     """
     if way_round is None or pairs[0][::-1] not in pairs:
         return jax.lax.ppermute(x, axes, pairs)
     groups, lower = jax.lax.axis_size(way_round), sorted(a for a, b in pairs if a < b)
-    # A permute over the group and the way round at once counts ranks as `rank * groups + group`.
+    # A permute over both the group and `way_round` numbers ranks as `rank * groups + group`.
     place = {(a, i): a * groups + i for pair in pairs for a in pair for i in range(groups)}
     up = [(place[a, i], place[b, i]) for a, b in pairs if a < b for i in range(groups)]
     down = [(place[b, i], place[a, (i + 1) % groups]) for b, a in pairs if a < b for i in range(groups)]
     passed_on = [(place[a, (i + 1) % groups], place[a, i]) for a in lower for i in range(groups)]
     arrived = jax.lax.ppermute(x, (*axes, way_round), up + down)
     hopped = jax.lax.ppermute(arrived, (*axes, way_round), passed_on)
-    # What a higher rank sent came by one hop more; what a lower one sent has arrived already.
+    # Data of a higher rank takes one more hop; data of a lower rank has already arrived.
     return jnp.where(is_one_of(lower, axes), hopped, arrived)
 
 
 def ring_direction(x: Shaped[Array, "*X"], axes: Axes) -> str | None:
-    """Finds a mesh axis inside `axes`, over which `x` differs anyway; `None` where there is none.
+    """Return a mesh axis inside `axes` over which `x` varies; `None` if there is none.
 
-    Hops along it are the short ones, since mesh axes are taken to be in order, the slowest links outermost.
+    Its hops are short, because mesh axes are ordered with the slowest links outermost.
     """
     mesh = jax.sharding.get_abstract_mesh()
     split = [name for name in axes if jax.lax.axis_size(name) > 1]
-    # Without `check_vma` nothing is known to vary.
+    # Without `check_vma`, the varying axes are unknown: use all manual axes.
     may = varying_axes(x) or mesh.manual_axes
-    # Only an axis inside the innermost of the group: one outside would make the way round the longer one.
+    # Only axes inside the innermost axis of the group: the detour over an outer axis would be longer.
     last = max((mesh.axis_names.index(name) for name in split), default=len(mesh.axis_names))
     inside = [name for name in mesh.axis_names[last + 1 :] if name in may and name in mesh.manual_axes]
     return next((name for name in inside if jax.lax.axis_size(name) > 1), None)
 
 
 def is_one_of(ranks: list[int], axes: Axes) -> Bool[Array, ""]:
-    """Says whether this rank is among the given ones of its group."""
+    """Return whether the index of this rank in its group is in `ranks`."""
     table = jnp.zeros((jax.lax.axis_size(axes),), bool).at[jnp.asarray(ranks, jnp.int32)].set(True)
     return table[jax.lax.axis_index(axes)]
 
 
 def other_manual_axes(axes: Axes) -> Axes:
-    """Returns the mesh axes of the surrounding `shard_map` that tell groups apart."""
+    """Return the mesh axes of the enclosing `shard_map` that are not in `axes`: they distinguish groups."""
     return tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in axes)
 
 
 def near_neighbours(axes: Axes) -> Axes:
-    """Orders the axes of a sum over ranks so that few of its hops are long ones.
+    """Return the axes of a sum over ranks in an order with few long hops.
 
-    Between processes a sum passes the ranks one after the other, so the axes are put in the order of the mesh. In one
-    process they stay in the order in which they were given.
+    Between processes the sum passes the ranks in turn, so the axes get the order of the mesh. In one process the order
+    is unchanged.
     """
     if jax.process_count() == 1:
         return axes
@@ -121,15 +125,15 @@ def near_neighbours(axes: Axes) -> Axes:
 
 
 def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
-    """Tells how often a loop runs whose body exchanges over `axes`.
+    """Return the number of iterations of a loop with exchanges over `axes`.
 
-    Use it for the length of every such loop. Between processes on CPUs it is the largest number over the groups side by
-    side, for the exchange is made of permutes there: a permute is one operation of all devices of a mesh, and a group
-    that ran fewer would keep the others waiting for ever. Elsewhere it is `number`.
+    Use it for every such loop. Between processes on CPUs it is the maximum over all groups. There the exchange consists
+    of permutes, which are operations of all devices of the mesh: with fewer iterations in one group, the others would
+    wait forever. In other cases it is `number`.
 
     Args:
-        number: int32, how often this group has to.
-        axes: the mesh axes of the group.
+        number: int32, iterations required by this group.
+        axes: mesh axes of the group.
     """
     others = other_manual_axes(axes)
     if jax.process_count() == 1 or jax.lax.axis_size(others) == 1:
@@ -138,7 +142,7 @@ def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
 
     def largest_of_groups(number: Array) -> Array:
         number = largest(number, others)
-        # The largest number varies over fewer axes than `number`. Both branches of `platform_dependent` must have one
+        # The maximum varies over fewer axes than `number`, and both branches of `platform_dependent` must have one
         # type.
         return jax.lax.pcast(number, varying, to="varying") if varying else number
 
@@ -146,27 +150,27 @@ def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
 
 
 def largest(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
-    """Computes the largest number on the ranks of `axes`.
+    """Return the maximum over the ranks of `axes`.
 
     Args:
         number: int32.
-        axes: mesh axes. Over some of them, such as those of ranks that have the same tokens, `number` may not vary.
+        axes: mesh axes. `number` need not vary over all of them, such as axes of ranks with the same tokens.
     """
-    # JAX refuses to reduce over axes of both kinds at once. Without `check_vma` nothing is known to vary.
+    # JAX cannot reduce over varying and unvarying axes at once. Without `check_vma`, the varying axes are unknown.
     varying = varying_axes(number)
     axes = tuple(name for name in axes if name in varying) if varying else axes
     return jax.lax.pmax(number, axes) if axes else number
 
 
 def to_wire(x: Shaped[Array, "*X"]) -> Shaped[Array, "*X"]:
-    """Turns floats of 16 bits or less into integers of the same width: XLA:CPU sends a narrow float as a wider one."""
+    """Bitcast floats of at most 16 bits to integers of the same width: XLA:CPU sends narrow floats as wider ones."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
         return x
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def from_wire(x: Shaped[Array, "*X"], dtype: jnp.dtype) -> Shaped[Array, "*X"]:
-    """Turns what `to_wire` returned back into floats of the given dtype."""
+    """Bitcast the result of `to_wire` back to floats of the given dtype."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
@@ -174,13 +178,13 @@ Leaf = Shaped[Array, "L *X"]
 
 
 def gather_tiles(leaf: Leaf, axis: str) -> Shaped[Array, "M *X"]:
-    """Gathers the blocks of all ranks of an axis, one after the other.
+    """Concatenate the blocks of all ranks of an axis.
 
     Use it for weights or tokens over a slow axis; in one process it is `jax.lax.all_gather(..., tiled=True)`.
 
     Args:
-        leaf: this rank's block, `[L, ...]`.
-        axis: the name of one mesh axis.
+        leaf: `[L, ...]`, block of this rank.
+        axis: name of one mesh axis.
     """
     if jax.process_count() == 1:
         return jax.lax.all_gather(leaf, axis, tiled=True)
@@ -188,14 +192,13 @@ def gather_tiles(leaf: Leaf, axis: str) -> Shaped[Array, "M *X"]:
 
 
 def sum_tiles(tiles: Shaped[Array, "M *X"], axis: str) -> Leaf:
-    """Sums the blocks of all ranks of an axis, and returns this rank's block of the sum: the transpose of
-    `gather_tiles`.
+    """Sum the blocks of all ranks of an axis, and return this rank's block; the transpose of `gather_tiles`.
 
     Args:
-        tiles: one block for each rank of the axis, one after the other.
-        axis: the name of one mesh axis.
+        tiles: `[M, ...]`, one block for each rank of the axis, concatenated.
+        axis: name of one mesh axis.
     """
-    # In the dtype of the tiles, as the transpose of a gather: wider sums would travel as wider floats.
+    # In the dtype of the tiles, as the transpose of a gather: wider sums would also travel as wider floats.
     scatter = partial(jax.lax.psum_scatter, axis_name=axis, tiled=True)
     if jax.process_count() == 1 or not _is_pair(tiles, axis):
         return scatter(tiles)
@@ -205,7 +208,7 @@ def sum_tiles(tiles: Shaped[Array, "M *X"], axis: str) -> Leaf:
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _between_processes(leaf: Leaf, axis: str) -> Array:
     gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True)
-    # Without a way round the two ranks would send to each other all the same.
+    # Without a ring direction, the two ranks would send to each other anyway.
     on_cpu = gather_of_pair if _is_pair(leaf, axis) else _gather_bits
     return jax.lax.platform_dependent(leaf, cpu=partial(on_cpu, axis=axis), default=gather)
 
@@ -224,14 +227,14 @@ _between_processes.defvjp(_save, _backward)
 
 # ---- two ranks, with a way round ---------------------------------------------------
 def gather_of_pair(leaf: Leaf, axis: str) -> Array:
-    """Computes `gather_tiles` for an axis of two ranks, by permutes in which neither sends to the other."""
+    """Compute `gather_tiles` for an axis of two ranks, by permutes without mutual sends."""
     other = _swap(leaf, axis)
-    # Both ranks run one program, so both orders are in it; each selects its own.
+    # Both ranks run one program with both orders, and select their own.
     return jnp.where(jax.lax.axis_index(axis) == 0, jnp.concatenate([leaf, other]), jnp.concatenate([other, leaf]))
 
 
 def sum_of_pair(tiles: Array, axis: str) -> Leaf:
-    """Computes `sum_tiles` for an axis of two ranks, by permutes in which neither sends to the other."""
+    """Compute `sum_tiles` for an axis of two ranks, by permutes without mutual sends."""
     first, second = jnp.split(tiles, 2)
     is_first = jax.lax.axis_index(axis) == 0
     mine, theirs = jnp.where(is_first, first, second), jnp.where(is_first, second, first)
@@ -239,8 +242,8 @@ def sum_of_pair(tiles: Array, axis: str) -> Leaf:
 
 
 def _swap(leaf: Leaf, axis: str) -> Leaf:
-    """What the other rank holds."""
-    # As integers: XLA:CPU sends a narrow float as a wider one.
+    """Return the data of the other rank."""
+    # As integers: XLA:CPU sends narrow floats as wider ones.
     arrived = permute(to_wire(leaf), (axis,), [(0, 1), (1, 0)], ring_direction(leaf, (axis,)))
     return from_wire(arrived, leaf.dtype)
 

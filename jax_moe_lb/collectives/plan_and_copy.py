@@ -1,17 +1,17 @@
-"""Plans for the exact load, and copies of what they ask for, beside work that needs neither.
+"""Planning for the exact load and weight copies by this plan, concurrent with independent work.
 
     # As soon as the load is known:
     x, posted = post(placement, quota, home, x, planner=greedy_planner(domain, min_tokens), route=route)
     y = exchange(x)
     y, plan, pending = plan_and_copy(posted, y)
-    ...                                          # what needs the plan and not the copies
+    ...                                          # work that needs the plan but not the copies
     slots = join(pending)
 
-On a GPU a thread of the host plans as soon as the load has arrived there, and starts the copies, which wait for what
-came before `post`: both run while the GPU is busy with the exchange, also where XLA's host waits for it.
-`plan_and_copy` is launched after it and hands the plan on. That has been compiled and run on a stand-in for the CUDA
-runtime; not run on a GPU. On a CPU a handler plans when the second call's operands are there, and what needs the plan
-waits for the copies.
+On a GPU, a host thread plans when the load has arrived on the host. Then it starts the copies, which wait for the work
+before `post`. Both run during the exchange, even if XLA's host thread waits for it. `plan_and_copy` is launched after
+the exchange and returns the plan. This path has been compiled and run on a stand-in for the CUDA runtime, but not on a
+GPU. On a CPU, a handler plans when the operands of the second call are ready, and users of the plan wait for the
+copies.
 """
 
 from dataclasses import field
@@ -39,20 +39,20 @@ from jax_moe_lb.planners.base import NativePlanner, alike
 
 @pytree
 class Posted:
-    """What will be planned and copied, from `post` to `plan_and_copy`.
+    """Inputs of planning and copies, from `post` to `plan_and_copy`.
 
-    Keep both calls, and `join`, in one computation, and use it once.
+    Keep both calls and `join` in one computation, and use it once.
 
     Args:
-        placement: `[R, S]` int32, which the planner starts from.
-        quota: `[E, R]` int32, which the planner starts from.
-        home: the pytree of home weights, `[L, ...]` each.
-        incoming: the slots, not written yet. They are owned since `post`, so that what runs before `plan_and_copy`
-            cannot be using their memory.
-        place: two integers, which participant of which group this is.
-        ticket: two integers that tie `plan_and_copy` to its `post`.
-        route: between whom weights are copied, and how.
-        planner: what plans.
+        placement: `[R, S]` int32, initial placement of the planner.
+        quota: `[E, R]` int32, initial quota of the planner.
+        home: pytree of home weights, `[L, ...]` each.
+        incoming: uninitialized slots. They are allocated since `post`, so operations before `plan_and_copy` do not use
+            their memory.
+        place: two integers, the participant and the group of this device.
+        ticket: two integers that pair `plan_and_copy` with its `post`.
+        route: ranks and options of the copies.
+        planner: native planner.
     """
 
     placement: Placement
@@ -74,26 +74,25 @@ def post(
     planner: NativePlanner,
     route: Route,
 ) -> tuple[Any, Posted]:
-    """Says what `plan_and_copy` will plan and copy, and returns at once.
+    """Register the inputs of `plan_and_copy`, and return without waiting.
 
-    `TwoPhase` calls it as soon as the load is known, before rows go home. Use it yourself only where you have work of
-    your own beside it.
+    `TwoPhase` calls it when the load is known, before rows go home. Call it directly only to overlap custom work.
 
     Args:
-        placement: `[R, S]` int32, the expert in each slot, the same on all ranks; the first `L` slots of a rank are its
-            home experts.
-        quota: `[E, R]` int32, the tokens of each expert that each rank serves, the same on all ranks.
-        home: a pytree of at least one array `[L, ...]`, the kinds of weights of this rank's home experts.
-        before: a pytree of arrays that what runs beside it uses: XLA calls this before what uses the result. It also
-            keeps apart the posts of several layers, or turns of a loop, whose other operands are equal.
-        planner: what a balancer's `native_planner` returned, such as that of `Greedy` or `FEPLB`.
-        route: between whom weights are copied, and how.
+        placement: `[R, S]` int32, expert of each slot, equal on all ranks; the first `L` slots of a rank are its home
+            experts.
+        quota: `[E, R]` int32, tokens of each expert served by each rank, equal on all ranks.
+        home: pytree of at least one array `[L, ...]`, the weight arrays of this rank's home experts.
+        before: pytree of arrays that is passed through: XLA orders this call before operations that use the result. It
+            also distinguishes posts of several layers or loop iterations with otherwise equal operands.
+        planner: return value of a balancer's `native_planner`, such as the one of `Greedy` or `FEPLB`.
+        route: ranks and options of the copies.
 
     Returns:
-        `before`, the same, and what `plan_and_copy` takes.
+        `before`, unchanged, and the input of `plan_and_copy`.
 
     Raises:
-        ValueError: shapes that do not fit, or an option of the planner out of range.
+        ValueError: shapes do not match, the route has several domains, or an option of the planner is out of range.
     """
     placement, quota = alike(placement, quota)
     num_home = experts_per_rank(jax.tree.leaves(home), placement, route, "home")
@@ -118,15 +117,14 @@ def post(
         home, passed = arrays[2:first], arrays[first:]
         slots = (like(array, (num_rows, *array.shape[1:])) for array in home)
         out = (like(where), *slots, *map(like, passed))
-        # What goes in as `before` comes out in the same memory: the call only ties the order of things, and copies
-        # nothing.
+        # `before` is aliased: the call only orders operations and copies no data.
         aliases = {1 + first + i: 1 + len(home) + i for i in range(len(passed))}
         site = attributes(num_home, route) | {"plan_size": placement.size + quota.size, "num_kinds": len(home)}
         site |= {"planner": planner.name, "options": options}
         return tuple(call("copy_post", out, where, *arrays, aliases=aliases, **site))
 
     def reference(where: Array, *arrays: Array) -> Arrays:
-        # As many rows, of the type of `home`; nothing reads them.
+        # Placeholders with the shapes of the slots; they are never read.
         return where, *(array[:1].repeat(num_rows, 0) for array in arrays[2:first]), *arrays[first:]
 
     operands = (where, placement, quota, *kinds, *waves)
@@ -137,21 +135,21 @@ def post(
 
 
 def plan_and_copy(posted: Posted, after: Any) -> tuple[Any, tuple[Placement, Quota], Pending]:
-    """Makes the plan, and starts the copies that it asks for.
+    """Compute the plan, and start its copies.
 
-    It is not differentiable: write one rule for the calls and what is between, with `add_at_home`.
+    It is not differentiable: write one rule for both calls and the operations in between, with `add_at_home`.
 
     Args:
-        posted: what `post` returned.
-        after: a pytree of arrays that are computed before.
+        posted: return value of `post`.
+        after: pytree of arrays to compute before.
 
     Returns:
-        `after`, the same; placement and quota of the plan; and the copies, for `join`: slot `i` becomes the expert of
-        `placement[:, L + i]`, 0 where that is empty.
+        `after`, unchanged; placement and quota of the plan; and the copies, for `join`. Slot `i` receives the expert of
+        `placement[:, L + i]`; empty slots are 0.
 
     Raises:
-        JaxRuntimeError: where the custom calls run, a plan that breaks the planner's rules, plans that differ between
-            ranks or a rank that does not come in time stop the program on all ranks, on a GPU too.
+        JaxRuntimeError: with the custom calls, also on GPUs, the program stops on all ranks for an illegal plan, plans
+            that differ between ranks, and timeouts.
     """
     planner = posted.planner
     options = planner.checked_options(posted.placement, posted.quota)
@@ -164,7 +162,7 @@ def plan_and_copy(posted: Posted, after: Any) -> tuple[Any, tuple[Placement, Quo
     def native(placement: Placement, quota: Quota, ticket: Array, *arrays: Array) -> Arrays:
         passed = arrays[kinds:]
         out = tuple(like(array) for array in (placement, quota, ticket, *passed))
-        # The slots are written where `post` allocated them, and `after` passes through: both in the same memory.
+        # Aliased: the slots are written into the buffers of `post`, and `after` passes through.
         aliases = {3 + kinds + i: 3 + i for i in range(len(passed))}
         name = f"plan_{planner.name}_and_copy"
         return tuple(call(name, out, placement, quota, ticket, *arrays, aliases=aliases, **options))
@@ -175,11 +173,11 @@ def plan_and_copy(posted: Posted, after: Any) -> tuple[Any, tuple[Placement, Quo
         slots = [fetch_reference(array, wanted, num_home, route) for array in arrays[:kinds]]
         return placement, quota, ticket, *slots, *arrays[2 * kinds :]
 
-    # Copies read `place` until they are over, so it goes along with `after`.
+    # Copies read `place` until they end, so pass it along with `after`.
     operands = (posted.placement, posted.quota, posted.ticket, *home, *incoming, *waves, posted.place)
     placement, quota, ticket, *passed = by_platform(
         *operands, native=native, reference=reference, platforms=native_platforms(route)
     )
-    # The home weights are read until `join`, which keeps them.
+    # The home weights are read until `join`, so keep them alive.
     pending = Pending(jax.tree.unflatten(tree, passed[:kinds]), ticket, home, route)
     return jax.tree.unflatten(structure, passed[kinds:-1]), (placement, quota), pending

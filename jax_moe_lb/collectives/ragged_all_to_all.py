@@ -1,9 +1,9 @@
 """Exact-size exchange of rows between the ranks of a mesh axis.
 
-On accelerators it is `jax.lax.ragged_all_to_all`. XLA:CPU has no such collective: between the devices of one process a
+On accelerators it is `jax.lax.ragged_all_to_all`, which XLA:CPU does not support. Between CPU devices of one process, a
 custom call copies the rows. Between processes, or without the custom call, it is a sequence of padded steps of XLA's
-other collectives, in `O(P + Q)` rows of memory. The number of steps follows from the largest pair of ranks. Steps are
-`all_to_all`s, which each group of ranks runs on its own, or unidirectional permutes for networks (`permutes.py`).
+other collectives, in `O(P + Q)` rows of memory. The number of steps follows from the largest pair of ranks. The steps
+are `all_to_all`s, one per group of ranks, or unidirectional permutes for networks (`permutes.py`).
 """
 
 import math
@@ -31,15 +31,15 @@ from jax_moe_lb.core.types import iota
 
 
 def concatenated(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int) -> Int[Array, "A"]:
-    """Puts blocks of rows one after the other: returns the row that each row comes from.
+    """Return the source row of each row after blocks are concatenated.
 
-    Rows beyond the blocks get their own number, so that the result is a permutation where the blocks together are the
-    first rows.
+    Rows after the blocks keep their own index, so the result is a permutation if the blocks together are the first
+    rows.
 
     Args:
-        first: int32, the row at which each block starts.
-        size: int32, the rows of each block; `num_rows` or fewer in all.
-        num_rows: how many rows are asked for.
+        first: int32, first row of each block.
+        size: int32, rows of each block; at most `num_rows` in all.
+        num_rows: `A`, number of rows of the result.
     """
     first, size = first.reshape(-1), size.reshape(-1)
     row = iota(num_rows)
@@ -49,12 +49,12 @@ def concatenated(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int)
 
 
 def starts(sizes: Int[Array, "N"]) -> Int[Array, "N"]:
-    """Returns where blocks of these sizes start, one after the other."""
+    """Return the offsets of contiguous blocks of these sizes."""
     return sizes.cumsum(dtype=jnp.int32) - sizes
 
 
 Sizes = Int[Array, "U"]
-"""One number for each of the `U` slices that a rank sends, or that it receives."""
+"""One number for each of the `U` slices to send or to receive."""
 PerPeer = Int[Array, "R"]
 """One number for each of the `R` ranks of the group."""
 
@@ -70,9 +70,9 @@ def padded_all_to_all(
     axis_name: Axes,
     disjoint: bool = False,
 ) -> Shaped[Array, "Q *X"]:
-    """Computes `ragged_all_to_all` out of `all_to_all` alone, with the same arguments.
+    """Compute `ragged_all_to_all` from `all_to_all` steps, with the same arguments.
 
-    It is the form for CPUs of one process without the custom call.
+    It is used on CPUs in one process without the custom call.
     """
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
     return _by_pairs(_all_to_all_steps, operand, output, where, axis_name, disjoint)
@@ -89,10 +89,10 @@ def one_way_all_to_all(
     axis_name: Axes,
     disjoint: bool = False,
 ) -> Shaped[Array, "Q *X"]:
-    """Computes `ragged_all_to_all` out of permutes, with the same arguments.
+    """Compute `ragged_all_to_all` from permutes, with the same arguments.
 
-    It is the form between processes on CPUs. A permute is one operation of all devices of the mesh: all of them must
-    call this equally often, also in groups side by side.
+    It is used between processes on CPUs. A permute is one operation of all devices of the mesh. So all devices must
+    call this function equally often, including those of other groups.
     """
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
     return _by_pairs(_permute_steps, operand, output, where, axis_name, disjoint)
@@ -117,13 +117,13 @@ def _by_pairs(
     disjoint: bool,
 ) -> Array:
     first, sizes, output_offsets, arriving = where
-    # Only the sender was told where its rows land, but here the receiver puts them there. This comes before the return
-    # below, since all ranks of a group must take part.
+    # Senders have the landing offsets, but here receivers place the rows, so exchange them. This precedes the early
+    # return below, because all ranks of a group must take part.
     landings = jax.lax.all_to_all(output_offsets, axis_name, 0, 0, tiled=True)
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
     dtype, per_pair = operand.dtype, sizes.shape[0] // jax.lax.axis_size(axis_name)
-    # As integers: XLA:CPU sends a narrow float as a wider one.
+    # As integers: XLA:CPU sends narrow floats as wider ones.
     operand, output = to_wire(operand), to_wire(output)
     if disjoint and per_pair > 1:
         return from_wire(_packed(steps, operand, output, _Pairs(first, sizes, landings, arriving), axis_name), dtype)
@@ -136,10 +136,10 @@ def _by_pairs(
 def _packed(
     steps: Callable[[Array, Array, _Pairs, Axes], Array], operand: Array, output: Array, slices: _Pairs, axis_name: Axes
 ) -> Array:
-    """All slices for one rank travel as one, side by side, and are put where they belong when they are there."""
+    """Exchange all slices for a rank as one contiguous slice, and scatter the rows after arrival."""
     num_ranks = jax.lax.axis_size(axis_name)
     sent, come = (sizes.reshape(num_ranks, -1).sum(1, dtype=jnp.int32) for sizes in (slices.sizes, slices.arriving))
-    # The operand has room for all of them, as none of its rows is in two.
+    # All slices fit into an array of the operand's size, because they are disjoint.
     packed = operand[concatenated(slices.starts, slices.sizes, operand.shape[0])]
     pairs = _Pairs(starts(sent), sent, starts(come), come)
     arrived = _exchanged(steps, packed, jnp.zeros_like(output), pairs, axis_name)
@@ -156,22 +156,22 @@ def _exchanged(
 
 def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:
     num_ranks = pairs.sizes.shape[0]
-    # Rows for one rank in one step. All ranks together then send no more than the operand holds, which bounds the
-    # memory, and a balanced exchange takes one step.
+    # Rows for one rank in one step. All ranks together then send at most the rows of the operand, which bounds the
+    # memory. A balanced exchange takes one step.
     chunk = -(-operand.shape[0] // num_ranks)
     lane = iota(chunk)[None]
-    # Own rows are there already, by `_copy_own`: else the largest pair would often be a rank with itself.
+    # `_copy_own` has already copied the own rows: otherwise the largest pair would often be a rank with itself.
     from_me = iota(num_ranks) == jax.lax.axis_index(axis_name)
     most = jnp.where(from_me, 0, pairs.sizes).max()
     num_steps = jax.lax.pmax((most + chunk - 1) // chunk, axis_name)
 
     def step(i: Array, output: Array) -> Array:
         offset = i * chunk + lane
-        # Beyond a slice the rows are those of another, clipped into range: the receiver knows how many to keep.
+        # Rows beyond a slice belong to other slices, or are clipped into range; the receiver drops them.
         rows = operand.at[pairs.starts[:, None] + offset].get(mode="clip")
         rows = jax.lax.all_to_all(rows, axis_name, 0, 0)
         arrives = (offset < pairs.arriving[:, None]) & ~from_me[:, None]
-        # Padding gets an index beyond the rows and is dropped.
+        # Padding gets an index out of range, which the scatter drops.
         into = jnp.where(arrives, pairs.landings[:, None] + offset, output.shape[0])
         return output.at[into].set(rows, mode="drop")
 
@@ -184,13 +184,13 @@ def _permute_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes
     me, lane = jax.lax.axis_index(axis_name), iota(chunk)
     way_round = ring_direction(operand, axis_name)
     ways = unidirectional_permutes(num_ranks, swaps=way_round is not None)
-    # One rank alone has nobody to send to.
+    # A single rank has no peer.
     if not ways:
         return output
     to = jnp.stack([_partner(way, num_ranks)[me] for way in ways])
     source = jnp.stack([_partner([(b, a) for a, b in way], num_ranks)[me] for way in ways])
     num_chunks = (jnp.where(to == me, 0, pairs.sizes[to]) + chunk - 1) // chunk
-    # Groups side by side too.
+    # Other groups must run the same number of steps.
     num_steps = largest(num_chunks, axis_name + other_manual_axes(axis_name))
     for n, way in enumerate(ways):
 
@@ -207,23 +207,23 @@ def _permute_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes
 
 
 def _partner(way: list[tuple[int, int]], num_ranks: int) -> PerPeer:
-    """The rank that each rank sends to; itself if it sends to none."""
+    """Return the rank that each rank sends to; itself if it sends to none."""
     partner = dict(way)
     return jnp.asarray([partner.get(rank, rank) for rank in range(num_ranks)], jnp.int32)
 
 
 def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:
-    """What a rank keeps never travels, however much it is."""
+    """Copy the rows that a rank keeps, without an exchange and of any number."""
     me = jax.lax.axis_index(axis_name)
     place = iota(output.shape[0]) - pairs.landings[me]
     kept = (place >= 0) & (place < pairs.sizes[me])
-    # Clipped where nothing is kept, and then not selected.
+    # Clipped if no rows are kept, and then not selected.
     rows = operand.at[pairs.starts[me] + place].get(mode="clip")
     return jnp.where(kept.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
 
 
 LANES = 128
-"""A TPU's vector has so many words."""
+"""Lanes of a TPU vector, 4-byte words each."""
 
 
 def ragged_all_to_all(
@@ -239,38 +239,39 @@ def ragged_all_to_all(
     site: str | None = None,
     timeout_s: float = 120.0,
 ) -> Shaped[Array, "Q *X"]:
-    """Sends slices of `operand` to the ranks of `axis_name`; returns `output` with what arrived written over it.
+    """Send slices of `operand` to the ranks of `axis_name`, and write the received slices into `output`.
 
-    Use it wherever ranks send each other different numbers of rows. It has the signature and meaning of
-    `jax.lax.ragged_all_to_all`. It is not differentiable: the transports that call it know their own transposes.
-    Between processes on CPUs groups side by side must call it equally often: see `one_way.agreed`.
+    It has the signature and semantics of `jax.lax.ragged_all_to_all`. It is not differentiable; its callers implement
+    their transposes. Between processes on CPUs, all groups must call it equally often; see `permutes.agreed`.
 
     Args:
-        operand: `[P, ...]`, the rows to send.
-        output: `[Q, ...]`, whose rows keep their value where nothing is written. It varies over the mesh axes that the
-            result varies over.
-        input_offsets: `[U]` int32, `U` a multiple of `R`: where in `operand` a slice starts. Slices `i * U / R` to
+        operand: `[P, ...]`, rows to send.
+        output: `[Q, ...]`; rows that are not written keep their value. It varies over the mesh axes of the result.
+        input_offsets: `[U]` int32, `U` a multiple of `R`: first row of each slice in `operand`. Slices `i * U / R` to
             `(i + 1) * U / R` go to rank `i`.
-        send_sizes: `[U]` int32, the rows of each slice.
-        output_offsets: `[U]` int32, where in the *receiver's* `output` each slice lands.
-        recv_sizes: `[U]` int32, the rows that arrive, in the order of the senders.
-        axis_name: the mesh axes of the ranks, outermost first.
-        disjoint: whether no row of `operand` is in two slices. Where the exchange is made of XLA's other collectives,
-            all slices for a rank then travel as one.
-        site: the name of this exchange in messages; its axes by default.
-        timeout_s: how long the custom call waits for ranks that do not come, in seconds, before all ranks that did come
-            stop with an error that names those that did not. 120, the default, is far more than an exchange takes.
+        send_sizes: `[U]` int32, rows of each slice.
+        output_offsets: `[U]` int32, first row of each slice in the *receiver's* `output`.
+        recv_sizes: `[U]` int32, rows to receive, in the order of the senders.
+        axis_name: mesh axes of the ranks, outermost first.
+        disjoint: whether the slices of `operand` are disjoint; False by default. If True, exchanges by other
+            collectives send all slices for a rank as one.
+        site: name of this exchange in messages; `None` (default) uses its axes.
+        timeout_s: timeout of the custom call in seconds; 120.0 by default, far above the time of an exchange. Then all
+            waiting ranks stop with an error naming the missing ones.
+
+    Returns:
+        `[Q, ...]`, `output` with the received rows.
 
     Raises:
-        ValueError: `U` is not a multiple of `R`. Where the custom call runs, offsets and sizes that are out of range,
-            or that sender and receiver disagree on, stop the program on all ranks.
+        ValueError: `U` is not a multiple of `R`. The custom call stops the program on all ranks for offsets and sizes
+            out of range, or if sender and receiver disagree.
     """
     num_ranks = jax.lax.axis_size(axis_name)
     if send_sizes.shape[0] % num_ranks:
         raise ValueError(f"send_sizes has {send_sizes.shape[0]} entries; expected a multiple of the {num_ranks} ranks")
     args = (operand, output, input_offsets, send_sizes, output_offsets, recv_sizes)
 
-    # Of its own it cannot be mapped where only some operands are.
+    # It has no batching rule for partly mapped operands.
     @jax.custom_batching.sequential_vmap
     def on_accelerators(*args: Array) -> Array:
         return jax.lax.ragged_all_to_all(*args, axis_name=axis_name)
@@ -286,24 +287,30 @@ def ragged_all_to_all(
 
 
 def empty_buffer(rows: Array, num_rows: int) -> Array:
-    """Makes rows for an exchange to write, which hold anything until then; on CPUs zeros.
+    """Allocate an uninitialized receive buffer (zeros on CPU).
 
     Args:
-        rows: `[P, ...]`, rows of the same shape and dtype, which vary over the same mesh axes.
-        num_rows: how many.
+        rows: `[P, ...]`, rows with the shape, dtype and varying axes of the buffer.
+        num_rows: number of rows of the buffer.
+
+    Returns:
+        `[num_rows, ...]`.
     """
     return vary_like(jax.lax.empty((num_rows, *rows.shape[1:]), rows.dtype), rows)
 
 
 def empty_buffer_after(rows: Array, num_rows: int) -> Array:
-    """Makes what `empty_buffer` makes, for an exchange that comes much later.
+    """Allocate a buffer as `empty_buffer` does, for an exchange much later in the program.
 
-    The compiler for TPUs makes what nobody has to write long before it is needed, and so keeps it longer: there it is
-    cleared.
+    The TPU compiler allocates uninitialized arrays long before their first use, which raises memory. So on TPUs the
+    buffer is initialized to 0.
 
     Args:
-        rows: `[P, ...]`, as of `empty_buffer`.
-        num_rows: how many.
+        rows: `[P, ...]`, rows with the shape, dtype and varying axes of the buffer.
+        num_rows: number of rows of the buffer.
+
+    Returns:
+        `[num_rows, ...]`.
     """
 
     def cleared(rows: Array) -> Array:
@@ -313,14 +320,13 @@ def empty_buffer_after(rows: Array, num_rows: int) -> Array:
 
 
 def as_words(rows: Shaped[Array, "A W"]) -> Shaped[Array, "A *X"]:
-    """Returns rows in the shape in which a TPU exchanges them: `[A, P, W / P]`, `P` of them in each word of 4 bytes.
+    """Reshape rows to the shape of exchanges on TPUs: `[A, P, W / P]`, with `P` numbers in each 4-byte word.
 
-    There the words of a row lie side by side, where products have those of eight rows. Gather rows of an exchange in
-    this shape, and hand them from one round of a loop to the next in it: then they are not turned around for that.
-    Elsewhere it costs nothing.
+    In this shape the words of a row are contiguous; products interleave the words of eight rows. Gather exchanged rows
+    and carry them through loops in this shape, to avoid layout changes. On other platforms the reshape is free.
 
     Args:
-        rows: `[A, W]`. Their shape stays as it is where a row is no whole number of a TPU's vectors.
+        rows: `[A, W]`. If a row is no multiple of a TPU vector, the shape is unchanged.
     """
     num_rows, width = rows.shape
     if rows.dtype.itemsize > 4 or width * rows.dtype.itemsize % (4 * LANES):
@@ -330,19 +336,17 @@ def as_words(rows: Shaped[Array, "A W"]) -> Shaped[Array, "A *X"]:
 
 
 def as_rows(words: Shaped[Array, "A *X"]) -> Shaped[Array, "A W"]:
-    """Returns what `as_words` was given."""
+    """Return the rows passed to `as_words`."""
     return words.reshape(words.shape[0], math.prod(words.shape[1:]))
 
 
 def moves_in_process() -> bool:
-    """Says whether an exchange on CPUs copies each row once: all devices belong to this process, and the call was
-    built.
-    """
+    """Return whether exchanges on CPUs copy each row once: in a single process with the custom call."""
     return is_built("cpu") and jax.process_count() == 1
 
 
 def exchange_by_steps(*args: Array, axis_name: tuple[str, ...], disjoint: bool = False) -> Array:
-    """Computes `ragged_all_to_all` out of XLA's other collectives, in the form for one process or for several."""
+    """Compute `ragged_all_to_all` from XLA's other collectives, for one process or for several."""
     by_steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
     return by_steps(*args, axis_name=axis_name, disjoint=disjoint)
 
@@ -353,7 +357,7 @@ def _in_process(
     mesh = jax.sharding.get_abstract_mesh()
     others = other_manual_axes(axis_name)
     rank, group = jax.lax.axis_index(axis_name), jax.lax.axis_index(others) if others else jnp.int32(0)
-    # Over axes that are not manual here every device makes the same call with the same data.
+    # Along axes that are not manual, all devices make the same call with the same data.
     num_lanes = math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
     return call(
         "ragged_exchange",
@@ -361,9 +365,9 @@ def _in_process(
         operand,
         output,
         *where,
-        # Ranks of one group meet each other, and nobody else.
+        # Only ranks of one group meet each other.
         jnp.stack([rank, group]),
-        # The result is written over `output`, whose other rows so keep their value without a copy.
+        # The result aliases `output`, so rows that are not written keep their value without a copy.
         aliases={1: 0},
         num_ranks=jax.lax.axis_size(axis_name),
         num_lanes=num_lanes,

@@ -1,4 +1,4 @@
-"""Plans, topologies, statistics and the checks that every other package builds on."""
+"""Plans, topologies, statistics and validation, shared by all other packages."""
 
 from jax_moe_lb.core.custom_calls import shadowed_installation
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, rows_between, straggler, traffic

@@ -1,7 +1,7 @@
-"""The custom calls: which were built, how they are registered, and how a program chooses them.
+"""Registration and selection of the XLA custom calls.
 
-A build has `_ffi` (CPU) and, where a CUDA compiler was at hand, `_ffi_cuda`. Both hold the same names, so that one
-traced program lowers on either. Without them every operation still works, in plain JAX.
+A build contains `_ffi` (CPU) and, if a CUDA compiler was found, `_ffi_cuda`. Both define the same call names, so one
+traced program lowers for either platform. Without these modules, every operation runs in plain JAX.
 """
 
 import functools
@@ -15,43 +15,48 @@ from typing import Any
 import jax
 
 MODULES = {"cpu": "jax_moe_lb._ffi", "cuda": "jax_moe_lb._ffi_cuda"}
-"""The extension module that holds the custom calls of each platform."""
+"""Extension module with the custom calls of each platform."""
 
 PLANNING_MODULE = "jax_moe_lb._planning"
-"""The extension module that holds the planners as functions of NumPy arrays."""
+"""Extension module with the planners as functions of NumPy arrays."""
 
 
 def is_built(platform: str) -> bool:
-    """Says whether this installation holds the custom calls of a platform of `MODULES`, and they can run here."""
+    """Return whether this installation has usable custom calls for a platform.
+
+    Args:
+        platform: key of `MODULES`, `"cpu"` or `"cuda"`.
+    """
     module = MODULES[platform]
     return importlib.util.find_spec(module) is not None and why_unusable(module) is None
 
 
 @functools.cache
 def why_unusable(module: str) -> str | None:
-    """Says why the custom calls of an extension module that is there cannot run on this machine; `None` if they can.
+    """Return the reason why an installed extension module cannot run here; `None` if it can.
 
-    Those of CUDA need a driver that knows the runtime that they were built with. Where there is no driver they are used
-    all the same: such a machine compiles for others.
+    CUDA modules need a driver supporting their CUDA runtime. Without any driver the module counts as usable, because
+    such a machine compiles for other machines.
 
     Args:
-        module: one of `MODULES`.
+        module: a value of `MODULES`.
     """
     try:
         ask = getattr(importlib.import_module(module), "why_unusable", None)
     except ImportError:
-        return None  # `register` and `jax-moe-lb doctor` say it
+        return None  # reported by `register` and `jax-moe-lb doctor`
     return None if ask is None else ask()
 
 
 def shadowed_installation() -> Path | None:
-    """Finds the folder of an installation with custom calls that Python passes by for this one, which has none.
+    """Return the folder of an installation with custom calls hidden by this package without any.
 
-    That is so in a checkout, from which `pip install .` installs and which `python -m` finds first; there run from
-    another folder, or install with `pip install -e .`. All works without custom calls too, but slower.
+    This happens in a checkout after `pip install .`, because `python -m` imports the package from the current folder
+    first. Run from another folder, or install with `pip install -e .`. Without custom calls all operations work, but
+    more slowly.
 
     Returns:
-        The folder of that installation; `None`, which is usual, where nothing is passed by.
+        Folder of the hidden installation; `None` (usual) if no installation is hidden.
 
     Examples:
         >>> from jax_moe_lb.core import shadowed_installation
@@ -61,7 +66,7 @@ def shadowed_installation() -> Path | None:
     if importlib.util.find_spec(MODULES["cpu"]) is not None:
         return None
     here = Path(__file__).parent
-    # Several may be on the path: a checkout has one as soon as anything was built in it.
+    # The path can hold several distributions: a checkout is one after its first build.
     for installed in importlib.metadata.distributions(name="jax_moe_lb"):
         for file in installed.files or ():
             where = Path(str(installed.locate_file(file)))
@@ -71,41 +76,47 @@ def shadowed_installation() -> Path | None:
 
 
 def has_planning_module() -> bool:
-    """Says whether this installation can plan on NumPy arrays, without a JAX program."""
+    """Return whether the native planners for NumPy arrays are installed."""
     return importlib.util.find_spec(PLANNING_MODULE) is not None
 
 
 def by_platform(
     *args: Any, native: Callable, reference: Callable | None, platforms: tuple[str, ...] = tuple(MODULES)
 ) -> Any:
-    """Calls `native(*args)` where a program is lowered for a platform that was built, else `reference(*args)`.
+    """Call `native(*args)` on platforms with custom calls, and `reference(*args)` on all others.
 
-    Use it for every operation that has a custom call: the choice is made when a program is lowered, so one traced
-    program serves all platforms, and a machine without a GPU can lower for one.
+    Use it for every operation with a custom call. The choice is made at lowering, so one traced program serves all
+    platforms, and a machine without a GPU can lower for one.
 
     Args:
-        *args: arrays, the operands of both forms.
-        native: makes the custom call.
-        reference: the same in plain JAX. Without it, `None`, the program cannot be lowered for other platforms, and at
-            least one must have been built.
-        platforms: names of `MODULES` on which the custom call exists; all of them by default.
+        *args: arrays, the operands of both functions.
+        native: function making the custom call.
+        reference: the same operation in plain JAX. With `None`, lowering for other platforms fails, and at least one of
+            `platforms` must be built.
+        platforms: keys of `MODULES` with this custom call; all by default.
+
+    Returns:
+        The result of the selected function.
     """
     built = {platform: native for platform in platforms if is_built(platform)}
     return jax.lax.platform_dependent(*args, **built, default=reference)
 
 
 def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any) -> Any:
-    """Makes the custom call `moe_lb_<name>`.
+    """Make the custom call `moe_lb_<name>`.
 
     Args:
-        name: the name of the call without the prefix.
+        name: name of the call without the prefix.
         out: shapes and dtypes of the results; see `like`.
-        args: the operands.
-        aliases: operand to result, by number: the result is written over the operand.
-        attributes: static values; integers become int64, `np.float32` and the like keep their type.
+        *args: operands.
+        aliases: operand index to result index; the result overwrites the operand. `None` (default) for no aliases.
+        **attributes: static values; Python integers become int64, NumPy scalars keep their dtype.
+
+    Returns:
+        One array or a sequence of arrays, as in `out`.
     """
     register()
-    # No side effect: `jax.checkpoint` refuses them, and every result is used.
+    # Declare no side effect: `jax.checkpoint` rejects effects. All results are used, so XLA keeps the call.
     bound = jax.ffi.ffi_call(
         f"moe_lb_{name}", out, vmap_method="sequential", input_output_aliases=aliases, has_side_effect=False
     )
@@ -113,26 +124,29 @@ def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None =
 
 
 def like(array: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
-    """Describes a result that varies over the mesh axes of `array` and is placed like it.
+    """Return the type of a result with the varying mesh axes and sharding of `array`.
 
-    Use it for the results of `call`, which inside `jax.shard_map` would otherwise vary over no axis.
+    Use it for the results of `call`: inside `jax.shard_map` they would otherwise vary over no axis.
 
     Args:
-        array: an operand.
-        shape: of the result; that of `array` by default.
-        dtype: of the result; that of `array` by default.
+        array: an operand of the call.
+        shape: shape of the result; the shape of `array` by default.
+        dtype: dtype of the result; the dtype of `array` by default.
+
+    Returns:
+        The abstract value of the result.
     """
     aval = jax.typeof(array)
     shape = aval.shape if shape is None else shape
-    # A placement names one entry per dimension; another number of them is placed nowhere in particular.
+    # A sharding has one entry per dimension; a result with another number of them is unsharded.
     sharding = aval.sharding if len(shape) == aval.ndim else aval.sharding.update(spec=(None,) * len(shape))
     return aval.update(shape=shape, dtype=aval.dtype if dtype is None else dtype, weak_type=False, sharding=sharding)
 
 
 @functools.cache
 def register() -> None:
-    """Makes the custom calls known to JAX, once; `call` does it before the first of them."""
-    # The CPU client must exist first: it flushes queued handlers before the types that they need.
+    """Register the custom calls with JAX, once per process; `call` does so before its first use."""
+    # Create the CPU client first: it flushes queued handlers before the types needed by them.
     jax.devices()
     for platform, module in MODULES.items():
         if is_built(platform):

@@ -1,9 +1,9 @@
-"""Helpers for values that vary over manual mesh axes inside `jax.shard_map`.
+"""Helpers for values varying over manual mesh axes inside `jax.shard_map`.
 
 The type of a value records the mesh axes over which it varies. The branches of a conditional, the carry of a loop and
-the operands of a custom call must agree in these axes, and a constant varies over none. `vary_like` and `vary_alike`
-make constants agree. `unvarying_call` traces a function as if there were no mesh: some third-party kernels drop or
-refuse the axes of their operands. `first_order` refuses a second derivative of a handwritten backward pass.
+the operands of a custom call must agree in these axes, but a constant varies over none. `vary_like` and `vary_alike`
+make constants agree. `unvarying_call` traces a function as if there were no mesh, because some third-party kernels drop
+or reject the axes of their operands. `first_order` rejects second derivatives of a custom backward pass.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,17 @@ from jaxtyping import Array
 
 
 def vary_like(tree: Any, *others: Any) -> Any:
-    """Returns the same values, which also vary over every manual mesh axis that one of `others` varies over.
+    """Return the same values, varying also over all manual mesh axes of `others`.
 
-    Use it for constants and for results of callbacks, before they meet the others in a loop or a conditional. Only
-    types change; the compiled program does not.
+    Use it for constants and callback results before combining them with `others` in a loop or a conditional. It changes
+    types only, not the compiled program.
 
     Args:
-        tree: a pytree of arrays, or of numbers of JAX or NumPy.
-        others: pytrees of arrays. Where all of them are NumPy's, this is a plan on a host, and `tree` stays as it is.
+        tree: pytree of arrays or JAX or NumPy numbers.
+        *others: pytrees of arrays. If all leaves are NumPy arrays, `tree` is returned unchanged (planning on the host).
+
+    Returns:
+        The pytree, as JAX arrays.
     """
     leaves = jax.tree.leaves(others)
     if all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves):
@@ -37,28 +40,31 @@ def vary_like(tree: Any, *others: Any) -> Any:
 
 
 def vary_alike(arrays: Any, *others: Array) -> tuple[Array, ...]:
-    """Returns the arrays, each of which varies over all mesh axes that any of them or of the others varies over.
+    """Return the arrays, varying over the union of their mesh axes and the axes of `others`.
 
-    Use it for the operands of a custom call, and for the carry of a loop.
+    Use it for the operands of a custom call and for the carry of a loop.
 
     Args:
-        arrays: arrays of JAX.
-        *others: arrays that these will meet.
+        arrays: JAX arrays.
+        *others: arrays combined with `arrays` later.
+
+    Returns:
+        One array for each of `arrays`.
     """
     return tuple(vary_like(tuple(arrays), *arrays, *others))
 
 
 def varying_axes(array: Any) -> frozenset[str]:
-    """Returns the manual mesh axes over which an array differs.
+    """Return the manual mesh axes over which an array varies.
 
-    There are none outside `jax.shard_map`, or where that does not check.
+    The set is empty outside `jax.shard_map` and with `check_vma=False`.
     """
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def _cast(leaf: Array, axes: frozenset[str]) -> Array:
-    # A cast over an axis that the value varies over already is refused. Sorted, as a set has another order in each
-    # process, and the programs of all processes must be the same text.
+    # pcast rejects axes over which the value already varies. Sort the axes: set order differs between processes, but
+    # all processes must compile identical programs.
     missing = tuple(sorted(axes - varying_axes(leaf)))
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
@@ -69,26 +75,26 @@ unvarying_call_p.multiple_results = True
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """Holds a traced function. As a bare parameter of the primitive JAX would look into it.
+    """A traced function, wrapped because JAX would inspect a bare jaxpr parameter of a primitive.
 
     Args:
-        jaxpr: the function.
+        jaxpr: the traced function.
     """
 
     jaxpr: ClosedJaxpr
 
 
 def unvarying_call(function: Callable[..., Any], *operands: Array) -> Any:
-    """Calls a function that is traced with operands which vary over no mesh axes.
+    """Call a function traced with operands varying over no mesh axes.
 
-    It is neither differentiable nor mapped over; give what calls it rules of its own.
+    The call has no rules for differentiation or `jax.vmap`; define these on the caller.
 
     Args:
-        function: of arrays to a pytree of arrays, without collectives.
-        *operands: arrays that all vary over the same mesh axes.
+        function: function of arrays returning a pytree of arrays, without collectives.
+        *operands: arrays varying over the same mesh axes.
 
     Returns:
-        What it returns; each array varies over those axes.
+        The result of `function`, varying over the axes of the operands.
     """
     plain = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*plain)
@@ -115,18 +121,17 @@ mlir.register_lowering(unvarying_call_p, _lower)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the same function, which refuses to be differentiated in one line.
+    """Return the same function, raising a one-line error if it is differentiated.
 
-    Without it a gradient of a gradient ends at whatever operation comes first, such as a custom call that the user
-    never heard of.
+    Without it, a second derivative fails inside the first operation without a derivative rule, such as a custom call.
 
     Args:
-        backward: computes gradients, from arguments that are pytrees of arrays.
+        backward: function computing gradients; its arguments are pytrees of arrays.
     """
 
     def refuse(*args: Any) -> NoReturn:
         del args
-        raise NotImplementedError("moe has no second derivatives; expected a gradient of it, not a gradient of that")
+        raise NotImplementedError("moe has no second derivatives; expected first-order differentiation only")
 
     function = jax.custom_vjp(backward)
     function.defvjp(refuse, refuse)

@@ -1,4 +1,4 @@
-"""A plan says, in integers, which rank serves which tokens of one layer and microbatch."""
+"""Plan of one layer and microbatch: integers assigning tokens to ranks."""
 
 import os
 from dataclasses import field
@@ -22,30 +22,31 @@ if TYPE_CHECKING:
 else:
     Scalar = Float[AnyArray, ""] | float
     IntScalar = Int[AnyArray, ""] | np.integer
-    """It is an array in a jitted program and a NumPy number on a host."""
+    """Scalar array in a jitted program, NumPy integer on the host."""
 
 
 @pytree
 class Plan:
-    """A plan holds all that a balancer decides: placement and quota, and optionally relays and rails.
+    """Placement and quota of one layer and microbatch, with optional relays and rails.
 
-    Balancers return plans, and `moe` carries them out. Make one yourself to test a balancer, or to hold a fixed plan.
-    Its shapes are static, so one compilation serves every plan. Plans of several layers or steps may be stacked along
-    leading dimensions, in which `save`, `load` and `jax.vmap` keep them; the properties below, and the functions of
-    this module, take a plan without leading dimensions.
+    Balancers return plans and `moe` executes them. Construct one to test a balancer or to use a fixed plan. All shapes
+    are static, so one compilation serves every plan.
+
+    Plans of several layers or steps can be stacked along leading dimensions; `save`, `load` and `jax.vmap` keep these.
+    The properties below and the functions of this module take a plan without leading dimensions.
 
     Args:
-        placement: `[R, S]` integers, the expert that each slot holds, -1 for an empty slot. The first `L` slots of a
-            rank hold its home experts, of which it owns parameters and optimizer state.
-        quota: `[E, R]` integers, the token copies of an expert that a rank serves (UltraEP's `U`).
-        relay: `[R, S]` integers, the rank from which a slot copies its weights; `None` copies all from home.
-        rails: `[R, R, N]` integers, token copies from rank to rank on each rail; `None` takes the destination's own
-            rail.
-        domain: `M`, ranks of a domain: weights are copied into slots only inside blocks of `M` ranks.
-        split: the rule that says which source sends which of its tokens to which rank. It needs the quota alone.
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. The first `L` slots of a rank hold
+            its home experts; the rank owns their parameters and optimizer state.
+        quota: `[E, R]` integers, the token copies of each expert served by each rank (UltraEP's `U`).
+        relay: `[R, S]` integers, the source rank of each slot's weights; `None` (default) copies all from home.
+        rails: `[R, R, N]` integers, token copies from rank to rank on each rail; `None` (default) uses the rail of the
+            receiver.
+        domain: `M`, ranks per domain. Slots hold experts of their own block of `M` ranks only.
+        split: rule deriving sources and destinations of token copies from the quota; `Split()` by default.
 
     Examples:
-        Rank 1 gets a replica of expert 0 and takes half of its eight copies:
+        Rank 1 gets a replica of expert 0 and serves half of its eight copies:
 
         >>> import numpy as np
         >>> from jax_moe_lb import Plan
@@ -70,32 +71,32 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Counts the ranks of the group, `R`."""
+        """Number of ranks in the group, `R`."""
         return self.placement.shape[0]
 
     @property
     def num_experts(self) -> int:
-        """Counts the experts of the layer, `E`."""
+        """Number of experts of the layer, `E`."""
         return self.quota.shape[0]
 
     @property
     def num_home(self) -> int:
-        """Counts the home experts of a rank, `L`."""
+        """Number of home experts per rank, `L`."""
         return self.num_experts // self.num_ranks
 
     @property
     def slots(self) -> int:
-        """Counts the slots of a rank, `S`."""
+        """Number of slots per rank, `S`."""
         return self.placement.shape[1]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all fields into an .npz file, which `load` reads.
+        """Write all fields to an .npz file for `load`.
 
-        Call it outside `jax.jit`, to look at plans later or to replay them. Plans may be stacked along leading
-        dimensions. The file appears under its name only when it is complete, so nobody reads half of one.
+        Call it outside `jax.jit`, to inspect or replay plans later. Plans may be stacked along leading dimensions. The
+        file is written under a temporary name and renamed when complete, so no reader sees a partial file.
 
         Args:
-            path: the file; one that exists is replaced.
+            path: path of the file; an existing file is replaced.
 
         Raises:
             OSError: the file cannot be written.
@@ -118,41 +119,44 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads a file of `save`, as NumPy arrays with the dimensions that were saved.
+        """Read a file written by `save`.
 
-        It checks dtypes and shapes. Whether the plan is legal for some counts is what `check_plan` says.
+        It checks dtypes and shapes. `check_plan` checks whether the plan is legal for some counts.
 
         Args:
-            path: the file.
+            path: path of the file.
+
+        Returns:
+            The plan, as NumPy arrays with the saved dimensions.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file is damaged or holds no plan; the message names the file and what is wrong in it.
+            ValueError: the file is damaged or is not a plan; the message names the file and the fault.
         """
         arrays = read_arrays(Path(path))
-        tier: Any = str(arrays["split_tier"])  # one of the words of `Tier`, which a type checker cannot know
+        tier: Any = str(arrays["split_tier"])  # a member of `Tier`, unknown to the type checker
         split = Split(tier, bool(arrays["split_locality"]))
         fields: dict[str, Any] = {name: arrays[name] for name in ARRAYS if name in arrays}
         return cls(**fields, domain=int(arrays["domain"]), split=split)
 
 
 def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> Plan:
-    """Makes the plan in which every expert is served at home.
+    """Return the plan of plain expert parallelism: every expert is served at home.
 
-    It is plain expert parallelism. Balancers start from it: give it to `Balancer.rebalance` when you plan for recorded
-    counts, or compare a balanced plan with it.
+    Balancers start from it. Pass it to `Balancer.rebalance` when planning with recorded counts, or use it as the
+    baseline of a balanced plan.
 
     Args:
-        counts: `[R, E]` integers, the token copies that each rank routes to each expert.
-        topology: the group of the `R` ranks; its `ranks_per_domain` becomes the plan's domain.
-        slots: `S`, slots per rank, usually `L` plus the few replicas that a balancer may make (`System.replica_slots`);
-            `L`, which leaves no room for replicas, by default.
+        counts: `[R, E]` integers, the token copies routed from each rank to each expert.
+        topology: topology of the `R` ranks; its `ranks_per_domain` becomes the plan's domain.
+        slots: `S`, slots per rank: `L` plus the replicas per rank (`System.replica_slots`). The default is `L`, without
+            replicas.
 
     Returns:
-        The plan, as NumPy arrays where `counts` is one.
+        The plan, as NumPy arrays if `counts` is one.
 
     Raises:
-        ValueError: `counts` has another shape, `E` is no multiple of `R`, `slots < L` or `slots > E`.
+        ValueError: `counts` is not `[R, E]`, `E` is not a multiple of `R`, `slots < L` or `slots > E`.
 
     Examples:
         >>> import numpy as np
@@ -180,14 +184,20 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
     at_home = host_iota(num_experts)[:, None] // home == host_iota(num_ranks)
     xp = namespace(counts)
     quota = xp.where(xp.asarray(at_home), counts.sum(0, dtype=np.int32)[:, None], xp.int32(0))
-    # A constant varies over no mesh axis; loops may carry the plan only if all of it varies like the counts.
+    # A constant varies over no mesh axis. Loops carry the plan only if all its fields vary like the counts.
     return Plan(vary_like(placement, counts), quota, domain=topology.ranks_per_domain)
 
 
 def load(plan: Plan) -> Load:
-    """Counts the token copies that each rank serves, `[R]`.
+    """Return the token copies served by each rank, `[R]` int32.
 
-    Give it to `imbalance` or `straggler` to see what a plan is worth.
+    Pass the result to `imbalance` or `straggler` to evaluate a plan.
+
+    Args:
+        plan: plan without leading dimensions.
+
+    Returns:
+        `[R]` int32.
 
     Examples:
         >>> import numpy as np
@@ -196,20 +206,20 @@ def load(plan: Plan) -> Load:
         >>> load(plain_plan(np.array([[3, 1], [2, 0]], np.int32), Topology.flat(2)))
         array([5, 1], dtype=int32)
     """
-    # The dtype is said because NumPy would widen the sum where JAX does not, and both must give the same plan.
+    # NumPy would widen the sum and JAX would not. The explicit dtype keeps their plans equal.
     return plan.quota.sum(0, dtype=np.int32)
 
 
 def straggler(load: Load) -> Scalar:
-    """Measures by how much the busiest rank is over the mean: `max(load) - mean(load)` (FEPLB's token straggler).
+    """Return `max(load) - mean(load)`, FEPLB's token straggler.
 
-    Use it where time matters: a rank computes in proportion to its copies, so this is what all others wait for.
+    Use it as a measure of time: compute time is proportional to the load, and all other ranks wait for the busiest one.
 
     Args:
-        load: `[R]`, copies that each rank serves.
+        load: `[R]`, token copies served by each rank.
 
     Returns:
-        Token copies, 0 for a level load.
+        Number of token copies, a float; 0 for a balanced load.
 
     Examples:
         >>> import numpy as np
@@ -222,16 +232,16 @@ def straggler(load: Load) -> Scalar:
 
 
 def imbalance(load: Load) -> Scalar:
-    """Measures how uneven a load is: `max(load) / mean(load)` (UltraEP, section 4.3).
+    """Return `max(load) / mean(load)` (UltraEP, section 4.3).
 
-    Use it to compare layers of different sizes. It is 1 for a level load and `R` if one rank serves everything. Usually
-    it is 1.3 to 4 without balancing, and UltraEP reports 1.01 to 1.04 with its planner.
+    Use it to compare layers of different sizes. It is 1 for a balanced load and `R` if one rank serves all tokens.
+    Typical values are 1.3 to 4 without balancing; UltraEP reports 1.01 to 1.04 with its planner.
 
     Args:
-        load: `[R]`, copies that each rank serves.
+        load: `[R]`, token copies served by each rank.
 
     Returns:
-        A number from 1 to `R`; 1 where there is no load.
+        A float from 1 to `R`; 1 if the load is 0 on all ranks.
 
     Examples:
         >>> import numpy as np
@@ -242,17 +252,17 @@ def imbalance(load: Load) -> Scalar:
     load = _as_float(load)
     xp = namespace(load)
     mean = load.mean()
-    # The inner one keeps a division by zero out of the branch that is not taken, where NumPy would warn of it.
+    # The inner `where` avoids a division by zero in the discarded branch, for which NumPy would warn.
     return xp.where(mean > 0, load.max() / xp.where(mean > 0, mean, 1), xp.ones_like(mean))
 
 
 class Traffic(NamedTuple):
-    """Traffic says what a plan moves between ranks; `traffic` counts it.
+    """Rows and replicas moved between ranks by a plan; see `traffic`.
 
     Args:
-        rows: the token copies that another rank than their own serves, counted once, for dispatch.
-        replicas: the slots that hold an expert of another rank.
-        fan_out: `[R]`, the copies of expert weights that each rank sends.
+        rows: token copies served by another rank than their source, counted once, for dispatch.
+        replicas: number of slots holding an expert of another rank.
+        fan_out: `[R]` int32, expert-weight copies sent by each rank.
     """
 
     rows: IntScalar
@@ -261,16 +271,20 @@ class Traffic(NamedTuple):
 
 
 def traffic(plan: Plan, counts: Counts) -> Traffic:
-    """Counts the token copies and the copies of expert weights that cross between ranks under a plan.
+    """Count the token copies and expert-weight copies moved between ranks by a plan.
 
-    Use it to see what a balanced load costs: multiply rows by the bytes of a token and replicas by those of an expert.
+    Use it for the cost of a balanced load: multiply rows by the bytes of a token and replicas by the bytes of an
+    expert.
 
     Args:
-        plan: legal for `counts`.
-        counts: `[R, E]`, the token copies that each rank routes to each expert.
+        plan: plan legal for `counts`.
+        counts: `[R, E]`, the token copies routed from each rank to each expert.
+
+    Returns:
+        Moved rows, replicas and fan-out per rank, int32.
 
     Examples:
-        Of 16 copies rank 0 keeps its six and rank 1 five; one replica of expert 1 is copied:
+        Of 16 copies, rank 0 keeps its six and rank 1 keeps five; one replica of expert 1 is copied:
 
         >>> import numpy as np
         >>> from jax_moe_lb import Plan
@@ -288,23 +302,23 @@ def traffic(plan: Plan, counts: Counts) -> Traffic:
     if plan.relay is not None:
         relay = plan.relay[:, plan.num_home :]
         senders = xp.where(relay >= 0, relay, senders)
-    # An empty slot gets a sender that no rank is, so that the comparison below counts it for nobody.
+    # The sender of an empty slot is out of range, so the comparison below does not count it.
     senders = xp.where(replicas >= 0, senders, plan.num_ranks)
     fan_out = (senders[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32)
     return Traffic(counts.sum(dtype=np.int32) - stay, fan_out.sum(dtype=np.int32), fan_out)
 
 
 def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
-    """Counts the token copies that go from rank to rank, by the plan's split rule.
+    """Return the token copies sent from rank to rank under the plan's split rule.
 
-    Use it for a picture of the exchange, or to find its busiest pair.
+    Use it to plot the exchange or to find its busiest pair of ranks.
 
     Args:
-        counts: `[R, E]`, the token copies that each rank routes to each expert.
-        plan: legal for `counts`.
+        counts: `[R, E]`, the token copies routed from each rank to each expert.
+        plan: plan legal for `counts`.
 
     Returns:
-        `[R, R]`, from the first rank to the second; on the diagonal the copies that stay.
+        `[R, R]` int32, from source (row) to destination (column); the diagonal holds the copies served by their source.
 
     Examples:
         >>> import numpy as np
@@ -321,12 +335,12 @@ def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
     def row(rank: AnyArray) -> AnyArray:
         return nearest_first(counts, plan.quota, rank, plan.domain, plan.split).sum(0, dtype=np.int32)
 
-    # All rows at once would need [R, E, R]; eight at a time still fill the vector units.
+    # All rows at once would need [R, E, R]. Eight at a time still fill the vector units.
     return jax.lax.map(row, iota(plan.num_ranks), batch_size=min(plan.num_ranks, 8))
 
 
 def _rows_on_host(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
-    """Asks the rule only for experts that several ranks serve: one that a single rank serves has nothing to split."""
+    """Compute `rows_between` in NumPy, with the split rule only for experts served by several ranks."""
     shared = (plan.quota > 0).sum(1) > 1
     rows = np.zeros((plan.num_ranks, plan.num_ranks), np.int32)
     np.add.at(rows.T, plan.quota.argmax(1)[~shared], counts.T[~shared])

@@ -1,6 +1,6 @@
-"""A plan in a file: an .npz archive of named arrays, which is written whole and checked when it is read.
+"""Plans in .npz files, written atomically and validated on reading.
 
-`read_named` reads such files, and .npy files, of anybody: it looks at what a file promises before anything is made.
+`read_named` reads untrusted .npz and .npy files. It checks declared sizes before allocating memory.
 """
 
 import io
@@ -20,40 +20,44 @@ import numpy as np
 from jax_moe_lb.core.split import Tier
 
 ARRAYS = ("placement", "quota", "relay", "rails")
-"""The fields of a plan that are arrays; a file lacks those that are `None`."""
+"""Array fields of a plan. A file omits fields with value `None`."""
 
 _SETTINGS = {
     "domain": (np.integer, "an integer"),
     "split_tier": (np.str_, "a word"),
     "split_locality": (np.bool_, "a bool"),
 }
-"""A file of a plan also holds these, each without dimensions; beside them stand dtype, and dtype in words."""
+"""Scalar fields of a plan file, each with its dtype and the description for error messages."""
 
 BinaryFile = Any
-"""A file that is open for bytes; a member of an archive is none of those that `typing` knows."""
+"""File open for reading bytes. Archive members match none of the file types of `typing`."""
 
 MOST_PLAN_BYTES = 2**32
-"""An array of a plan has at most so many bytes."""
+"""Maximum size of one array of a plan, in bytes."""
 
 MOST_MEMBERS = 1000
-"""An archive has at most so many arrays; usual are two to seven."""
+"""Maximum number of arrays in an archive; usual archives have two to seven."""
 
 MOST_DIRECTORY_BYTES = 2**19
-"""The directory of an archive has at most so many: 46 for each member, beside its name."""
+"""Maximum size of the directory of an archive, in bytes: 46 per member, plus its name."""
 
 
 class LimitError(ValueError):
-    """A file is no damaged one, but beyond what is read; the message says what it has and what was expected."""
+    """Error for a valid file exceeding a size limit, with actual and expected size."""
 
 
 def write_arrays(path: Path, parts: dict[str, Any]) -> None:
-    """Writes what a plan consists of, by the names in `ARRAYS` and `_SETTINGS`.
+    """Write the fields of a plan.
+
+    Args:
+        path: path of the file; an existing file is replaced.
+        parts: values under the names in `ARRAYS` and `_SETTINGS`.
 
     Raises:
         OSError: the file cannot be written.
     """
     buffer = io.BytesIO()
-    # NumPy's stub takes every keyword for an option, so the dict is untyped.
+    # NumPy's stub types every keyword as an option, so the dict is untyped.
     arrays: dict[str, Any] = {name: np.asarray(part) for name, part in parts.items()}
     np.savez_compressed(buffer, **arrays)
     with whole_file(path) as part:
@@ -62,26 +66,29 @@ def write_arrays(path: Path, parts: dict[str, Any]) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Gives a path to write a file to, which is renamed once it is whole; after an error all is as it was.
+    """Yield a temporary path, renamed to `path` on success and deleted on error.
 
     Args:
-        path: the file. A device or a pipe is written to itself.
+        path: path of the file. A device or a pipe is written directly.
+
+    Yields:
+        The path to write to.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if path.exists() and not path.is_file():
-        # A device or a pipe must not be replaced by a file, and for a folder this raises what is wrong.
+        # A rename would replace a device or a pipe by a file. For a folder, writing raises the right error.
         yield path
         return
-    path = path.resolve()  # so that a link stays one, and what it points to is replaced
-    # Only inside one file system is a rename atomic: the temporary file lies beside the final one. Who writes it may
-    # look at the suffix.
+    path = path.resolve()  # replace the target of a symbolic link, not the link
+    # A rename is atomic inside one file system only, so the temporary file is beside the final one. It keeps the
+    # suffix, which some writers inspect.
     part = path.with_name(f".part-{secrets.token_hex(8)}{path.suffix}")
     try:
         yield part
         with part.open("rb") as file:
-            # Without it a crash of the machine could leave the name with an empty file behind it.
+            # Without fsync, a machine crash can leave an empty file under the final name.
             os.fsync(file.fileno())
         part.replace(path)
     except BaseException:
@@ -90,11 +97,17 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Reads what `write_arrays` wrote, with the dtypes and shapes of a plan.
+    """Read a file written by `write_arrays` and check its dtypes and shapes.
+
+    Args:
+        path: path of the file.
+
+    Returns:
+        The arrays by field name.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged or holds no plan; the message names the file and what is wrong in it.
+        ValueError: the file is damaged or is not a plan; the message names the file and the fault.
     """
     arrays = _arrays_of(path)
     _check_arrays(path, arrays)
@@ -102,33 +115,33 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_named(path: Path, names: Sequence[str], most_bytes: int) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Reads arrays of an .npz file by their names, or the array of an .npy file under the first of them.
+    """Read arrays of an .npz file by name, or the array of an .npy file under the first name.
 
-    Of an archive only these are unpacked, and of every array the header is read first: a small file may promise
-    terabytes, or unpack to them.
+    It decompresses the named arrays only, and reads the header of each array first: a small file may declare, or
+    decompress to, terabytes.
 
     Args:
-        path: the file.
-        names: the arrays to read; those that an archive lacks are left out.
-        most_bytes: an array has at most so many bytes.
+        path: path of the file.
+        names: names of the arrays to read; names missing from the archive are omitted.
+        most_bytes: maximum size of one array, in bytes.
 
     Returns:
-        The arrays by their names, and the names of all arrays that the file has: none for an .npy file.
+        The arrays by name, and the names of all arrays in the file (empty for an .npy file).
 
     Raises:
         OSError: the file cannot be read.
-        LimitError: it is no regular file, or too large.
-        Exception: it is damaged, which makes NumPy and zipfile raise nearly anything.
+        LimitError: the file is not a regular file, or exceeds a limit.
+        Exception: the file is damaged; NumPy and zipfile raise many types.
     """
-    # Opening a pipe waits for a writer, and a device may never end, so that what it is must be known before.
+    # Check the file type first: opening a pipe waits for a writer, and a device may never end.
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
-        raise LimitError("no regular file; expected one")
+        raise LimitError("not a regular file; expected one")
     with path.open("rb") as file:
         if file.read(2) != b"PK":
             file.seek(0)
             _check_header(file, most_bytes)
             file.seek(0)
-            # Pickles run code of whoever wrote them: a file of a stranger must not.
+            # Unpickling can run arbitrary code from an untrusted file.
             return {names[0]: np.lib.format.read_array(file, allow_pickle=False)}, []
         _check_directory(file)
         with zipfile.ZipFile(file) as archive:
@@ -138,7 +151,7 @@ def read_named(path: Path, names: Sequence[str], most_bytes: int) -> tuple[dict[
 
 
 def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> np.ndarray:
-    # NumPy writes no others, and some of them take memory by what the file asks for.
+    # NumPy writes only these two methods. Others may allocate memory of a size taken from the file.
     if archive.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError("another compression")
     with archive.open(name) as file:
@@ -148,17 +161,17 @@ def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> np.ndarray:
 
 
 def _check_header(file: BinaryFile, most_bytes: int) -> None:
-    """Refuses an array by the shape and dtype at the start of its file."""
+    """Check the shape and dtype in the header of an array."""
     version = np.lib.format.read_magic(file)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     start = file.tell()
-    # Version 2 may promise a header of 4 GiB, which NumPy reads before it refuses more than 10000 characters.
+    # A version 2 header can be up to 4 GiB, and NumPy reads it before rejecting more than 10000 characters.
     if version == (2, 0) and int.from_bytes(file.read(4), "little") > 2**16:
         raise ValueError("a long header")
     file.seek(start)
-    # Version 3 has other letters in names of fields, and numbers have no fields.
+    # Version 3 differs in the encoding of field names only; plain numeric dtypes have no fields.
     shape, _, dtype = readers[version](file)
-    # An entry may have no bytes at all, and then the entries are counted.
+    # Entries of zero bytes count as one byte each.
     num_bytes = math.prod(shape) * max(dtype.itemsize, 1)
     if min(shape, default=0) < 0:
         raise ValueError("a negative dimension")
@@ -167,25 +180,27 @@ def _check_header(file: BinaryFile, most_bytes: int) -> None:
 
 
 def directory_end(file: BinaryFile) -> tuple[bytes, int]:
-    """Reads the end of an archive: its last bytes, and where in them the record of its directory begins; -1 for none.
+    """Read the end of an archive.
 
-    In front of the record are as many bytes as that of a directory of 64-bit numbers takes, if the archive has them.
+    Returns:
+        The last bytes of the file, and the offset of the end-of-directory record in them; -1 if there is none. The
+        bytes include the 76 bytes before the record for a 64-bit directory, if the archive is large enough.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 2**16 - 22 - 76, 0))
     tail = file.read()
-    # The directory's end is the last that looks so, behind which there is but a comment.
+    # Only a comment can follow the last end-of-directory signature.
     at = tail.rfind(b"PK\5\6")
     return tail, at if len(tail) - at >= 22 else -1
 
 
 def _check_directory(file: BinaryFile) -> None:
-    """Refuses an archive by the size of its directory, which zipfile reads whole."""
+    """Check the size of an archive's directory, because zipfile reads it whole."""
     tail, at = directory_end(file)
     if at < 0:
         raise ValueError("no end of a directory")
     members, num_bytes = struct.unpack_from("<HL", tail, at + 10)
-    # A directory of 64-bit numbers has its own end before this one; only archives of 65536 members or 4 GiB need it.
+    # A 64-bit directory has its own end record before this one. Only archives of 65536 members or 4 GiB need it.
     if members > MOST_MEMBERS or tail[max(at - 20, 0) :].startswith(b"PK\6\7"):
         raise LimitError(f"an archive of {members} arrays or more; expected at most {MOST_MEMBERS}")
     if num_bytes > MOST_DIRECTORY_BYTES:
@@ -193,25 +208,25 @@ def _check_directory(file: BinaryFile) -> None:
 
 
 def _arrays_of(path: Path) -> dict[str, np.ndarray]:
-    """Reads the known arrays of an .npz file, unchecked; names that nobody knows are left out."""
+    """Read the known arrays of an .npz file without validation, ignoring unknown names."""
     try:
         found, members = read_named(path, (*ARRAYS, *_SETTINGS), MOST_PLAN_BYTES)
     except OSError:
         raise
     except LimitError as error:
         raise ValueError(f"{path}: {error}") from error
-    except Exception as error:  # a damaged file makes NumPy and zipfile raise nearly anything
-        raise ValueError(f"{path}: damaged, or no .npz file of numbers; expected one that Plan.save wrote") from error
-    # An .npy file holds one array without a name.
+    except Exception as error:  # NumPy and zipfile raise many types for a damaged file
+        raise ValueError(f"{path}: damaged or not an .npz file; expected a file written by Plan.save") from error
+    # An .npy file holds one unnamed array, hence no plan.
     found = found if members else {}
     for name in ("placement", "quota", *_SETTINGS):
         if name not in found:
-            raise ValueError(f"{path}: {name} is missing; expected a file that Plan.save wrote")
+            raise ValueError(f"{path}: {name} is missing; expected a file written by Plan.save")
     return found
 
 
 def _check_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Refuses dtypes and shapes that no plan has."""
+    """Check the dtypes and shapes of the arrays of a plan."""
     for name, (kind, wanted) in _SETTINGS.items():
         if arrays[name].ndim or not np.issubdtype(arrays[name].dtype, kind):
             raise ValueError(f"{path}: {name} is {_described(arrays[name])}; expected {wanted} without dimensions")
@@ -224,7 +239,7 @@ def _check_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     if arrays["placement"].ndim < 2:
         raise ValueError(f"{path}: placement is {_described(arrays['placement'])}; expected [..., R, S]")
     *leading, num_ranks, slots = arrays["placement"].shape
-    # E is the one size that placement does not say.
+    # `placement` does not determine E.
     num_experts = arrays["quota"].shape[-2] if arrays["quota"].ndim > 1 else 0
     num_rails = arrays["rails"].shape[-1] if "rails" in arrays and arrays["rails"].ndim else 0
     shapes = {

@@ -1,9 +1,9 @@
-"""The split of a plan: which ranks serve the tokens of every source.
+"""Split of a plan: source and serving rank of each token copy.
 
-The tokens of an expert on a group of ranks form a queue, ordered by source. A rule gives, for every position in the
-queue, the number of earlier tokens that a rank serves. The difference between two positions is the rank's share of the
-tokens between them. A rank therefore needs only the two ends of its own tokens, or of one column, and no array of shape
-`[E, R, R]` exists.
+The tokens of an expert on a group of ranks form a queue, ordered by source. For every position in the queue, a rule
+gives the number of earlier tokens served by a rank. The difference between two positions is the rank's share of the
+tokens between them. A rank therefore evaluates the rule only at the two ends of its own tokens, or of one column. No
+array of shape `[E, R, R]` exists.
 
 `floor_share` computes shares of integers with equal results in NumPy and in JAX, which has no 64-bit integers by
 default.
@@ -21,13 +21,21 @@ from jaxtyping import Array, Int
 from jax_moe_lb.core.types import AnyArray, Counts, Quota, host_iota, namespace
 
 SMALL = 2**21
-"""Below this a quotient in float32 is off by less than 1."""
+"""Bound on `whole` below which a quotient in float32 is off by less than 1."""
 
 
 def floor_share(part: AnyArray, share: AnyArray, whole: AnyArray) -> AnyArray:
-    """Computes `floor(part * share / whole)` of int32 with `0 <= part, share <= whole`; 0 where `whole` is 0.
+    """Return `floor(part * share / whole)` for int32 with `0 <= part, share <= whole`; 0 if `whole` is 0.
 
-    Use it wherever a planner divides tokens in proportion: the plan on a host must be the one in a jitted program.
+    Planners use it for every proportional division, so host and jitted programs produce equal plans.
+
+    Args:
+        part: int32, broadcastable with the others.
+        share: int32.
+        whole: int32.
+
+    Returns:
+        int32 of the broadcast shape.
 
     Examples:
         >>> import numpy as np
@@ -39,20 +47,20 @@ def floor_share(part: AnyArray, share: AnyArray, whole: AnyArray) -> AnyArray:
         wide = part.astype(np.int64) * share // np.maximum(whole, 1)
         return wide.astype(np.int32)
     part, share, whole = jnp.broadcast_arrays(part, share, jnp.maximum(whole, 1))
-    # The same integers on every machine: floating point only guesses, and integers correct it.
+    # Floating point gives a first estimate and integers correct it, so the result is equal on all machines.
     return jax.lax.cond(whole.max() < SMALL, _small_share, _large_share, part, share, whole)
 
 
 def _small_share(part: Array, share: Array, whole: Array) -> Array:
-    # The guess is off by at most 1, so that the remainder fits 32 bits although the products do not.
+    # The estimate is off by at most 1, so the remainder fits 32 bits although the products do not.
     guess = (part.astype(jnp.float32) * share.astype(jnp.float32) / whole.astype(jnp.float32)).astype(jnp.int32)
     rest = part * share - guess * whole
     return guess + (rest >= whole).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
 
 
 def _large_share(part: Array, share: Array, whole: Array) -> Array:
-    # A guess, then another for what it misses, which is exact in 64 bits; the rest is below `whole`. The bound is the
-    # largest float32 that int32 holds: beyond it the cast would be undefined.
+    # Estimate the quotient, then the rest of it from the remainder, which is exact in 64 bits. The bound is the largest
+    # float32 representable in int32; casts beyond it are undefined.
     size = whole.astype(jnp.float32)
     guess = jnp.minimum(part.astype(jnp.float32) * share.astype(jnp.float32) / size, np.float32(2**31 - 128))
     guess = guess.astype(jnp.int32)
@@ -67,8 +75,8 @@ def _large_share(part: Array, share: Array, whole: Array) -> Array:
 
 
 def _product(a: Array, b: Array) -> tuple[Array, Array]:
-    """Computes the upper and lower 32 bits of `a * b`."""
-    # By halves of 16 bits, whose products fit: unsigned, so that sums wrap round instead of overflowing.
+    """Return the upper and lower 32 bits of `a * b`."""
+    # Multiply 16-bit halves, whose products fit 32 bits. Unsigned sums wrap around instead of overflowing.
     a, b = a.astype(jnp.uint32), b.astype(jnp.uint32)
     mask, half = np.uint32(0xFFFF), np.uint32(16)
     cross = (a & mask) * (b & mask)
@@ -78,43 +86,43 @@ def _product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 Tier = Literal["nearest", "proportional"]
-"""It is the rule by which a group of ranks matches its tokens with what its ranks serve; see `Split`."""
+"""Matching rule between tokens and serving ranks inside a group; see `Split`."""
 
 Line = Int[AnyArray, "E N"]
-"""It holds what the `N` ranks of one group supply or serve."""
+"""Supply or demand of the `N` ranks of one group."""
 
 Grid = Int[AnyArray, "E G N"]
-"""It holds the same of all groups of a tier."""
+"""Supply or demand of all groups of a tier."""
 
 Position = Int[AnyArray, "E #N"]
-"""It counts the tokens in front of a position in the queue: of one position for all ranks, or of one for each."""
+"""Number of tokens before a queue position: one position for all ranks, or one per rank."""
 
 Rank = Int[AnyArray, ""] | int
 
 MOST_AT_ONCE = 2**20
-"""`rows_of_all` holds so many numbers of queues at a time; more are no faster."""
+"""Maximum number of queue entries processed at once by `rows_of_all`; larger batches are no faster."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A split rule says which source sends which of its tokens to which of the ranks that serve their expert.
+    """Rule assigning the tokens of each source to the ranks serving their expert.
 
-    Tokens go to their own rank first, then to their own domain, then to ranks of equal offset in other domains, then
-    anywhere, always as far as the quota reaches. A balancer puts the rule into its plans; with the
-    default as many copies as the quota allows stay on their own rank.
+    Tokens go to their own rank first, then to their own domain, then to ranks of equal offset in other domains, then to
+    any rank. Each tier takes as many tokens as the quota allows. Balancers set the rule in their plans. The default
+    keeps as many copies on their own rank as the quota allows.
 
     Args:
-        tier: who of a tier sends to whom. With `"nearest"`, the usual one, ranks are served in their order, so that
-            most sources send to one rank. With `"proportional"` every source sends to all ranks in proportion to what
-            they serve, as UltraEP does, which spreads the traffic.
-        locality: whether tokens go to their own rank first, which is usual. Without it, their own rank is one of their
-            domain like any other.
+        tier: matching inside a tier. `"nearest"` (default) serves ranks in order, so most sources send to one rank.
+            `"proportional"` splits every source over all ranks in proportion to their quota, as UltraEP does, which
+            spreads the traffic.
+        locality: if True (default), tokens go to their own rank first. Otherwise their own rank is an ordinary rank of
+            its domain.
 
     Raises:
-        ValueError: `tier` is another word.
+        ValueError: `tier` is neither `"nearest"` nor `"proportional"`.
 
     Examples:
-        Two ranks with six tokens each for an expert that ranks 2 and 3 serve:
+        Two ranks with six tokens each for an expert served by ranks 2 and 3:
 
         >>> import numpy as np
         >>> from jax_moe_lb.core import Split, nearest_first
@@ -135,26 +143,26 @@ class Split:
 
 
 def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split = Split()) -> Quota:
-    """Tells which rank serves how many of one rank's token copies.
+    """Return the token copies of each expert sent by one rank to each rank.
 
-    Use it to see where the tokens of a rank go under a plan; `rows_between` sums it over experts for all ranks. Tier by
-    tier (see `Split`), supply (counts) is matched with demand (quota), and both come out exactly.
+    Use it to inspect the destinations of a rank's tokens under a plan; `rows_between` sums it over experts for all
+    ranks. Each tier (see `Split`) matches supply (counts) with demand (quota); all tiers together match both exactly.
 
-    With `"nearest"` that is the northwest-corner rule: the first in the queue go to the lowest rank. With
-    `"proportional"`, where a tier cannot serve or does not have all, every rank takes part by what it has or serves. A
-    binary tree over the ranks then splits the queue: of the first `a` tokens of a node, `floor(a * left / total)` go
-    to the left half, whose ranks serve `left` of the node's `total`. A source is split as its tokens are, up to less
-    than a token per level of the tree.
+    With `"nearest"` this is the northwest-corner rule: the first tokens in the queue go to the lowest rank. With
+    `"proportional"`, if a tier cannot match all tokens or all demand, every rank takes part in proportion to its supply
+    or demand. A binary tree over the ranks then splits the queue. Of the first `a` tokens of a node, `floor(a * left /
+    total)` go to the left half, with `left` of the node's demand `total`. A source is split in proportion to its
+    tokens, with an error below one token per level of the tree.
 
     Args:
         counts: `[R, E]` int32, token copies by source.
         quota: `[E, R]` int32, token copies by serving rank, with `quota.sum(1) == counts.sum(0)`.
-        rank: the source whose tokens are asked for; a number, or a scalar of a jitted program.
-        domain: `M`, ranks of a domain: usually `plan.domain`.
-        split: the rule: usually `plan.split`.
+        rank: the source rank; an integer, or an int32 scalar of a jitted program.
+        domain: `M`, ranks per domain; usually `plan.domain`.
+        split: the split rule, `Split()` by default; usually `plan.split`.
 
     Returns:
-        `[E, R]`, copies of each expert that `rank` sends to each rank; their sum over ranks is `counts[rank]`.
+        `[E, R]` int32; its sum over ranks is `counts[rank]`.
 
     Examples:
         Of rank 0's six copies one stays, two go to rank 1 of its domain, two to rank 2 of equal offset, one to rank 3:
@@ -177,15 +185,18 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
 
 
 def rows_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Int[np.ndarray, "R R"]:
-    """Sums `nearest_first` over experts for all ranks at once, on the host: `[R, R]`, from rank to rank.
+    """Return the sum of `nearest_first` over experts for all ranks, in NumPy.
 
-    The arguments are those of `nearest_first`, in NumPy arrays. Queues are looked at only where a rank has tokens.
+    The arguments are those of `nearest_first`, as NumPy arrays. Only queues with tokens are evaluated.
+
+    Returns:
+        `[R, R]` int32, from source (row) to destination (column).
     """
     num_ranks = quota.shape[1]
     rows = np.zeros((num_ranks, num_ranks), np.int32)
 
     def add(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:
-        # In the order of ranks, then of experts, so that what a rank sends stands together.
+        # Sort by rank, then expert, so that the entries of one source are contiguous.
         group, member, expert = np.nonzero(np.moveaxis(supply, 0, 2))
         ends = supply.cumsum(2, dtype=np.int32)
         ranks = np.moveaxis(np.arange(num_ranks).reshape(shape), axis - 1, 1)
@@ -204,10 +215,10 @@ def rows_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Split(
 
 
 def arrivals(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split = Split()) -> Quota:
-    """Tells the other side of `nearest_first`: how many copies of each expert `rank` gets from each rank, `[E, R]`.
+    """Return the token copies of each expert received by `rank` from each rank, `[E, R]`.
 
-    A receiver asks it, and so knows what will arrive without being told. The arguments are those of `nearest_first`,
-    but that `rank` is the rank that serves.
+    It is the receiving side of `nearest_first`: a receiver computes its arrivals without a message. The arguments are
+    those of `nearest_first`, with `rank` as the serving rank.
     """
 
     def column(supply: Line, demand: Line, member: Rank, rule: _Rule) -> Line:
@@ -217,9 +228,9 @@ def arrivals(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split
 
 
 def kept(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Quota:
-    """Counts the copies of each expert that every rank serves of its own, `[E, R]`: the diagonal of the split."""
+    """Return the token copies of each expert served by their source, `[E, R]`: the diagonal of the split."""
     if split.locality:
-        # Later tiers add nothing: of what is left after this one a rank has no tokens, or serves none.
+        # Later tiers add none: after this one, a rank has either no tokens or no demand left for an expert.
         return namespace(quota).minimum(counts.T, quota)
 
     def own(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:
@@ -235,7 +246,7 @@ def kept(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Q
 def _of_one_rank(
     counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split, line: Callable[..., Line]
 ) -> Quota:
-    """Computes the entries of one rank: `line(supply, demand, member, rule)` of its group in every tier."""
+    """Compute the entries of one rank: `line(supply, demand, member, rule)` of its group in every tier."""
     xp = namespace(quota)
 
     def grid(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:
@@ -250,7 +261,7 @@ def _of_one_rank(
 def _over_tiers(
     counts: Counts, quota: Quota, domain: int, split: Split, own: AnyArray, entries: Callable[..., Grid]
 ) -> Quota:
-    """Sums `entries(supply, demand, shape, axis, rule)` over the tiers; `own` marks ranks that keep tokens."""
+    """Sum `entries(supply, demand, shape, axis, rule)` over the tiers; `own` marks the ranks with kept tokens."""
     xp = namespace(quota)
     rule = _NEAREST if split.tier == "nearest" else _PROPORTIONAL
     num_experts, num_ranks = quota.shape
@@ -259,9 +270,9 @@ def _over_tiers(
         stay = xp.minimum(supply, demand)
         supply, demand, total = supply - stay, demand - stay, xp.where(own, stay, 0)
     for shape, axis in _tiers(num_ranks, domain):
-        # Every tier is matched by the same code if its groups stand in front of their members.
+        # Move groups in front of their members, so that one code path matches every tier.
         supplied, demanded = (xp.moveaxis(side.reshape(num_experts, *shape), axis, 2) for side in (supply, demand))
-        if shape[0] > 1:  # otherwise this is the last tier, and all that is left meets
+        if shape[0] > 1:  # in the last tier, with one group, all remaining tokens match
             supplied, demanded = _matched(supplied, demanded, rule)
         grids = entries(supplied, demanded, shape, axis, rule), supplied, demanded
         part, supplied, demanded = (xp.moveaxis(grid, 2, axis).reshape(num_experts, num_ranks) for grid in grids)
@@ -270,9 +281,9 @@ def _over_tiers(
 
 
 def _tiers(num_ranks: int, domain: int) -> list[tuple[tuple[int, int], int]]:
-    """Lists the rank grids whose lines are the groups to match within; trivial tiers are left out."""
+    """Return the rank grid and member axis of each non-trivial tier."""
     grid = (num_ranks // domain, domain)
-    # The last tier takes what the offsets could not: with one domain, or domains of one rank, it does all by itself.
+    # The last tier takes the remainder. With one domain, or with domains of one rank, it is the only tier.
     own_domain, own_offset, anywhere = (grid, 2), (grid, 1), ((1, num_ranks), 2)
     if 1 in grid:
         return [anywhere]
@@ -280,7 +291,10 @@ def _tiers(num_ranks: int, domain: int) -> list[tuple[tuple[int, int], int]]:
 
 
 def _matched(supply: Grid, demand: Grid, rule: "_Rule") -> tuple[Grid, Grid]:
-    """Tells what of both sides meets in this tier: all of the smaller side, of the larger one what the rule takes."""
+    """Return the part of supply and demand matched in this tier.
+
+    The smaller side is matched completely; the rule selects the part of the larger side.
+    """
     xp = namespace(supply)
     ends = [side.cumsum(2, dtype=np.int32) for side in (supply, demand)]
     matched = xp.minimum(ends[0][:, :, -1:], ends[1][:, :, -1:])
@@ -290,17 +304,17 @@ def _matched(supply: Grid, demand: Grid, rule: "_Rule") -> tuple[Grid, Grid]:
 
 # ---- rules ---------------------------------------------------------------------------
 def _first(end: Grid, matched: Int[AnyArray, "E G 1"]) -> Grid:
-    """Counts how many of the first tokens in a queue take part, where the first `matched` do."""
+    """Return how many of the first tokens in a queue are matched, if the first `matched` are."""
     return namespace(end).minimum(end, matched)
 
 
 def _share(end: Grid, matched: Int[AnyArray, "E G 1"]) -> Grid:
-    """Counts how many of the first tokens in a queue take part, where all do in proportion."""
+    """Return how many of the first tokens in a queue are matched, if all are in proportion."""
     return floor_share(end, matched, namespace(end).maximum(end[:, :, -1:], matched))
 
 
 def _served_in_order(position: Position, demand: Line, member: Rank | None) -> Line:
-    """Counts, of the tokens before a position in the queue, those that go to `member`, or to each rank."""
+    """Return how many tokens before a queue position go to `member`, or to each rank if it is `None`."""
     start = demand.cumsum(1, dtype=np.int32) - demand
     if member is not None:
         start, demand = _take(start, member), _take(demand, member)
@@ -308,13 +322,13 @@ def _served_in_order(position: Position, demand: Line, member: Rank | None) -> L
 
 
 def _served_by_tree(position: Position, demand: Line, member: Rank | None) -> Line:
-    """Counts the same as `_served_in_order`, down a tree whose nodes are blocks of ranks."""
+    """Return the same counts as `_served_in_order`, by a binary tree whose nodes are blocks of ranks."""
     levels = _levels(demand)
     if member is None:
         return _down_to_all(position, levels)[:, : demand.shape[1]]
     xp = namespace(demand)
     for level, (total, left) in enumerate(levels):
-        # The bits of a rank's number are its way down: the node on this level, and whether it is in the right half.
+        # The bits of a rank's index are its path from the root: its node on this level, then left or right half.
         height = len(levels) - level
         to_left = floor_share(position, _take(left, member >> height), _take(total, member >> height))
         position = xp.where((member >> (height - 1)) & 1, position - to_left, to_left)
@@ -322,12 +336,12 @@ def _served_by_tree(position: Position, demand: Line, member: Rank | None) -> Li
 
 
 def _down_to_all(position: Position, levels: list[tuple[AnyArray, AnyArray]]) -> AnyArray:
-    """Counts what goes to each leaf of the tree."""
+    """Return the number of tokens reaching each leaf of the tree."""
     xp = namespace(position)
     num_experts, width = position.shape
     if width > 1:
         position = xp.pad(position, ((0, 0), (0, 2 ** len(levels) - width)))
-    position = position[:, None]  # [E, nodes, ranks of each, or 1]
+    position = position[:, None]  # [E, nodes, ranks per node, or 1]
     for total, left in levels:
         half = position.shape[2] // 2
         to_left = floor_share(position, left[:, :, None], total[:, :, None])
@@ -339,8 +353,8 @@ def _down_to_all(position: Position, levels: list[tuple[AnyArray, AnyArray]]) ->
 
 
 def _levels(demand: Line) -> list[tuple[AnyArray, AnyArray]]:
-    """Sums up, for every level of the tree, the root first, what each node's ranks serve, and its left half's."""
-    # Ranks that do not exist serve nothing: padded to a power of two, the tree is the same for every rank count.
+    """Return, for each level from the root, the demand of each node and of its left half."""
+    # Padding ranks have no demand: padding to a power of two makes the tree equal for every number of ranks.
     depth = (demand.shape[1] - 1).bit_length()
     nodes = namespace(demand).pad(demand, ((0, 0), (0, 2**depth - demand.shape[1])))
     levels = []
@@ -352,11 +366,11 @@ def _levels(demand: Line) -> list[tuple[AnyArray, AnyArray]]:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule matches the tokens of a tier with the ranks that serve them.
+    """Rule matching the tokens of a tier with the serving ranks.
 
     Args:
-        taken: counts the tokens of the queue that take part, where only some can.
-        served: counts which of those before a position go where.
+        taken: function counting the matched tokens before each queue position, if a side is matched in part.
+        served: function counting the tokens before a position by serving rank.
     """
 
     taken: Callable[[Grid, AnyArray], Grid]
@@ -368,13 +382,13 @@ _PROPORTIONAL = _Rule(_share, _served_by_tree)
 
 
 def _take(array: AnyArray, index: Rank) -> AnyArray:
-    """Takes one entry along axis 1, which stays."""
+    """Return one entry along axis 1, keeping the axis."""
     xp = namespace(array)
-    # Clipping costs nothing here; without it XLA would fill entries that no rank has with the least integer.
+    # Clipping is free here. Other modes make XLA fill out-of-range entries with the minimum integer.
     return xp.take(array, xp.asarray(index, np.int32).reshape(1), axis=1, mode="clip")
 
 
 def _steps(ends: AnyArray) -> AnyArray:
-    """Inverts `cumsum` along the last axis."""
+    """Return the differences along the last axis, the inverse of `cumsum`."""
     xp = namespace(ends)
     return xp.diff(ends, axis=-1, prepend=xp.zeros_like(ends[..., :1]))

@@ -1,8 +1,8 @@
 """Statistics and faults of one layer and microbatch.
 
-A `Fault` is an error code that the host reads after the step. A program can also stop at once through a host callback
-(`validation.ensure`). On accelerators each such callback makes the host wait for the device in every layer. There the
-program replaces bad values by harmless ones, and `raise_on_fault` raises the same message on the host.
+A `Fault` is an error code for the host to read after the step. A program can also stop immediately through a host
+callback (`validation.ensure`). On accelerators, such a callback makes the host wait for the device in every layer.
+There, the program replaces invalid values by harmless ones, and `raise_on_fault` raises the same message on the host.
 """
 
 from typing import Any, Literal
@@ -17,27 +17,27 @@ from jax_moe_lb.core.types import AnyArray, pytree
 from jax_moe_lb.core.validation import check_homes, check_plan, check_routed
 
 OnFault = Literal["raise", "record"]
-"""What a program does about a fault: stop, by a callback to the host, or go on and say so in `Stats.fault`."""
+"""Handling of faults: stop the program through a host callback, or record the fault in `Stats.fault`."""
 
 NO_FAULT, ROUTING, HOMES, PLAN, ROUNDS = range(5)
-"""The codes of faults. Of several the lowest is told, as the others may follow from it."""
+"""Fault codes. The lowest of several is reported, because later faults may follow from it."""
 
 
 @pytree
 class Fault:
-    """Holds what the checks of one layer and microbatch looked at, and what they found; equal on all ranks of a group.
+    """Error code and inputs of the checks of one layer and microbatch, equal on all ranks of a group.
 
-    Read it with `raise_on_fault`.
+    Read it with `raise_on_fault`. `*D` denotes stacked leading dimensions.
 
     Args:
-        code: int32, `NO_FAULT` (0) or which check failed.
-        counts: `[R, E]` int32, the counts that the plan was made for.
-        routed: `[R, 4]` int32, what each rank's router got wrong; see `validation.check_routed`.
-        homes: `[E]` int32, the places of experts, or `None` where they never move.
-        plan: the plan as the balancer made it. What was served is in `Stats`.
-        dynamic: `[E]` booleans, which experts the plan may take from home; `None`: all.
-        rounds: int32, the rounds that the plan needs.
-        max_rounds: the rounds that the program has; `None` for as many as are needed.
+        code: `[*D]` int32, `NO_FAULT` (0) or the code of the first failed check.
+        counts: `[*D, R, E]` int32, the counts of the plan.
+        routed: `[*D, R, 4]` int32, routing errors of each rank; see `validation.check_routed`.
+        homes: `[*D, E]` int32, the place of each expert; `None` if experts never move.
+        plan: plan of the balancer, before any replacement; `Stats` describes the executed plan.
+        dynamic: `[*D, E]` bool, False for static experts; `None` if all experts are dynamic.
+        rounds: `[*D]` int32, rounds needed by the plan.
+        max_rounds: `[*D]` int32, maximum number of rounds of the program; `None` if unlimited.
     """
 
     code: Int[AnyArray, "*D"]
@@ -53,13 +53,16 @@ class Fault:
 def fault_code(
     routing: Bool[Array, ""], homes: Bool[Array, ""], plan: Bool[Array, ""], rounds: Bool[Array, ""]
 ) -> Int[Array, ""]:
-    """Computes the code of the first check that failed.
+    """Return the code of the first failed check.
 
     Args:
-        routing: whether the routing is right.
-        homes: whether the places of experts are.
-        plan: whether the plan is.
-        rounds: whether the rounds suffice.
+        routing: scalar bool, True if the routing is valid.
+        homes: scalar bool, True if the places of the experts are valid.
+        plan: scalar bool, True if the plan is legal.
+        rounds: scalar bool, True if the plan fits into the maximum number of rounds.
+
+    Returns:
+        Scalar int32, `NO_FAULT` if all checks passed.
     """
     passed = ((ROUNDS, rounds), (PLAN, plan), (HOMES, homes), (ROUTING, routing))
     code = jnp.int32(NO_FAULT)
@@ -69,30 +72,31 @@ def fault_code(
 
 
 def check_rounds(rounds: Any, max_rounds: Any) -> None:
-    """Refuses a plan that needs more rounds than a program has.
+    """Check that the plan needs at most `max_rounds` rounds.
 
     Args:
-        rounds: how many it needs.
-        max_rounds: how many there are.
+        rounds: rounds needed by the plan.
+        max_rounds: maximum number of rounds of the program.
 
     Raises:
-        ValueError: it needs more.
+        ValueError: `rounds > max_rounds`.
     """
     if int(rounds) > int(max_rounds):
         raise ValueError(
-            f"max_rounds is {int(max_rounds)}; expected at least the {int(rounds)} that the plan needs, "
-            "more headroom, or None"
+            f"max_rounds is {int(max_rounds)}; expected at least {int(rounds)}, the rounds of the plan. "
+            "Increase max_rounds or headroom, or pass max_rounds=None."
         )
 
 
 def raise_first(fault: Fault) -> None:
-    """Raises what the first check that failed says; does nothing where all passed.
+    """Raise the error of the first fault, if any.
 
     Args:
-        fault: of any number of groups, layers and steps, stacked along leading dimensions.
+        fault: faults of groups, layers and steps, stacked along leading dimensions.
 
     Raises:
-        ValueError: there is a fault. The message says where, and names rank, expert and numbers.
+        ValueError: there is a fault. The message names its index, the rank, the expert and the numbers.
+        RuntimeError: the recorded fault passes its check on the host.
     """
     codes = np.asarray(fault.code)
     if not codes.any():
@@ -107,12 +111,12 @@ def raise_first(fault: Fault) -> None:
 
 
 def is_of_rounds(fault: Fault) -> bool:
-    """Says whether plans that need more rounds than the program has are all that is wrong, as far as can be seen.
+    """Return whether the first fault is `ROUNDS` and all other faults can follow from it.
 
-    What such a layer returns is NaN, so that routers of the layers behind it are faulty, too: the first fault counts.
+    A layer exceeding `max_rounds` returns NaN, so the routers of later layers report `ROUTING` faults.
 
     Args:
-        fault: of any number of groups, layers and steps, stacked along leading dimensions, in their order.
+        fault: faults of groups, layers and steps, stacked along leading dimensions in execution order.
     """
     codes = np.asarray(fault.code).ravel()
     faulty = codes[codes != NO_FAULT]
@@ -131,7 +135,10 @@ def _check(fault: Fault) -> None:
 
 
 def _place(where: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    """The last dimension is that of groups, as `nn.MoE` returns it, and those before are a caller's own."""
+    """Return the index of a fault as text.
+
+    The last dimension is the group, as in `nn.MoE`; the others are the caller's.
+    """
     names = [f"group {where[-1]} of {sizes[-1]}"] if where and sizes[-1] > 1 else []
     names = [f"entry {i}" for i in where[:-1]] + names
     return f"{', '.join(names)}: " if names else ""
@@ -139,25 +146,26 @@ def _place(where: tuple[int, ...], sizes: tuple[int, ...]) -> str:
 
 @pytree
 class Stats:
-    """Reports what happened in one layer and microbatch; equal on all ranks of the group.
+    """Statistics of one layer and microbatch, equal on all ranks of the group.
 
-    `moe` returns it without the leading dimensions, over which callers stack groups and layers.
+    `moe` returns it without the leading dimensions `*D`; callers stack groups and layers along these.
 
     Args:
-        counts: `[R, E]` int32, the token copies that each rank routed to each expert, without those dropped.
-        dropped: int32, the token copies of the group that were dropped; 0 if the router has no `capacity_factor`.
-        quota: `[E, R]` int32, the token copies of each expert that each rank served.
-        load_before: `[R]` int32, the token copies that each rank would serve under plain expert parallelism.
-        load_after: `[R]` int32, the token copies that each rank served.
-        imbalance_before: `max / mean` of `load_before`; 1 is level.
-        imbalance_after: `max / mean` of `load_after`; up to the dispatch's headroom one round suffices.
-        straggler_before: `max - mean` of `load_before`, in token copies.
-        straggler_after: `max - mean` of `load_after`, in token copies.
-        rounds: int32, how often the receive buffer was filled; 1 is usual, and more shows as time.
-        rows_moved: int32, the token copies that were served by another rank than their own, one way.
-        weight_bytes_moved: the bytes of expert weights that were copied into slots of other ranks.
-        loss: the weighted sum of the router losses of a group; add `router_loss` of the statistics to the model's.
-        fault: what was wrong, for `raise_on_fault`; nothing, where checks stop the program.
+        counts: `[*D, R, E]` int32, the token copies routed from each rank to each expert, excluding dropped copies.
+        dropped: `[*D]` int32, the token copies dropped in the group; 0 if the router has no `capacity_factor`.
+        quota: `[*D, E, R]` int32, the token copies of each expert served by each rank.
+        load_before: `[*D, R]` int32, the load under plain expert parallelism, in token copies.
+        load_after: `[*D, R]` int32, the load under the plan, in token copies.
+        imbalance_before: `[*D]`, `max / mean` of `load_before`; 1 is balanced.
+        imbalance_after: `[*D]`, `max / mean` of `load_after`. One round suffices up to the dispatch's headroom.
+        straggler_before: `[*D]`, `max - mean` of `load_before`, in token copies.
+        straggler_after: `[*D]`, `max - mean` of `load_after`, in token copies.
+        rounds: `[*D]` int32, fillings of the receive buffer; usually 1, and each further round takes more time.
+        rows_moved: `[*D]` int32, the token copies served by another rank than their source, one way.
+        weight_bytes_moved: `[*D]`, the bytes of expert weights copied into slots of other ranks.
+        loss: `[*D]`, the weighted sum of the router losses of a group. Add `router_loss` of the statistics to the
+            model's loss.
+        fault: record for `raise_on_fault`; it contains no fault if checks stop the program.
     """
 
     counts: Int[Array, "*D R E"]
@@ -177,16 +185,16 @@ class Stats:
 
 
 def raise_on_fault(stats: Stats) -> None:
-    """Raises on the host what was wrong in a step under `on_fault="record"`; does nothing where all was well.
+    """Raise the error of a step run with `on_fault="record"`, if any.
 
-    Call it once per step, on statistics that the step returned; it waits for the device. It reads one integer per layer
-    and group, unless there is a fault.
+    Call it once per step on the returned statistics; it waits for the device. Without a fault it reads one integer per
+    layer and group.
 
     Args:
-        stats: what one or several layers returned, also stacked over layers or steps.
+        stats: statistics of one or several layers, optionally stacked over layers or steps.
 
     Raises:
-        ValueError: there is a fault; the message is that of `on_fault="raise"`.
+        ValueError: there is a fault; the message equals the message under `on_fault="raise"`.
 
     Examples:
         >>> import jax
@@ -206,14 +214,18 @@ def raise_on_fault(stats: Stats) -> None:
 
 
 def router_loss(stats: Stats) -> Float[Array, ""]:
-    """Sums the router losses over layers, and takes their mean over groups; add it to the loss of the model.
+    """Return the router losses, summed over layers and averaged over groups.
 
-    So the coefficients of `Losses` mean the same on every mesh: the loss of a model is a mean over tokens, and every
-    group has as many. A sum over groups would multiply them by the number of groups.
+    Add the result to the loss of the model. The mean over groups makes the coefficients of `Losses` independent of the
+    mesh: the model's loss is a mean over tokens, and all groups have equally many. A sum would scale with the number of
+    groups.
 
     Args:
-        stats: what `nn.MoE` returned, `[D]`, or several layers did, stacked, `[..., D]`. That of one call of `moe` is
-            its own sum.
+        stats: statistics of `nn.MoE`, with leading dimensions `[D]`, or of several layers, stacked to `[..., D]`.
+            Statistics of one `moe` call have no leading dimension; their loss is returned unchanged.
+
+    Returns:
+        Scalar of the dtype of `stats.loss`.
 
     Examples:
         >>> import jax
@@ -232,14 +244,17 @@ def router_loss(stats: Stats) -> Float[Array, ""]:
 
 
 def needs_more_rounds(stats: Stats) -> bool:
-    """Says on the host whether a step must be served again by a program with more rounds, and nothing else is wrong.
+    """Return whether a step failed only by exceeding `max_rounds`.
 
-    Use it where a system has `max_rounds`, with a second program that has none: `examples/one_round.py`. It waits for
-    the device, and reads one integer per layer and group. Layers behind one that could not be served got NaN; what is
-    wrong with their routing does not count.
+    Use it with a system with `max_rounds` and a second program without: repeat the step with the second program, as in
+    `examples/one_round.py`. It runs on the host, waits for the device, and reads one integer per layer and group.
+    Layers after the failed one get NaN inputs; their routing faults are ignored.
 
     Args:
-        stats: what one or several layers returned, also stacked over layers or steps, in their order.
+        stats: statistics of one or several layers, optionally stacked over layers or steps in execution order.
+
+    Returns:
+        True if the step must be repeated with more rounds.
 
     Examples:
         >>> import jax

@@ -1,6 +1,6 @@
-"""The ranks of an expert-parallel group, their domains and rails, and the rates between them.
+"""Ranks of an expert-parallel group, their domains and rails, and link rates.
 
-The checks of sizes that several modules share stand here too, each with one message.
+The module also holds the size checks shared by several modules, so each has one message.
 """
 
 import math
@@ -14,12 +14,15 @@ INT32_MAX = np.iinfo(np.int32).max
 
 
 def home_experts_per_rank(num_experts: int, num_ranks: int, holder: str | None = None) -> int:
-    """Returns `L = E / R`, the number of experts that are at home on every rank, and refuses others.
+    """Return `L = E / R`, the number of home experts per rank.
 
     Args:
         num_experts: `E`, the number of experts of a layer.
         num_ranks: `R`, the number of ranks in the expert-parallel group.
-        holder: what the message calls the argument that has so many experts; `None`: they are `num_experts` themselves.
+        holder: name of the argument holding the experts, for the error message; `None` (default) names `num_experts`.
+
+    Returns:
+        The number of home experts of each rank.
 
     Raises:
         ValueError: `E` is not a positive multiple of `R`.
@@ -35,30 +38,32 @@ def home_experts_per_rank(num_experts: int, num_ranks: int, holder: str | None =
 
 
 def check_domain(domain: int, num_ranks: int, argument: str = "domain") -> None:
-    """Refuses domains that do not cut the ranks into equal blocks.
+    """Check that domains partition the ranks into equal blocks.
 
     Args:
-        domain: how many ranks a domain has.
+        domain: number of ranks per domain.
         num_ranks: `R`, the number of ranks in the expert-parallel group.
-        argument: what the message calls the domain.
+        argument: name of the argument in the error message.
 
     Raises:
-        ValueError: it is not a divisor of the ranks.
+        ValueError: `domain` is not a positive divisor of `num_ranks`.
     """
     if domain < 1 or num_ranks % domain:
         raise ValueError(f"{argument} is {domain}; expected a divisor of the {num_ranks} ranks")
 
 
 def check_total(counts: Any) -> None:
-    """Refuses counts on a host whose sum does not fit int32, planning's integer type; what is traced passes.
+    """Check that the sum of host counts fits int32, the integer type of planning.
+
+    A larger sum would wrap around in int32. Traced counts are not checked.
 
     Args:
         counts: integers of any shape.
 
     Raises:
-        ValueError: the sum is larger; a sum in int32 would wrap round to another number.
+        ValueError: the sum exceeds the int32 range.
     """
-    # A sum of unsigned 64-bit counts could wrap round too; float64 is exact far beyond int32.
+    # A sum of unsigned 64-bit counts can wrap around, too. float64 is exact far beyond int32.
     if isinstance(counts, np.ndarray) and (total := counts.sum(dtype=np.float64)) > INT32_MAX:
         raise ValueError(f"counts sum to {total:.0f} tokens; expected at most {INT32_MAX}")
 
@@ -68,17 +73,20 @@ LEVEL_NAMES = ("dc", "node", "gpu")
 
 @dataclass(frozen=True)
 class Level:
-    """A level is one step of the machine's hierarchy, such as the nodes of a datacenter.
+    """One level of the machine hierarchy, such as the nodes of a datacenter.
 
-    Give levels to `Topology` where there is no mesh to read them from. Rates and latencies are needed only by what
-    decides by them: `choose_expert_domains` and the simulator.
+    Pass levels to `Topology` if there is no mesh. Rates and latencies are needed only for decisions by time:
+    `choose_expert_domains`, `Cost`, `FasterMoE` and the simulator.
 
     Args:
         name: `"dc"`, `"node"` or `"gpu"`.
-        size: members of this level inside one member of the next outer level; usually 8 for the GPUs of a node.
-        bytes_per_s: what one rank can send to a rank that differs at this level, in bytes per second and one direction;
-            usually 50e9 with a 400 Gbit/s interface for each GPU. `None` if unknown.
-        latency_s: the time from such a rank to the other, in seconds; usually some microseconds. `None` if unknown.
+        size: number of members inside one member of the next outer level, such as 8 GPUs per node.
+        bytes_per_s: one-way rate from a rank to a rank differing at this level, in bytes per second; `None` if unknown.
+            A 400 Gbit/s interface per GPU gives 50e9.
+        latency_s: one-way latency between two such ranks, in seconds, usually some microseconds; `None` if unknown.
+
+    Raises:
+        ValueError: `name` is unknown, `size` or `bytes_per_s` is not positive, or `latency_s` is negative.
 
     Examples:
         >>> from jax_moe_lb.core import Level
@@ -95,7 +103,7 @@ class Level:
         if self.name not in LEVEL_NAMES:
             raise ValueError(f"Level.name is {self.name!r}; expected one of {LEVEL_NAMES}")
         _require_positive(f"Level({self.name!r}).size", self.size)
-        # A comparison with NaN is false, so that `not ... > 0` refuses it too.
+        # NaN fails every comparison, so `not ... > 0` rejects NaN, too.
         if self.bytes_per_s is not None and not self.bytes_per_s > 0:
             raise ValueError(f"Level({self.name!r}).bytes_per_s is {self.bytes_per_s}; expected > 0")
         if self.latency_s is not None and not self.latency_s >= 0:
@@ -104,28 +112,35 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """A topology describes the expert-parallel group: its levels, domains, rails and mesh axes.
+    """Levels, domains, rails and mesh axes of an expert-parallel group.
 
-    For a layer read it off the mesh, with `from_mesh`; to plan for recorded counts `flat` is enough. It is hashable, so
-    that it can be a static argument of `jax.jit`. Ranks are numbered row-major over `levels`, outermost first, as
-    `jax.lax.axis_index` numbers them.
+    Use `from_mesh` for a layer and `flat` for planning with recorded counts. A topology is hashable, so it can be a
+    static argument of `jax.jit`. Ranks are numbered row-major over `levels`, outermost first, as in
+    `jax.lax.axis_index`.
 
     Args:
-        levels: the levels of the machine, outermost first; the product of their sizes is `R`.
-        ranks_per_domain: `M`, the ranks among which expert weights may move; divides `R`. Usually the ranks that NVLink
-            connects: 8 in a node, up to 72 in a rack.
-        rails_per_node: `N`, network interfaces of a node, which `ranks_per_node` ranks share; usually one per GPU.
-        expert_axes: the mesh axes that make up the group, outermost first; empty for a topology that only plans.
-        data_axes: the mesh axes over which tokens, but not experts, are split.
-        tensor_axes: the mesh axes over which the inner width `F` of every expert is split (expert tensor parallelism).
-        flops_per_s: what one rank computes, in floating-point operations per second; `None` if unknown.
-        ranks_per_process: how many consecutive ranks are always devices of one process, which can reach each other's
-            memory; `None` if unknown, and then only a program of one process takes them for such.
-        processes: the process of each rank of each group, one group after the other, where every device of the mesh is
-            a process of its own; else empty. Processes of one machine can copy from each other's memory.
+        levels: levels of the machine, outermost first; the product of their sizes is `R`.
+        ranks_per_domain: `M`, ranks per domain; a divisor of `R`. Expert weights move inside a domain only. Usually a
+            domain is one NVLink domain: 8 ranks in a node, up to 72 in a rack.
+        rails_per_node: `N`, network interfaces shared by the `ranks_per_node` ranks of a node; 1 (default). Usually one
+            per GPU.
+        expert_axes: mesh axes of the group, outermost first; empty (default) for planning only.
+        data_axes: mesh axes sharding tokens but not experts; empty (default).
+        tensor_axes: mesh axes sharding the inner width `F` of every expert (expert tensor parallelism); empty
+            (default).
+        flops_per_s: floating-point operations per second of one rank; `None` (default) if unknown.
+        ranks_per_process: number of consecutive ranks always belonging to one process. Devices of one process can
+            access each other's memory. `None` (default) if unknown; then ranks share a process only in a single-process
+            program.
+        processes: process index of each rank, group by group, if every device of the mesh belongs to a process of its
+            own; else empty (default). Processes of one machine can copy from each other's memory.
+
+    Raises:
+        ValueError: levels are missing or out of order, `ranks_per_domain` does not divide `R`, or a number is not
+            positive.
 
     Examples:
-        Two nodes of four GPUs each, where weights move inside nodes:
+        Two nodes of four GPUs each; weights move inside nodes:
 
         >>> from jax_moe_lb import Topology
 
@@ -146,7 +161,7 @@ class Topology:
     processes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # Ranks are numbered outermost level first, as the mesh numbers them: another order would mix them up.
+        # The mesh numbers ranks outermost level first, so levels must have this order.
         order = [LEVEL_NAMES.index(level.name) for level in self.levels]
         if not self.levels or order != sorted(set(order)):
             names = [level.name for level in self.levels]
@@ -163,29 +178,35 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """Counts the ranks of the group, `R`."""
+        """Number of ranks in the group, `R`."""
         return math.prod(level.size for level in self.levels)
 
     @property
     def ranks_per_node(self) -> int:
-        """Counts the ranks that share the rails: those inside the innermost level, or a domain where that is smaller.
+        """Number of ranks sharing the rails: the smaller of innermost level and domain.
 
-        Expert weights may move further, over the rails, where `ranks_per_domain` says so.
+        A domain larger than a node moves expert weights over the rails.
         """
         return min(self.levels[-1].size, self.ranks_per_domain)
 
     @property
     def num_domains(self) -> int:
-        """Counts the domains of the group, `R / M`."""
+        """Number of domains in the group, `R / M`."""
         return self.num_ranks // self.ranks_per_domain
 
     @classmethod
     def flat(cls, num_ranks: int, ranks_per_domain: int | None = None) -> "Topology":
-        """Makes a group of one level, off any mesh, which is all that a planner needs to know.
+        """Return a group of one level without mesh axes, sufficient for planning.
 
         Args:
             num_ranks: `R`.
-            ranks_per_domain: `M`; `None` makes all ranks one domain.
+            ranks_per_domain: `M`; `None` (default) makes all ranks one domain.
+
+        Returns:
+            The topology.
+
+        Raises:
+            ValueError: `num_ranks` is below 1, or `ranks_per_domain` does not divide it.
 
         Examples:
             >>> from jax_moe_lb import Topology
@@ -209,25 +230,29 @@ class Topology:
         latency_s: tuple[float, ...] | None = None,
         flops_per_s: float | None = None,
     ) -> "Topology":
-        """Reads the topology off a mesh, for `nn.MoE` or `moe`.
+        """Return the topology of a mesh, for `nn.MoE` or `moe`.
 
         Args:
-            mesh: the axes named in `expert_axis` form the group.
-            expert_axis: one name, or up to three, outermost first: they become the innermost of the levels dc, node and
-                gpu.
-            data_axes: the axes over which tokens are split beside the group, such as `("data", "fsdp")`. Over further
-                ones all devices do the same. `None`, the default: all axes but those of the group and of tensors.
-            tensor_axes: the axes over which the inner width of every expert is split, which have the same tokens;
-                usually none, since a group of more ranks makes larger products.
-            ranks_per_domain: `M`; `None` takes the size of the innermost axis.
-            rails_per_node: `N`, network interfaces of a node; only `RailS` and `MultiRailDispatch` need more than 1.
-            bytes_per_s: what a rank sends along each axis, in bytes per second, in the order of `expert_axis`.
-            latency_s: the one-way latency along each axis, in seconds, in the order of `expert_axis`.
-            flops_per_s: what one rank computes, in floating-point operations per second.
+            mesh: device mesh or abstract mesh.
+            expert_axis: one to three axes of the group, outermost first. They become the innermost of the levels dc,
+                node and gpu.
+            data_axes: axes sharding tokens besides the group, such as `("data", "fsdp")`; the layer is replicated over
+                all others. `None` (default) takes all axes except those of the group and `tensor_axes`.
+            tensor_axes: axes sharding the inner width of every expert; their ranks hold the same tokens. Usually empty
+                (default), because more ranks in the group give larger matrix products.
+            ranks_per_domain: `M`; `None` (default) takes the size of the innermost axis.
+            rails_per_node: `N`, network interfaces of a node; 1 (default). Only `RailS` and `MultiRailDispatch` use
+                more.
+            bytes_per_s: one-way rate of a rank along each axis, in bytes per second, in the order of `expert_axis`.
+            latency_s: one-way latency along each axis, in seconds, in the order of `expert_axis`.
+            flops_per_s: floating-point operations per second of one rank.
+
+        Returns:
+            The topology, with `processes` and `ranks_per_process` set for a mesh of devices.
 
         Raises:
-            ValueError: the mesh lacks an axis, there are more than three, or the number of rates differs from that of
-                the axes.
+            ValueError: an axis is not in the mesh or repeated, there are more than three expert axes, or the number of
+                rates differs from the number of expert axes.
 
         Examples:
             >>> from jax.sharding import AbstractMesh
@@ -238,7 +263,7 @@ class Topology:
         """
         axes = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
         if not 1 <= len(set(axes)) == len(axes) <= len(LEVEL_NAMES):
-            raise ValueError(f"expert_axis is {expert_axis!r}; expected one to three different mesh axes")
+            raise ValueError(f"expert_axis is {expert_axis!r}; expected one to three distinct mesh axes")
         tensor = (tensor_axes,) if isinstance(tensor_axes, str) else tuple(tensor_axes)
         others = tuple(axis for axis in mesh.axis_names if axis not in axes + tensor)
         data = others if data_axes is None else (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
@@ -246,17 +271,15 @@ class Topology:
             if axis not in mesh.axis_names:
                 raise ValueError(f"expert_axis names {axis!r}; expected an axis of the mesh, one of {mesh.axis_names}")
         if len(set(data)) < len(data) or not set(data) <= set(others):
-            raise ValueError(
-                f"data_axes is {data_axes!r}; expected different ones of {others}, beside those of experts"
-            )
+            raise ValueError(f"data_axes is {data_axes!r}; expected distinct axes of {others}, excluding expert_axis")
         beside = tuple(axis for axis in mesh.axis_names if axis not in axes)
         if len(set(tensor)) < len(tensor) or not set(tensor) <= set(beside):
             raise ValueError(
-                f"tensor_axes is {tensor_axes!r}; expected different ones of {beside}, beside those of experts"
+                f"tensor_axes is {tensor_axes!r}; expected distinct axes of {beside}, excluding expert_axis"
             )
         rates = _per_axis("bytes_per_s", bytes_per_s, axes)
         latencies = _per_axis("latency_s", latency_s, axes)
-        # The innermost axis is the fastest level, so a mesh with one axis has GPUs and no nodes.
+        # The innermost axis is the fastest level, so the one axis of a flat mesh is the gpu level.
         names = LEVEL_NAMES[-len(axes) :]
         sizes = [mesh.shape[axis] for axis in axes]
         levels = tuple(map(Level, names, sizes, rates, latencies))
@@ -276,7 +299,7 @@ class Topology:
 
 
 def _ranks_per_process(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> int:
-    """The largest number of consecutive ranks that divides the group, and has no two processes in any block of it."""
+    """Return the largest divisor of `R` whose blocks of consecutive ranks each belong to one process."""
     groups = _processes_by_group(devices, names, axes)
     ranks = groups.shape[1]
     for size in (size for size in range(ranks, 1, -1) if ranks % size == 0):
@@ -287,7 +310,7 @@ def _ranks_per_process(devices: np.ndarray, names: tuple[str, ...], axes: tuple[
 
 
 def _own_processes(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The process of each rank of each group, if no two devices of the mesh belong to one and there are several."""
+    """Return the process of each rank, group by group, if several processes own one device each; else `()`."""
     processes = tuple(_processes_by_group(devices, names, axes).flatten().tolist())
     return processes if 1 < len(processes) == len(set(processes)) else ()
 

@@ -1,8 +1,8 @@
-"""Every signature is written in these dimension letters and array types.
+"""Dimension letters and array types of all signatures.
 
 ==== =================================================================
 `R`  ranks in the expert-parallel group
-`M`  ranks per domain (where expert weights may move)
+`M`  ranks per domain; expert weights move inside a domain only
 `N`  rails per node
 `E`  experts
 `L`  home experts per rank, `E / R`
@@ -15,9 +15,9 @@
 `D`  independent expert-parallel groups side by side (data parallelism)
 ==== =================================================================
 
-A *row* is one token copy: a token that goes to `K` experts makes `K` rows.
+A *row* is one token copy: a token routed to `K` experts makes `K` rows.
 
-`pytree` makes frozen dataclasses pytrees.
+The decorator `pytree` makes a class a frozen dataclass and a pytree.
 """
 
 from collections.abc import Iterable
@@ -31,80 +31,81 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 if TYPE_CHECKING:
-    # The union of two array libraries lacks the methods that both have.
+    # Any: the union of the two array types lacks the methods common to both.
     AnyArray = Any
 else:
     AnyArray = Array | np.ndarray
-    """Planning arithmetic accepts either, as it runs in a jitted program and on a host alike."""
+    """JAX or NumPy array: planning arithmetic runs in jitted programs and on the host."""
 
 Axes = tuple[str, ...]
 """Names of mesh axes, outermost first."""
 
 Counts = Int[AnyArray, "R E"]
-"""It counts the token copies that each rank routes to each expert in this microbatch."""
+"""Token copies routed from each rank to each expert in this microbatch."""
 
 Placement = Int[AnyArray, "R S"]
-"""It names the expert that each slot holds, -1 for an empty slot."""
+"""Expert in each slot; -1 for an empty slot."""
 
 Quota = Int[AnyArray, "E R"]
-"""It counts the token copies of an expert that a rank serves."""
+"""Token copies of each expert served by each rank."""
 
 Load = Int[AnyArray, "R"]
-"""It counts the token copies that each rank serves."""
+"""Token copies served by each rank."""
 
 Rows = Float[Array, "A H"]
-"""It holds the token copies on the rank that serves them, sorted by slot."""
+"""Token copies on the rank serving them, sorted by slot."""
 
 GroupSizes = Int[Array, "S"]
-"""It counts the rows of each slot. Their sum is at most `A`, and rows beyond it hold no token."""
+"""Rows of each slot. The sum is at most `A`; rows beyond the sum are padding."""
 
 Tokens = Float[Array, "T H"]
-"""It holds the tokens of one rank, before they are copied."""
+"""Tokens of one rank, before dispatch."""
 
 TokenMask = Bool[Array, "T"]
-"""It is false for padding tokens, which no expert serves."""
+"""Mask of the tokens to route; False for padding tokens."""
 
 DType = Any
-"""It may be whatever JAX takes for a dtype."""
+"""Any dtype accepted by JAX."""
 
 State = Any
-"""It is what a balancer remembers between steps: any pytree, `()` for most."""
+"""State of a balancer between steps: any pytree, `()` for stateless balancers."""
 
 
 def wide_dtype(array: Array) -> np.dtype:
-    """Tells in which dtype sums over `array` are kept: float32, or its own dtype where that is wider.
+    """Return the dtype for sums over `array`: float32, or its own dtype if that is wider.
 
-    A long sum in bfloat16 stops growing, as its last terms are below half a unit of its last place.
+    A long sum in bfloat16 stagnates, because its terms fall below half a unit in the last place.
     """
     return array.dtype if jnp.finfo(array.dtype).bits > 32 else np.dtype(np.float32)
 
 
 def namespace(array: Any) -> Any:
-    """Picks `numpy` or `jax.numpy`, for arithmetic that runs on a host and in a jitted program alike."""
+    """Return `numpy` or `jax.numpy`, matching the type of `array`."""
     return np if isinstance(array, np.ndarray | np.generic) else jnp
 
 
 def iota(length: int) -> Int[Array, "length"]:
-    """Counts from 0 to `length - 1` in int32, the one integer type of planning, also where JAX's default is wider."""
+    """Return `0, ..., length - 1` in int32, the integer type of planning, regardless of `jax_enable_x64`."""
     return jnp.arange(length, dtype=jnp.int32)
 
 
 def host_iota(length: int) -> Int[np.ndarray, "length"]:
-    """Does what `iota` does in NumPy, for arithmetic that also runs on a host."""
+    """Return `0, ..., length - 1` in int32 as a NumPy array."""
     return np.arange(length, dtype=np.int32)
 
 
 PytreeT = TypeVar("PytreeT")
 Carry = TypeVar("Carry")
-"""The state of a loop: a pytree."""
+"""Carry of a loop: a pytree."""
 
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: type[PytreeT]) -> type[PytreeT]:
-    """Makes `cls` a frozen dataclass and a pytree; a field with metadata `static` is part of the tree's structure.
+    """Make `cls` a frozen dataclass and a pytree.
 
-    Unlike `jax.tree_util.register_dataclass` it does not call `__init__` to rebuild a value: transformations put
-    placeholders where arrays stand, and checks of shapes and types belong to the code that builds one.
+    Fields with metadata `static` belong to the tree structure. Unlike `jax.tree_util.register_dataclass`, unflattening
+    does not call `__init__`: JAX transformations put placeholders into array fields, so checks of shapes and types
+    belong to the constructing code.
     """
     made: Any = dataclass(frozen=True)(cls)
     static = [field.name for field in fields(made) if field.metadata.get("static")]
@@ -120,7 +121,7 @@ def pytree(cls: type[PytreeT]) -> type[PytreeT]:
     def unflatten(aux: tuple, children: Iterable) -> Any:
         value: Any = object.__new__(made)
         for name, child in (*zip(dynamic, children, strict=True), *zip(static, aux, strict=True)):
-            # A frozen dataclass refuses ordinary assignment.
+            # A frozen dataclass rejects ordinary assignment.
             object.__setattr__(value, name, child)
         return value
 
@@ -129,6 +130,9 @@ def pytree(cls: type[PytreeT]) -> type[PytreeT]:
 
 
 def saturated(array: Any) -> Any:
-    """Clips integers of more than 32 bits to int32's range, so that a sum is refused instead of wrapping round."""
-    # A conversion to int32 alone would drop the high halves of 64-bit numbers without a word.
+    """Clip integers wider than 32 bits to the int32 range.
+
+    Later checks then reject an oversized value instead of its wrapped remainder.
+    """
+    # A plain conversion to int32 silently drops the upper 32 bits.
     return array.clip(-(2**31), 2**31 - 1) if array.dtype.itemsize > 4 else array

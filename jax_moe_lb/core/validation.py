@@ -1,7 +1,7 @@
-"""The rules of a plan are checked on the host and inside a jitted program, so that a bad plan never reaches a copy.
+"""Legality checks of plans, on the host and inside jitted programs, before a plan is executed.
 
-Both checks read the same list of rules. The jitted one costs a few integer reductions;
-only when a rule is broken does it call the host, which names what is wrong.
+Both checks evaluate the same list of rules. The jitted check costs a few integer reductions. It calls the host only if
+a rule is broken, for the error message.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ from jax_moe_lb.core.types import AnyArray, Counts, host_iota, iota, saturated
 
 
 def check_counts(counts: AnyArray) -> None:
-    """Refuses counts that no plan can be made from; call it on counts from files.
+    """Check counts from outside the program, such as from a file.
 
     Args:
-        counts: `[R, E]`, concrete.
+        counts: `[R, E]` integers, concrete.
 
     Raises:
-        ValueError: they are not two-dimensional, not integers, negative, or their sum is beyond int32; the message
+        ValueError: counts are not two-dimensional, not integers or negative, or their sum exceeds int32. The message
             names the entry.
     """
     counts = np.asarray(counts)
@@ -39,20 +39,22 @@ def check_counts(counts: AnyArray) -> None:
     if (counts < 0).any():
         rank, expert = np.argwhere(counts < 0)[0]
         raise ValueError(
-            f"counts of rank {rank}, expert {expert} is {counts[rank, expert]}; expected a number of tokens, at least 0"
+            f"counts of rank {rank}, expert {expert} is {counts[rank, expert]}; expected at least 0 tokens"
         )
     check_total(counts)
 
 
 def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) -> None:
-    """Refuses a plan that loses tokens, serves from an empty slot, breaks a domain or takes static experts from home.
+    """Check that a plan is legal for some counts.
 
-    Call it on plans of a balancer of your own, or on plans from a file; `moe` checks every plan by itself.
+    A legal plan serves every routed token copy, from occupied slots only. Replicas stay inside their domain and static
+    experts are served at home. Call it on plans of a custom balancer or from a file; `moe` checks every plan itself.
 
     Args:
-        plan: the plan of one layer, of concrete arrays, not traced ones.
-        counts: `[R, E]` integers, the counts that it was made for.
-        dynamic: `[E]` booleans, false for static experts, which only their homes may serve; `None`: all are dynamic.
+        plan: plan of one layer, with concrete arrays.
+        counts: `[R, E]` integers, the counts of the plan.
+        dynamic: `[E]` bool, False for static experts, which only their home serves; `None` (default): all experts are
+            dynamic.
 
     Raises:
         ValueError: the plan breaks a rule; the message names the field, the expert, the rank and the numbers.
@@ -81,10 +83,10 @@ def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) ->
 
 
 def ensure_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> Plan:
-    """Returns the same plan, or raises at run time with the message of `check_plan`, whose arguments these are.
+    """Return the same plan, or raise the error of `check_plan` at run time.
 
-    It works inside `jax.jit` and `jax.shard_map`, with `plan` and `counts` equal on all ranks, so that either all of
-    them stop or none does.
+    It works inside `jax.jit` and `jax.shard_map`. The arguments are those of `check_plan`, equal on all ranks, so all
+    ranks stop or none does.
     """
     plan, legal = is_legal(plan, counts, dynamic)
     stop = ensure(legal, check_plan, plan, counts, dynamic)
@@ -92,13 +94,15 @@ def ensure_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = 
 
 
 def is_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> tuple[Plan, Bool[Array, ""]]:
-    """Says inside a program whether `check_plan` would pass, whose arguments these are; it does not look at rails.
+    """Return the plan in int32, and whether `check_plan` accepts it, excluding the check of rails.
+
+    It runs inside a program; the arguments are those of `check_plan`.
 
     Returns:
-        The plan in int32, and whether it is legal.
+        The plan in int32, and a scalar bool.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: the shapes of the fields do not match.
     """
     _check_shapes(plan, counts.shape)
     plan = jax.tree.map(lambda leaf: jnp.asarray(saturated(leaf), jnp.int32), plan)
@@ -108,9 +112,10 @@ def is_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None
 def fallback_to_plain(
     plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None
 ) -> tuple[Plan, Bool[Array, ""]]:
-    """Returns the plan if it is legal, else one that serves everything at home, and whether it is.
+    """Return the plan if it is legal, else the plan of plain expert parallelism, and whether it is legal.
 
-    Use it where a program shall not stop; the host must be told. The arguments are those of `check_plan`.
+    Use it in programs without host callbacks, and report the result to the host. The arguments are those of
+    `check_plan`.
     """
     plan, legal = is_legal(plan, counts, dynamic)
     at_home = _at_home(plan, counts)
@@ -118,28 +123,28 @@ def fallback_to_plain(
 
 
 def _at_home(plan: Plan, counts: Counts) -> Plan:
-    """The plan of plain expert parallelism, with the fields and shapes of another one."""
+    """Return the plan of plain expert parallelism with the fields and shapes of `plan`."""
     ranks, home = iota(plan.num_ranks), plan.num_home
     experts = iota(plan.num_experts)
     placement = jnp.full_like(plan.placement, -1).at[:, :home].set(experts.reshape(-1, home))
     served = counts.sum(0, dtype=jnp.int32)[:, None]
     quota = jnp.where(experts[:, None] // home == ranks[None], served, 0)
-    # Weights come from home, and rails that no rank's rows add up to are given up for the receiver's own.
+    # Copy weights from home. Zero rails stand for the receiver's own rail, since no valid rails are known.
     relay = None if plan.relay is None else jnp.where(placement >= 0, ranks[:, None], -1)
     rails = None if plan.rails is None else jnp.zeros_like(plan.rails)
     return replace(plan, placement=placement, quota=quota, relay=relay, rails=rails)
 
 
 def check_routed(wrong: AnyArray, num_experts: Any) -> None:
-    """Refuses what a router got wrong.
+    """Check the routing of all ranks.
 
     Args:
-        wrong: `[R, 4]`, for each rank the number of expert ids out of range, the lowest and the highest of them (0
-            where there are none), and whether some routing weight is not finite.
+        wrong: `[R, 4]` integers. Each rank reports the number of invalid expert ids, the lowest and the highest of them
+            (0 if there are none), and whether a routing weight is not finite.
         num_experts: `E`.
 
     Raises:
-        ValueError: an id is out of range or a weight not finite; the message names the rank.
+        ValueError: an id is out of range or a weight is not finite; the message names the rank.
     """
     for rank, (num_bad, lowest, highest, bad_weights) in enumerate(np.asarray(wrong).tolist()):
         if num_bad:
@@ -153,21 +158,24 @@ def check_routed(wrong: AnyArray, num_experts: Any) -> None:
 
 
 def check_homes(homes: Any) -> None:
-    """Refuses places of a layer's experts, `[E]`, that are no permutation."""
+    """Check that `homes`, `[E]`, is a permutation of the places."""
     homes = np.asarray(homes)
     checked_permutation("homes", homes[None], (1, homes.shape[0]))
 
 
 def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> Int[np.ndarray, "layers E"]:
-    """Checks the permutation of each layer and makes it int32.
+    """Check the permutation of each layer and return it in int32.
 
     Args:
-        name: what messages call it.
-        permutation: integers, `[layers, E]`.
+        name: name of the argument in the error message.
+        permutation: `[layers, E]` integers.
         shape: `(layers, E)`.
 
+    Returns:
+        `[layers, E]` int32, a NumPy array.
+
     Raises:
-        ValueError: it has another shape or no integers, or a number is missing or there twice.
+        ValueError: the shape or dtype is wrong, or a row is not a permutation of 0 to `E - 1`.
     """
     permutation = np.asarray(permutation)
     if permutation.shape != shape or not np.issubdtype(permutation.dtype, np.integer):
@@ -187,37 +195,41 @@ def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> 
 def ensure(
     ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any, ranks: tuple[str, ...] = ()
 ) -> Int[jax.Array, ""]:
-    """Computes zero; if not `ok` on some rank of the mesh, calls `check` on the host of all, where it raises.
+    """Return zero, or call `check` on every host if `ok` is False on some rank of the mesh.
 
-    Add the zero to what is used next, so that no compiler can drop the check.
+    `check` raises there. Add the zero to a value used later, so that XLA does not eliminate the check.
 
     Args:
-        ok: whether the check would pass on this rank; equal on all ranks of its expert-parallel group.
-        check: refuses what is wrong in `args` with a ValueError.
-        *args: pytrees of arrays, equal on all ranks of the group.
-        ranks: the mesh axes of the ranks of a group, where `ok` and `args` vary over these too; `check` then gets what
-            the first rank has that is not ok.
+        ok: scalar bool, True if the check passes on this rank; equal on all ranks of its expert-parallel group unless
+            it varies over `ranks`.
+        check: function raising a ValueError for invalid `args`.
+        *args: pytrees of arrays, equal on all ranks of the group unless they vary over `ranks`.
+        ranks: mesh axes inside a group over which `ok` and `args` vary, too; empty by default. `check` then gets the
+            `args` of the first rank with `ok` False.
+
+    Returns:
+        Scalar int32 zero.
     """
     groups, names_groups = _group_axes(ok, ranks)
     axes = groups + ranks
 
-    # Mapped over, one check follows the other: a condition on several answers at once would call the host for all.
+    # Run checks sequentially under vmap: a conditional with a batched predicate would call the host for all entries.
     @jax.custom_batching.sequential_vmap
     def checked(ok: Bool[jax.Array, ""], args: Any) -> Int[jax.Array, ""]:
-        # If one group stopped and the others went on, they would wait for it in their next common exchange until XLA
-        # gives up and ends the process.
+        # All groups must stop together. Otherwise the remaining groups wait in their next common collective until XLA
+        # aborts the process.
         everywhere = jax.lax.pmin(ok.astype(jnp.int32), axes) == 1 if axes else ok
 
         def stop(args: Any) -> jax.Array:
-            # All ranks are here, so all of them can learn what is wrong in the first place that is, and say the same.
+            # All ranks take this branch, so all of them can receive the arguments of the first fault and raise the same
+            # message.
             first, shared = _of_first_fault(ok, args, axes) if axes else (jnp.int32(0), args)
             call = partial(_refuse, check, _size(groups) if names_groups else 1)
             shape = jax.ShapeDtypeStruct((), jnp.int32)
             answer = jax.pure_callback(call, shape, first // _size(ranks), *shared, vmap_method="sequential")
             return vary_like(answer, everywhere)
 
-        # Neither a constant nor what a callback returns has the manual axes of `everywhere`; both branches must share
-        # them.
+        # Constants and callback results lack the manual axes of `everywhere`, but both branches must have equal types.
         zero = vary_like(np.int32(0), everywhere)
         return jax.lax.cond(everywhere, lambda args: zero, stop, args)
 
@@ -225,10 +237,10 @@ def ensure(
 
 
 def _group_axes(ok: Bool[jax.Array, ""], ranks: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-    """The manual mesh axes over which `ok` may differ between groups, and whether they tell these apart alone."""
+    """Return the manual mesh axes over which `ok` may differ between groups, and whether these identify the groups."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    # Without `check_vma` no type says over which axes a value varies; then every manual axis may be one. With it the
-    # index of a rank says so, but not on an axis of one rank with `jax_remove_size_one_mesh_axis_from_type`.
+    # Without `check_vma`, types record no varying axes, so every manual axis may be one. With it, a rank's index varies
+    # over its axis, except over an axis of one rank with `jax_remove_size_one_mesh_axis_from_type`.
     is_checked = any(varying_axes(jax.lax.axis_index(name)) for name in manual)
     varying = varying_axes(ok) if is_checked else manual
     return tuple(name for name in manual if name in varying and name not in ranks), is_checked
@@ -239,12 +251,12 @@ def _size(axes: tuple[str, ...]) -> int:
 
 
 def _of_first_fault(ok: Bool[jax.Array, ""], args: Any, axes: tuple[str, ...]) -> tuple[Int[jax.Array, ""], Any]:
-    """The number of the first place on the axes that is not ok, and what it has."""
+    """Return the index of the first rank along `axes` with `ok` False, and its arguments."""
     me = jax.lax.axis_index(axes).astype(jnp.int32)
     first = jax.lax.pmin(jnp.where(ok, jnp.iinfo(jnp.int32).max, me), axes)
 
     def shared(leaf: Any) -> jax.Array:
-        # The sum has one term that is not 0.
+        # Only one term of the sum is nonzero.
         leaf = jnp.asarray(leaf)
         return jax.lax.psum(jnp.where(me == first, leaf.astype(jnp.int32), 0), axes).astype(leaf.dtype)
 
@@ -271,7 +283,7 @@ def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"plan.{name} has dtype {array.dtype}; expected integers")
     if plan.relay is not None and plan.relay.shape != placement.shape:
-        raise ValueError(f"plan.relay has shape {plan.relay.shape}; expected that of placement, {placement.shape}")
+        raise ValueError(f"plan.relay has shape {plan.relay.shape}; expected {placement.shape}, the shape of placement")
     if plan.rails is not None and (plan.rails.ndim != 3 or plan.rails.shape[:2] != (num_ranks, num_ranks)):
         raise ValueError(f"plan.rails has shape {plan.rails.shape}; expected [{num_ranks}, {num_ranks}, N]")
     check_domain(domain, num_ranks, "plan.domain")
@@ -282,11 +294,11 @@ def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
 def _rules(
     plan: Plan, counts: Counts, dynamic: AnyArray | None, xp: Any
 ) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
-    """Lists every rule as (entries that break it, what to say of one such entry)."""
+    """Yield every rule as (mask of violating entries, message for one such entry)."""
     placement, quota, home = plan.placement, plan.quota, plan.num_home
     ranks = host_iota(plan.num_ranks)[:, None]
     expected_home = host_iota(plan.num_experts).reshape(-1, home)
-    # Entries out of range break one rule; the other rules must not index with them.
+    # Out-of-range entries violate the first rule. The other rules must not index with them.
     in_range = (placement >= -1) & (placement < plan.num_experts)
     expert = xp.where(in_range, placement, -1)
     copies = _copies(expert, plan.num_experts)
@@ -349,8 +361,8 @@ def _rules(
 
 
 def _sums_to(quota: AnyArray, routed: AnyArray) -> AnyArray:
-    """Whether the quotas of each expert, at least 0, sum to the tokens routed to it."""
-    # In halves of 16 bits: whole sums of wrong quotas could wrap round in 32 bits to the number that is expected.
+    """Return whether the nonnegative quotas of each expert sum to its routed tokens."""
+    # Sum 16-bit halves: 32-bit sums of invalid quotas could wrap around to the expected number.
     high, low = (part.sum(1, dtype=routed.dtype) for part in (quota >> 16, quota & 0xFFFF))
     return (high + (low >> 16) == routed >> 16) & (low & 0xFFFF == routed & 0xFFFF)
 
@@ -358,35 +370,35 @@ def _sums_to(quota: AnyArray, routed: AnyArray) -> AnyArray:
 def _relay_rules(plan: Plan, relay: AnyArray, copies: AnyArray) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
     placement = plan.placement
     inside = (relay >= 0) & (relay < plan.num_ranks)
-    # A wrong entry must index something, too: `inside` refuses it.
+    # Clip invalid entries for indexing; `inside` reports them.
     source = relay.clip(0, plan.num_ranks - 1)
     yield (
         (placement >= 0) & (~inside | (copies[source, placement.clip(0, plan.num_experts - 1)] == 0)),
         lambda r, s: (
-            f"plan.relay of rank {r}, slot {s} is {relay[r, s]}; expected a rank that holds expert {placement[r, s]}"
+            f"plan.relay of rank {r}, slot {s} is {relay[r, s]}; expected a rank holding expert {placement[r, s]}"
         ),
     )
 
 
 def _copies(expert: AnyArray, num_experts: int) -> AnyArray:
-    """Counts the slots of each rank that hold each expert, `[R, E]`."""
+    """Return the number of slots of each rank holding each expert, `[R, E]`."""
     ranks = np.broadcast_to(host_iota(expert.shape[0])[:, None], expert.shape)
     if isinstance(expert, np.ndarray):
         copies = np.zeros((expert.shape[0], num_experts + 1), np.int32)
         np.add.at(copies, (ranks, expert), 1)
         return copies[:, :-1]
-    # Empty slots count in a column of their own, which is cut off: a scatter has no condition.
+    # A scatter has no mask, so empty slots count in an extra column, dropped afterwards.
     zeros = jnp.zeros((expert.shape[0], num_experts + 1), jnp.int32)
     return zeros.at[ranks, jnp.where(expert < 0, num_experts, expert)].add(1)[:, :-1]
 
 
 def _check_rails(plan: Plan, rails: AnyArray, counts: Counts) -> None:
-    # This runs on the host alone: asking the rule for every rank would be too much for each step of a program.
+    # Host only: evaluating the rule for every rank is too expensive for each step of a program.
     expected = rows_of_all(np.asarray(counts), np.asarray(plan.quota), plan.domain, plan.split)
     sprayed = np.asarray(rails).sum(-1)
     if (sprayed != expected).any():
         source, to = np.argwhere(sprayed != expected)[0]
         raise ValueError(
             f"plan.rails from rank {source} to rank {to} sums to {sprayed[source, to]} tokens; "
-            f"expected the {expected[source, to]} that it sends there"
+            f"expected {expected[source, to]}, the tokens sent by the split rule"
         )

@@ -1,4 +1,4 @@
-"""`use_virtual_cpu_devices` makes several devices out of one CPU, for tests and for trying things out."""
+"""Virtual CPU devices for tests and experiments."""
 
 import os
 
@@ -8,24 +8,24 @@ SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def use_virtual_cpu_devices(num_devices: int) -> None:
-    """Makes the CPU backend offer `num_devices` devices that share its cores.
+    """Configure the CPU backend with `num_devices` devices sharing its cores.
 
-    Call it before anything computes, to try a layer of several ranks on one machine. For work that has to be fast use
-    accelerators, or one process per machine.
+    Call it before the first JAX computation, to run a layer of several ranks on one machine. The devices are slow: use
+    accelerators or one process per machine for performance.
 
-    It also turns off the CPU backend's concurrency-optimised schedule, unless `XLA_FLAGS` already says something about
-    it. With that schedule independent collectives of one device wait in several threads of a pool that has one thread
-    per device; as soon as a device finds no thread left, a program of large arrays hangs (jaxlib 0.12.0.1: a layer of
-    8 x 4096 tokens within 20 steps; never in 40 steps without it).
+    It also sets `--xla_cpu_enable_concurrency_optimized_scheduler=false`, unless `XLA_FLAGS` already contains this
+    flag. With that scheduler, independent collectives of one device wait in several threads of a pool with one thread
+    per device. If no thread is left for a device, a program of large arrays hangs. With jaxlib 0.12.0.1, a layer of 8 x
+    4096 tokens hung within 20 steps; without the scheduler it ran 40 steps.
 
     Args:
-        num_devices: devices to offer, usually 8 for tests.
+        num_devices: number of CPU devices, usually 8 for tests.
 
     Raises:
-        RuntimeError: the backend is already up.
+        RuntimeError: the backend is already initialized.
 
     Examples:
-        Before JAX has computed anything:
+        Before the first JAX computation:
 
         >>> import jax
         >>> from jax_moe_lb import use_virtual_cpu_devices
@@ -33,7 +33,7 @@ def use_virtual_cpu_devices(num_devices: int) -> None:
         >>> len(jax.devices("cpu"))  # doctest: +SKIP
         8
     """
-    # The flag has no option in jax.config, and XLA reads the variable when the backend starts.
+    # jax.config has no option for this flag. XLA reads the variable when the backend starts.
     flags = os.environ.get("XLA_FLAGS", "")
     if SCHEDULER_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{SCHEDULER_FLAG}=false".strip()

@@ -1,6 +1,6 @@
-"""Backends of grouped products: one table, and the function that chooses from it.
+"""Backends of grouped products: a table, and the choice of a backend from it.
 
-`lax.ragged_dot` is not a backend on GPUs: XLA compiles it there to a dense product of every row with every matrix.
+`lax.ragged_dot` is not a backend on GPUs: XLA lowers it there to a dense product of every row with every matrix.
 """
 
 import importlib.util
@@ -21,15 +21,15 @@ from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
 
 Kind = Literal["product", "transposed", "outer"]
-"""Rows times matrices, rows times transposed matrices, and the outer sums that are gradients of matrices."""
+"""Rows times matrices, rows times transposed matrices, or outer sums, the gradients of matrices."""
 
 KINDS: tuple[Kind, ...] = ("product", "transposed", "outer")
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-"""Lowering platforms with a backend of their own; all others multiply blocks of rows."""
+"""Lowering platforms with a specific backend; all others multiply blocks of rows."""
 
 TILE = 128
-"""Kernels on GPUs require widths, and most of them numbers of rows, that are multiples of this."""
+"""Multiple of widths required by kernels on GPUs; most also require it of the number of rows."""
 
 FIRST_WITH_HOPPER_KERNELS = (0, 12)
 """First JAX version whose Pallas compiles `hopper.py`."""
@@ -49,12 +49,12 @@ class Product:
     """Static description of one grouped product.
 
     Args:
-        kind: the product; see `Kind`.
-        num_rows: `A`.
-        widths: `I` and `O`, the widths of the left operand and of the result or, for "outer", of both operands.
+        kind: kind of the product; see `Kind`.
+        num_rows: `A`, number of rows.
+        widths: `I` and `O`, widths of the left operand and of the result; for "outer", of both operands.
         num_groups: `S`; for matrices or sums in several arrays, a tuple of the groups of each.
-        dtypes: of both operands.
-        dtype: of the result. Products accumulate in float32 at least.
+        dtypes: dtypes of both operands.
+        dtype: dtype of the result. Products accumulate in float32 or wider.
     """
 
     kind: Kind
@@ -94,13 +94,14 @@ class Backend:
     """Row of the table of backends.
 
     Args:
-        name: the name that `jax-moe-lb doctor` prints.
-        platform: the lowering platform; `None` for every platform.
-        why: the reason to prefer it to the rows below.
-        why_not: returns the reason why it cannot compute a product, or `None`.
-        matmul: computes "product" and "transposed" from `(product, rows, weights, group_sizes)`; `None` if it cannot.
-        outer: computes "outer" from the same and `sums`, to which it adds; they may be `None`.
-        takes_parts: if True, matrices and sums may be in several arrays.
+        name: name printed by `jax-moe-lb doctor`.
+        platform: lowering platform; `None` for every platform.
+        why: reason to prefer it to later rows of the table.
+        why_not: function that returns the reason why it cannot compute a product, or `None`.
+        matmul: function for "product" and "transposed", of `(product, rows, weights, group_sizes)`; `None` if
+            unsupported.
+        outer: function for "outer", of the same arguments and `sums`, to which it adds; `sums` may be `None`.
+        takes_parts: if True, matrices and sums may be in several arrays. False by default.
     """
 
     name: str
@@ -112,7 +113,7 @@ class Backend:
     takes_parts: bool = False
 
     def __call__(self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any) -> Any:
-        """Compute the product; matrices in several arrays are concatenated first if the backend requires it."""
+        """Compute the product; concatenate matrices in several arrays first if the backend requires it."""
         in_one = isinstance(product.num_groups, int) or self.takes_parts
         if self.matmul is not None and product.kind != "outer":
             return self.matmul(product, left, right if in_one else jnp.concatenate(right), group_sizes)
@@ -127,8 +128,8 @@ class BackendChoice(NamedTuple):
     """Backend of a product on one platform.
 
     Args:
-        backend: the first row of the table without a reason against it.
-        rejected: names of the rows above it on this platform, with the reasons against them.
+        backend: first row of the table that can compute the product.
+        rejected: names of earlier rows for this platform, with the reasons against them.
     """
 
     backend: Backend
@@ -136,16 +137,16 @@ class BackendChoice(NamedTuple):
 
     @property
     def why(self) -> str:
-        """The reason for the backend and those against the rejected ones, on one line."""
+        """Reasons for the backend and against the rejected ones, on one line."""
         return "; ".join([self.backend.why, *(f"not {name} ({reason})" for name, reason in self.rejected.items())])
 
 
 def choose_backend(product: Product, platform: str) -> BackendChoice:
-    """Choose the backend of a product: the first row of `BACKENDS` that can compute it.
+    """Return the backend of a product: the first row of `BACKENDS` that can compute it.
 
     Args:
-        product: the shapes and dtypes.
-        platform: the platform that a program is lowered for; the name that `jax.lax.platform_dependent` has.
+        product: shapes and dtypes.
+        platform: platform of the lowering, by its name in `jax.lax.platform_dependent`.
     """
     rejected: dict[str, str] = {}
     for backend in BACKENDS:
@@ -169,7 +170,7 @@ def has_hopper_kernels() -> bool:
 
 
 def products_are_by_group() -> bool:
-    """Return whether CPU windows hold rows of one group each: without the custom call blocks are faster so."""
+    """Return whether CPU windows have rows of one group each, which is faster without the custom call."""
     return not is_built("cpu")
 
 
@@ -199,7 +200,8 @@ def _no_tokamax(product: Product) -> str | None:
     if reason := _misfit(product, (jnp.bfloat16,), TILE, (product.num_rows, product.widths[0])):
         return reason
     try:
-        # Only tracing shows whether tokamax has a kernel for the default device, a CPU on a machine without GPU.
+        # Only tracing shows whether tokamax has a kernel for the default device, which is a CPU on machines without a
+        # GPU.
         jax.eval_shape(partial(_tokamax, product), *product.operands())
     except NotImplementedError:
         return f"no such kernel for the default device, {_name(get_default_device())}"
@@ -216,7 +218,7 @@ def _no_triton(product: Product) -> str | None:
 
 
 def _misfit(product: Product, dtypes: tuple[Any, ...], row_tile: int, sizes: tuple[int, ...]) -> str | None:
-    # The kernels would round products of float32 to fewer bits.
+    # The kernels would compute float32 products in a lower precision.
     left, right = map(jnp.dtype, product.dtypes)
     if left != right or left not in dtypes:
         return f"operands are {left} and {right}; expected {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}"
@@ -228,7 +230,7 @@ def _misfit(product: Product, dtypes: tuple[Any, ...], row_tile: int, sizes: tup
 
 
 def _then_add(multiply: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the sums to a product that is computed without them."""
+    """Add `sums` to the result of a backend without accumulation."""
 
     def multiply_then_add(product: Product, left: Array, right: Array, group_sizes: GroupSizes, sums: Any) -> Any:
         products = multiply(product, left, right, group_sizes)
@@ -246,14 +248,14 @@ def _call_matmul(product: Product, rows: Array, weights: Array, group_sizes: Gro
 
 def _call_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes, sums: Array | None) -> Array:
     shape, wide = (product.all_groups, *product.widths), wide_dtype(rows)
-    # The call adds in place to its last operand, block by block of rows.
+    # The call adds to its last operand in place, block by block of rows.
     operands = rows, others, group_sizes
     before = vary_like(jnp.zeros(shape, wide), *operands) if sums is None else sums.astype(wide)
     return call("grouped_outer", like(rows, shape, wide), *operands, before, aliases={3: 0}).astype(product.dtype)
 
 
 def _hopper_matmul(product: Product, rows: Array, parts: Any, group_sizes: GroupSizes) -> Array:
-    # Pallas takes a while to import, and programs for CPUs and TPUs do not use it.
+    # Imported lazily: Pallas is slow to import, and programs for CPUs and TPUs do not use it.
     from jax_moe_lb.kernels import hopper
 
     def multiply(rows: Array, group_sizes: Array, *parts: Array) -> Array:
@@ -279,7 +281,7 @@ def _triton_outer(product: Product, rows: Array, others: Array, group_sizes: Gro
 
 
 def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
-    # The package is optional.
+    # Imported lazily: the package is optional.
     import tokamax
 
     def multiply(left: Array, right: Array, group_sizes: Array) -> Array:
@@ -297,12 +299,12 @@ def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSize
     except NotImplementedError:
         if product.kind != "transposed":
             raise
-        # The kernels of some architectures do not transpose: they get a transposed copy.
+        # The kernels of some architectures cannot transpose: pass a transposed copy.
         return _tokamax(replace(product, kind="product"), left, right.mT, group_sizes)
 
 
 def _ragged(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
-    # Without a rule of its own it cannot be mapped over some operands only.
+    # It has no batching rule for partly mapped operands.
     @jax.custom_batching.sequential_vmap
     def multiply(left: Array, right: Array, group_sizes: GroupSizes) -> Array:
         dimensions = DIMENSIONS[product.kind]
@@ -313,8 +315,8 @@ def _ragged(product: Product, left: Array, right: Array, group_sizes: GroupSizes
 
 
 def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[Array, "S I O"]:
-    # `ragged_dot_general` leaves sums of groups without rows undefined. Few groups have none, so they are cleared one
-    # by one: a mask over all sums would read and write all of them.
+    # `ragged_dot_general` leaves sums of empty groups undefined. Clear these one by one, because they are few: a mask
+    # would read and write all sums.
     if not group_sizes.size:
         return sums
     is_empty = (group_sizes == 0).astype(jnp.int32)
@@ -378,4 +380,4 @@ BACKENDS = (
         outer=_then_add(lambda _, *operands: outer_by_blocks(*operands)),
     ),
 )
-"""Backends, the preferred ones first. The last one computes every product on every platform."""
+"""Backends in order of preference. The last one computes every product on every platform."""

@@ -1,7 +1,7 @@
 """Grouped products as dense products of blocks of rows, on every platform.
 
-The number of blocks is known at compile time, at most one partly filled per group. So the arithmetic is at most a
-quarter more than that of the rows, and no loop length depends on the group sizes.
+The number of blocks is static, with at most one partly filled block per group. So there are at most a quarter more
+operations than for the rows alone, and no loop length depends on the group sizes.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import Carry, GroupSizes, iota, wide_dtype
 
 MAX_BLOCK_ROWS = 512
-"""Largest block; larger ones gain little on any device."""
+"""Largest number of rows of a block; larger blocks gain little on any device."""
 
 
 class RowBlock(NamedTuple):
     """Rows of one block, all of one group.
 
     Args:
-        group: int32, the group.
-        start: int32, the first row of the window that is read.
+        group: int32, group of the block.
+        start: int32, first row of the window to read.
         inside: `[B]` mask of the rows of the window that belong to the block.
     """
 
@@ -49,7 +49,7 @@ def matmul_by_blocks(
 
     def step(block: RowBlock, out: Array) -> Array:
         product = _product(_window(rows, block), weights[block.group], transposed)
-        # Rows of the window that are another block's keep what that one wrote.
+        # Rows of other blocks in the window keep their values.
         mixed = jnp.where(block.inside[:, None], product, _window(out, block))
         return jax.lax.dynamic_update_slice_in_dim(out, mixed, block.start, 0)
 
@@ -73,7 +73,7 @@ def outer_by_blocks(
         return jnp.matmul(mine.T, theirs, preferred_element_type=wide_dtype(rows))[None]
 
     def step(block: RowBlock, sums: Array) -> Array:
-        # Both factors are masked: 0 times the NaN of an uninitialized row is NaN.
+        # Mask both factors: 0 times the NaN of an uninitialized row is NaN.
         mine, theirs = (jnp.where(block.inside[:, None], _window(array, block), 0) for array in (rows, others))
         return sums.at[block.group].add(jnp.matmul(mine.T, theirs, preferred_element_type=sums.dtype))
 
@@ -82,11 +82,11 @@ def outer_by_blocks(
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
-    """Compute the rows of a block, so that partly filled blocks hold a quarter of all rows at most.
+    """Return the number of rows of a block: partly filled blocks then have at most a quarter of all rows.
 
     Args:
-        num_rows: `A`.
-        num_groups: `S`.
+        num_rows: `A`, number of rows.
+        num_groups: `S`, number of groups.
     """
     return max(1, min(MAX_BLOCK_ROWS, num_rows // (4 * num_groups)))
 
@@ -94,28 +94,28 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 def each_block(
     step: Callable[[RowBlock, Carry], Carry], carry: Carry, num_rows: int, group_sizes: Int[Array, "S"]
 ) -> Carry:
-    """Run a step for each block, some of them empty; each row of a group is inside of one block.
+    """Run a step for each block, some of them empty; each row of a group is in exactly one block.
 
     Args:
-        step: returns the new carry, given a block and the carry.
-        carry: initial carry; it varies over the mesh axes of the arrays that the step reads.
-        num_rows: `A`.
-        group_sizes: `[S]` int32.
+        step: function from a block and the carry to the new carry.
+        carry: initial carry; it varies over the mesh axes of the arrays read by the step.
+        num_rows: `A`, number of rows.
+        group_sizes: `[S]` int32, rows of each group.
     """
     num_groups = group_sizes.shape[0]
     if num_rows == 0 or num_groups == 0:
         return vary_like(carry, group_sizes)
     size = block_rows(num_rows, num_groups)
-    # Each group has as many whole blocks as it fills, and at most one more.
+    # Each group has its full blocks, and at most one partly filled.
     num_blocks = num_rows // size + num_groups
     ends, blocks_of = group_sizes.cumsum(dtype=jnp.int32), (group_sizes + size - 1) // size
     last_block = blocks_of.cumsum(dtype=jnp.int32)
 
     def one(carry: Carry, i: Array) -> tuple[Carry, None]:
-        # Blocks beyond the last are of the last group, beyond its rows, and so empty.
+        # Blocks after the last one belong to the last group, after its rows, and are empty.
         group = jnp.minimum((last_block <= i).sum(dtype=jnp.int32), num_groups - 1)
         first = ends[group] - group_sizes[group] + (i - last_block[group] + blocks_of[group]) * size
-        # The window of a last block would reach beyond the rows; moved back, it holds some of the block before.
+        # Move the last window back to stay inside the array; it then overlaps the previous block.
         start = jnp.clip(first, 0, num_rows - size)
         row = start + iota(size)
         inside = (row >= first) & (row < jnp.minimum(first + size, ends[group]))

@@ -1,9 +1,7 @@
-"""These are the functions between the projections of an expert; `Experts` and `nn.MoE` take one as `activation`.
+"""Activations between the projections of an expert, and `Experts`, the weights of experts as one pytree.
 
-With a gate it is called as `activation(gate, up)`, without one as `activation(up)`, on `[..., F]`. Any function of your
-own will do that looks at each entry alone and is hashable, `jax.nn.relu` for example.
-
-`Experts` holds the weights of experts as one pytree.
+`Experts` and `nn.MoE` take an activation as `activation`. It is called as `activation(gate, up)` with a gate and as
+`activation(up)` without one, on `[..., F]`. Any elementwise, hashable function will do, for example `jax.nn.relu`.
 """
 
 from collections.abc import Callable
@@ -18,11 +16,18 @@ from jax_moe_lb.core.types import pytree
 Hidden = Float[Array, "*B F"]
 
 Activation = Callable[..., Array]
-"""A function of the first products of a row: of `gate` and `up`, or of `up` alone."""
+"""Function of the first products of a row: of `gate` and `up`, or of `up` only."""
 
 
 def swiglu(gate: Hidden, up: Hidden) -> Hidden:
-    """Computes `silu(gate) * up`, which experts with a gate have by default: Mixtral, Qwen, DeepSeek, GLM.
+    """Compute `silu(gate) * up`, the default activation with a gate: Mixtral, Qwen, DeepSeek, GLM.
+
+    Args:
+        gate: `[..., F]`, product with the gate projection.
+        up: `[..., F]`, product with the up projection.
+
+    Returns:
+        `[..., F]` in the dtype of the arguments.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -34,7 +39,14 @@ def swiglu(gate: Hidden, up: Hidden) -> Hidden:
 
 
 def geglu(gate: Hidden, up: Hidden) -> Hidden:
-    """Computes `gelu(gate) * up`, with GELU in its tanh form: Gemma and Grok.
+    """Compute `gelu(gate) * up`, with the tanh approximation of GELU: Gemma and Grok.
+
+    Args:
+        gate: `[..., F]`, product with the gate projection.
+        up: `[..., F]`, product with the up projection.
+
+    Returns:
+        `[..., F]` in the dtype of the arguments.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -46,7 +58,13 @@ def geglu(gate: Hidden, up: Hidden) -> Hidden:
 
 
 def gelu_exact(up: Hidden) -> Hidden:
-    """Computes GELU by the error function; without a gate the default is its tanh form, `jax.nn.gelu`.
+    """Compute GELU by the error function; the default without a gate is its tanh approximation, `jax.nn.gelu`.
+
+    Args:
+        up: `[..., F]`, product with the up projection.
+
+    Returns:
+        `[..., F]` in the dtype of `up`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -58,7 +76,13 @@ def gelu_exact(up: Hidden) -> Hidden:
 
 
 def relu_squared(up: Hidden) -> Hidden:
-    """Computes `max(up, 0) ** 2`: Nemotron.
+    """Compute `max(up, 0) ** 2`: Nemotron.
+
+    Args:
+        up: `[..., F]`, product with the up projection.
+
+    Returns:
+        `[..., F]` in the dtype of `up`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -71,11 +95,14 @@ def relu_squared(up: Hidden) -> Hidden:
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """Computes `(up + 1) * gate * sigmoid(alpha * gate)` of clamped products: GPT-OSS.
+    """Activation `(up + 1) * gate * sigmoid(alpha * gate)` of clamped products: GPT-OSS.
 
     Args:
-        limit: `gate` is at most that, and `up` between it and its opposite; 7 in GPT-OSS.
-        alpha: the slope of the sigmoid; 1.702 in GPT-OSS.
+        limit: upper bound of `gate`, and bound of the magnitude of `up`; 7.0 by default, as in GPT-OSS.
+        alpha: slope of the sigmoid; 1.702 by default, as in GPT-OSS.
+
+    Raises:
+        ValueError: `limit` is not positive.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -92,7 +119,7 @@ class ClampedSwiGLU:
             raise ValueError(f"limit is {self.limit}; expected above 0")
 
     def __call__(self, gate: Hidden, up: Hidden) -> Hidden:
-        """Computes it of both products."""
+        """Return the activation of `gate` and `up`, `[..., F]` each."""
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
@@ -105,26 +132,30 @@ LOGICAL_AXES = {
     "down_bias": ("embed",),
     "gate_bias": ("mlp",),
 }
-"""What the dimensions after the first are, of each kind of weights: `embed` is `H`, `mlp` is `F`."""
+"""Logical axes of each weight array after the first dimension: `embed` is `H`, `mlp` is `F`."""
 
 
 @pytree
 class Experts:
-    """These are the weights of `G` experts: the home experts of a rank (`G = L`), its slots (`G = S`) or all (`G = E`).
+    """Weights of `G` experts: the home experts of a rank (`G = L`), its slots (`G = S`) or all experts (`G = E`).
 
-    Make it to call `moe` without the Flax layer, or to ask a codec for its bytes. A shared expert, which is one alone,
-    has no leading dimension.
+    Create it to call `moe` without the Flax layer, or for the sizes of a codec. A single shared expert has no leading
+    dimension.
 
     Args:
-        up: `[G, H, F]`, the first projection; or `[G, H, 2 F]`, that and the gate in one, `up` first. So the rows are
-            read once for both, which saves memory traffic on GPUs (`docs/how-to/gpu.md`).
-        down: `[G, F, H]`, the second projection.
-        gate: `[G, H, F]`; with a gate an expert is SwiGLU, `(silu(x gate) * (x up)) down`, which is usual. `None` where
-            `up` holds it; else it makes the expert plain GELU, `gelu(x up) down`.
-        activation: another function between the projections, see `kernels/experts.py`; `None`, the default, is these.
-        up_bias: `[G, F]`, added to `x up`, or `[G, 2 F]` where that holds the gate; `None`, which is usual: nothing is.
-        down_bias: `[G, H]`, added to the output of an expert; so it counts with the weight of a token's copy.
-        gate_bias: `[G, F]`, added to `x gate`.
+        up: `[G, H, F]`, first projection; or `[G, H, 2 F]`, fused with the gate, `up` first. Fused products read the
+            rows once, which saves memory traffic on GPUs (`docs/how-to/gpu.md`).
+        down: `[G, F, H]`, second projection.
+        gate: `[G, H, F]`, gate projection of a SwiGLU expert, `(silu(x gate) * (x up)) down`. `None` (default) if `up`
+            contains the gate, or without a gate: `gelu(x up) down`.
+        activation: another function between the projections, see `kernels/experts.py`; `None` (default) uses SwiGLU or
+            GELU as above.
+        up_bias: `[G, F]`, added to `x up`, or `[G, 2 F]` if `up` contains the gate; `None` (default) for no bias.
+        down_bias: `[G, H]`, added to the output of an expert, before the routing weight; `None` (default) for no bias.
+        gate_bias: `[G, F]`, added to `x gate`; `None` (default) for no bias.
+
+    Raises:
+        ValueError: `gate_bias` is set without `gate` and `up_bias`, or missing with both.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -143,15 +174,15 @@ class Experts:
 
     def __post_init__(self) -> None:
         if (self.gate_bias is not None) != (self.gate is not None and self.up_bias is not None):
-            raise ValueError("Experts has a bias for one of up and gate alone; expected one for both, or none")
+            raise ValueError("Experts has a bias for only one of up and gate; expected one for both, or none")
 
     @property
     def is_fused(self) -> bool:
-        """Says whether `up` holds the gate, too."""
+        """Whether `up` contains the gate."""
         return self.up.shape[-1] == 2 * self.down.shape[-2]
 
     def fused(self) -> "Experts":
-        """Returns the same experts with the gate in `up`, where there is one beside it."""
+        """Return the same experts with the gate in `up`, if they have a separate one."""
         if self.gate is None:
             return self
         up_bias, gate_bias = self.up_bias, self.gate_bias
@@ -162,7 +193,7 @@ class Experts:
         )
 
     def apart(self) -> "Experts":
-        """Returns the same experts with the gate beside `up`, where that holds it."""
+        """Return the same experts with a separate gate, if `up` contains it."""
         if not self.is_fused:
             return self
         up, gate = jnp.split(self.up, 2, -1)
@@ -171,5 +202,5 @@ class Experts:
 
     @property
     def nbytes(self) -> int:
-        """Counts the bytes of all `G` experts."""
+        """Bytes of all `G` experts."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))

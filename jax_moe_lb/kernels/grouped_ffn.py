@@ -1,13 +1,11 @@
-"""Biases of groups of rows: spread over the rows, and summed back over them.
+"""Feed-forward networks of experts over rows sorted by slot, by grouped products, and biases of groups of rows.
 
-Both are products with a matrix of zeros and ones, `[A, S]`. It has a small part of the entries that an expert has, and
-unlike a scatter it adds in the same order every time.
+On accelerators each product covers all rows. Experts may be in several parts, such as home experts and replicas; the
+kernels of this package read these in place. On CPUs, windows of rows pass the whole network, forward and backward, and
+results overwrite them. Hidden activations, which are wider than rows, then take the memory of one window.
 
-The experts' feed-forward network over rows sorted by slot, out of products of groups of rows.
-
-On accelerators a product is one of all rows. Experts may be in several parts, such as home experts and replicas, which
-our own kernels multiply with where they are. On CPUs rows go window by window through the whole network, forward and
-backward, and results are written over them: hidden activations, which are wider than rows, take the memory of a window.
+Biases are broadcast to rows, and summed over rows, by products with a 0-1 matrix `[A, S]`. The matrix is much smaller
+than an expert. Unlike a scatter, the product adds in the same order every time.
 """
 
 from collections.abc import Callable
@@ -30,25 +28,25 @@ from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
 
 
 def bias_rows(bias: Float[Array, "S O"], group_sizes: GroupSizes, num_rows: int) -> Float[Array, "A O"]:
-    """Returns the bias of each row's group; 0 for rows beyond the groups.
+    """Return the bias of each row's group; 0 for rows beyond the groups.
 
     Args:
         bias: `[S, O]`, one for each group.
-        group_sizes: `[S]` int32, the rows of each group.
-        num_rows: `A`.
+        group_sizes: `[S]` int32, rows of each group.
+        num_rows: `A`, number of rows.
     """
     member = _members(group_sizes, num_rows).astype(bias.dtype)
-    # Full precision: by default a TPU would round a float32 bias to bfloat16, for a product that adds nothing up.
+    # Full precision: by default TPUs would round a float32 bias to bfloat16, although this product only selects rows.
     return jnp.matmul(member, bias, precision=jax.lax.Precision.HIGHEST)
 
 
 def bias_sums(of_rows: Float[Array, "A O"], group_sizes: GroupSizes, dtype: DType) -> Float[Array, "S O"]:
-    """Sums the gradients of the rows of each group, in float32 at least: the transpose of `bias_rows`.
+    """Sum the gradients of the rows of each group, in float32 or wider; the transpose of `bias_rows`.
 
     Args:
-        of_rows: `[A, O]`, which may hold anything beyond the groups, even NaN.
-        group_sizes: `[S]` int32, the rows of each group.
-        dtype: that of the result.
+        of_rows: `[A, O]`; rows beyond the groups may be uninitialized.
+        group_sizes: `[S]` int32, rows of each group.
+        dtype: dtype of the result.
     """
     member = _members(group_sizes, of_rows.shape[0])
     written = jnp.where(member.any(1, keepdims=True), of_rows, 0)
@@ -68,24 +66,24 @@ def _members(group_sizes: GroupSizes, num_rows: int) -> Bool[Array, "A S"]:
 
 
 ExpertParts = tuple[Experts, ...]
-"""Experts in several parts, whose groups follow one another."""
+"""Experts in several parts with consecutive groups."""
 
 
 @jax.custom_vjp
 def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
-    """Sends each row through the expert of its group.
+    """Apply the expert of its group to each row.
 
-    `moe` calls it for the rows that a rank has received; call it yourself in a transport of your own.
+    `moe` calls it for the received rows of a rank; use it in custom transports. The residuals are `rows` and `experts`:
+    the backward pass recomputes the hidden activations.
 
     Args:
-        rows: `[A, H]`, sorted by group. Rows beyond `group_sizes.sum()` may hold anything, even NaN.
-        experts: the weights of the `S` groups, in the dtype of `rows`; or a tuple of parts of them, of one form, which
-            `grouped_matmul` says how it multiplies with.
-        group_sizes: `[S]` int32, the rows of each group. It may be 0, and then the expert's gradient is exactly 0.
+        rows: `[A, H]`, sorted by group. Rows beyond `group_sizes.sum()` may be uninitialized.
+        experts: weights of the `S` groups, in the dtype of `rows`; or a tuple of parts of the same form, see
+            `grouped_matmul`.
+        group_sizes: `[S]` int32, rows of each group, at least 0. The gradient of an expert without rows is exactly 0.
 
     Returns:
-        The outputs, `[A, H]`, in which rows beyond `group_sizes.sum()` hold anything. Only `rows` and `experts` are
-        kept for the backward pass, which computes the hidden activations again.
+        The outputs, `[A, H]`; rows beyond `group_sizes.sum()` are undefined.
     """
     return _by_platform(_at_once, _in_windows, rows, experts, group_sizes)
 
@@ -94,7 +92,7 @@ def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], ro
     in_parts = any(isinstance(arg, tuple) for arg in args)
     if in_parts or (num_windows(rows.shape[0]) == 1 and not products_are_by_group()):
         return at_once(rows, *args)
-    # Both forms return values of one type.
+    # The branches of `platform_dependent` must have one type.
     alike = vary_like((rows, *args), rows, *args)
     return jax.lax.platform_dependent(*alike, cpu=in_windows, default=at_once)
 
@@ -108,7 +106,7 @@ def _in_windows(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
 
 def _at_once(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
     experts = jax.tree.map(usual_layout, experts)
-    # A row meets no other, so what stands beyond the groups reaches nothing, and nothing is masked.
+    # Rows are independent, so rows beyond the groups affect no others and need no mask.
     hidden = activate(_first(experts), _inner_products(rows, experts, group_sizes))
     return _product(hidden, _kind(experts, "down"), _kind(experts, "down_bias"), group_sizes)
 
@@ -118,12 +116,12 @@ def _first(experts: Experts | ExpertParts) -> Experts:
 
 
 def _kind(experts: Experts | ExpertParts, name: str) -> Any:
-    """One kind of weights; of experts in parts, a tuple of it."""
+    """Return one weight array; for experts in parts, a tuple of arrays."""
     return tuple(getattr(part, name) for part in experts) if isinstance(experts, tuple) else getattr(experts, name)
 
 
 def _inner_kinds(experts: Experts | ExpertParts) -> tuple[str, ...]:
-    """The kinds that rows are multiplied with first; those that are added then have `_bias` behind their names."""
+    """Return the names of the first projections; their biases have the suffix `_bias`."""
     return ("up",) if _first(experts).gate is None else ("up", "gate")
 
 
@@ -161,28 +159,28 @@ def grouped_ffn_gradients(
     sums: Experts | ExpertParts | None = None,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
-    """Computes the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
+    """Compute the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
 
-    Use it in a backward pass that is written by hand, as that of the rounds is.
+    Use it in a handwritten backward pass, such as the one of the rounds.
 
     Args:
-        rows: `[A, H]`, as `grouped_ffn` was given them.
-        weights: `[A, 1]`, what the output of each row is multiplied with, in float32 at least.
-        experts: the weights of the `S` groups, or a tuple of parts of them.
-        group_sizes: `[S]` int32, the rows of each group.
-        upstream: `[A, H]`, the gradients of the weighted outputs, in the dtype of `rows`. Like `rows` and `weights`,
-            they may hold anything beyond `group_sizes.sum()`.
-        sums_dtype: that of the gradients of the experts. They are summed over rows in float32 at least; give that where
-            they are summed on, so that nothing is rounded twice.
-        sums: in that dtype and the form of `experts`, what the gradients of these are added to; `None`, the default:
-            nothing.
-        again: makes the same experts once more, after the array that it is given: the last products take these, so that
-            a copy need not be kept from the first products on, nor one that is turned around. `None`, the default, is
-            right where experts are no copies. Where rows go in windows it is not called.
+        rows: `[A, H]`, as passed to `grouped_ffn`.
+        weights: `[A, 1]`, factor of the output of each row, float32 or wider.
+        experts: weights of the `S` groups, or a tuple of parts of them.
+        group_sizes: `[S]` int32, rows of each group.
+        upstream: `[A, H]`, gradients of the weighted outputs, in the dtype of `rows`. As in `rows` and `weights`, rows
+            beyond `group_sizes.sum()` may be uninitialized.
+        sums_dtype: dtype of the gradients of the experts. Sums over rows are in float32 or wider. Pass this wide dtype
+            if further gradients are added, to round only once.
+        sums: accumulators of the experts' gradients, in `sums_dtype` and the form of `experts`; `None` (default) for
+            zeros.
+        again: function that rebuilds the experts after the given array, for the last products. It saves the memory of a
+            copy of the experts, and of a transposed one, between first and last products. `None` (default) is right if
+            the experts are no copies. It is not called for windows of rows.
 
     Returns:
-        The gradients of the rows and of the weights, in their dtypes, which hold anything beyond `group_sizes.sum()`,
-        and those of the experts, in parts if these are.
+        Gradients of the rows and of the weights, in their dtypes, undefined beyond `group_sizes.sum()`; and gradients
+        of the experts, in parts if these are.
     """
     return _by_platform(
         partial(_gradients_at_once, sums_dtype=sums_dtype, again=again),
@@ -204,7 +202,7 @@ def _gradients_in_windows(
     wide = wide_dtype(rows)
     if sums is None:
         sums = jax.tree.map(jnp.zeros_like, experts)
-    # Rounded when all windows are summed.
+    # Round after the sum over all windows.
     sums = jax.tree.map(lambda leaf: leaf.astype(wide), sums)
 
     def step(window: RowWindow, carry: Any) -> Any:
@@ -238,13 +236,13 @@ def _gradients_at_once(
     again: Callable[[Array], Experts | ExpertParts] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
     experts = jax.tree.map(usual_layout, experts)
-    # Gradients of weights sum over rows, and there what stands beyond the groups would count.
+    # Clear rows beyond the groups: weight gradients sum over all rows.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
     products = _inner_products(rows, experts, group_sizes)
     hidden, pull_back = jax.vjp(partial(activate, _first(experts)), products)
-    # With `y = hidden down`, the gradient of the weight, `y upstream`, is `hidden (upstream down^T)`: of the outputs,
-    # which this pass does not have, only what they are made of is needed. The weights are multiplied with hidden
-    # activations for the same reason, and because these are narrower.
+    # With `y = hidden down`, the gradient of the row weight is `y upstream = hidden (upstream down^T)`. So this pass
+    # needs no outputs. For the same reason, and because they are narrower, multiply the hidden activations by the row
+    # weights.
     of_hidden = grouped_matmul(upstream, _kind(experts, "down"), group_sizes, transposed=True).astype(weights.dtype)
     of_weights = (hidden.astype(weights.dtype) * of_hidden).sum(1, keepdims=True)
     if (down_bias := _in_one(_kind(experts, "down_bias"))) is not None:
@@ -291,19 +289,17 @@ def _with_kinds(experts: Experts | ExpertParts, kinds: dict[str, Any]) -> Expert
 
 
 def _in_order(upstreams: Any, of_kinds: dict[str, Any], rows_bytes: int) -> tuple[Any, dict[str, Any]]:
-    """Has GPUs compute the gradients of weights before those of rows: then nothing needs the rows any more, and their
-    gradients lie where they were.
+    """Order weight gradients before row gradients on GPUs: row gradients can then reuse the memory of the rows.
 
-    Not where gradients of weights are by far the larger ones: they would all be there at once. TPUs send the gradients
-    of rows beside the products for those of weights, and CPUs have few rows at a time.
+    Skip it if weight gradients are far larger, because all of them would be in memory at once. TPUs send row gradients
+    during the products of weight gradients, and CPUs process few rows at a time.
     """
     if sum(of_kind.nbytes for of_kind in jax.tree.leaves(of_kinds)) > 2 * rows_bytes:
         return upstreams, of_kinds
 
     def weights_first(*both: Any) -> Any:
-        # Leaves of a dict come by name, and XLA computes them in the order of a barrier's operands: `down` first, after
-        # which nothing needs the hidden activations. With `up` first a layer took more; see `LIMITS` of continuous
-        # integration.
+        # Dict leaves are sorted by name, and XLA computes barrier operands in order: `down` first frees the hidden
+        # activations. With `up` first a layer took more memory; see `LIMITS` of continuous integration.
         return jax.lax.optimization_barrier(both)
 
     def as_they_are(*both: Any) -> Any:
@@ -325,11 +321,11 @@ grouped_ffn.defvjp(_save, _backward)
 
 
 def dense_ffn(rows: Float[Array, "*B H"], expert: Experts) -> Array:
-    """Sends all rows through one expert: the reference that `grouped_ffn` is held against.
+    """Apply one expert to all rows; the reference of `grouped_ffn`.
 
     Args:
-        rows: `[..., H]`, none of which is left out.
-        expert: the weights of one expert, without the leading dimension of experts.
+        rows: `[..., H]`, all of them used.
+        expert: weights of one expert, without a leading dimension.
     """
 
     def product(rows: Array, kind: str) -> Array:
@@ -340,7 +336,7 @@ def dense_ffn(rows: Float[Array, "*B H"], expert: Experts) -> Array:
 
 
 def activate(experts: Experts, products: tuple[Array, ...]) -> Array:
-    """Returns the hidden activations, given the products with `up`, and with `gate` where it is beside that."""
+    """Return the hidden activations from the products with `up` and, if separate, `gate`."""
     if experts.is_fused:
         products = tuple(jnp.split(products[0], 2, -1))
     up, *gate = products

@@ -1,7 +1,7 @@
 """Products of groups of rows with one matrix each, and their gradients.
 
-The arithmetic is that of the existing rows: no backend multiplies every row with every matrix. `backends.py` chooses
-the backend for each platform.
+Every backend multiplies each row with the matrix of its group only. `backends.py` chooses the backend for each
+platform.
 """
 
 from functools import partial
@@ -28,22 +28,22 @@ def grouped_matmul(
 ) -> Outputs:
     """Multiply each row with the matrix of its group.
 
-    It is differentiable in `rows` and `weights`, and accumulates in float32 at least.
+    It is differentiable in `rows` and `weights`, and accumulates in float32 or wider.
 
     Args:
         rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` may be uninitialized, here and in the backward
             pass. Kernels on GPUs require multiples of 128 for `A`, `I` and `O`; other sizes take blocks of rows.
-        weights: `[S, I, O]`, in the dtype of `rows`; or a tuple of such arrays, whose groups follow one another. The
-            Hopper kernel reads such parts in place; all other backends concatenate them.
+        weights: `[S, I, O]`, in the dtype of `rows`; or a tuple of such arrays with consecutive groups. The Hopper
+            kernel reads such parts in place; all other backends concatenate them.
         group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.
-        transposed: if True, `weights` are `[S, O, I]` and rows are multiplied with their transposes. So a backward pass
-            needs no transposed copy.
+        transposed: if True, `weights` are `[S, O, I]` and rows are multiplied with their transposes: a backward pass
+            then needs no transposed copy. False by default.
 
     Returns:
-        The products, `[A, O]` in the dtype of `rows`. Rows beyond `group_sizes.sum()` are undefined and may be NaN.
+            The products, `[A, O]` in the dtype of `rows`. Rows beyond `group_sizes.sum()` are undefined and may be NaN.
 
     Raises:
-        ValueError: shapes or dtypes do not fit. On a CPU with the custom call, bad group sizes stop the program.
+        ValueError: shapes or dtypes do not match. On a CPU with the custom call, invalid group sizes stop the program.
     """
     parts = list(weights) if isinstance(weights, tuple) else [weights]
     inner = {part.shape[2 if transposed else 1] for part in parts}
@@ -65,7 +65,7 @@ def _matmul(transposed: bool, rows: Inputs, weights: GroupWeights | WeightParts,
 
 
 def matmul_product(rows: Inputs, weights: GroupWeights | WeightParts, transposed: bool) -> Product:
-    """Describe the product that `grouped_matmul` computes of these operands."""
+    """Return the description of the product of these operands in `grouped_matmul`."""
     first = jax.tree.leaves(weights)[0]
     widths, dtypes = (rows.shape[1], first.shape[1 if transposed else 2]), (rows.dtype, first.dtype)
     num_groups = tuple(part.shape[0] for part in weights) if isinstance(weights, tuple) else weights.shape[0]
@@ -73,7 +73,7 @@ def matmul_product(rows: Inputs, weights: GroupWeights | WeightParts, transposed
 
 
 def outer_product(rows: Inputs, others: Outputs, num_groups: int | tuple[int, ...], dtype: DType) -> Product:
-    """Describe the product that `grouped_outer` computes of these operands."""
+    """Return the description of the product of these operands in `grouped_outer`."""
     widths, dtypes = (rows.shape[1], others.shape[1]), (rows.dtype, others.dtype)
     return Product("outer", rows.shape[0], widths, num_groups, dtypes, dtype)
 
@@ -121,12 +121,12 @@ def grouped_outer(
 
     Args:
         rows: `[A, I]`, sorted by group, after `clear_tail`: some kernels read beyond `group_sizes.sum()`.
-        others: `[A, O]`, in the same order, of the same dtype, and likewise.
+        others: `[A, O]`, in the same order and dtype, also after `clear_tail`.
         group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.
-        dtype: of the result; `None` (default) is float32 at least, the dtype of the accumulators. Pass the dtype of the
-            weights for the last sums: kernels then write half as many bytes in bfloat16.
+        dtype: dtype of the result; `None` (default) is the dtype of the accumulators, float32 or wider. Pass the dtype
+            of the weights for final sums: kernels then write half as many bytes in bfloat16.
         sums: arrays to add to, in the form of the result, on CPUs in place; `None` (default) is 0.
-        parts: number of groups of each array of a result in several arrays; `None` (default) is one array.
+        parts: number of groups of each array, for a result in several arrays; `None` (default) is one array.
 
     Returns:
         The sums, `[S, I, O]`; for an empty group exactly `sums`, or 0.

@@ -1,7 +1,7 @@
 """Pallas kernels of grouped products for NVIDIA Hopper, compiled by Mosaic.
 
-Unlike tokamax's they take matrices in several arrays, such as home experts and replicas, and operands that are not
-transposed before. **They have run in Pallas's interpreter with race detection, and on no GPU.**
+Unlike tokamax's kernels, they read matrices in several arrays, such as home experts and replicas, and operands without
+a transposed copy. **They have run in Pallas's interpreter with race detection, but not on a GPU.**
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ STAGES = 3
 """Pipeline stages. At 32 KB each, two blocks fit a multiprocessor, and one multiplies while the other writes."""
 
 ALIGNED_ROWS = 8
-"""Tiles in shared memory begin at multiples of this number of rows."""
+"""Row alignment of tiles in shared memory."""
 
 AXES = ("of_inner", "of_outer", "of_groups")
 """Dimensions of a grid; their names must differ from those of mesh axes."""
@@ -37,10 +37,10 @@ class RowTiles(NamedTuple):
     """Rows of each tile of a product, all of one group; some tiles are empty.
 
     Args:
-        group: `[N]` int32, the group.
-        first: `[N]` int32, the first row that is read, a multiple of `ALIGNED_ROWS`.
-        skipped: `[N]` int32, number of rows from there on that belong to the group before.
-        size: `[N]` int32, number of rows after these that belong to the tile.
+        group: `[N]` int32, group of the tile.
+        first: `[N]` int32, first row to read, a multiple of `ALIGNED_ROWS`.
+        skipped: `[N]` int32, number of leading rows of the previous group.
+        size: `[N]` int32, number of rows of the tile, after the skipped ones.
     """
 
     group: Int[Array, "N"]
@@ -53,21 +53,21 @@ class RowTiles(NamedTuple):
         """Cut the rows of groups into tiles.
 
         Args:
-            group_sizes: `[S]` int32.
-            num_rows: `A`.
+            group_sizes: `[S]` int32, rows of each group.
+            num_rows: `A`, number of rows.
         """
         ends = group_sizes.cumsum(dtype=jnp.int32)
         starts = ends - group_sizes
         aligned = starts // ALIGNED_ROWS * ALIGNED_ROWS
         tiles_of = jnp.where(group_sizes > 0, (ends - aligned + TILE - 1) // TILE, 0)
         last = tiles_of.cumsum(dtype=jnp.int32)
-        # Enough of them: all tiles of a group but its last are before the aligned start of the next one, so that they
-        # share no rows, and are `A / TILE` at most.
+        # An upper bound: full tiles of a group end before the aligned start of the next group, so they are disjoint and
+        # at most `A / TILE`. Each group has at most one more tile.
         tile = iota(num_rows // TILE + group_sizes.shape[0])
         group = jnp.minimum((last[None] <= tile[:, None]).sum(1, dtype=jnp.int32), group_sizes.shape[0] - 1)
         first = aligned[group] + (tile - last[group] + tiles_of[group]) * TILE
         begin, end = jnp.maximum(first, starts[group]), jnp.minimum(first + TILE, ends[group])
-        # A tile behind the last one begins behind all rows.
+        # A tile after the last one starts beyond all rows and is empty.
         return cls(group, first, begin - first, jnp.maximum(end - begin, 0))
 
 
@@ -77,8 +77,8 @@ def product(
     """Compute `grouped_matmul`. Rows beyond the last group affect no result, and are not written.
 
     Args:
-        rows: `[A, I]`, which `choose_backend` checks.
-        *parts: `[G, I, O]`, or `[G, O, I]` if `transposed`, the matrices of the groups, likewise.
+        rows: `[A, I]`; `choose_backend` checks its shape and dtype.
+        *parts: `[G, I, O]`, or `[G, O, I]` if `transposed`, matrices of consecutive groups.
         group_sizes: `[S]` int32.
         transposed: if True, multiply rows with the transposes.
     """
@@ -87,7 +87,7 @@ def product(
     kernel: Any = plgpu.kernel(
         partial(_multiply_tile, transposed=transposed),
         out_type=jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype),
-        # Blocks side by side read the same rows.
+        # Neighboring blocks read the same rows.
         grid=(width // TILE, tiles.group.shape[0]),
         grid_names=AXES[:2],
         kernel_name="grouped_product",
@@ -108,7 +108,7 @@ def _multiply_tile(
         def sum_of(total: Any) -> Array:
             def add(_: Any, left: Any, right: Any) -> None:
                 plgpu.wgmma(total, left, right.transpose((1, 0)) if transposed else right)
-                # What the last product read is free again, and this one goes on.
+                # Wait for the previous product only, which frees its operands, while this one runs.
                 plgpu.wgmma_wait(1)
 
             def of_weights(step: Array) -> tuple[Array, Array]:
@@ -136,13 +136,13 @@ def _multiply_tile(
 
 
 def _write_rows(total: Array, out: Any, first: Array, skipped: Array, size: Array, column: Array) -> None:
-    """Write the rows that belong to a tile."""
+    """Write the rows of a tile."""
 
     @partial(pl.run_scoped, tile=plgpu.SMEM((TILE, TILE), out.dtype))
     def _(tile: Any) -> None:
         tile[...] = total.astype(out.dtype)
         plgpu.commit_smem()
-        # Copies have sizes that are known when they are compiled: so many rows as the number's bits say.
+        # Copies have static sizes: copy powers of two, by the bits of the row count.
         at, num_rows = skipped, TILE
         while num_rows:
 
@@ -166,18 +166,18 @@ def outer(
     """Compute `grouped_outer`. Rows beyond the last group are masked and may be uninitialized.
 
     Args:
-        rows: `[A, I]`, which `choose_backend` checks.
-        others: `[A, O]`, likewise.
+        rows: `[A, I]`; `choose_backend` checks its shape and dtype.
+        others: `[A, O]`, in the same order and dtype.
         group_sizes: `[S]` int32.
         parts: number of groups of each array of the result; their sum is `S`.
-        dtype: of the result; the accumulators are float32.
+        dtype: dtype of the result; the accumulators are float32.
     """
     shape = rows.shape[1], others.shape[1]
     ends = group_sizes.cumsum(dtype=jnp.int32)
     kernel: Any = plgpu.kernel(
         _sum_of_tile,
         out_type=tuple(jax.ShapeDtypeStruct((num_groups, *shape), dtype) for num_groups in parts),
-        # Blocks side by side read the same rows of one group.
+        # Neighboring blocks read the same rows of one group.
         grid=(shape[0] // TILE, shape[1] // TILE, group_sizes.shape[0]),
         grid_names=AXES,
         kernel_name="grouped_outer",
@@ -196,7 +196,7 @@ def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any) -> 
         def add(index: tuple[Array], left: Any, right: Any) -> None:
             at = (first + index[0]) * DEPTH
 
-            # Only at the ends of a group. Both are masked, and not by a product: 0 times NaN would be NaN.
+            # Only at the ends of a group. Mask both by a select: 0 times NaN would be NaN.
             @pl.when((at < start) | (at + DEPTH > end))
             def _() -> None:
                 row = at + plgpu.layout_cast(jax.lax.broadcasted_iota(jnp.int32, (DEPTH, TILE), 0), plgpu.Layout.WGMMA)

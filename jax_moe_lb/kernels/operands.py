@@ -9,21 +9,22 @@ from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import GroupSizes, Rows, iota
 
 TILE_ROWS = 128
-"""Kernels on GPUs read beyond the last group up to a multiple of this number of rows."""
+"""Row multiple up to which kernels on GPUs read beyond the last group."""
 
 CLEARED_ROWS = 1024
-"""Rows per step of the loop that clears all rows beyond the last group on TPUs."""
+"""Rows per loop step that clears rows beyond the last group on TPUs."""
 
 
 def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False) -> Rows:
-    """Return the rows with zeros in those beyond the last group that `grouped_outer` reads.
+    """Set the rows beyond the last group to 0, as far as `grouped_outer` reads them.
 
-    Kernels mask these rows by multiplying with 0, which keeps the NaN of an uninitialized row.
+    Kernels mask these rows by a product with 0, which propagates the NaN of uninitialized rows.
 
     Args:
-        rows: `[A, ...]`, sorted by group; changed in place if the caller does not use them afterwards.
-        group_sizes: `[S]` int32.
-        are_results: if True, the rows result from elementwise operations, into which XLA fuses a mask of all rows.
+        rows: `[A, ...]`, sorted by group; updated in place if not used later.
+        group_sizes: `[S]` int32, rows of each group.
+        are_results: if True, the rows are results of elementwise operations, into which XLA fuses a mask of all rows.
+            False by default.
     """
     on_tpu = _clear_all if are_results else _clear_rest
     return jax.lax.platform_dependent(
@@ -37,8 +38,8 @@ def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False
 def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
     """Constrain weights to the row-major layout on GPUs.
 
-    Unconstrained, XLA chooses the layout of the transposed product and hoists it out of loops: a scan over layers then
-    transposes the weights of all layers, and each layer transposes its own back.
+    Without the constraint, XLA chooses the layout of the transposed product and hoists the layout change out of loops.
+    A scan over layers then transposes the weights of all layers, and each layer transposes its own back.
 
     Args:
         weights: `[S, ...]` weights of groups, or their biases.
@@ -51,7 +52,7 @@ def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
 
 
 def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:
-    # One tile for any number of rows: a mask over all rows would read and write them once more.
+    # Clear a single tile: a mask would read and write all rows once more.
     rows = with_layout_constraint(rows, Layout((0, 1)))
     size = min(TILE_ROWS, rows.shape[0])
     used = group_sizes.sum(dtype=jnp.int32)
@@ -66,14 +67,14 @@ def _clear_all(rows: Rows, group_sizes: GroupSizes) -> Rows:
 
 
 def _clear_rest(rows: Rows, group_sizes: GroupSizes) -> Rows:
-    # Block by block from the last group on: a mask over all rows would also read and write the rows of groups.
+    # Clear block by block from the last group on: a mask would also read and write the rows of groups.
     if not rows.size:
         return rows
     used = group_sizes.sum(dtype=jnp.int32)
     size = min(CLEARED_ROWS, rows.shape[0])
 
     def clear_block(i: Array, rows: Array) -> Array:
-        # The last block begins earlier if the number of rows is no multiple of the block.
+        # The last block starts earlier if the number of rows is no multiple of the block size.
         start = jnp.minimum(i * size, rows.shape[0] - size)
         block = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
         block = jnp.where((start + iota(size) < used)[:, None], block, 0)

@@ -1,7 +1,7 @@
-"""Windows of the rows of all groups, so that hidden activations take the memory of one window.
+"""Windows of the rows of all groups, to store the hidden activations of one window at a time.
 
-CPUs compute in windows: a product of a few hundred rows runs as fast as one of all rows, and its operands stay in the
-cache. Kernels on accelerators take all rows at once.
+CPUs compute in windows: a product of a few hundred rows is as fast per row as one of all rows, and its operands stay in
+the cache. Kernels on accelerators process all rows at once.
 """
 
 from collections.abc import Callable
@@ -19,26 +19,26 @@ WINDOW_ROWS = 512
 """Smallest window; a product reads the weights once per window."""
 
 MAX_WINDOWS = 16
-"""Largest number of windows: arrays up to twice as wide as the rows take an eighth of their memory at most."""
+"""Largest number of windows: arrays up to twice as wide as the rows take at most an eighth of their memory."""
 
 
 def num_windows(num_rows: int) -> int:
     """Return the number of windows.
 
     Args:
-        num_rows: `A`.
+        num_rows: `A`, number of rows.
     """
     return max(1, min(num_rows // WINDOW_ROWS, MAX_WINDOWS))
 
 
 class RowWindow(NamedTuple):
-    """Rows that a step reads and writes.
+    """Rows read and written by one step.
 
     Args:
-        start: int32, the first row.
-        inside: `[B]` mask of its own rows; others belong to the window before, or to no group.
+        start: int32, first row.
+        inside: `[B]` mask of its own rows; others belong to the previous window, or to no group.
         group_sizes: rows of each group, from `start` on.
-        group: int32, the group of all its rows; `None` if they may be of several groups.
+        group: int32, group of all its rows; `None` (default) if they can belong to several groups.
     """
 
     start: Int[Array, ""]
@@ -47,7 +47,7 @@ class RowWindow(NamedTuple):
     group: Int[Array, ""] | None = None
 
     def take(self, rows: Array) -> Array:
-        """Read the rows; 0 for those that are not its own, which may be uninitialized."""
+        """Read the rows; 0 for rows of others, which may be uninitialized."""
         part = jax.lax.dynamic_slice_in_dim(rows, self.start, self.inside.shape[0], 0)
         return jnp.where(self.inside[:, None], part, 0)
 
@@ -79,14 +79,14 @@ def each_window(
     *,
     of_one_group: bool,
 ) -> Carry:
-    """Run a step for each window of the rows of all groups; each row is inside of one window.
+    """Run a step for each window of the rows of all groups; each row is in exactly one window.
 
     Args:
-        step: returns the new carry, given a window and the carry.
-        carry: arrays that the steps change in place.
-        num_rows: `A`; rows beyond the groups are in no window.
-        group_sizes: `[S]` int32.
-        of_one_group: if True, every window has rows of one group.
+        step: function from a window and the carry to the new carry.
+        carry: arrays updated in place by the steps.
+        num_rows: `A`, number of rows; rows beyond the groups are in no window.
+        group_sizes: `[S]` int32, rows of each group.
+        of_one_group: if True, every window has rows of one group only.
     """
     if of_one_group:
 
@@ -101,12 +101,12 @@ def each_window(
 
     def one(i: Array, carry: Carry) -> Carry:
         first = i * size
-        # The last window would reach beyond the rows; moved back, it holds some of the window before.
+        # Move the last window back to stay inside the array; it then overlaps the previous window.
         start = jnp.minimum(first, num_rows - size)
         row = start + iota(size)
         upto = jnp.clip(ends - start, 0, size)
         sizes = jnp.diff(upto, prepend=0)
         return step(RowWindow(start, (row >= first) & (row < used), sizes), carry)
 
-    # The loop ends at the last used row; on CPUs a dynamic length costs nothing.
+    # The loop ends at the last used row; a dynamic length is free on CPUs.
     return jax.lax.fori_loop(0, (used + size - 1) // max(size, 1), one, vary_like(carry, group_sizes))

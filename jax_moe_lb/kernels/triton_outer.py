@@ -1,4 +1,4 @@
-"""Pallas kernel of weight gradients, compiled by Triton for A100, H100 and B200 at least."""
+"""Pallas kernel of weight gradients, compiled by Triton for GPUs such as A100, H100 and B200."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jax_moe_lb.core.types import DType, GroupSizes, iota
 
 TILE = 128
-"""Rows and columns of the sums of one program; their 64 KB fit in the registers of 8 warps."""
+"""Rows and columns of the result tile of one program; its 64 KB of sums fit in the registers of 8 warps."""
 
 ROWS_AT_ONCE = 64
 """Rows per step of the pipeline; three steps take 96 KB of shared memory."""
@@ -23,10 +23,10 @@ def outer(
     """Compute `grouped_outer`; rows beyond the last group are never read.
 
     Args:
-        rows: `[A, I]`, which `choose_backend` checks.
-        others: `[A, O]`, likewise.
+        rows: `[A, I]`; `choose_backend` checks its shape and dtype.
+        others: `[A, O]`, in the same order and dtype.
         group_sizes: `[S]` int32.
-        dtype: of the result; the accumulators are float32.
+        dtype: dtype of the result; the accumulators are float32.
     """
     shape = group_sizes.size, rows.shape[1], others.shape[1]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
@@ -50,7 +50,7 @@ def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, out: Any) -> No
 
     def add_rows(n: Array, total: Array) -> Array:
         first = start + n * ROWS_AT_ONCE
-        # Masked rows load as 0: those of the next group, or uninitialized ones that may be NaN.
+        # Masked rows load as 0: rows of the next group, or uninitialized rows, which may be NaN.
         inside = (first + iota(ROWS_AT_ONCE) < end)[:, None]
 
         def part(array: Any, tile: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The executor `moe`, its parameters and state; `jax_moe_lb.systems` has the systems that configure it."""
+"""The executor `moe`, its parameters and state; `jax_moe_lb.systems` contains the systems for its configuration."""
 
 from jax_moe_lb.layer import systems
 from jax_moe_lb.layer.moe import CHECKPOINT_NAMES, MoEParams, MoEState, moe

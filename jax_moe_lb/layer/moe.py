@@ -1,4 +1,4 @@
-"""`moe` is the one executor: it goes from routing to counts to plan to weights to tokens to experts and back."""
+"""The executor `moe`: routing, counts, plan, replication, dispatch, expert networks and combine, in this order."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -34,13 +34,14 @@ from jax_moe_lb.transport.dispatch import Routed, Served
 from jax_moe_lb.transport.exchange import RoutingWeights
 
 TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
-"""What tokens may be; the custom calls and the kernels of accelerators have no form for others."""
+"""Supported dtypes of tokens; the custom calls and the accelerator kernels have no versions for others."""
 
 CHECKPOINT_NAMES = ("moe_routing", "moe_plan")
-"""The names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with where each copy goes.
+"""Names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with the destination of each copy.
 
-A layer keeps no copies and no outputs of experts, with or without a policy. Give these names to `save_only_these_names`
-to keep a few integers per token, so that a layer inside `jax.checkpoint` neither routes nor plans again.
+The layer saves neither token copies nor expert outputs, with or without a policy. Pass these names to
+`save_only_these_names` to save a few integers per token. A layer inside `jax.checkpoint` then neither routes nor plans
+again.
 """
 
 
@@ -49,11 +50,12 @@ class MoEParams:
     """Parameters of `moe`.
 
     Args:
-        router: `[H, E]`, the kernel from tokens to router logits, equal on all ranks.
-        experts: the `L` home experts of this rank; over `tensor_axes` of the topology a shard of their inner width.
-        logit_bias: `[E]`, learned, added to the router logits; `None` (default) adds none.
-        selection_bias: `[E]`, added to the router's scores for the choice of experts alone, and not learned; `None`
-            (default) adds none. `routing.updated_bias` computes the next one.
+        router: `[H, E]`, router kernel from tokens to logits, equal on all ranks.
+        experts: the `L` home experts of this rank; on each shard of the topology's `tensor_axes` a part of their inner
+            width.
+        logit_bias: `[E]`, learned bias of the router logits; `None` (default) for none.
+        selection_bias: `[E]`, bias of the router scores for expert selection, not learned; `None` (default) for none.
+            `routing.updated_bias` computes its next value.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -104,7 +106,7 @@ def moe(
     """Compute a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
 
     Values and gradients equal those of a dense mixture of experts, for any plan. `nn.MoE` calls it with arrays of the
-    whole mesh; call `moe` in a `jax.shard_map` of your own.
+    whole mesh; call `moe` in a custom `jax.shard_map`.
 
     Args:
         x: `[T, H]`, tokens of this rank; bfloat16, float32 or float64.
@@ -112,20 +114,20 @@ def moe(
         router: `TopK`, another router of `jax_moe_lb.routing`, or a function like them.
         system: balancer, weight transport and token dispatch, such as `exact()`. If it has `migrate`, `moe` gathers the
             experts of the expert domain from `params.experts` first.
-        topology: return value of `Topology.from_mesh`, with the axes that `x` varies over.
-        state: initial state, or the one that the last call returned.
+        topology: return value of `Topology.from_mesh`, with the mesh axes over which `x` varies.
+        state: initial state, or the state returned by the last call.
         tokens: mask, ids, random key and sequence length of the tokens.
         losses: coefficients of the router losses; 0 by default.
         on_fault: action on bad values, such as a logit that is not finite or an illegal plan. "raise" (default) stops
-            the program on all ranks, by a callback to the host. "record", usual on accelerators, calls no host: the
-            layer computes what is right, and `raise_on_fault` of the statistics raises on the host. See
+            the program on all ranks, by a callback to the host. "record", usual on accelerators, has no callback: the
+            layer computes the valid part, and `raise_on_fault` of the statistics raises on the host. See
             `docs/pipeline.md`.
 
     Returns:
         Outputs `[T, H]`, statistics and the state for the next call.
 
     Raises:
-        ValueError: shapes do not match each other or the topology, or a bias that the router requires is missing. With
+        ValueError: shapes do not match each other or the topology, or a bias required by the router is missing. With
             `on_fault="raise"`, bad values stop the program with an error of the same form.
 
     Examples:
@@ -165,9 +167,9 @@ def rank_tokens(tokens: TokenInfo, num_tokens: int, topology: Topology) -> Token
     """Return the properties of this rank's tokens for its router.
 
     Args:
-        tokens: the argument of `moe`.
-        num_tokens: `T`.
-        topology: its expert axes give the position of this rank's first token in the group.
+        tokens: argument `tokens` of `moe`.
+        num_tokens: `T`, the tokens of a rank.
+        topology: topology of the layer; its expert axes give the index of this rank's first token in the group.
     """
     key = tokens.key
     if key is not None:
@@ -185,21 +187,24 @@ def route(
     bias: Float[Array, "E"] | None = None,
     logit_bias: Float[Array, "E"] | None = None,
 ) -> Routing:
-    """Asks the router for the experts and weights of this rank's tokens, in float32 at least.
+    """Compute the experts and weights of this rank's tokens, with logits in float32 or float64.
 
     Args:
-        x: `[T, H]`, this rank's tokens.
-        kernel: `[H, E]`, the router's weights, equal on all ranks.
+        x: `[T, H]`, tokens of this rank.
+        kernel: `[H, E]`, router kernel, equal on all ranks.
         router: `TopK`, `ForceBalanced` or a callable like them.
-        info: what else the router may know. Padding tokens, where its mask is false, get `NO_EXPERT`.
-        bias: `[E]`, added to the scores when experts are chosen.
-        logit_bias: `[E]`, added to the logits.
+        info: mask, ids, key and position of the tokens. Tokens with a False mask get `NO_EXPERT`.
+        bias: `[E]`, bias of the scores for expert selection; `None` (default) for none.
+        logit_bias: `[E]`, bias of the logits; `None` (default) for none.
+
+    Returns:
+        Experts `[T, K]` and weights `[T, K]`; see `Routing`.
     """
     if info.mask is not None:
-        # Padding may hold anything: NaN times the zero gradient of its logits would be NaN in the kernel's gradient.
+        # Padding may contain NaN, and NaN times a zero logit gradient is NaN in the gradient of the kernel.
         x = jnp.where(info.mask[:, None], x, 0)
-    # Logits that differ in their last bits choose other experts, so they are computed wide and at full precision,
-    # which accelerators do not give by default.
+    # Rounding errors in the logits change the choice of experts: compute in float32 or wider, and at full precision,
+    # because accelerators default to a lower one.
     dtype = wide_dtype(x)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
     if logit_bias is not None:
@@ -210,14 +215,14 @@ def route(
 
 
 class RoutingCounts(NamedTuple):
-    """Holds the routing that is right, and what is wrong with the rest.
+    """Valid routing of a microbatch, and errors of the rest.
 
     Args:
-        experts: `[T, K]` int32, the expert of each copy of this rank; tokens whose routing is wrong get `NO_EXPERT`.
-        counts: `[R, E]` int32, the copies that each rank routes to each expert; equal on all ranks.
-        asked: `[R, E]` int32, the same before any were dropped.
-        wrong: `[R, 4]` int32, what `validation.check_routed` reads; equal on all ranks.
-        ok: whether nothing is wrong; always, under checks that stop the program.
+        experts: `[T, K]` int32, expert of each copy of this rank; `NO_EXPERT` for copies with invalid routing.
+        counts: `[R, E]` int32, copies routed by each rank to each expert; equal on all ranks.
+        asked: `[R, E]` int32, counts before the capacity limit.
+        wrong: `[R, 4]` int32, errors of each rank for `validation.check_routed`; equal on all ranks.
+        ok: whether the routing of all ranks is valid.
     """
 
     experts: Int[Array, "T K"]
@@ -231,32 +236,36 @@ class RoutingCounts(NamedTuple):
 def count(
     routing: Routing, num_experts: int, topology: Topology, on_fault: OnFault, capacity: int | None = None
 ) -> RoutingCounts:
-    """Gathers the counts of this microbatch, equal on all ranks.
+    """Gather the counts of this microbatch, equal on all ranks.
 
-    Every rank also tells what its router got wrong, so that all of them stop or none does.
+    The all-gather includes the routing errors of each rank, so either all ranks stop or none.
 
     Args:
-        routing: what `route` returned on this rank. Its weights stay as they are, so that outputs of logits that are
-            not finite are not finite either.
+        routing: routing of this rank. Its weights are not replaced, so non-finite logits give non-finite outputs.
         num_experts: `E`.
-        topology: its expert axes are the ranks that count together.
-        on_fault: what to do where something is wrong.
-        capacity: how many copies an expert takes from a rank; `None`: all.
+        topology: topology of the layer; counts are gathered over its expert axes.
+        on_fault: action on invalid routing; "raise" stops the program.
+        capacity: maximum number of copies per expert and rank; `None` (default) for no limit.
+
+    Returns:
+        Counts `[R, E]`, the experts of this rank's valid copies, and errors.
     """
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
     finite = jnp.isfinite(routing.weights)
     experts = jnp.where(valid & finite, routing.experts, NO_EXPERT)
-    # The range of bad ids is enough for a message, and has a fixed size. Good ones count as 0, which no bad id is.
+    # The range of invalid ids has a fixed size and suffices for a message. Valid ids count as 0, which is never
+    # invalid.
     bad_ids = jnp.where(valid, 0, routing.experts).reshape(-1)
     lowest, highest = bad_ids.min(initial=0), bad_ids.max(initial=0)
     wrong = jnp.stack([(~valid).sum(dtype=jnp.int32), lowest, highest, (~finite.all()).astype(jnp.int32)])
     mine = jnp.concatenate([tokens_per_expert(experts.reshape(1, -1), num_experts)[0], wrong])
-    # One all-gather for counts and errors: a second collective would cost as much again, for four integers.
+    # One all-gather for counts and errors: a second collective would cost as much for four integers.
     table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
     asked, wrong = table[:, :num_experts], table[:, num_experts:]
     ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
     if on_fault == "raise":
-        # `ensure` returns 0 or stops the program. Added to the counts, it is neither dropped as unused nor late.
+        # `ensure` returns 0 or stops the program. Adding it to the counts keeps it alive and orders it before their
+        # use.
         asked = asked + ensure(ok, check_routed, wrong, np.int32(num_experts))
     if capacity is None:
         return RoutingCounts(experts, asked, asked, wrong, ok)
@@ -269,21 +278,21 @@ def count(
 def permute_to_homes(
     counted: RoutingCounts, weights: RoutingWeights, homes: Int[Array, "E"] | None, on_fault: OnFault
 ) -> tuple[Routed, Bool[Array, ""]]:
-    """Renumbers experts and counts by place; the router keeps its own numbers, so ties, groups and losses stay.
+    """Renumber experts and counts from expert to place; the router keeps expert numbers for ties, groups and losses.
 
     Args:
-        counted: what `count` returned.
-        weights: `[T, K]`, the router's, which stay as they are.
-        homes: `[E]` int32, the place of each expert, a permutation; `None`: expert `e` is at place `e`.
-        on_fault: what to do about other values. Under "record" experts then stay where they were at first, which are
-            others, so `moe` makes outputs NaN.
+        counted: return value of `count`.
+        weights: `[T, K]`, weights of the router; returned unchanged.
+        homes: `[E]` int32 permutation, place of each expert; `None`: expert `e` is at place `e`.
+        on_fault: action if `homes` is no permutation. "raise" stops the program. "record" leaves experts at their
+            initial places, and `moe` sets the outputs to NaN.
 
     Returns:
-        Both by place, and whether `homes` is a permutation.
+        Routing and counts by place, and whether `homes` is a permutation.
     """
     if homes is None:
         return Routed(counted.experts, counted.counts, weights), jnp.bool_(True)
-    # A permutation sorts to 0, 1, 2, ...; anything else would give two experts one place.
+    # A sorted permutation is 0, 1, 2, ...; otherwise two experts would share a place.
     ok = (jnp.sort(homes) == iota(homes.shape[0])).all()
     safe = jnp.where(ok, homes, iota(homes.shape[0]))
     counts = counted.counts[:, jnp.argsort(safe)]
@@ -294,15 +303,18 @@ def permute_to_homes(
 
 
 def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
-    """Returns the experts as different values on each data shard: the transpose sums their gradients over the shards.
+    """Mark the experts as varying over the data shards; the transpose sums their gradients over the shards.
 
     Args:
-        experts: the home experts of this rank, which are equal on all data shards.
-        topology: its data axes are the shards.
+        experts: home experts of this rank, equal on all data shards.
+        topology: topology of the layer, with its data axes.
+
+    Returns:
+        The same experts, varying over the data axes.
     """
 
     def vary(leaf: Array) -> Array:
-        # Gathered over some of these axes, they already differ over them.
+        # Experts gathered over some of these axes already vary over them.
         axes = tuple(axis for axis in topology.data_axes if axis not in varying_axes(leaf))
         return jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
 
@@ -334,7 +346,7 @@ def _served(
 
 
 def _facts(x: Tokens, weights: RoutingWeights, experts: Experts) -> LayerCost:
-    # All of it is static: shapes and dtypes.
+    # Static values, derived from shapes and dtypes.
     expert_bytes = experts.nbytes // experts.up.shape[0]
     return LayerCost(
         num_copies=weights.size,
@@ -353,11 +365,11 @@ def _outputs(
     topology: Topology,
     on_fault: OnFault,
 ) -> Tokens:
-    # Every tensor shard has served all copies by its part of the hidden activations. Outputs are summed where they are
-    # fewest, after a token's copies have become one.
+    # Each tensor shard computes with its part of the inner width. Sum over shards after combine: one row per token is
+    # less than `K` copies.
     y = jax.lax.psum(served.outputs, topology.tensor_axes) if topology.tensor_axes else served.outputs
     if on_fault == "record" and (homes is not None or max_rounds is not None):
-        # Copies that were not served, or by other experts, are no outputs, and nobody shall take them for such.
+        # Replace outputs of unserved copies or wrong experts by NaN.
         y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
     return y
 
@@ -365,18 +377,21 @@ def _outputs(
 def on_tensor_shards(
     x: Tokens, weights: RoutingWeights, experts: Experts, topology: Topology
 ) -> tuple[Tokens, RoutingWeights, Experts]:
-    """Returns what a tensor shard serves by: the transpose sums gradients of tokens and weights over the shards.
+    """Mark tokens and weights as varying over the tensor shards; the transpose sums their gradients over the shards.
 
     Args:
-        x: `[T, H]`, the tokens, equal on all tensor shards.
-        weights: `[T, K]`, likewise.
+        x: `[T, H]`, tokens, equal on all tensor shards.
+        weights: `[T, K]`, routing weights, equal on all tensor shards.
         experts: this shard's part of the home experts.
-        topology: its tensor axes are the shards.
+        topology: topology of the layer, with its tensor axes.
+
+    Returns:
+        Tokens, weights and experts of this shard; only the first shard has a nonzero `down_bias`.
     """
     if not topology.tensor_axes:
         return x, weights, experts
     if experts.down_bias is not None:
-        # Outputs are summed over the shards, and their bias shall be in the sum once.
+        # The outputs are summed over the shards, so only one shard may add the bias.
         first = jax.lax.axis_index(topology.tensor_axes) == 0
         experts = replace(experts, down_bias=jnp.where(first, experts.down_bias, 0))
     x, weights = (jax.lax.pcast(array, topology.tensor_axes, to="varying") for array in (x, weights))
@@ -408,7 +423,7 @@ def _stats(
         straggler_after=straggler(load_after),
         rounds=rounds,
         rows_moved=moved.rows,
-        # In floating point, since a rack moves more than 2^31 bytes.
+        # In float32: a rack moves more than 2^31 bytes.
         weight_bytes_moved=moved.replicas.astype(jnp.float32) * expert_bytes,
         loss=loss,
         fault=fault,
@@ -448,9 +463,9 @@ def _check_arguments(x: Tokens, params: MoEParams, experts: Experts, options: Ro
     if home * topology.num_ranks != num_experts:
         raise ValueError(
             f"experts holds {home} experts on each of {topology.num_ranks} ranks; "
-            f"expected {num_experts} in all, those of the router's kernel"
+            f"expected {num_experts} in all, as in the router's kernel"
         )
     if x.shape[-1] != width or experts_width != width:
         raise ValueError(
-            f"x has width {x.shape[-1]} and experts.up {experts_width}; expected that of the router's kernel, {width}"
+            f"x has width {x.shape[-1]} and experts.up {experts_width}; expected {width}, as in the router's kernel"
         )

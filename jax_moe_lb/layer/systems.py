@@ -1,4 +1,4 @@
-"""A system joins three choices: who serves, how weights travel, and how tokens travel."""
+"""Systems: combinations of a balancer, a weight transport and a token dispatch for `moe`."""
 
 import inspect
 import math
@@ -50,22 +50,25 @@ def __dir__() -> list[str]:
 
 @dataclass(frozen=True)
 class System:
-    """Says what `moe` runs: who serves, how weights travel, and how tokens do.
+    """Configuration of `moe`: balancer, weight transport and token dispatch.
 
-    Make one out of your own three choices; the functions of this module are those of the papers. It is hashable, and so
-    may be a static argument of `jax.jit`.
+    The functions of this module return ready-made systems; create a `System` for other combinations. It is hashable,
+    so it can be a static argument of `jax.jit`.
 
     Args:
-        balancer: it edits the plan.
-        replicate: it fills the slots.
-        dispatch: it serves the tokens; its `buffers` set the receive buffer.
-        replica_slots: `S - L`, the slots of a rank beyond those of its home experts; at most `E - L`. Two are usual;
-            every one costs the memory of an expert's weights and gradients, once for all layers. One rank alone has
-            none.
-        relocates: if True, `nn.MoE` keeps the places and running loads of experts, so that they can move between ranks.
-            Call `MoE.update_loads` in each step and `nn.relocate` every so many. False by default.
-        migrate: gathers the experts of expert domains before tokens are known, over a mesh of `hybrid_mesh`; `None`
+        balancer: strategy that edits the plan; `Plain()` by default.
+        replicate: transport of expert weights into the slots; `Gather()` by default.
+        dispatch: transport of tokens to the experts and back; `Direct()` by default. Its `buffers` set the receive
+            buffer.
+        replica_slots: `S - L`, slots of a rank beyond its home experts, at most `E - L`; 0 by default, usually 2. Each
+            slot takes the memory of one expert's weights and gradients, shared by all layers. A single rank has none.
+        relocates: if True, `nn.MoE` stores the places and running loads of experts, for relocation between ranks. Call
+            `MoE.update_loads` in each step and `nn.relocate` at regular intervals. False by default.
+        migrate: gather of the experts of each expert domain before routing, over a mesh of `hybrid_mesh`. `None`
             (default), usual inside one datacenter, keeps experts at home.
+
+    Raises:
+        ValueError: `replica_slots` is negative.
 
     Examples:
         >>> from jax_moe_lb import Chain
@@ -88,9 +91,9 @@ class System:
 
     @property
     def needs_contiguous_weights(self) -> bool:
-        """Says whether weights of home experts and replicas are copied into one array for the products.
+        """Whether the weights of home experts and replicas are copied into one array for the products.
 
-        The simulator asks for it.
+        The simulator adds the time and memory of this copy.
 
         Examples:
             >>> [system.needs_contiguous_weights for system in (exact(), exact().replace(kernels=Kernels.OWN), plain())]
@@ -99,11 +102,16 @@ class System:
         return self.replica_slots > 0 and self.dispatch.kernels is Kernels.LIBRARY
 
     def no_op_reason(self, topology: Topology, num_experts: int) -> str | None:
-        """Says why its balancer cannot change anything in a layer; `None` if it can. `nn.MoE` warns of it.
+        """Return the reason why the balancer cannot change the plan of a layer; `None` if it can.
+
+        `nn.MoE` emits it as a warning.
 
         Args:
-            topology: the ranks of the layer. On one rank alone there is nothing to balance, and nothing is said.
+            topology: topology of the layer; for a single rank the result is `None`.
             num_experts: `E`.
+
+        Returns:
+            The reason as text, or `None`.
 
         Examples:
             >>> from jax_moe_lb import Topology
@@ -116,15 +124,18 @@ class System:
         return self.balancer.no_op_reason(topology, num_home, num_home + self.replica_slots)
 
     def max_rounds_bound(self, topology: Topology, num_experts: int, num_copies: int) -> int:
-        """Returns how many rounds a layer may need, whatever the routing; 1: one round is guaranteed.
+        """Return an upper bound on the rounds of a layer, for any routing.
 
-        `exact` guarantees one where all ranks are one domain and have as many replica slots as home experts; other
-        systems, UltraEP among them, keep loads low but promise nothing, so that the worst is all tokens on one rank.
+        `exact` guarantees 1 round if all ranks form one domain with as many replica slots as home experts. Other
+        systems, including UltraEP, have no bound on the load: in the worst case one rank serves all tokens.
 
         Args:
-            topology: the ranks and domains.
+            topology: ranks and domains of the layer.
             num_experts: `E`.
-            num_copies: `T * K`, the token copies of a rank.
+            num_copies: `T * K`, token copies of a rank.
+
+        Returns:
+            Number of rounds, at least 1.
 
         Examples:
             >>> from jax_moe_lb import Topology
@@ -133,7 +144,7 @@ class System:
             [1, 8, 8, 8]
         """
         num_home = num_experts // topology.num_ranks
-        # Rows that pass home come there before anything is balanced.
+        # Rows routed through home ranks arrive there before balancing.
         bound = float(topology.num_ranks)
         if not self.dispatch.cost().passes_home:
             bound = min(bound, self.balancer.bound(topology, num_home, num_home + self.replica_slots))
@@ -149,17 +160,20 @@ class System:
         migrate: GatherExpertDomain | None = None,
         relocates: bool | None = None,
     ) -> "System":
-        """Return the same system with other options; `None` (default) keeps an option.
+        """Return a copy of the system with other options; `None` (default) keeps an option.
 
         Use `dataclasses.replace` for other strategies, and to remove `transfer` or `migrate`.
 
         Args:
-            buffers: size of the dispatch's receive buffer and number of rounds.
-            transfer: quantization of rows while they travel forward.
+            buffers: size of the receive buffer and maximum number of rounds.
+            transfer: quantization of forward rows during transfers.
             kernels: implementation of the experts' products on Hopper.
-            replica_slots: slots of a rank beyond its home experts.
-            migrate: gathers the experts of expert domains first.
+            replica_slots: replica slots per rank.
+            migrate: gather of the experts of each expert domain.
             relocates: whether home experts move between steps.
+
+        Returns:
+            The new system.
 
         Examples:
             >>> from jax_moe_lb import Buffers, exact
@@ -174,7 +188,7 @@ class System:
 
 
 def system_names() -> list[str]:
-    """List the functions of this module that make a system.
+    """Return the names of the functions in this module that create a system, sorted.
 
     Examples:
         >>> "exact" in system_names()
@@ -190,13 +204,15 @@ def system_names() -> list[str]:
 
 
 def system_named(name: str) -> System:
-    """Makes a system with its usual options, for names that users type: `nn.MoE(system="exact")` and command lines.
+    """Return the system of a name, with default options.
+
+    It parses names typed by users, such as `nn.MoE(system="exact")` and command-line options.
 
     Args:
         name: one of `system_names()`.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: `name` is not one of these.
 
     Examples:
         >>> system_named("exact") == exact()
@@ -208,12 +224,12 @@ def system_named(name: str) -> System:
 
 
 def plain(buffers: Buffers = Buffers()) -> System:
-    """Serves every expert at home, however skewed the load: plain expert parallelism.
+    """Return plain expert parallelism: every rank serves its home experts, at any load.
 
-    Use it where routing is level already, and as the baseline of every comparison.
+    Use it for balanced routing, and as the baseline of comparisons.
 
     Args:
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default), in most systems.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = plain()
@@ -224,13 +240,13 @@ def plain(buffers: Buffers = Buffers()) -> System:
 
 
 def greedy(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Gives quotas to replicas, planned in one greedy pass inside the jitted program.
+    """Return a system with one greedy planning pass inside the jitted program.
 
-    It needs no custom calls, so it is the first to try.
+    It requires no custom calls. Try it first.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        replica_slots: replica slots per rank; 2 by default.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = greedy(replica_slots=2)
@@ -241,13 +257,13 @@ def greedy(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
 
 
 def ultraep(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Brings every rank of a domain under one limit near the mean in every microbatch, by UltraEP's planner.
+    """Return UltraEP: limit the load of every rank of a domain near the mean, in every microbatch.
 
-    Use it on rack-scale domains, where a hot expert has many replicas, which relays feed.
+    Use it on rack-scale domains: there a hot expert has many replicas, and relays forward its weights.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts; 2 are usual, as in the paper.
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        replica_slots: replica slots per rank; 2 by default, as in the paper.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = ultraep(replica_slots=2)
@@ -258,14 +274,14 @@ def ultraep(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
 
 
 def exact(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Plans the lowest maximum load that a search finds, then few replicas.
+    """Return a system with a search for the lowest maximum load, and then for few replicas.
 
-    Use it where the receive buffer shall be near the mean: with enough slots the maximum is within its `eps`, 0.01, of
-    the lowest one found. Where the custom calls are built it plans in C++, elsewhere, as on TPUs, in jnp.
+    Use it for a receive buffer near the mean load. With enough slots, the maximum is within `eps` (0.01) of the lowest
+    one found. It plans in C++ if the custom calls are built, otherwise, as on TPUs, in jnp.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        replica_slots: replica slots per rank; 2 by default.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = exact(replica_slots=2)
@@ -276,15 +292,15 @@ def exact(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
 
 
 def two_tier(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Moves home experts between domains every so many steps, and levels each microbatch inside them, along relays.
+    """Return a two-tier system: relocation of home experts between domains, and balancing inside each domain.
 
-    Use it where ranks form several domains, such as nodes: replicas stay inside a domain, so that no plan alone brings
-    the busiest one below its own mean. Call `MoE.update_loads` in each step, and `nn.relocate` every so many:
-    `docs/systems/two_tier.md`.
+    Replicas stay inside a domain, so no plan alone brings the busiest domain below its own mean. Use it for ranks in
+    several domains, such as nodes. Call `MoE.update_loads` in each step and `nn.relocate` at regular intervals; see
+    `docs/systems/two_tier.md`. Weights travel through relays.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        replica_slots: replica slots per rank; 2 by default.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = two_tier()
@@ -295,14 +311,13 @@ def two_tier(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
 
 
 def hybridep(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Makes every rank hold the experts of its expert domain, as large as the slots allow: HybridEP's plan on any mesh.
+    """Return HybridEP's plan on any mesh: each rank holds the experts of an expert domain as large as the slots allow.
 
-    On a mesh of `hybrid_mesh` use `GatherExpertDomain` instead, which moves experts before tokens are known, with any
-    system.
+    On a mesh of `hybrid_mesh`, use `GatherExpertDomain` with any system instead: it moves experts before routing.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts; `(n - 1) L` of them hold an expert domain of `n`.
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        replica_slots: replica slots per rank; 2 by default. An expert domain of `n` ranks requires `(n - 1) L`.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = hybridep(replica_slots=2)
@@ -313,14 +328,14 @@ def hybridep(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
 
 
 def feplb(replica_slots: int = 4, buffers: Buffers = Buffers(headroom=1.5)) -> System:
-    """Moves the busiest experts, whole, to idle ranks of their domain, while the others are served: FEPLB.
+    """Return FEPLB: move the busiest experts, whole, to idle ranks of their domain during the static phase.
 
-    Use it inside one NVLink domain, where copy engines move weights. Where memory is short, make the system with
-    `Direct()` instead: its receive buffer takes the balanced load, and nothing hides its copies.
+    Use it inside one NVLink domain, with copy engines for the weights. To save memory, create the system with
+    `Direct()` instead: its receive buffer is sized for the balanced load, but its copies are not overlapped.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts, and so the experts that it can take; 4 are usual.
-        buffers: the receive buffer: 1.5 x mean load before balancing and as many rounds as needed (default).
+        replica_slots: replica slots per rank, the maximum number of experts a rank can take; 4 by default.
+        buffers: receive buffer; by default 1.5 x mean load before balancing and as many rounds as needed.
 
     Examples:
         >>> system = feplb()
@@ -331,14 +346,13 @@ def feplb(replica_slots: int = 4, buffers: Buffers = Buffers(headroom=1.5)) -> S
 
 
 def fastermoe(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Copies hot experts to every rank of their domain if that pays: FasterMoE, with the costs of its defaults.
+    """Return FasterMoE: copy hot experts to every rank of their domain if its cost model predicts a gain.
 
-    Use it to reproduce that baseline.
+    Use it to reproduce the baseline.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts; each hot expert takes one on every other rank. 2 are
-            usual.
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        replica_slots: replica slots per rank; 2 by default. Each hot expert takes one on every other rank.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = fastermoe()
@@ -349,13 +363,13 @@ def fastermoe(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
 
 
 def eplb(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Makes replicas by the load of earlier microbatches, anew every few: EPLB.
+    """Return EPLB: replicate experts by the load of earlier microbatches, with a new placement at fixed intervals.
 
-    Use it as a baseline, and where loads change slowly and no time for a planner is left.
+    Use it as a baseline, and for slowly changing loads if no time is left for a planner.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        replica_slots: replica slots per rank; 2 by default.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = eplb()
@@ -366,13 +380,13 @@ def eplb(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
 
 
 def eplb_plus(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Applies EPLB's rule to the load of every microbatch: EPLB+.
+    """Return EPLB+: apply EPLB's rule to the load of every microbatch.
 
-    Use it to reproduce that baseline of UltraEP's paper.
+    Use it to reproduce this baseline of UltraEP's paper.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        replica_slots: replica slots per rank; 2 by default.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = eplb_plus()
@@ -383,13 +397,13 @@ def eplb_plus(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
 
 
 def lplb(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Solves a linear program over a fixed graph of replicas, on the host: LPLB.
+    """Return LPLB: solve a linear program over a fixed graph of replicas, on the host.
 
-    Use it to study that baseline: it calls the host in every layer.
+    Use it to study the baseline. It calls the host in every layer.
 
     Args:
-        replica_slots: the slots of a rank beyond its home experts, each an edge of the graph; 2 are usual.
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        replica_slots: replica slots per rank, each an edge of the graph; 2 by default.
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = lplb()
@@ -400,12 +414,12 @@ def lplb(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
 
 
 def rails(buffers: Buffers = Buffers()) -> System:
-    """Sprays tokens between nodes over all rails: RailS. Mesh axes must make up the nodes.
+    """Return RailS: spread the tokens between nodes over all rails. The mesh axes must form the nodes.
 
-    Use it where nodes have several network interfaces and their ranks do not all send the same.
+    Use it on nodes with several network interfaces and unequal traffic per rank.
 
     Args:
-        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
+        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
 
     Examples:
         >>> system = rails()

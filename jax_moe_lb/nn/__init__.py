@@ -1,4 +1,4 @@
-"""Flax modules with the parameters of a layer; `jax_moe_lb.moe` is the same without Flax."""
+"""Flax modules of the mixture-of-experts layer; `jax_moe_lb.moe` is the functional form."""
 
 from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert, SharedMix
 from jax_moe_lb.nn.moe import MoE, as_linen

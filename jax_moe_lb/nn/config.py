@@ -29,7 +29,7 @@ class ExpertConfig:
         use_bias: if True, add a learned bias to each projection, as in GPT-OSS; False by default.
         fuse_gate_up: if True, multiply rows with the up and gate projections at once; they stay two parameters. `None`
             (default) does so on accelerators if tokens and parameters differ in dtype: the cast then writes both into
-            one array, which saves memory traffic, while equal dtypes would require a copy. `True` requires `gated`.
+            one array, which saves memory traffic. Equal dtypes would require a copy. True requires `gated`.
 
     Raises:
         ValueError: `hidden_dim` is no positive integer, or `fuse_gate_up` is True without a gate.
@@ -84,11 +84,14 @@ class SharedMix(Enum):
             routed: `[..., H]`, the outputs of their routed experts.
             shared: the shared expert, in the dtype of `x`.
             kernel: `[H, num_logits]`; `None` for `SUM`.
+
+        Returns:
+            `[..., H]` in the dtype of `x`.
         """
         y = dense_ffn(x, shared)
         if kernel is None:
             return routed + y
-        # In float32 like the router's logits, and rounded once.
+        # Compute logits in float32, like the router's, and round once.
         logits = jnp.matmul(x, kernel, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
         if self is SharedMix.SIGMOID:
             return routed + jax.nn.sigmoid(logits).astype(x.dtype) * y
@@ -98,7 +101,7 @@ class SharedMix(Enum):
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """Feed-forward network that every token passes beside its routed experts, with their activation and gate.
+    """Feed-forward network applied to every token, with the activation and gating of the routed experts.
 
     Args:
         hidden_dim: inner width; the sum of all widths for several shared experts.
@@ -149,14 +152,14 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("dtype", "param_dtype", "transfer_dtype"):
             value = getattr(self, name)
-            # One form of each dtype, so that equal precisions are equal: they are static in programs.
+            # Normalize to `np.dtype`: equal precisions must compare equal, as they are static arguments of `jax.jit`.
             object.__setattr__(self, name, None if value is None else jnp.dtype(value))
         allowed = tuple(map(jnp.dtype, TOKEN_DTYPES))
         for name, dtype in (("dtype", self.dtype or jnp.float32), ("param_dtype", self.param_dtype)):
             if dtype not in allowed:
                 raise ValueError(
                     f"precision.{name} is {dtype}; expected bfloat16, float32 or float64. "
-                    "Pass transfer_dtype for rows that travel in 8 bits."
+                    "Pass transfer_dtype for 8-bit transfers."
                 )
         if self.transfer_dtype not in (None, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)):
             raise ValueError(f"precision.transfer_dtype is {self.transfer_dtype}; expected float8_e4m3fn or int8")

@@ -1,4 +1,4 @@
-"""The Flax layer holds parameters and the balancer's state, and calls `pipeline.moe`."""
+"""The Flax layer `MoE`: parameters, balancer state and a call of `moe` over a mesh."""
 
 import inspect
 import math
@@ -36,67 +36,67 @@ from jax_moe_lb.transport.expert_domains import GatherExpertDomain
 
 
 class BalancerState(nnx.Variable):
-    """This variable holds what the balancer remembers between steps. It is no parameter: no optimizer touches it."""
+    """Balancer state between steps. Optimizers do not update it: it is no `nnx.Param`."""
 
 
 class RouterBias(nnx.Variable):
-    """This variable holds the routing bias of each expert, `[E]`. `MoE.update_bias` moves it, never gradients."""
+    """Routing bias of each expert, `[E]` float32. `MoE.update_bias` updates it; it has no gradient."""
 
 
 class ExpertHomes(nnx.Variable):
-    """This variable holds the place of each expert, int32 `[E]`. `relocate` moves it, never gradients."""
+    """Place of each expert, `[E]` int32. `relocate` updates it; it has no gradient."""
 
 
 class RunningLoads(nnx.Variable):
-    """This variable holds the running mean of each expert's load, float32 `[E]`. `MoE.update_loads` moves it."""
+    """Running mean of each expert's load, `[E]` float32. `MoE.update_loads` updates it."""
 
 
 class CodecState(nnx.Variable):
-    """This variable holds what ranks have decoded of their expert domains, `[E * domain_size, ...]`.
+    """Decoded weights of each rank's expert domain, `[E * domain_size, ...]`.
 
-    Every call of the layer moves it, never gradients.
+    Every call of the layer updates them; they have no gradient.
     """
 
 
 class MoE(nnx.Module):
     """A dropless mixture-of-experts layer with load-balanced expert parallelism.
 
-    Put it where a transformer has its feed-forward network. It takes the tokens of all ranks, outside `jax.shard_map`,
-    and keeps parameters, routing bias and the balancer's state; the expert weights are sharded over the expert axes.
+    Use it in place of the feed-forward network of a transformer block. Call it outside `jax.shard_map`, with the tokens
+    of all ranks. It contains the parameters, the routing bias and the balancer state. The expert weights are sharded
+    over the expert axes.
 
     Args:
         embed_dim: `H`, the width of the model.
         num_experts: `E`, a multiple of the number of expert-parallel ranks.
         router: `TopK`, another router of `jax_moe_lb.routing`, or a function like them. Its `selection_bias`,
             `logit_bias` and `capacity_factor` are options of the layer, see `Router`.
-        mesh: mesh of the expert and data axes, Auto or Explicit. The layer may be called inside a `jax.shard_map` over
-            further axes, such as the stages of a pipeline, which requires `check_vma=False` for gradients with JAX
-            0.12.
+        mesh: mesh of the expert and data axes, Auto or Explicit. The layer may run inside a `jax.shard_map` over
+            further axes, such as pipeline stages. For gradients there, JAX 0.12 requires `check_vma=False`.
         topology: return value of `Topology.from_mesh(mesh, ...)`; if the system has `migrate`, its `domains.between`.
-            `None` (default) takes these, without further options.
+            `None` (default) uses these, without further options.
         system: balancer, weight transport and token dispatch: a `System`, or the name of a function of
             `jax_moe_lb.systems`. "exact" (default) balances with 2 replica slots per rank, or `E - L` if there are
-            fewer experts; `plain()` does not balance.
+            fewer experts. "plain" does not balance.
         experts: inner width, activation and biases of the experts.
-        shared: expert that every token passes; `None` (default) for none.
+        shared: expert applied to every token; `None` (default) for none.
         losses: coefficients of the router losses; add `router_loss` of the statistics to the loss of the model.
         precision: dtypes of arithmetic, parameters and exchanges.
         kernel_init: initializer of all kernels.
-        rules: table from logical to mesh axes; `None` (default) takes `logical_axis_rules(topology, system.migrate)`.
+        rules: table from logical to mesh axes; `None` (default) uses `logical_axis_rules(topology, system.migrate)`.
         on_fault: action on bad values, see `moe`: "raise" stops the program, "record" writes them to the statistics;
             call `raise_on_fault` on those of each step. `None` (default): "raise" on CPUs, "record" on accelerators.
-        rngs: random numbers for the parameters.
+        rngs: random number generators for the parameters.
 
     Warns:
         UserWarning: the system cannot balance this layer, such as `hybridep()` with too few slots.
 
     Raises:
-        ValueError: `num_experts` is no multiple of the ranks, the topology is not the mesh's, or a system that
-            relocates has a balancer that remembers the loads of places.
-        TypeError: `system` is neither a system nor the name of one.
+        ValueError: `num_experts` is no multiple of the number of ranks, the topology does not match the mesh, or the
+            system relocates experts with a balancer that stores loads by place.
+        TypeError: `system` is neither a `System` nor the name of one.
 
     Examples:
-        Two ranks, of which each has half of the tokens and half of the experts:
+        Two ranks, each with half of the tokens and half of the experts:
 
         >>> import jax
         >>> import jax.numpy as jnp
@@ -158,14 +158,14 @@ class MoE(nnx.Module):
         everywhere, by_group = PartitionSpec(), PartitionSpec(self.topology.data_axes)
 
         def on_mesh(tree: Any, spec: PartitionSpec) -> Any:
-            # Where parameters are, so that a checkpoint of both can be restored onto any mesh.
+            # Put the states on the parameters' devices: a checkpoint of both then restores onto any mesh.
             return jax.device_put(tree, NamedSharding(self.mesh, spec))
 
         zeros = jnp.zeros((num_experts,), jnp.float32)
         self.bias = RouterBias(on_mesh(zeros, everywhere)) if selection_bias else None
         self.homes = ExpertHomes(on_mesh(jnp.arange(num_experts, dtype=jnp.int32), everywhere)) if relocates else None
         self.loads = RunningLoads(on_mesh(zeros, everywhere)) if relocates else None
-        # Every group on the data axes has a state of its own, as each plans for its own tokens.
+        # Each group along the data axes plans for its own tokens, so each has its own state.
         state = self.system.balancer.init((self.topology.num_ranks, num_experts))
         if relocates and jax.tree.leaves(state):
             raise ValueError(
@@ -206,27 +206,28 @@ class MoE(nnx.Module):
         token_ids: Int[Array, "*B"] | None = None,
         key: Key[Array, ""] | None = None,
     ) -> tuple[Float[Array, "*B H"], Stats]:
-        """Sends tokens through their experts.
+        """Apply the layer to tokens.
 
         Args:
-            x: `[..., H]`, of any number of tokens; with three dimensions or more the last but one is the sequence.
-                Tokens that the `D * R` shards do not divide, such as those of a decode step, are padded inside. Buffers
-                are as large as the tokens need.
-            mask: `[...]`, false for padding tokens; `None` if there are none.
-            token_ids: `[...]` integers, for routers that look at them, such as `HashRouter`.
-            key: random numbers for routers that want some, such as `NoisyTopK`; other ones in each call.
+            x: `[..., H]` tokens, any number of them. With three or more dimensions, the last but one is the sequence.
+                If the `D * R` shards do not divide the number of tokens, as in a decode step, the layer pads them.
+                Buffer sizes follow the number of tokens.
+            mask: `[...]` booleans, False for padding tokens; `None` (default) without padding.
+            token_ids: `[...]` integers, for routers that read them, such as `HashRouter`; `None` by default.
+            key: random key for routers that sample, such as `NoisyTopK`; pass a new one in each call. `None` by
+                default.
 
         Returns:
-            The outputs, placed like `x`, and statistics stacked over the `D` groups.
+            Outputs `[..., H]` with the sharding of `x`, and statistics stacked over the `D` groups.
         """
         num_tokens = math.prod(x.shape[:-1])
         if jax.typeof(x).sharding.mesh.empty:
-            # An array on no mesh has no place there that the outputs could take: it is put on all devices first.
+            # An input without a mesh gives no sharding for the outputs: replicate it over all devices first.
             x = place(x, NamedSharding(self.mesh, PartitionSpec()), self.mesh)
-        # Weights and tokens are cast before they travel, so that bfloat16 halves what travels.
+        # Cast weights and tokens before the exchanges: bfloat16 halves the transferred bytes.
         dtype = self.precision.dtype
         x = x if dtype is None else x.astype(dtype)
-        # Without padding nothing is masked: a mask of ones would cost the program passes over the tokens.
+        # Pass a mask only for padding: masking costs memory passes over all tokens.
         missing = -num_tokens % (self._num_groups() * self.topology.num_ranks)
         mask = jnp.ones(x.shape[:-1], bool) if missing and mask is None else mask
         ids = None if token_ids is None else token_ids.astype(jnp.int32)
@@ -269,7 +270,7 @@ class MoE(nnx.Module):
             self.state.set_value(state)
         for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
             weights.set_value(now)
-        # The caller finds the outputs where the input was.
+        # The outputs take the shape and sharding of the input.
         if missing:
             y = place(y, NamedSharding(self.mesh, PartitionSpec()), self.mesh)[:num_tokens]
         y = reshaped(y, x.shape, jax.typeof(x).sharding, self.mesh)
@@ -279,38 +280,38 @@ class MoE(nnx.Module):
         return y, stats
 
     def tell_domains(self) -> None:
-        """Sends all experts of an expert domain to all its ranks, whole, where a codec remembers them.
+        """Send the uncompressed experts to all ranks of their expert domain, to reset the codec state.
 
-        A layer begins with that. Call it after loading other weights, or moving experts; without, the codec makes up
-        for it little by little.
+        A new layer starts in this state. Call it after loading other weights or moving experts. Without it, later calls
+        correct the codec state gradually. It has no effect without such a codec.
         """
         if self.system.migrate is not None and self.known:
             for weights, now in zip(self.known, self._known_weights(self.system.migrate), strict=True):
                 weights.set_value(now.get_value())
 
     def update_bias(self, stats: Stats, rate: float = 1e-3) -> None:
-        """Moves the router's bias against the load of one step (see `updated_bias`); call it after the optimizer.
+        """Update the selection bias of the router from the load of one step; call it after the optimizer step.
 
         Args:
-            stats: the statistics that the step's call of this layer returned.
-            rate: the step of the bias, usually 1e-3.
+            stats: statistics returned by this layer in the step.
+            rate: step size of the bias; 1e-3 by default. See `updated_bias`.
 
         Raises:
-            ValueError: the router was made without `selection_bias`.
+            ValueError: the router has `selection_bias=False`.
         """
         if self.bias is None:
             raise ValueError("router.selection_bias is False; expected True, for update_bias")
         self.bias[...] = updated_bias(self.bias[...], self._load_by_expert(stats), rate)
 
     def update_loads(self, stats: Stats, decay: float = 0.9) -> None:
-        """Lets the running loads forget by `decay` and adds those of one step; call it after the optimizer.
+        """Update the running mean of the loads with those of one step; call it after the optimizer step.
 
         Args:
-            stats: the statistics that the step's call of this layer returned.
-            decay: what is kept of the earlier loads; 0.9, the usual one, is a mean over about ten steps.
+            stats: statistics returned by this layer in the step.
+            decay: weight of the earlier mean, at least 0 and less than 1. 0.9 (default) averages over about ten steps.
 
         Raises:
-            ValueError: the system does not relocate, or `decay` is out of range.
+            ValueError: the system has `relocates=False`, or `decay` is out of range.
         """
         if self.loads is None:
             raise ValueError("system.relocates is False; expected True, for update_loads")
@@ -320,7 +321,7 @@ class MoE(nnx.Module):
         self.loads[...] = decay * self.loads[...] + (1 - decay) * load
 
     def _load_by_expert(self, stats: Stats) -> Int[Array, "E"]:
-        # Counts are numbered by place once experts have moved, loads and bias by expert.
+        # After a relocation, counts are numbered by place; loads and bias are numbered by expert.
         load = stats.counts.reshape(-1, stats.counts.shape[-1]).sum(0, dtype=jnp.int32)
         return load if self.homes is None else load[self.homes[...]]
 
@@ -353,10 +354,17 @@ class MoE(nnx.Module):
 
 
 def as_linen(*args: Any, **kwargs: Any) -> nnx.bridge.ToLinen:
-    """Makes `MoE` as a Linen module, from the same arguments but `rngs`.
+    """Return `MoE` as a Linen module, for use in Linen models.
 
-    Use it in a Linen model. State and bias are in collections of their own, `BalancerState` and `RouterBias`; make them
-    mutable where the layer has them.
+    The balancer state and the routing bias are in the collections `BalancerState` and `RouterBias`. Make these
+    collections mutable in `apply` if the layer has them.
+
+    Args:
+        *args: positional arguments of `MoE`.
+        **kwargs: keyword arguments of `MoE`, without `rngs`.
+
+    Returns:
+        The Linen module; its `init` initializes the parameters.
 
     Examples:
         >>> import jax
@@ -378,15 +386,15 @@ def _linen_signature() -> inspect.Signature:
     return of_moe.replace(parameters=kept, return_annotation=nnx.bridge.ToLinen)
 
 
-# What `help` and editors show in place of `*args`.
+# Show the signature of `MoE` in `help` and editors in place of `*args`.
 as_linen.__signature__ = _linen_signature()  # type: ignore[attr-defined]
 
 
 def on_fault_of(mesh: Mesh) -> OnFault:
-    """Chooses what a layer does about bad values where nobody says: on CPUs it stops, elsewhere the host is told.
+    """Return the default `on_fault` of a layer: "raise" on CPUs, "record" on accelerators.
 
     Args:
-        mesh: the devices of the layer.
+        mesh: mesh of the layer.
     """
     return "record" if _is_accelerated(mesh) else "raise"
 
@@ -413,7 +421,7 @@ def resolve_system(system: System | str, num_experts: int, num_ranks: int) -> Sy
     if isinstance(system, System):
         return system
     made = system_named(system)
-    # A rank has no use for more slots than there are experts of other ranks.
+    # A rank needs at most one replica slot per expert of the other ranks.
     return made.replace(replica_slots=min(made.replica_slots, num_experts - num_experts // num_ranks))
 
 
@@ -427,9 +435,7 @@ def _migrate(system: System | str) -> GatherExpertDomain | None:
 
 def _check_domains(topology: Topology, migrate: GatherExpertDomain | None) -> None:
     if migrate is not None and migrate.domains.between != topology:
-        raise ValueError(
-            "topology is not system.migrate.domains.between; expected that, between whose ranks tokens travel"
-        )
+        raise ValueError("topology differs from system.migrate.domains.between; expected the same topology, or None")
 
 
 def _check_mesh(mesh: Mesh, topology: Topology) -> None:

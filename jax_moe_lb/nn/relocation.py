@@ -23,31 +23,34 @@ OptState = TypeVar("OptState")
 Path = tuple[str, ...]
 
 WEIGHTS = tuple(LOGICAL_AXES)
-"""These parameters of an `MoE` have one line per place; those of its router keep the order of experts."""
+"""Parameters of an `MoE` indexed by place; the router's parameters are indexed by expert."""
 
 HOMES = "homes"
 
 
 def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "layers E"]) -> tuple[Params, OptState]:
-    """Moves the experts to new places, in parameters and optimizer state; what the model computes stays the same.
+    """Move experts to new places in parameters and optimizer state; the function of the model does not change.
 
-    Call it every so many steps with what `plan_relocation` returned. `MoE` layers are found by their paths: `kernel`
-    `[H, E]` beside `up` and `down` `[E, ...]`. It permutes `up`, `down`, `gate` and their biases, and in the optimizer
-    state every leaf whose path ends like that of one of them. `homes` follows, so the router's kernel, bias and running
-    loads stay as they are.
+    Call it at regular intervals with the permutation of `plan_relocation`. It finds `MoE` layers by path: `kernel`
+    `[H, E]` beside `up` and `down` `[E, ...]`. It permutes `up`, `down`, `gate` and their biases. In the optimizer
+    state it permutes every leaf whose path ends with the path of one of these. It updates `homes`, so the router's
+    kernel, bias and running loads do not move.
 
-    It is arithmetic on arrays, for `jax.jit`: give it `out_shardings` equal to the shardings of its arguments and
-    donate them, and the compiler exchanges the experts between devices.
+    Call it in `jax.jit` with donated arguments and `out_shardings` equal to the argument shardings. The compiler then
+    exchanges the experts between devices.
 
     Args:
-        params: the state of a model, or a tree that holds one, whose `MoE` layers have a system that relocates.
-        opt_state: the state of any optimizer that keeps one array per parameter.
-        permutation: `[layers, E]` integers, layers in the order of their paths in `params`. What is traced is not
-            checked here, but homes are where the layer uses them.
+        params: state of a model, or a tree containing one, whose `MoE` layers have `relocates=True`.
+        opt_state: state of any optimizer with one array per parameter.
+        permutation: `[layers, E]` integers, layers in the order of their paths in `params`. Traced values are not
+            checked here; the layer checks its homes.
+
+    Returns:
+        `params` and `opt_state` with the same shapes, experts moved.
 
     Raises:
-        ValueError: there are no layers, one has no homes, the permutation has another shape, or optimizer state has
-            another shape than its parameter.
+        ValueError: `params` has no `MoE` layer, a layer has no homes, the permutation has another shape or is
+            invalid, or optimizer state has another shape than its parameter.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -79,13 +82,13 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
 
     def moved_state(key_path: Any, leaf: Any) -> Any:
         path = _names(key_path)
-        # An optimizer nests copies of the parameters' tree: the longest end of the path that is a parameter's counts.
+        # Optimizer state nests copies of the parameter tree: the longest path suffix naming a parameter is its owner.
         owner = next((path[i:] for i in range(len(path)) if path[i:] in orders), None)
         if owner is None:
             return leaf
         if leaf.shape != shapes[owner]:
             raise ValueError(
-                f"{'.'.join(path)} has shape {list(leaf.shape)}; expected that of its parameter, {list(shapes[owner])}"
+                f"{'.'.join(path)} has shape {list(leaf.shape)}; expected {list(shapes[owner])}, as its parameter"
             )
         return leaf[orders[owner]]
 
@@ -94,7 +97,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
         if path not in orders:
             return leaf
         if path[-1] == HOMES:
-            # The argsort of a permutation is its inverse: where goes what was at place `p`.
+            # The argsort of a permutation is its inverse: it maps old places to new ones.
             return jnp.argsort(orders[path]).astype(leaf.dtype)[leaf]
         return leaf[orders[path]]
 
@@ -102,13 +105,16 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
 
 
 def expert_bytes(params: Any, opt_state: Any) -> int:
-    """Counts the bytes that one expert of a layer has in parameters and optimizer state, on average over layers.
+    """Return the bytes of one expert in parameters and optimizer state, averaged over layers.
 
-    Multiply it by `moved_experts` to see what a relocation costs.
+    Multiply it by `moved_experts` for the bytes moved by a relocation.
 
     Args:
-        params: the state of a model with `MoE` layers.
-        opt_state: the state of its optimizer; `()` counts the parameters alone.
+        params: state of a model with `MoE` layers.
+        opt_state: state of its optimizer; `()` counts the parameters alone.
+
+    Returns:
+        Bytes per expert and layer; 0 without `MoE` layers.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -123,13 +129,13 @@ def expert_bytes(params: Any, opt_state: Any) -> int:
     for key_path, leaf in jax.tree.leaves_with_path((params, opt_state)):
         path = _names(key_path)
         if any(path[i:] in owners for i in range(len(path))):
-            # Moments that an optimizer keeps travel with the weights, in their own dtype.
+            # Optimizer moments move with the weights, in their own dtype.
             total += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
     return total // max(1, len(layers))
 
 
 def _layers(tree: Any) -> Iterator[Path]:
-    """Finds the paths of the `MoE` layers in a tree, in its order."""
+    """Yield the paths of the `MoE` layers in a tree, in its order."""
     shapes = _shapes(tree)
     for path, shape in shapes.items():
         layer, up, down = path[:-1], shapes.get((*path[:-1], "up")), shapes.get((*path[:-1], "down"))
@@ -142,25 +148,28 @@ def _shapes(tree: Any) -> dict[Path, tuple[int, ...]]:
 
 
 def _names(path: Any) -> Path:
-    """Writes a path as words, without the `value` in which Flax ends that of a variable."""
+    """Return a key path as strings, without Flax's trailing `value` of a variable."""
     names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
     return names[:-1] if names[-1:] == ("value",) else names
 
 
 OF_ONE_MESH = (BalancerState, CodecState)
-"""They have one part per rank or group, which another mesh has no use for."""
+"""Variables with one part per rank or group: they do not fit another mesh."""
 
 
 def mesh_independent_state(model: nnx.Module) -> nnx.State:
-    """Returns the state of a model without what belongs to its mesh; save this, with orbax or anything else.
+    """Return the state of a model that any mesh can restore; save it with orbax or another library.
 
-    It has parameters, routing biases, homes and running loads, whose shapes do not depend on the number of ranks. A
-    restored tree of these fits any mesh: make the model there, restore to the shapes and shardings of its own
-    `mesh_independent_state`, and give the result to `restore_mesh_independent_state`. `docs/how-to/checkpoints.md` is a
-    whole example.
+    It contains the parameters, routing biases, homes and running loads. Their shapes do not depend on the number of
+    ranks. To restore, create the model on the new mesh and load into the shapes and shardings of its own
+    `mesh_independent_state`. Then pass the result to `restore_mesh_independent_state`. See `docs/how-to/checkpoints.md`
+    for an example.
 
     Args:
-        model: a module with `MoE` layers, or one of these.
+        model: an `MoE` layer, or a module containing some.
+
+    Returns:
+        The state without balancer and codec state.
 
     Examples:
         >>> import jax
@@ -177,15 +186,17 @@ def mesh_independent_state(model: nnx.Module) -> nnx.State:
 
 
 def restore_mesh_independent_state(model: nnx.Module, state: nnx.State) -> None:
-    """Puts a restored `mesh_independent_state` state into a model of any mesh; what belongs to the mesh begins anew.
+    """Update a model on any mesh from a restored `mesh_independent_state`.
+
+    The codec state is computed from the restored weights. The balancer state of `model` stays as it is.
 
     Args:
-        model: the model of this mesh. It is changed.
-        state: what was restored, in the shardings of `mesh_independent_state(model)`.
+        model: model on the new mesh, updated in place.
+        state: restored state, in the shardings of `mesh_independent_state(model)`.
 
     Warns:
-        UserWarning: a balancer that remembers loads, such as `EPLB`, begins without any, and balances little until it
-            has seen some.
+        UserWarning: a balancer with load history, such as `EPLB`, has none on a new model and balances little at
+            first.
 
     Examples:
         >>> import jax
@@ -204,5 +215,5 @@ def restore_mesh_independent_state(model: nnx.Module, state: nnx.State) -> None:
     if any(jax.tree.leaves(layer.state) for layer in layers):
         warnings.warn("balancers that remember loads begin without any", stacklevel=2)
     for layer in layers:
-        # What ranks know of their expert domains is that of other weights.
+        # The codec state belongs to the previous weights.
         layer.tell_domains()

@@ -32,14 +32,14 @@ LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Makes the parameters of a layer.
+    """Factory of the parameters of a layer, with their sharding.
 
     Args:
-        mesh: where they live.
-        rules: the table from logical to mesh axes.
-        dtype: theirs.
-        kernel_init: the initializer of all kernels.
-        rngs: random numbers for them.
+        mesh: mesh of the parameters.
+        rules: table from logical to mesh axes.
+        dtype: dtype of the parameters.
+        kernel_init: initializer of all kernels.
+        rngs: random number generators for the kernels.
     """
 
     mesh: Mesh
@@ -49,42 +49,46 @@ class Parameters:
     rngs: nnx.Rngs
 
     def kernel(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
-        """Makes one kernel, of two dimensions, or a stack of them.
+        """Initialize a kernel, or a stack of kernels.
 
         Args:
-            shape: its shape.
-            axes: the logical axis of each dimension, `None` for one that is not split.
+            shape: shape of the kernel; 2 dimensions, or 3 for a stack.
+            axes: logical axis of each dimension; `None` replicates it.
         """
-        # Initializers take the leading axis of a stack of kernels for a batch: give single ones such an axis.
+        # Initializers treat the leading axis as the stack's batch axis, so add one to a single kernel.
         batched = (1, *shape) if len(shape) == 2 else shape
         value = self.kernel_init(self.rngs.params(), batched, self.dtype)
         return nnx.Param(value.reshape(shape), out_sharding=axes, mesh=self.mesh, sharding_rules=self.rules)
 
     def bias(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
-        """Makes a bias, or a stack of them, which are 0.
+        """Initialize a bias, or a stack of biases, to 0.
 
         Args:
-            shape: its shape.
-            axes: the logical axis of each dimension.
+            shape: shape of the bias.
+            axes: logical axis of each dimension; `None` replicates it.
         """
         value = jnp.zeros(shape, self.dtype)
         return nnx.Param(value, out_sharding=axes, mesh=self.mesh, sharding_rules=self.rules)
 
 
 def expert_axes(topology: Topology, migrate: GatherExpertDomain | None) -> tuple[str, ...]:
-    """Tells over which mesh axes home experts are sharded."""
+    """Return the mesh axes that shard the home experts."""
     return topology.expert_axes if migrate is None else migrate.domains.expert_axes
 
 
 def logical_axis_rules(topology: Topology, migrate: GatherExpertDomain | None = None) -> LogicalAxisRules:
-    """Makes the default table of logical axes: experts over the expert axes, their inner width over tensor axes.
+    """Return the default rules: experts over the expert axes, their inner width over the tensor axes.
 
-    Replace `embed` by data axes, such as `("embed", "fsdp")`, and give the table to `MoE` as `rules`, so that
-    parameters, gradients and optimizer state are split over these, too (FSDP): the layer gathers what it needs.
+    For FSDP, replace the rule of `embed` by data axes, such as `("embed", "fsdp")`, and pass the table as `rules` of
+    `MoE`. Parameters, gradients and optimizer state are then sharded over these axes, too; the layer all-gathers the
+    weights of its experts.
 
     Args:
-        topology: the layer's topology.
-        migrate: the layer's `GatherExpertDomain`, if it has one.
+        topology: topology of the layer.
+        migrate: `GatherExpertDomain` of the layer; `None` (default) if it has none.
+
+    Returns:
+        Pairs of a logical axis (`"exp"`, `"embed"` or `"mlp"`) and its mesh axes; `None` replicates.
 
     Examples:
         >>> from jax.sharding import AbstractMesh
@@ -98,7 +102,7 @@ def logical_axis_rules(topology: Topology, migrate: GatherExpertDomain | None = 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Holds what is static in a layer; see `nn.MoE` and `moe` for what each says."""
+    """Static configuration of one layer call; see `nn.MoE` and `moe` for the fields."""
 
     router: RouterFunction
     system: System
@@ -112,20 +116,20 @@ class LayerConfig:
 
 
 class LayerInputs(NamedTuple):
-    """Holds the arrays of one call, of all ranks, each `None` where there is no such.
+    """Arrays of one layer call over all ranks; `None` for absent ones.
 
     Args:
-        tokens: `[C, H]`, the tokens of all ranks.
-        mask: `[C]` booleans.
+        tokens: `[C, H]`, tokens of all ranks.
+        mask: `[C]` booleans; False for padding.
         token_ids: `[C]` int32.
-        key: random numbers, equal on all ranks.
-        kernel: `[H, E]`, the router's.
-        experts: all home experts.
-        logit_bias: `[E]`.
-        selection_bias: `[E]`.
-        homes: `[E]` int32.
-        state: the balancer's, stacked over groups.
-        known: what expert domains know of their experts.
+        key: random key, equal on all ranks.
+        kernel: `[H, E]`, router kernel.
+        experts: home experts of all ranks.
+        logit_bias: `[E]`, bias of the router logits.
+        selection_bias: `[E]`, bias of the router scores for expert selection.
+        homes: `[E]` int32, place of each expert.
+        state: balancer state, stacked over groups.
+        known: codec state of the expert domains.
     """
 
     tokens: Any
@@ -141,14 +145,14 @@ class LayerInputs(NamedTuple):
     known: Any
 
 
-# Compiled once for all layers of a kind, also where the caller does not jit.
+# Jitted here: all layers of one configuration share a compilation, even if the caller does not jit.
 @functools.partial(jax.jit, inline=True, static_argnames=("layer",))
 def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
-    """Runs `moe` over the tokens of all ranks; statistics and state have one entry per group."""
+    """Run `moe` on the tokens of all ranks; return outputs, statistics and state per group, and codec state."""
     topology, migrate, mesh = layer.topology, layer.system.migrate, layer.mesh
     home_axes = expert_axes(topology, migrate)
     whole, by_expert = PartitionSpec(), PartitionSpec(home_axes)
-    # Data axes stand outermost: tokens of one group lie side by side.
+    # The data axes are outermost: the tokens of a group are contiguous.
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
     by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
     specs = LayerInputs(
@@ -164,8 +168,8 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
         state=by_group,
         known=by_expert,
     )
-    # Some axes may be manual already, such as the stages of a pipeline. Over those that are neither the group's nor the
-    # data's all devices do the same: no compiler divides custom calls.
+    # Some axes may already be manual, such as the stages of a pipeline. All other mesh axes become manual here, because
+    # the compiler cannot partition custom calls; devices along unused axes repeat the same computation.
     around = jax.sharding.get_abstract_mesh().manual_axes
     if taken := sorted(set(around) & set(home_axes + topology.data_axes + topology.tensor_axes)):
         raise ValueError(f"topology has the axes {taken}, which are manual already; expected others: see `data_axes`")
@@ -179,7 +183,7 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
 
 
 def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, State, Experts | None]:
-    # A balancer knows nothing of other groups: inside, its state has no dimension for them.
+    # Each group has its own balancer state: drop the group dimension.
     state = jax.tree.map(lambda leaf: leaf[0], inputs.state)
     experts, known, migrate = layer.shards(inputs.experts), inputs.known, layer.system.migrate
     if migrate is not None and known is not None:
@@ -191,7 +195,7 @@ def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, St
         inputs.tokens,
         MoEParams(inputs.kernel, experts, inputs.logit_bias, inputs.selection_bias),
         layer.router,
-        # The experts are gathered already.
+        # The experts are already gathered.
         replace(layer.system, migrate=None),
         layer.topology,
         MoEState(state, inputs.homes),
@@ -204,7 +208,7 @@ def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, St
 
 @functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))
 def sharded_known(experts: Experts, *, migrate: GatherExpertDomain, mesh: Mesh) -> Experts:
-    """Runs `migrate.known` on all ranks."""
+    """Run `migrate.known` on all ranks; return the initial codec state."""
     spec = PartitionSpec(migrate.domains.expert_axes)
     placed = place(experts, NamedSharding(mesh, spec), mesh)
     return jax.shard_map(migrate.known, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
@@ -217,14 +221,17 @@ def _place_by(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def reshaped(array: Array, shape: tuple[int, ...], sharding: NamedSharding, mesh: Mesh) -> Array:
-    """Reshapes, and where the mesh has Explicit axes reshards at once: alone not every split can be reshaped there."""
+    """Reshape an array, and on a mesh with Explicit axes reshard it in the same operation.
+
+    A plain reshape is not defined for every sharding of Explicit axes.
+    """
     if AxisType.Explicit not in mesh.axis_types:
         return array.reshape(shape)
     return jax.lax.reshape(array, shape, out_sharding=sharding)
 
 
 def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
-    """Reshards a tree where the mesh has Explicit axes; where they are Auto, the compiler does."""
+    """Reshard a tree on a mesh with Explicit axes; on Auto axes, leave the sharding to the compiler."""
     if AxisType.Explicit not in mesh.axis_types:
         return tree
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
@@ -233,7 +240,7 @@ def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
 def flatten_tokens(
     array: Array | None, num_dims: int, missing: int, mesh: Mesh, by_token: PartitionSpec
 ) -> Array | None:
-    """Merge the first dimensions of an array, those of tokens, and append zeros.
+    """Merge the leading token dimensions of an array and append zeros.
 
     Args:
         array: `[..., *]`; `None` is returned as it is.
@@ -247,13 +254,13 @@ def flatten_tokens(
     shape = (math.prod(array.shape[:num_dims]), *array.shape[num_dims:])
     if not missing:
         return reshaped(array, shape, NamedSharding(mesh, by_token), mesh)
-    # On an Explicit mesh no axis may divide what it does not divide evenly: these are few, and every device has them.
+    # Explicit axes shard only evenly divisible dimensions. Such inputs are small, so replicate them.
     array = reshaped(array, shape, NamedSharding(mesh, PartitionSpec()), mesh)
     return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
 
 
 def fsdp_axes(rules: LogicalAxisRules, topology: Topology) -> FsdpExperts:
-    """Return the data axes that split the experts' matrices.
+    """Return the data axes over which `rules` split the experts' matrices.
 
     Args:
         rules: table from logical to mesh axes.

@@ -1,4 +1,4 @@
-"""The arithmetic of balancers: integers in, integers out, in C++ where it is built and in jnp elsewhere."""
+"""Integer arithmetic of the balancers, in C++ if built and in jnp otherwise."""
 
 from jax_moe_lb.planners.eplb import rebalance_experts
 from jax_moe_lb.planners.relocation import apply_relocation, domain_lower_bound, moved_experts, plan_relocation

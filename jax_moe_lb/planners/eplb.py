@@ -1,8 +1,7 @@
-"""EPLB's two rules for redundant experts.
+"""EPLB's two rules for replicas.
 
-`eplb_plus` keeps homes fixed: the experts with the highest load per copy get replicas on the ranks with the lowest
-load. `rebalance_experts` is EPLB's own algorithm on NumPy arrays, with its signature: it packs all copies of all
-experts anew.
+`eplb_plus` keeps homes fixed: experts with the highest load per copy get replicas on the least loaded ranks.
+`rebalance_experts` is the original EPLB on NumPy arrays, with its signature: it packs all copies of all experts.
 """
 
 from typing import Any
@@ -20,36 +19,36 @@ TokensOfExperts = Int[AnyArray, "E"]
 
 
 def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tuple[Placement, Quota]:
-    """Fills the empty slots with replicas, and splits every expert's tokens evenly over its copies.
+    """Fill the empty slots with replicas and split the tokens of every expert evenly over its copies.
 
-    `EPLBPlus` calls it; its rule stands in `ffi/planning/eplb_plus.h` too.
+    `EPLBPlus` calls it. `ffi/planning/eplb_plus.h` specifies the same rule.
 
-    What the placement holds stays where it is. The share of an expert is its tokens over its
-    copies (the ranks that hold it), rounded up. In every domain on its own:
+    Occupied slots keep their experts. The share of an expert is its number of tokens divided by its copies (the ranks
+    holding it), rounded up. Each domain is planned separately:
 
-    1. Replicate: as long as there are empty slots left, the expert of the highest share, of those
-       at home in this domain, gets one copy more. Left out are experts whose share is at most
-       1 and those with as many copies as there are ranks that hold it or could.
-    2. Pack (longest processing time first): the new copies, highest share first, go to the rank with
-       the lowest load of those that have an empty slot and do not hold the expert. The load of a
-       rank is the sum of the shares of what it holds. A copy that fits on no rank is not made.
+    1. Replicate: while there are empty slots, the home expert of the domain with the highest share gets another copy.
+       Experts with a share of at most 1 are excluded. The number of copies is limited to the ranks with the expert or
+       with an empty slot.
+    2. Pack (longest processing time first): new copies, highest share first, go to the least loaded rank with an empty
+       slot and without the expert. The load of a rank is the sum of the shares of its experts. A copy without such a
+       rank is not made.
     3. Split: see `round_robin`.
 
     Ties go to the lower expert and rank.
 
     Args:
-        tokens: `[E]` integers, the token copies of each expert, at least 0; their sum must stay below `2**31`.
-        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one; several slots of an expert on a rank
-            count as one.
-        domain: how many ranks a domain has; it divides `R`.
+        tokens: `[E]` nonnegative integers, the token copies of each expert; their sum must be below `2**31`.
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. Several slots of an expert on a
+            rank count as one.
+        domain: ranks per domain, a divisor of `R`.
 
     Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays give NumPy arrays. An expert with tokens and
-        no slot stops the program on a CPU with the custom call, like every bad value; on a GPU with it all entries are
-        then -1, and elsewhere that expert's row of the quota is 0.
+        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid values, such as
+        an expert with tokens and without a slot, the custom call stops the program on a CPU. On a GPU it returns -1 in
+        all entries. The jnp form gives such an expert a quota row of 0.
 
     Raises:
-        ValueError: shapes that do not fit, or a domain that does not divide the ranks.
+        ValueError: shapes do not match, or `domain` does not divide the ranks.
     """
     _check(tokens.shape[0], placement.shape, domain)
     shapes = placement.shape, (tokens.shape[0], placement.shape[0])
@@ -58,13 +57,13 @@ def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tup
 
 
 def eplb_plus_reference(tokens: TokensOfExperts, placement: Placement, domain: int) -> tuple[Placement, Quota]:
-    """Computes `eplb_plus` as two loops over copies, all domains side by side; it runs where no custom call does."""
+    """Compute `eplb_plus` in jnp with two loops over copies, all domains side by side."""
     tokens, placement = alike(tokens, placement)
     held = holds(placement, tokens.shape[0]).T
     num_ranks, num_domains = placement.shape[0], placement.shape[0] // domain
     b = iota(num_domains)
-    # Only the diagonal blocks, a domain's own experts on its own ranks, since no copy is packed into another domain.
-    # Those that are there already still count as copies and in loads.
+    # Use only the diagonal blocks, a domain's own experts on its own ranks, because copies are packed inside their
+    # domain. Existing copies elsewhere still count as copies and in loads.
     inside = held.reshape(num_domains, -1, num_domains, domain)[b, :, b]
     blocks = placement.reshape(num_domains, domain, -1)
     copies = held.sum(1, dtype=jnp.int32).reshape(num_domains, -1)
@@ -78,21 +77,21 @@ def eplb_plus_reference(tokens: TokensOfExperts, placement: Placement, domain: i
 
 
 def round_robin(tokens: TokensOfExperts, placement: Placement) -> Quota:
-    """Splits evenly: each of an expert's `n` copies serves `tokens // n`, the first `tokens % n` by rank one more.
+    """Split tokens evenly: each of `n` copies serves `tokens // n`, and the first `tokens % n` by rank one more.
 
-    Use it where a placement is given and says nothing about shares, as EPLB's does.
+    Use it for placements without shares, as in EPLB.
 
     Args:
         tokens: `[E]` integers, the token copies of each expert.
-        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one; several slots of an expert on a rank
-            count as one copy.
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. Several slots of an expert on a
+            rank count as one copy.
 
     Returns:
-        The quota, `[E, R]` int32; the row of an expert without a slot is 0.
+        `[E, R]` int32, the quota; 0 for experts without a slot.
     """
     xp = namespace(tokens)
     held = holds(placement, tokens.shape[0]).T.astype(np.int32)
-    # At least 1, so that an expert without a slot divides by something; its row is 0 by `held`.
+    # Avoid a division by zero for an expert without a slot; `held` makes its row 0.
     copies = xp.maximum(held.sum(1, dtype=np.int32), 1)
     before = held.cumsum(1, dtype=np.int32) - held
     extra = before < (tokens % copies)[:, None]
@@ -100,10 +99,10 @@ def round_robin(tokens: TokensOfExperts, placement: Placement) -> Quota:
 
 
 def holds(placement: Placement, num_experts: int) -> Bool[AnyArray, "R E"]:
-    """Says whether a rank has a slot for an expert, `[R, E]`.
+    """Return whether each rank has a slot for each expert, `[R, E]` bool.
 
     Args:
-        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one.
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot.
         num_experts: `E`.
     """
     return (placement[:, :, None] == host_iota(num_experts)[None, None]).any(1)
@@ -118,7 +117,7 @@ def _check(num_experts: int, placement: tuple[int, ...], domain: int) -> None:
 
 
 def _share(tokens: Int[Array, "B P"], copies: Int[Array, "B P"]) -> Int[Array, "B P"]:
-    # At least 1, so that an expert without a slot divides by something.
+    # Avoid a division by zero for an expert without a slot.
     copies = jnp.maximum(copies, 1)
     return tokens // copies + (tokens % copies > 0).astype(jnp.int32)
 
@@ -126,9 +125,9 @@ def _share(tokens: Int[Array, "B P"], copies: Int[Array, "B P"]) -> Int[Array, "
 def _add_replicas(
     tokens: Int[Array, "B P"], copies: Int[Array, "B P"], inside: Bool[Array, "B P M"], empty: Int[Array, "B M"]
 ) -> Int[Array, "B P"]:
-    """Decides how many copies each of a domain's experts shall have."""
+    """Return the planned number of copies of each expert of a domain."""
     b = iota(tokens.shape[0])
-    # More copies than ranks that hold the expert or could would find no slot when they are packed.
+    # Further copies would find no slot in packing.
     limit = copies + ((empty > 0)[:, None] & ~inside).sum(2, dtype=jnp.int32)
 
     def gains(planned: Array, left: Array) -> Array:
@@ -137,8 +136,8 @@ def _add_replicas(
     def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         planned, left = carry
         able = gains(planned, left)
-        # Where no expert gains, all lines are 0 and expert 0 is chosen, which then gets `more = 0`: domains that are
-        # done wait for the others without a change.
+        # If no expert gains, all values are 0, and expert 0 is chosen with `more = 0`: finished domains wait for the
+        # others unchanged.
         expert = _argmax(jnp.where(able, _share(tokens, planned), 0))
         more = able[b, expert].astype(jnp.int32)
         return planned.at[b, expert].add(more), left - more
@@ -149,13 +148,13 @@ def _add_replicas(
 
 @pytree
 class _Packing:
-    """Carries the second loop, over all `B = R / M` domains with `P` experts each.
+    """Carry of the second loop, over all `B = R / M` domains with `P` experts each.
 
     Args:
-        pending: how many copies of each expert have no slot yet.
-        placement: the expert in each slot, numbered over all domains; -1 for an empty one.
-        inside: whether a rank of the domain holds an expert of it.
-        load: the sum of the shares of what a rank holds, in token copies.
+        pending: copies of each expert without a slot so far.
+        placement: expert in each slot, numbered over all domains; -1 for an empty slot.
+        inside: True if a rank of the domain holds an expert of it.
+        load: sum of the shares of the experts on each rank, in token copies.
     """
 
     pending: Int[Array, "B P"]
@@ -165,19 +164,20 @@ class _Packing:
 
 
 def _place(p: _Packing, share: Int[Array, "B P"]) -> _Packing:
-    """Packs one copy in every domain that has any left."""
+    """Pack one copy in every domain with copies left."""
     b = iota(share.shape[0])
-    # -1 is below every share, so that an expert without copies to place is chosen only where no other has any.
+    # -1 is below every share, so an expert without pending copies is chosen only if no expert has any.
     local = _argmax(jnp.where(p.pending > 0, share, -1))
     fits = (p.placement < 0).any(2) & ~p.inside[b, local] & (p.pending[b, local] > 0)[:, None]
-    # No load reaches the largest integer, since the tokens of the expert to be placed are not yet part of it.
+    # No load reaches the int32 maximum, because it excludes the tokens of the expert to place.
     rank = jax.lax.argmin(jnp.where(fits, p.load, jnp.iinfo(jnp.int32).max), 1, jnp.int32)
     placed = fits[b, rank]
     slot = _argmax((p.placement[b, rank] < 0).astype(jnp.int32))
     expert = local + b * share.shape[1]
     held = p.placement[b, rank, slot]
     return _Packing(
-        # An expert that fits nowhere now never will, as slots only fill up; at 0 the loop goes on to the next one.
+        # An expert without a fitting rank never fits later, as slots only fill up. Set it to 0, so the loop continues
+        # with the next.
         pending=p.pending.at[b, local].set(jnp.where(placed, p.pending[b, local] - 1, 0)),
         placement=p.placement.at[b, rank, slot].set(jnp.where(placed, expert, held)),
         inside=p.inside.at[b, local, rank].max(placed),
@@ -186,7 +186,7 @@ def _place(p: _Packing, share: Int[Array, "B P"]) -> _Packing:
 
 
 def _argmax(values: Int[Array, "B N"]) -> Int[Array, "B"]:
-    """Returns the lowest index of each line's maximum: ties go to the lower expert and rank, as in C++."""
+    """Return the lowest index of each row's maximum: ties go to the lower expert and rank, as in C++."""
     return jax.lax.argmax(values, 1, jnp.int32)
 
 
@@ -197,33 +197,33 @@ Indices = Int[np.ndarray, "..."]
 def rebalance_experts(
     weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int, *, distinct: bool = False
 ) -> tuple[Indices, Indices, Indices]:
-    """Says which expert each physical expert is, as DeepSeek's `eplb.rebalance_experts` computes it.
+    """Return the expert of each physical expert, as in DeepSeek's `eplb.rebalance_experts`.
 
-    Use it to compare with EPLB, or to place experts of a serving system that may move all of them. It moves home
-    experts too, so that a `Plan` cannot express it: `EPLB` keeps homes.
+    Use it to compare with EPLB, or to place experts of a serving system free to move all of them. It moves home
+    experts, too, so its result is not a `Plan`; the balancer `EPLB` keeps homes.
 
-    It is hierarchical if the groups divide evenly into nodes: groups are packed onto nodes, each node's experts are
-    replicated there, and its copies packed onto its GPUs. Else it is global: all experts are one group on one node. To
-    pack is to put items, heaviest first, into the lightest bin that is not full; where a bin holds one item, items keep
-    their order. To replicate is to give one copy more to the expert of the highest load per copy. Arithmetic is
-    float32, and ties go to the lower index.
+    The policy is hierarchical if `num_groups` is a multiple of `num_nodes`. Groups are packed onto nodes, each node's
+    experts are replicated inside it, and its copies are packed onto its GPUs. Otherwise the policy is global: all
+    experts form one group on one node. Packing puts items, heaviest first, into the lightest bin with space; bins of
+    one item keep the order of items. Replication gives one more copy to the expert of the highest load per copy. The
+    arithmetic is float32, and ties go to the lower index.
 
     Args:
-        weight: `[layers, E]`, the load of each expert in each layer, finite and at least 0.
-        num_replicas: how many physical experts a layer has, copies included; a multiple of `num_gpus`.
-        num_groups: how many expert groups there are, as the router has them; divides `E`.
-        num_nodes: how many nodes there are.
-        num_gpus: how many GPUs all nodes have; a multiple of `num_nodes` in the hierarchical case.
-        distinct: whether no GPU may get two copies of one expert, which EPLB allows although the second one is wasted.
-            An expert then has at most one copy per GPU of its node, and where only GPUs that have the expert are left,
-            it changes places with the item of a full GPU that comes nearest in load.
+        weight: `[layers, E]`, the load of each expert in each layer, nonnegative and finite.
+        num_replicas: number of physical experts per layer, including replicas; a multiple of `num_gpus`.
+        num_groups: number of expert groups of the router; a divisor of `E`.
+        num_nodes: number of nodes.
+        num_gpus: number of GPUs of all nodes; a multiple of `num_nodes` in the hierarchical policy.
+        distinct: if True, no GPU gets two copies of one expert; False (default) as in EPLB, although the second copy is
+            wasted. An expert then has at most one copy per GPU of its node. If only GPUs with the expert have space,
+            its copy is exchanged for the item of a full GPU nearest in load.
 
     Returns:
         The expert of each physical expert, `[layers, num_replicas]`; the physical experts of each expert, `[layers, E,
-        X]`, -1 where it has fewer than `X` copies; and their number, `[layers, E]`. All are int64.
+        X]`, padded with -1 to the maximum number of copies `X`; and their number, `[layers, E]`. All are int64.
 
     Raises:
-        ValueError: a load or a number that does not fit; the message names it.
+        ValueError: a load or a number is invalid; the message names it.
 
     Examples:
         >>> import numpy as np
@@ -252,7 +252,7 @@ def _checked_weight(weight: Any) -> np.ndarray:
     weight = np.asarray(weight)
     if weight.ndim != 2 or 0 in weight.shape:
         raise ValueError(f"weight has shape {weight.shape}; expected [layers, E], both at least 1")
-    # As EPLB computes: in float64 other ties would be ties.
+    # float32 as in EPLB: float64 would have different ties.
     weight = weight.astype(np.float32)
     bad = ~np.isfinite(weight) | (weight < 0)
     if bad.any():
@@ -285,7 +285,7 @@ def _check_numbers(
 def _layer(
     load: np.ndarray, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int, distinct: bool
 ) -> tuple[Indices, Indices]:
-    """Expert of each physical expert, and which of its copies it is."""
+    """Return the expert of each physical expert of a layer, and the index of the copy."""
     groups = np.arange(len(load)).reshape(num_groups, -1)
     node, place = _pack(load[groups].sum(1), num_nodes)
     expert, copy = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
@@ -301,7 +301,7 @@ def _layer(
 
 
 def _replicate(load: ExpertWeights, num_items: int, limit: int) -> tuple[Indices, Indices, Indices]:
-    """Expert and copy number of each item, the first copies before all others; and the copies of each expert."""
+    """Return expert and copy index of each item, first copies before all others, and the copies of each expert."""
     item, item_copy = np.arange(num_items), np.zeros(num_items, np.int64)
     copies = np.ones(len(load), np.int64)
     for i in range(len(load), num_items):
@@ -312,9 +312,9 @@ def _replicate(load: ExpertWeights, num_items: int, limit: int) -> tuple[Indices
 
 
 def _pack(weight: ExpertWeights, num_bins: int, label: Indices | None = None) -> tuple[Indices, Indices]:
-    """Bin of each item and its place there; every bin gets as many items, no label twice."""
+    """Return the bin of each item and its position there, with equally full bins and distinct labels per bin."""
     capacity = len(weight) // num_bins
-    # EPLB returns here before it sorts, and its results are what callers compare with.
+    # EPLB returns before sorting in this case, and results must match EPLB's.
     if capacity == 1:
         return np.arange(num_bins), np.zeros(num_bins, np.int64)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -322,7 +322,7 @@ def _pack(weight: ExpertWeights, num_bins: int, label: Indices | None = None) ->
     for item in np.argsort(-weight, kind="stable").tolist():
         full = np.array([len(held) == capacity for held in bins])
         taken = np.zeros(num_bins, bool) if label is None else _having(bins, label, int(label[item]))
-        # The first of equal ones, as EPLB takes it.
+        # Take the first of equal loads, as EPLB does.
         best = int(np.argmin(np.where(full | taken, np.inf, load)))
         if full[best] or taken[best]:
             _exchange(bins, load, weight, label, item, ~full, taken)
@@ -348,10 +348,10 @@ def _exchange(
     has_room: np.ndarray,
     taken: np.ndarray,
 ) -> None:
-    """Puts the item into a full bin, whose item nearest in weight goes to a bin with room.
+    """Put the item into a full bin, whose item nearest in weight moves to a bin with space.
 
-    There is one: labels have no more copies than there are bins, so that a bin without this one is left, and that
-    bin is full of different labels, more than any bin with room has.
+    Such a bin exists: a label has at most as many copies as there are bins, so some bin lacks this label. This bin is
+    full of distinct labels, more than any bin with space has.
     """
     target = int(np.argmin(np.where(has_room, load, np.inf)))
     known = {label[other] for other in bins[target]}

@@ -1,4 +1,4 @@
-"""Finds the lowest maximum load that the slots allow, by a search, and then the fewest replicas within it."""
+"""Planner searching for the lowest maximum load, then for the fewest replicas within it."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from jax_moe_lb.planners.base import plan_on_host, run_planner
 from jax_moe_lb.planners.exact_search import exact_in_jax
 
 UNBOUNDED = 2**63 - 1
-"""The `max_fan_out` that is no bound: the largest int64, as the custom call takes no `None`."""
+"""Value of `max_fan_out` without a limit, the int64 maximum: the custom call takes no `None`."""
 
 
 def exact(
@@ -27,32 +27,32 @@ def exact(
     localize: bool = True,
     call_host: bool = False,
 ) -> tuple[Placement, Quota]:
-    """Makes a plan for these counts from nothing; `ffi/planning/exact.h` has the rule.
+    """Plan placement and quota from the counts alone; `ffi/planning/exact.h` specifies the rule.
 
-    `Exact` calls it. In a program that is lowered for a platform without its custom call, as for a TPU, another search
-    plans in jnp (`planners/exact_search.py`): to the same rules, but not the same plans.
+    `Exact` calls it. On platforms without the custom call, such as TPU, a different search in jnp plans by the same
+    rules (`planners/exact_search.py`), but its plans differ.
 
     Args:
-        counts: `[R, E]` integers, the token copies that each rank routes to each expert, at least 0; their sum must
-            stay below `2**31`.
-        num_slots: `S`, the slots of a rank, home experts included; at least `E / R`, and two more are usual.
-        domain: how many ranks a domain has; each domain is planned for itself.
-        eps: the fraction by which the maximum load may exceed the lowest one found where that saves replicas; at least
-            0, 0.01 by default.
-        max_fan_out: how many replicas may be made of the experts of one home rank; `None`, the default, is any number.
-        localize: whether replicas change places so that more tokens are served on the rank where they start.
-        call_host: whether a program without the custom call asks the planner in C++ through a host callback, in place
-            of the search in jnp. The device waits for it, and the program cannot be compiled for devices that are not
-            there.
+        counts: `[R, E]` nonnegative integers, the token copies routed from each rank to each expert; their sum must be
+            below `2**31`.
+        num_slots: `S`, slots per rank, including home experts; at least `E / R`, usually two more.
+        domain: ranks per domain; each domain is planned separately.
+        eps: fraction by which the maximum load may exceed the lowest one found to save replicas; at least 0, 0.01 by
+            default.
+        max_fan_out: maximum number of replicas of the experts of one home rank; `None` (default) for no limit.
+        localize: if True (default), exchange replicas to serve more tokens on their source rank.
+        call_host: if True, a program without the custom call runs the C++ planner through a host callback instead of
+            the search in jnp; False by default. The device waits for the callback, and the program cannot be compiled
+            for absent devices.
 
     Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays give NumPy arrays. Counts that break the
-        rules above stop the program on a CPU; on a GPU all entries are then -1. In jnp they give a plan that breaks
-        rules too.
+        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid counts, the
+        custom call stops the program on a CPU. On a GPU it returns -1 in all entries. The jnp form returns an illegal
+        plan.
 
     Raises:
-        ValueError: shapes that do not fit, or an option out of range.
-        RuntimeError: with `call_host`, this installation lacks the planner in C++.
+        ValueError: shapes do not match, or an option is out of range.
+        RuntimeError: with `call_host`, the C++ planner is not built.
     """
     check_shapes(counts, num_slots, domain)
     check_exact(eps, max_fan_out)
@@ -64,10 +64,10 @@ def exact(
         ((num_ranks, num_slots), (num_experts, num_ranks)),
         counts,
         reference=partial(_from_host if call_host else exact_in_jax, num_slots=num_slots),
-        # The custom call sees the slots in the shape of its result; a function of arrays must be told.
+        # The custom call derives the slots from the shape of its result; the NumPy form needs an argument.
         host_options={"num_slots": num_slots},
         domain=domain,
-        # NumPy's number keeps its 64 bits as an attribute, which the C++ reads as a double.
+        # A NumPy scalar keeps 64 bits as an attribute, which C++ reads as a double.
         eps=np.float64(eps),
         max_fan_out=UNBOUNDED if max_fan_out is None else max_fan_out,
         localize=localize,
@@ -76,14 +76,14 @@ def exact(
 
 
 def check_exact(eps: float, max_fan_out: int | None) -> None:
-    """Refuses options of `exact` that are out of range.
+    """Check the options of `exact`.
 
     Args:
-        eps: the fraction above the lowest maximum load; at least 0 and finite.
-        max_fan_out: the bound on replicas of one home rank's experts; at least 0, or `None` for no bound.
+        eps: fraction above the lowest maximum load, nonnegative and finite.
+        max_fan_out: maximum number of replicas of one home rank's experts, at least 0; `None` for no limit.
 
     Raises:
-        ValueError: names the option, and says what was expected.
+        ValueError: an option is out of range; the message names it.
     """
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps is {eps}; expected a finite number, at least 0")
@@ -92,15 +92,15 @@ def check_exact(eps: float, max_fan_out: int | None) -> None:
 
 
 def check_shapes(counts: AnyArray, num_slots: int, domain: int) -> None:
-    """Refuses counts that are no `[R, E]` of integers, and slots and domains that do not fit them.
+    """Check shape and dtype of counts, and slots and domain against them.
 
     Args:
-        counts: what should be `[R, E]`; only shape and dtype are read.
-        num_slots: `S`, the slots of a rank.
-        domain: how many ranks a domain has.
+        counts: `[R, E]` integers; only shape and dtype are read.
+        num_slots: `S`, slots per rank.
+        domain: ranks per domain.
 
     Raises:
-        ValueError: names the argument, and says what was expected.
+        ValueError: an argument is invalid; the message names it.
     """
     if counts.ndim != 2 or not counts.size:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E], both at least 1")
@@ -114,11 +114,11 @@ def check_shapes(counts: AnyArray, num_slots: int, domain: int) -> None:
 
 
 def _from_host(counts: jax.Array, num_slots: int, **options: Any) -> tuple[jax.Array, ...]:
-    """Asks the planner in C++ through a callback; counts that it refuses stop the program."""
+    """Call the C++ planner through a callback; invalid counts stop the program."""
     num_ranks, num_experts = counts.shape
     shapes = tuple(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((num_ranks, num_slots), (num_experts, num_ranks)))
     planner = partial(plan_on_host, "exact", num_slots=num_slots, **options)
-    # A callback takes JAX's arrays to the host. All ranks ask with equal counts, so that none is refused alone.
+    # The callback converts JAX arrays to NumPy. All ranks pass equal counts, so all succeed or all fail.
     answer = jax.pure_callback(lambda counts: planner(np.asarray(counts)), shapes, counts, vmap_method="sequential")
-    # A callback's result carries no manual axes; counts carry the ones that it depends on.
+    # A callback result has no manual axes. The counts have the axes on which it depends.
     return vary_like(answer, counts)

@@ -1,8 +1,8 @@
 """One pass of `exact` in jnp: replicas of a domain under a given limit.
 
-`fill` places the replicas of one domain under a limit on the load of a rank. It is short, so that the search
-(`exact_search.py`) can run many of them side by side, with different limits and search orders. `localize` then swaps
-replicas so that more tokens stay on their rank.
+`fill` places the replicas of one domain under a limit on the load of a rank. One pass is short, so the search
+(`exact_search.py`) runs many of them side by side, with different limits and search orders. `localize` then swaps
+replicas to keep more tokens on their rank.
 """
 
 import jax
@@ -15,17 +15,17 @@ from jax_moe_lb.core.types import host_iota, iota, pytree
 
 @pytree
 class SearchOrder:
-    """Says which rank gives what to whom in `fill`, for a domain of `M` ranks with `P = M L` experts at home.
+    """Weights of the choices in `fill`, for a domain of `M` ranks with `P = M L` home experts.
 
     Args:
-        liking: `[P]` float32, above 0, what an expert's tokens are multiplied by where the hottest expert is chosen.
-        welcome: `[M]` float32, above 0, the same for a rank's room where the one with most room is chosen.
-        pressing: float32, at least 0, how much a rank's load above the limit counts beside the tokens of its experts.
-        start: `[M]` int32, at least 0, how far below the limit a rank first comes before it receives anything.
-        urgent: float32, at least 0, how much a rank's load above the limit counts, divided by the replicas that may
-            still be made of its experts. It is read where that number is bounded.
-        cleared: int32, at least 0, how many ranks, those of least load, give their experts away before any other gives.
-            It is read where `urgent` is.
+        liking: `[P]` float32, above 0, factor of an expert's tokens in the choice of the hottest expert.
+        welcome: `[M]` float32, above 0, factor of a rank's room in the choice of the rank with most room.
+        pressing: float32, at least 0, weight of a rank's load above the limit relative to the tokens of its experts.
+        start: `[M]` int32, at least 0, distance below the limit that a rank must reach before receiving tokens.
+        urgent: float32, at least 0, further weight of a rank's load above the limit, divided by the replicas its
+            experts may still get. It is used only with a limited fan-out.
+        cleared: int32, at least 0, number of least loaded ranks giving their experts away before all others. It is used
+            only with a limited fan-out.
     """
 
     liking: Float[Array, "P"]
@@ -38,13 +38,13 @@ class SearchOrder:
 
 @pytree
 class Filled:
-    """Holds the replicas of one domain, with `Z` slots for them on each rank.
+    """Replicas of one domain, with `Z` replica slots on each rank.
 
     Args:
-        expert: `[M, Z]` int32, the expert of each replica, numbered inside the domain; -1 for none.
-        tokens: `[M, Z]` int32, the token copies that each replica serves; 0 for none.
-        left: `[P]` int32, the token copies that the home of each expert serves.
-        load: `[M]` int32, the token copies that each rank serves.
+        expert: `[M, Z]` int32, expert of each replica, numbered inside the domain; -1 for an empty slot.
+        tokens: `[M, Z]` int32, token copies served by each replica; 0 for an empty slot.
+        left: `[P]` int32, token copies of each expert served at home.
+        load: `[M]` int32, token copies served by each rank.
     """
 
     expert: Int[Array, "M Z"]
@@ -54,28 +54,28 @@ class Filled:
 
 
 def plain(tokens: Int[Array, "M L"], slots: int) -> Filled:
-    """Returns the plan without replicas.
+    """Return the plan without replicas.
 
     Args:
-        tokens: `[M, L]` int32, the token copies of each expert, by home rank.
-        slots: `Z`, the slots for replicas on each rank.
+        tokens: `[M, L]` int32, token copies of each expert, by home rank.
+        slots: `Z`, replica slots per rank.
     """
     load = tokens.sum(1, dtype=jnp.int32)
-    # Zeros that vary over the mesh axes of the tokens.
+    # Derive the zeros from `load`, so they vary over its mesh axes.
     none = jnp.broadcast_to(0 * load[:, None], (load.size, slots))
     return Filled(none - 1, none, tokens.reshape(-1), load)
 
 
 @pytree
 class OffloadChain:
-    """Carries the loop of `fill`.
+    """Carry of the loop of `fill`.
 
     Args:
-        now: the plan so far.
-        goal: the load that a rank must come down to before it may receive, and down to which it gives.
-        used: the slots of each rank that hold replicas.
-        sent: the replicas that were made of the experts of each rank.
-        more: whether the last step made a replica.
+        now: plan so far.
+        goal: load at or below which a rank may receive, and down to which it gives.
+        used: occupied replica slots of each rank.
+        sent: replicas made of the experts of each rank.
+        more: True if the last step made a replica.
     """
 
     now: Filled
@@ -87,15 +87,15 @@ class OffloadChain:
     def give(
         self, expert: Int[Array, ""], to: Bool[Array, "M"], tokens: Int[Array, ""], limit: Array
     ) -> "OffloadChain":
-        """Makes one replica, of so many token copies, or none of 0.
+        """Make one replica with `tokens` token copies; no replica if `tokens` is 0.
 
-        It writes with masks and not with indices: a TPU is slow at those, and takes a whole line at once anyway.
+        It writes with masks instead of indices, because scatters are slow on TPU.
 
         Args:
             expert: the expert.
-            to: which rank gets the replica; it has a free slot.
-            tokens: how many of the token copies that its home serves go there.
-            limit: the goal of a rank that has reached its own.
+            to: mask of the receiving rank, which has a free slot.
+            tokens: token copies moved from the home of the expert to the replica.
+            limit: goal of a rank after reaching its own.
         """
         now, made = self.now, tokens > 0
         of, giver = iota(now.left.size) == expert, iota(to.size) == expert // (now.left.size // to.size)
@@ -116,28 +116,28 @@ class OffloadChain:
 
 
 NO_ROOM = np.int32(np.iinfo(np.int32).max)
-"""Stands for the room of a rank that an expert does not fit into, where the least room is chosen."""
+"""Room of ranks without space for an expert, in the choice of the least sufficient room."""
 
 
 def fill(tokens: Int[Array, "M L"], limit: Int[Array, ""], way: SearchOrder, slots: int, max_fan_out: int) -> Filled:
-    """Makes replicas until no rank is above the limit or no slot can help; `ffi/planning/chain.h` has the idea.
+    """Make replicas until no rank exceeds the limit or no slot helps; `ffi/planning/chain.h` explains the idea.
 
-    The rank with most room and a free slot receives, from the ranks above the limit, as much as it can of their hottest
-    expert: even beyond what its home has above the limit, which then has room itself and receives. So each replica
-    closes its receiver for good or takes an expert whole, and there are as many steps as slots at most.
+    The rank with the most room and a free slot receives tokens of the hottest expert of the ranks above the limit, as
+    many as it can serve. It may take more than the home's surplus; then the home itself has room and can receive. Each
+    replica thus fills its receiver or takes an expert whole, so the number of steps is at most the number of slots.
 
-    A rank far above the limit whose experts may have few replicas needs receivers with much room, more than any rank
-    may have. So where the fan-out is bounded, some ranks of little load are cleared before.
+    With a limited fan-out, a rank far above the limit needs receivers with much room, possibly more than any rank has.
+    Some of the least loaded ranks are therefore cleared first.
 
     Args:
-        tokens: `[M, L]` int32, the token copies of each expert, by home rank.
-        limit: the token copies that a rank may serve, at least the mean, rounded up.
-        way: how to choose.
-        slots: the slots for replicas on each rank.
-        max_fan_out: how many replicas may be made of the experts of one rank, at least 1.
+        tokens: `[M, L]` int32, token copies of each expert, by home rank.
+        limit: maximum load of a rank, in token copies; at least the mean, rounded up.
+        way: weights of the choices.
+        slots: replica slots per rank.
+        max_fan_out: maximum number of replicas of the experts of one rank, at least 1.
 
     Returns:
-        The plan. Where a rank is still above the limit, this way does not keep it.
+        The plan. If a rank still exceeds the limit, this search order failed.
     """
     now = plain(tokens, slots)
     below = jnp.maximum(limit - way.start, 0)
@@ -149,7 +149,7 @@ def fill(tokens: Int[Array, "M L"], limit: Int[Array, ""], way: SearchOrder, slo
 
 
 def _clear(c: OffloadChain, limit: Array, number: Array, max_fan_out: int) -> OffloadChain:
-    """Makes room on so many ranks of least load."""
+    """Clear the `number` least loaded ranks."""
     load = c.now.load
     pending = (jnp.argsort(jnp.argsort(load)) < number) & (load <= limit)
     c = OffloadChain(c.now, jnp.where(pending, limit, c.goal), c.used, c.sent, c.more)
@@ -160,7 +160,7 @@ def _clear(c: OffloadChain, limit: Array, number: Array, max_fan_out: int) -> Of
 def _clear_one(
     c: OffloadChain, pending: Array, limit: Array, max_fan_out: int
 ) -> tuple[OffloadChain, Bool[Array, "M"]]:
-    """Moves one expert, whole, from a pending rank to where it leaves least room; or leaves its rank as it is."""
+    """Move one whole expert from a pending rank to the rank with the least sufficient room, or end its rank."""
     now, num_home = c.now, c.now.left.size // pending.size
     expert = _argmax(jnp.where(jnp.repeat(pending, num_home, total_repeat_length=now.left.size), now.left, -1))
     tokens = jnp.where(iota(now.left.size) == expert, now.left, 0).max()
@@ -168,19 +168,19 @@ def _clear_one(
     fits = (room >= tokens) & (room > 0)
     to = iota(pending.size) == jax.lax.argmin(jnp.where(fits, room, NO_ROOM), 0, jnp.int32)
     c = c.give(expert, to, jnp.where(fits.any(), tokens, 0), limit)
-    # Each step moves an expert or ends a rank, and so there are at most as many as experts and ranks.
+    # Each step moves an expert or ends a rank, so the steps are at most the experts plus the ranks.
     ended = (iota(pending.size) == expert // num_home) & ~c.more
     return c, pending & ~ended & (c.sent < max_fan_out)
 
 
 def _give(c: OffloadChain, limit: Array, way: SearchOrder, max_fan_out: int) -> OffloadChain:
-    """Makes one replica, or changes nothing where none can be made."""
+    """Make one replica, or leave the plan unchanged if none is possible."""
     now, num_home = c.now, c.now.left.size // c.goal.size
     high = now.load > c.goal
     gives = high & (c.sent < max_fan_out)
     room = jnp.where(high | (c.used == now.expert.shape[1]), 0, limit - now.load)
     to = iota(c.goal.size) == _argmax(room.astype(jnp.float32) * way.welcome)
-    # One choice for giver and expert: the hottest of all experts at home on ranks that give.
+    # Choose giver and expert together: the hottest home expert of all giving ranks.
     pressing = way.pressing
     if max_fan_out < now.expert.size:
         pressing = pressing + way.urgent / jnp.maximum(max_fan_out - c.sent, 1).astype(jnp.float32)
@@ -196,24 +196,24 @@ def _hottest(now: Filled, surplus: Array, way: SearchOrder) -> Int[Array, ""]:
 
 
 def _argmax(values: Array) -> Int[Array, ""]:
-    """Returns the lowest index of the maximum."""
+    """Return the lowest index of the maximum."""
     return jax.lax.argmax(values, 0, jnp.int32)
 
 
 MOST_SLOTS = 1024
-"""The slots for replicas in a domain up to which pairs of them are looked at, all at once."""
+"""Maximum number of replica slots per domain for `localize`, which evaluates all pairs of slots at once."""
 
 
 @pytree
 class _Places:
-    """Carries the loop over exchanges, with the domain's `n = M Z` slots in one line.
+    """Carry of the loop over exchanges, with the `n = M Z` slots of the domain in one row.
 
     Args:
-        expert: the expert of each slot, -1 for an empty one.
-        tokens: the token copies that it serves.
-        load: the token copies that each rank serves.
-        turn: the number of the exchange.
-        more: whether the last step exchanged two slots.
+        expert: expert of each slot; -1 for an empty slot.
+        tokens: token copies served by each slot.
+        load: token copies served by each rank.
+        turn: index of the exchange.
+        more: True if the last step exchanged two slots.
     """
 
     expert: Int[Array, "n"]
@@ -224,15 +224,16 @@ class _Places:
 
 
 def localize(plan: Filled, counts: Int[Array, "M P"], limit: Int[Array, ""]) -> Filled:
-    """Exchanges the contents of two slots, of which one may be empty, as long as more tokens then stay on their rank.
+    """Exchange the contents of pairs of slots while more tokens then stay on their rank.
 
-    Each step makes the exchange that gains most, as many as there are slots at most; `ffi/planning/localize.h` goes
-    over all pairs once instead. Above `MOST_SLOTS` slots it changes nothing, as pairs would need much memory.
+    One slot of a pair may be empty. Each step makes the exchange of the largest gain, with at most as many steps as
+    slots; `ffi/planning/localize.h` instead visits all pairs once. With more than `MOST_SLOTS` slots the plan is
+    unchanged, because the pairs would need too much memory.
 
     Args:
-        plan: the plan of one domain.
-        counts: `[M, P]` int32, the token copies of each expert that start on each rank.
-        limit: the token copies that a rank may serve; no rank of the plan has more.
+        plan: plan of one domain.
+        counts: `[M, P]` int32, token copies of each expert by source rank.
+        limit: maximum load of a rank, in token copies; no load of `plan` exceeds it.
     """
     if plan.expert.size > MOST_SLOTS:
         return plan
@@ -246,7 +247,7 @@ def localize(plan: Filled, counts: Int[Array, "M P"], limit: Int[Array, ""]) -> 
 
 
 def _exchange(p: _Places, counts: Array, limit: Array, num_home: int) -> _Places:
-    """Makes the exchange of the largest gain, if any gains."""
+    """Make the exchange of the largest positive gain, if any."""
     gain = jnp.where(_may(p, limit, num_home), _gain(p, counts), 0)
     pair = jax.lax.argmax(gain.reshape(-1), 0, jnp.int32)
     a, b = pair // p.expert.size, pair % p.expert.size
@@ -259,20 +260,20 @@ def _exchange(p: _Places, counts: Array, limit: Array, num_home: int) -> _Places
 
 
 def _gain(p: _Places, counts: Array) -> Int[Array, "n n"]:
-    """Computes how many more tokens stay on their rank if two slots exchange what they hold."""
+    """Return the further tokens staying on their rank if two slots exchange their contents, `[n, n]`."""
     rank = host_iota(p.expert.size) // (p.expert.size // p.load.size)
-    # What each slot's replica would serve of tokens that start on a rank, for every rank; 0 for an empty slot.
+    # Tokens of each source rank that each slot's replica could serve locally; 0 for an empty slot.
     stays = jnp.minimum(counts.T[jnp.maximum(p.expert, 0)], p.tokens[:, None])
     moved = stays[:, rank] - jnp.take_along_axis(stays, jnp.asarray(rank)[:, None], 1)
     return moved + moved.T
 
 
 def _may(p: _Places, limit: Array, num_home: int) -> Bool[Array, "n n"]:
-    """Says which pairs of slots may exchange: no rank holds an expert twice, or comes above the limit."""
+    """Return the pairs of slots allowed to exchange: no rank gets an expert twice or exceeds the limit."""
     size, ranks = p.expert.size, p.load.size
     rank = host_iota(size) // (size // ranks)
     same = (p.expert[:, None] == p.expert[None]) & (p.expert >= 0)[:, None]
-    # Whether the rank of a slot holds the expert of another, as a replica or because it is at home there.
+    # True if the rank of one slot holds the expert of the other, as a replica or a home expert.
     holds = same.reshape(size, ranks, -1).any(2)[:, rank] | ((p.expert // num_home)[:, None] == rank[None])
     fits = p.tokens[:, None] - p.tokens[None] <= (limit - p.load)[rank][None]
     return ~holds & ~holds.T & fits & fits.T

@@ -1,4 +1,4 @@
-"""FasterMoE's shadowing puts a replica of each hot expert on every rank of its domain."""
+"""FasterMoE's shadowing: a replica of each hot expert on every rank of its domain."""
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +19,27 @@ from jax_moe_lb.planners.base import (
 def fastermoe(
     placement: Placement, quota: Quota, counts: Counts, domain: int, min_saved: int
 ) -> tuple[Placement, Quota]:
-    """Adds the replicas that `FasterMoE` describes; the rule to the letter stands in `ffi/planning/fastermoe.h`.
+    """Add the replicas of `FasterMoE`; `ffi/planning/fastermoe.h` specifies the rule.
 
-    `FasterMoE` calls it, with a `min_saved` out of its model of time; call it yourself where you know that number.
+    `FasterMoE` calls it with `min_saved` from its time model. Call it directly with a known `min_saved`.
 
     Args:
-        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one; the first `E / R` columns are the
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. The first `E / R` columns are the
             home experts.
-        quota: `[E, R]` integers, the token copies of each expert that each rank serves, at least 0; their sum must stay
+        quota: `[E, R]` nonnegative integers, the token copies of each expert served by each rank; their sum must be
             below `2**31`.
-        counts: `[R, E]` integers, the token copies that each rank routes to each expert, within the same bounds.
-        domain: how many ranks a domain has; it divides `R`.
-        min_saved: by how many token copies the highest load of a domain must fall for an expert to be copied, at least
-            1; about 1000 for large experts on H100.
+        counts: `[R, E]` nonnegative integers, the token copies routed from each rank to each expert; their sum must be
+            below `2**31`.
+        domain: ranks per domain, a divisor of `R`.
+        min_saved: minimum reduction of the highest load of a domain per copied expert, in token copies, at least 1;
+            about 1000 for large experts on H100.
 
     Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays give NumPy arrays. A plan that breaks the
-        rules above stops the program on a CPU with the custom call; on a GPU with it all entries are then -1.
+        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan, the
+        custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
 
     Raises:
-        ValueError: shapes that do not fit, or an option out of range.
+        ValueError: shapes do not match, or an option is out of range.
     """
     check_plan_shapes(placement.shape, quota.shape, domain)
     if counts.shape != quota.shape[::-1]:
@@ -60,7 +61,7 @@ def fastermoe(
 def fastermoe_reference(
     placement: Placement, quota: Quota, counts: Counts, domain: int, min_saved: int
 ) -> tuple[Placement, Quota]:
-    """Computes `fastermoe` as a loop over copies, all domains side by side; it runs where no custom call does."""
+    """Compute `fastermoe` in jnp as a loop over copies, all domains side by side."""
     placement, quota, counts = alike(placement, quota, counts)
     start = _start(placement, quota, counts, domain)
     end = jax.lax.while_loop(lambda s: s.copied.any(), lambda s: _copy(s, min_saved), start)
@@ -69,16 +70,18 @@ def fastermoe_reference(
 
 @pytree
 class _Shadows:
-    """Carries the loop, over all `B = R / M` domains with `P = M L` experts each. Ranks are numbered inside a domain.
+    """Carry of the loop, over all `B = R / M` domains with `P = M L` experts each.
+
+    Ranks are numbered inside a domain.
 
     Args:
-        placement: the expert in each slot, numbered over all domains; -1 for an empty one.
-        quota: the token copies of each expert that each rank serves.
-        load: the token copies that each rank serves.
-        leaving: the token copies of each of the domain's experts that each other rank of it would serve, if copied.
-        served: the token copies that the home of each expert serves of it.
-        at_home: whether the home of an expert serves all of it, and no other rank holds it.
-        copied: whether the last step copied an expert.
+        placement: expert in each slot, numbered over all domains; -1 for an empty slot.
+        quota: token copies of each expert served by each rank.
+        load: token copies served by each rank.
+        leaving: token copies of each of the domain's experts served by each other rank of the domain once copied.
+        served: token copies of each expert served at home.
+        at_home: True if the home serves all tokens of the expert and no other rank holds it.
+        copied: True if the last step copied an expert.
     """
 
     placement: Int[Array, "B M S"]
@@ -95,9 +98,9 @@ def _start(placement: Placement, quota: Quota, counts: Counts, members: int) -> 
     num_domains, num_local = domains.served.shape
     expert = domain_iota(domains.served)
     home = iota(num_local) // (num_local // members)
-    # Only ranks of the expert's own domain: copies from other domains stay with its home.
+    # Only ranks of the expert's own domain: token copies from other domains stay at its home.
     own = counts.reshape(num_domains, members, num_experts)[iota(num_domains)[:, None], :, expert]
-    # The -1 of an empty slot becomes an expert past the end, which the scatter drops.
+    # An empty slot (-1) gets an index past the end, dropped by the scatter.
     slots = jnp.zeros(num_experts, jnp.int32).at[jnp.where(placement < 0, num_experts, placement)].add(1, mode="drop")
     tokens = counts.sum(0, dtype=jnp.int32)[expert]
     load = domains.quota.sum(1, dtype=jnp.int32)
@@ -108,26 +111,26 @@ def _start(placement: Placement, quota: Quota, counts: Counts, members: int) -> 
         leaving=jnp.where((home[:, None] == iota(members)[None])[None], 0, own),
         served=domains.served,
         at_home=(domains.served == tokens) & (slots[expert] == 1),
-        # True everywhere, so that the loop starts; made of a load so that it varies over the mesh axes of the plan.
+        # True everywhere, so that the loop starts. Derived from a load, so it varies over the mesh axes of the plan.
         copied=load[:, 0] >= 0,
     )
 
 
 def _copy(s: _Shadows, min_saved: int) -> _Shadows:
-    """Copies one expert in every domain in which that pays, and changes nothing in the others."""
+    """Copy one expert in every domain with a sufficient gain, and leave the others unchanged."""
     b, members = iota(s.load.shape[0]), iota(s.load.shape[1])[None]
-    # `argmax` takes the first of equal ones: the lower rank, and below the lower expert, as the C++ does.
+    # argmax takes the first of equal values: the lower rank and the lower expert, as in C++.
     giver = jax.lax.argmax(s.load, 1, jnp.int32)
     others = members != giver[:, None]
     slots = ((s.placement < 0).any(2) | ~others).all(1)
     home = iota(s.served.shape[1])[None] // (s.served.shape[1] // s.load.shape[1])
     able = s.at_home & (home == giver[:, None]) & slots[:, None]
-    # -1 is below what any home serves, so an expert that cannot be copied is chosen only where none can.
+    # -1 is below every served load, so an expert without a possible copy is chosen only if no expert has one.
     expert = jax.lax.argmax(jnp.where(able, s.served, -1), 1, jnp.int32)
     leaving = s.leaving[b, expert]
     change = leaving - jnp.where(others, 0, leaving.sum(1, dtype=jnp.int32, keepdims=True))
     copied = able[b, expert] & (s.load.max(1) - (s.load + change).max(1) >= min_saved)
-    # A domain that is done goes through the step too, with a change of 0, until all domains are.
+    # Finished domains take the step with a change of 0, until all domains are finished.
     change = jnp.where(copied[:, None], change, 0)
     number = domain_iota(s.served)[b, expert]
     return _Shadows(

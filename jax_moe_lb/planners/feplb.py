@@ -1,4 +1,4 @@
-"""FEPLB's scheduler (arXiv 2604.19654) moves whole experts of the busiest ranks to idle ones."""
+"""FEPLB's scheduler (arXiv 2604.19654): whole experts of the busiest ranks move to idle ranks."""
 
 import jax
 import jax.numpy as jnp
@@ -21,33 +21,33 @@ from jax_moe_lb.planners.base import (
 def feplb(
     placement: Placement, quota: Quota, domain: int, num_dynamic: int, max_num_dyn: int, tau: int, skip: bool
 ) -> tuple[Placement, Quota]:
-    """Makes the moves that `FEPLB` describes; the rule to the letter stands in `ffi/planning/feplb.h`.
+    """Make the moves of `FEPLB`; `ffi/planning/feplb.h` specifies the rule.
 
-    Call it to plan on NumPy arrays, or in a balancer of your own; `FEPLB` applies `feplb_planner`, which is the same.
+    Call it to plan on NumPy arrays or in a custom balancer; `FEPLB` applies the equivalent `feplb_planner`.
 
     Args:
-        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one; the first `E / R` columns are the
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. The first `E / R` columns are the
             home experts.
-        quota: `[E, R]` integers, the token copies of each expert that each rank serves, at least 0; their sum must stay
+        quota: `[E, R]` nonnegative integers, the token copies of each expert served by each rank; their sum must be
             below `2**31`.
-        domain: how many ranks a domain has; it divides `R`.
-        num_dynamic: how many home experts of a rank may move, at least 1; 4 is usual.
-        max_num_dyn: how many experts a rank takes at most, at least 1; 8 is usual. Its empty slots limit it too.
-        tau: the least token copies of an expert that moves, at least 1; 1 is usual.
-        skip: whether a smaller dynamic expert moves where the busiest cannot; false is usual.
+        domain: ranks per domain, a divisor of `R`.
+        num_dynamic: number of movable home experts per rank, at least 1; usually 4.
+        max_num_dyn: maximum number of experts taken by a rank, at least 1, also limited by its empty slots; usually 8.
+        tau: minimum token copies of a moved expert, at least 1; usually 1.
+        skip: if True, move a smaller dynamic expert if the busiest cannot move; usually False.
 
     Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays give NumPy arrays. A plan that breaks the
-        rules above stops the program on a CPU with the custom call; on a GPU with it all entries are then -1.
+        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan, the
+        custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
 
     Raises:
-        ValueError: shapes that do not fit, or an option out of range.
+        ValueError: shapes do not match, or an option is out of range.
     """
     return edit(feplb_planner(domain, num_dynamic, max_num_dyn, tau, skip), placement, quota)
 
 
 def feplb_planner(domain: int, num_dynamic: int, max_num_dyn: int, tau: int, skip: bool) -> NativePlanner:
-    """Returns `feplb` as a value, which `TwoPhase` can run beside its static wave; it takes the same arguments."""
+    """Return `feplb` as a value, which `TwoPhase` runs beside its static wave; the arguments are those of `feplb`."""
     options = {
         "domain": domain,
         "num_dynamic": num_dynamic,
@@ -59,19 +59,19 @@ def feplb_planner(domain: int, num_dynamic: int, max_num_dyn: int, tau: int, ski
 
 
 def dynamic_experts(served: Int[AnyArray, "*B L"], num_dynamic: int) -> Bool[AnyArray, "*B L"]:
-    """Says which home experts of a rank may move: the `num_dynamic` that it serves most of.
+    """Return the movable home experts of each rank: the `num_dynamic` with the most tokens served there.
 
     Args:
-        served: `[..., L]` integers, the token copies of each of a rank's home experts that the rank itself serves.
-        num_dynamic: how many experts of each rank may move; with `L` or more all of them may.
+        served: `[..., L]` integers, the token copies of each home expert of a rank served at home.
+        num_dynamic: movable experts per rank; with `L` or more, all are movable.
 
     Returns:
-        `[..., L]` booleans.
+        `[..., L]` bool.
     """
-    # Stable, so that of equal ones the lower expert is dynamic, as in the C++ planner: `TwoPhase` serves the others by
-    # this answer, and a planner that disagreed would move an expert whose tokens are at home already.
+    # The stable sort makes the lower of equal experts dynamic, as in C++. `TwoPhase` serves the static experts by this
+    # result, so a planner with other ties would move an expert already served at home.
     order = jnp.argsort(served, axis=-1, descending=True, stable=True)
-    # Sorting the order gives each expert's position in it.
+    # The argsort of the order is each expert's position in it.
     return jnp.argsort(order, axis=-1) < num_dynamic
 
 
@@ -90,15 +90,15 @@ def _check(
 
 
 def check_options(num_dynamic: int, max_num_dyn: int, tau: int) -> None:
-    """Refuses numbers of experts below 1, and a threshold that no expert's tokens can be compared with.
+    """Check the options of `feplb`.
 
     Args:
-        num_dynamic: how many home experts of a rank may move.
-        max_num_dyn: how many experts a rank takes at most.
-        tau: the least token copies of an expert that moves; it must fit int32.
+        num_dynamic: number of movable home experts per rank.
+        max_num_dyn: maximum number of experts taken by a rank.
+        tau: minimum token copies of a moved expert; must fit int32.
 
     Raises:
-        ValueError: names the option, and says what was expected.
+        ValueError: an option is out of range; the message names it.
     """
     for name, value in (("num_dynamic", num_dynamic), ("max_num_dyn", max_num_dyn)):
         if value < 1:
@@ -109,7 +109,7 @@ def check_options(num_dynamic: int, max_num_dyn: int, tau: int) -> None:
 def feplb_reference(
     placement: Placement, quota: Quota, domain: int, num_dynamic: int, max_num_dyn: int, tau: int, skip: bool
 ) -> tuple[Placement, Quota]:
-    """Computes `feplb` as a loop over moves, all domains side by side; it runs where no custom call does."""
+    """Compute `feplb` in jnp as a loop over moves, all domains side by side."""
     placement, quota = alike(placement, quota)
     start = _start(placement, quota, domain, num_dynamic, max_num_dyn, tau)
     end = jax.lax.while_loop(lambda m: m.moved.any(), lambda m: _move(m, skip), start)
@@ -118,17 +118,19 @@ def feplb_reference(
 
 @pytree
 class _Moves:
-    """Carries the loop, over all `B = R / M` domains with `P = M L` experts each. Ranks are numbered inside a domain.
+    """Carry of the loop, over all `B = R / M` domains with `P = M L` experts each.
+
+    Ranks are numbered inside a domain.
 
     Args:
-        placement: the expert in each slot, numbered over all domains; -1 for an empty one.
-        quota: the token copies of each expert that each rank serves.
-        load: the token copies that each rank serves.
-        open: how many experts each rank can still take.
-        served: the token copies that the home of each of the domain's experts serves of it.
-        dynamic: whether such an expert is dynamic, has at least the threshold's tokens, and has not moved yet.
-        holds: whether a rank had a slot for it before the first move.
-        moved: whether the last step moved an expert.
+        placement: expert in each slot, numbered over all domains; -1 for an empty slot.
+        quota: token copies of each expert served by each rank.
+        load: token copies served by each rank.
+        open: number of experts each rank can still take.
+        served: token copies of each of the domain's experts served at home.
+        dynamic: True if the expert is dynamic, reaches the threshold, and has not moved yet.
+        holds: True if the rank had a slot for the expert before the first move.
+        moved: True if the last step moved an expert.
     """
 
     placement: Int[Array, "B M S"]
@@ -154,24 +156,24 @@ def _start(placement: Placement, quota: Quota, members: int, num_dynamic: int, m
         served=domains.served,
         dynamic=dynamic & (domains.served >= tau),
         holds=domains.holds,
-        # True everywhere, so that the loop starts; made of a load so that it varies over the mesh axes of the plan.
+        # True everywhere, so that the loop starts. Derived from a load, so it varies over the mesh axes of the plan.
         moved=load[:, 0] >= 0,
     )
 
 
 def _move(m: _Moves, skip: bool) -> _Moves:
-    """Makes one move in every domain in which one is left, and changes nothing in the others."""
+    """Make one move in every domain with a possible move, and leave the others unchanged."""
     b, home = iota(m.load.shape[0]), m.served.shape[1] // m.load.shape[1]
-    # `argmax` takes the first of equal ones: the lower rank, and below the lower expert, as the C++ does.
+    # argmax takes the first of equal values: the lower rank and the lower expert, as in C++.
     giver = jax.lax.argmax(m.load, 1, jnp.int32)
-    # The slots from before the first move are enough: an expert moves once, so no rank gets it by a move twice.
+    # The slots before the first move suffice: an expert moves once, so no rank gets it twice.
     taker, taker_load = lowest(m.load[:, None], (m.open > 0)[:, None] & ~m.holds)
     of_giver = m.dynamic & (iota(m.served.shape[1])[None] // home == giver[:, None])
-    # The taker must end below what the giver has now, else the highest load would not fall. Written as a difference:
-    # a sum with `NO_LOAD`, which stands for no taker, would overflow.
+    # The taker must end below the giver's current load, or the highest load would not fall. Use a difference: a sum
+    # with `NO_LOAD` (no taker) would overflow.
     fits = of_giver & (m.served < m.load[b, giver][:, None] - taker_load)
-    # Without `skip` the busiest is chosen first, and then may not fit, which ends the domain. -1 is below what any
-    # home serves.
+    # Without `skip`, the busiest expert is chosen first; if it does not fit, the domain is finished. -1 is below every
+    # served load.
     expert = jax.lax.argmax(jnp.where(fits if skip else of_giver, m.served, -1), 1, jnp.int32)
     moved, taker = fits[b, expert], taker[b, expert]
     tokens = jnp.where(moved, m.served[b, expert], 0)

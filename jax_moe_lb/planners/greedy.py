@@ -1,4 +1,4 @@
-"""`greedy` gives the surplus of busy ranks to replicas on idle ones, one expert at a time."""
+"""Greedy planner: the surplus of busy ranks goes to replicas on idle ranks, one expert at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -11,48 +11,49 @@ from jax_moe_lb.planners.base import NativePlanner, alike, edit
 
 
 def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:
-    """Makes the moves that `Greedy` describes.
+    """Make the moves of `Greedy`.
 
-    Call it to plan on NumPy arrays, or in a balancer of your own; `Greedy` applies `greedy_planner`, which is the same.
+    Call it to plan on NumPy arrays or in a custom balancer; `Greedy` applies the equivalent `greedy_planner`.
 
-    Until no rank of a domain has more than the domain's mean, rounded up, the one with most
-    gives tokens away. `kept`: to the existing slot that can take most tokens of the expert it
-    holds. `new`: to the first empty slot of the rank with most room among those that have
-    one; it takes, of the domain's experts that have no slot on that rank, the one that the
-    giver serves most of. Either takes at most what its rank has below the mean. `new` wins if
-    it could take more than `kept` and the move reaches `min_tokens`. No move exceeds the
-    giver's surplus; a giver that can give nothing is left alone. Ties go to the lower rank,
-    slot and expert.
+    While a rank of a domain exceeds the domain's mean, rounded up, the busiest rank gives tokens to one of two slots:
+
+    - `kept`: the existing slot able to take most tokens of its expert.
+    - `new`: the first empty slot of the rank with most room among the ranks with an empty slot. It takes, of the
+      domain's experts without a slot on this rank, the expert with the most tokens served by the giver.
+
+    Either takes at most its rank's distance below the mean. `new` wins if it can take more than `kept` and the move
+    reaches `min_tokens`. No move exceeds the giver's surplus. A giver without a possible move is skipped from then on.
+    Ties go to the lower rank, slot and expert.
 
     Args:
-        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one.
-        quota: `[E, R]` integers, the token copies of each expert that each rank serves, at least 0; their sum must stay
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot.
+        quota: `[E, R]` nonnegative integers, the token copies of each expert served by each rank; their sum must be
             below `2**31`.
-        domain: how many ranks a domain has; it divides `R`.
-        min_tokens: the least token copies that a new replica takes, at least 1; 1 is usual.
+        domain: ranks per domain, a divisor of `R`.
+        min_tokens: minimum token copies of a new replica, at least 1; usually 1.
 
     Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays give NumPy arrays. A plan that breaks the
-        rules above stops the program on a CPU with the custom call; on a GPU with it all entries are then -1.
+        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan, the
+        custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
 
     Raises:
-        ValueError: shapes that do not fit, or an option out of range.
+        ValueError: shapes do not match, or an option is out of range.
     """
     return edit(greedy_planner(domain, min_tokens), placement, quota)
 
 
 def greedy_planner(domain: int, min_tokens: int) -> NativePlanner:
-    """Returns `greedy` as a value, which can run beside other work (`collectives/plan_and_copy.py`).
+    """Return `greedy` as a value, for concurrent execution (`collectives/plan_and_copy.py`).
 
     Args:
-        domain: how many ranks a domain has.
-        min_tokens: the least token copies that a new replica takes, at least 1.
+        domain: ranks per domain.
+        min_tokens: minimum token copies of a new replica, at least 1.
     """
     return NativePlanner("greedy", (("domain", domain), ("min_tokens", min_tokens)), greedy_reference, check_greedy)
 
 
 def greedy_reference(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:
-    """Computes `greedy` as a loop over moves, all domains side by side; it runs where no custom call does."""
+    """Compute `greedy` in jnp as a loop over moves, all domains side by side."""
     placement, quota = alike(placement, quota)
     num_home = quota.shape[0] // quota.shape[1]
     end = jax.lax.while_loop(
@@ -62,16 +63,16 @@ def greedy_reference(placement: Placement, quota: Quota, domain: int, min_tokens
 
 
 def check_greedy(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
-    """Refuses shapes that do not fit, and options of `greedy` that are out of range.
+    """Check the shapes of a plan and the options of `greedy`.
 
     Args:
-        placement: the shape of the placement, `(R, S)`.
-        quota: the shape of the quota, `(E, R)`.
-        domain: how many ranks a domain has.
-        min_tokens: the least token copies that a new replica takes.
+        placement: shape of the placement, `(R, S)`.
+        quota: shape of the quota, `(E, R)`.
+        domain: ranks per domain.
+        min_tokens: minimum token copies of a new replica.
 
     Raises:
-        ValueError: names the argument, and says what was expected.
+        ValueError: an argument is invalid; the message names it.
     """
     num_experts, num_ranks = quota
     home_experts_per_rank(num_experts, num_ranks, "quota")
@@ -84,14 +85,14 @@ def check_greedy(placement: tuple[int, ...], quota: tuple[int, ...], domain: int
 
 @pytree
 class _Moves:
-    """Carries the loop, over all `B = R / M` domains.
+    """Carry of the loop, over all `B = R / M` domains.
 
     Args:
-        quota: the token copies of each expert that each rank serves.
-        placement: the expert in each slot, -1 for an empty one.
-        holds: whether a rank has a slot for an expert.
-        surplus: the token copies of a rank above the domain's mean; 0 once it can give no more.
-        room: the token copies of a rank below the domain's mean.
+        quota: token copies of each expert served by each rank.
+        placement: expert in each slot; -1 for an empty slot.
+        holds: True if the rank has a slot for the expert.
+        surplus: token copies of a rank above the domain's mean; 0 once no further move is possible.
+        room: token copies of a rank below the domain's mean.
     """
 
     quota: Int[Array, "B E M"]
@@ -106,28 +107,28 @@ def _start(placement: Placement, quota: Quota, members: int) -> _Moves:
     quota = quota.reshape(num_experts, num_ranks // members, members).swapaxes(0, 1)
     placement = placement.reshape(num_ranks // members, members, -1)
     domain, member, _ = np.indices(placement.shape)
-    # An empty slot's -1 becomes an expert past the end, which the scatter drops.
+    # An empty slot (-1) gets an index past the end, dropped by the scatter.
     expert = jnp.where(placement < 0, num_experts, placement)
     holds = jnp.zeros(quota.shape, bool).at[domain, expert, member].set(True, mode="drop")
     load = quota.sum(1, dtype=jnp.int32)
-    # The mean is rounded up so that there is always as much room below it as surplus above it.
+    # Round the mean up, so that the room below it is at least the surplus above it.
     target = (load.sum(1, keepdims=True, dtype=jnp.int32) + members - 1) // members
     return _Moves(quota, placement, holds, jnp.maximum(load - target, 0), jnp.maximum(target - load, 0))
 
 
 def _move(s: _Moves, min_tokens: int, num_home: int) -> _Moves:
-    """Makes one move in every domain that has a surplus left, and changes nothing in the others."""
+    """Make one move in every domain with a surplus left, and leave the others unchanged."""
     b = iota(s.surplus.shape[0])
     source = _argmax(s.surplus)
     served = s.quota[b, :, source]
-    # A tie goes to the slot that exists, which moves no weights.
+    # A tie goes to the existing slot, which moves no weights.
     kept_expert, kept_rank, kept = _best_replica(s, served)
     new_expert, new_rank, new_slot, new = _best_new(s, served, num_home)
     make = (new > kept) & (jnp.minimum(new, s.surplus[b, source]) >= min_tokens)
     expert, target = jnp.where(make, new_expert, kept_expert), jnp.where(make, new_rank, kept_rank)
     tokens = jnp.minimum(jnp.where(make, new, kept), s.surplus[b, source])
     held = s.placement[b, new_rank, new_slot]
-    # A giver that cannot give now is left alone, even if another rank could take some later: so the loop ends.
+    # Skip a giver without a move, even if another rank could take tokens later, so that the loop ends.
     left = jnp.where(tokens > 0, s.surplus[b, source] - tokens, 0)
     return _Moves(
         quota=s.quota.at[b, expert, source].add(-tokens).at[b, expert, target].add(tokens),
@@ -139,10 +140,10 @@ def _move(s: _Moves, min_tokens: int, num_home: int) -> _Moves:
 
 
 def _best_replica(s: _Moves, served: Int[Array, "B E"]) -> tuple[Array, Array, Array]:
-    """Returns expert, rank and tokens of the existing slot that can take most; the source itself has no room."""
+    """Return expert, rank and tokens of the existing slot able to take most; the source has no room."""
     num_domains, _, slots = s.placement.shape
     expert = s.placement.reshape(num_domains, -1)
-    # An empty slot's -1 is read as expert 0, and its tokens are then masked.
+    # Read the -1 of an empty slot as expert 0, and mask its tokens.
     tokens = jnp.where(expert >= 0, jnp.take_along_axis(served, jnp.maximum(expert, 0), axis=1), 0)
     tokens = jnp.minimum(tokens, jnp.repeat(s.room, slots, axis=1))
     best = _argmax(tokens)[:, None]
@@ -151,15 +152,15 @@ def _best_replica(s: _Moves, served: Int[Array, "B E"]) -> tuple[Array, Array, A
 
 
 def _best_new(s: _Moves, served: Int[Array, "B E"], num_home: int) -> tuple[Array, Array, Array, Array]:
-    """Returns expert, rank, slot and tokens of the new replica that could take most."""
+    """Return expert, rank, slot and tokens of the new replica able to take most."""
     num_domains, members, _ = s.placement.shape
     b = iota(num_domains)
     free = (s.placement < 0).any(2)
     rank = _argmax(jnp.where(free, s.room, 0))
     slot = _argmax(s.placement[b, rank] < 0)
     home_domain = iota(served.shape[1]) // num_home // members
-    # An expert of another domain gets no replica here, since its weights would have to cross domains; a second slot on
-    # a rank would serve nothing that the first could not.
+    # Exclude experts of other domains, because weights do not cross domains, and experts already on the rank, because a
+    # second slot adds no capacity.
     allowed = (home_domain[None] == b[:, None]) & ~s.holds[b, :, rank]
     tokens = jnp.where(allowed & free[b, rank][:, None], served, 0)
     expert = _argmax(tokens)
@@ -167,5 +168,5 @@ def _best_new(s: _Moves, served: Int[Array, "B E"], num_home: int) -> tuple[Arra
 
 
 def _argmax(values: Array) -> Int[Array, "B"]:
-    """Returns the lowest index of each line's maximum: ties go to the lower rank, slot and expert, as in C++."""
+    """Return the lowest index of each row's maximum: ties go to the lower rank, slot and expert, as in C++."""
     return jax.lax.argmax(values, 1, jnp.int32)

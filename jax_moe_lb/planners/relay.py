@@ -1,4 +1,4 @@
-"""`relay` decides which replicas forward the weights of an expert that has many, as UltraEP does (arXiv 2606.04101)."""
+"""UltraEP's relays (arXiv 2606.04101): replicas forwarding the weights of an expert with many replicas."""
 
 from typing import Any
 
@@ -12,26 +12,27 @@ from jax_moe_lb.planners.base import alike, run_planner
 
 
 def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: int, min_gain: int) -> Placement:
-    """Says which rank each slot copies its weights from; the rule to the letter stands in `ffi/planning/relay.h`.
+    """Return the rank from which each slot copies its weights; `ffi/planning/relay.h` specifies the rule.
 
-    `transport.relay.Relay` calls it; call it yourself to set `Plan.relay`, which `PeerCopy` reads.
+    `transport.relay.Relay` calls it. Call it directly to set `Plan.relay`, which `PeerCopy` reads.
 
     Args:
-        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one, none twice on a rank; the first
-            `num_home` columns are the home experts.
-        num_home: `L`, the home experts of a rank.
-        min_replicas: the least replicas of an expert that gets relays, at least 2; all replicas of others are copied
-            from home. 4 is usual.
-        max_relays: the most relays of one expert, at least 1; 8 is usual.
-        min_gain: how many copies fewer than home alone the busiest sender of a tree must send, at least 1; 2 is usual.
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot, and no expert twice on a rank. The
+            first `num_home` columns are the home experts.
+        num_home: `L`, home experts per rank.
+        min_replicas: minimum replicas of an expert with relays, at least 2; usually 4. Replicas of other experts are
+            copied from home.
+        max_relays: maximum relays of one expert, at least 1; usually 8.
+        min_gain: minimum reduction of the copies sent by the busiest sender of a tree, compared with home alone; at
+            least 1, usually 2.
 
     Returns:
-        `[R, S]` int32, the rank that each slot copies from: for a home expert its own rank, for an empty slot -1. A
-        NumPy array gives a NumPy array. A placement that breaks the rules above stops the program on a CPU with the
-        custom call; on a GPU with it all entries are then -1, and all replicas are copied from home.
+        `[R, S]` int32, the source rank of each slot: its own rank for a home expert, -1 for an empty slot. A NumPy
+        array for a NumPy input. For an illegal placement, the custom call stops the program on a CPU. On a GPU it
+        returns -1 in all entries, and all replicas are copied from home.
 
     Raises:
-        ValueError: a shape that does not fit, or an option out of range.
+        ValueError: a shape does not match, or an option is out of range.
     """
     if not 1 <= num_home <= placement.shape[1]:
         raise ValueError(f"num_home is {num_home}; expected 1 to the {placement.shape[1]} slots of a rank")
@@ -46,15 +47,15 @@ def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: in
 
 
 def check_relay(min_replicas: int, max_relays: int, min_gain: int) -> None:
-    """Refuses options of `relay` that describe trees which cannot exist, or gain nothing.
+    """Check the options of `relay`.
 
     Args:
-        min_replicas: the least replicas of an expert that gets relays; at least 2.
-        max_relays: the most relays of one expert; at least 1.
-        min_gain: how many copies fewer the busiest sender must send; at least 1.
+        min_replicas: minimum replicas of an expert with relays; at least 2.
+        max_relays: maximum relays of one expert; at least 1.
+        min_gain: minimum reduction of the busiest sender's copies; at least 1.
 
     Raises:
-        ValueError: names the option, and says what was expected.
+        ValueError: an option is out of range; the message names it.
     """
     for name, value, least in (
         ("min_replicas", min_replicas, 2),
@@ -68,13 +69,13 @@ def check_relay(min_replicas: int, max_relays: int, min_gain: int) -> None:
 def relay_reference(
     placement: Placement, num_home: int, min_replicas: int, max_relays: int, min_gain: int
 ) -> Placement:
-    """Computes `relay` as a loop over experts, and inside it one over replicas that are no relays."""
+    """Compute `relay` in jnp as a loop over experts, with an inner loop over replicas other than relays."""
     (placement,) = alike(placement)
     num_ranks, slots = placement.shape
-    # The carry of a loop must vary over the mesh axes that its steps give it.
+    # The carry of a loop must vary over the mesh axes of its steps.
     nothing = vary_like(jnp.zeros(num_ranks, jnp.int32), placement)
     replica = iota(slots)[None] >= num_home
-    # The 0 of a slot with a replica is overwritten in the turn of its expert; the -1 of an empty one stays.
+    # The step of its expert overwrites the 0 of a replica; the -1 of an empty slot stays.
     start = _Sent(jnp.where(replica & (placement >= 0), jnp.int32(0), -1), nothing, nothing)
 
     def step(expert: Array, s: _Sent) -> _Sent:
@@ -88,12 +89,12 @@ def relay_reference(
 
 @pytree
 class _Sent:
-    """Carries what was decided so far.
+    """Carry of the loop over experts.
 
     Args:
-        relay: the rank that each slot copies from.
-        copies: how many copies each rank sends.
-        relays: whether a rank relays any expert, 0 or 1.
+        relay: source rank of each slot.
+        copies: copies sent by each rank.
+        relays: 1 if the rank relays any expert, else 0.
     """
 
     relay: Int[Array, "R S"]
@@ -102,11 +103,11 @@ class _Sent:
 
 
 def _tree(s: _Sent, hosts: Array, home: Array, options: tuple[int, int, int]) -> tuple[Int[Array, "R"], _Sent]:
-    """Decides where the ranks `hosts` copy an expert from."""
+    """Return the rank from which each of the ranks `hosts` copies an expert, and the updated carry."""
     rank, num_hosts = iota(hosts.shape[0]), hosts.sum(dtype=jnp.int32)
     num_relays = _num_relays(num_hosts, hosts.shape[0], *options)
-    # The k first in order are the relays; the others wait for one, by rank. `lexsort` takes its last key first: hosts
-    # stand in front, those that send least first, on a tie those that relay no expert yet, then lower ranks.
+    # The first k in `order` are the relays; the others wait for a relay, by rank. lexsort sorts by its last key first:
+    # hosts, then fewest copies sent, then ranks without a relay so far, then lower ranks.
     order = jnp.lexsort((rank, s.relays, s.copies, ~hosts)).astype(jnp.int32)
     is_relay = jnp.zeros_like(hosts).at[order].set(rank < num_relays)
     waits = hosts & ~is_relay & (num_relays > 0)
@@ -116,21 +117,21 @@ def _tree(s: _Sent, hosts: Array, home: Array, options: tuple[int, int, int]) ->
 
     def assign(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         relays, copies = state
-        # In the order of relays, and not of ranks, so that `argmin` gives a tie to the first in that order; the largest
-        # integer keeps out those that are no relays.
+        # Use the order of relays, not of ranks, so that argmin gives a tie to the first relay. The int32 maximum
+        # excludes all other ranks.
         sends = jnp.where(rank < num_relays, copies[order], jnp.iinfo(jnp.int32).max)
         idlest = order[jax.lax.argmin(sends, 0, jnp.int32)]
         return relays.at[i].set(idlest), copies.at[idlest].add(1)
 
-    # The first k that wait take one relay each, in the order of relays: that is `order` itself, so the loop starts
-    # behind them and finds their relays in its carry.
+    # The first k waiting ranks take one relay each, in the order of relays. These are the entries of `order`, so the
+    # loop starts after them and finds their relays in its carry.
     relay_of, copies = jax.lax.fori_loop(num_relays, waits.sum(dtype=jnp.int32), assign, (order, copies))
     source = jnp.where(waits, relay_of[jnp.maximum(number, 0)], home)
     return source, _Sent(s.relay, copies, s.relays.at[order].max((rank < num_relays).astype(jnp.int32)))
 
 
 def _num_relays(num_hosts: Array, num_ranks: int, min_replicas: int, max_relays: int, min_gain: int) -> Array:
-    # No floating point: the number of squares that are not above `num_hosts`.
+    # Integer square root without floating point: count the squares up to `num_hosts`.
     root = ((iota(min(max_relays, num_ranks)) + 1) ** 2 <= num_hosts).sum(dtype=jnp.int32)
     relays = jnp.maximum(jnp.minimum(root, num_hosts - 1), 1)
     most = jnp.maximum(relays, (num_hosts - 1) // relays)

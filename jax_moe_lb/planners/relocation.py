@@ -1,6 +1,7 @@
-"""Relocation plans which rank is home to which expert, on the host, from the loads of many steps.
+"""Relocation: new homes of experts, planned on the host from the loads of many steps.
 
-It is no `Balancer`, as it edits no plan and does not see the microbatch: it moves what a plan takes for granted.
+It is not a `Balancer`: it changes the homes, which are fixed inputs of a plan, and does not use the load of a
+microbatch.
 """
 
 import math
@@ -19,42 +20,42 @@ Bins = Int[np.ndarray, "..."]
 Features = Float[np.ndarray, "..."]
 
 SPREAD_SQUARES, SPREAD_GROUPS = 0.1, 0.3
-"""What is levelled besides the load has these weights, the load has 1."""
+"""Weights of squared loads and group loads in the balanced features; loads have weight 1."""
 
 MAX_PASSES = 12
-"""The local search stops after so many passes over all experts; what it has then is used."""
+"""Maximum number of passes of the local search over all experts."""
 
 
 def plan_relocation(
     loads: Any, topology: Topology, homes: Any = None, *, num_groups: int = 1, min_gain: float = 0.0
 ) -> Int[np.ndarray, "layers E"]:
-    """Plans a permutation of each layer's places that levels the load of domains, then that of ranks inside them.
+    """Plan a permutation of each layer's places, balancing the load of domains, then of ranks inside them.
 
-    Call it every so many training steps, where replicas inside domains cannot level the load, and give the result to
-    `nn.relocate`. Place `p` is slot `p % L` of rank `p // L`. Every domain keeps its number of experts, and every rank
-    `L`.
+    Call it at intervals during training if replicas inside domains cannot balance the load, and pass the result to
+    `nn.relocate`. Place `p` is slot `p % L` of rank `p // L`. The number of experts per domain and per rank stays
+    equal.
 
-    Loads of tomorrow are not those of today, so what is levelled is not the load alone. Hot experts are the ones that
-    change most, therefore the squares of loads are levelled, too; and experts of one group (`GroupLimit`) become hot
-    together, therefore each group's load is levelled over domains. Experts are placed by longest processing time first,
-    then swapped while any swap lowers the sum of squares over domains.
+    Future loads differ from past loads, so two further features are balanced. Squares of loads are balanced because hot
+    experts change most. The load of each expert group (`GroupLimit`) is balanced over domains because experts of a
+    group become hot together. Experts are placed by longest processing time first. They are then swapped while a swap
+    lowers the sum of squares over domains.
 
     Args:
-        loads: the load of each *expert*, `[layers, E]`, or several workloads' `[X, layers, E]`, which are all levelled.
-            Usually the layer's running loads, `MoE.loads`.
-        topology: the group, with its domains.
-        homes: `[layers, E]`, the place of each expert now; `None` puts expert `e` at place `e`.
-        num_groups: equal, contiguous groups of experts that the router limits tokens to; 1 for none.
-        min_gain: the least gain: a layer stays as it is unless its busiest domain's load over the mean (with one
-            domain, its busiest rank's) falls by this fraction. Usually 0.02; 0 moves experts for any gain.
+        loads: `[layers, E]`, the load of each *expert*, or `[X, layers, E]` for several workloads, balanced together.
+            Usually the running loads of the layer, `MoE.loads`.
+        topology: topology of the group, with its domains.
+        homes: `[layers, E]` integers, the current place of each expert; `None` (default) puts expert `e` at place `e`.
+        num_groups: number of equal, contiguous expert groups of the router's group limit; 1 (default) for none.
+        min_gain: minimum relative reduction of the busiest domain's load over the mean; with one domain, of the busiest
+            rank's. Layers with a smaller gain are unchanged. 0 (default) moves experts for any gain; usually 0.02.
 
     Returns:
-        `[layers, E]` int32: to place `p` comes what is at place `permutation[layer, p]`. All hosts get the same from
-        the same loads, if their processors round alike.
+        `[layers, E]` int32: place `p` receives the contents of place `permutation[layer, p]`. Equal loads give equal
+        results on all hosts, if their processors round equally.
 
     Raises:
-        ValueError: the loads have another shape, are negative or not finite, the homes are no permutation, or an option
-            is out of range.
+        ValueError: loads have a wrong shape, are negative or not finite, `homes` is not a permutation, or an option is
+            out of range.
 
     Examples:
         Experts 0 and 1 are hot and share a domain. Afterwards each domain has one of them:
@@ -79,25 +80,25 @@ def plan_relocation(
     now = stay if homes is None else checked_permutation("homes", homes, (num_layers, num_experts))
     then = _planned(loads, topology, num_groups)
     before, after = (_busiest(loads, places, topology) for places in (now, then))
-    # Strictly less: without a gain nothing moves, even where any gain would do.
+    # Strictly less: without a gain no expert moves, even with `min_gain=0`.
     moves = (after < before * (1 - min_gain))[:, None]
     permutation = np.empty((num_layers, num_experts), np.int32)
-    # Place `then[e]` gets what is at place `now[e]`, which is expert `e`.
+    # Place `then[e]` receives the contents of place `now[e]`, which is expert `e`.
     np.put_along_axis(permutation, then, now, 1)
     return np.where(moves, permutation, stay).astype(np.int32)
 
 
 def apply_relocation(homes: Any, permutation: Any) -> Any:
-    """Tells the place of each expert once its layer's places have been permuted.
+    """Return the place of each expert after permuting its layer's places.
 
-    Use it to know where experts will be without touching the weights; `nn.relocate` updates a layer's homes alike.
+    Use it to compute the new homes without moving weights; `nn.relocate` updates a layer's homes in the same way.
 
     Args:
-        homes: `[layers, E]`, the place of each expert now.
-        permutation: `[layers, E]`, what `plan_relocation` returned.
+        homes: `[layers, E]` integers, the current place of each expert.
+        permutation: `[layers, E]` integers, the result of `plan_relocation`.
 
     Returns:
-        `[layers, E]` int32, the place of each expert then.
+        `[layers, E]` int32, the new place of each expert.
 
     Examples:
         >>> import numpy as np
@@ -110,16 +111,16 @@ def apply_relocation(homes: Any, permutation: Any) -> Any:
 
 
 def moved_experts(permutation: Any, topology: Topology) -> Int[np.ndarray, "layers"]:
-    """Counts the experts of each layer that change ranks: their parameters and optimizer state cross the network.
+    """Count the experts of each layer changing ranks, with their parameters and optimizer state.
 
-    Multiply by `nn.expert_bytes` to see what a relocation costs; where all are 0 there is nothing to move.
+    Multiply by `nn.expert_bytes` for the cost of a relocation. If all counts are 0, there is no relocation.
 
     Args:
-        permutation: `[layers, E]`, what `plan_relocation` returned.
-        topology: the group, of which only the number of ranks is read.
+        permutation: `[layers, E]` integers, the result of `plan_relocation`.
+        topology: topology of the group; only the number of ranks is read.
 
     Returns:
-        `[layers]`, experts.
+        `[layers]` integers, numbers of experts.
 
     Examples:
         >>> import numpy as np
@@ -134,14 +135,15 @@ def moved_experts(permutation: Any, topology: Topology) -> Int[np.ndarray, "laye
 
 
 def domain_lower_bound(loads: Any, homes: Any, topology: Topology) -> Float[np.ndarray, "layers"]:
-    """Computes the load of the busiest domain over the mean, below which no replicas inside domains bring a layer.
+    """Return the load of the busiest domain over the mean, a lower bound on the imbalance with replicas.
 
-    Compare it with the imbalance after balancing: where both are near, only a relocation helps.
+    The bound holds for replicas inside domains. If the imbalance after balancing is near the bound, only a relocation
+    helps.
 
     Args:
         loads: `[layers, E]`, the load of each expert.
-        homes: `[layers, E]`, the place of each expert.
-        topology: the group, with its domains.
+        homes: `[layers, E]` integers, the place of each expert.
+        topology: topology of the group, with its domains.
 
     Returns:
         `[layers]`, an imbalance from 1 to the number of domains.
@@ -172,13 +174,13 @@ def _checked_loads(loads: Any) -> Loads:
 
 
 def _planned(loads: Loads, topology: Topology, num_groups: int) -> Bins:
-    """Plans the place of each expert, `[layers, E]`."""
+    """Return the planned place of each expert, `[layers, E]`."""
     _, num_layers, num_experts = loads.shape
-    # Workloads of different size must weigh the same; a layer without load is level as it is.
+    # Normalize, so that workloads of different size have equal weight. A layer without load is balanced.
     mean = loads.mean(2, keepdims=True)
     shares = (loads / np.where(mean > 0, mean, 1)).transpose(1, 0, 2)
     domain = _levelled(shares, topology.num_domains, num_groups)
-    # The sort is stable, so that experts of a domain stay in their order and all hosts plan the same.
+    # The stable sort keeps the order of experts in a domain, so all hosts plan the same.
     members = np.argsort(domain, 1, kind="stable").reshape(num_layers * topology.num_domains, -1)
     layer = np.repeat(np.arange(num_layers), topology.num_domains)
     rank = _levelled(shares[layer[:, None], :, members].transpose(0, 2, 1), topology.ranks_per_domain, 1)
@@ -189,13 +191,13 @@ def _planned(loads: Loads, topology: Topology, num_groups: int) -> Bins:
 
 
 def _levelled(shares: Features, num_bins: int, num_groups: int) -> Bins:
-    """Finds the bin of each expert; bins hold equally many."""
+    """Return the bin of each expert; all bins have equally many experts."""
     bins = _lpt(shares.mean(1), num_bins)
     return bins if num_bins == 1 else _swapped(_features(shares, num_groups), bins, num_bins)
 
 
 def _features(shares: Features, num_groups: int) -> Features:
-    """Lists what bins should have equally much of."""
+    """Return the features balanced over bins."""
     squares = shares**2
     squares = SPREAD_SQUARES * squares / np.maximum(squares.mean(2, keepdims=True), np.finfo(float).tiny)
     features = [shares, squares]
@@ -203,14 +205,14 @@ def _features(shares: Features, num_groups: int) -> Features:
         group = np.arange(shares.shape[2]) * num_groups // shares.shape[2]
         member = group[None] == np.arange(num_groups)[:, None]
         features.append(SPREAD_GROUPS * shares.mean(1)[:, None] * member[None])
-    # To whole numbers: their sums are exact, so that the order in which a processor adds does not matter.
+    # Round to integers: their sums are exact, independent of the order of summation.
     return np.rint(np.concatenate(features, 1) * 2**16)
 
 
 def _lpt(loads: Float[np.ndarray, "..."], num_bins: int) -> Bins:
-    """Gives, in all layers at once, the heaviest expert that is left to the lightest bin that is not full.
+    """Assign the heaviest remaining expert to the lightest bin with space, in all layers at once.
 
-    Among equal experts and equal bins the first wins: all hosts must plan the same.
+    The first of equal experts and bins wins, so all hosts plan the same.
     """
     num_layers, num_experts = loads.shape
     layer, bins = np.arange(num_layers), np.zeros((num_layers, num_experts), np.int64)
@@ -224,17 +226,17 @@ def _lpt(loads: Float[np.ndarray, "..."], num_bins: int) -> Bins:
 
 
 def _swapped(features: Features, bins: Bins, num_bins: int) -> Bins:
-    """Swaps expert after expert with its best partner, while that lowers the sum of squares over bins."""
+    """Swap each expert with its best partner while this lowers the sum of squares over bins."""
     bins, layer = bins.copy(), np.arange(len(bins))
     sums = np.stack([(features * (bins == b)[:, None]).sum(2) for b in range(num_bins)], 2)
     for _ in range(MAX_PASSES):
         moved = False
-        # All layers take the same step at once, as NumPy is fast only in bulk.
+        # Process all layers at once, because NumPy is efficient only on large arrays.
         for i in range(bins.shape[1]):
             mine, gain = bins[:, i], features - features[:, :, i : i + 1]
             here = sums[layer, :, mine][:, :, None]
             there = np.take_along_axis(sums, bins[:, None], 2)
-            # Half of what the sum of squares changes by: `here` gains and `there` loses the same.
+            # Half the change of the sum of squares: `here` gains and `there` loses the same amount.
             change = (gain * (here - there + gain)).sum(1)
             j = change.argmin(1)
             better = np.flatnonzero(change[layer, j] < 0)
@@ -250,7 +252,7 @@ def _swapped(features: Features, bins: Bins, num_bins: int) -> Bins:
 
 
 def _busiest(loads: Loads, homes: Bins, topology: Topology) -> Float[np.ndarray, "layers"]:
-    """Averages over workloads the busiest domain's load over the mean, or with one domain the busiest rank's."""
+    """Return the imbalance of domains, or of ranks with one domain, averaged over workloads."""
     num_bins = topology.num_domains if topology.num_domains > 1 else topology.num_ranks
     return np.mean([_over_mean(load, homes, num_bins) for load in loads], axis=0)
 
@@ -259,5 +261,5 @@ def _over_mean(load: Float[np.ndarray, "..."], homes: Bins, num_bins: int) -> Fl
     placed = np.zeros_like(load)
     np.put_along_axis(placed, homes, load, 1)
     sums = placed.reshape(len(load), num_bins, -1).sum(2)
-    # A layer without load is level: it gets 0, which no domain improves, and not NaN.
+    # A layer without load gets 0 instead of NaN, which no relocation improves.
     return sums.max(1) / np.maximum(sums.mean(1), np.finfo(float).tiny)

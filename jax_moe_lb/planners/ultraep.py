@@ -1,7 +1,7 @@
 """UltraEP's planner (arXiv 2606.04101): replicas and quotas under a limit on the load of a rank.
 
 `attempt` places the replicas under one limit in jnp, for all domains side by side; `ultraep` searches for the limit.
-`ffi/planning/ultraep.h` states the rule.
+`ffi/planning/ultraep.h` specifies the rule.
 """
 
 import jax
@@ -15,17 +15,17 @@ from jax_moe_lb.planners.base import alike, check_plan_shapes, run_planner
 
 @pytree
 class Queues:
-    """Says in which order ranks and experts give, for all `B = R / M` domains with `P = M L` experts each.
+    """Order of giving ranks and experts, for all `B = R / M` domains with `P = M L` experts each.
 
     Ranks and experts are numbered inside a domain.
 
     Args:
-        load: `[B, M]` int32, the token copies that each rank serves.
-        served: `[B, P]` int32, the token copies that the home of each expert serves of it.
-        holds: `[B, P, M]`, whether a rank has a slot for an expert.
-        empty: `[B, M]` int32, the number of empty slots of each rank.
-        givers: `[B, M]` int32, the ranks, highest load first.
-        queue: `[B, P]` int32, the experts, those of each giver in turn, most served first.
+        load: `[B, M]` int32, token copies served by each rank.
+        served: `[B, P]` int32, token copies of each expert served at home.
+        holds: `[B, P, M]` bool, True if the rank has a slot for the expert.
+        empty: `[B, M]` int32, number of empty slots of each rank.
+        givers: `[B, M]` int32, ranks by descending load.
+        queue: `[B, P]` int32, experts by giver, then by descending tokens served.
     """
 
     load: Int[Array, "B M"]
@@ -37,25 +37,25 @@ class Queues:
 
 
 def queues_of(placement: Placement, quota: Quota, members: int) -> Queues:
-    """Computes what every attempt on this plan starts from.
+    """Return the state shared by all attempts on a plan.
 
     Args:
-        placement: `[R, S]` int32, the expert in each slot, -1 for an empty one.
-        quota: `[E, R]` int32, the token copies of each expert that each rank serves.
-        members: how many ranks a domain has.
+        placement: `[R, S]` int32, the expert in each slot; -1 for an empty slot.
+        quota: `[E, R]` int32, the token copies of each expert served by each rank.
+        members: ranks per domain.
     """
     num_experts, num_ranks = quota.shape
     home, num_domains = num_experts // num_ranks, num_ranks // members
     load = quota.sum(0, dtype=jnp.int32).reshape(num_domains, members)
     served = quota[iota(num_experts), iota(num_experts) // home].reshape(num_domains, members, home)
     first = (iota(num_ranks) // members * members * home)[:, None]
-    # Experts of other domains, and the -1 of an empty slot, get an index past the end, which the scatter below drops:
-    # -1 itself would be the last expert of the domain.
+    # Experts of other domains and empty slots (-1) get an index past the end, dropped by the scatter below. Index -1
+    # would address the last expert of the domain.
     inside = (placement >= first) & (placement < first + members * home)
     expert = jnp.where(inside, placement - first, members * home)
     holds = jnp.zeros((num_ranks, members * home), bool)
     holds = holds.at[iota(num_ranks)[:, None], expert].set(True, mode="drop")
-    # Stable, so that of equal loads the lower rank, and then the lower expert, goes first, as in the C++ planner.
+    # The stable sort puts the lower of equal ranks and experts first, as in C++.
     givers = jnp.argsort(load, axis=1, descending=True, stable=True).astype(jnp.int32)
     order = jnp.argsort(served, axis=2, descending=True, stable=True).astype(jnp.int32)
     order = order + (iota(members) * home)[None, :, None]
@@ -71,15 +71,15 @@ def queues_of(placement: Placement, quota: Quota, members: int) -> Queues:
 
 @pytree
 class _Attempt:
-    """Carries an attempt, one line per domain.
+    """Carry of an attempt, one entry per domain.
 
     Args:
-        place: the place in the queue that is next; beyond its end when the surplus does not fit.
-        need: the token copies that the giver at this place has above the limit; 0 when nobody has any more.
-        left: the token copies that the expert at this place can still give.
-        room: the token copies that each rank has below the limit.
-        open: the number of empty slots of each rank.
-        given: the token copies that were moved, by expert and rank.
+        place: next position in the queue; past its end if the surplus does not fit.
+        need: token copies of the current giver above the limit; 0 if no giver has a surplus left.
+        left: token copies the current expert can still give.
+        room: token copies of each rank below the limit.
+        open: number of empty slots of each rank.
+        given: token copies moved, by expert and rank.
     """
 
     place: Int[Array, "B"]
@@ -91,16 +91,17 @@ class _Attempt:
 
 
 def attempt(d: Queues, limit: Array, floor: Array) -> tuple[Int[Array, "B P M"], Bool[Array, "B"]]:
-    """Makes the replicas under a limit, and says whether the surplus fits into them.
+    """Make the replicas under a limit, and return whether the surplus fits into them.
 
     Args:
-        d: what `queues_of` returned.
-        limit: `[B]` int32, the token copies that a rank may serve.
-        floor: `[B]` int32, the least token copies of a replica; 0 stands for the dynamic floor, what is still to be
-            given shared by the ranks that could take some.
+        d: result of `queues_of`.
+        limit: `[B]` int32, maximum load of a rank, in token copies.
+        floor: `[B]` int32, minimum token copies of a replica. 0 selects the dynamic floor: the remaining surplus
+            divided by the number of ranks able to take some.
 
     Returns:
-        The token copies that each rank takes of each expert, and whether no rank is above the limit any more.
+        `[B, P, M]` int32, the token copies of each expert taken by each rank, and `[B]` bool, True if no rank exceeds
+        the limit.
     """
     place = jnp.zeros_like(limit)
     start = _Attempt(
@@ -112,7 +113,7 @@ def attempt(d: Queues, limit: Array, floor: Array) -> tuple[Int[Array, "B P M"],
         given=jnp.zeros_like(d.holds, jnp.int32),
     )
     size = d.queue.shape[1]
-    # Domains that are done, or have failed, wait for the others: their steps change nothing.
+    # Finished and failed domains wait for the others: their steps change no entry.
     end = jax.lax.while_loop(
         lambda a: ((a.need > 0) & (a.place < size)).any(), lambda a: _replicate(d, limit, floor, a), start
     )
@@ -120,24 +121,24 @@ def attempt(d: Queues, limit: Array, floor: Array) -> tuple[Int[Array, "B P M"],
 
 
 def _replicate(d: Queues, limit: Array, floor: Array, a: _Attempt) -> _Attempt:
-    """Makes one replica, or goes on to the next expert."""
+    """Make one replica, or continue with the next expert."""
     b, home = iota(limit.shape[0]), d.queue.shape[1] // d.givers.shape[1]
-    # A domain that is done stands beyond the end. It reads the last expert, and `tokens` is made 0 below.
+    # Finished domains are past the end. They read the last expert, and `tokens` is set to 0 below.
     place = jnp.minimum(a.place, d.queue.shape[1] - 1)
     expert = d.queue[b, place]
     able = (a.room > 0) & (a.open > 0) & ~d.holds[b, expert] & (a.given[b, expert] == 0)
-    # A tie goes to the lower rank. Where none is able, rank 0 is read and gets no tokens.
+    # A tie goes to the lower rank. If none is able, rank 0 is read and gets no tokens.
     rank = jax.lax.argmax(jnp.where(able, a.room, 0), 1, jnp.int32)
     tokens = jnp.minimum(jnp.minimum(a.need, a.left), jnp.where(able[b, rank], a.room[b, rank], 0))
-    # The floor is what is still to be given, shared by all that could take some: a rank that takes less would leave
-    # more to the others than their share.
+    # The floor is an equal share of the remaining surplus: a rank taking less would leave more than their share to the
+    # others.
     dynamic = ceil_divide(a.need, jnp.maximum(able.sum(1, dtype=jnp.int32), 1))
     tokens = jnp.where((a.place == place) & (tokens >= jnp.where(floor > 0, floor, dynamic)), tokens, 0)
     need, left = a.need - tokens, a.left - tokens
     stay = (tokens > 0) & (need > 0) & (left > 0)
-    following = (place // home + 1) * home  # the first expert of the next giver
-    # A giver that has a surplus left at its last expert cannot meet the limit. Beyond the end the loop stops, and a
-    # need that is not 0 then says that the attempt failed.
+    following = (place // home + 1) * home  # first expert of the next giver
+    # A giver with a surplus left after its last expert cannot meet the limit. The loop stops past the end, and a
+    # nonzero `need` then marks the attempt as failed.
     stuck = (need > 0) & ~stay & (place + 1 == following)
     moved_on = jnp.where(need > 0, jnp.where(stuck, d.queue.shape[1], place + 1), following)
     next_place = jnp.where(stay, place, moved_on)
@@ -152,57 +153,57 @@ def _replicate(d: Queues, limit: Array, floor: Array, a: _Attempt) -> _Attempt:
 
 
 def _need(d: Queues, limit: Array, place: Array) -> Array:
-    """Returns what the giver at this place has above the limit; 0 beyond the end."""
+    """Return the load of the current giver above the limit; 0 past the end."""
     b, home = iota(limit.shape[0]), d.queue.shape[1] // d.givers.shape[1]
     giver = d.givers[b, jnp.minimum(place // home, d.givers.shape[1] - 1)]
     return jnp.where(place < d.queue.shape[1], jnp.maximum(d.load[b, giver] - limit, 0), 0)
 
 
 def _left(d: Queues, place: Array) -> Array:
-    """Returns what the home of the expert at this place can give: all but one token, as in the released code."""
+    """Return the token copies the current expert can give: all but one, as in the released code."""
     b = iota(place.shape[0])
     return jnp.maximum(d.served[b, d.queue[b, jnp.minimum(place, d.queue.shape[1] - 1)]] - 1, 0)
 
 
 def ceil_divide(value: Array, by: Array | int) -> Array:
-    """Divides and rounds up, for `value >= 0` and `by >= 1`, without the sum that could overflow."""
+    """Return the quotient rounded up, for `value >= 0` and `by >= 1`, without an overflowing sum."""
     return value // by + (value % by > 0).astype(jnp.int32)
 
 
 LADDER = 3
-"""The number of attempts with the dynamic floor, as in the released code, before the search with the fixed one."""
+"""Number of attempts with the dynamic floor before the search with the fixed one, as in the released code."""
 
 START = -1
-"""The `way` of a search that has not attempted its first limit yet."""
+"""Value of `_Search.way` before the first attempt of the search."""
 
 
 def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tokens: int) -> tuple[Placement, Quota]:
-    """Makes new replicas under a limit on the load of a rank, and gives them quota of their homes.
+    """Make new replicas under a limit on the load of a rank, and move quota from homes to them.
 
-    `UltraEP` calls it. It is the planner of UltraEP's released code; its rule stands in `ffi/planning/ultraep.h`.
-    Replicas that the plan holds already keep their slots and their quota.
+    `UltraEP` calls it. It is the planner of UltraEP's released code; `ffi/planning/ultraep.h` specifies its rule.
+    Existing replicas keep their slots and quota.
 
     Args:
-        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one; the first `E / R` columns are the
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. The first `E / R` columns are the
             home experts.
-        quota: `[E, R]` integers, the token copies of each expert that each rank serves, at least 0; their sum must stay
+        quota: `[E, R]` nonnegative integers, the token copies of each expert served by each rank; their sum must be
             below `2**31`.
-        domain: how many ranks a domain has; it divides `R`.
-        eps: the fraction by which the first limit exceeds the domain's mean load, 0 to 1; 0.01 is usual.
-        min_tokens: the least token copies that a replica takes where the attempts with a floor that adapts have failed,
-            at least 1; 1024 is usual for 8192 tokens on a rank.
+        domain: ranks per domain, a divisor of `R`.
+        eps: fraction by which the first limit exceeds the domain's mean load, 0 to 1; usually 0.01.
+        min_tokens: minimum token copies of a replica once the attempts with the dynamic floor have failed, at least 1;
+            usually 1024 for 8192 tokens per rank.
 
     Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays give NumPy arrays. A plan that breaks the
-        rules above stops the program on a CPU with the custom call; on a GPU with it all entries are then -1.
+        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan, the
+        custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
 
     Raises:
-        ValueError: shapes that do not fit, or an option out of range.
+        ValueError: shapes do not match, or an option is out of range.
     """
     _check(placement.shape, quota.shape, domain, min_tokens)
     check_eps(eps)
     shapes = placement.shape, quota.shape
-    # The C++ takes a 32-bit eps, so that it rounds like the reference.
+    # C++ takes a 32-bit eps, so it rounds like the reference.
     placement, quota = run_planner(
         "ultraep",
         shapes,
@@ -223,13 +224,13 @@ def _check(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_
 
 
 def check_eps(eps: float) -> None:
-    """Refuses an `eps` that is no fraction of the mean load.
+    """Check the option `eps`.
 
     Args:
-        eps: the fraction by which the first limit exceeds the mean load; 0 to 1.
+        eps: fraction by which the first limit exceeds the mean load.
 
     Raises:
-        ValueError: it is out of range.
+        ValueError: `eps` is not between 0 and 1.
     """
     if not 0 <= eps <= 1:
         raise ValueError(f"eps is {eps}; expected 0 to 1")
@@ -238,14 +239,12 @@ def check_eps(eps: float) -> None:
 def ultraep_reference(
     placement: Placement, quota: Quota, domain: int, eps: float, min_tokens: int
 ) -> tuple[Placement, Quota]:
-    """Computes `ultraep` as loops over attempts and replicas, all domains side by side; it runs where no custom call
-    does.
-    """
+    """Compute `ultraep` in jnp as loops over attempts and replicas, all domains side by side."""
     placement, quota = alike(placement, quota)
     domains = queues_of(placement, quota, domain)
     high = domains.load.max(1)
     low = ceil_divide(domains.load.sum(1, dtype=jnp.int32), domain)
-    # Zeros that vary over the mesh axes of the plan.
+    # Zeros varying over the mesh axes of the plan.
     none, nothing = jnp.zeros_like(low), jnp.zeros_like(domains.holds, jnp.int32)
     start = _Search(none, _first_limit(low, high, eps), low, high, none + START, nothing, low < 0)
     rise = jnp.maximum(1, ceil_divide(high, 100))
@@ -261,16 +260,16 @@ def ultraep_reference(
 # ---- the search for a limit ------------------------------------------------------
 @pytree
 class _Search:
-    """Carries the search, one line per domain.
+    """Carry of the search, one entry per domain.
 
     Args:
-        tries: how many attempts with the dynamic floor, the rungs of the ladder, were made so far.
-        limit: the limit of the next attempt, in token copies.
-        low: the limit at or above which the search goes on.
-        high: a limit that is known to succeed; at first the largest load, under which nothing moves.
-        way: which of the four limits inside the range is next.
-        given: the token copies that the last attempt moved, by expert and rank.
-        done: whether the last attempt is the plan.
+        tries: number of attempts with the dynamic floor so far.
+        limit: limit of the next attempt, in token copies.
+        low: lower end of the range of limits.
+        high: limit known to succeed; initially the largest load, for which no token moves.
+        way: index of the next of the four limits inside the range.
+        given: token copies moved by the last attempt, by expert and rank.
+        done: True if the last attempt is the plan.
     """
 
     tries: Int[Array, "B"]
@@ -284,14 +283,14 @@ class _Search:
 
 def _first_limit(low: Array, high: Array, eps: float) -> Array:
     limit = jnp.ceil(low.astype(jnp.float32) * (np.float32(1) + np.float32(eps)))
-    # Float32, which the C++ planner takes too, so that both try the same limits. It is compared before it is converted,
-    # since it may exceed int32.
+    # Use float32 like the C++ planner, so that both try equal limits. Compare before the conversion, because `limit`
+    # may exceed int32.
     beyond = limit >= high.astype(jnp.float32)
     return jnp.where(beyond, high, jnp.maximum(low, jnp.where(beyond, 0, limit).astype(jnp.int32)))
 
 
 def _advance(s: _Search, given: Array, fits: Array, rise: Array) -> _Search:
-    """Says what an attempt at `s.limit` leads to."""
+    """Return the state of the search after an attempt at `s.limit`."""
     ladder = s.tries < LADDER
     last = ~ladder & (s.low >= s.high)
     tries = s.tries + ladder.astype(jnp.int32)
@@ -299,16 +298,16 @@ def _advance(s: _Search, given: Array, fits: Array, rise: Array) -> _Search:
     low, high, way = (jnp.where(ladder, old, new) for old, new in ((s.low, low), (s.high, high), (s.way, way)))
     limit = jnp.where(low < high, _limit(low, high, way), high)
     limit = jnp.where(tries < LADDER, jnp.minimum(high, s.limit + rise), limit)
-    # A domain that is done keeps its plan while others still search.
+    # Finished domains keep their plan while others search.
     given = jnp.where(s.done[:, None, None], s.given, given)
     return _Search(tries, limit, low, high, way, given, s.done | last | (ladder & fits))
 
 
 def _narrow(s: _Search, fits: Array) -> tuple[Array, Array, Array]:
-    """Returns the range after an attempt of the search, and the next way through it."""
+    """Return the range after an attempt, and the index of the next limit inside it."""
     ends = (s.way == 3) | (s.high - s.low <= 4)
     above = jnp.where(s.way <= 0, s.low, _limit(s.low, s.high, s.way - 1) + 1)
-    # The first attempt, at `low`, tells nothing about the range if it fails.
+    # If the first attempt, at `low`, fails, the range is unchanged.
     missed_low = jnp.where((s.way != START) & ends, s.limit + 1, s.low)
     missed_way = jnp.where((s.way != START) & ends, 0, s.way + 1)
     low = jnp.where(fits, jnp.where(s.high - s.low <= 4, s.low, above), missed_low)
@@ -316,30 +315,30 @@ def _narrow(s: _Search, fits: Array) -> tuple[Array, Array, Array]:
 
 
 def _limit(low: Array, high: Array, way: Array) -> Array:
-    """Computes `low + (high - low) * (way + 1) / 5` in int32; `low` where the range is narrow."""
-    # Quotient and rest apart: the product with the whole width could overflow.
+    """Return `low + (high - low) * (way + 1) / 5` in int32; `low` if the range is at most 4 wide."""
+    # Multiply quotient and remainder separately: the product with the whole width could overflow.
     fifth, rest = (high - low) // 5, (high - low) % 5
     return jnp.where(high - low > 4, low + fifth * (way + 1) + rest * (way + 1) // 5, low)
 
 
 # ---- the plan -------------------------------------------------------------------------
 def _place(placement: Placement, given: Int[Array, "B P M"], d: Queues) -> Placement:
-    """Puts each rank's new replicas into its empty slots, in the order in which they were made: that of the queue."""
+    """Put each rank's new replicas into its empty slots, in the order of the queue."""
     num_domains, num_local, members = given.shape
     b = iota(num_domains)[:, None]
     made = (given[b, d.queue] > 0).swapaxes(1, 2).reshape(-1, num_local)
     number = jnp.where(made, made.cumsum(1, dtype=jnp.int32), 0)
     experts = jnp.repeat(d.queue + b * num_local, members, axis=0)
     empty = placement < 0
-    # The n-th replica of a rank goes to its n-th empty slot. -1 matches no number, and 0, which stands for what was not
-    # made, matches no slot.
+    # The n-th replica of a rank goes to its n-th empty slot. Occupied slots have -1 and absent replicas have 0, so
+    # these match none.
     wanted = jnp.where(empty, empty.cumsum(1, dtype=jnp.int32), -1)
     match = wanted[:, :, None] == number[:, None]
     return jnp.where(match.any(2), jnp.where(match, experts[:, None], 0).sum(2, dtype=jnp.int32), placement)
 
 
 def _share(quota: Quota, given: Int[Array, "B P M"]) -> Quota:
-    """Moves quota from homes to replicas: what all replicas of an expert take, its home gives."""
+    """Move quota from homes to replicas; each home gives the sum of its replicas' tokens."""
     num_domains, num_local, members = given.shape
     home = (iota(num_local) // (num_local // members))[:, None] == iota(members)[None]
     change = given - jnp.where(home[None], given.sum(2, dtype=jnp.int32, keepdims=True), 0)

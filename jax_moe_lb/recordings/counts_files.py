@@ -1,4 +1,4 @@
-"""These functions read recorded counts and write plans; what is wrong with a file becomes one line that names it."""
+"""Readers of recorded counts and a writer of plans, with one-line errors naming the file."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,24 +17,24 @@ from jax_moe_lb.core.validation import check_counts
 from jax_moe_lb.recordings.yaml_file import MOST_ENTRIES, shown
 
 MOST_BYTES = 2**30
-"""An array of recorded counts has at most so many bytes, unpacked."""
+"""Maximum size of an array of recorded counts, decompressed, in bytes."""
 
 MOST_LAYERS = 2**17
-"""A trace has at most so many layers, of all steps together: 1000 steps of a model with 131 layers."""
+"""Maximum number of layers of a trace, summed over all steps: 1000 steps of a model with 131 layers."""
 
 OTHERS = (".pt", ".jsonl")
-"""How names of recordings end that `convert` reads."""
+"""Suffixes of recordings readable by `jax-moe-lb convert`."""
 
 NAMES_SHOWN = 3
-"""A message lists so many arrays of a file that lacks the wanted one."""
+"""Maximum number of array names listed in the error for a missing array."""
 
 
 class Trace(NamedTuple):
-    """A trace holds the counts of several steps.
+    """Counts of several steps.
 
     Args:
-        steps: the number of each step, as the training run called it.
-        counts: `[steps, layers, R, E]` int32, the token copies that each rank routed to each expert.
+        steps: number of each step in the training run.
+        counts: `[steps, layers, R, E]` int32, the token copies routed from each rank to each expert.
     """
 
     steps: list[int]
@@ -42,16 +42,16 @@ class Trace(NamedTuple):
 
 
 def read_counts(path: Path) -> Int[np.ndarray, "layers R E"]:
-    """Reads the counts of one step, `[R, E]` or `[layers, R, E]`.
+    """Read the counts of one step, `[R, E]` or `[layers, R, E]`.
 
     Args:
-        path: an .npy file of integers, or an .npz file with an array `counts`.
+        path: .npy file of integers, or .npz file with an array `counts`.
 
     Returns:
-        `[layers, R, E]` int32, with one layer where the file has no such dimension.
+        `[layers, R, E]` int32, with one layer if the file has no such dimension.
 
     Raises:
-        ValueError: the file cannot be read, or no plan can be made from what it holds.
+        ValueError: the file cannot be read, or its counts are invalid.
     """
     counts = _load("COUNTS", path)["counts"]
     if counts.ndim not in (2, 3):
@@ -60,13 +60,16 @@ def read_counts(path: Path) -> Int[np.ndarray, "layers R E"]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads the counts of several steps, `[steps, layers, R, E]`, and their numbers where the file has them.
+    """Read the counts of several steps, `[steps, layers, R, E]`, and their step numbers.
 
     Args:
-        path: an .npy file of integers, or an .npz file with `counts` and perhaps `steps`, as `models.train` writes it.
+        path: .npy file of integers, or .npz file with `counts` and optionally `steps`, as written by `models.train`.
+
+    Returns:
+        The trace. Without `steps`, steps are numbered from 0.
 
     Raises:
-        ValueError: the file cannot be read, or no plan can be made from what it holds.
+        ValueError: the file cannot be read, or its counts or steps are invalid.
     """
     arrays = _load("TRACE", path)
     counts = arrays["counts"]
@@ -82,16 +85,16 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_routing(path: Path) -> Int[np.ndarray, "steps layers R E"]:
-    """Reads the counts of one step, `[R, E]` or `[layers, R, E]`, or of several, `[steps, layers, R, E]`.
+    """Read the counts of one step, `[R, E]` or `[layers, R, E]`, or of several, `[steps, layers, R, E]`.
 
     Args:
-        path: an .npy file of integers, or an .npz file with an array `counts`.
+        path: .npy file of integers, or .npz file with an array `counts`.
 
     Returns:
-        `[steps, layers, R, E]` int32, with one step or layer where the file has no such dimension.
+        `[steps, layers, R, E]` int32, with one step or layer if the file has no such dimension.
 
     Raises:
-        ValueError: the file cannot be read, or no plan can be made from what it holds.
+        ValueError: the file cannot be read, or its counts are invalid.
     """
     counts = _load("--trace", path)["counts"]
     if counts.ndim not in (2, 3, 4):
@@ -103,12 +106,12 @@ def read_routing(path: Path) -> Int[np.ndarray, "steps layers R E"]:
 
 
 def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...]) -> None:
-    """Writes plans as one file, which `Plan.load` reads as one plan with leading dimensions.
+    """Write plans to one file, which `Plan.load` reads as one plan with leading dimensions.
 
     Args:
-        path: the file.
-        plans: as NumPy arrays, all of one balancer, in row-major order of the leading dimensions.
-        leading_shape: the leading dimensions: `(layers,)` or `(steps, layers)`.
+        path: path of the file.
+        plans: plans of one balancer as NumPy arrays, in row-major order of the leading dimensions.
+        leading_shape: leading dimensions, `(layers,)` or `(steps, layers)`.
 
     Raises:
         ValueError: the file cannot be written.
@@ -120,28 +123,30 @@ def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...
 
 @contextmanager
 def naming(argument: str, path: Path) -> Iterator[None]:
-    """Gives errors of writing a file the name of the argument; that of a full disk does not even name the file.
+    """Convert errors of writing a file to a ValueError naming the argument and the file.
+
+    The operating system's error for a full disk, for example, lacks the file name.
 
     Args:
-        argument: the argument, for the message.
-        path: the file that is written.
+        argument: name of the argument.
+        path: path of the file.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"{argument} is {path}: {reason}; expected a file that can be written") from error
+        raise ValueError(f"{argument} is {path}: {reason}; expected a writable file") from error
 
 
 def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
-    """Reads `counts` and, if it is there, `steps` of an npz, or the array of an npy under the name `counts`."""
+    """Read `counts` and, if present, `steps` of an .npz file, or the array of an .npy file as `counts`."""
     if path.suffix in OTHERS:
         raise ValueError(
-            f"{argument} is {path}; expected a .npy or .npz file: jax-moe-lb convert makes one of recordings of SGLang "
-            f"and Megatron-LM"
+            f"{argument} is {path}; expected a .npy or .npz file. Convert recordings of SGLang or Megatron-LM with "
+            "jax-moe-lb convert."
         )
     try:
         arrays, names = read_named(path, ("counts", "steps"), MOST_BYTES)
@@ -149,38 +154,41 @@ def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{argument} is {path}: {error.strerror or error}; expected a .npy or .npz file") from error
     except LimitError as error:
         raise ValueError(f"{argument} is {path}: {error}, in a .npy or .npz file") from error
-    except Exception as error:  # a damaged file makes NumPy and zipfile raise nearly anything
+    except Exception as error:  # NumPy and zipfile raise many types for a damaged file
         raise ValueError(
-            f"{argument} is {path}: damaged, or no NumPy file of numbers; expected .npy or .npz"
+            f"{argument} is {path}: damaged or not a NumPy file of numbers; expected .npy or .npz"
         ) from error
     if "counts" not in arrays:
-        raise ValueError(f"{argument} is {path}, which holds {_listed(names)}; expected an array called 'counts'")
+        raise ValueError(f"{argument} {path} has arrays {_listed(names)}; expected an array named 'counts'")
     return arrays
 
 
 def _listed(names: list[str]) -> str:
-    """Lists names in a message, which ends after the first few."""
+    """Return names for a message, truncated after the first few."""
     first = ", ".join(map(shown, names[:NAMES_SHOWN]))
     return f"[{first}]" if len(names) <= NAMES_SHOWN else f"[{first}, and {len(names) - NAMES_SHOWN} more]"
 
 
 def checked(argument: str, path: Path, counts: np.ndarray) -> Int[np.ndarray, "... R E"]:
-    """Makes the counts int32, planning's integer type, if every layer of every step can be planned for.
+    """Check the counts of every layer and step, and return them in int32.
 
     Args:
-        argument: what the command line calls the file.
-        path: the file.
+        argument: name of the command-line argument.
+        path: path of the file.
         counts: `[..., R, E]` integers.
 
+    Returns:
+        `[..., R, E]` int32.
+
     Raises:
-        ValueError: they cannot; the line names the file and the layer.
+        ValueError: the counts are invalid; the message names the file, the step and the layer.
     """
     if counts.size == 0:
         raise ValueError(f"{argument} {path}: counts has shape {counts.shape}; expected no empty dimension")
     if math.prod(counts.shape[:-2]) > MOST_LAYERS or math.prod(counts.shape[-2:]) > MOST_ENTRIES:
         raise ValueError(
-            f"{argument} {path}: counts has shape {counts.shape}; expected at most {MOST_LAYERS} layers of all steps "
-            f"together and {MOST_ENTRIES} entries of each"
+            f"{argument} {path}: counts has shape {counts.shape}; expected at most {MOST_LAYERS} layers in all "
+            f"steps and {MOST_ENTRIES} entries per layer"
         )
     for index in np.ndindex(counts.shape[:-2]):
         try:

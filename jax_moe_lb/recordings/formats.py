@@ -1,6 +1,6 @@
-"""Reads the routing that others have recorded: dumps of SGLang's expert distribution, traces of Megatron-LM's routers.
+"""Readers of other programs' routing recordings: SGLang's expert distributions and Megatron-LM's router traces.
 
-Both become the counts `[steps, layers, R, E]` of a `Trace`. Layers and steps in which no token was routed are left out.
+Both become the counts `[steps, layers, R, E]` of a `Trace`. Layers and steps without routed tokens are omitted.
 """
 
 import json
@@ -16,10 +16,10 @@ from jax_moe_lb.recordings.torch_file import Tensor, read_torch
 from jax_moe_lb.recordings.yaml_file import shown
 
 MEGATRON, SGLANG = "router_trace_rank*.jsonl", "*.pt"
-"""The files of a folder with a recording: one of each rank."""
+"""File name patterns of a recording folder, with one file per rank."""
 
 MOST_LINE = 2**28
-"""A line of a trace, which is one layer of one microbatch on one rank, has at most so many characters."""
+"""Maximum length of a trace line in characters. A line is one layer of one microbatch on one rank."""
 
 MOST_RECORDS = 2**22
 
@@ -27,15 +27,18 @@ RecordedCounts = Int[np.ndarray, "steps layers R E"]
 
 
 def read_recording(path: Path, num_ranks: int | None, num_experts: int | None) -> Trace:
-    """Reads a recording.
+    """Read a recording.
 
     Args:
-        path: a `.pt` file of SGLang, or a folder with those of all ranks, or one with the traces of Megatron-LM.
-        num_ranks: `R`, where the recording does not tell who routed; all ranks then get an equal share.
-        num_experts: `E`, where the recording does not tell.
+        path: a `.pt` file of SGLang, a folder of these for all ranks, or a file or folder of Megatron-LM traces.
+        num_ranks: `R`, required if the recording has no source ranks; counts are then divided equally over the ranks.
+        num_experts: `E`, required if the recording has no number of experts.
+
+    Returns:
+        The trace, without layers and steps without tokens.
 
     Raises:
-        ValueError: the recording cannot be read, lacks a number, or has another one; one line that names the file.
+        ValueError: the recording cannot be read, or a number is missing or differs; one line naming the file.
     """
     try:
         files = sorted(path.glob(MEGATRON)) if path.is_dir() else []
@@ -44,15 +47,15 @@ def read_recording(path: Path, num_ranks: int | None, num_experts: int | None) -
         else:
             files = sorted(path.glob(SGLANG)) if path.is_dir() else [path]
             if not files:
-                raise ValueError(f"it has no recording; expected {MEGATRON} of Megatron-LM or {SGLANG} of SGLang")
+                raise ValueError(f"no recording found; expected {MEGATRON} of Megatron-LM or {SGLANG} of SGLang")
             steps, counts = _sglang(files, num_ranks)
     except OSError as error:
-        raise ValueError(f"RECORDING is {path}: {error.strerror or error}; expected one that can be read") from error
+        raise ValueError(f"RECORDING is {path}: {error.strerror or error}; expected a readable recording") from error
     except ValueError as error:
         raise ValueError(f"RECORDING is {path}: {error}") from error
     for name, wanted, found in (("--ranks", num_ranks, counts.shape[2]), ("--experts", num_experts, counts.shape[3])):
         if wanted is not None and wanted != found:
-            raise ValueError(f"{name} is {wanted}; expected {found}, which {path} has")
+            raise ValueError(f"{name} is {wanted}; expected {found}, as in {path}")
     routed = counts.any((2, 3))
     used, layers = routed.any(1), routed.any(0)
     return Trace(np.asarray(steps)[used].tolist(), checked("RECORDING", path, counts[used][:, layers]))
@@ -60,35 +63,35 @@ def read_recording(path: Path, num_ranks: int | None, num_experts: int | None) -
 
 # ---- SGLang ------------------------------------------------------------------------
 def _sglang(files: list[Path], num_ranks: int | None) -> tuple[list[int], RecordedCounts]:
-    """Reads what the recorder dumps: sums over ranks (`stat`), or the passes of each rank (`per_pass`, `per_token`)."""
+    """Read dumps of the recorder: sums over ranks (`stat`), or the passes of each rank (`per_pass`, `per_token`)."""
     dumps = [_named(file, read_torch(file)) for file in files]
     if all("logical_count" in dump for dump in dumps):
         if len(dumps) > 1:
-            raise ValueError(f"{len(dumps)} dumps, each of all ranks; expected one of them")
+            raise ValueError(f"{len(dumps)} dumps of all ranks; expected one")
         total = _integers("logical_count", dumps[0]["logical_count"], 3)
         return list(range(len(total))), _spread(total, num_ranks)
     ranks: dict[int, Passes] = {}
     for file, dump in zip(files, dumps, strict=True):
         passes = _passes(dump)
         if passes.rank in ranks:
-            raise ValueError(f"{file.name} is of rank {passes.rank}, as another is")
+            raise ValueError(f"{file.name} has rank {passes.rank}; expected one file per rank")
         ranks[passes.rank] = passes
     return _of_ranks([ranks[rank] for rank in sorted(ranks)], num_ranks)
 
 
 def _named(file: Path, dump: Any) -> dict[str, Any]:
     if not isinstance(dump, dict) or not dump.keys() & {"logical_count", "records"}:
-        raise ValueError(f"{file.name} is no dump of an expert distribution; expected logical_count or records in it")
+        raise ValueError(f"{file.name} is not a dump of an expert distribution; expected logical_count or records")
     return dump
 
 
 class Passes(NamedTuple):
-    """What one rank has recorded.
+    """Recorded passes of one rank.
 
     Args:
-        rank: which rank it is.
-        counts: `[layers, E]` of each pass, by its number; the experts are those of the model.
-        used: `[P]`, which of their physical copies had tokens.
+        rank: index of the rank.
+        counts: `[layers, E]` counts by pass number; experts are those of the model.
+        used: `[P]` bool, True for physical experts with tokens.
     """
 
     rank: int
@@ -102,16 +105,19 @@ def _passes(dump: dict[str, Any]) -> Passes:
     used = np.zeros(places.shape[1], bool)
     records = dump["records"]
     if not isinstance(records, list) or not records or len(records) > MOST_RECORDS:
-        raise ValueError("it has no records")
+        raise ValueError(f"records is invalid; expected a list of 1 to {MOST_RECORDS} records")
     for record in records:
         if not isinstance(record, dict) or not all(type(record.get(n)) is int for n in ("rank", "forward_pass_id")):
-            raise ValueError("a record has no rank or no forward_pass_id")
+            raise ValueError("a record lacks rank or forward_pass_id; expected both as integers")
         if rank not in (-1, record["rank"]):
-            raise ValueError(f"it has records of rank {rank} and of rank {record['rank']}")
+            raise ValueError(f"records have ranks {rank} and {record['rank']}; expected one rank per file")
         rank, number = record["rank"], record["forward_pass_id"]
         copies = _integers("global_physical_count", record.get("global_physical_count"), 2)
         if copies.shape != places.shape or len(found) * copies.nbytes > MOST_BYTES:
-            raise ValueError(f"counts of pass {number} have shape {copies.shape}, those of experts {places.shape}")
+            raise ValueError(
+                f"global_physical_count of pass {number} has shape {copies.shape}; "
+                f"expected {places.shape}, and at most {MOST_BYTES} bytes in all passes"
+            )
         found[number] = np.zeros((len(places), int(places.max()) + 1), np.int64)
         np.add.at(found[number], (np.arange(len(places))[:, None], places), copies)
         used |= copies.any(0)
@@ -119,16 +125,16 @@ def _passes(dump: dict[str, Any]) -> Passes:
 
 
 def _of_ranks(ranks: list[Passes], num_ranks: int | None) -> tuple[list[int], RecordedCounts]:
-    """Joins the passes that all ranks have."""
+    """Join the passes common to all ranks."""
     steps = sorted(set.intersection(*(set(passes.counts) for passes in ranks)))
     if not steps or len({passes.counts[steps[0]].shape for passes in ranks}) > 1:
-        raise ValueError("its ranks have no pass in common")
+        raise ValueError("the ranks have no common pass of equal shape; expected at least one")
     counts = np.stack([[passes.counts[step] for passes in ranks] for step in steps]).swapaxes(1, 2)
     same = len(ranks) > 1 and (counts == counts[:, :, :1]).all()
-    # A server without data parallelism: each rank has recorded the same tokens.
+    # On a server without data parallelism, each rank has recorded the same tokens.
     if same or len(ranks) == 1:
         return steps, _spread(counts[:, :, 0], len(ranks) if same else num_ranks)
-    # With low-latency exchanges each rank has recorded what came to it, and nobody knows from where.
+    # With low-latency exchanges, each rank has recorded its received tokens, without their source ranks.
     homes = np.arange(len(ranks[0].used)) // -(-len(ranks[0].used) // len(ranks))
     apart = all((homes[passes.used] == place).all() for place, passes in enumerate(ranks))
     return steps, _spread(counts.sum(2), len(ranks)) if apart else counts
@@ -136,21 +142,23 @@ def _of_ranks(ranks: list[Passes], num_ranks: int | None) -> tuple[list[int], Re
 
 def _integers(name: str, tensor: Any, num_dimensions: int) -> np.ndarray:
     if not isinstance(tensor, Tensor) or len(tensor.shape) != num_dimensions or tensor.storage.dtype.kind != "i":
-        raise ValueError(f"{name} is no tensor of integers with {num_dimensions} dimensions")
+        raise ValueError(f"{name} is invalid; expected a tensor of integers with {num_dimensions} dimensions")
     if tensor.shape[-1] > 2**16 or not all(tensor.shape):
-        raise ValueError(f"{name} has shape {tensor.shape}")
+        raise ValueError(f"{name} has shape {tensor.shape}; expected no empty dimension and at most {2**16} columns")
     numbers: Any = tensor.array().astype(np.int64)
     if numbers.min() < 0 or numbers.max() >= 2**31:
-        raise ValueError(f"{name} has numbers outside of 0 to {2**31 - 1}")
+        raise ValueError(f"{name} has values from {numbers.min()} to {numbers.max()}; expected 0 to {2**31 - 1}")
     return numbers
 
 
 def _spread(total: Int[np.ndarray, "steps layers E"], num_ranks: int | None) -> RecordedCounts:
-    """Says of each rank that it routed an equal share; what is left over goes to other ranks for each expert."""
+    """Divide counts equally over the ranks; the remainder goes to different ranks for each expert."""
     if num_ranks is None:
-        raise ValueError("--ranks is missing; expected the ranks, as it does not say who routed")
+        raise ValueError("--ranks is missing; expected the number of ranks, absent from this recording")
     if total.size * num_ranks * 8 > MOST_BYTES:
-        raise ValueError(f"counts {total.shape} of {num_ranks} ranks have more than {MOST_BYTES} bytes")
+        raise ValueError(
+            f"counts of shape {total.shape} on {num_ranks} ranks are too large; expected at most {MOST_BYTES} bytes"
+        )
     ranks, experts = np.arange(num_ranks)[:, None], np.arange(total.shape[-1])[None]
     whole, left = np.divmod(total[:, :, None], num_ranks)
     return whole + ((ranks - experts) % num_ranks < left)
@@ -158,13 +166,13 @@ def _spread(total: Int[np.ndarray, "steps layers E"], num_ranks: int | None) -> 
 
 # ---- Megatron-LM -------------------------------------------------------------------
 LayerRecord = tuple[str, int, int]
-"""The block of a layer, the module of multi-token prediction that it is in, and its number."""
+"""Block of a layer, its multi-token-prediction module and its index."""
 
 
 def _megatron(files: list[Path], num_experts: int | None) -> tuple[list[int], RecordedCounts]:
-    """Reads traces of routers: a line says which experts the tokens of a microbatch chose in a layer on a rank."""
+    """Read router traces: each line has the experts chosen by the tokens of a microbatch in one layer on one rank."""
     if num_experts is None:
-        raise ValueError("--experts is missing; expected those of the model, as it does not say how many there are")
+        raise ValueError("--experts is missing; expected the number of experts, absent from this recording")
     found: dict[LayerRecord, dict[int, dict[tuple[int, int], np.ndarray]]] = defaultdict(lambda: defaultdict(dict))
     num_records = 0
     for file in files:
@@ -172,20 +180,20 @@ def _megatron(files: list[Path], num_experts: int | None) -> tuple[list[int], Re
         with file.open() as lines:
             while line := lines.readline(MOST_LINE):
                 rank, step, layer, counts = _record(file, line, num_experts)
-                # A step of several microbatches has a line for each.
+                # A step of several microbatches has one line per microbatch.
                 found[layer][rank][step, seen[rank, step, layer]] = counts
                 seen[rank, step, layer] += 1
                 num_records += 1
                 if num_records * num_experts * 8 > MOST_BYTES:
-                    raise ValueError(f"{file.name} ends {num_records} records; expected fewer")
+                    raise ValueError(f"{file.name} has too many records; expected at most {MOST_BYTES} bytes of counts")
     layers = sorted(found)
-    # Those of other pipeline stages are on other ranks.
+    # Layers of other pipeline stages are on other ranks.
     ranks = [[found[layer][rank] for rank in sorted(found[layer])] for layer in layers]
     if not layers or len(set(map(len, ranks))) > 1:
-        raise ValueError(f"its layers are on {sorted(set(map(len, ranks)))} ranks, all on as many")
+        raise ValueError(f"layers are on {sorted(set(map(len, ranks)))} ranks; expected equally many for all layers")
     times = sorted(set.intersection(*(set(one) for each in ranks for one in each)))
     if not times:
-        raise ValueError("its ranks have no step in common")
+        raise ValueError("the ranks have no common step; expected at least one")
     return [step for step, _ in times], np.array([[[one[at] for one in each] for each in ranks] for at in times])
 
 
@@ -198,9 +206,11 @@ def _record(file: Path, line: str, num_experts: int) -> tuple[int, int, LayerRec
         if not is_whole or chosen.ndim != 2 or chosen.dtype.kind != "i":
             raise ValueError
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file.name} has the line {shown(line)}, which is no record of a router") from error
+        raise ValueError(f"{file.name} has the line {shown(line)}; expected a router record") from error
     if chosen.size and chosen.max() >= num_experts:
-        raise ValueError(f"{file.name} has expert {chosen.max()} in step {step}; --experts is {num_experts}")
-    # Tokens of padding have none.
+        raise ValueError(
+            f"{file.name} has expert {chosen.max()} in step {step}; expected at most {num_experts - 1} by --experts"
+        )
+    # Padding tokens have negative expert ids.
     counts = np.bincount(chosen[chosen >= 0], minlength=num_experts)
     return rank, step, (block, of_module, number), counts

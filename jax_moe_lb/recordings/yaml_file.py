@@ -1,8 +1,8 @@
-"""Limits on sizes in files and arguments, and a reader of YAML files from untrusted sources.
+"""Size limits of files and arguments, and a reader of untrusted YAML files.
 
-The limits are far above usual sizes and fit into the memory of one machine; larger requests are refused at once.
-`simulate_uniform` holds no counts and accepts more ranks and experts. `read_yaml` refuses content that would expand,
-hang or run code.
+The limits are far above usual sizes and fit into the memory of one machine; larger requests are rejected immediately.
+`simulate_uniform` stores no counts and accepts more ranks and experts. `read_yaml` rejects content with excessive
+expansion, excessive depth or executable tags.
 """
 
 import os
@@ -15,61 +15,66 @@ import yaml
 from jax_moe_lb.core.topology import INT32_MAX
 
 MOST_LAYERS = 1000
-"""A model has at most so many layers; the presets have up to 94."""
+"""Maximum number of layers of a model; the presets have up to 94."""
 
 MOST_WIDTH = 2**17
-"""A model's `hidden` and `inner` are at most this; the presets have up to 14336."""
+"""Maximum of a model's `hidden` and `inner`; the presets have up to 14336."""
 
 MOST_POINTS = 1000
-"""A curve of measured GEMMs has at most so many points; `calibrate` measures 6."""
+"""Maximum number of points of a measured GEMM curve; `calibrate` measures 6."""
 
 MOST_ENTRIES = 2**24
-"""The counts of a layer have at most so many entries, one for each rank and expert: 4096 of both."""
+"""Maximum number of counts per layer, one per rank and expert: 4096 of both."""
 
 MOST_COUNTS = 2**28
-"""The counts of all layers that are planned apart have at most so many entries together, which take 1 GiB."""
+"""Maximum number of counts of all separately planned layers; they take 1 GiB."""
 
 MOST_RANK_LAYERS = 2**21
-"""A timeline has a start and an end of every task for each rank, in all layers; at most so many pairs of the two."""
+"""Maximum product of ranks and layers of a timeline, which stores the start and end of every task of each rank."""
 
 MOST_PLANNED_RANKS = 256
-"""`advise` draws counts for at most so many ranks; larger machines are judged by a sample, see `sim/uniform.py`."""
+"""Maximum number of ranks for which `advise` samples all counts; larger machines use `sim/uniform.py`."""
 
 PLAN_S, PLAN_RANKS, PLAN_POWER = 0.03, 128, 2.5
-"""A plan takes about so many seconds on so many ranks, and grows with this power of them: measured for 128 to 1024."""
+"""Model of the planning time: seconds for this number of ranks, growing with this power of it; measured for 128 to 1024
+ranks.
+"""
 
 TOLD_S, TOLD_BYTES = 30.0, 2**30
-"""What takes less is done without a word before it."""
+"""Thresholds in seconds and bytes for announcing the cost of a simulation."""
 
 MOST_SHOWN = 60
-"""A message shows so many characters of a value."""
+"""Maximum number of characters of a value in a message."""
 
 
 def shown(value: Any) -> str:
-    """Returns a value as messages have it: what Python calls it, without the middle if that is long.
+    """Return the `repr` of a value for a message, with the middle of long values omitted.
 
     Args:
-        value: what a user gave.
+        value: any user input.
+
+    Returns:
+        Text of at most `MOST_SHOWN` characters.
 
     Examples:
         >>> shown("400 Gbps"), shown("9" * 1000)
         ("'400 Gbps'", "'99999999999999999999999999999999999999999999 ... 999999999'")
     """
-    # Python refuses to write out integers of thousands of digits.
+    # Python rejects converting integers of thousands of digits to text.
     text = hex(value) if isinstance(value, int) and value.bit_length() > 10000 else repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 15]} ... {text[-10:]}"
 
 
 def check_entries(layers: int, num_ranks: int, num_experts: int) -> None:
-    """Refuses counts that memory would not hold, before anybody makes them.
+    """Check the number of counts against the memory limit, before allocating them.
 
     Args:
-        layers: the layers that are planned apart.
+        layers: number of separately planned layers.
         num_ranks: `R`.
         num_experts: `E`, at least `R`.
 
     Raises:
-        ValueError: there are more than `MOST_ENTRIES` in a layer, or `MOST_COUNTS` in all.
+        ValueError: a layer has more than `MOST_ENTRIES` counts, or all layers more than `MOST_COUNTS`.
     """
     entries = num_ranks * num_experts
     if entries > MOST_ENTRIES or layers * entries > MOST_COUNTS:
@@ -80,15 +85,15 @@ def check_entries(layers: int, num_ranks: int, num_experts: int) -> None:
 
 
 def check_tokens(tokens: int, per_token: int, num_ranks: int) -> None:
-    """Refuses tokens whose copies, over all ranks of a layer, are more than planners count in int32.
+    """Check that the token copies of all ranks of a layer fit int32.
 
     Args:
-        tokens: `T`, the tokens of each rank.
+        tokens: `T`, tokens per rank.
         per_token: `K`.
         num_ranks: `R`.
 
     Raises:
-        ValueError: there are more.
+        ValueError: `T * K * R` exceeds int32.
     """
     most = INT32_MAX // (per_token * num_ranks)
     if tokens > most:
@@ -99,30 +104,32 @@ def check_tokens(tokens: int, per_token: int, num_ranks: int) -> None:
 
 
 def check_timeline(layers: int, num_ranks: int) -> None:
-    """Refuses timelines that memory would not hold.
+    """Check the size of a timeline against the memory limit.
 
     Args:
-        layers: the layers of the model.
+        layers: number of layers of the model.
         num_ranks: `R`.
 
     Raises:
-        ValueError: there are more than `MOST_RANK_LAYERS` pairs of both.
+        ValueError: the product of both exceeds `MOST_RANK_LAYERS`.
     """
     if layers * num_ranks > MOST_RANK_LAYERS:
         raise ValueError(
-            f"layers is {shown(layers)} on {num_ranks} ranks; expected at most {MOST_RANK_LAYERS // num_ranks} layers "
-            f"on so many"
+            f"layers is {shown(layers)} on {num_ranks} ranks; expected at most {MOST_RANK_LAYERS // num_ranks} layers"
         )
 
 
 def forecast(plans: int, layers: int, num_ranks: int, num_experts: int) -> str | None:
-    """Says what a large simulation will need; `None` for a small one. It is rough: machines and planners differ.
+    """Return a rough estimate of time and memory of a large simulation; `None` for a small one.
 
     Args:
-        plans: how many layers are planned, over all steps and systems.
-        layers: how many layers of counts are held.
+        plans: number of planned layers, over all steps and systems.
+        layers: number of layers with counts in memory.
         num_ranks: `R`.
         num_experts: `E`.
+
+    Returns:
+        One line of text, or `None` below `TOLD_S` and `TOLD_BYTES`.
 
     Examples:
         >>> forecast(plans=4, layers=4, num_ranks=1024, num_experts=1024)
@@ -130,7 +137,7 @@ def forecast(plans: int, layers: int, num_ranks: int, num_experts: int) -> str |
         '2048 ranks and 2048 experts: 4 plans take about 2 min, and counts and exchanges take 0.5 GB'
     """
     plan_s = plans * PLAN_S * (num_ranks / PLAN_RANKS) ** PLAN_POWER
-    # Counts in four bytes, and some matrices between ranks in eight.
+    # Counts in 4 bytes, and about 12 matrices between ranks in 8 bytes.
     num_bytes = 4 * layers * num_ranks * num_experts + 12 * 8 * num_ranks**2
     if plan_s < TOLD_S and num_bytes < TOLD_BYTES:
         return None
@@ -140,72 +147,76 @@ def forecast(plans: int, layers: int, num_ranks: int, num_experts: int) -> str |
 
 
 MOST_BYTES = 2**18
-"""A file has at most so many bytes; the presets have less than 1000."""
+"""Maximum size of a file in bytes; the presets have less than 1000."""
 
 MOST_NODES = 10_000
-"""A file has at most so many values, with those that aliases repeat."""
+"""Maximum number of values in a file, including repetitions by aliases."""
 
 MOST_DEPTH = 32
-"""Values lie at most so deep inside each other; the format needs 5."""
+"""Maximum nesting depth of values; the format needs 5."""
 
 MOST_CHARACTERS = 1000
-"""A value has at most so many characters; a number of that many digits is still read at once."""
+"""Maximum number of characters in a value; a number of as many digits is still parsed quickly."""
 
 
 def read_yaml(path: Path) -> Any:
-    """Reads what a file holds.
+    """Read a YAML file.
 
     Args:
-        path: a regular file in UTF-8; pipes and devices, which may never end, are refused.
+        path: regular file in UTF-8; pipes and devices are rejected, because they may never end.
+
+    Returns:
+        The parsed content.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no regular file, no YAML, or beyond a limit; the message does not name the file.
+        ValueError: the file is not a regular file or not valid YAML, or exceeds a limit; the message does not name the
+            file.
     """
     text = _text(path)
     try:
         _check_events(text)
-        # Other loaders of YAML run code that the file names.
+        # Other YAML loaders can run code named in the file.
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, " if mark else ""
-        raise ValueError(f"is no YAML: {where}{_shortened(error.problem or error.context)}") from error
+        raise ValueError(f"is not valid YAML: {where}{_shortened(error.problem or error.context)}") from error
     except _LimitError:
         raise
     except yaml.YAMLError as error:
-        raise ValueError(f"is no YAML: {_shortened(error)}") from error
-    except Exception as error:  # dates and tags with bad values make PyYAML raise nearly anything
-        raise ValueError(f"is no YAML: a value cannot be read, {_shortened(error)}") from error
+        raise ValueError(f"is not valid YAML: {_shortened(error)}") from error
+    except Exception as error:  # PyYAML raises many types for dates and tags with invalid values
+        raise ValueError(f"is not valid YAML: a value cannot be read, {_shortened(error)}") from error
 
 
 class _LimitError(ValueError):
-    """A file is beyond a limit."""
+    """Error for a file exceeding a limit."""
 
 
 def _text(path: Path) -> str:
-    # Opening a pipe waits for a writer, so that what it is must be known before.
+    # Check the file type first: opening a pipe waits for a writer.
     if not stat.S_ISREG(os.stat(path).st_mode) and not path.is_dir():
-        raise ValueError("is no regular file; expected one that ends in .yaml")
+        raise ValueError("is not a regular file; expected a .yaml file")
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
-        raise ValueError(f"has more than {MOST_BYTES} bytes; expected at most as many")
+        raise ValueError(f"has more than {MOST_BYTES} bytes; expected at most {MOST_BYTES}")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"is no YAML: {error}") from error
+        raise ValueError(f"is not valid YAML: {error}") from error
 
 
 def _check_events(text: str) -> None:
-    """Refuses what is too much or too deep while nothing is built of it yet.
+    """Check size and depth before constructing any value.
 
-    An alias counts as all that stands behind it. So a file that doubles itself by aliases in aliases, or merges such,
-    is refused at the line where it becomes too large.
+    An alias counts as all values of its anchor. A file growing exponentially by nested aliases or merges is therefore
+    rejected at the first line exceeding the limit.
     """
     nodes = 0
     sizes: dict[str | None, int] = {}
-    # Of each collection that has not ended: its anchor, and the values before it.
+    # Anchor of each open collection, and the number of values before it.
     started: list[tuple[str | None, int]] = []
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionEndEvent):
@@ -215,16 +226,18 @@ def _check_events(text: str) -> None:
         if not isinstance(event, yaml.NodeEvent):
             continue
         if isinstance(event, yaml.AliasEvent) and any(anchor == event.anchor for anchor, _ in started):
-            raise _LimitError(f"repeats {shown(event.anchor)} inside itself in line {_line(event)}; expected an end")
-        # An alias that nobody has defined is PyYAML's to refuse.
+            raise _LimitError(
+                f"repeats {shown(event.anchor)} inside itself in line {_line(event)}; expected no recursion"
+            )
+        # PyYAML rejects undefined aliases.
         nodes += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
         if isinstance(event, yaml.CollectionStartEvent):
             started.append((event.anchor, nodes - 1))
         if isinstance(event, yaml.ScalarEvent):
             sizes[event.anchor] = 1
             _check("characters in a value", len(event.value), MOST_CHARACTERS, event)
-        _check("values, those that aliases repeat included,", nodes, MOST_NODES, event)
-        _check("values inside each other", len(started), MOST_DEPTH, event)
+        _check("values, including repetitions by aliases,", nodes, MOST_NODES, event)
+        _check("nested values", len(started), MOST_DEPTH, event)
 
 
 def _check(what: str, number: int, most: int, event: Any) -> None:
@@ -237,5 +250,5 @@ def _line(event: Any) -> int:
 
 
 def _shortened(value: Any) -> str:
-    # The words of PyYAML contain names of any length; `shown` puts quotes around what it shows.
+    # PyYAML's messages contain names of any length; `shown` adds quotes, removed here.
     return shown(str(value))[1:-1]

@@ -1,4 +1,4 @@
-"""Routers and their losses."""
+"""Routers and router losses."""
 
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.more_routers import ExpertChoice, HashRouter, NoisyTopK

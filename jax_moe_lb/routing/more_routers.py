@@ -1,8 +1,8 @@
 """Routers by expert choice, by token hash and with noise, and capacity mode.
 
 In capacity mode an expert takes a limited number of token copies, and the layer drops the others (GShard, arXiv
-2006.16668). Use it for comparisons: the same layer drops nothing without `capacity_factor`. Each rank has its own share
-of an expert's capacity, as GShard's groups have, so ranks exchange nothing for it. The output of a token is 0 if all
+2006.16668). Use it for comparisons: without `capacity_factor` the same layer is dropless. Each rank has its own share
+of an expert's capacity, as in GShard's groups, so capacity needs no communication. The output of a token is 0 if all
 its copies are dropped.
 """
 
@@ -18,10 +18,10 @@ from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Router, Routing, Token
 
 
 def capacity(factor: float, num_copies: int, num_experts: int) -> int:
-    """Returns how many copies of one rank an expert takes, at least 1.
+    """Return the capacity of an expert for the copies of one rank, at least 1.
 
     Args:
-        factor: over the mean; 1 to 2 are usual.
+        factor: multiple of the mean number of copies, usually 1 to 2.
         num_copies: `T * K`.
         num_experts: `E`.
     """
@@ -29,20 +29,23 @@ def capacity(factor: float, num_copies: int, num_experts: int) -> int:
 
 
 def within_capacity(experts: Int[Array, "T K"], num_experts: int, capacity: int) -> Int[Array, "T K"]:
-    """Sends copies beyond an expert's capacity nowhere.
+    """Replace the experts of copies beyond capacity by `NO_EXPERT`.
 
-    All first choices come before second ones, and among equals earlier tokens before later ones.
+    All first choices precede all second choices, and earlier tokens precede later ones within a choice.
 
     Args:
-        experts: the expert of each copy of this rank, `NO_EXPERT` for none.
+        experts: `[T, K]` integers, the expert of each copy of this rank, or `NO_EXPERT`.
         num_experts: `E`.
-        capacity: how many copies an expert takes.
+        capacity: maximum number of copies per expert.
+
+    Returns:
+        `[T, K]` integers.
     """
     by_choice = experts.T.reshape(-1)
     queues = jnp.where(by_choice < 0, num_experts, by_choice)
     order = jnp.argsort(queues, stable=True)
     ordered = queues[order]
-    # The place in the queue of an expert: how far a copy stands behind the first one of its expert.
+    # Queue position: the distance from the first copy of the same expert.
     place = iota(order.size) - jnp.searchsorted(ordered, ordered, method="sort").astype(jnp.int32)
     kept = jnp.zeros_like(ordered, dtype=bool).at[order].set(place < capacity, unique_indices=True)
     return jnp.where(kept, by_choice, NO_EXPERT).reshape(experts.T.shape).T
@@ -50,21 +53,21 @@ def within_capacity(experts: Int[Array, "T K"], num_experts: int, capacity: int)
 
 @dataclass(frozen=True)
 class ExpertChoice(Router):
-    """This router lets every expert choose tokens: those of highest score, as many for each (arXiv 2202.09368).
+    """Expert-choice router: every expert selects an equal number of its highest-scoring tokens.
 
-    Experts are level by construction, while tokens get more experts or fewer. Use it in encoders: in a language model
-    the choice looks at later tokens. Each rank chooses among its own tokens, so that all ranks are level too; deviates:
-    a token has at most `max_experts_per_tok` experts, since shapes are static, and those beyond are left out.
+    Experts are balanced by construction, but the number of experts per token varies. Use it in encoders: in a language
+    model the selection depends on later tokens. Each rank selects among its own tokens, so ranks are balanced, too.
 
     Args:
-        num_experts_per_tok: the mean number of experts of a token, the paper's capacity factor; 2 is usual.
-        max_experts_per_tok: the largest number; rows of buffers are counted by it, so take a small one. 4 is usual.
+        num_experts_per_tok: mean number of experts per token, the paper's capacity factor; usually 2.
+        max_experts_per_tok: maximum number of experts per token; 4 (default). It determines the rows of buffers, so
+            keep it small.
         selection_bias: see `Router`.
         logit_bias: see `Router`.
         capacity_factor: see `Router`.
 
     Raises:
-        ValueError: the numbers are not in order.
+        ValueError: `num_experts_per_tok` is below 1 or above `max_experts_per_tok`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -72,6 +75,10 @@ class ExpertChoice(Router):
         >>> routing = ExpertChoice(1, max_experts_per_tok=2)(jnp.array([[2.0, 1.0], [0.0, 0.0]]))
         >>> routing.experts.tolist()  # each of two experts chooses one of two tokens
         [[0, -1], [1, -1]]
+
+    Reference:
+        Zhou et al. 2022, arXiv 2202.09368. Deviation: a token has at most `max_experts_per_tok` experts, because shapes
+        are static; further experts are dropped.
     """
 
     num_experts_per_tok: int
@@ -86,12 +93,15 @@ class ExpertChoice(Router):
             )
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Lets experts choose by score.
+        """Route tokens by expert choice.
 
         Args:
-            logits: `[T, E]`.
-            bias: it is not used: nothing is left to balance.
-            info: its mask says which tokens nobody may choose.
+            logits: `[T, E]`, float32 or wider.
+            bias: unused, because experts are balanced by construction.
+            info: token properties; `mask` excludes tokens from selection.
+
+        Returns:
+            The routing, with `K = min(max_experts_per_tok, E)`.
         """
         del bias
         num_tokens, num_experts = logits.shape
@@ -102,20 +112,20 @@ class ExpertChoice(Router):
         chosen = jnp.zeros((num_experts, num_tokens), bool).at[iota(num_experts)[:, None], tokens].set(best >= 0).T
         per_tok = min(self.max_experts_per_tok, num_experts)
         kept, experts = jax.lax.top_k(jnp.where(chosen, scores, -1), per_tok)
-        # A score can be 0 where it underflows; what was not chosen is below that.
+        # The score of a selected token can underflow to 0; unselected entries are -1.
         weights = jnp.where(kept >= 0, jnp.take_along_axis(scores, experts, axis=1), 0)
         return Routing(jnp.where(kept >= 0, experts, NO_EXPERT), weights, logits, scores)
 
 
 @dataclass(frozen=True)
 class HashRouter(Router):
-    """This router sends a token to experts that a hash of its id names (Hash Layers, arXiv 2106.04426).
+    """Hash router: the experts of a token depend on a hash of its id.
 
-    Nothing is learned, so that it is a baseline for learned routers; frequent tokens make its load uneven. Give the ids
-    to the layer, as `token_ids`. Weights are equal; deviates: the paper also balances the table by token frequencies.
+    It has no learned routing, as a baseline for learned routers; frequent tokens make its load uneven. Pass `token_ids`
+    to the layer. All weights are equal.
 
     Args:
-        num_experts_per_tok: `K`, different experts for each token; 1 in the paper.
+        num_experts_per_tok: `K`, number of distinct experts per token; 1 in the paper.
         selection_bias: see `Router`.
         logit_bias: see `Router`.
         capacity_factor: see `Router`.
@@ -130,6 +140,10 @@ class HashRouter(Router):
         >>> routing = HashRouter(2)(jnp.zeros((3, 8)), info=TokenInfo(ids=jnp.array([5, 6, 5])))
         >>> (routing.experts[0] == routing.experts[2]).all().item(), routing.weights[0].tolist()
         (True, [0.5, 0.5])
+
+    Reference:
+        Roller et al. 2021, Hash Layers, arXiv 2106.04426. Deviation: the paper also balances its hash table by token
+        frequency.
     """
 
     num_experts_per_tok: int
@@ -140,15 +154,18 @@ class HashRouter(Router):
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Chooses by the ids of tokens.
+        """Route tokens by the hash of their ids.
 
         Args:
-            logits: `[T, E]`, which only the losses see.
-            bias: it is not used.
-            info: the ids of the tokens.
+            logits: `[T, E]`, used by the losses only.
+            bias: unused.
+            info: token properties; `ids` is required.
+
+        Returns:
+            The routing, with weights `1 / K`.
 
         Raises:
-            ValueError: there are no ids, or fewer experts than `K`.
+            ValueError: `info.ids` is `None`, or there are fewer than `K` experts.
         """
         del bias
         num_experts, per_tok = logits.shape[1], self.num_experts_per_tok
@@ -157,7 +174,7 @@ class HashRouter(Router):
         if per_tok > num_experts:
             raise ValueError(f"num_experts_per_tok is {per_tok}; expected at most {num_experts}")
         first = _hash(info.ids, 1) % jnp.uint32(num_experts)
-        # Steps so short that the last expert is no round trip away: all of a token's experts differ.
+        # The step is short enough to stay within one cycle, so all experts of a token differ.
         step = 1 + _hash(info.ids, 2) % jnp.uint32(max(1, (num_experts - 1) // max(1, per_tok - 1)))
         experts = (first[:, None] + step[:, None] * iota(per_tok)[None].astype(jnp.uint32)) % jnp.uint32(num_experts)
         weights = jnp.full(experts.shape, 1 / per_tok, logits.dtype)
@@ -166,21 +183,20 @@ class HashRouter(Router):
 
 @dataclass(frozen=True)
 class NoisyTopK(Router):
-    """This router adds normal noise to the logits when it chooses, so that experts near the best are tried, too.
+    """Top-k router with normal noise on the logits for the selection of experts.
 
-    Give the layer a `key` in training, and another one in each step; without one nothing is added, as in evaluation.
-    Source: Shazeer et al. 2017 (arXiv 1701.06538, section 2.1); deviates: the noise has one standard deviation, not one
-    learned for each logit, and it moves the choice alone, not the weights.
+    The noise explores experts near the best. In training, pass a new `key` to the layer in each step. Without a key, as
+    in evaluation, there is no noise.
 
     Args:
-        router: chooses, and gives the weights and the options of `Router`.
-        std: the standard deviation of the noise; 1 / E is usual.
-        selection_bias: see `Router`; that of `router` by default.
-        logit_bias: likewise.
-        capacity_factor: likewise.
+        router: router for selection and weights, and default of the options of `Router`; `TopK(2)` by default.
+        std: standard deviation of the noise, 0.1 by default; usually 1 / E.
+        selection_bias: see `Router`; the option of `router` by default.
+        logit_bias: see `Router`; the option of `router` by default.
+        capacity_factor: see `Router`; the option of `router` by default.
 
     Raises:
-        ValueError: `std` is below 0.
+        ValueError: `std` is negative.
 
     Examples:
         >>> import jax
@@ -191,6 +207,10 @@ class NoisyTopK(Router):
         >>> drawn = router(logits, info=TokenInfo(key=jax.random.key(0))).experts
         >>> sorted(set(drawn.ravel().tolist())), sorted(set(router(logits).experts.ravel().tolist()))
         ([0, 1, 2, 3], [0])
+
+    Reference:
+        Shazeer et al. 2017, arXiv 1701.06538, section 2.1. Deviation: the noise has one fixed standard deviation
+        instead of a learned one per logit. It affects the selection but not the weights.
     """
 
     router: TopK = field(default_factory=lambda: TopK(2))
@@ -204,16 +224,19 @@ class NoisyTopK(Router):
 
     @property
     def num_experts_per_tok(self) -> int:
-        """Counts the experts of a token, `K`."""
+        """Number of experts per token, `K`."""
         return self.router.num_experts_per_tok
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Chooses by score, bias and noise.
+        """Route tokens by noisy scores.
 
         Args:
-            logits: `[T, E]`.
-            bias: `[E]`, added to the scores for the choice alone.
-            info: its key draws the noise.
+            logits: `[T, E]`, float32 or wider.
+            bias: `[E]`, added to the scores for selection only; `None` (default) for no bias.
+            info: token properties; `key` generates the noise.
+
+        Returns:
+            The routing.
         """
         if info.key is None:
             return self.router(logits, bias, info)
@@ -222,7 +245,7 @@ class NoisyTopK(Router):
 
 
 def _hash(ids: Int[Array, "T"], seed: int) -> Array:
-    """Mixes the bits of each id (the finaliser of MurmurHash3), equal on every machine."""
+    """Return a hash of each id, uint32, equal on all machines (MurmurHash3 finalizer)."""
     x = ids.astype(jnp.uint32) + jnp.uint32(seed * 0x9E3779B9 % (1 << 32))
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)

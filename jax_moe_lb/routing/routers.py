@@ -1,6 +1,6 @@
-"""A router says which experts a token goes to, and with what weight.
+"""Routers: experts and weights of each token.
 
-All of it is in float32 (or float64), whatever the activations are: neighbouring scores must stay different.
+Routers compute in float32 (or float64) for any dtype of the activations, because nearby scores must stay distinct.
 """
 
 import math
@@ -14,23 +14,23 @@ from jaxtyping import Array, Float, Int, Key
 from jax_moe_lb.core.types import TokenMask, iota, pytree
 
 NO_EXPERT = -1
-"""It is the expert id of a token copy that goes nowhere, as that of a padding token."""
+"""Expert id of an unrouted token copy, such as a copy of a padding token."""
 
 Logits = Float[Array, "T E"]
 
 
 @pytree
 class Routing:
-    """A routing holds what a router decides about the tokens of one rank; a router of your own returns one.
+    """Experts and weights of the tokens of one rank, returned by every router.
 
     Args:
         experts: `[T, K]` int32, the expert of each token copy, or `NO_EXPERT`.
-        weights: `[T, K]`, the factors of the experts' outputs; gradients flow through them.
-        logits: `[T, E]`, the router's logits, for the z-loss.
-        scores: `[T, E]`, non-negative affinities that sum to 1 over the experts, for the other losses.
+        weights: `[T, K]`, factors of the expert outputs; gradients flow through them.
+        logits: `[T, E]`, the router logits, for the z-loss.
+        scores: `[T, E]`, nonnegative affinities with sum 1 over the experts, for the other losses.
 
     Examples:
-        A router of one's own, which sends all tokens to the first expert:
+        A custom router, sending all tokens to the first expert:
 
         >>> import jax
         >>> import jax.numpy as jnp
@@ -50,16 +50,16 @@ class Routing:
 
 @pytree
 class TokenInfo:
-    """Properties of a rank's tokens beside their embeddings: an argument of `moe`, and the third one of routers.
+    """Properties of a rank's tokens besides their embeddings, an argument of `moe` and of routers.
 
     Args:
-        mask: `[T]` booleans, false for padding tokens, which are not routed and whose outputs are 0; `None` (default)
-            without padding.
+        mask: `[T]` bool, False for padding tokens, which are not routed and have output 0; `None` (default) without
+            padding.
         ids: `[T]` int32, token ids, required by `HashRouter`.
         key: random key, required by `NoisyTopK` in training. Pass another key in each step and layer, equal on all
             ranks; routers receive it with the rank index folded in.
-        sequence_length: consecutive tokens of a sequence, for the sequence-wise loss; static.
-        first: int32, position of this rank's first token in its group. `moe` sets it for the router.
+        sequence_length: number of consecutive tokens per sequence, for the sequence-wise loss; static.
+        first: int32, position of this rank's first token in its group; 0 by default. `moe` sets it for the router.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -76,23 +76,25 @@ class TokenInfo:
 
 
 RouterFunction = Callable[[Logits, Float[Array, "E"] | None, TokenInfo], Routing]
-"""A hashable function from logits, the selection bias of each expert (or `None`) and the tokens' properties to a
-`Routing`. `docs/how-to/routers.md` has an example."""
+"""Hashable function from logits, selection bias per expert (or `None`) and token properties to a `Routing`.
+
+`docs/how-to/routers.md` has an example.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """Base class of the routers of this library: options of the layer that belong to routing.
+    """Base class of the built-in routers, with routing options of the layer.
 
-    A plain function is a router, too; these options then have their defaults. Derive a frozen dataclass and write
-    `__call__(logits, bias, info)` for a router that has them.
+    A plain function is a router, too; these options then have their defaults. For a custom router with options, derive
+    a frozen dataclass and define `__call__(logits, bias, info)`.
 
     Args:
-        selection_bias: if True, `nn.MoE` keeps a bias on the scores that choose experts, without gradients; call
-            `MoE.update_bias` in each step (balancing without auxiliary loss, DeepSeek-V3).
-        logit_bias: if True, add a learned bias to the router logits, as in GPT-OSS.
-        capacity_factor: if set, drop copies as GShard does: an expert takes that many times the mean of its copies from
-            each rank, first choices first. `None` (default) drops nothing.
+        selection_bias: if True, `nn.MoE` adds a bias without gradients to the scores for expert selection. Call
+            `MoE.update_bias` in each step (balancing without auxiliary loss, DeepSeek-V3). False by default.
+        logit_bias: if True, add a learned bias to the router logits, as in GPT-OSS; False by default.
+        capacity_factor: if set, drop copies as in GShard: the capacity of an expert is `capacity_factor` times its mean
+            number of copies from each rank, and first choices take precedence. `None` (default) for a dropless layer.
 
     Raises:
         ValueError: `capacity_factor` is not positive and finite.
@@ -111,14 +113,12 @@ class Router:
 
     def __post_init__(self) -> None:
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ValueError(
-                f"capacity_factor is {self.capacity_factor}; expected above 0 and finite, or None to drop nothing"
-            )
+            raise ValueError(f"capacity_factor is {self.capacity_factor}; expected a finite number above 0, or None")
 
     def _inherit(self, inner: "Router") -> None:
-        """Take the options of the wrapped router where this one has defaults."""
+        """Take the options of the wrapped router for options with default values."""
         for name in ("selection_bias", "logit_bias", "capacity_factor"):
-            # A frozen dataclass refuses ordinary assignment.
+            # A frozen dataclass rejects ordinary assignment.
             object.__setattr__(self, name, getattr(self, name) or getattr(inner, name))
 
 
@@ -129,14 +129,14 @@ def router_options(router: RouterFunction) -> Router:
 
 @dataclass(frozen=True)
 class GroupLimit:
-    """A group limit restricts a token to the experts of its best groups (DeepSeek-V2/V3 node-limited routing).
+    """Restriction of each token to the experts of its best groups (DeepSeek-V2/V3 node-limited routing).
 
-    Give it to `TopK` where experts of one group are at home on one node, so that a token goes to few nodes.
+    Pass it to `TopK` if the experts of each group are at home on one node, so that a token is sent to few nodes.
 
     Args:
-        num_groups: equal, contiguous groups of experts: 8 in DeepSeek-V3.
-        top_groups: groups that a token may use: 4 in DeepSeek-V3.
-        experts_per_score: how many of a group's best scores make up the group's score: 1 in DeepSeek-V2, 2 in
+        num_groups: number of equal, contiguous groups of experts; 8 in DeepSeek-V3.
+        top_groups: number of groups per token; 4 in DeepSeek-V3.
+        experts_per_score: number of top scores summed to the score of a group: 1 in DeepSeek-V2, 2 (default) in
             DeepSeek-V3.
 
     Raises:
@@ -161,36 +161,46 @@ class GroupLimit:
             raise ValueError(f"experts_per_score is {self.experts_per_score}; expected at least 1")
 
     def __call__(self, scores: Logits) -> Logits:
-        """Replaces the scores outside each token's best groups by `-inf`."""
+        """Return the scores, with `-inf` outside the best groups of each token.
+
+        Args:
+            scores: `[T, E]`.
+
+        Returns:
+            `[T, E]`.
+
+        Raises:
+            ValueError: `num_groups` does not divide `E`, or a group has fewer than `experts_per_score` experts.
+        """
         num_tokens, num_experts = scores.shape
         if num_experts % self.num_groups or num_experts // self.num_groups < self.experts_per_score:
             raise ValueError(
                 f"num_groups is {self.num_groups}; expected a divisor of the {num_experts} experts "
-                f"that leaves at least {self.experts_per_score} in a group"
+                f"with at least {self.experts_per_score} experts per group"
             )
         grouped = scores.reshape(num_tokens, self.num_groups, -1)
         group_scores = jax.lax.top_k(grouped, self.experts_per_score)[0].sum(-1)
-        # Among equals top_k takes the lower index, on every backend, so that the choice can be reproduced.
+        # top_k takes the lower index of equal scores on every backend, so the selection is reproducible.
         best = jax.lax.top_k(group_scores, self.top_groups)[1]
         allowed = (best[:, :, None] == iota(self.num_groups)[None, None]).any(1)
-        # Not 0 but -inf, as a bias may have made all scores negative.
+        # Use -inf instead of 0, because a bias can make all scores negative.
         return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 @dataclass(frozen=True)
 class TopK(Router):
-    """This router sends a token to the `K` experts of highest score.
+    """Top-k router: each token goes to the `K` experts of highest score.
 
-    It is the one to use: softmax top-k (GShard, Mixtral, Qwen3) by default, and DeepSeek-V3's with
-    `score=jax.nn.sigmoid`, a bias and a `GroupLimit`. The bias moves the choice, never the weight. Among equal scores
-    the lower expert wins.
+    It is the standard router: softmax top-k (GShard, Mixtral, Qwen3) by default, and DeepSeek-V3's with
+    `score=jax.nn.sigmoid`, a selection bias and a `GroupLimit`. The selection bias affects the selection but not the
+    weights. Ties go to the lower expert index.
 
     Args:
         num_experts_per_tok: `K`, usually 1 to 8.
-        score: maps logits to scores: `jax.nn.softmax` or `jax.nn.sigmoid`.
-        renormalise: whether the `K` weights are divided by their sum, which is usual.
-        scale: the factor on the weights after that, usually 1; 2.5 in DeepSeek-V3.
-        group_limit: restricts the experts that a token may choose from; `None` allows all.
+        score: function from logits to scores: `jax.nn.softmax` (default) or `jax.nn.sigmoid`.
+        renormalise: if True (default), divide the `K` weights by their sum.
+        scale: factor of the weights after renormalization; 1 by default, 2.5 in DeepSeek-V3.
+        group_limit: restriction of the experts per token; `None` (default) for no restriction.
         selection_bias: see `Router`.
         logit_bias: see `Router`.
         capacity_factor: see `Router`.
@@ -218,19 +228,22 @@ class TopK(Router):
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Chooses by score and bias.
+        """Route tokens by score and bias.
 
         Args:
-            logits: `[T, E]`, in float32 or wider.
-            bias: `[E]`, added to the scores for the choice alone; `None` adds nothing.
-            info: what else is known of the tokens, which this router does not need.
+            logits: `[T, E]`, float32 or wider.
+            bias: `[E]`, added to the scores for selection only; `None` (default) for no bias.
+            info: unused.
+
+        Returns:
+            The routing.
 
         Raises:
-            ValueError: there are fewer experts to choose from than `K`.
+            ValueError: there are fewer than `K` experts, or fewer than `K` in the selected groups.
         """
         del info
         scores = self.score(logits)
-        # The bias is float32 and the scores may be float64, which strict promotion does not mix.
+        # The bias is float32 and the scores may be float64; strict dtype promotion rejects mixing them.
         choice = scores if bias is None else scores + bias[None].astype(scores.dtype)
         self._require_enough(logits.shape[1])
         if self.group_limit is not None:
@@ -244,27 +257,30 @@ class TopK(Router):
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at most {reach}")
 
     def with_experts(self, logits: Logits, experts: Int[Array, "T K"]) -> Routing:
-        """Makes the routing that sends the tokens to given experts, with the weights of their scores.
+        """Return the routing to given experts, with the weights of their scores.
 
-        Use it to force a choice, as `ForceBalanced` does.
+        Use it to force a selection, as in `ForceBalanced`.
 
         Args:
-            logits: `[T, E]`.
+            logits: `[T, E]`, float32 or wider.
             experts: `[T, K]` integers, the expert of each token copy.
+
+        Returns:
+            The routing.
         """
         log_scores = _log_scores(self.score, logits)
         chosen = jnp.take_along_axis(log_scores, experts, axis=1)
-        # A quotient of scores that underflow is 0 / 0, and its gradient is so long before: their logarithms are not.
+        # A quotient of underflowing scores is 0 / 0, and its gradient fails even earlier. Logarithms do not underflow.
         if self.renormalise:
             weights = jax.nn.softmax(chosen, -1)
         else:
             weights = jnp.take_along_axis(self.score(logits), experts, axis=1)
-        # Sigmoid scores do not sum to 1; the losses want shares.
+        # Sigmoid scores do not sum to 1, but the losses need fractions.
         return Routing(experts.astype(jnp.int32), weights * self.scale, logits, jax.nn.softmax(log_scores, -1))
 
 
 def _log_scores(score: Callable[[Logits], Logits], logits: Logits) -> Logits:
-    """The logarithm of the scores, without underflow for the two scores that have a logarithm of their own."""
+    """Return the logarithm of the scores, without underflow for softmax and sigmoid."""
     if score is jax.nn.softmax:
         return jax.nn.log_softmax(logits, -1)
     if score is jax.nn.sigmoid:
@@ -274,16 +290,15 @@ def _log_scores(score: Callable[[Logits], Logits], logits: Logits) -> Logits:
 
 @dataclass(frozen=True)
 class ForceBalanced(Router):
-    """This router is the papers' "ideal": it sends tokens round robin over all experts.
+    """Router sending tokens round robin to all experts, the "ideal" of the papers.
 
-    Use it to measure the speed that balancers are held against, in place of the real router. Training with it is
-    meaningless.
+    Use it instead of the real router to measure the speed at perfect balance. Training with it is meaningless.
 
     Args:
-        router: gives the weights of the forced choice, `K`, and the options of `Router`.
-        selection_bias: see `Router`; that of `router` by default.
-        logit_bias: likewise.
-        capacity_factor: likewise.
+        router: router for the weights, `K` and the default options of `Router`.
+        selection_bias: see `Router`; the option of `router` by default.
+        logit_bias: see `Router`; the option of `router` by default.
+        capacity_factor: see `Router`; the option of `router` by default.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -301,19 +316,23 @@ class ForceBalanced(Router):
 
     @property
     def num_experts_per_tok(self) -> int:
-        """Counts the experts of a token, `K`."""
+        """Number of experts per token, `K`."""
         return self.router.num_experts_per_tok
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Chooses by the number of the token copy in the group.
+        """Route token copies round robin by their position in the group.
 
         Args:
-            logits: `[T, E]`.
-            bias: it is not used: there is nothing left to balance.
-            info: it says the number of this rank's first token, so that ranks go on where others end.
+            logits: `[T, E]`, float32 or wider.
+            bias: unused, because experts are balanced by construction.
+            info: token properties; `first` is the position of this rank's first token, so positions continue across
+                ranks.
+
+        Returns:
+            The routing.
 
         Raises:
-            ValueError: there are fewer experts than `K`.
+            ValueError: there are fewer than `K` experts.
         """
         del bias
         num_tokens, num_experts = logits.shape
@@ -325,7 +344,17 @@ class ForceBalanced(Router):
 
 
 def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
-    """Sends the tokens where `mask` is false to no expert, with weight 0; `moe` calls it for padding tokens."""
+    """Set the expert of tokens with `mask` False to `NO_EXPERT` and their weight to 0.
+
+    `moe` calls it for padding tokens.
+
+    Args:
+        routing: routing of this rank's tokens.
+        mask: `[T]` bool.
+
+    Returns:
+        The masked routing.
+    """
     return Routing(
         jnp.where(mask[:, None], routing.experts, NO_EXPERT),
         jnp.where(mask[:, None], routing.weights, 0),
@@ -335,17 +364,18 @@ def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
 
 
 def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1e-3) -> Float[Array, "E"]:
-    """Moves each expert's bias up if its load is below the mean, down if above (DeepSeek-V3, without auxiliary loss).
+    """Return the selection bias after one step of balancing without auxiliary loss (DeepSeek-V3).
 
-    Call it once per step, after the optimizer; `MoE.update_bias` does it for a layer.
+    The bias of an expert rises by `rate` if its load is below the mean, and falls by `rate` if it is above. Call it
+    once per step, after the optimizer; `MoE.update_bias` does so for a layer.
 
     Args:
-        bias: `[E]`, never touched by the optimizer.
-        load: `[E]` integers, the token copies of each expert in this step, over all ranks.
-        rate: the step, DeepSeek-V3's gamma, usually 1e-3.
+        bias: `[E]`, not updated by the optimizer.
+        load: `[E]` integers, token copies of each expert in this step, over all ranks.
+        rate: step size, DeepSeek-V3's gamma; 1e-3 by default.
 
     Returns:
-        The bias for the next step, `[E]`.
+        `[E]`, the bias for the next step.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -354,13 +384,13 @@ def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1
         [0.001, -0.001, 0.0]
     """
     load = load.astype(bias.dtype)
-    # The paper takes the sign alone: an expert far off the mean moves no faster than one near to it.
+    # As in the paper, only the sign counts: the step size does not depend on the distance from the mean.
     return bias + rate * jnp.sign(load.mean() - load)
 
 
 def tokens_per_expert(experts: Int[Array, "B C"], num_experts: int) -> Int[Array, "B E"]:
-    """Counts how often each expert occurs in each line; ids outside `[0, E)` are not counted."""
+    """Return the number of occurrences of each expert per row, `[B, E]` int32, ignoring ids outside `[0, E)`."""
     lines = jnp.broadcast_to(iota(experts.shape[0])[:, None], experts.shape)
-    # A negative index would count from the end: send it past the end, where it is dropped.
+    # Map negative ids past the end, where they are dropped: a negative index would count from the end.
     columns = jnp.where(experts < 0, num_experts, experts)
     return jnp.zeros((experts.shape[0], num_experts), jnp.int32).at[lines, columns].add(1, mode="drop")

@@ -1,4 +1,4 @@
-"""A simulator that runs the same `System` and `Plan` with a clock instead of devices."""
+"""Simulator: run a `System` and its `Plan` against a model of a cluster, without devices."""
 
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Collective, Communication, Links, MeasuredGemm
 from jax_moe_lb.sim.drift import Drift, fitted_drift

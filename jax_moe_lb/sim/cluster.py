@@ -1,7 +1,7 @@
-"""A simulated cluster: levels of links, rates of compute and copies, and algorithms of collectives.
+"""Simulated cluster: levels of links, rates of compute and copies, and collective algorithms.
 
-`Communication` has the algorithms of the communication library. `AnalyticGemm` and `MeasuredGemm` give the seconds of a
-rank for the rows of its slots.
+`Communication` holds the algorithms of the communication library. `AnalyticGemm` and `MeasuredGemm` compute the seconds
+of a rank from the rows of its slots.
 """
 
 import math
@@ -14,11 +14,11 @@ from jaxtyping import Float, Num
 from jax_moe_lb.core.topology import LEVEL_NAMES, Level, Topology
 
 MOST_BYTES = 8.0
-"""A number of a token has at most so many bytes: those of float64."""
+"""Maximum bytes per element of a token, as in float64."""
 
 
 class Collective(StrEnum):
-    """It is how an all-gather, a reduce-scatter or an all-reduce goes; `network.py` counts its bytes and hops.
+    """Algorithm of all-gathers, reduce-scatters and all-reduces; `network.py` counts its bytes and hops.
 
     Examples:
         >>> from jax_moe_lb.sim import Collective
@@ -27,41 +27,43 @@ class Collective(StrEnum):
     """
 
     RING = "ring"
-    """One ring of all ranks in their order, as NCCL and Gloo have for what XLA compiles to an all-gather."""
+    """One ring of all ranks in order, as in NCCL and Gloo for all-gathers compiled by XLA."""
 
     TREE = "tree"
-    """As many hops as the logarithm of each level's size: two binary trees, or doubling."""
+    """Two binary trees, or recursive doubling: the number of hops is logarithmic in the size of each level."""
 
     HIERARCHICAL = "hierarchical"
-    """A ring of each level, one level after the other, with its shard alone across the outer ones."""
+    """A ring per level, one level after the other; only a rank's shard crosses the outer levels."""
 
     DIRECT = "direct"
-    """Each rank to every other at once, as DeepEP tells counts."""
+    """Direct messages from each rank to every other rank at once, as in DeepEP's exchange of counts."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Describes what moves the bytes of a cluster; the default is what XLA's collectives do on GPUs.
+    """Algorithms and formats of the communication library of a cluster; XLA's collectives on GPUs by default.
 
-    Give it to a `Cluster` where another library moves them.
+    Pass it to a `Cluster` that uses another library.
 
     Args:
-        collectives: the algorithm of all-gathers, reduce-scatters and all-reduces: of counts, gathered experts and
-            their gradients, and the shared expert of a codec.
-        by_pairs: whether an exchange of tokens pays a latency for every pair of ranks, one after the other, as in
-            MPI's pairwise exchange; else all messages are under way at once.
-        by_level: whether tokens go level by level, as DeepEP sends them: to their offset in another node, and from
-            there inside it; else straight to their rank.
-        once_per_member: whether a token with several experts in one member of a level, a node or a rank, is sent there
-            once, and what its experts put out is summed before it returns. Only where it goes level by level.
-        dispatch_bytes: the bytes of a number of a token on its way to experts, or of its gradient; `None`: the model's.
-            1.03 is fp8 with a scale in float32 for every 128.
-        combine_bytes: likewise of what returns; 2 where only the dispatch is in fp8.
-        shares_links: whether exchanges that overlap share the links; else one waits for the other, as XLA's collectives
-            do on their one stream.
+        collectives: Algorithm of all-gathers, reduce-scatters and all-reduces; `RING` by default. It applies to counts,
+            gathered experts and their gradients, and the shared expert of a codec.
+        by_pairs: If True, an exchange of tokens pays one latency per pair of ranks in sequence, as in MPI's pairwise
+            exchange. If False (default), all messages overlap.
+        by_level: If True, tokens travel level by level, as in DeepEP: to the same offset in another node, then inside
+            that node. If False (default), they travel directly to their rank.
+        once_per_member: If True, a token with several experts in one member of a level (a node or a rank) is sent to
+            this member once, and the outputs of these experts are summed before they return. Requires `by_level`;
+            False by default.
+        dispatch_bytes: Bytes per element of rows sent to experts: tokens, and gradients of outputs. None (default) is
+            the model's `itemsize`; 1.03 is fp8 with one float32 scale per 128 elements.
+        combine_bytes: Bytes per element of rows returning from experts: outputs, and gradients of tokens. None
+            (default) is the model's `itemsize`; use 2 if only the dispatch uses fp8.
+        shares_links: If True, overlapping exchanges share the links. If False (default), exchanges run in sequence, as
+            XLA's collectives do on their single stream.
 
     Raises:
-        ValueError: a number is out of range, or tokens that go straight are to be sent once.
+        ValueError: A number is out of range, or `once_per_member` is True without `by_level`.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Collective, Communication, Links
@@ -80,7 +82,7 @@ class Communication:
 
     def __post_init__(self) -> None:
         if self.once_per_member and not self.by_level:
-            raise ValueError("once_per_member is True; expected by_level as well, as copies are made where it arrives")
+            raise ValueError("once_per_member is True; expected by_level=True, as copies are made on arrival")
         for name in ("dispatch_bytes", "combine_bytes"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= MOST_BYTES:
@@ -93,20 +95,20 @@ Seconds = Float[np.ndarray, "R"]
 
 @dataclass(frozen=True)
 class AnalyticGemm:
-    """This model is stated, not measured: an expert of `n` rows takes as long as `n + half_rows` rows at the peak.
+    """Analytic model of a grouped FFN: an expert of `n` rows takes as long as `n + half_rows` rows at the peak rate.
 
-    Use it where nobody has measured the machine. At `half_rows` rows it runs at half the peak, as weights must be read
-    however few rows there are. The defaults are an assumption for an H100: 600 TFLOP/s reached in bfloat16, and the 295
-    rows at which 989 TFLOP/s and 3.35 TB/s balance.
+    Use it for machines without measurements. An expert of `half_rows` rows runs at half the peak, because its weights
+    are read regardless of the number of rows. The defaults are an assumption for an H100: 600 TFLOP/s reached in
+    bfloat16, and the 295 rows at which 989 TFLOP/s and 3.35 TB/s balance.
 
     Args:
-        peak_flops_per_s: the rate of large products, in floating-point operations per second.
-        half_rows: the rows of one expert at half the peak; usually the peak over the memory's rate, in operations per
-            byte.
-        launch_s: the seconds that a grouped FFN takes whatever its rows, usually 10e-6.
+        peak_flops_per_s: Rate of large products, in floating-point operations per second; 600e12 by default.
+        half_rows: Rows of one expert at half the peak rate; 295 by default. Usually the ratio of the peak to the memory
+            bandwidth, in operations per byte.
+        launch_s: Launch overhead of one grouped FFN, in seconds; 10e-6 by default.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: A number is out of range.
 
     Examples:
         >>> import numpy as np
@@ -128,12 +130,15 @@ class AnalyticGemm:
                 raise ValueError(f"{name} is {value}; expected a finite number, at least 0")
 
     def seconds(self, rows: RowsPerSlot, row_flops: float, launches: int = 1) -> Seconds:
-        """Computes the seconds of each rank.
+        """Compute the seconds of each rank.
 
         Args:
-            rows: `[R, S]`, the rows of each slot.
-            row_flops: the floating-point operations of a row.
-            launches: how many grouped FFNs the rows are cut into, usually the rounds.
+            rows: `[R, S]`, rows of each slot.
+            row_flops: Floating-point operations per row.
+            launches: Number of grouped FFNs per rank, usually the number of rounds; 1 by default.
+
+        Returns:
+            `[R]` seconds; 0 for ranks without rows.
         """
         padded = np.where(rows > 0, rows + self.half_rows, 0.0).sum(1)
         return padded * row_flops / self.peak_flops_per_s + np.where(padded > 0, launches * self.launch_s, 0.0)
@@ -141,19 +146,19 @@ class AnalyticGemm:
 
 @dataclass(frozen=True)
 class MeasuredGemm:
-    """This model is a curve: the rate at which experts of so many rows run, as `jax-moe-lb calibrate` measures it.
+    """Measured rate of a grouped FFN as a function of the rows per expert, as written by `jax-moe-lb calibrate`.
 
-    Use it wherever the machine can be measured. Between points the time is interpolated linearly. Below the first it is
-    that of the first, as the weights are read whatever the rows. Beyond the last the rate is that of the last. Experts
-    of another shape are taken to run at the same rate; how far that holds nobody has measured.
+    Use it for every machine that can be measured. Between points, the time is interpolated linearly. Below the first
+    point, the time is constant, as the weights are read regardless of the rows. Above the last point, the rate is
+    constant. Experts of other shapes are assumed to run at the same rate; this assumption has not been measured.
 
     Args:
-        rows: the points of the curve, rows of one expert, ascending.
-        flops_per_s: the rate at each point, in floating-point operations per second.
-        launch_s: the seconds that a grouped FFN takes whatever its rows; usually 0, as the curve has them in it.
+        rows: Points of the curve, in rows of one expert, in ascending order.
+        flops_per_s: Rate at each point, in floating-point operations per second.
+        launch_s: Launch overhead of one grouped FFN, in seconds; 0 by default, as measured rates include it.
 
     Raises:
-        ValueError: the points do not ascend, or a number is out of range.
+        ValueError: The points do not ascend, the lengths differ, or a number is out of range.
 
     Examples:
         >>> import numpy as np
@@ -179,19 +184,22 @@ class MeasuredGemm:
 
     @property
     def peak_flops_per_s(self) -> float:
-        """Finds the highest rate of the curve, in floating-point operations per second."""
+        """Highest rate of the curve, in floating-point operations per second."""
         return max(self.flops_per_s)
 
     def seconds(self, rows: RowsPerSlot, row_flops: float, launches: int = 1) -> Seconds:
-        """Computes the seconds of each rank.
+        """Compute the seconds of each rank.
 
         Args:
-            rows: `[R, S]`, the rows of each slot.
-            row_flops: the floating-point operations of a row.
-            launches: how many grouped FFNs the rows are cut into, usually the rounds.
+            rows: `[R, S]`, rows of each slot.
+            row_flops: Floating-point operations per row.
+            launches: Number of grouped FFNs per rank, usually the number of rounds; 1 by default.
+
+        Returns:
+            `[R]` seconds; 0 for ranks without rows.
         """
         points, rates = np.array(self.rows), np.array(self.flops_per_s)
-        # Times are interpolated, not rates: in seconds of one floating-point operation per row.
+        # Interpolate times instead of rates, in seconds per floating-point operation of a row.
         known = points / rates
         beyond = np.maximum(rows - points[-1], 0.0) / rates[-1]
         one = np.where(rows > 0, np.interp(rows, points, known) + beyond, 0.0).sum(1)
@@ -201,28 +209,29 @@ class MeasuredGemm:
 Gemm = AnalyticGemm | MeasuredGemm
 
 MOST_JITTER = 1.0
-"""Beyond, a rank takes e times as long as usual every other time, which is no jitter."""
+"""Maximum standard deviation. At 1, one standard deviation is already a factor of e."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Links describe one level: its members, and the links that each of them has to the others.
+    """Links of one level: its members, and the links from each member to the others.
 
-    A member is all that is inside it: of level `node` a node with all its GPUs. Its ranks share its links. With
-    as many links as ranks each rank has one of its own (rails); with one link all ranks share it (the line of a
-    datacenter).
+    A member contains all inner levels: a member of level `node` is a node with all its GPUs. Its ranks share its links.
+    If a member has as many links as ranks, each rank has its own link (rails). If it has one link, all its ranks share
+    it (the uplink of a datacenter).
 
     Args:
         name: `"dc"`, `"node"` or `"gpu"`.
-        size: members inside one member of the next outer level.
-        bytes_per_s: what one link carries each way, in bytes per second: 50e9 for an interface of 400 Gbit/s, 360e9 for
-            what an H100 reaches over NVLink.
-        links: the links of one member; usually 8 for a node, one per GPU, and 1 for a GPU or a datacenter.
-        latency_s: the time of one way, in seconds: usually 3e-6 inside a node, 10e-6 between nodes, milliseconds
-            between datacenters.
+        size: Number of members inside one member of the next outer level.
+        bytes_per_s: Rate of one link in each direction, in bytes per second: 50e9 for an interface of 400 Gbit/s, 360e9
+            reached by an H100 over NVLink.
+        links: Number of links per member; 1 by default. Usually 8 for a node (one per GPU), and 1 for a GPU or a
+            datacenter.
+        latency_s: One-way latency, in seconds; 0 by default. Usually 3e-6 inside a node, 10e-6 between nodes, and
+            milliseconds between datacenters.
 
     Raises:
-        ValueError: the name is unknown, or a number is out of range.
+        ValueError: The name is unknown, or a number is out of range.
 
     Examples:
         Sixteen nodes, each with eight interfaces of 400 Gbit/s:
@@ -252,30 +261,32 @@ class Links:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster is an expert-parallel group of ranks, numbered row-major over the levels.
+    """Simulated machine: one expert-parallel group of ranks, numbered row-major over the levels.
 
-    Describe your machine with it for `simulate` and `replay`; `sim/presets` has some, and `jax-moe-lb calibrate` writes
-    that of the machine it runs on.
+    Pass it to `simulate` and `replay`. `sim/presets` has some machines, and `jax-moe-lb calibrate` writes the
+    description of the local machine.
 
     Args:
-        levels: the links of every level, outermost first.
-        gemm: says how long experts take.
-        flops_per_s: the rate of everything before the experts, on one rank, in floating-point operations per second;
-            usually a half to two thirds of the experts' peak.
-        copy_bytes_per_s: what a rank's copy engines move each way, in bytes per second; `None` takes as much as its
-            links.
-        planner_s: the seconds from counts to plan of a planner that reads the counts; usually 60e-6 to 100e-6.
-        domain_level: the outermost level inside a domain, in which expert weights may move; `None` takes the innermost.
-        memory_bytes: the memory of one rank, in bytes; `None` if unknown, and then nothing is refused for it.
-        hbm_bytes_per_s: what a rank reads from and writes to its memory, together: 3.35e12 by the datasheet of an H100.
-            `None` takes permutations and sums of rows to cost nothing; see `sim/memory.py`.
-        communication: how the library that moves bytes does so; what XLA does, by default.
-        jitter: the standard deviation of the logarithm of what a rank takes for a task, drawn for every rank and task
-            with a mean of 1: 0.02 is a machine whose ranks differ by 2 %. Exchanges wait for the slowest.
-        jitter_seed: the seed of these draws.
+        levels: Links of each level, outermost first.
+        gemm: Cost model of expert FFNs; `AnalyticGemm()` by default.
+        flops_per_s: Compute rate of one rank outside the experts, in floating-point operations per second; 400e12 by
+            default. Usually a half to two thirds of the experts' peak.
+        copy_bytes_per_s: Rate of a rank's copy engines in each direction, in bytes per second. None (default) is the
+            rate of its links.
+        planner_s: Seconds from counts to plan, for planners that read the counts; 0 by default, usually 60e-6 to
+            100e-6.
+        domain_level: Outermost level inside a domain, in which plans may move expert weights. None (default) is the
+            innermost level.
+        memory_bytes: Memory of one rank, in bytes. None (default) disables the check of its capacity.
+        hbm_bytes_per_s: Memory bandwidth of a rank, reads and writes together, in bytes per second: 3.35e12 in the
+            datasheet of an H100. None (default) makes permutations and sums of rows free; see `sim/memory.py`.
+        communication: Algorithms and formats of the communication library; XLA's by default.
+        jitter: Standard deviation of the logarithm of a task's duration; 0 by default. Each rank and task samples a
+            factor with mean 1. At 0.02, ranks differ by 2 %. Exchanges wait for the slowest rank.
+        jitter_seed: Random seed of these factors; 0 by default.
 
     Raises:
-        ValueError: the levels are out of order, or a number is out of range.
+        ValueError: The levels are out of order, or a number is out of range.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links
@@ -310,9 +321,9 @@ class Cluster:
             raise ValueError(f"Cluster.planner_s is {self.planner_s}; expected at least 0")
         if not 0 <= self.jitter <= MOST_JITTER or self.jitter_seed < 0:
             told = f"Cluster.jitter is {self.jitter}, of seed {self.jitter_seed}"
-            raise ValueError(f"{told}; expected 0 to {MOST_JITTER}, of a seed of at least 0")
+            raise ValueError(f"{told}; expected a jitter of 0 to {MOST_JITTER} and a seed of at least 0")
         for level, inner in zip(self.levels, self.inner, strict=True):
-            # A rank uses one link, and all links are shared by equally many.
+            # Each rank uses one link, and every link serves equally many ranks.
             if inner % level.links:
                 raise ValueError(
                     f"Links({level.name!r}).links is {level.links}; "
@@ -321,18 +332,18 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Counts the ranks of the group, `R`."""
+        """Number of ranks of the group, `R`."""
         return math.prod(level.size for level in self.levels)
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Counts the ranks inside one member of every level, outermost first."""
+        """Number of ranks inside one member of each level, outermost first."""
         sizes = [level.size for level in self.levels]
         return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
     @property
     def ranks_per_domain(self) -> int:
-        """Counts the ranks of a domain, `M`."""
+        """Number of ranks of a domain, `M`."""
         return math.prod(level.size for level in self.levels[self._first_inside :])
 
     @property
@@ -341,18 +352,22 @@ class Cluster:
         return len(names) - 1 if self.domain_level is None else names.index(self.domain_level)
 
     def topology(self, sizes: tuple[int, ...] | None = None) -> Topology:
-        """Makes the topology that balancers see.
+        """Build the topology used by balancers.
 
         Args:
-            sizes: the sizes of the levels, where a group has fewer ranks than the machine; `None` takes all.
+            sizes: Sizes of the levels, for a group of fewer ranks than the machine. None (default) is the whole
+                machine.
+
+        Returns:
+            Topology with each rank's share of the links, domains and rails.
         """
         sizes = tuple(level.size for level in self.levels) if sizes is None else sizes
         levels = tuple(
-            # A rank gets its share of the links, as if all ranks of a member sent at once.
+            # Give each rank its share of the links, as if all ranks of a member sent at once.
             Level(level.name, size, level.bytes_per_s * level.links / inner, level.latency_s)
             for level, size, inner in zip(self.levels, sizes, self.inner, strict=True)
         )
         domain = math.prod(sizes[self._first_inside :])
-        # A group of fewer ranks has fewer of a node's rails.
+        # A group of fewer ranks has fewer rails of a node.
         rails = math.gcd(self.levels[-2].links, sizes[-1], domain) if len(sizes) > 1 else 1
         return Topology(levels, domain, rails, flops_per_s=self.gemm.peak_flops_per_s)

@@ -1,8 +1,9 @@
-"""YAML files of the simulator, and their quantities with units.
+"""YAML files of the simulator, and quantities with units.
 
-A file has `version: 1` and some of `cluster`, `model`, `system`, `migration`, `routing`, `step`; `cluster` and `model`
-may name a preset. `docs/simulator.md` has the format. Quantities carry their unit, as in `400 Gbit/s`, `50 GB/s`, `5
-us`, `600 TFLOP/s`; a number without a unit is refused. Prefixes are decimal; `KiB`, `MiB` and `GiB` are binary.
+A file has `version: 1` and any of the keys `cluster`, `model`, `system`, `migration`, `routing` and `step`. The values
+of `cluster` and `model` may be names of presets. `docs/simulator.md` describes the format. Quantities carry a unit, as
+in `400 Gbit/s`, `50 GB/s`, `5 us` or `600 TFLOP/s`; a number without a unit is an error. Prefixes are decimal, except
+the binary `KiB`, `MiB` and `GiB`.
 """
 
 import difflib
@@ -26,7 +27,7 @@ from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.compression import Codec, CodecBase
 
 DECIMAL = {prefix: Fraction(1000) ** power for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))}
-"""They are exact, so that `10 us` is the number nearest to it."""
+"""Factor of each decimal prefix. Fractions are exact, so `10 us` parses to the float nearest to it."""
 
 BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
     f"{prefix}iB": Fraction(1024) ** power for power, prefix in enumerate("KMG", 1)
@@ -34,52 +35,52 @@ BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
 BITS = {f"{prefix}bit": factor / 8 for prefix, factor in DECIMAL.items()}
 
 RATES = {f"{unit}/s": factor for unit, factor in (BYTES | BITS).items()}
-"""These units are in bytes per second."""
+"""Bytes per second of each unit of a rate."""
 
 SIZES = BYTES
-"""These units are in bytes."""
+"""Bytes of each unit of a size."""
 
 TIMES = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
-"""These units are in seconds."""
+"""Seconds of each unit of time."""
 
 SPEEDS = {f"{prefix}FLOP/s": factor for prefix, factor in DECIMAL.items()}
-"""These units are in floating-point operations per second."""
+"""Floating-point operations per second of each unit of speed."""
 
 
 NUMBER = r"[-+]?[\d.]{1,40}(?:[eE][-+]?\d{1,3})?"
-"""A number has no more digits than this: a power of a Fraction is computed in full, however large it is."""
+"""Pattern of a number. It bounds the digits, because the power of a `Fraction` is computed in full."""
 
 LEAST, MOST = 1e-15, 1e30
-"""In base units, quantities other than 0 lie between these, so that sums and quotients of them stay finite."""
+"""Bounds of nonzero quantities in base units, so that their sums and quotients stay finite."""
 
 
 def rate(value: Any) -> float:
-    """Parses a rate, into bytes per second; it raises `ValueError` like all of these."""
+    """Parse a rate such as `400 Gbit/s` into bytes per second; raise `ValueError` if it is invalid."""
     return _parsed(value, RATES, "a rate above 0 with its unit, such as '400 Gbit/s' or '50 GB/s'", least=0.0)
 
 
 def size(value: Any) -> float:
-    """Parses a size, into bytes."""
+    """Parse a size such as `80 GB` into bytes; raise `ValueError` if it is invalid."""
     return _parsed(value, SIZES, "a size above 0 with its unit, such as '80 GB'", least=0.0)
 
 
 def time(value: Any) -> float:
-    """Parses a time, into seconds."""
+    """Parse a time such as `5 us` into seconds; raise `ValueError` if it is invalid."""
     return _parsed(value, TIMES, "a time with its unit, such as '5 us'")
 
 
 def speed(value: Any) -> float:
-    """Parses a speed, into floating-point operations per second."""
+    """Parse a speed such as `600 TFLOP/s` into operations per second; raise `ValueError` if it is invalid."""
     return _parsed(value, SPEEDS, "a speed above 0 with its unit, such as '600 TFLOP/s'", least=0.0)
 
 
 def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float | None = None) -> float:
-    """Parses a number into the base unit; it is above `least`, or at least 0.
+    """Parse a quantity into its base unit. It must be above `least`, or at least 0 if `least` is None.
 
     Raises:
-        ValueError: there is no number or no unit, or one of another kind.
+        ValueError: The number or the unit is missing, unknown or out of range.
     """
-    # -1 stands for what cannot be read, so that all mistakes end in the one message below.
+    # -1 marks unreadable values, so that all mistakes end in the one message below.
     found = re.fullmatch(rf"\s*({NUMBER})\s*([A-Za-z/]{{1,10}})\s*", value) if isinstance(value, str) else None
     try:
         number = float(Fraction(found[1]) * units[found[2]]) if found else -1.0
@@ -96,17 +97,17 @@ def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float 
 
 
 VERSION = 1
-"""The format has this version. Files of another one are refused."""
+"""Version of the format. Files of another version are rejected."""
 
 MOST_NAME = 60
-"""Messages show so much of a key, and so much of a name is compared with those of presets."""
+"""Maximum length of a key in messages, and of a name compared with preset names."""
 
 SizeField = Annotated[float, BeforeValidator(units.size)]
 RateField = Annotated[float, BeforeValidator(units.rate)]
 TimeField = Annotated[float, BeforeValidator(units.time)]
 SpeedField = Annotated[float, BeforeValidator(units.speed)]
 CountField = Annotated[int, Field(strict=True, ge=1, le=INT32_MAX)]
-"""Planners count in int32, so no number of anything is larger."""
+"""Count of 1 to the maximum of int32, because planners count in int32."""
 
 LayersField = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
 WidthField = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
@@ -114,13 +115,13 @@ RowsField = Annotated[float, Field(ge=0, le=INT32_MAX)]
 
 
 class _Section(BaseModel):
-    """A section refuses keys that it does not know."""
+    """Base class of the sections; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class LevelSection(_Section):
-    """This section has one level of links; see `Links`."""
+    """One level of links; see `Links`."""
 
     name: Literal["dc", "node", "gpu"]
     size: CountField
@@ -130,7 +131,7 @@ class LevelSection(_Section):
 
 
 class GemmSection(_Section):
-    """This section has a curve (`rows` and `speeds`) or the analytic model (`peak` and `half_rows`)."""
+    """A measured curve (`rows` and `speeds`) or the analytic model (`peak` and `half_rows`)."""
 
     rows: tuple[RowsField, ...] | None = Field(default=None, max_length=MOST_POINTS)
     speeds: tuple[SpeedField, ...] | None = Field(default=None, max_length=MOST_POINTS)
@@ -139,10 +140,10 @@ class GemmSection(_Section):
     launch: TimeField = 0.0
 
     def build(self) -> Gemm:
-        """Makes the curve, or the analytic model.
+        """Build the `MeasuredGemm` or the `AnalyticGemm`.
 
         Raises:
-            ValueError: the section has neither, or both.
+            ValueError: The section has the keys of neither model, or of both.
         """
         if self.rows is not None and self.speeds is not None and self.peak is None:
             return MeasuredGemm(self.rows, self.speeds, self.launch)
@@ -152,7 +153,7 @@ class GemmSection(_Section):
 
 
 class ClusterSection(_Section):
-    """This section has a machine; see `Cluster`."""
+    """A machine; see `Cluster`."""
 
     levels: tuple[LevelSection, ...] = Field(max_length=len(LEVEL_NAMES))
     gemm: GemmSection
@@ -167,7 +168,7 @@ class ClusterSection(_Section):
     jitter_seed: int = Field(default=0, ge=0, lt=2**64)
 
     def build(self) -> Cluster:
-        """Makes the machine."""
+        """Build the `Cluster`."""
         return Cluster(
             levels=tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels),
             gemm=self.gemm.build(),
@@ -184,7 +185,7 @@ class ClusterSection(_Section):
 
 
 class ModelSection(_Section):
-    """This section has a model; see `ModelShape`."""
+    """A model; see `ModelShape`."""
 
     layers: LayersField
     hidden: WidthField
@@ -201,13 +202,13 @@ class ModelSection(_Section):
     shared_inner: int = Field(default=0, strict=True, ge=0, le=MOST_WIDTH)
 
     def build(self) -> ModelShape:
-        """Makes the model."""
+        """Build the `ModelShape`."""
         fields = self.model_dump()
         return ModelShape(**fields | {"pre_expert_s": fields.pop("pre_expert"), "other_s": fields.pop("other")})
 
 
 class MigrationSection(_Section):
-    """This section has the gathers of expert domains; see `Migration`."""
+    """Gathers of expert domains; see `Migration`."""
 
     domain_sizes: tuple[CountField, ...] = Field(default=(), max_length=len(LEVEL_NAMES))
     ratio: float = 1.0
@@ -215,19 +216,19 @@ class MigrationSection(_Section):
     gather_again: bool = False
 
     def build(self) -> Migration:
-        """Makes the migration."""
+        """Build the `Migration`."""
         return Migration(self.domain_sizes, Codec(self.ratio, self.base), self.gather_again)
 
 
 class PeersSection(_Section):
-    """This section has the ranks of a group beside the expert-parallel one; see `Peers`."""
+    """Ranks of a group beside the expert-parallel group; see `Peers`."""
 
     size: CountField
     rate: RateField | None = None
     latency: TimeField = 0.0
 
     def build(self) -> Peers:
-        """Makes the group."""
+        """Build the `Peers`."""
         return Peers(self.size, self.rate, self.latency)
 
 
@@ -235,7 +236,7 @@ ALONE = PeersSection(size=1)
 
 
 class ParallelSection(_Section):
-    """This section has the groups beside the expert-parallel one; see `Parallel`."""
+    """Groups beside the expert-parallel group; see `Parallel`."""
 
     tensor: PeersSection = ALONE
     data: PeersSection = ALONE
@@ -244,13 +245,13 @@ class ParallelSection(_Section):
     interleave: CountField = 1
 
     def build(self) -> Parallel:
-        """Makes the groups."""
+        """Build the `Parallel`."""
         groups = (self.tensor.build(), self.data.build(), self.pipeline.build())
         return Parallel(*groups, self.microbatches, self.interleave)
 
 
 class StepSection(_Section):
-    """This section says which passes a step has; see `Step`."""
+    """Passes of a step; see `Step`."""
 
     backward: bool = True
     recompute: bool = True
@@ -259,12 +260,12 @@ class StepSection(_Section):
     parallel: ParallelSection = ParallelSection()
 
     def build(self) -> Step:
-        """Makes the passes."""
+        """Build the `Step`."""
         return Step(**dict(self) | {"parallel": self.parallel.build()})
 
 
 class RoutingSection(_Section):
-    """This section says which counts are drawn where no trace is given; see `drifting_counts`."""
+    """Parameters of the synthetic counts used without a trace; see `drifting_counts`."""
 
     imbalance: float = Field(default=1.0, ge=1.0)
     seed: int = Field(default=0, ge=0, lt=2**64)
@@ -274,7 +275,7 @@ class RoutingSection(_Section):
 
 
 class SimulationConfig(_Section):
-    """A config is a whole file."""
+    """Contents of a whole file."""
 
     version: int
     cluster: ClusterSection | None = None
@@ -287,20 +288,23 @@ class SimulationConfig(_Section):
 
 
 def preset_names() -> list[str]:
-    """Lists the files that come with the package, without `.yaml`."""
+    """List the presets of the package, without `.yaml`."""
     found = (resources.files(__package__) / "presets").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml"))
 
 
 def load_config(argument: str, source: str) -> SimulationConfig:
-    """Reads a file, or a preset by its name.
+    """Read a YAML file, or a preset by its name.
 
     Args:
-        argument: what messages call it.
-        source: a path that ends in `.yaml` or `.yml`, or contains a `/`; else the name of a preset.
+        argument: Name of the option, for messages.
+        source: Path of a file if it ends in `.yaml` or `.yml` or contains a `/`; else the name of a preset.
+
+    Returns:
+        The validated contents.
 
     Raises:
-        ValueError: there is no such file or preset, or what it says is not understood; the message names the key.
+        ValueError: The file or preset does not exist, or an entry is invalid; the message names the key.
     """
     data = _read(argument, source)
     for section in ("cluster", "model"):
@@ -308,7 +312,7 @@ def load_config(argument: str, source: str) -> SimulationConfig:
             data = data | {section: _of_preset(argument, source, section, data[section])}
     try:
         config = SimulationConfig.model_validate(data)
-        # What the sections make checks more than their types: mistakes shall be found before anything runs.
+        # `build` checks more than the types, so run it here to find mistakes before a simulation starts.
         parts = (config.cluster, config.model, config.migration, config.step)
         for part in parts:
             if part is not None:
@@ -325,7 +329,7 @@ def load_config(argument: str, source: str) -> SimulationConfig:
 def _of_preset(argument: str, source: str, section: str, name: str) -> Any:
     found = _read(f"{argument} {source}: {section}", name).get(section)
     if found is None:
-        raise ValueError(f"{argument} {source}: {section} is {shown(name)}, a preset without one")
+        raise ValueError(f"{argument} {source}: {section} is {shown(name)}; expected a preset with a {section}")
     return found
 
 
@@ -348,18 +352,18 @@ def _read(argument: str, source: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{argument} {source} {error}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{argument} {source} holds {type(data).__name__}; expected keys, the first of them version")
+        raise ValueError(f"{argument} {source} contains {type(data).__name__}; expected keys, the first one version")
     if data.get("version") != VERSION:
         raise ValueError(f"{argument} {source}: version is {shown(data.get('version'))}; expected {VERSION}")
     return data
 
 
 def _first(error: ValidationError) -> str:
-    """Says what is wrong first, in one line with the key's path."""
+    """Describe the first validation error in one line with the path of its key."""
     found = error.errors()[0]
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MOST_NAME]}" for part in found["loc"]]
     path = "".join(parts).lstrip(".")
-    # The latter of dataclasses that are no section of their own.
+    # Pydantic reports unknown keys of plain dataclasses, such as `Drift`, as `unexpected_keyword_argument`.
     if found["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{path} is unknown"
     if found["type"] == "missing":

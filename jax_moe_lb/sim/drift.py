@@ -1,4 +1,4 @@
-"""A `Drift` says how the popularity of experts changes from step to step; `fitted_drift` reads it off a recording."""
+"""Drift of expert popularity over training steps, and `fitted_drift` to fit it to a recording."""
 
 import math
 from collections.abc import Sequence
@@ -10,35 +10,40 @@ from jaxtyping import Float, Int, Num
 from scipy.optimize import nnls
 
 LEAST_STEADY = 0.01
-"""At least this share of the variance is taken as steady, so that a shape of popularity is left."""
+"""Minimum steady share of the variance, so that a load shape remains."""
 
 TIMES = 80
-"""So many correlation times are tried, at even ratios, from one step to all that were recorded."""
+"""Number of correlation times tried by the fit, geometrically spaced from one step to the length of the recording."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """A drift says which part of the experts' popularity stays, which drifts, and which is new in every microbatch.
+    """Shares of expert popularity that are steady, drift between steps, and are new in every step.
 
-    The logarithm of an expert's popularity is a sum of three normal parts: a steady one; one that forgets itself, an
-    autoregression of order 1 whose autocorrelation falls as `exp(-lag / steps)`; and one that is drawn anew for every
-    step. Their variances over experts are shares of the whole. Besides, every rank has text of its own, which favours
-    experts that the other ranks' text does not.
+    The logarithm of an expert's popularity is the sum of three normal parts:
 
-    Use it to draw counts for systems that plan from earlier steps, which a single step says nothing about. The default
-    is no change at all, which flatters those systems.
+    - a steady part,
+    - a drifting part, an autoregressive process of order 1 with autocorrelation `exp(-lag / steps)`,
+    - a part sampled independently for every step.
+
+    Their variances over experts are shares of the total variance. In addition, each rank has text of its own, which
+    favors some experts on this rank alone.
+
+    Use it to generate counts for balancers that plan from earlier steps. The default is no change between steps, which
+    flatters these balancers.
 
     Args:
-        steady: the share of the variance that stays, above 0 and at most 1.
-        drifting: the share that drifts; what both leave of 1 is new in every step.
-        steps: the correlation time of what drifts, in steps.
-        rank_std: the standard deviation of the logarithm by which a rank's text differs from the other ranks' in a
-            step; 0 for ranks that differ only as samples do.
-        spread: the standard deviation of the logarithm over experts; `None` if unknown. It tells how skewed a recording
-            was, and is not needed where an imbalance is asked for.
+        steady: Steady share of the variance, above 0 and at most 1; 1 by default.
+        drifting: Drifting share of the variance, at most `1 - steady`; 0 by default. The remainder is new in every
+            step.
+        steps: Correlation time of the drifting part, in steps; 1 by default.
+        rank_std: Standard deviation of the logarithm of a rank's popularity relative to all ranks, in one step. At 0
+            (default), ranks differ only by sampling.
+        spread: Standard deviation over experts of the logarithm of popularity, as fitted to a recording; None (default)
+            if unknown. Not needed if an imbalance is given.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: A number is out of range.
 
     Examples:
         >>> drift = Drift(steady=0.5, drifting=0.4, steps=10.0)
@@ -55,9 +60,9 @@ class Drift:
     def __post_init__(self) -> None:
         if not 0 < self.steady <= 1:
             raise ValueError(f"steady is {self.steady}; expected a share above 0 and at most 1")
-        # Shares that were rounded may add up to a little more.
+        # Allow for shares rounded upwards.
         if not 0 <= self.drifting <= 1 - self.steady + 1e-6:
-            raise ValueError(f"drifting is {self.drifting}; expected 0 to {1 - self.steady:g}, what steady leaves")
+            raise ValueError(f"drifting is {self.drifting}; expected 0 to {1 - self.steady:g}, the rest beside steady")
         if not 0 < self.steps < math.inf:
             raise ValueError(f"steps is {self.steps}; expected a finite number above 0")
         for name, value in (("rank_std", self.rank_std), ("spread", self.spread)):
@@ -66,24 +71,30 @@ class Drift:
 
     @property
     def fresh(self) -> float:
-        """Returns the share of the variance that is new in every step."""
+        """Share of the variance sampled independently in every step."""
         return max(1 - self.steady - self.drifting, 0.0)
 
     def correlation(self, lag: int) -> float:
-        """Computes the autocorrelation of an expert's log popularity, over experts.
+        """Compute the correlation over experts of log popularity between two steps.
 
         Args:
-            lag: so many steps lie between.
+            lag: Number of steps between the two.
+
+        Returns:
+            The correlation; 1 at lag 0.
         """
         return 1.0 if lag == 0 else self.steady + self.drifting * math.exp(-abs(lag) / self.steps)
 
     def path(self, times: Sequence[int], experts: int, rng: np.random.Generator) -> Float[np.ndarray, "steps E"]:
-        """Draws what is added to the steady part, which has a standard deviation of 1 here.
+        """Sample the changing parts of log popularity, in units of the standard deviation of the steady part.
 
         Args:
-            times: the numbers of the steps, increasing, not all of them have to be there.
-            experts: `E`.
-            rng: draws.
+            times: Step numbers in increasing order; gaps are allowed.
+            experts: Number of experts `E`.
+            rng: Random generator.
+
+        Returns:
+            `[steps, E]`, the sum of the drifting and the new part.
         """
         state = rng.standard_normal(experts)
         rows, before = [], times[0]
@@ -97,26 +108,32 @@ class Drift:
 
 
 RECORDED = Drift(steady=0.53, drifting=0.47, steps=21.0, rank_std=0.26)
-"""Where nobody gives another: that of `benchmarks/traces/loss_0.npz`, with a balance loss, from step 128 on."""
+"""Default drift, fitted to `benchmarks/traces/loss_0.npz`, trained with a balance loss, from step 128 on."""
 
 
 def fitted_drift(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -> Drift:
-    """Fits a drift to a recording, all layers together.
+    """Fit a drift to a recording, over all its layers.
 
-    Every average is weighted by load, as an expert that nobody chooses decides nothing; where logarithms are normal
-    that changes no variance. What remains of the semivariances `V(lag)` without the noise of counting is fitted by
-    `fresh + drifting (1 - exp(-lag / steps))`, whose shares are at least 0: least squares over lags 1, 2, 4, ... up to
-    half of the steps, each relative to `V(lag)` with that noise. Semivariances need no mean, so a slow drift in a short
-    recording is no bias. What ranks differ by more than samples do is the excess of their squares. All variances are of
-    logarithms relative to those of the other experts, and are divided by what that leaves of them. With few experts
-    `spread` comes out low, and `steady` with it: by a fifth with 16.
+    All averages are weighted by load, so unpopular experts have little influence. For lognormal popularity, these
+    weights leave the variances unchanged. The function fits `fresh + drifting (1 - exp(-lag / steps))` to the
+    semivariances `V(lag)` after subtracting the sampling noise of counts. It uses least squares with shares of at least
+    0, at lags 1, 2, 4, ... up to half of the steps. Each residual is relative to `V(lag)` including that noise.
+
+    Semivariances need no mean, so a slow drift in a short recording causes no bias. `rank_std` follows from the excess
+    of squared differences between ranks over sampling noise. All variances are relative to the other experts, and are
+    corrected for the degree of freedom of the mean. With few experts, `spread` and `steady` are biased low, by a fifth
+    with 16 experts.
 
     Args:
-        trace: `[steps, layers, R, E]` of at least 8 steps.
-        per_token: `K`. No token chooses an expert twice, so that loads say less of the most popular ones.
+        trace: `[steps, layers, R, E]` integer counts of at least 8 steps.
+        per_token: Number of experts `K` per token. A token chooses each expert at most once, so the load of popular
+            experts saturates.
+
+    Returns:
+        The fitted drift, with `rank_std` and `spread`.
 
     Raises:
-        ValueError: the recording is too short.
+        ValueError: The recording has fewer than 8 steps.
 
     Examples:
         >>> rng = np.random.default_rng(0)
@@ -137,13 +154,13 @@ def fitted_drift(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -> 
 
 
 class Moments(NamedTuple):
-    """Moments are what a recording says of log popularity, without the noise of counting.
+    """Moments of log popularity in a recording, without sampling noise.
 
     Args:
-        semivariances: half of the mean square by which it changes over each of some lags.
-        variance: its variance over experts.
-        rank_variance: that of a rank's text about all ranks'.
-        noise: the variance of counting, and of ranks' text in their sum, that the others are without.
+        semivariances: Half the mean squared change over each lag.
+        variance: Variance over experts.
+        rank_variance: Variance of a rank's log popularity about all ranks' log popularity.
+        noise: Subtracted variance: sampling noise of counts, and text of single ranks in the sum over ranks.
     """
 
     semivariances: tuple[float, ...]
@@ -153,22 +170,22 @@ class Moments(NamedTuple):
 
     @property
     def correlations(self) -> tuple[float, ...]:
-        """Returns its autocorrelation at each of these lags."""
+        """Autocorrelation at each lag."""
         return tuple(min(1 - found / max(self.variance, 1e-9), 1.0) for found in self.semivariances)
 
 
 def moments(trace: Int[np.ndarray, "steps layers R E"], per_token: int, lags: Sequence[int]) -> Moments:
-    """Computes what `fitted_drift` is fitted to.
+    """Compute the moments used by `fitted_drift`.
 
     Args:
-        trace: see `fitted_drift`.
-        per_token: `K`.
-        lags: steps, each fewer than the trace has.
+        trace: `[steps, layers, R, E]` integer counts.
+        per_token: Number of experts `K` per token.
+        lags: Lags in steps, each below the number of steps.
     """
     tokens = trace.sum(2, dtype=np.int64)
     logs, noise = _log_popularity(tokens, per_token)
     shares: np.ndarray = tokens / np.maximum(tokens.sum(-1, keepdims=True), 1)
-    # What is left of a weighted variance once logarithms are relative to each other.
+    # A weighted variance about its own weighted mean is too small by this factor.
     free = max(1 - float((shares**2).sum(-1).mean()), 1e-9)
     rank_variance = _rank_variance(trace, per_token) / free
     of_ranks = rank_variance / trace.shape[2]
@@ -187,29 +204,29 @@ def moments(trace: Int[np.ndarray, "steps layers R E"], per_token: int, lags: Se
 def _log_popularity(
     tokens: Num[np.ndarray, "steps layers E"], per_token: int
 ) -> tuple[Float[np.ndarray, "steps layers E"], Float[np.ndarray, "steps layers E"]]:
-    """Returns the logarithm of each expert's popularity, and the variance that counting adds to it.
+    """Return the log popularity of each expert, and the variance added to it by sampling.
 
-    The chance of a token to choose an expert is `1 - exp(-popularity)`, as in `skewed_counts`.
+    The probability that a token chooses an expert is `1 - exp(-popularity)`, as in `skewed_counts`.
     """
     copies = tokens.sum(-1, keepdims=True, dtype=np.float64)
     every = np.maximum(copies / per_token, 1.0)
-    # Half a token keeps the logarithm finite where there was none.
+    # Half a token keeps the logarithm of unused experts finite.
     chance = np.clip(tokens / every, 0.5 / every, 1 - 0.5 / every)
     popularity = -np.log1p(-chance)
     return np.log(popularity), chance / ((1 - chance) * popularity**2 * every)
 
 
 def _rank_variance(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -> float:
-    """Computes the variance of ranks' logarithms of popularity about all ranks', without that of samples."""
+    """Compute the variance of ranks' log popularity about all ranks', without sampling noise."""
     counts: np.ndarray = trace.astype(np.float64)
     copies = counts.sum(3, keepdims=True)
     share = copies / np.maximum(copies.sum(2, keepdims=True), 1.0)
     mean = counts.sum(2, keepdims=True) * share
     chance = np.clip(mean * per_token / np.maximum(copies, 1.0), 1e-12, 1 - 1e-12)
-    # One of `R` degrees of freedom is in the mean.
+    # The mean uses one of `R` degrees of freedom.
     free = 1 - share
     excess = (counts - mean) ** 2 - mean * (1 - chance) * free
-    # Counts follow the logarithm the less the nearer a chance is to 1.
+    # Counts respond less to the logarithm as a probability approaches 1.
     slope = mean * (1 - chance) * -np.log1p(-chance) / chance
     square = float((slope**2 * free).sum())
     return max(float(excess.sum()) / square, 0.0) if square else 0.0
@@ -218,9 +235,9 @@ def _rank_variance(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -
 def _fit(
     lags: Sequence[int], found: Float[np.ndarray, "lags"], noise: float, longest: int
 ) -> tuple[float, float, float]:
-    """Returns `fresh`, `drifting` and `steps` whose semivariances are nearest to those found.
+    """Return the `fresh`, `drifting` and `steps` whose semivariances are nearest to those found.
 
-    A semivariance is known up to some fraction of itself, the noise that was taken from it included.
+    The residual of each semivariance is relative to its value including noise.
     """
     scale = np.maximum(found, 0.0) + max(noise, 1e-12)
     best = (math.inf, 0.0, 0.0, 1.0)

@@ -1,7 +1,7 @@
-"""A timeline of tasks on streams, with fair sharing of links between transfers.
+"""Timeline of tasks on streams, with fair sharing of links between transfers.
 
-A task starts when its dependencies are done and its streams are free. Transfers that overlap share links with max-min
-fairness, level by level, and so take longer. The busiest links of two transfers count as the same ones.
+A task starts after its dependencies, on free streams. Overlapping transfers share links with max-min fairness, level by
+level, and so take longer. The model assumes that the busiest links of two transfers are the same links.
 """
 
 import heapq
@@ -18,20 +18,20 @@ from jaxtyping import Float
 from jax_moe_lb.sim.network import Flow
 
 TINY = 1e-300
-"""Below the seconds of any byte."""
+"""Lower bound of a transfer's duration, below the seconds of any byte, to avoid division by 0."""
 
 FULL = 1 - 1e-9
-"""A level counts as full from here on, and a transfer as at its own speed: sums are off by rounding errors."""
+"""Share from which a level counts as full and a transfer as at full speed, with a margin for rounding errors."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer is what an exchange needs of links that it shares with others.
+    """Demand of an exchange for shared links.
 
     Args:
-        latency_s: the seconds before its bytes move.
-        busy_s: the seconds in which they move if it has the links for itself.
-        level_s: for each level the seconds that its busiest link needs of these.
+        latency_s: Seconds before its bytes move.
+        busy_s: Seconds of its bytes without other transfers on the links.
+        level_s: Per level, the seconds of its busiest link within `busy_s`.
     """
 
     latency_s: float
@@ -40,17 +40,22 @@ class Transfer:
 
 
 def fair_parts(transfers: Sequence[Transfer]) -> list[float]:
-    """Returns the part of its own speed that each transfer gets: all rise together until a level of theirs is full.
+    """Compute the share of its full speed for each transfer, under max-min fairness.
+
+    All shares rise together; a transfer's share stops when one of its levels is full.
 
     Args:
-        transfers: those that move bytes at the same time, of the same levels.
+        transfers: Simultaneous transfers over the same levels.
+
+    Returns:
+        One share per transfer, above 0 and at most 1.
 
     Examples:
         >>> alone, both = Transfer(0.0, 1.0, (1.0, 0.0)), Transfer(0.0, 1.0, (1.0, 0.25))
         >>> fair_parts([alone]), fair_parts([alone, both])
         ([1.0], [0.5, 0.5])
     """
-    # What a transfer at full speed takes of each level; one without bytes takes nothing.
+    # Demand of each transfer at full speed per level; 0 for transfers without bytes.
     needs = [[level / max(one.busy_s, TINY) for level in one.level_s] for one in transfers]
     parts, rising = [0.0] * len(needs), set(range(len(needs)))
     while rising:
@@ -65,7 +70,7 @@ def fair_parts(transfers: Sequence[Transfer]) -> list[float]:
 
 
 def _taken(parts: list[float], needs: list[list[float]]) -> list[float]:
-    """Sums up what is taken of each level."""
+    """Sum the used share of each level."""
     return [sum(part * need[level] for part, need in zip(parts, needs, strict=True)) for level in range(len(needs[0]))]
 
 
@@ -74,26 +79,26 @@ def _uses(need: list[float], full: list[bool]) -> bool:
 
 
 PerRank = Float[np.ndarray, "R"]
-"""It has one entry for every rank, or a single one where all ranks do the same."""
+"""One entry per rank, or a single entry if all ranks behave the same."""
 
 
 @dataclass(eq=False)
 class Task:
-    """A task happens on every rank, from `start` to `end`.
+    """Task on every rank, from `start` to `end`.
 
     Args:
-        stage: its name in reports.
-        layer: the layer that it belongs to; -1 for none.
-        streams: the streams that it occupies, and the links that it uses.
-        seconds_each: how long it takes if nothing slows it down: a number, or one for every rank.
-        before: the tasks that it waits for: dependencies, and what its streams did before.
-        together: whether no rank starts before all can, as in an exchange.
-        flow: the bytes on links, if it sends any.
-        rows: the token copies that each rank serves, if it serves any.
-        transfer: what it needs of links, if it shares them with what overlaps.
-        rank_bytes: the bytes that each rank sends to ranks of other groups, by links that no flow knows.
-        start: when it starts on each rank, in seconds since the step began; known once the timeline is solved.
-        end: when it ends on each rank, likewise.
+        stage: Name in reports.
+        layer: Index of its layer; -1 for none.
+        streams: Occupied streams and used links.
+        seconds_each: Duration without link sharing, in seconds: one number, or one per rank.
+        before: Tasks to wait for: its dependencies, and the previous tasks of its streams.
+        together: If True, all ranks start at the same time, as in an exchange.
+        flow: Bytes on links, or None.
+        rows: `[R]`, token copies served by each rank, or None.
+        transfer: Demand for links shared with overlapping transfers, or None.
+        rank_bytes: Bytes sent by each rank to ranks of other groups, over links outside any flow.
+        start: Start on each rank, in seconds since the start of the step; set by `Timeline.solve`.
+        end: End on each rank, likewise.
     """
 
     stage: str
@@ -111,14 +116,14 @@ class Task:
 
     @property
     def seconds(self) -> float:
-        """Tells the seconds on the rank that it takes longest on."""
+        """Duration on the slowest rank, in seconds."""
         return float((self.end - self.start).max())
 
     def begin(self, num_ranks: int) -> None:
-        """Sets the start, once all before it have ended, and the end if it shares nothing.
+        """Set the start from the ends of the tasks before, and the end if the task shares no links.
 
         Args:
-            num_ranks: the length of both.
+            num_ranks: Length of both arrays.
         """
         start: PerRank = np.zeros(num_ranks)
         for task in self.before:
@@ -130,11 +135,11 @@ class Task:
 
 @dataclass
 class Timeline:
-    """A timeline has all tasks of a step, in the order in which streams take them.
+    """Tasks of a step, in the order of their streams.
 
     Args:
-        num_ranks: the length of the arrays of tasks: `R`, or 1 where all ranks do the same.
-        tasks: the tasks so far.
+        num_ranks: Length of the tasks' arrays: `R`, or 1 if all ranks behave the same.
+        tasks: Tasks so far.
     """
 
     num_ranks: int
@@ -156,23 +161,26 @@ class Timeline:
         transfer: Transfer | None = None,
         rank_bytes: float = 0.0,
     ) -> Task:
-        """Adds a task behind all those that its streams have.
+        """Append a task to its streams.
 
         Args:
-            stage: its name in reports.
-            streams: the streams that it occupies.
-            seconds: how long it takes: a number, or one for every rank.
-            after: the tasks that must be done before.
-            layer: the layer that it belongs to; -1 for none.
-            together: whether no rank starts before all can.
-            flow: the bytes on links, if it sends any.
-            rows: the token copies that each rank serves, if it serves any.
-            links: the links that it uses; it waits for them as for a stream unless it is a transfer.
-            transfer: what it needs of links that it shares, instead of `seconds`.
-            rank_bytes: the bytes that each rank sends to ranks of other groups.
+            stage: Name in reports.
+            streams: Occupied streams.
+            seconds: Duration in seconds: one number, or one per rank.
+            after: Dependencies.
+            layer: Index of its layer; -1 for none.
+            together: If True, all ranks start at the same time.
+            flow: Bytes on links, or None.
+            rows: `[R]`, token copies served by each rank, or None.
+            links: Used links. The task waits for them like for streams, unless it has a `transfer`.
+            transfer: Demand for shared links, instead of `seconds`.
+            rank_bytes: Bytes sent by each rank to ranks of other groups.
+
+        Returns:
+            The new task.
         """
         used = streams if transfer is not None else streams + links
-        # A stream does one task after the other, in the order of these calls.
+        # A stream runs its tasks in sequence, in the order of these calls.
         before = (*after, *(self._last[stream] for stream in used if stream in self._last))
         task = Task(stage, layer, streams + links, seconds, before, together, flow, rows, transfer, rank_bytes)
         self.tasks.append(task)
@@ -180,7 +188,7 @@ class Timeline:
         return task
 
     def solve(self) -> None:
-        """Finds when every task starts and ends."""
+        """Compute the start and end of every task."""
         if any(task.transfer is not None for task in self.tasks):
             share_links(self.tasks, self.num_ranks)
             return
@@ -189,18 +197,18 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """Tells the seconds from the start of the step until the last task is done."""
+        """Seconds from the start of the step to the end of its last task."""
         return max((float(task.end.max()) for task in self.tasks), default=0.0)
 
     def critical_path(self) -> list[tuple[Task, int]]:
-        """Finds the tasks that the end waited for, in order and without a gap, each with the rank that was last."""
+        """Return the critical path in order and without gaps: each task with the rank on which it ended last."""
         if not self.tasks:
             return []
         task = max(self.tasks, key=lambda task: task.end.max())
         path = [(task, int(np.argmax(task.end)))]
         while task.before:
             rank = path[-1][1]
-            # Where ranks start together the last of them all was waited for, else the same rank's own last task.
+            # If ranks start together, the last of all ranks was critical, else the last task of the same rank.
             if task.together:
                 task = max(task.before, key=lambda one: one.end.max())
                 rank = int(np.argmax(task.end))
@@ -210,14 +218,14 @@ class Timeline:
         return path[::-1]
 
     def exposed_s(self) -> dict[str, float]:
-        """Sums up the seconds of each stage on the critical path. They add up to the time of the step."""
+        """Sum the seconds of each stage on the critical path; all stages sum to the time of the step."""
         exposed: dict[str, float] = defaultdict(float)
         for task, rank in self.critical_path():
             exposed[task.stage] += float(task.end[rank] - task.start[rank])
         return dict(exposed)
 
     def busy_s(self) -> dict[str, float]:
-        """Sums up the seconds of each stage's tasks, each on its slowest rank."""
+        """Sum the seconds of each stage's tasks, each on its slowest rank."""
         busy: dict[str, float] = defaultdict(float)
         for task in self.tasks:
             busy[task.stage] += task.seconds
@@ -225,11 +233,11 @@ class Timeline:
 
 
 def share_links(tasks: list[Task], num_ranks: int) -> None:
-    """Finds when tasks start and end if transfers share links.
+    """Compute the start and end of tasks whose transfers share links.
 
     Args:
-        tasks: all of them, in an order in which each comes behind what it waits for.
-        num_ranks: the length of their arrays.
+        tasks: All tasks, each after the tasks in its `before`.
+        num_ranks: Length of their arrays.
     """
     waits = {id(task): len(task.before) for task in tasks}
     next_ones: dict[int, list[Task]] = defaultdict(list)
@@ -259,7 +267,7 @@ def share_links(tasks: list[Task], num_ranks: int) -> None:
         ends = [now + left / part for (_, left), part in zip(moving.values(), parts, strict=True)]
         until = min([*ends, coming[0][0] if coming else math.inf])
         for (key, (task, left)), part, end in zip(list(moving.items()), parts, ends, strict=True):
-            # Compared with the end itself, as what is left would be off by rounding errors.
+            # Compare with the end itself, because the remaining seconds have rounding errors.
             if end > until:
                 moving[key] = task, left - part * (until - now)
                 continue

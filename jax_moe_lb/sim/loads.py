@@ -1,4 +1,4 @@
-"""`skewed_counts` and `drifting_counts` draw counts to simulate where nobody has recorded any."""
+"""Synthetic counts with a given imbalance (`skewed_counts`), also over steps with drift (`drifting_counts`)."""
 
 import math
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from jax_moe_lb.sim.drift import Drift
 from jax_moe_lb.sim.model import ModelShape
 
 POWERS = (0.3125, 0.625, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0)
-"""The smallest of these at which a shape is skewed enough bounds the search for the power that fits."""
+"""Powers tried in order; the first one with enough skew bounds the bisection."""
 
 MOST_TRIES = 16
-"""Places are drawn so often where they do not allow the imbalance, as those of few experts may not."""
+"""Number of random orders tried until one allows the imbalance, which few experts may not."""
 
 
 class LoadShape(StrEnum):
-    """A load shape says how the popularity of experts is spread, besides how skewed it is.
+    """Distribution of popularity over experts, at any level of skew.
 
     Attributes:
-        RANKS: that of home ranks falls as a power of their place; inside a rank the second expert is half as popular as
-            the first, the third a third, and so on.
-        HOT: one hot expert per rank: the same, but inside a rank it falls as the fourth power of the place, as in
-            UltraEP's simulations.
-        LOGNORMAL: the logarithm of each expert's is normal.
-        ZIPF: it falls as a power of the expert's place, wherever that is at home.
+        RANKS: Popularity of home ranks falls as a power of their random order. Inside a rank, the second expert is half
+            as popular as the first, the third a third, and so on.
+        HOT: One hot expert per rank: as `RANKS`, but inside a rank popularity falls as the fourth power of the
+            position, as in UltraEP's simulations.
+        LOGNORMAL: The logarithm of each expert's popularity is normal.
+        ZIPF: Popularity falls as a power of the expert's random order, independent of its home.
 
     Examples:
         >>> from jax_moe_lb.sim import LoadShape
@@ -52,28 +52,28 @@ def skewed_counts(
     seed: int = 0,
     shape: LoadShape = LoadShape.RANKS,
 ) -> Int[np.ndarray, "X R E"]:
-    """Draws counts whose ranks have a wanted imbalance under plain expert parallelism.
+    """Sample counts with a given imbalance of the ranks under plain expert parallelism.
 
-    Use recorded counts where there are some, and these to see how a system behaves as the skew grows. The shape says
-    who is popular; its power is fitted to the imbalance, in each layer for itself. No token chooses an expert twice:
-    none has more copies than tokens. What a rank sends is a draw from that, so that ranks differ as samples do; at
-    imbalance 1 all experts get the same, up to rounding.
+    Use it to study a system as the skew grows; prefer recorded counts if available. The shape gives the distribution of
+    popularity, and its power is fitted to the imbalance in each layer. A token chooses each expert at most once, so no
+    expert has more copies than tokens. Each rank samples its own counts. At imbalance 1, all experts get the same
+    count, up to rounding.
 
     Args:
-        model: says how many tokens, experts and choices there are.
-        num_ranks: `R`.
-        imbalance: `max / mean` of the ranks' load, 1 is level, and UltraEP saw 1.3 to 4 without balancing.
-        layers: how many layers to draw, each different.
-        seed: the seed of the draw; the same seed gives the same counts.
-        shape: how popularity is spread. It decides what a system gains: one that moves whole experts needs ranks on
-            which several are popular.
+        model: Shape with the numbers of tokens, experts and experts per token.
+        num_ranks: Number of ranks `R`.
+        imbalance: `max / mean` of the ranks' load; 1 is balanced. UltraEP reports 1.3 to 4 without balancing.
+        layers: Number of layers to sample, each different.
+        seed: Random seed; 0 by default. The same seed gives the same counts.
+        shape: Distribution of popularity; `LoadShape.RANKS` by default. The gain of a system depends on it: systems
+            that move whole experts need ranks with several popular experts.
 
     Returns:
         `[layers, R, E]` int32.
 
     Raises:
-        ValueError: the experts are no multiple of the ranks, the imbalance is above what choosing different experts
-            allows, the copies of a layer do not fit int32, or the counts are too many to hold.
+        ValueError: The experts are no multiple of the ranks, the imbalance exceeds the maximum for distinct experts per
+            token, the copies of a layer exceed int32, or the counts exceed the size limit.
 
     Examples:
         >>> from jax_moe_lb.sim import ModelShape, skewed_counts
@@ -96,26 +96,29 @@ def drifting_counts(
     seed: int = 0,
     shape: LoadShape = LoadShape.LOGNORMAL,
 ) -> Int[np.ndarray, "steps X R E"]:
-    """Draws the counts of several steps, between which the popularity of experts drifts.
+    """Sample counts of several steps with drifting popularity of experts.
 
-    Use it with `replay` for systems that plan from earlier steps. Every layer has its own popularity, drift and power.
+    Use it with `replay` for balancers that plan from earlier steps. Every layer has its own popularity, drift and
+    power.
 
     Args:
-        model: see `skewed_counts`, also of the next.
-        num_ranks: `R`.
-        times: the numbers of the steps, increasing; `range(64)`, or some of a long time.
-        layers: how many layers to draw.
-        drift: how popularity changes.
-        imbalance: that of the ranks in the last step, but for ranks' own text and samples; others have what drift
-            makes of it. `None` takes the spread of a recording, which `drift` then has.
-        seed: the seed of the draw.
-        shape: how the steady part of popularity is spread; with the spread of a recording it is lognormal.
+        model: See `skewed_counts`.
+        num_ranks: Number of ranks `R`.
+        times: Step numbers in increasing order, such as `range(64)`; gaps are allowed.
+        layers: Number of layers to sample.
+        drift: Change of popularity over steps.
+        imbalance: `max / mean` of the ranks' load in the last step, before `rank_std` and sampling. Other steps follow
+            from the drift. None (default) uses `drift.spread` instead.
+        seed: Random seed; 0 by default.
+        shape: Distribution of the steady part of popularity; `LoadShape.LOGNORMAL` by default. Ignored if `imbalance`
+            is None; popularity is then lognormal.
 
     Returns:
         `[steps, layers, R, E]` int32.
 
     Raises:
-        ValueError: neither imbalance nor spread are known, the times do not increase, or what `skewed_counts` refuses.
+        ValueError: Both `imbalance` and `drift.spread` are None, the times do not increase, or the reasons of
+            `skewed_counts`.
 
     Examples:
         >>> from jax_moe_lb.sim import Drift, ModelShape, drifting_counts
@@ -131,7 +134,7 @@ def drifting_counts(
     check_tokens(model.tokens, model.per_token, num_ranks)
     if not len(times) or any(a >= b for a, b in pairwise(times)):
         raise ValueError(f"times are {list(times)[:8]}; expected increasing numbers of steps")
-    # Drift has numbers of its own, so that counts without it are the same whether somebody asks for it.
+    # Drift has its own generator, so that counts without drift do not depend on it.
     rng, of_drift = np.random.default_rng(seed), np.random.default_rng((seed, 2))
     drawn = []
     for _ in range(layers):
@@ -152,11 +155,11 @@ def _fitted(
     rng: np.random.Generator,
     path: Float[np.ndarray, "steps E"],
 ) -> Float[np.ndarray, "steps E"]:
-    """Returns the chance that a token chooses each expert, at the power that gives the last step the imbalance."""
+    """Return the probability of each expert per token, at the power with the given imbalance in the last step."""
     most = 1.0
 
     def chances(power: float, drifted: Float[np.ndarray, "*D E"]) -> Float[np.ndarray, "*D E"]:
-        # Popularity drifts as far as it is spread, but for what is so inside of every rank.
+        # Drift scales with the spread of popularity, without the fixed part inside each rank.
         logs = _logs(shape, power, places, model) + power * places.std() * drifted
         return _saturated(logs, model)
 
@@ -167,7 +170,7 @@ def _fitted(
             found = _imbalance(chances(high, path[-1]), num_ranks)
             most = max(most, found)
             if found >= imbalance or imbalance <= 1:
-                # Fifty halvings of the interval leave less than a float64 can tell apart.
+                # Fifty bisections reach the precision of float64.
                 for _ in range(50):
                     middle = (low + high) / 2
                     is_low = _imbalance(chances(middle, path[-1]), num_ranks) < imbalance
@@ -183,10 +186,10 @@ def _fitted(
 def _as_spread(
     drift: Drift, path: Float[np.ndarray, "steps E"], model: ModelShape, rng: np.random.Generator
 ) -> Float[np.ndarray, "steps E"]:
-    """Returns chances whose logarithms have the spread of a recording."""
+    """Return probabilities whose logarithms have the spread of a recording."""
     if drift.spread is None:
         raise ValueError("imbalance is None, and drift has no spread; expected one of them")
-    # Not the deviation of this draw, which would be another one.
+    # Use the drift's spread: the standard deviation of this sample differs from it.
     steady_std = drift.spread * math.sqrt(drift.steady)
     return _saturated(steady_std * (rng.standard_normal(model.experts) + path), model)
 
@@ -194,20 +197,20 @@ def _as_spread(
 def _own(
     chances: Float[np.ndarray, "steps E"], drift: Drift, num_ranks: int, rng: np.random.Generator
 ) -> Float[np.ndarray, "steps R E"]:
-    """Returns the chances of each rank, whose text is its own."""
+    """Return the probabilities of each rank, given its own text."""
     every = np.tile(chances[:, None], (1, num_ranks, 1))
     if not drift.rank_std:
         return every
-    # The popularity of which a chance is `1 - exp(-popularity)`.
+    # Invert `chance = 1 - exp(-popularity)`.
     popularity = -np.log1p(-np.minimum(every, 1 - 1e-12))
     own = popularity * np.exp(drift.rank_std * rng.standard_normal(every.shape))
-    # Chances add up to about `K` so; what is missing, `_whole` shares out.
+    # Probabilities then sum to about `K`; `_whole` distributes the rest.
     own *= popularity.sum(2, keepdims=True) / np.maximum(own.sum(2, keepdims=True), 1e-300)
     return -np.expm1(-own)
 
 
 def _places(shape: LoadShape, num_experts: int, num_ranks: int, rng: np.random.Generator) -> Float[np.ndarray, "..."]:
-    """Draws who is popular: `[R]` or `[E]`, the logarithm that the power is multiplied with."""
+    """Sample the log popularity that the power multiplies: `[R]`, or `[E]` for lognormal and Zipf shapes."""
     if shape is LoadShape.LOGNORMAL:
         return rng.standard_normal(num_experts)
     return -np.log(rng.permutation(num_experts if shape is LoadShape.ZIPF else num_ranks) + 1.0)
@@ -216,7 +219,7 @@ def _places(shape: LoadShape, num_experts: int, num_ranks: int, rng: np.random.G
 def _logs(
     shape: LoadShape, power: float, places: Float[np.ndarray, "..."], model: ModelShape
 ) -> Float[np.ndarray, "E"]:
-    """Computes the logarithm of each expert's popularity; all are alike at power 0."""
+    """Compute the log popularity of each expert; at power 0 all are equal."""
     logs: Any = power * places
     if shape in (LoadShape.RANKS, LoadShape.HOT):
         inside: Any = -np.log(np.arange(1.0, model.experts // len(places) + 1))
@@ -226,8 +229,8 @@ def _logs(
 
 
 def _saturated(logs: Float[np.ndarray, "*D E"], model: ModelShape) -> Float[np.ndarray, "*D E"]:
-    """Computes chances out of the logarithms of popularity: `1 - exp(-c w)`, where `c` lets them add up to `K`."""
-    # Logarithms carry powers at which the weights themselves would be 0.
+    """Compute probabilities from log popularity: `1 - exp(-c w)`, with `c` such that they sum to `K`."""
+    # Work with logarithms, because weights underflow to 0 at large powers.
     with np.errstate(over="ignore", under="ignore"):
         low, high = -50.0 - logs.max(-1, keepdims=True), 50.0 - logs.min(-1, keepdims=True)
         for _ in range(60):
@@ -246,19 +249,19 @@ def _imbalance(chances: Float[np.ndarray, "E"], num_ranks: int) -> float:
 def _drawn(
     chances: Float[np.ndarray, "steps R E"], model: ModelShape, rng: np.random.Generator
 ) -> Int[np.ndarray, "steps R E"]:
-    # Where all are alike, so are the counts.
+    # Equal probabilities give equal counts.
     alike = np.ptp(chances) == 0
     expected = chances * model.tokens if alike else rng.binomial(model.tokens, chances).astype(float)
     return _whole(expected.reshape(-1, model.experts), model).reshape(expected.shape)
 
 
 def _whole(expected: Float[np.ndarray, "N E"], model: ModelShape) -> Int[np.ndarray, "N E"]:
-    """Rounds to whole numbers of at most `T` that add up to `T * K` in every row."""
+    """Round to integers of at most `T` that sum to `T * K` in every row."""
     copies, (_, experts) = model.tokens * model.per_token, expected.shape
     counts = np.floor(expected * copies / expected.sum(1, keepdims=True)).clip(0, model.tokens).astype(np.int64)
     missing: Any = copies - counts.sum(1)
     rows = np.arange(len(counts))
-    # What rounding left goes to the busiest first that has room, which changes their share least.
+    # Assign the remainder to the most popular experts below the limit first, as it changes their share least.
     for column in np.argsort(-expected, axis=1, kind="stable").T:
         if missing.max() <= 0:
             break

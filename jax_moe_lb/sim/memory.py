@@ -1,9 +1,10 @@
-"""Bytes that one rank holds in a step and moves in a layer, by name.
+"""Bytes held by one rank in a step, and bytes moved in its memory by one layer.
 
-`memory_of` counts the arrays of a step. Each term is an array of programs compiled for H100, of which `jax-moe-lb
-compile` lists the largest; `benchmarks/bench_memory_model.py` compares the sum with the compiler's. `traffic_of` counts
-reads and writes of device memory. Caches are left out, as in `aot/memory.py`: an array counts once when it is written
-and once for every operation that reads it. `benchmarks/bench_hbm_model.py` compares the sum with compiled programs.
+`memory_of` counts the arrays of a step. Each term is an array of programs compiled for H100; `jax-moe-lb compile` lists
+the largest ones. `benchmarks/bench_memory_model.py` compares the sum with the compiler's.
+
+`traffic_of` counts reads and writes of device memory. Caches are ignored, as in `aot/memory.py`: an array counts once
+per write and once per operation reading it. `benchmarks/bench_hbm_model.py` compares the sum with compiled programs.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,40 +21,41 @@ BreakdownT = TypeVar("BreakdownT", bound="ByteBreakdown")
 
 @dataclass(frozen=True)
 class ByteBreakdown:
-    """Parts are numbers, each with a name, that are summed up and added part by part."""
+    """Base class of named byte counts, added part by part."""
 
     @property
     def total(self) -> float:
-        """Returns the bytes of all of them together."""
+        """Sum of all parts, in bytes."""
         return sum(asdict(self).values())
 
     def __add__(self: BreakdownT, other: BreakdownT) -> BreakdownT:
-        """Returns both, part by part."""
+        """Add two breakdowns part by part."""
         return type(self)(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
 
 SUMS_BYTES = 4
-"""Sums over rows, rounds and replicas are kept in float32."""
+"""Bytes per element of sums over rows, rounds and replicas, kept in float32."""
 
 
 @dataclass(frozen=True)
 class HbmTraffic(ByteBreakdown):
-    """Counts bytes, read and written, on one rank.
+    """Bytes read and written in the memory of one rank.
 
-    `simulate` gives time to the first three where `Cluster.hbm_bytes_per_s` is known: permutations, sums and joined
-    weights. Exchanges take that of their links, and products and activations that of the experts' curve.
+    If `Cluster.hbm_bytes_per_s` is given, `simulate` computes time for the first three parts: permutations, sums and
+    joined weights. The time of exchanges follows from their links, and the time of products and activations from the
+    experts' curve.
 
     Args:
-        permutation: what brings token copies into the order in which they are sent.
-        sums: what adds the outputs of a token's experts, or the gradients of its copies.
-        joined: what puts weights of home experts and replicas into one array for the products.
-        exchanges: what sends and receives rows and replicas, beside the links.
-        products: what multiplies: rows, hidden activations and weights, the gradients of all of them, and transposes
-            that kernels want in the backward pass.
-        activations: what is between products.
-        carried: outputs and sums of gradients that a loop over rounds carries.
-        arriving: gradients of replicas that go home: all kinds side by side for one exchange, that exchange, and what
-            adds one of them to its sum. Of joined weights those of home experts are cut out of those of all slots.
+        permutation: Permutation of token copies into their send order.
+        sums: Sums of the outputs of a token's experts, or of the gradients of its copies.
+        joined: Concatenation of the weights of home experts and replicas into one array for the products.
+        exchanges: Sends and receives of rows and replicas, beside the links.
+        products: Operands and results of products: rows, hidden activations, weights and their gradients, and
+            transposes required by kernels in the backward pass.
+        activations: Element-wise operations between products.
+        carried: Outputs and sums of gradients carried by a loop over rounds.
+        arriving: Gradients of replicas on their way home: their concatenation for one exchange, the exchange, and the
+            addition of each to its sum. Joined weights also need a slice of the home experts' gradients.
     """
 
     permutation: float = 0.0
@@ -67,15 +69,18 @@ class HbmTraffic(ByteBreakdown):
 
 
 def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward: bool = True) -> HbmTraffic:
-    """Counts the traffic of one layer in one microbatch, of a system whose receive buffer is filled once.
+    """Count the memory traffic of one layer in one microbatch, if its receive buffer is filled once.
 
-    What expert domains gather is not in it.
+    Gathers of expert domains are not included.
 
     Args:
-        system: its slots, and what its dispatch says of buffers and rounds.
-        model: the sizes of the layer.
-        cluster: its ranks share the experts.
-        backward: whether there is a backward pass, which computes again what it needs.
+        system: System with its slots, and with the buffers and rounds of its dispatch.
+        model: Sizes of the layer.
+        cluster: Cluster whose ranks share the experts.
+        backward: If True (default), include the backward pass with its rematerialization.
+
+    Returns:
+        The bytes read and written on one rank, by part.
 
     Examples:
         >>> from jax_moe_lb import plain
@@ -97,13 +102,13 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
     )
     inner, joins, loops = model.matrices - 1, system.needs_contiguous_weights, system.dispatch.buffers.max_rounds != 1
     replicas, turns = system.replica_slots, system.dispatch.kernels is Kernels.LIBRARY
-    # Ranks send as many as they get, and no more than they have.
+    # A rank sends as many replicas as it receives, at most its home experts.
     fetched = HbmTraffic(exchanges=2.0 * min(replicas, home) * model.expert_bytes)
     forward = each.forward(inner, joins, loops) + fetched
     if not backward:
         return forward
     widened = SUMS_BYTES / model.itemsize
-    # One that arrives is read, its home expert's sum too, and the wide sum of both read and written, to be rounded.
+    # Each arriving gradient reads itself and the sum of its home expert; a wide sum is read, written and rounded.
     added = (3 + 4 * widened) * (replicas > 0)
     arriving = HbmTraffic(arriving=(4.0 * replicas + added + 2 * home * joins) * model.expert_bytes)
     return forward + fetched + each.backward(inner, joins, turns, loops, widened) + arriving
@@ -111,7 +116,7 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
 
 @dataclass(frozen=True)
 class _Arrays:
-    """Has the bytes of one layer's arrays; of `kind` that of one matrix of every slot."""
+    """Bytes of the arrays of one layer; `kind` is one matrix of all slots."""
 
     tokens: float
     copies: float
@@ -132,15 +137,16 @@ class _Arrays:
         )
 
     def backward(self, inner: int, joins: bool, turns: bool, loops: bool, widened: float) -> HbmTraffic:
-        """Counts the pass that receives rows and gradients, and multiplies rows once more for what they had become."""
+        """Count the backward pass, including the rematerialized products of the rows."""
         again = self.rows + inner * (self.hidden + self.kind)
         of_hidden = self.rows + self.hidden + self.kind
         of_rows = 2 * self.rows + inner * (self.hidden + self.kind)
         of_weights = 2 * self.rows + (inner + 1) * (self.hidden + self.kind)
         all_kinds = (inner + 1) * self.kind
-        # Sums are wider than weights: a loop reads and writes them, and writes them wide, and at the end rounds them.
+        # Sums are wider than weights. A loop reads and writes them and writes wide gradients; the end rounds them.
         carried = (2 * widened + (widened - 1) + widened + 1) * all_kinds
-        # Of rows and weights, and of hidden activations as they are made; joined weights are transposed on the way.
+        # Transposes of rows and weights, and of hidden activations as they are made. Joined weights are transposed when
+        # joined.
         transposed = turns * (2 * self.rows + self.hidden + (0 if joins else 2 * all_kinds))
         return HbmTraffic(
             permutation=2 * permuted_bytes(self.copies),
@@ -154,42 +160,44 @@ class _Arrays:
 
 
 def permuted_bytes(copies_bytes: float) -> float:
-    """Counts what a permutation of token copies moves in a rank's memory: each is read and written.
+    """Count the bytes read and written by a permutation of token copies in a rank's memory.
 
     Args:
-        copies_bytes: those of the copies.
+        copies_bytes: Bytes of the copies.
     """
     return 2 * copies_bytes
 
 
 def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
-    """Counts what a sum of each token's copies moves in a rank's memory.
+    """Count the bytes read and written by the sum of each token's copies in a rank's memory.
 
     Args:
-        copies_bytes: those of the copies, which are read.
-        tokens_bytes: those of the tokens, which are written.
+        copies_bytes: Bytes of the copies, which are read.
+        tokens_bytes: Bytes of the tokens, which are written.
     """
     return copies_bytes + tokens_bytes
 
 
 def joined_bytes(weights_bytes: float, *, is_backward: bool) -> float:
-    """Counts what moves in a rank's memory to have weights of home experts and replicas in one array.
+    """Count the bytes read and written to concatenate the weights of home experts and replicas in a rank's memory.
 
     Args:
-        weights_bytes: those of all slots.
-        is_backward: whether their transposes are needed, too.
+        weights_bytes: Bytes of all slots.
+        is_backward: If True, include the transposes of the weights.
     """
     return (4 if is_backward else 2) * weights_bytes
 
 
 MOMENTS_BYTES = 8.0
-"""Adam keeps two moments of every parameter, in float32."""
+"""Bytes of Adam's two moments per parameter, in float32."""
 
 MASTER_BYTES = 4.0
-"""Where parameters have fewer bits the optimizer keeps a copy of them in float32."""
+"""Bytes of the optimizer's float32 copy per parameter, for parameters of fewer bytes."""
 
 ADDRESS_BYTES = 16
-"""Of a token copy are kept its expert, its weight, and its place in the sending order and back: four bytes each."""
+"""Bytes of residuals per token copy: its expert, its weight, and its positions in the send order and back, four bytes
+each.
+"""
 
 NAMES = {
     "gathered": "gathered experts",
@@ -199,31 +207,32 @@ NAMES = {
     "sums": "sums of gradients",
     "arriving": "arriving gradients",
 }
-"""What messages call the parts that are not called by their own names."""
+"""Names of parts in messages, if they differ from the field names."""
 
 
 @dataclass(frozen=True)
 class Memory(ByteBreakdown):
-    """Counts the bytes on one rank, of the experts of these layers alone: no attention and no embedding.
+    """Bytes on one rank of the MoE layers; attention and embedding are not included.
 
-    Layers run one after the other, so that what one of them needs while it runs counts once: replicas, and what follows
-    `kept`. It has its most in products of the backward pass or where gradients of replicas come home.
+    Layers run in sequence, so arrays live only within one layer count once: replicas, and the fields after `kept`. The
+    peak of a layer is in the products of the backward pass, or in the accumulation of replica gradients on their home
+    ranks.
 
     Args:
-        weights: the bytes of the home experts of all layers.
-        gradients: the bytes of their gradients; 0 without a backward pass, as are the next and `kept`.
-        optimizer: the bytes of the optimizer's state of all home experts.
-        replicas: the bytes of the slots beyond home experts, or of their gradients on their way home.
-        gathered: the bytes of the experts that expert domains gather, of all layers if they are kept, else of two; with
-            a backward pass of the gradients of one layer, too; and of what a codec remembers of all layers.
-        kept: the bytes of what all layers keep between forward and backward: their tokens and where the copies go, or,
-            where nothing is computed again, the copies and hidden activations; in a pipeline of all microbatches that
-            the first stage has begun and not ended.
-        buffers: the bytes of tokens, of copies as they are sent and received, and of hidden activations.
-        in_use: the bytes of weights as products take them: those of one layer out of the stack of all, and, with
-            replicas, one kind of all slots in one array; in the backward pass those of gate and up.
-        sums: the bytes of the sums of gradients of all slots; in a loop over rounds with one kind of the round.
-        arriving: the bytes of the gradients of replicas that a rank has room for, and of one sum of them.
+        weights: Home experts of all layers.
+        gradients: Gradients of these experts. `gradients`, `optimizer` and `kept` are 0 without a backward pass.
+        optimizer: Optimizer state of all home experts.
+        replicas: Slots beyond the home experts, or their gradients on the way home.
+        gathered: Experts gathered in expert domains, of all layers if kept, else of two layers. It includes their
+            gradients of one layer if there is a backward pass, and the experts decoded by a codec with state, of all
+            layers.
+        kept: Residuals of all layers: tokens and addresses of their copies; without rematerialization, copies and
+            hidden activations instead of tokens. In a pipeline, of all microbatches in flight on the first stage.
+        buffers: Tokens, copies as sent and received, and hidden activations.
+        in_use: Weights as operands of products: one layer out of the stack of all layers. With replicas and joined
+            weights, also one kind of all slots in one array; in the backward pass, gate and up.
+        sums: Sums of gradients of all slots. A loop over rounds adds one kind of the round.
+        arriving: Receive buffer for the gradients of replicas, and one wide sum of them.
     """
 
     weights: float = 0.0
@@ -239,24 +248,27 @@ class Memory(ByteBreakdown):
 
     @property
     def by_name(self) -> dict[str, float]:
-        """Gives the bytes of each part that there is, by what messages call it."""
+        """Bytes of each nonzero part, by its name in messages."""
         return {NAMES.get(name, name): value for name, value in asdict(self).items() if value}
 
     @property
     def words(self) -> str:
-        """Says each part that there is, in GB."""
+        """Nonzero parts in GB, as text."""
         return ", ".join(f"{name} {value / 1e9:.1f}" for name, value in self.by_name.items())
 
 
 def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Migration, step: Step) -> Memory:
-    """Counts the memory of a rank, for which nothing needs to be simulated.
+    """Count the memory of a rank, without a simulation.
 
     Args:
-        system: its replica slots and its dispatch say what a layer needs while it runs.
-        model: the sizes of the layers of one rank; see `Parallel.share`.
-        cluster: its ranks share the experts.
-        migration: which experts are gathered.
-        step: without a backward pass there are no gradients, no optimizer, and nothing that is kept for them.
+        system: System whose replica slots and dispatch give the buffers of a layer.
+        model: Sizes of the layers of one rank; see `Parallel.share`.
+        cluster: Cluster whose ranks share the experts.
+        migration: Gathers of expert domains.
+        step: Passes of the step. Without a backward pass, there are no gradients, optimizer state or residuals.
+
+    Returns:
+        The bytes on one rank by part, at the peak.
     """
     home = model.experts // cluster.num_ranks * model.expert_bytes
     parameters = model.layers * home / model.itemsize if step.backward else 0.0
@@ -275,7 +287,7 @@ def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Mi
 
 @dataclass(frozen=True)
 class _Layer:
-    """Counts what one layer needs while it runs, in the phases that may need most."""
+    """Memory of one running layer, in each phase that may be the peak."""
 
     system: System
     model: ModelShape
@@ -284,45 +296,47 @@ class _Layer:
 
     @property
     def loops(self) -> bool:
-        """Tells whether a loop carries sums and outputs from one round to the next."""
+        """True if a loop carries sums and outputs from round to round."""
         return self.system.dispatch.buffers.max_rounds != 1
 
     @property
     def num_home(self) -> int:
-        """Counts the experts that a rank serves without replicas: its own, and those that it has gathered."""
+        """Number of experts served by a rank without replicas: its home experts and its gathered experts."""
         gathered = self.migration.gathered_bytes(self.model, self.cluster) // self.model.expert_bytes
         return self.model.experts // self.cluster.num_ranks + gathered
 
     @property
     def replica_slots(self) -> int:
-        # Where a rank has all experts there are no replicas.
+        # A rank with all experts needs no replicas.
         return self.system.replica_slots if self.num_home < self.model.experts else 0
 
     def forward(self) -> Memory:
-        """Copies are sent while the outputs of earlier rounds are there, or rows become hidden activations."""
+        """Count the forward pass: the exchange beside the outputs of earlier rounds, or the hidden activations."""
         copies, rows, hidden = self._sizes()
         sending = copies + rows + copies * self.loops
         computing = rows + (self.model.matrices - 1) * hidden + copies * self.loops
         return self._products(1, max(sending, computing, rows + copies))
 
     def of_rows(self) -> Memory:
-        """Gradients of hidden activations become those of rows: one array per matrix that rows met, and the sum."""
+        """Count the gradients of rows: one array per matrix multiplied with rows, and their sum."""
         copies, rows, hidden = self._sizes()
         matrices = self.model.matrices
-        # The gradients of weights are there already, so that nothing needs rows and the gradients of their outputs.
-        # Where they are by far larger than rows they are not, and then they need the most by themselves.
+        # Usually the gradients of weights are complete, so rows and the gradients of their outputs are free.
+        # If weights are far larger than rows, their gradients come later, and `of_weights` is the peak.
         buffers = matrices * rows + matrices * hidden + copies * self.loops
         return replace(self._products(2, buffers), sums=self._sums())
 
     def of_weights(self) -> Memory:
-        """Rows and the gradients of their outputs become gradients of weights; hidden activations have theirs, too."""
+        """Count the gradients of weights: rows, output gradients, hidden activations and their gradients."""
         copies, rows, hidden = self._sizes()
         phase = self._products(2, 2 * rows + 2 * self.model.matrices * hidden + copies * self.loops)
-        # A loop adds one kind after the other to what it carries.
+        # A loop adds one kind at a time to the carried sums.
         return replace(phase, sums=self._sums() * (1 + self.loops / self.model.matrices))
 
     def gradients_come_home(self) -> Memory:
-        """Gradients of replicas are sent as one array and land in another, beside the sums that they are added to."""
+        """Count the gradients of replicas on the way home: one array sent, one received, and the sums accumulating
+        them.
+        """
         if not self.replica_slots:
             return Memory()
         model, domain = self.model, self.cluster.topology(self._inside()).ranks_per_domain
@@ -335,7 +349,7 @@ class _Layer:
         )
 
     def _products(self, kinds: int, buffers: int) -> Memory:
-        """Counts products that need so many kinds of the weights of all slots, in one array if they are joined."""
+        """Count products with `kinds` kinds of the weights of all slots, in one array if they are joined."""
         model, slots = self.model, self.replica_slots
         home = model.experts // self.cluster.num_ranks * model.expert_bytes
         joined = kinds * (self.num_home + slots) * model.expert_bytes / model.matrices
@@ -343,23 +357,23 @@ class _Layer:
         return Memory(
             replicas=float(slots * model.expert_bytes),
             buffers=float(buffers + self._tokens()),
-            # One layer alone is no stack.
+            # A single layer is not sliced from a stack.
             in_use=float(joined + home * (model.layers > 1)),
         )
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Returns the bytes of all copies of a rank, of the rows that it receives in a round, and of one activation."""
+        """Return the bytes of all copies of a rank, of the rows received per round, and of one hidden activation."""
         model, copies = self.model, self.model.tokens * self.model.per_token
         rows = self.system.dispatch.cost().buffer_rows(copies)
         return copies * model.row_bytes, rows * model.row_bytes, rows * model.inner * model.itemsize
 
     def _tokens(self) -> int:
-        """Returns the bytes of a layer's tokens and of its outputs, or of both's gradients."""
+        """Return the bytes of a layer's tokens and outputs, or of their gradients."""
         return 2 * self.model.tokens * self.model.row_bytes
 
     def _sums(self) -> float:
         parameters = (self.num_home + self.replica_slots) * self.model.expert_bytes / self.model.itemsize
-        # A single round rounds as it writes them.
+        # A single round rounds each gradient as it is written.
         return parameters * (SUMS_BYTES if self.loops else self.model.itemsize)
 
     def _inside(self) -> tuple[int, ...]:
@@ -369,18 +383,18 @@ class _Layer:
 
 def _gathered_bytes(model: ModelShape, cluster: Cluster, migration: Migration, step: Step) -> float:
     home, gathered = model.experts // cluster.num_ranks * model.expert_bytes, migration.gathered_bytes(model, cluster)
-    # Experts that are gathered again need two sets, as do those of inference: one in use, the next on its way.
+    # Two sets suffice if experts are gathered again, or for inference: one in use, one in transfer.
     held = gathered * (model.layers if step.backward and not migration.gather_again else min(2, model.layers))
     if step.backward:
         held += gathered * model.gradient_itemsize // model.itemsize
-    # Ranks keep what they decoded of every layer until its next gather, where differences are to be taken from it.
+    # Such a codec encodes differences from the experts decoded last, so each rank keeps those of every layer.
     if migration.codec.remembers:
         held += model.layers * (gathered + home)
     return float(held)
 
 
 def _kept_bytes(model: ModelShape, step: Step) -> int:
-    """Returns the bytes of what one layer keeps for the backward pass."""
+    """Return the bytes of the residuals of one layer."""
     copies = model.tokens * model.per_token
     if step.recompute:
         return model.tokens * model.row_bytes + copies * ADDRESS_BYTES
@@ -388,11 +402,11 @@ def _kept_bytes(model: ModelShape, step: Step) -> int:
 
 
 def optimizer_bytes(model: ModelShape, step: Step) -> float:
-    """Returns the bytes of the optimizer's state for each parameter.
+    """Return the bytes of optimizer state per parameter.
 
     Args:
-        model: the bytes of a parameter decide whether there is a copy in float32.
-        step: what it says itself is taken, if it says something.
+        model: Shape whose `itemsize` decides whether there is a float32 copy.
+        step: Step whose `optimizer_bytes`, if given, takes precedence.
     """
     if step.optimizer_bytes is not None:
         return step.optimizer_bytes

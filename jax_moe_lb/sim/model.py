@@ -1,9 +1,12 @@
-"""A simulated model and training step: sizes of a layer, passes, and parallelism beside experts.
+"""Shapes of a simulated model, passes of a training step, and parallel groups beside expert parallelism.
 
-A `Cluster` describes the expert-parallel group alone. Tensor, data and pipeline groups (`Parallel`) have links of their
-own, which a rank uses while it exchanges no tokens. They add stages to a report: `tensor sums`, after attention and
-after the experts; `data sums`, of the gradients of home experts; `stages`, activations on their way to the next
-pipeline stage; and `pipeline bubble`.
+A `Cluster` describes only the expert-parallel group. Tensor, data and pipeline groups (`Parallel`) have links of their
+own, which carry no tokens of the expert-parallel exchanges. They add stages to a report:
+
+- `tensor sums`: all-reduces after attention and after the experts,
+- `data sums`: all-reduces of the gradients of home experts,
+- `stages`: transfers of activations to the next pipeline stage,
+- `pipeline bubble`: idle time of a pipeline stage.
 """
 
 import math
@@ -18,36 +21,38 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.transport.compression import Codec
 
 DTYPES = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32}
-"""These dtypes have so many bytes; only their size matters."""
+"""Dtype by bytes per element. Only the size matters, so one dtype per size suffices."""
 
 ATTENTION_PRODUCTS = 4
-"""Every token is multiplied with so many `H x H` matrices: for queries, keys, values and output."""
+"""Number of `H x H` projections per token: query, key, value and output."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model shape has the sizes of layers that are all alike, with one microbatch per step.
+    """Sizes of a model with identical MoE layers and one microbatch per step.
 
-    Fill it in for `simulate`, `replay` and `skewed_counts`; `sim/presets` has some models.
+    Pass it to `simulate`, `replay` and `skewed_counts`; `sim/presets` has some models.
 
     Args:
-        layers: the MoE layers of the model.
-        hidden: `H`, the width of the model.
-        inner: `F`, the inner width of an expert.
-        experts: `E`, the experts of a layer.
-        per_token: `K`, the experts of a token, usually 1 to 8.
-        tokens: `T`, the tokens of each rank, 4096 to 8192 in the presets.
-        itemsize: the bytes of a number, in weights and in tokens as they travel; usually 2, for bfloat16.
-        gradient_itemsize: the bytes of a number in the experts' gradients; usually 4, for float32.
-        gated: whether experts have three matrices (SwiGLU), which is usual, or two.
-        pre_expert_s: the seconds between the experts of one layer and the router's result of the next, forward; `None`
-            computes them from the floating-point operations of attention.
-        sequence: the tokens that attend to each other, where `pre_expert_s` is `None`.
-        other_s: the seconds of a step outside these layers: optimizer, embedding, output.
-        shared_inner: the inner width of the experts that all tokens pass on their own rank, together; 0 without any.
+        layers: Number of MoE layers.
+        hidden: Model width `H`.
+        inner: Inner width `F` of an expert.
+        experts: Number of experts `E` per layer.
+        per_token: Number of experts `K` per token, usually 1 to 8.
+        tokens: Tokens `T` per rank and microbatch, 4096 to 8192 in the presets.
+        itemsize: Bytes per element of weights and of tokens in transfer: 1, 2 (default, bfloat16) or 4.
+        gradient_itemsize: Bytes per element of expert gradients: 4 by default (float32).
+        gated: If True (default), experts have three matrices (SwiGLU), else two.
+        pre_expert_s: Seconds of the forward pass from the experts of one layer to the router output of the next. If
+            None (default), it is computed from the floating-point operations of attention and router.
+        sequence: Sequence length of attention, 4096 by default. Used only if `pre_expert_s` is None.
+        other_s: Seconds of a step outside these layers, such as optimizer, embedding and output; 0 by default.
+        shared_inner: Total inner width of the shared experts; 0 (default) for none. Every token passes them on its own
+            rank.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: A size is below 1, `itemsize` has no dtype, `per_token` exceeds `experts`, or a time is negative or
+            infinite.
 
     Examples:
         >>> from jax_moe_lb.sim import ModelShape
@@ -87,37 +92,37 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """Counts the matrices of one expert."""
+        """Number of matrices of one expert."""
         return 3 if self.gated else 2
 
     @property
     def row_bytes(self) -> int:
-        """Counts the bytes of one token copy as it travels."""
+        """Bytes of one token copy in transfer."""
         return self.hidden * self.itemsize
 
     @property
     def row_flops(self) -> int:
-        """Counts the floating-point operations of one token copy through its expert, forward."""
+        """Floating-point operations of one token copy in the forward pass of its expert."""
         return 2 * self.matrices * self.hidden * self.inner
 
     @property
     def shared_flops(self) -> int:
-        """Counts the floating-point operations of one token through the experts that all tokens pass, forward."""
+        """Floating-point operations of one token in the forward pass of the shared experts."""
         return 2 * self.matrices * self.hidden * self.shared_inner
 
     @property
     def expert_bytes(self) -> int:
-        """Counts the bytes of one expert's weights."""
+        """Bytes of the weights of one expert."""
         return self.matrices * self.hidden * self.inner * self.itemsize
 
     @property
     def expert_gradient_bytes(self) -> int:
-        """Counts the bytes of one expert's gradients."""
+        """Bytes of the gradients of one expert."""
         return self.matrices * self.hidden * self.inner * self.gradient_itemsize
 
     @property
     def facts(self) -> LayerCost:
-        """Returns what a layer of the model tells its balancer."""
+        """Cost of one layer, as input of its balancer."""
         return LayerCost(
             num_copies=self.tokens * self.per_token,
             expert_bytes=self.expert_bytes,
@@ -127,11 +132,14 @@ class ModelShape:
         )
 
     def encoded_bytes(self, codec: Codec, num_experts: int) -> int:
-        """Counts the bytes of experts as they travel through a codec, which is asked with shapes alone.
+        """Count the bytes of encoded experts from their shapes alone.
 
         Args:
-            codec: what they are encoded with.
-            num_experts: how many travel together.
+            codec: Codec that encodes the experts.
+            num_experts: Number of experts encoded together.
+
+        Returns:
+            The number of bytes.
         """
         up = jax.ShapeDtypeStruct((num_experts, self.hidden, self.inner), DTYPES[self.itemsize])
         down = jax.ShapeDtypeStruct((num_experts, self.inner, self.hidden), DTYPES[self.itemsize])
@@ -140,34 +148,35 @@ class ModelShape:
         def ask(experts: Experts) -> None:
             found.append(codec.encoded_bytes(experts))
 
-        # Nothing is allocated so, however large the experts are.
+        # `eval_shape` calls the codec with abstract arrays, so experts of any size take no memory.
         jax.eval_shape(lambda up, down: ask(Experts(up, down, up if self.gated else None)), up, down)
         return found[0]
 
     def before_experts_s(self, cluster: Cluster) -> float:
-        """Computes the seconds of attention and router of one layer, forward, on one rank."""
+        """Compute the seconds of attention and router of one layer in the forward pass, on one rank."""
         if self.pre_expert_s is not None:
             return self.pre_expert_s
         products = 2 * ATTENTION_PRODUCTS * self.hidden**2 + 2 * self.hidden * self.experts
-        # Scores and their products with the values; half of them, as no token sees later ones.
+        # Scores and their products with the values; half of each, because attention is causal.
         attention = 2 * self.hidden * self.sequence
         return self.tokens * (products + attention) / cluster.flops_per_s
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Peers are the ranks of one group; the default is a rank alone.
+    """Ranks of one parallel group, and the link from each rank to the next; a single rank by default.
 
     Args:
-        size: how many they are, this rank included.
-        bytes_per_s: what a rank sends to the next of them, each way.
-        latency_s: the seconds of one way.
+        size: Number of ranks, this rank included; 1 by default.
+        bytes_per_s: Rate of the link to the next rank in each direction, in bytes per second. Required if `size` is
+            above 1.
+        latency_s: Latency of one hop, in seconds; 0 by default.
 
     Raises:
-        ValueError: a number is out of range, or several ranks have no rate.
+        ValueError: A number is out of range, or `bytes_per_s` is missing for several ranks.
 
     Examples:
-        Four ranks inside a node sum 100 MB in 0.4 ms:
+        An all-reduce of 100 MB over four ranks of a node takes 0.4 ms:
 
         >>> from jax_moe_lb.sim import Peers
         >>> round(Peers(4, bytes_per_s=360e9, latency_s=3e-6).sum_s(100e6), 4)
@@ -187,37 +196,39 @@ class Peers:
             raise ValueError(f"latency_s is {self.latency_s}; expected a finite number of seconds, at least 0")
 
     def sent_in_sum(self, num_bytes: float) -> float:
-        """Counts the bytes that a rank sends in an all-reduce, on a ring."""
+        """Count the bytes that one rank sends in a ring all-reduce of `num_bytes` bytes."""
         return 2 * num_bytes * (self.size - 1) / self.size
 
     def sum_s(self, num_bytes: float) -> float:
-        """Computes the seconds of an all-reduce, on a ring with a latency for every hop."""
+        """Compute the seconds of a ring all-reduce, with one latency per hop."""
         return self.send_s(self.sent_in_sum(num_bytes), 2 * (self.size - 1))
 
     def send_s(self, num_bytes: float, hops: int = 1) -> float:
-        """Computes the seconds in which a rank sends bytes, in hops that follow each other; 0 for a rank alone."""
+        """Compute the seconds to send `num_bytes` bytes over `hops` sequential hops; 0 if there is no rate."""
         return 0.0 if self.bytes_per_s is None else num_bytes / self.bytes_per_s + hops * self.latency_s
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Says which groups there are beside the expert-parallel one; by default none.
+    """Parallel groups beside the expert-parallel group; none by default.
 
-    Give it to a `Step`, and simulate the `share` of a model that one rank has.
+    Pass it to a `Step`, and simulate one rank's `share` of the model.
 
     Args:
-        tensor: the ranks that split attention's heads and the inner width of every expert, and have the same tokens,
-            as those of `Topology.tensor_axes`.
-        data: the ranks of further expert-parallel groups that have the same experts at home, whose gradients they sum.
-        pipeline: the ranks that have the other layers.
-        microbatches: how many of them a step has; usually 4 to 8 for every stage of a pipeline.
-        interleave: how many parts of the layers each stage has, usually 1 or 2: a pipeline waits that much less.
+        tensor: Tensor-parallel group. Its ranks split the attention heads and the inner width of every expert, and
+            hold the same tokens, like the ranks of `Topology.tensor_axes`.
+        data: Ranks of other expert-parallel groups with the same home experts. They all-reduce the gradients of these
+            experts.
+        pipeline: Pipeline group. Its ranks hold the other layers.
+        microbatches: Microbatches per step, usually 4 to 8 per pipeline stage; 1 by default.
+        interleave: Parts of the layers per pipeline stage, usually 1 (default) or 2. The pipeline bubble shrinks by
+            this factor.
 
     Raises:
-        ValueError: a number is out of range, or a pipeline has nothing to interleave.
+        ValueError: A number is below 1, or `interleave` is above 1 without a pipeline.
 
     Examples:
-        Eight stages between nodes, and the same experts in four groups:
+        Eight pipeline stages on different nodes, and four data-parallel groups:
 
         >>> from jax_moe_lb.sim import Parallel, Peers
         >>> between_nodes = Peers(8, bytes_per_s=50e9, latency_s=10e-6)
@@ -236,37 +247,43 @@ class Parallel:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.interleave > 1 and self.pipeline.size == 1:
-            raise ValueError(f"interleave is {self.interleave}; expected 1 where one stage has all layers")
+            raise ValueError(f"interleave is {self.interleave}; expected 1, as one pipeline stage has all layers")
 
     @property
     def turns_waited(self) -> float:
-        """Counts for how many microbatches a stage waits in a step, for its first one and after its last."""
+        """Idle time of a stage in one step, in microbatches: before its first one and after its last one."""
         return (self.pipeline.size - 1) / self.interleave
 
     @property
     def bubble(self) -> float:
-        """Returns the time in which a stage waits, over that in which it works (Narayanan et al., SC 2021, 2.2)."""
+        """Ratio of a stage's idle time to its busy time.
+
+        Reference: Narayanan et al., SC 2021, section 2.2.
+        """
         return self.turns_waited / self.microbatches
 
     @property
     def in_flight(self) -> int:
-        """Counts the microbatches whose activations the first stage keeps at once, one forward, one backward."""
+        """Number of microbatches with live activations on the first stage (1F1B schedule)."""
         return min(self.microbatches, self.pipeline.size)
 
     @property
     def of_one_microbatch(self) -> "Parallel":
-        """Returns the groups without the pipeline's turns, as all systems wait for these alike."""
+        """These groups without pipeline and microbatches, as all systems have the same pipeline bubble."""
         return replace(self, pipeline=Peers(), microbatches=1, interleave=1)
 
     def share(self, model: ModelShape, cluster: Cluster) -> ModelShape:
-        """Returns what a rank has of a model: some layers, of each expert a part of the inner width.
+        """Return the part of a model held by one rank: some layers, and a slice of the inner width of each expert.
 
         Args:
-            model: the whole model.
-            cluster: how fast a rank computes what is before the experts.
+            model: Shape of the whole model.
+            cluster: Cluster whose compute rate gives the seconds before the experts.
+
+        Returns:
+            Shape with the rank's number of layers, inner widths and `pre_expert_s`.
 
         Raises:
-            ValueError: there are more stages than layers, or the tensor group does not divide an inner width.
+            ValueError: There are more stages than layers, or `tensor.size` does not divide an inner width.
         """
         stages, parts = self.pipeline.size * self.interleave, self.tensor.size
         if stages > model.layers:
@@ -274,7 +291,7 @@ class Parallel:
         for name in ("inner", "shared_inner"):
             if getattr(model, name) % parts:
                 raise ValueError(f"tensor.size is {parts}; expected a divisor of {name} {getattr(model, name)}")
-        # A step waits for the stages that have one layer more.
+        # The slowest stages have the most layers, so round up.
         layers = math.ceil(model.layers / stages) * self.interleave
         inner, shared = model.inner // parts, model.shared_inner // parts
         before_s = model.before_experts_s(cluster) / parts if parts > 1 else model.pre_expert_s
@@ -283,23 +300,23 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Step:
-    """A step says which passes are simulated.
+    """Passes and options of a simulated step; a training step of this library by default.
 
-    Give it to `simulate` and `replay` where something else than this library's training step is wanted.
+    Pass it to `simulate` and `replay` to simulate inference or another library's training step.
 
     Args:
-        backward: whether there is a backward pass; without it this is inference.
-        recompute: whether the backward pass sends token copies and computes hidden activations again, as this
-            library does; else it has kept both.
-        exchange_counts: whether ranks tell each other their counts, as this library does in every layer. HybridEP's
-            model leaves that out.
-        optimizer_bytes: the bytes of the optimizer's state that a rank keeps for each parameter of its home experts,
-            where the step has a backward pass. `None`, the default, is Adam: 8 for two moments in float32, and 4 more
-            for a copy in float32 where parameters have fewer bytes. Give less where the state is split over groups.
-        parallel: the groups beside the expert-parallel one; none by default.
+        backward: If True (default), the step has a backward pass; if False, it is inference.
+        recompute: If True (default, as in this library), the backward pass sends token copies again and rematerializes
+            hidden activations. If False, both are residuals.
+        exchange_counts: If True (default, as in this library), every layer all-gathers the counts. HybridEP's model
+            has no such exchange.
+        optimizer_bytes: Bytes of optimizer state per parameter of a rank's home experts, if the step has a backward
+            pass. None (default) stands for Adam: 8 bytes for two moments in float32, plus 4 for a float32 copy of
+            parameters of fewer bytes. Use a smaller number if data-parallel groups shard the state.
+        parallel: Groups beside the expert-parallel group; none by default.
 
     Raises:
-        ValueError: `optimizer_bytes` is out of range.
+        ValueError: `optimizer_bytes` is negative or infinite.
 
     Examples:
         >>> from jax_moe_lb.sim import Step

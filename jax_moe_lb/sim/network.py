@@ -1,16 +1,17 @@
 """Seconds of flows and collectives over the links of a cluster.
 
-A byte between two ranks passes the links of the outermost level at which they differ, at both ends, and those of every
-level inside it except the innermost: to leave its datacenter it must leave its node. The innermost level is the fabric
-between neighbors, which carries nothing else. A rank uses the link of its offset among those of its node or datacenter.
+A byte between two ranks uses the links of the outermost level on which the ranks differ, at both ends. It also uses the
+links of every level inside it, except the innermost: to leave its datacenter, it must leave its node. The innermost
+level is the fabric between neighbors and carries only their bytes. A rank uses the link of its offset among the links
+of its node or datacenter.
 
 Links are fluid: all bytes of a stage share them at once. A stage takes the time of its busiest link plus the latency of
-its hops, a lower bound that a good schedule approaches. Congestion inside switches, protocols and unfair shares are not
-modelled.
+its hops, a lower bound approached by good schedules. The model ignores congestion inside switches, protocol overhead
+and unfair sharing.
 
-A ring of `P` ranks has `P - 1` hops, of which an outer level carries as many as it has members, less one. NCCL counts
-them likewise (`src/graph/tuning.cc`), and its trees by the logarithm of the nodes. All ranks of the cluster take part,
-in groups of `sizes` members at each level.
+A ring of `P` ranks has `P - 1` hops; an outer level of `m` members carries `m - 1` of them. NCCL uses the same count
+(`src/graph/tuning.cc`), and the logarithm of the number of nodes for its trees. All ranks of the cluster take part, in
+groups of `sizes` members at each level.
 """
 
 import math
@@ -27,14 +28,13 @@ RankBytes = Num[np.ndarray, "R R"]
 
 @dataclass(frozen=True)
 class Flow:
-    """A flow has the bytes of one stage on every link of every level.
+    """Bytes of one stage on every link of every level.
 
     Args:
-        sent: for each level `[members, links]`, the bytes that each link of each member sends; `[1, 1]` where all links
-            carry the same.
-        received: for each level the bytes that each link receives, in the same shape.
-        hops: for each level, how many messages follow each other there, each after the one before; `()`: all messages
-            are under way at once.
+        sent: Per level `[members, links]`, bytes sent by each link of each member; `[1, 1]` if all links carry the
+            same.
+        received: Per level, bytes received by each link, in the same shape.
+        hops: Per level, the number of sequential messages; `()` (default) if all messages overlap.
     """
 
     sent: tuple[PerLink, ...]
@@ -42,32 +42,35 @@ class Flow:
     hops: tuple[int, ...] = ()
 
     def times(self, factor: float) -> "Flow":
-        """Multiplies the bytes by `factor`."""
+        """Multiply the bytes by `factor`."""
         return Flow(tuple(factor * a for a in self.sent), tuple(factor * a for a in self.received), self.hops)
 
     @property
     def reversed(self) -> "Flow":
-        """Sends the same bytes on their way back."""
+        """Flow of the same bytes in the opposite direction."""
         return Flow(self.received, self.sent, self.hops)
 
     @property
     def is_empty(self) -> bool:
-        """Tells whether no byte travels."""
+        """True if no link carries bytes."""
         return not any(a.any() for a in self.sent)
 
 
 def flow(rank_bytes: RankBytes, cluster: Cluster) -> Flow:
-    """Computes the flow of what every rank sends to every other.
+    """Compute the flow of an exchange between ranks.
 
     Args:
-        rank_bytes: `[R, R]`, bytes from rank to rank; what a rank keeps, on the diagonal, travels nowhere.
-        cluster: the links.
+        rank_bytes: `[R, R]`, bytes from rank to rank; the diagonal stays on its rank and uses no link.
+        cluster: Cluster with the links.
+
+    Returns:
+        The bytes on each link.
     """
     sides = []
     for matrix in (rank_bytes, rank_bytes.T):
         inside = [_inside(matrix, size) for size in cluster.inner]
         last = len(inside) - 1
-        # The innermost level carries what stays inside the next outer member, another one all that leaves its members.
+        # The innermost level carries bytes inside the next outer member; other levels carry all bytes leaving a member.
         everything = matrix.sum(1)
         sides.append(
             tuple(
@@ -80,12 +83,14 @@ def flow(rank_bytes: RankBytes, cluster: Cluster) -> Flow:
 
 
 def even_flow(rank_bytes: tuple[float, ...], cluster: Cluster) -> Flow:
-    """Computes the flow if all ranks send and receive the same.
+    """Compute the flow of an exchange in which all ranks send and receive the same bytes.
 
     Args:
-        rank_bytes: for each level the bytes that one rank sends to ranks which differ from it there, and not further
-            out.
-        cluster: the links.
+        rank_bytes: Per level, the bytes from one rank to ranks whose outermost difference is at this level.
+        cluster: Cluster with the links.
+
+    Returns:
+        The bytes on each link, with one entry per level.
     """
     loads, last = [], len(rank_bytes) - 1
     for at, (level, inner) in enumerate(zip(cluster.levels, cluster.inner, strict=True)):
@@ -96,51 +101,57 @@ def even_flow(rank_bytes: tuple[float, ...], cluster: Cluster) -> Flow:
 
 
 def all_to_all(rank_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> Flow:
-    """Computes the flow if every rank spreads its bytes evenly over a group, itself included.
+    """Compute the flow if every rank spreads its bytes evenly over a group, itself included.
 
     Args:
-        rank_bytes: the bytes of one rank.
-        sizes: members of the group at each level: all of a level's, or one for each of its expert domains.
-        cluster: the links.
+        rank_bytes: Bytes of one rank.
+        sizes: Members of the group at each level: all members of a level, or one per expert domain.
+        cluster: Cluster with the links.
+
+    Returns:
+        The bytes on each link.
     """
     left, by_level = rank_bytes, []
     for size in sizes:
-        # What stays inside a member is what the next level spreads.
+        # The bytes inside a member are spread over the next level.
         by_level.append(left * (size - 1) / size)
         left /= size
     return even_flow(tuple(by_level), cluster)
 
 
 def seconds(flow: Flow, cluster: Cluster, *, messages: int = 1, copy_engine: bool = False) -> float:
-    """Computes what a stage takes at least: the time of its busiest link, and the latency of its hops.
+    """Compute the seconds of a stage: the time of its busiest link plus the latency of its hops, a lower bound.
 
     Args:
-        flow: the bytes on links.
-        cluster: rates and latencies.
-        messages: how often the latency is paid, one message after the other.
-        copy_engine: whether the copy engines' rate limits a rank as well.
+        flow: Bytes on links.
+        cluster: Cluster with rates and latencies.
+        messages: Number of sequential messages, each with one latency; 1 by default.
+        copy_engine: If True, the rate of copy engines limits each rank as well.
+
+    Returns:
+        The time in seconds.
     """
     return busy_s(flow, cluster, copy_engine=copy_engine) + messages * latency_s(flow, cluster)
 
 
 def busy_s(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> float:
-    """Computes the time of the busiest link.
+    """Compute the time of the busiest link, in seconds.
 
     Args:
-        flow: the bytes on links.
-        cluster: the rates.
-        copy_engine: whether the copy engines' rate limits a rank as well.
+        flow: Bytes on links.
+        cluster: Cluster with the rates.
+        copy_engine: If True, the rate of copy engines limits each rank as well.
     """
     return max(level_seconds(flow, cluster, copy_engine=copy_engine))
 
 
 def level_seconds(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> tuple[float, ...]:
-    """Computes the time of the busiest link of each level; levels work side by side.
+    """Compute the time of the busiest link of each level, in seconds; levels transfer in parallel.
 
     Args:
-        flow: the bytes on links.
-        cluster: the rates.
-        copy_engine: whether the copy engines' rate limits a rank as well.
+        flow: Bytes on links.
+        cluster: Cluster with the rates.
+        copy_engine: If True, the rate of copy engines limits each rank as well.
     """
     times = []
     for at, level in enumerate(cluster.levels):
@@ -153,11 +164,13 @@ def level_seconds(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) ->
 
 
 def latency_s(flow: Flow, cluster: Cluster) -> float:
-    """Computes the latency of one message of a flow: of the slowest level that it crosses, or of its hops in a row.
+    """Compute the latency of one message of a flow, in seconds.
+
+    With `hops`, it is the sum over all hops, else the latency of the slowest level in use.
 
     Args:
-        flow: the bytes on links, and their hops.
-        cluster: the latencies.
+        flow: Bytes on links, and their hops.
+        cluster: Cluster with the latencies.
     """
     latencies = [level.latency_s for level in cluster.levels]
     if flow.hops:
@@ -167,7 +180,7 @@ def latency_s(flow: Flow, cluster: Cluster) -> float:
 
 
 def level_bytes(flow: Flow, cluster: Cluster) -> tuple[float, ...]:
-    """Sums up what all links of each level send together, in bytes."""
+    """Sum the bytes sent by all links of each level."""
     totals = []
     for sent, level, inner in zip(flow.sent, cluster.levels, cluster.inner, strict=True):
         num_links = cluster.num_ranks // inner * level.links
@@ -177,30 +190,33 @@ def level_bytes(flow: Flow, cluster: Cluster) -> tuple[float, ...]:
 
 
 def _inside(matrix: RankBytes, size: int) -> Num[np.ndarray, "R"]:
-    """Sums up what each rank sends to ranks of its own block of `size`, itself included."""
+    """Sum the bytes from each rank to the ranks of its own block of `size`, itself included."""
     blocks = len(matrix) // size
     own = np.einsum("bibj->bi", matrix.reshape(blocks, size, blocks, size))
     return own.reshape(-1)
 
 
 def _on_links(rank_bytes: Num[np.ndarray, "R"], cluster: Cluster, at: int) -> PerLink:
-    """Sums the bytes of ranks by the link that each of them uses at a level."""
-    # Neighbours share a link: rank `i` of a member has link `i // (ranks per link)`.
+    """Sum the bytes of ranks over the links that they use at a level."""
+    # Neighbors share a link: rank `i` of a member has link `i // (ranks per link)`.
     links = cluster.levels[at].links
     return rank_bytes.reshape(-1, links, cluster.inner[at] // links).sum(2)
 
 
 MessageSizes = tuple[int, ...]
-"""The members of a group at each level, outermost first."""
+"""Members of a group at each level, outermost first."""
 
 
 def all_gather(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Computes the flows of an all-gather.
+    """Compute the flows of an all-gather.
 
     Args:
-        num_bytes: what each rank has of it.
-        sizes: the members of a group at each level.
-        cluster: the links, and the algorithm.
+        num_bytes: Bytes of each rank's shard.
+        sizes: Members of a group at each level.
+        cluster: Cluster with the links and the algorithm.
+
+    Returns:
+        Flows in sequence; `()` for a single rank.
     """
     ranks, way = math.prod(sizes), cluster.communication.collectives
     if ranks == 1:
@@ -211,7 +227,7 @@ def all_gather(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple
         return (_ring(num_bytes * (ranks - 1), sizes, _ring_hops(sizes), cluster),)
     flows, held = [], num_bytes
     for at, size in enumerate(sizes):
-        # From the outermost level inwards: so a piece crosses outer links once for each member there.
+        # From the outermost level inwards, so that a shard crosses outer links once per member.
         if size > 1:
             hops = size - 1 if way == Collective.HIERARCHICAL else _doublings(size)
             flows.append(_at_level(held * (size - 1), at, hops, cluster))
@@ -220,23 +236,29 @@ def all_gather(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple
 
 
 def reduce_scatter(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Computes the flows of a reduce-scatter: those of an all-gather, the other way round.
+    """Compute the flows of a reduce-scatter: those of an all-gather, reversed.
 
     Args:
-        num_bytes: what each rank has of the sum at the end.
-        sizes: the members of a group at each level.
-        cluster: the links, and the algorithm.
+        num_bytes: Bytes of each rank's shard of the sum.
+        sizes: Members of a group at each level.
+        cluster: Cluster with the links and the algorithm.
+
+    Returns:
+        Flows in sequence; `()` for a single rank.
     """
     return tuple(flow.reversed for flow in reversed(all_gather(num_bytes, sizes, cluster)))
 
 
 def all_reduce(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Computes the flows of a sum that every rank gets.
+    """Compute the flows of an all-reduce.
 
     Args:
-        num_bytes: the bytes of the sum.
-        sizes: the members of a group at each level.
-        cluster: the links, and the algorithm.
+        num_bytes: Bytes of the sum.
+        sizes: Members of a group at each level.
+        cluster: Cluster with the links and the algorithm.
+
+    Returns:
+        Flows in sequence; `()` for a single rank.
     """
     ranks = math.prod(sizes)
     if ranks == 1:
@@ -253,21 +275,21 @@ def all_reduce(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple
 
 
 def pair_hops(sizes: MessageSizes) -> tuple[int, ...]:
-    """Counts the steps of an exchange by pairs, each at the outermost level at which its pairs differ.
+    """Count the steps of a pairwise exchange by level, each at the outermost level on which its pairs differ.
 
     Args:
-        sizes: the members of a group at each level.
+        sizes: Members of a group at each level.
     """
     return tuple((size - 1) * math.prod(sizes[at + 1 :]) for at, size in enumerate(sizes))
 
 
 def _ring(passed_on: float, sizes: MessageSizes, hops: tuple[int, ...], cluster: Cluster) -> Flow:
-    """Puts on links what each rank passes on to the next one; rings start at every rank, so that all links carry it."""
+    """Compute the flow of a ring, as the mean over rings starting at every rank, so that all links carry it."""
     ranks, by_level, outside = math.prod(sizes), [], 0
     for at in range(len(sizes)):
         members = math.prod(sizes[: at + 1])
         crossing = members if members > 1 else 0
-        # Where the ring leaves a member of an outer level it leaves one of this level too, and counts there.
+        # A hop that leaves a member of an outer level leaves one of this level too; count it at the outer level.
         by_level.append(passed_on * (crossing - outside) / ranks)
         outside = crossing
     return replace(even_flow(tuple(by_level), cluster), hops=hops)
@@ -279,7 +301,7 @@ def _ring_hops(sizes: MessageSizes) -> tuple[int, ...]:
 
 
 def _double_tree(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> Flow:
-    """Every rank but the root sends to its parent and hears from it, in two trees with half of the bytes each."""
+    """Compute the flow of two trees with half of the bytes each; all ranks but the root exchange with their parent."""
     ranks = math.prod(sizes)
     by_level = tuple(2 * num_bytes * edges / ranks for edges in _ring_hops(sizes))
     return replace(even_flow(by_level, cluster), hops=tuple(2 * _doublings(size) for size in sizes))
@@ -292,5 +314,5 @@ def _at_level(rank_bytes: float, at: int, hops: int, cluster: Cluster) -> Flow:
 
 
 def _doublings(size: int) -> int:
-    """Rounds the logarithm up, in integers."""
+    """Round the binary logarithm up, in integers."""
     return (size - 1).bit_length()

@@ -1,6 +1,6 @@
-"""`simulate`: seconds, exposed seconds and bytes of a step of a system on a cluster.
+"""Simulation of a system's step on a cluster: seconds, exposed seconds and bytes.
 
-`Totals` sums tasks by stage and bytes by link.
+`Totals` sums tasks by stage and bytes by level.
 """
 
 import itertools
@@ -27,17 +27,17 @@ from jax_moe_lb.sim.uniform import experts_of, sampled_work, uniform_work
 from jax_moe_lb.sim.work import LayerWork, Migration, layer_work
 
 BUBBLE = "pipeline bubble"
-"""The stage in which a rank waits for the others of a pipeline."""
+"""Stage in which a rank waits for the other stages of a pipeline."""
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Sums up all tasks of one stage in a step.
+    """Totals of all tasks of one stage in a step.
 
     Args:
-        busy_s: the seconds that they take, each on its slowest rank.
-        exposed_s: the seconds of them on the critical path. Over all stages these add up to the time of the step.
-        bytes: the bytes that they send on all links of all levels together.
+        busy_s: Seconds of its tasks, each on its slowest rank.
+        exposed_s: Seconds of its tasks on the critical path. All stages sum to the time of the step.
+        bytes: Bytes sent by its tasks, over all links of all levels.
     """
 
     busy_s: float = 0.0
@@ -46,11 +46,11 @@ class StageTime:
 
     @property
     def hidden_s(self) -> float:
-        """Returns the seconds that other stages hide; at least 0."""
+        """Seconds overlapped with other stages, at least 0."""
         return max(self.busy_s - self.exposed_s, 0.0)
 
     def plus(self, other: "StageTime", times: float) -> "StageTime":
-        """Adds another one so many times."""
+        """Add another total `times` times."""
         return StageTime(
             self.busy_s + times * other.busy_s,
             self.exposed_s + times * other.exposed_s,
@@ -60,12 +60,12 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Totals:
-    """Has the sums of some microbatches.
+    """Totals of one or more microbatches.
 
     Args:
-        step_s: their seconds, one after the other.
-        stages: by name.
-        level_bytes: what all ranks together sent on the links of each level, and to ranks of other groups.
+        step_s: Seconds of the microbatches in sequence.
+        stages: Totals of each stage by name.
+        level_bytes: Bytes sent by all ranks over the links of each level, and to ranks of other groups.
     """
 
     step_s: float
@@ -74,18 +74,18 @@ class Totals:
 
     @classmethod
     def of(cls, timeline: Timeline, cluster: Cluster) -> "Totals":
-        """Sums up one microbatch.
+        """Sum the tasks of one microbatch.
 
         Args:
-            timeline: its tasks, solved.
-            cluster: the machine that they ran on.
+            timeline: Solved timeline.
+            cluster: Machine of the timeline.
         """
         exposed, busy = timeline.exposed_s(), timeline.busy_s()
         sent = dict.fromkeys(busy, 0.0)
         names = [level.name for level in cluster.levels]
         by_level = dict.fromkeys(names, 0.0)
         for task in timeline.tasks:
-            # Products and the planner send nothing.
+            # Only exchanges have a flow.
             flows = {} if task.flow is None else dict(zip(names, level_bytes(task.flow, cluster), strict=True))
             if task.rank_bytes:
                 flows = {task.streams[0].removesuffix(" links"): task.rank_bytes * cluster.num_ranks}
@@ -96,7 +96,7 @@ class Totals:
         return cls(timeline.end_s, stages, by_level)
 
     def plus(self, other: "Totals", times: float) -> "Totals":
-        """Adds the same microbatch so many times."""
+        """Add the totals of another microbatch `times` times."""
         stages = self.stages | {
             name: self.stages.get(name, StageTime()).plus(s, times) for name, s in other.stages.items()
         }
@@ -105,31 +105,31 @@ class Totals:
         return Totals(self.step_s + times * other.step_s, stages, sums)
 
     def waiting(self, seconds: float) -> "Totals":
-        """Adds what a rank waits for the others of a pipeline."""
+        """Add the idle seconds of a rank in a pipeline."""
         if not seconds:
             return self
         return Totals(self.step_s + seconds, self.stages | {BUBBLE: StageTime(seconds, seconds)}, self.level_bytes)
 
 
 States = list[list[State]]
-"""What the balancer of every layer remembers, one state per group of ranks."""
+"""Balancer state of every layer, one state per group of ranks."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Reports a simulated step.
+    """Times, bytes, imbalance and memory of a simulated step.
 
     Args:
-        step_s: the time of the step from start to end, in seconds.
-        stages: the time of each stage by its name, in the order in which they first happen.
-        level_bytes: the bytes sent on all links of each level, by its name.
-        imbalance_before: `max / mean` of the load at home, the mean over layers; 1 for uniform routing.
-        imbalance_after: `max / mean` of the load under the plans, the mean over layers; 1.05 or less is usual where
-            quotas are planned and slots suffice.
-        rounds: the most rounds of any layer; 1 is usual under good plans.
-        memory: the bytes on one rank.
-        timeline: all tasks with their times; of several microbatches those of the last one.
-        states: what the balancers remember, for the next step.
+        step_s: Time of the step, in seconds.
+        stages: Totals of each stage by its name, in the order of their first tasks.
+        level_bytes: Bytes sent on all links of each level, by its name.
+        imbalance_before: `max / mean` of the load at home, mean over layers; 1 for uniform routing.
+        imbalance_after: `max / mean` of the load under the plans, mean over layers. 1.05 or less is usual for planned
+            quotas with enough slots.
+        rounds: Maximum number of rounds over layers; 1 is usual under good plans.
+        memory: Bytes on one rank, by part.
+        timeline: Solved timeline of the last microbatch.
+        states: Balancer states for the next step.
     """
 
     step_s: float
@@ -153,22 +153,26 @@ def simulate(
     step: Step = Step(),
     states: States | None = None,
 ) -> Report:
-    """Simulates one step, planned by the system's own balancer for these counts.
+    """Simulate one step, planned by the system's own balancer for the given counts.
 
-    Use it to see what a system would do on a machine that you do not have, and what of a step it would hide.
+    Use it to predict the time of a system, and the stages hidden by overlap, on unavailable machines.
 
     Args:
-        system: the strategies, as `moe` takes them.
-        model: the sizes of its layers; with groups beside the expert-parallel one a rank's `Parallel.share` of them.
-        cluster: the machine.
-        counts: `[X, R, E]`, of `X` layers, or `[R, E]`. Layer `i` of the model has those of `i % X`.
-        migration: which experts are gathered in expert domains before (HybridEP); none by default.
-        step: which passes it has; forward and backward by default.
-        states: those of the report of the step before, for balancers that keep history.
+        system: System, as in `moe`.
+        model: Sizes of the layers. With groups beside the expert-parallel one, pass a rank's `Parallel.share`.
+        cluster: Machine.
+        counts: `[X, R, E]` for `X` layers, or `[R, E]`, nonnegative integers. Layer `i` of the model uses counts `i %
+            X`.
+        migration: Gathers of expert domains (HybridEP); none by default.
+        step: Passes of the step; forward and backward by default.
+        states: `Report.states` of the step before, for balancers with history; None (default) before the first step.
+
+    Returns:
+        Times, bytes, imbalance and memory of the step.
 
     Raises:
-        ValueError: counts of another shape, counts that do not fit int32 or memory, or counts that the balancer
-            refuses.
+        ValueError: The counts have another shape or dtype, are negative, exceed int32 or the size limit, or are
+            rejected by the balancer.
 
     Examples:
         >>> from jax_moe_lb import greedy
@@ -186,7 +190,7 @@ def simulate(
         works.append(work)
         after.append(state)
     start = [imbalance(load(plain_plan(layer, cluster.topology()))) for layer in counts]
-    # Fewer recorded layers than the model has are taken in turn, which costs no more plans.
+    # Model layers cycle through the recorded layers, so extra layers need no further plans.
     layers = [works[at % len(works)] for at in range(model.layers)]
     memory = memory_of(system, model, cluster, migration, step)
     return _report(layers, model, cluster, step, float(np.mean(start)), memory, after)
@@ -202,18 +206,21 @@ def replay(
     step: Step = Step(),
     states: States | None = None,
 ) -> Iterator[Report]:
-    """Simulates every step of a trace; balancers that keep history carry it along.
+    """Simulate every step of a trace, and carry the state of balancers with history.
 
-    Use it with the counts that a training run recorded.
+    Use it with counts recorded by a training run.
 
     Args:
-        system: the strategies.
-        model: the sizes of its layers.
-        cluster: the machine.
-        trace: `[steps, X, R, E]` or `[steps, R, E]`, the counts of every step.
-        migration: which experts are gathered before; see `simulate`.
-        step: which passes a step has.
-        states: what balancers remember of steps before; see `remembered`.
+        system: System, as in `moe`.
+        model: Sizes of the layers.
+        cluster: Machine.
+        trace: `[steps, X, R, E]` or `[steps, R, E]`, integer counts of every step.
+        migration: Gathers of expert domains; none by default.
+        step: Passes of each step; forward and backward by default.
+        states: Balancer states before the first step, as returned by `remembered`; None by default.
+
+    Yields:
+        The report of each step.
 
     Examples:
         >>> import numpy as np
@@ -232,12 +239,12 @@ def replay(
 
 
 def keeps_history(system: System, model: ModelShape, cluster: Cluster) -> bool:
-    """Tells whether a system plans from earlier steps, so that a step alone says nothing about it.
+    """Return whether a system plans from earlier steps, so that a single step is not representative.
 
     Args:
-        system: its balancer is asked.
-        model: the sizes of its layers.
-        cluster: the machine.
+        system: System whose balancer is examined.
+        model: Sizes of the layers.
+        cluster: Machine.
 
     Examples:
         >>> from jax_moe_lb import exact
@@ -257,17 +264,17 @@ def remembered(
     before: Iterable[Int[np.ndarray, "X R E"]],
     migration: Migration = Migration(),
 ) -> States | None:
-    """Carries what a balancer remembers through earlier steps, without a clock.
+    """Update the state of a balancer through earlier steps, without simulating their time.
 
     Args:
-        system: the strategies.
-        model: the sizes of its layers.
-        cluster: the machine.
-        before: the counts `[X, R, E]` of each of these steps.
-        migration: which experts are gathered before; see `simulate`.
+        system: System, as in `moe`.
+        model: Sizes of the layers.
+        cluster: Machine.
+        before: `[X, R, E]` counts of each earlier step.
+        migration: Gathers of expert domains; none by default.
 
     Returns:
-        What `simulate` takes as `states`; `None` after no step.
+        The `states` for `simulate`; None if there is no earlier step.
     """
     states: States | None = None
     for counts in before:
@@ -277,10 +284,13 @@ def remembered(
 
 
 def mean_report(reports: Sequence[Report]) -> Report:
-    """Averages times, bytes and imbalances over steps, with the most rounds, and the last step's timeline and states.
+    """Average times, bytes and imbalances over steps.
 
     Args:
-        reports: at least one, of the same system and cluster, as `replay` makes them.
+        reports: At least one report of the same system and cluster, as yielded by `replay`.
+
+    Returns:
+        A report with the means, the maximum of rounds, and the timeline and states of the last step.
 
     Examples:
         >>> import numpy as np
@@ -297,7 +307,7 @@ def mean_report(reports: Sequence[Report]) -> Report:
         return float(np.mean(list(values)))
 
     names = dict.fromkeys(name for report in reports for name in report.stages)
-    # A stage that a step lacks, as a step without replicas does, counts as 0 in the mean.
+    # A missing stage, such as `weights` in a step without replicas, counts as 0 in the mean.
     stages = {}
     for name in names:
         of_steps = [report.stages.get(name, StageTime()) for report in reports]
@@ -320,15 +330,18 @@ def mean_report(reports: Sequence[Report]) -> Report:
 def simulate_uniform(
     model: ModelShape, cluster: Cluster, *, migration: Migration = Migration(), step: Step = Step()
 ) -> Report:
-    """Simulates a step of plain expert parallelism, or HybridEP, under uniform routing, on any number of ranks.
+    """Simulate a step of plain expert parallelism, or HybridEP, under uniform routing, on any number of ranks.
 
-    Use it where nobody could hold the counts of all ranks; `uniform.py` says what it assumes.
+    Use it for machines too large for an array of counts; `uniform.py` describes the assumptions.
 
     Args:
-        model: the sizes of its layers.
-        cluster: the machine.
-        migration: which experts are gathered in expert domains before (HybridEP); none by default.
-        step: which passes it has; forward and backward by default.
+        model: Sizes of the layers.
+        cluster: Machine.
+        migration: Gathers of expert domains (HybridEP); none by default.
+        step: Passes of the step; forward and backward by default.
+
+    Returns:
+        Times, bytes and memory of the step.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape
@@ -353,19 +366,21 @@ def simulate_sample(
     migration: Migration = Migration(),
     step: Step = Step(),
 ) -> Report:
-    """Simulates a step on a machine of more ranks than anybody could plan for, by a part of it; see `sim/uniform.py`.
+    """Simulate a step on a machine with too many ranks for the planner, from a sample of its ranks.
+
+    `sim/uniform.py` describes the method.
 
     Args:
-        system: the strategies.
-        model: the sizes of its layers, on the whole machine.
-        cluster: the whole machine.
-        sample: what `sample_of` returned for it.
-        counts: `[X, R, E]` of the sample, with the experts whose homes are there.
-        migration: which experts are gathered before; see `simulate`.
-        step: which passes it has.
+        system: System, as in `moe`.
+        model: Sizes of the layers, on the whole machine.
+        cluster: Whole machine.
+        sample: Result of `sample_of` for this machine.
+        counts: `[X, R, E]` of the sample, with the experts at home on it.
+        migration: Gathers of expert domains; none by default.
+        step: Passes of the step; forward and backward by default.
 
     Returns:
-        The report of the whole machine; its timeline has the sample's ranks.
+        The report of the whole machine, with a timeline of the sample's ranks.
     """
     part = replace(model, experts=experts_of(model, cluster, sample))
     counts = _checked(counts, part, sample)
@@ -373,7 +388,7 @@ def simulate_sample(
     before = float(np.mean([imbalance(load(plain_plan(layer, sample.topology()))) for layer in counts]))
     layers = [works[at % len(works)] for at in range(model.layers)]
     found = _report(layers, model, sample, step, before, memory_of(system, model, cluster, migration, step), [])
-    # All members of the machine send what those of the sample send.
+    # All members of the machine send as many bytes as those of the sample.
     times = cluster.num_ranks / sample.num_ranks
     stages = {name: replace(stage, bytes=stage.bytes * times) for name, stage in found.stages.items()}
     level_bytes = {name: sent * times for name, sent in found.level_bytes.items()}
@@ -389,7 +404,7 @@ def _report(
     memory: Memory,
     states: States,
 ) -> Report:
-    # Under uniform routing one rank stands for all, and then the waves have one line.
+    # Under uniform routing, waves have a single row that stands for all ranks.
     num_ranks, parallel = max(len(wave.rows) for work in layers for wave in work.waves), step.parallel
 
     def microbatch(is_last: bool) -> Timeline:
@@ -400,7 +415,7 @@ def _report(
     timeline = microbatch(is_last=True)
     totals = Totals.of(timeline, cluster)
     if parallel.microbatches > 1 or parallel.turns_waited:
-        # All microbatches are alike; but for the last one's, gradients are not complete when they end.
+        # All microbatches are equal, except that only the last one completes the gradients.
         before = Totals.of(microbatch(is_last=False), cluster)
         totals = totals.plus(before, float(parallel.microbatches - 1)).waiting(parallel.turns_waited * before.step_s)
     return Report(
@@ -432,5 +447,5 @@ def _checked(counts: Any, model: ModelShape, cluster: Cluster) -> Int[np.ndarray
         raise ValueError(f"counts has an entry {layers.min()}; expected numbers of tokens, at least 0")
     for layer in layers:
         check_total(layer)
-    # Planners count in int32, into which the sums of these fit.
+    # Planners count in int32; `check_total` has checked that the sums fit.
     return layers.astype(np.int32)

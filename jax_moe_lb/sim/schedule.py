@@ -1,20 +1,29 @@
-"""The schedule of a simulated step: tasks in the order of the library's executor (`layer/moe.py`).
+"""Schedule of a simulated step: its tasks in the order of the library's executor (`layer/moe.py`).
 
-Forward, each layer has these stages: `attention` (with the router), `shared experts` (beside exchanges, if there are
-any), `counts` (their exchange), `plan`, `weights` (into slots), `dispatch` (token copies to the ranks that serve them),
-`experts`, `combine` (outputs back). `gather`, that of expert domains, begins with the layer and hides under attention.
-With two waves the first starts without plan and weights, which hide under it. In two phases `dispatch` brings all
-copies home without a plan, and `rows` brings some of them on from there, beside weights and the first wave's experts;
-`return` brings their outputs home, and then `combine` all outputs to their tokens.
+A layer's forward pass has these stages:
 
-Backward, from the last layer to the first, their names end with ` (backward)`: weights again, upstream gradients to the
-ranks, experts, gradients of tokens back, then attention, under which the `gradients` of replicas and of gathered
-experts go home. With a known memory bandwidth `permutation`, `sums of copies` and `joined weights` take time too; see
-`memory.py`. `other` is the rest of the step. Groups beside the expert-parallel one have stages of their own; see
-`model.py`.
+- `attention`, including the router,
+- `shared experts`, if any, in parallel with exchanges,
+- `counts`, the all-gather of counts and the exchange of addresses,
+- `plan`,
+- `weights`, the replication of weights into slots,
+- `dispatch`, the exchange of token copies,
+- `experts`,
+- `combine`, the exchange of outputs.
 
-Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines), `dc links`, `node links` and
-`gpu links`, one for each level that there is, and `tensor links`, `data links` and `pipeline links`.
+`gather`, the gather of expert domains, starts with the layer and overlaps with attention. With two waves, the first
+wave starts without plan and weights and overlaps with both. In two phases, `dispatch` brings all copies to the homes of
+their experts without a plan. `rows` sends some of them on from there, in parallel with weights and the first wave's
+experts. `return` brings their outputs to the homes, and `combine` brings all outputs to their tokens.
+
+The backward pass runs from the last layer to the first, and its stage names end with ` (backward)`. It exchanges
+weights again, sends output gradients to the experts' ranks, runs the experts, and returns the gradients of tokens.
+Attention follows, and overlaps with `gradients`: gradients of replicas and of gathered experts on their way home. If
+the memory bandwidth is given, `permutation`, `sums of copies` and `joined weights` take time as well; see `memory.py`.
+`other` is the rest of the step. Groups beside the expert-parallel one have stages of their own; see `model.py`.
+
+Tasks run on the streams `compute`, `host` (the planner) and `copy` (copy engines). Each level has a stream of its own:
+`dc links`, `node links` and `gpu links`. Other groups have `tensor links`, `data links` and `pipeline links`.
 """
 
 import zlib
@@ -31,19 +40,19 @@ from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, secon
 from jax_moe_lb.sim.work import LayerWork, Wave
 
 BACKWARD = " (backward)"
-"""The names of the backward pass's stages end with it."""
+"""Suffix of the stage names of the backward pass."""
 
 DATA_SUMS = "data sums" + BACKWARD
 
 
 def _of_home(work: LayerWork) -> Wave:
-    """Makes one wave of all that comes home, of a layer in two phases."""
+    """Merge both waves of a layer in two phases into one wave of all rows at home."""
     first, second = work.waves
     return replace(first, rows=np.hstack([first.rows, second.rows]))
 
 
 class _Served(NamedTuple):
-    """These are the experts of a wave, and the last task that brings back what they put out."""
+    """Expert tasks of a wave, and the last task of the combine."""
 
     experts: tuple[Task, ...]
     back: tuple[Task, ...]
@@ -51,14 +60,14 @@ class _Served(NamedTuple):
 
 @dataclass
 class Scheduler:
-    """A scheduler puts layers on a timeline.
+    """Scheduler of the layers of one microbatch on a timeline.
 
     Args:
-        model: the sizes of the layers.
-        cluster: the machine, with its rates.
-        step: the passes of a step.
-        timeline: all tasks so far, to which it adds.
-        is_last: whether this is the last microbatch of a step, after which gradients are complete.
+        model: Sizes of the layers.
+        cluster: Machine with its rates.
+        step: Passes of a step.
+        timeline: Timeline that receives the tasks.
+        is_last: True (default) for the last microbatch of a step, whose end completes the gradients.
     """
 
     model: ModelShape
@@ -68,10 +77,10 @@ class Scheduler:
     is_last: bool = True
 
     def run(self, layers: list[LayerWork]) -> None:
-        """Runs forward over all layers, and backward if the step does.
+        """Add the forward pass of all layers and, if the step has one, the backward pass; then solve the timeline.
 
         Args:
-            layers: the work of each layer, in the order of the forward pass.
+            layers: Work of each layer, in the order of the forward pass.
         """
         ready: tuple[Task, ...] = ()
         part = max(1, len(layers) // self.step.parallel.interleave)
@@ -97,11 +106,11 @@ class Scheduler:
         counted = (routed, *self._exchanges("counts", self._if_counted(*work.counts), at, (routed,)))
         planned = counted
         if work.planner_s:
-            # The planner runs on the host, so that computing may go on beside it.
+            # The planner runs on the host, in parallel with compute.
             planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
         served: tuple[Task, ...] = ()
         if len(work.waves) > 1:
-            # The first wave needs neither the plan nor the weights, which travel beside its experts.
+            # The first wave needs neither plan nor weights; the weights travel during its experts.
             sent = self._dispatch("dispatch", work.waves[0], at, counted)
         if not work.early:
             held += self._weights("weights", work, at, planned)
@@ -115,7 +124,7 @@ class Scheduler:
         routed = self._attention(at, ready)
         held = self._exchanges("gather", work.gather, at, ready)
         counted = (routed, *self._exchanges("counts", self._if_counted(*work.counts), at, (routed,)))
-        # Where rows are at home follows from the counts, so nothing but the copies waits for the plan.
+        # Addresses at home follow from the counts, so only the moved copies wait for the plan.
         told = self._exchanges("counts", self._if_counted(work.address), at, counted)
         planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
         first, second = work.waves
@@ -134,7 +143,7 @@ class Scheduler:
         held += self._weights("weights" + BACKWARD, work, at, ready)
         onward = second.gradients_out(sends - 1)
         held += self._exchanges("rows" + BACKWARD, onward, at, sent, work.engine, sends * second.rounds)
-        # The plan is known, so all that stays at home is computed beside the copies.
+        # The plan is known, so all rows staying at home are computed during the moves.
         is_home = np.arange(second.rows.shape[1]) < work.num_home
         staying = replace(first, rows=first.rows + np.where(is_home, second.rows, 0))
         moved = replace(second, rows=np.where(is_home, 0, second.rows))
@@ -144,7 +153,7 @@ class Scheduler:
         return self._after_experts(work, at, _Served(served, back))
 
     def _home_and_back(self, mark: str, work: LayerWork, at: int, served: tuple[Task, ...]) -> tuple[Task, ...]:
-        """Adds the way of what moved rows have become to their homes, and of all from there to their tokens."""
+        """Add the return of moved rows to their homes, and of all rows to their tokens."""
         first, second = work.waves
         home = second.gradients_back if mark else second.back
         at_home = self._exchanges("return" + mark, home, at, served, work.engine, second.rounds) or served
@@ -156,7 +165,7 @@ class Scheduler:
         if work.passes_home:
             return self._backward_in_phases(work, at, ready)
         held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
-        # With token copies sent again, gradients of their outputs come beside them.
+        # Token copies sent again travel beside the gradients of their outputs.
         factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
         self._shared(BACKWARD, at, ready, factor)
         back = ready
@@ -170,39 +179,39 @@ class Scheduler:
         return self._after_experts(work, at, self._serve(BACKWARD, work.waves[-1], at, (*sent, *held), factor))
 
     def _after_experts(self, work: LayerWork, at: int, served: _Served) -> tuple[Task, ...]:
-        """Adds attention backward, and the gradients of replicas and gathered experts that go home under it."""
+        """Add the backward pass of attention, overlapped with gradients of replicas and gathered experts."""
         home: tuple[Task, ...] = ()
         if work.return_home is not None:
             home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
         home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served.experts)
         self._data_sum(at, (*served.experts, *home))
-        # A backward pass has two products for each one of the forward pass.
+        # A backward pass has two products per product of the forward pass.
         before_s = 2 * self.model.before_experts_s(self.cluster)
         done = self._compute("attention" + BACKWARD, before_s, at, self._tensor_sum(BACKWARD, at, served.back))
-        # The slots are the same memory in every layer: their gradients must be gone before the next one's come.
+        # All layers share the slots' memory, so the gradients must leave it before the next layer's arrive.
         return *self._tensor_sum(BACKWARD, at, (done,)), *home
 
     def _attention(self, at: int, ready: tuple[Task, ...]) -> Task:
-        """Adds attention with the router, and the experts that all tokens pass, which no exchange waits for."""
+        """Add attention with the router, and the shared experts, which overlap with exchanges."""
         before_s = self.model.before_experts_s(self.cluster)
         (routed,) = self._tensor_sum("", at, (self._compute("attention", before_s, at, ready),))
         self._shared("", at, (routed,), 1.0)
         return routed
 
     def _from_stage(self, mark: str, at: int, ready: tuple[Task, ...], begins: bool) -> tuple[Task, ...]:
-        """Adds the way of a microbatch's activations, or their gradients, to where a part of a pipeline begins."""
+        """Add the transfer of activations, or of their gradients, to the start of a pipeline part."""
         peers, num_bytes = self.step.parallel.pipeline, float(self.model.tokens * self.model.row_bytes)
         if peers.size == 1 or not begins:
             return ready
         return (self._beside("stages" + mark, "pipeline", peers.send_s(num_bytes), num_bytes, at, ready),)
 
     def _tensor_sum(self, mark: str, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
-        """Adds the sum of what the ranks of a tensor group have of all their tokens."""
+        """Add the all-reduce over the tensor group, of all its tokens."""
         num_bytes = float(self.model.tokens * self.model.row_bytes)
         return self._sum("tensor sums" + mark, "tensor", self.step.parallel.tensor, num_bytes, at, after)
 
     def _data_sum(self, at: int, after: tuple[Task, ...]) -> None:
-        """Adds the sum of the gradients of home experts, which nothing in a step waits for but its end."""
+        """Add the all-reduce of the gradients of home experts; only the end of the step waits for it."""
         if self.is_last:
             num_bytes = float(self.model.experts // self.cluster.num_ranks * self.model.expert_gradient_bytes)
             self._sum(DATA_SUMS, "data", self.step.parallel.data, num_bytes, at, after)
@@ -217,7 +226,7 @@ class Scheduler:
     def _beside(
         self, stage: str, links: str, seconds: float, rank_bytes: float, at: int, after: tuple[Task, ...]
     ) -> Task:
-        """Adds what a rank sends to ranks of other groups; they all wait for each other."""
+        """Add an exchange with ranks of other groups; all ranks start it together."""
         return self.timeline.add(
             stage, (f"{links} links",), seconds, after, layer=at, together=True, rank_bytes=rank_bytes
         )
@@ -243,19 +252,19 @@ class Scheduler:
         return self._in_memory("joined weights" + BACKWARD * is_backward, joined, at, held)
 
     def _in_memory(self, stage: str, num_bytes: float, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
-        """Adds what only moves bytes in a rank's own memory, where its rate is known."""
+        """Add a task that moves bytes in a rank's own memory, if its bandwidth is given."""
         rate = self.cluster.hbm_bytes_per_s
         return (self._compute(stage, num_bytes / rate, at, after),) if rate and after else after
 
     def _dispatch(self, stage: str, wave: Wave, at: int, after: tuple[Task, ...], sends: int = 0) -> tuple[Task, ...]:
-        """Adds the way to the experts: of tokens, or of gradients with tokens beside them if there are two sends."""
+        """Add the exchange to the experts: tokens if `sends` is 0, else gradients, with tokens if `sends` is 2."""
         flows = wave.gradients_out(sends - 1) if sends else wave.dispatch
         mark, sends = BACKWARD if sends else "", max(sends, 1)
         after = self._in_memory("permutation" + mark, sends * permuted_bytes(self._copies_bytes(wave)), at, after)
         return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
 
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
-        """Adds experts, and what they put out on its way back."""
+        """Add the experts of a wave and the combine of their outputs."""
         computed = self._experts(mark, wave, at, after, factor)
         flows = wave.gradients_back if mark else wave.back
         back = self._exchanges("combine" + mark, flows, at, computed, messages=wave.rounds) or computed
@@ -266,7 +275,7 @@ class Scheduler:
         return self._in_memory("sums of copies" + mark, summed, at, after)
 
     def _copies_bytes(self, wave: Wave) -> float:
-        """Counts the bytes of the copies that a rank sends in a wave, on average over the ranks."""
+        """Compute the mean bytes of the copies sent by a rank in a wave."""
         return float(wave.rows.sum() / len(wave.rows) * self.model.row_bytes)
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
@@ -276,10 +285,10 @@ class Scheduler:
     def _compute(
         self, stage: str, seconds: Any, at: int, after: tuple[Task, ...], rows: np.ndarray | None = None
     ) -> Task:
-        """Adds what computes; jitter makes it faster on some ranks and slower on others, by the same on average."""
+        """Add a compute task; jitter scales its duration on each rank, with mean 1."""
         deviation = self.cluster.jitter
         if deviation:
-            # The same for all systems: neither what is simulated before nor beside it changes what a stage draws.
+            # Seed by layer and stage, so that all systems get the same factors, regardless of their other tasks.
             rng = np.random.default_rng([self.cluster.jitter_seed, at, zlib.crc32(stage.encode())])
             seconds = seconds * rng.lognormal(-(deviation**2) / 2, deviation, self.timeline.num_ranks)
         return self.timeline.add(stage, ("compute",), seconds, after, layer=at, rows=rows)
@@ -293,12 +302,12 @@ class Scheduler:
         engine: bool = False,
         messages: int = 1,
     ) -> tuple[Task, ...]:
-        """Adds flows one after the other; returns the last of them, or nothing if nothing travels."""
+        """Add flows in sequence; return the last task, or an empty tuple if no flow has bytes."""
         last: tuple[Task, ...] = ()
         for flow in flows:
             if flow.is_empty:
                 continue
-            # In an exchange each rank waits for all others, so it starts on all of them together.
+            # Every rank of an exchange waits for all others, so it starts on all of them together.
             last = (
                 self.timeline.add(
                     stage,
@@ -318,7 +327,7 @@ class Scheduler:
         if not self.cluster.communication.shares_links:
             return None
         busy = busy_s(flow, self.cluster, copy_engine=engine)
-        # Copy engines that limit it leave room on its links.
+        # A rate limited by copy engines leaves capacity on the links.
         return Transfer(messages * latency_s(flow, self.cluster), busy, level_seconds(flow, self.cluster))
 
     def _links(self, flow: Flow) -> tuple[str, ...]:

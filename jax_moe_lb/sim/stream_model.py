@@ -1,16 +1,16 @@
-"""HybridEP's stream model says how large expert domains should be, in bytes and seconds.
+"""HybridEP's stream model of expert-domain sizes, in bytes and seconds.
 
-Inside an expert domain of `S` ranks experts are gathered, between expert domains tokens are exchanged. Level by level,
-with `G` members, `D` bytes of token copies on each rank and `P` bytes of experts:
+Experts are gathered inside an expert domain of `S` ranks, and tokens are exchanged between expert domains. At each
+level with `G` members, `D` bytes of token copies per rank and `P` bytes of experts per rank:
 
 ```
 gather(S)   = P (S - 1) / bytes_per_s + latency_s                  0 if S = 1
 exchange(S) = D (G - S) / (G bytes_per_s) + latency_s              0 if S = G
-total(S)    = max(pre_expert, gather(S)) + 2 exchange(S)           hidden: what the gather shares with pre_expert
+total(S)    = max(pre_expert, gather(S)) + 2 exchange(S)           hidden: overlap of gather and pre_expert
 ```
 
-The work before the experts hides the gather, which needs no token; nothing hides an exchange. The compute of experts is
-the same for every `S` and left out.
+The gather needs no tokens, so it overlaps with the compute before the experts; exchanges are always exposed. The
+compute of experts does not depend on `S` and is left out.
 """
 
 import math
@@ -21,24 +21,24 @@ from jax_moe_lb.core.topology import Level, Topology
 
 @dataclass(frozen=True)
 class Work:
-    """This is the work of one layer: what it moves, and under what it can hide that. Bytes are those of one rank.
+    """Bytes moved by one layer on one rank, and compute that overlaps with them.
 
-    Fill it in for `choose_expert_domains`, from the sizes of the model and from `benchmark_seconds`.
+    Build it for `choose_expert_domains`, from the sizes of the model and from `benchmark_seconds`.
 
     Args:
-        token_bytes: bytes of the token copies that a rank sends if every expert is elsewhere: `T * K * H * itemsize`.
-        expert_bytes: bytes of the rank's home experts as they travel, so after compression: see `Codec.encoded_bytes`.
-        pre_expert_s: seconds of compute between the layer before and this one's experts, which hides a gather; usually
-            what `benchmark_seconds` finds.
-        gradient_bytes: bytes of the gradients of those experts as they travel home in the backward pass. 0, the
-            default, is the paper's forward view; above 0 the backward pass counts as well.
-        backward_s: seconds of compute in the backward pass that hide the gradients' way home; usually twice
-            `pre_expert_s`.
-        backward_exchanges: exchanges of token copies in the backward pass, usually 2. This package's executor makes 3,
-            as it sends the copies again where others would keep them.
+        token_bytes: Bytes of the token copies of a rank if every expert is on another rank: `T * K * H * itemsize`.
+        expert_bytes: Bytes of the rank's home experts in transfer, after compression; see `Codec.encoded_bytes`.
+        pre_expert_s: Seconds of compute between the previous layer and the experts of this one, which overlap with a
+            gather. Usually measured by `benchmark_seconds`.
+        gradient_bytes: Bytes of these experts' gradients on their way home in the backward pass. At 0 (default), as in
+            the paper, only the forward pass counts.
+        backward_s: Seconds of compute in the backward pass that overlap with the gradients' way home, usually twice
+            `pre_expert_s`; 0 by default.
+        backward_exchanges: Exchanges of token copies in the backward pass, 2 by default. This package's executor makes
+            3, as it sends the copies again instead of keeping them as residuals.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: A number is out of range.
 
     Examples:
         >>> from jax_moe_lb.sim import Work
@@ -68,17 +68,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Latency:
-    """A latency is what one level of one layer takes with expert domains of `domain_size`, for one rank.
+    """Bytes and times of one level of one layer on one rank, for one expert-domain size.
 
     Args:
-        domain_size: `S`, members of an expert domain at this level.
-        gather_bytes: bytes of experts that a rank receives, once.
-        exchange_bytes: bytes of token copies that a rank receives, each way.
-        gather_s: seconds of the gather.
-        exchange_s: seconds of one exchange, of which there are two.
-        hidden_s: seconds of the gather that computing hides.
-        total_s: seconds of pre-expert compute, of what it does not hide of the gather, and of the exchanges; with the
-            same of the backward pass where gradients count.
+        domain_size: Members `S` of an expert domain at this level.
+        gather_bytes: Bytes of experts received by a rank in the gather.
+        exchange_bytes: Bytes of token copies received by a rank per exchange.
+        gather_s: Seconds of the gather.
+        exchange_s: Seconds of one exchange; the forward pass has two.
+        hidden_s: Seconds of the gather overlapped with compute.
+        total_s: Seconds of pre-expert compute, of the exposed part of the gather, and of the exchanges. If
+            `Work.gradient_bytes` is above 0, plus the same of the backward pass.
     """
 
     domain_size: int
@@ -92,13 +92,13 @@ class Latency:
 
 @dataclass(frozen=True)
 class LevelChoice:
-    """A level's choice lists every expert-domain size that it admits, ascending, and the fastest.
+    """All expert-domain sizes of one level in ascending order, and the fastest.
 
     Args:
-        level: the level, with its size and rates.
-        candidates: one latency per divisor of its size.
-        best: the first of those with the least `total_s`.
-        closed_form: the share of experts that the closed form reaches by exchanges, from 0 to 1.
+        level: Level with its size and rates.
+        candidates: One entry per divisor of the level's size.
+        best: First candidate with the minimum `total_s`.
+        closed_form: Share of experts reached by exchanges according to the closed form, from 0 to 1.
     """
 
     level: Level
@@ -109,10 +109,10 @@ class LevelChoice:
 
 @dataclass(frozen=True)
 class ExpertDomainChoice:
-    """This choice has the expert-domain size of every level, with the reasons: `print` it to read them.
+    """Expert-domain sizes of all levels with their modeled times; `print` shows them as tables.
 
     Args:
-        levels: one choice per level of the topology, outermost first.
+        levels: One choice per level of the topology, outermost first.
 
     Examples:
         >>> from jax_moe_lb.sim import ExpertDomainChoice
@@ -124,25 +124,29 @@ class ExpertDomainChoice:
 
     @property
     def domain_sizes(self) -> tuple[int, ...]:
-        """Lists the size of the expert domains at every level, outermost first."""
+        """Expert-domain size of each level, outermost first."""
         return tuple(choice.best.domain_size for choice in self.levels)
 
     def __str__(self) -> str:
-        """Prints a table for each level, the best line marked."""
+        """Format one table per level, with the best line marked."""
         return "\n".join(line for choice in self.levels for line in _lines(choice))
 
 
 def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Latency:
-    """Evaluates the model at one level.
+    """Evaluate the model at one level.
 
     Args:
-        work: the work of the layer.
-        level: the level, with its size and rates.
+        work: Work of the layer.
+        level: Level with its size and rates.
         domain_size: `S`, a divisor of the level's size.
-        experts: how often the home experts of a rank are forwarded: the product of the outer levels' domain sizes.
+        experts: Multiple of a rank's home experts that is forwarded: the product of the outer levels' domain sizes; 1
+            by default.
+
+    Returns:
+        Bytes and times at this domain size.
 
     Raises:
-        ValueError: `S` is no divisor, or the level has no bandwidth.
+        ValueError: `domain_size` is no divisor of the level's size, or the level has no bandwidth.
     """
     size = level.size
     if domain_size < 1 or size % domain_size:
@@ -160,19 +164,23 @@ def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Lat
 
 
 def closed_form(work: Work, level: Level, experts: int = 1) -> float:
-    """Computes the best share of other members' experts to reach by exchanges, `p = (G - S) / (G - 1)`.
+    """Compute the best share of other members' experts reached by exchanges, `p = (G - S) / (G - 1)`.
 
-    `S` is continuous here. The share is 0 if exchanging all tokens would take longer than gathering all experts,
-    `2 D >= G P`. Else the gather is made just so long that computing hides it. Latencies and the backward pass are not
-    part of it: compare with the paper by it, and choose by `choose_level`.
+    `S` is continuous. The share is 0 if exchanging all tokens takes longer than gathering all experts, `2 D >= G P`.
+    Otherwise the gather is as long as the compute that overlaps with it. Latencies and the backward pass are not
+    included. Use the closed form to compare with the paper, and `choose_level` to choose.
 
     Args:
-        work: the work of the layer.
-        level: the level, with its size and rates.
-        experts: how often the home experts of a rank are forwarded: the product of the outer levels' domain sizes.
+        work: Work of the layer.
+        level: Level with its size and rates.
+        experts: Multiple of a rank's home experts that is forwarded: the product of the outer levels' domain sizes; 1
+            by default.
+
+    Returns:
+        The share `p`, from 0 to 1.
 
     Raises:
-        ValueError: the level has no bandwidth.
+        ValueError: The level has no bandwidth.
     """
     held = work.expert_bytes * experts
     if level.size == 1 or 2 * work.token_bytes >= level.size * held:
@@ -182,15 +190,19 @@ def closed_form(work: Work, level: Level, experts: int = 1) -> float:
 
 
 def choose_level(work: Work, level: Level, experts: int = 1) -> LevelChoice:
-    """Evaluates every divisor of the level's size and picks the fastest, among equal ones the smallest.
+    """Evaluate every divisor of the level's size and choose the fastest; ties go to the smallest.
 
     Args:
-        work: the work of the layer.
-        level: the level, with its size and rates.
-        experts: how often the home experts of a rank are forwarded: the product of the outer levels' domain sizes.
+        work: Work of the layer.
+        level: Level with its size and rates.
+        experts: Multiple of a rank's home experts that is forwarded: the product of the outer levels' domain sizes; 1
+            by default.
+
+    Returns:
+        All candidates and the best one.
 
     Raises:
-        ValueError: the level has no bandwidth.
+        ValueError: The level has no bandwidth.
     """
     sizes = [size for size in range(1, level.size + 1) if level.size % size == 0]
     candidates = tuple(latency(work, level, size, experts) for size in sizes)
@@ -200,20 +212,20 @@ def choose_level(work: Work, level: Level, experts: int = 1) -> LevelChoice:
 
 
 def choose_expert_domains(work: Work, topology: Topology) -> ExpertDomainChoice:
-    """Chooses the expert-domain sizes of all levels, outermost first.
+    """Choose the expert-domain sizes of all levels, outermost first.
 
-    Use it before training across slow links, and give the sizes to `hybrid_mesh`. A level that gathers has all ranks
-    hold more experts, which the levels inside it then have to forward: there an expert costs as many times more.
+    Use it before training across slow links, and pass the sizes to `hybrid_mesh`. If an outer level gathers, all ranks
+    hold more experts, and the levels inside forward all of them. The cost of an expert grows there by the same factor.
 
     Args:
-        work: the work of a layer.
-        topology: the levels, with their rates.
+        work: Work of a layer.
+        topology: Levels with their rates.
 
     Returns:
-        The choice; `domain_sizes` has the sizes, and `print` shows why.
+        The choice; `domain_sizes` has the sizes, and `print` shows the modeled times.
 
     Raises:
-        ValueError: a level of more than one member has no bandwidth.
+        ValueError: A level of more than one member has no bandwidth.
 
     Examples:
         Between two datacenters, and inside them, 20 MB of experts cost less than 134 MB of token copies:
@@ -232,20 +244,20 @@ def choose_expert_domains(work: Work, topology: Topology) -> ExpertDomainChoice:
     experts = 1
     for level in topology.levels:
         chosen.append(choose_level(work, level, experts))
-        # Levels further in forward what this one gathered.
+        # Inner levels forward the experts gathered here.
         experts *= chosen[-1].best.domain_size
     return ExpertDomainChoice(tuple(chosen))
 
 
 def _transfer(level: Level, num_bytes: float) -> float:
-    # Nothing that travels has no latency either, and needs no rate to be known.
+    # Without bytes there is no message, hence no latency, and the rate may be unknown.
     if not num_bytes:
         return 0.0
     return num_bytes / _rate(level) + (level.latency_s or 0.0)
 
 
 def _rate(level: Level) -> float:
-    # With an infinite rate every size would be equally fast, and nothing could be chosen.
+    # With an infinite rate, all sizes would be equally fast.
     if level.bytes_per_s is None or not math.isfinite(level.bytes_per_s):
         raise ValueError(
             f"Level({level.name!r}).bytes_per_s is {level.bytes_per_s}; expected a finite rate, in bytes per second"
@@ -272,10 +284,10 @@ def _line(at: Latency, best: bool) -> str:
 def _reason(choice: LevelChoice) -> str:
     best = choice.best
     if choice.level.size == 1:
-        return "there is nothing to reach"
+        return "one member, so no exchange"
     if best.domain_size == 1:
-        return "no gather: it would outlast what hides it by more than it saves"
+        return "no gather: its exposed time would exceed the saved exchanges"
     left = best.gather_s - best.hidden_s
-    hides = "computing hides all of the gather" if left <= 0 else f"{left * 1e3:.3f} ms of the gather are not hidden"
-    tokens = "no token crosses" if best.domain_size == choice.level.size else "the rest is exchanged"
+    hides = "compute hides the whole gather" if left <= 0 else f"{left * 1e3:.3f} ms of the gather are exposed"
+    tokens = "no tokens are exchanged" if best.domain_size == choice.level.size else "other tokens are exchanged"
     return f"{hides}, {tokens}"

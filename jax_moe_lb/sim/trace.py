@@ -1,4 +1,4 @@
-"""These functions show a simulated step: as a trace for Perfetto or Chrome, and as a picture."""
+"""Output of a simulated step as a trace for Perfetto or Chrome, or as a PNG timeline."""
 
 import json
 from pathlib import Path
@@ -7,25 +7,28 @@ from typing import Any
 from jax_moe_lb.sim.events import Task, Timeline
 
 SHOWN_RANKS = 8
-"""A trace shows so many ranks: that of every rank of a large cluster would not open."""
+"""Maximum number of ranks in a trace, because viewers cannot open a trace of every rank of a large cluster."""
 
 LINKS = 1_000_000
-"""A trace shows links, which all ranks share, under a process of this number, which no rank has."""
+"""Process number of the links, which all ranks share; above every rank number."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """Makes events in the format that `ui.perfetto.dev` and `chrome://tracing` open.
+    """Convert a timeline to trace events for `ui.perfetto.dev` and `chrome://tracing`.
 
-    A process is a rank, a thread one of its streams; the links are a process of their own. Of many ranks it shows the
-    first ones and the one that ends last. Times are in microseconds, as the format wants.
+    Each rank is a process, and each of its streams a thread; the links are a process of their own. A trace of many
+    ranks has the first ones and the slowest one. Times are in microseconds, as the format requires.
 
     Args:
-        timeline: the step, usually `Report.timeline`.
+        timeline: Solved timeline, usually `Report.timeline`.
+
+    Returns:
+        A dictionary for `json.dumps`, in the Trace Event Format.
     """
     critical = {id(task): rank for task, rank in timeline.critical_path()}
     ranks = _shown(timeline)
     events: list[dict[str, Any]] = [_name(rank, f"rank {rank}") for rank in ranks] + [_name(LINKS, "links")]
-    # The format numbers threads, and says their names apart.
+    # The format numbers threads and names them in separate events.
     threads = {
         stream: number for number, stream in enumerate(dict.fromkeys(s for t in timeline.tasks for s in t.streams))
     }
@@ -35,7 +38,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     for task in timeline.tasks:
         for stream in task.streams:
             of_links = stream.endswith("links")
-            # All ranks share the links, which are shown once.
+            # All ranks share the links, so show them once.
             for rank in ranks[:1] if of_links else ranks:
                 process = LINKS if of_links else rank
                 is_critical = id(task) in critical and (of_links or critical[id(task)] == rank)
@@ -44,23 +47,23 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def write_trace(path: Path, timeline: Timeline) -> None:
-    """Writes `chrome_trace` as JSON."""
+    """Write `chrome_trace` as JSON."""
     path.write_text(json.dumps(chrome_trace(timeline)))
 
 
 def write_png(path: Path, timeline: Timeline, title: str, layers: int = 2) -> None:
-    """Draws the forward pass of the first layers, and their backward pass, on the rank that ends last.
+    """Draw the forward and backward pass of the first layers on the slowest rank.
 
     Args:
-        path: the PNG file to write.
-        timeline: the step, usually `Report.timeline`.
-        title: the picture's title.
-        layers: how many layers to draw; more than a few are too small to read.
+        path: PNG file to write.
+        timeline: Solved timeline, usually `Report.timeline`.
+        title: Title of the picture.
+        layers: Number of layers to draw, 2 by default; more than a few are too small to read.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    # It is optional, and slow to import.
+    # matplotlib is optional, and slow to import.
     from matplotlib.figure import Figure
 
     tasks = [task for task in timeline.tasks if task.layer < layers]
@@ -82,7 +85,7 @@ def write_png(path: Path, timeline: Timeline, title: str, layers: int = 2) -> No
     figure.legend(bars, stages, loc="outside lower center", ncols=len(stages))
     figure.suptitle(f"{title}: layers 0 to {layers - 1} on rank {rank}, forward and backward")
     with path.open("wb") as file:
-        # Of a path without a suffix matplotlib would make another.
+        # Write to an open file, because matplotlib appends a suffix to a path without one.
         figure.savefig(file, dpi=120, format=path.suffix.removeprefix(".") or "png")
 
 
@@ -97,7 +100,7 @@ def _shown(timeline: Timeline) -> list[int]:
 
 
 def _slowest(timeline: Timeline) -> int:
-    """Finds the rank that computes longest."""
+    """Return the rank with the most compute time."""
     busy = sum((task.end - task.start for task in timeline.tasks if "compute" in task.streams), start=0.0)
     return int(busy.argmax()) if timeline.tasks else 0  # type: ignore[union-attr]
 
@@ -113,7 +116,7 @@ def _event(task: Task, thread: int, rank: int, process: int, is_critical: bool) 
     if task.flow is not None:
         args["busiest_link_bytes"] = max(float(sent.max(initial=0)) for sent in task.flow.sent)
     if task.rows is not None:
-        # Where all ranks have the same there is one number.
+        # A single entry stands for all ranks.
         rows = float(task.rows[min(rank, len(task.rows) - 1)])
         args |= {"rows": rows, "load_over_mean": rows / max(float(task.rows.mean()), 1e-9)}
     return {

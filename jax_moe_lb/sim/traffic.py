@@ -1,15 +1,15 @@
 """Plans of a simulated layer, and the weights, gradients and tokens that they move.
 
-With forwarding a token travels level by level: to the rank of equal offset in another datacenter, then in another node,
-then to its rank. A token that leaves its node also uses the links inside the destination node, as DeepEP forwards it. A
-token with several experts on one remote node crosses once and is copied there; its outputs are summed there before they
-return.
+With forwarding, a token travels level by level: to the rank of equal offset in another datacenter, then in another
+node, then to its rank. A token leaving its node also uses the links inside the destination node, as in DeepEP's
+forwarding. A token with several experts on one remote node crosses once and is copied there. Its outputs are summed
+there before they return.
 
-Counts have no pairs, so the number of tokens with an expert in a member is an estimate. It follows from the chances `p`
-of the experts if a token takes `K` different ones with independent odds `w = p / (1 - p)`. The share of tokens with
-none in a member is `e_K(w (1 - f)) / e_K(w)`, with the elementary symmetric polynomial `e_K` and the part `f` of each
-expert's tokens that go there. This is exact for equal chances. For uneven ones it was within 5 % of synthetic tokens
-(`tests/sim/test_forwarding.py`).
+Counts do not record which experts a token combines, so the number of tokens with an expert in a member is an estimate.
+It follows from the probabilities `p` of the experts, if a token samples `K` distinct experts with independent odds `w =
+p / (1 - p)`. The share of tokens without an expert in a member is `e_K(w (1 - f)) / e_K(w)`. Here `e_K` is the
+elementary symmetric polynomial, and `f` the share of each expert's tokens served by the member. The estimate is exact
+for equal probabilities. For uneven ones it was within 5 % of synthetic tokens (`tests/sim/test_forwarding.py`).
 """
 
 import math
@@ -27,14 +27,17 @@ from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
 
 ExpertMatrix = Int[np.ndarray, "R R"]
-"""Numbers of experts from rank (row of the matrix) to rank (column), int64."""
+"""Number of experts from rank (row) to rank (column), int64."""
 
 
 def replicas_between(plan: Plan) -> ExpertMatrix:
-    """Counts the experts whose weights are copied from rank to rank: from home, or from the relay that the plan names.
+    """Count the experts whose weights each rank copies to each rank, from their home or from the plan's relay.
 
     Args:
-        plan: the plan, in NumPy arrays.
+        plan: Plan in NumPy arrays.
+
+    Returns:
+        `[R, R]` int64, from rank to rank.
     """
     sender = _homes(plan)
     if plan.relay is not None:
@@ -45,27 +48,33 @@ def replicas_between(plan: Plan) -> ExpertMatrix:
 
 
 def gradients_between(plan: Plan) -> ExpertMatrix:
-    """Counts the gradients of replicas that go home, straight, whatever the relays.
+    """Count the gradients of replicas that each rank sends to each home; relays do not forward gradients.
 
     Args:
-        plan: the plan, in NumPy arrays.
+        plan: Plan in NumPy arrays.
+
+    Returns:
+        `[R, R]` int64, from rank to rank.
     """
     return _between(_homes(plan), plan).T
 
 
 def rows_per_slot(plan: Plan) -> Int[np.ndarray, "R S"]:
-    """Counts the rows that each slot serves; 0 for an empty one.
+    """Count the rows served by each slot.
 
     Args:
-        plan: the plan of a wave, in NumPy arrays.
+        plan: Plan of a wave, in NumPy arrays.
+
+    Returns:
+        `[R, S]` rows; 0 for an empty slot.
     """
-    # An empty slot's -1 is read as expert 0, and its rows are then masked.
+    # The -1 of an empty slot is read as expert 0, and its rows are then masked.
     rows = plan.quota[np.maximum(plan.placement, 0), np.arange(plan.num_ranks)[:, None]]
     return np.where(plan.placement >= 0, rows, 0)
 
 
 def _homes(plan: Plan) -> Int[np.ndarray, "R X"]:
-    """Returns the home rank of each replica; -1 for an empty slot."""
+    """Return the home rank of each replica; -1 for an empty slot."""
     replicas = plan.placement[:, plan.num_home :]
     return np.where(replicas >= 0, replicas // plan.num_home, -1)
 
@@ -74,19 +83,19 @@ def _between(sender: Int[np.ndarray, "R X"], plan: Plan) -> ExpertMatrix:
     there = sender >= 0
     receiver = np.broadcast_to(np.arange(plan.num_ranks)[:, None], sender.shape)
     copies = np.zeros((plan.num_ranks, plan.num_ranks), np.int64)
-    # `+=` with repeated indices would count a pair of ranks once, however many experts go between them.
+    # With repeated indices, `+=` would count each pair of ranks only once.
     np.add.at(copies, (sender[there], receiver[there]), 1)
     return copies
 
 
 @dataclass(frozen=True)
 class Group:
-    """Holds ranks that exchange tokens with each other: those of equal offset in their expert domains, or all.
+    """Ranks that exchange tokens: the ranks of equal offset in their expert domains, or all ranks.
 
     Args:
-        ranks: `[G]`, their numbers in the cluster, in the order of their expert domains.
-        cluster: the machine of which they are ranks.
-        sizes: how many members the group has at every level, outermost first.
+        ranks: `[G]`, ranks of the cluster in the order of their expert domains.
+        cluster: Machine of these ranks.
+        sizes: Members of the group at every level, outermost first.
     """
 
     ranks: Int[np.ndarray, "R"]
@@ -94,12 +103,12 @@ class Group:
     sizes: tuple[int, ...]
 
     def spread(self, matrix: Num[np.ndarray, "G G"]) -> Num[np.ndarray, "R R"]:
-        """Writes a matrix over the group's ranks as one over the cluster's, which is 0 elsewhere.
+        """Embed a matrix over the group's ranks into a matrix over the cluster's ranks, 0 elsewhere.
 
         Args:
             matrix: `[G, G]` numbers, from rank to rank of the group.
         """
-        # One group is the whole cluster, in the same order: nothing has to be copied.
+        # A single group is the whole cluster in the same order, so no copy is needed.
         if len(self.ranks) == self.cluster.num_ranks:
             return matrix
         whole = np.zeros((self.cluster.num_ranks,) * 2, matrix.dtype)
@@ -108,18 +117,21 @@ class Group:
 
 
 def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Group]:
-    """Returns all groups for expert domains of the given sizes; `ExpertDomains` describes them on a mesh.
+    """Return all groups for expert domains of the given sizes; `ExpertDomains` describes them on a mesh.
 
     Args:
-        cluster: the machine.
-        sizes: the members of an expert domain at every level, outermost first; all 1 for one group of all ranks.
+        cluster: Machine.
+        sizes: Members of an expert domain at every level, outermost first; all 1 for one group of all ranks.
+
+    Returns:
+        One group per offset in an expert domain.
     """
     levels = [level.size for level in cluster.levels]
     ranks = np.arange(cluster.num_ranks).reshape(
         [n for size, s in zip(levels, sizes, strict=True) for n in (size // s, s)]
     )
     depth = len(levels)
-    # Every level is cut into domains and offsets. Offsets in front, so that ranks of equal offset stand together.
+    # Split every level into domains and offsets; offsets come first, so that ranks of equal offset are adjacent.
     by_offset = ranks.transpose(*range(1, 2 * depth, 2), *range(0, 2 * depth, 2)).reshape(math.prod(sizes), -1)
     inside = tuple(size // s for size, s in zip(levels, sizes, strict=True))
     return [Group(members, cluster, inside) for members in by_offset]
@@ -128,58 +140,65 @@ def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Group]:
 def plan_layer(
     system: System, group: Group, counts: Counts, num_home: int, state: State
 ) -> tuple[Plan, list[tuple[Counts, Plan]], State]:
-    """Makes the plan that the layer would run, by the balancer itself.
+    """Compute the plan of a layer with the system's own balancer.
 
     Args:
-        system: its balancer makes the plan, its replication may add relays, and its dispatch knows its waves.
-        group: the ranks that exchange tokens.
-        counts: `[G, E]` int32, the token copies that each of these ranks routes to each expert.
-        num_home: `L`, the experts that a rank holds anyway.
-        state: what the balancer remembers.
+        system: System whose balancer makes the plan, whose replication may add relays, and whose dispatch gives the
+            waves.
+        group: Ranks that exchange tokens.
+        counts: `[G, E]` int32, token copies from each of these ranks to each expert.
+        num_home: Home experts `L` of a rank, including gathered ones.
+        state: State of the balancer.
 
     Returns:
-        The plan, the counts and the plan of each wave, and the new state.
+        The plan, the counts and plan of each wave, and the new state.
 
     Raises:
-        ValueError: the balancer refuses the counts, or its plan is not legal.
+        ValueError: The balancer rejects the counts, or its plan is not legal.
     """
     topology = group.cluster.topology(group.sizes)
-    # One rank alone has all experts at home, and no rank needs an expert twice.
+    # A single rank has all experts at home, and no rank needs an expert twice.
     slots = num_home + (system.replica_slots if topology.num_ranks > 1 else 0)
     start = plain_plan(counts, topology, min(slots, counts.shape[1]))
     plan, state = system.balancer.rebalance(counts, start, topology, state)
-    # A balancer may answer in JAX's arrays; what follows on the host wants NumPy's.
+    # A balancer may return JAX arrays; the rest runs on NumPy arrays on the host.
     plan = jax.tree.map(np.asarray, plan)
     waves = system.dispatch.cost().waves(counts, start, plan, system.balancer)
     return system.replicate.plan(plan) if plan.slots > num_home else plan, waves, state
 
 
 Reach = Num[np.ndarray, "_ _"]
-"""`[R, members]`, what each rank sends to each member of a level, counted as if it sent it there itself."""
+"""`[R, members]`, amount sent by each rank to each member of a level, counted as if sent directly."""
 
 CERTAIN = 1 - 1e-6
-"""Chances are below this, so that odds are finite."""
+"""Upper bound of probabilities, so that odds are finite."""
 
 
 def copies_to(rows: Num[np.ndarray, "R R"], sizes: Sequence[int]) -> list[Reach]:
-    """Counts the token copies that each rank sends to each member of every level.
+    """Count the token copies sent by each rank to each member of every level.
 
     Args:
-        rows: from rank to rank.
-        sizes: the members of the group at each level, outermost first.
+        rows: `[R, R]`, copies from rank to rank.
+        sizes: Members of the group at each level, outermost first.
+
+    Returns:
+        One `[R, members]` array per level.
     """
     ranks = len(rows)
     return [rows.reshape(ranks, math.prod(sizes[: at + 1]), -1).sum(2) for at in range(len(sizes))]
 
 
 def tokens_to(rows: Int[np.ndarray, "R E R"], counts: Counts, per_token: int, sizes: Sequence[int]) -> list[Reach]:
-    """Estimates the tokens of each rank that have an expert in each member of every level.
+    """Estimate the tokens of each rank with an expert in each member of every level.
 
     Args:
-        rows: the copies of each rank for each expert that go to each rank.
-        counts: the copies of each rank for each expert, with which its tokens chose.
-        per_token: `K`, the different experts of a token.
-        sizes: the members of the group at each level, outermost first.
+        rows: `[R, E, R]`, copies of each rank for each expert by serving rank.
+        counts: `[R, E]`, copies of each rank for each expert.
+        per_token: Distinct experts `K` per token.
+        sizes: Members of the group at each level, outermost first.
+
+    Returns:
+        One `[R, members]` array per level.
     """
     ranks, experts, _ = rows.shape
     tokens = counts.sum(1) / per_token
@@ -193,50 +212,56 @@ def tokens_to(rows: Int[np.ndarray, "R E R"], counts: Counts, per_token: int, si
         nowhere = _symmetric(odds[:, None] * (1 - part).transpose(0, 2, 1), per_token)
         # A rank without tokens has no odds.
         share = 1 - np.divide(nowhere, anywhere, out=np.ones_like(nowhere), where=anywhere > 0)
-        # As many as copies at most, and enough for all copies.
+        # At most the number of copies, and enough tokens for all copies.
         copies = there.sum(1)
         found.append(np.clip(share * tokens[:, None], copies / per_token, copies))
     return found
 
 
 def rows_by_expert(counts: Counts, plan: Plan) -> Int[np.ndarray, "R E R"]:
-    """Counts the token copies of each rank for each expert that go to each rank.
+    """Count the token copies of each rank for each expert by serving rank.
 
     Args:
-        counts: `[R, E]`, the copies that each rank routes to each expert.
-        plan: legal for `counts`, in NumPy arrays.
+        counts: `[R, E]`, copies routed by each rank to each expert.
+        plan: Legal plan for `counts`, in NumPy arrays.
+
+    Returns:
+        `[R, E, R]` copies.
     """
     rows = [nearest_first(counts, plan.quota, rank, plan.domain, plan.split) for rank in range(plan.num_ranks)]
     return np.stack([np.asarray(row) for row in rows])
 
 
 def share_in_member(num_experts: int, per_token: int, members: int) -> float:
-    """Returns the share of tokens that have an expert in one of equal members, if all experts are equally popular.
+    """Return the share of tokens with an expert in one of several equal members, if all experts are equally popular.
 
     Args:
-        num_experts: `E`.
-        per_token: `K`.
-        members: the members, each with as many experts.
+        num_experts: Number of experts `E`.
+        per_token: Number of experts `K` per token.
+        members: Number of members with equally many experts.
     """
     others = num_experts - num_experts // members
     return 1 - math.comb(others, per_token) / math.comb(num_experts, per_token)
 
 
 def forwarded(reach: Sequence[Reach], sizes: Sequence[int]) -> Num[np.ndarray, "R R"]:
-    """Returns what goes from rank to rank if everything goes level by level; each entry crosses one level alone.
+    """Compute the traffic from rank to rank if everything travels level by level; each entry crosses one level only.
 
     Args:
-        reach: for each level what every rank sends to each member.
-        sizes: the members of the group at each level, outermost first.
+        reach: Per level, the amount sent by every rank to each member.
+        sizes: Members of the group at each level, outermost first.
+
+    Returns:
+        `[R, R]` amounts, from rank to rank.
     """
     ranks = math.prod(sizes)
     sent = np.zeros((ranks, ranks), np.result_type(*reach))
     source, outer = np.arange(ranks)[:, None], 1
     for size, amount in zip(sizes, reach, strict=True):
         member = np.arange(outer * size)[None]
-        # The ranks in a member of the level outside, and in one of this level.
+        # Ranks in a member of the outer level, and in a member of this level.
         around, inside = ranks // outer, ranks // (outer * size)
-        # It is at the rank of its source's offset in the outer member, and goes to that of the same in the inner one.
+        # The rank at the source's offset in the outer member forwards to the rank at the same offset in the inner one.
         held, to = member // size * around + source % around, member * inside + source % inside
         np.add.at(sent, (held, to), amount)
         outer *= size
@@ -244,7 +269,7 @@ def forwarded(reach: Sequence[Reach], sizes: Sequence[int]) -> Num[np.ndarray, "
 
 
 def _symmetric(odds: Float[np.ndarray, "R M E"], degree: int) -> Float[np.ndarray, "R M"]:
-    """Computes the elementary symmetric polynomial of some degree of the last axis."""
+    """Compute the elementary symmetric polynomial of the given degree over the last axis."""
     found = np.zeros((degree + 1, *odds.shape[:2]))
     found[0] = 1.0
     for one in np.moveaxis(odds, 2, 0):

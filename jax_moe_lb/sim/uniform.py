@@ -1,14 +1,13 @@
-"""Layers of machines that are too large for counts of shape `[R, E]`.
+"""Layers of machines too large for counts of shape `[R, E]`.
 
 `uniform_work` assumes that every rank sends the same number of token copies to every expert. Plain expert parallelism
-is then balanced, all ranks do the same, and one rank stands for all. Levels are exchanged as in `work.py`, whose result
-for even counts this equals. It samples and extrapolates nothing.
+is then balanced, all ranks behave the same, and one rank stands for all. Exchanges over the levels follow `work.py`,
+whose result for even counts is equal. It needs no sampling or extrapolation.
 
-`sampled_work` simulates some of the outermost members, for which systems can plan. Rows of slots, bytes to other
-members and weights that move in a domain come from the sample. The exchange of counts and addresses, gathers of expert
-domains and memory come from the whole machine. A token leaves its member less often with fewer members; this is
-corrected. The sample stands for a machine whose parts are equally popular, and the worst of a thousand members may be
-worse.
+`sampled_work` simulates some of the outermost members, few enough for planners. The sample gives rows of slots, bytes
+to other members, and weights moved in a domain. The whole machine gives the exchange of counts and addresses, gathers
+of expert domains, and memory. With fewer members, fewer tokens leave their member; a factor corrects this. The sample
+represents a machine whose parts are equally popular; the worst of a thousand members may be worse.
 """
 
 from dataclasses import replace
@@ -28,18 +27,21 @@ from jax_moe_lb.transport.direct import Direct
 
 
 def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Migration()) -> LayerWork:
-    """Computes the work of a layer under uniform routing, of plain expert parallelism or, with a migration, HybridEP.
+    """Compute the work of a layer under uniform routing: plain expert parallelism or, with a migration, HybridEP.
 
     Args:
-        model: the sizes of the layer.
-        cluster: the machine.
-        migration: the expert domains in which experts are gathered; none by default.
+        model: Sizes of the layer.
+        cluster: Machine.
+        migration: Gathers of expert domains; none by default.
+
+    Returns:
+        The work, with a single row of slots that stands for all ranks.
 
     Raises:
-        ValueError: the experts are no multiple of the ranks, or ranks differ by jitter.
+        ValueError: The experts are no multiple of the ranks, or the cluster has jitter.
     """
     if cluster.jitter:
-        raise ValueError(f"Cluster.jitter is {cluster.jitter}; expected 0 where one rank stands for all")
+        raise ValueError(f"Cluster.jitter is {cluster.jitter}; expected 0, as one rank stands for all")
     home_experts_per_rank(model.experts, cluster.num_ranks, "model")
     inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
     copies = model.tokens * model.per_token
@@ -54,16 +56,16 @@ def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Mig
 
 
 def _straight(model: ModelShape, inside: tuple[int, ...], cluster: Cluster) -> Flow:
-    """Returns the token copies on links, each on its way to its rank."""
+    """Return the token copies on links if each goes directly to its rank."""
     return all_to_all(float(model.tokens * model.per_token), inside, cluster)
 
 
 def _by_level(model: ModelShape, inside: tuple[int, ...], cluster: Cluster) -> Flow:
-    """Returns what is on links if tokens go level by level."""
+    """Return the tokens on links if they travel level by level."""
     by_level, outer = [], 1
     for size in inside:
         members = outer * size
-        # Of each rank of its offset in other members a rank sends on what is for their neighbours here.
+        # For each rank of its offset in other members, a rank forwards the tokens of its neighbors in this member.
         share = model.per_token / members
         if cluster.communication.once_per_member:
             share = share_in_member(model.experts, model.per_token, members)
@@ -73,14 +75,17 @@ def _by_level(model: ModelShape, inside: tuple[int, ...], cluster: Cluster) -> F
 
 
 def sample_of(cluster: Cluster, most_ranks: int = MOST_PLANNED_RANKS) -> Cluster | None:
-    """Returns a machine of fewer outermost members, of equal size; `None` where that says nothing about the whole.
+    """Return a machine with fewer outermost members of equal size, or None if no sample represents the whole.
 
-    Of the divisors of their number that are small enough it takes the one with the most divisors itself, so that expert
-    domains of many sizes can be tried.
+    Among the divisors of the number of members within the limit, it takes the one with the most divisors of its own.
+    This allows expert domains of many sizes.
 
     Args:
-        cluster: the machine.
-        most_ranks: how many ranks the sample has at most.
+        cluster: Machine.
+        most_ranks: Maximum number of ranks of the sample; the planners' limit by default.
+
+    Returns:
+        The smaller machine; None if there is no divisor or if domains span the outermost members.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links
@@ -90,7 +95,7 @@ def sample_of(cluster: Cluster, most_ranks: int = MOST_PLANNED_RANKS) -> Cluster
     """
     outer, most = cluster.levels[0], most_ranks // cluster.inner[0]
     sizes = [size for size in range(2, most + 1) if outer.size % size == 0]
-    # Where weights move between the outermost members a sample would have smaller domains.
+    # If weights move between the outermost members, a sample would have smaller domains.
     if not sizes or cluster.ranks_per_domain > cluster.inner[0]:
         return None
     best = max(sizes, key=lambda size: (sum(size % part == 0 for part in range(1, size + 1)), size))
@@ -98,12 +103,12 @@ def sample_of(cluster: Cluster, most_ranks: int = MOST_PLANNED_RANKS) -> Cluster
 
 
 def experts_of(model: ModelShape, cluster: Cluster, sample: Cluster) -> int:
-    """Counts the experts whose homes are in a sample: as many for each rank as in the whole.
+    """Count the experts at home in a sample: as many per rank as in the whole machine.
 
     Args:
-        model: the sizes of the layers on the whole machine.
-        cluster: the whole machine.
-        sample: what `sample_of` returned.
+        model: Sizes of the layers on the whole machine.
+        cluster: Whole machine.
+        sample: Result of `sample_of`.
     """
     return model.experts // cluster.num_ranks * sample.num_ranks
 
@@ -111,18 +116,21 @@ def experts_of(model: ModelShape, cluster: Cluster, sample: Cluster) -> int:
 def sampled_work(
     system: System, model: ModelShape, cluster: Cluster, sample: Cluster, counts: Counts, migration: Migration
 ) -> LayerWork:
-    """Computes the work of one layer of the whole machine, with the plan of a sample.
+    """Compute the work of one layer of the whole machine, with the plan of a sample.
 
     Args:
-        system: the strategies.
-        model: the sizes of rows and experts, on the whole machine.
-        cluster: the whole machine.
-        sample: what `sample_of` returned.
+        system: System, as in `moe`.
+        model: Sizes of rows and experts, on the whole machine.
+        cluster: Whole machine.
+        sample: Result of `sample_of`.
         counts: `[R, E]` int32 of the sample.
-        migration: which experts are gathered before; the sizes of its domains divide both machines' levels.
+        migration: Gathers of expert domains; their sizes divide the levels of both machines.
+
+    Returns:
+        The work of the whole machine, with rows of the sample's ranks.
 
     Raises:
-        ValueError: the sample is one expert domain, so that nobody in it exchanges what ranks of the whole do.
+        ValueError: The sample is a single expert domain, so no tokens leave it.
     """
     size = migration.sizes(cluster)[0]
     if size == sample.levels[0].size:
@@ -145,7 +153,7 @@ def sampled_work(
 
 
 def _leaves(members: int) -> float:
-    """Returns the part of evenly spread rows that go to other members."""
+    """Return the share of evenly spread rows sent to other members."""
     return (members - 1) / members
 
 
@@ -153,7 +161,7 @@ def _more_outside(wave: Wave, factor: float, inside: tuple[int, ...], cluster: C
     def more(flow: Flow) -> Flow:
         sides = ((side[0] * factor, *side[1:]) for side in (flow.sent, flow.received))
         sent, received = sides
-        # As many pairs follow each other as the whole machine has.
+        # The whole machine has more pairs, hence more hops.
         return exchanged(replace(flow, sent=sent, received=received), inside, cluster)
 
     return replace(wave, dispatch=tuple(map(more, wave.dispatch)))

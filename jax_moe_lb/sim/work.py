@@ -1,4 +1,4 @@
-"""`layer_work` says what one layer does, in bytes on links and rows in slots, out of the plans of a `System`."""
+"""Work of one layer under a `System`: bytes on links and rows in slots, from the system's own plans."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -38,25 +38,25 @@ from jax_moe_lb.transport.compression import Codec
 from jax_moe_lb.transport.dispatch import Dispatch
 
 ERROR_WORDS = 4
-"""The number of integers that travel with each rank's counts and say what its router got wrong: `pipeline.count`."""
+"""Number of integers with the router's error code, sent beside each rank's counts; see `layer.moe.count`."""
 
 
 @dataclass(frozen=True)
 class Migration:
-    """Describes HybridEP's gather of experts inside expert domains, before tokens are known
-    (`transport/expert_domains.py`).
+    """Gathers of experts inside expert domains, before tokens are known, as in HybridEP.
 
-    Give it to `simulate` to have experts travel where links are slow; the default gathers nothing.
+    Pass it to `simulate` to move experts instead of tokens over slow links. The default gathers no experts.
+    `transport/expert_domains.py` implements the gathers.
 
     Args:
-        domain_sizes: `S` of every level, outermost first; `()`: no gather, plain expert parallelism.
-            `choose_expert_domains` models which are fastest.
-        codec: what travels of an expert; all of it by default.
-        gather_again: whether the backward pass gathers again, instead of having kept the experts.
-        gradients_home: whether gradients of gathered experts return to their homes, as in this library. HybridEP's
-            paper counts no such bytes.
-        mean_travels: whether the shared expert that `codec` needs is summed over all ranks before every gather, as in
-            this library. HybridEP's paper does that beside the backward pass and does not count it.
+        domain_sizes: Expert-domain size `S` of every level, outermost first. `()` (default) is plain expert parallelism
+            without a gather. `choose_expert_domains` computes the fastest sizes.
+        codec: Encoding of the gathered experts; uncompressed by default.
+        gather_again: If True, the backward pass gathers again. If False (default), the gathered experts are kept.
+        gradients_home: If True (default, as in this library), gradients of gathered experts return to their homes.
+            HybridEP's paper does not count these bytes.
+        mean_travels: If True (default, as in this library), the shared expert of `codec` is all-reduced before every
+            gather. HybridEP's paper does this in parallel with the backward pass and does not count it.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links
@@ -72,13 +72,13 @@ class Migration:
     mean_travels: bool = True
 
     def sizes(self, cluster: Cluster) -> tuple[int, ...]:
-        """Returns the size of an expert domain at every level of the cluster, outermost first.
+        """Return the size of an expert domain at every level of the cluster, outermost first.
 
         Args:
-            cluster: the machine.
+            cluster: Machine.
 
         Raises:
-            ValueError: `domain_sizes` has another number of levels, or no divisors of their sizes.
+            ValueError: `domain_sizes` has another number of levels than the cluster, or a size that is no divisor.
         """
         sizes = self.domain_sizes or (1,) * len(cluster.levels)
         members = tuple(level.size for level in cluster.levels)
@@ -87,24 +87,24 @@ class Migration:
         return sizes
 
     def gathered_bytes(self, model: ModelShape, cluster: Cluster) -> int:
-        """Returns the bytes of the experts that a rank holds beyond its home experts, in each layer.
+        """Compute the bytes of the gathered experts of one layer on one rank.
 
         Args:
-            model: the sizes of the layer.
-            cluster: the machine.
+            model: Sizes of the layer.
+            cluster: Machine.
         """
         others = math.prod(self.sizes(cluster)) - 1
         return model.experts // cluster.num_ranks * others * model.expert_bytes
 
 
 class RowBytes(NamedTuple):
-    """Has the bytes of a row on its ways.
+    """Bytes of a row in each exchange.
 
     Args:
-        out: of a token copy to its expert.
-        back: of what its expert puts out.
-        gradients_out: of the gradient of that, to the expert.
-        gradients_back: of the gradient of the token.
+        out: Token copy, sent to its expert.
+        back: Output of the expert, returned.
+        gradients_out: Gradient of the output, sent to the expert.
+        gradients_back: Gradient of the token copy, returned.
     """
 
     out: float = 1.0
@@ -115,13 +115,13 @@ class RowBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Wave:
-    """Holds token copies that are served together.
+    """Token copies served together.
 
     Args:
-        dispatch: the exchanges that bring them to their ranks, one after the other.
-        rows: `[R, S]`, the rows of each slot of each rank; one line where all ranks have the same.
-        rounds: how often the receive buffer is filled; 1 is usual under a good plan.
-        widths: the bytes of a row; those of `dispatch` are `widths.out`.
+        dispatch: Exchanges that bring the copies to their ranks, in sequence.
+        rows: `[R, S]`, rows of each slot of each rank; a single row of slots if all ranks have the same.
+        rounds: Number of fills of the receive buffer; 1 is usual under a good plan.
+        widths: Bytes of a row; those of `dispatch` are `widths.out`.
     """
 
     dispatch: tuple[Flow, ...]
@@ -131,19 +131,19 @@ class Wave:
 
     @property
     def back(self) -> tuple[Flow, ...]:
-        """Returns the exchanges that bring outputs to where their tokens came from."""
+        """Exchanges that return outputs to the ranks of their tokens."""
         return self._returned(self.widths.back)
 
     @property
     def gradients_back(self) -> tuple[Flow, ...]:
-        """Returns the exchanges that bring the gradients of tokens to where these came from."""
+        """Exchanges that return the gradients of tokens to their ranks."""
         return self._returned(self.widths.gradients_back)
 
     def gradients_out(self, copies: int) -> tuple[Flow, ...]:
-        """Returns the exchanges that bring the gradients of outputs to their ranks, and copies of the tokens again.
+        """Return the exchanges that send gradients of outputs to the experts' ranks, and token copies again.
 
         Args:
-            copies: how often these are sent again.
+            copies: Number of times that token copies are sent again.
         """
         factor = copies + self.widths.gradients_out / self.widths.out
         return tuple(flow.times(factor) for flow in self.dispatch)
@@ -154,26 +154,26 @@ class Wave:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Holds what one layer does in one microbatch; `Scheduler` puts it on a timeline.
+    """Work of one layer in one microbatch, as input of `Scheduler`.
 
     Args:
-        gather: the exchanges that gather experts in expert domains, level by level, after the all-reduce of the shared
-            expert where there is one; they need no counts.
-        gather_home: the exchanges that bring the gradients of gathered experts home.
-        gather_again: whether the backward pass gathers again; see `Migration`.
-        counts: the exchanges of the all-gather of the counts.
-        address: the exchange in which ranks say where their rows are; it waits for the plan.
-        planner_s: the time from counts to plan, in seconds; 0 where the placement does not depend on the load.
-        replicate: the exchange that copies weights into slots; `None` where there are no replicas.
-        return_home: the exchange that brings the gradients of replicas home; `None` where there are none.
-        joins: whether weights of replicas are put into one array with those of home experts.
-        engine: whether weights are copied by copy engines, which have a stream of their own.
-        early: whether weights travel before counts are known, as the placement does not depend on them.
-        waves: the waves of tokens, in order. With two, the first needs no plan.
-        passes_home: whether the second wave's rows come from the homes of their experts, and their outputs return
+        gather: Exchanges that gather experts in expert domains, level by level, after the all-reduce of the shared
+            expert, if any. They do not depend on counts.
+        gather_home: Exchanges that return the gradients of gathered experts to their homes.
+        gather_again: If True, the backward pass gathers again; see `Migration`.
+        counts: Exchanges of the all-gather of counts.
+        address: Exchange of the addresses of rows between ranks; it waits for the plan.
+        planner_s: Seconds from counts to plan; 0 if the placement does not depend on the load.
+        replicate: Exchange that copies weights into slots, or None without replicas.
+        return_home: Exchange that returns the gradients of replicas to their homes, or None without replicas.
+        joins: If True, weights of replicas and home experts are concatenated into one array.
+        engine: If True, copy engines copy the weights, on a stream of their own.
+        early: If True, weights travel before counts are known, as the placement does not depend on them.
+        waves: Waves of tokens, in order. The first of two waves needs no plan.
+        passes_home: If True, the second wave's rows come from the homes of their experts, and their outputs return
             there; see `TransportCost.passes_home`.
-        num_home: `L`, the home experts of a rank, which have its first slots.
-        load: `[R]`, the token copies that each rank serves.
+        num_home: Home experts `L` of a rank, in its first slots.
+        load: `[R]`, token copies served by each rank.
     """
 
     gather: tuple[Flow, ...]
@@ -194,8 +194,8 @@ class LayerWork:
 
     @property
     def rounds(self) -> int:
-        """Counts how often the receive buffer is filled."""
-        # Rows that go on from home are in it already.
+        """Number of fills of the receive buffer."""
+        # In two phases, moved rows are already in the buffer of their home.
         return self.waves[0].rounds if self.passes_home else sum(wave.rounds for wave in self.waves)
 
 
@@ -207,17 +207,18 @@ def layer_work(
     migration: Migration = Migration(),
     states: list[State] | None = None,
 ) -> tuple[LayerWork, list[State]]:
-    """Computes the work of one layer under a system, from its own plans.
+    """Compute the work of one layer under a system, from its own plans.
 
-    `simulate` calls it for every layer; call it yourself to look at flows and rows without a clock.
+    `simulate` calls it for every layer. Call it directly to inspect flows and rows without times.
 
     Args:
-        system: the strategies.
-        model: the sizes of rows and experts.
-        cluster: the ranks and their links.
-        counts: `[R, E]` int32, the token copies that each rank of the cluster routes to each expert, experts by home.
-        migration: which experts are gathered before; none by default.
-        states: what the balancer remembers, one state per group; `None` before the first step.
+        system: System, as in `moe`.
+        model: Sizes of rows and experts.
+        cluster: Ranks and their links.
+        counts: `[R, E]` int32, token copies from each rank of the cluster to each expert; experts are in the order of
+            their homes.
+        migration: Gathers of expert domains; none by default.
+        states: Balancer states, one per group; None (default) before the first step.
 
     Returns:
         The work, and the new states.
@@ -237,7 +238,7 @@ def layer_work(
 
 @dataclass(frozen=True)
 class _Part:
-    """Holds the work of one group of ranks, in matrices over the cluster's ranks."""
+    """Work of one group of ranks, in matrices over the cluster's ranks."""
 
     ranks: Int[np.ndarray, "R"]
     waves: list[tuple[tuple[np.ndarray, ...], np.ndarray, int]]
@@ -253,15 +254,15 @@ def _part(
     cost = system.dispatch.cost()
     moved: list[tuple[tuple[np.ndarray, ...], np.ndarray, int]] = []
     for at, (wave_counts, wave_plan) in enumerate(waves):
-        # In 64 bits, because these rows times their bytes exceed 32.
+        # In 64 bits, because the product of rows and bytes exceeds 32 bits.
         rows = rows_between(wave_counts, wave_plan).astype(np.int64)
         matrices = cost.hops(rows, wave_plan, topology)
         if group.cluster.communication.by_level:
             matrices = _by_level(matrices, model, group, counts, wave_counts, wave_plan)
-        # As many rounds as there are at home.
+        # The second phase has as many rounds as the first.
         rounds = moved[0][2] if moved and cost.passes_home else _rounds(system, model, wave_plan)
         if cost.passes_home and at == 0:
-            # What is at home for the second wave is not served in this one.
+            # The rows of the second wave are not served at home.
             wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.T for later, _ in waves[1:]))
         moved.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), rounds))
         load_after += load(wave_plan)
@@ -272,8 +273,8 @@ def _part(
 def _by_level(
     matrices: tuple[np.ndarray, ...], model: ModelShape, group: Group, counts: Counts, wave_counts: Counts, plan: Plan
 ) -> tuple[np.ndarray, ...]:
-    """Sends what hops have level by level, and tokens of a dispatch of one hop once where that is wanted."""
-    # The hops of rails have another rank in the middle, to which each copy goes for itself.
+    """Split each hop by level; with `once_per_member`, send a token once per member in a dispatch of one hop."""
+    # Rails have intermediate ranks, to which each copy is sent separately.
     if group.cluster.communication.once_per_member and len(matrices) == 1:
         reach = tokens_to(rows_by_expert(wave_counts, plan), counts, model.per_token, group.sizes)
         return (forwarded(reach, group.sizes),)
@@ -281,12 +282,12 @@ def _by_level(
 
 
 def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowBytes:
-    """Returns the bytes of a row on its ways.
+    """Return the bytes of a row in each exchange.
 
     Args:
-        model: its width, and its own bytes of a number.
-        cluster: its communication may say otherwise.
-        dispatch: its transfer, which gradients do not take.
+        model: Model with its width and bytes per element.
+        cluster: Cluster whose `communication` may override the bytes per element.
+        dispatch: Dispatch whose transfer encodes rows; gradients are not encoded.
     """
     plainly = float(model.row_bytes)
     forward = plainly if dispatch.transfer is None else float(dispatch.transfer.row_bytes(model.hidden))
@@ -297,16 +298,16 @@ def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowByt
 
 
 def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
-    # Rounded up, in integers.
+    # Ceiling division in integers.
     return -(-int(load(plan).max()) // receive_capacity(system, model))
 
 
 def receive_capacity(system: System, model: ModelShape) -> int:
-    """Returns `A`, the rows that a rank can receive in one round.
+    """Return the number of rows `A` that a rank can receive in one round.
 
     Args:
-        system: its dispatch sets the buffers.
-        model: its tokens and choices say how many copies a rank has.
+        system: System whose dispatch sizes the buffers.
+        model: Model whose tokens and experts per token give a rank's copies.
     """
     return system.dispatch.buffers.rows(model.tokens * model.per_token)
 
@@ -323,13 +324,13 @@ def _merged(
 
     waves = []
     for at, (matrices, rows, _) in enumerate(parts[0].waves):
-        # Groups have different ranks, so their lines are disjoint; on links what they send adds up.
+        # Groups have disjoint ranks and rows; on links, their bytes add up.
         by_rank = np.zeros((cluster.num_ranks, rows.shape[1]), np.int64)
         for part in parts:
             by_rank[part.ranks] = part.waves[at][1]
         hops = [on_links((p.waves[at][0][hop] for p in parts), widths.out) for hop in range(len(matrices))]
         dispatch = [exchanged(hop, inside, cluster) for hop in hops]
-        # One number stands for all groups: they share links, so a layer lasts as long as its busiest group.
+        # Groups share links, so the layer lasts as long as the group with the most rounds.
         rounds = max(part.waves[at][2] for part in parts)
         waves.append(Wave(tuple(dispatch), by_rank, rounds, widths))
     loads = np.zeros(cluster.num_ranks, np.int64)
@@ -339,7 +340,7 @@ def _merged(
     gradients = on_links((part.gradients for part in parts), float(model.expert_gradient_bytes))
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
-        # A placement that does not depend on the load is there before tokens are: nothing is planned in the layer.
+        # Without counts, the placement is fixed before the layer, so no planning time is needed.
         planner_s=cluster.planner_s if system.balancer.needs_counts else 0.0,
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
@@ -356,17 +357,17 @@ def _merged(
 def shared_work(
     model: ModelShape, cluster: Cluster, migration: Migration, num_experts: int, dispatch: Dispatch
 ) -> LayerWork:
-    """Computes the work that does not depend on the load: gathers, and the exchanges of counts and addresses.
+    """Compute the work that does not depend on the load: gathers, and the exchanges of counts and addresses.
 
     Args:
-        model: the sizes of rows and experts.
-        cluster: the ranks and their links.
-        migration: which experts are gathered before.
-        num_experts: `E`.
-        dispatch: it says how much a rank tells every other of where its rows are.
+        model: Sizes of rows and experts.
+        cluster: Ranks and their links.
+        migration: Gathers of expert domains.
+        num_experts: Number of experts `E`.
+        dispatch: Dispatch with the bytes of addresses per pair of ranks.
 
     Returns:
-        Work without waves, planner or replicas, which the caller puts in.
+        Work without waves, planner or replicas, which the caller adds.
     """
     sizes = migration.sizes(cluster)
     inside = tuple(level.size // size for level, size in zip(cluster.levels, sizes, strict=True))
@@ -377,7 +378,7 @@ def shared_work(
         gather=(*_mean(model, migration, cluster), *_gather(travelling, sizes, cluster)),
         gather_home=_home(returning, sizes, cluster),
         gather_again=migration.gather_again,
-        # Integers have 4 bytes.
+        # int32 has 4 bytes.
         counts=all_gather(4.0 * (num_experts + ERROR_WORDS), inside, cluster),
         address=exchanged(all_to_all(float(members * dispatch.cost().address_bytes), inside, cluster), inside, cluster),
         planner_s=0.0,
@@ -394,24 +395,24 @@ def shared_work(
 
 
 def _mean(model: ModelShape, migration: Migration, cluster: Cluster) -> tuple[Flow, ...]:
-    """Returns the all-reduce of the shared expert, which a codec needs to encode experts as differences from it."""
+    """Return the all-reduce of the shared expert, required by a codec that encodes differences from it."""
     wanted = migration.codec.shares and migration.mean_travels and math.prod(migration.sizes(cluster)) > 1
     everyone = tuple(level.size for level in cluster.levels)
     return all_reduce(float(model.expert_bytes), everyone, cluster) if wanted else ()
 
 
 def _gather(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Gathers from the outermost level inwards; each level forwards what the outer ones brought.
+    """Gather from the outermost level inwards; each level forwards the experts gathered by the outer ones.
 
-    So every expert crosses the slow outer links once for each domain member there, and not once for each rank.
+    Every expert crosses the slow outer links once per domain member there, instead of once per rank.
     """
-    # `transport/expert_domains.py` has one all-gather for each level, whatever the algorithm.
+    # `transport/expert_domains.py` has one all-gather per level, whatever the algorithm.
     held = [num_bytes * math.prod(sizes[:at]) for at in range(len(sizes))]
     return tuple(one for at, each in enumerate(held) for one in all_gather(each, _one_level(sizes, at), cluster))
 
 
 def _home(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Sums the gradients of gathered experts at home, level by level from the innermost."""
+    """Reduce-scatter the gradients of gathered experts to their homes, from the innermost level outwards."""
     if not num_bytes:
         return ()
     held = [num_bytes * math.prod(sizes[:at]) for at in range(len(sizes))]
@@ -424,16 +425,16 @@ def _one_level(sizes: MessageSizes, at: int) -> MessageSizes:
 
 
 def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster) -> Flow:
-    """Returns the flow of an exchange between the ranks of a group, with the hops that it has.
+    """Return the flow of an exchange between the ranks of a group, with its hops.
 
     Args:
-        tokens: the bytes on links.
-        inside: the members of a group at each level.
-        cluster: how its exchanges go.
+        tokens: Bytes on links.
+        inside: Members of a group at each level.
+        cluster: Cluster with the algorithm of its exchanges.
     """
     how = cluster.communication
     if how.by_level:
-        # The levels that it uses follow each other.
+        # Exchanges of different levels run in sequence.
         used = (sent.any() or received.any() for sent, received in zip(tokens.sent, tokens.received, strict=True))
         pairs = [size - 1 if how.by_pairs else 1 for size in inside]
         return replace(tokens, hops=tuple(hops if is_used else 0 for hops, is_used in zip(pairs, used, strict=True)))

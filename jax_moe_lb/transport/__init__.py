@@ -1,4 +1,4 @@
-"""Dispatches and replications: how tokens and expert weights travel."""
+"""Transport of tokens (dispatches) and of expert weights (replications)."""
 
 from jax_moe_lb.transport.compression import Codec, CodecBase, QuantizedTransfer
 from jax_moe_lb.transport.cost import TransportCost

@@ -1,8 +1,8 @@
 """Experts and rows in fewer bytes while they travel.
 
-`Codec` sends the largest entries of the difference between an expert and a base that the receiver has. HybridEP's
-parameter-efficient migration uses the mean of all experts as the base. An expert resembles its own earlier weights more
-closely, so the base may also be the last decoded weights, with error feedback as in EF21 (arXiv 2106.05203).
+`Codec` sends the largest entries of the difference between an expert and a base known to the receiver. HybridEP's
+parameter-efficient migration uses the mean of all experts as the base. An expert is closer to its own earlier weights.
+So the base can also be the last decoded weights, with error feedback as in EF21 (arXiv 2106.05203).
 
 `QuantizedTransfer` sends rows as fp8 or int8 with one scale per block.
 """
@@ -25,12 +25,12 @@ from jax_moe_lb.kernels.experts import Experts
 
 @pytree
 class Encoded:
-    """The kept entries of the weights of `G` experts: what travels.
+    """Selected entries of the weights of `G` experts, for the transfer.
 
     Args:
-        values: for each kind of weights, `[G, k]`, the entries in the dtype of the weights.
-        indices: for each kind of weights, `[G, k]`, where they stand in the flattened weights of their expert, as
-            16-bit integers where those suffice.
+        values: for each weight array, `[G, k]`, selected entries in the dtype of the weights.
+        indices: for each weight array, `[G, k]`, positions in the flattened weights of the expert; uint16 up to 65,536
+            entries, otherwise int32.
     """
 
     values: tuple[Array, ...]
@@ -38,10 +38,10 @@ class Encoded:
 
 
 class CodecBase(Enum):
-    """What an expert is encoded as the difference to: choose it as `Codec(base=...)`.
+    """Base of the differences sent by a `Codec`.
 
-    `SHARED`, the paper's and the default, needs no memory beyond one expert. `REMEMBERED` loses far less of a model in
-    training, and keeps a copy of every expert of the expert domain. `ZERO` is for comparison.
+    `SHARED` (default), as in the paper, takes the memory of one expert. `REMEMBERED` changes a model in training far
+    less, but stores a copy of every expert of the expert domain. `ZERO` is for comparison.
 
     Examples:
         >>> from jax_moe_lb.transport import Codec, CodecBase
@@ -50,25 +50,31 @@ class CodecBase(Enum):
     """
 
     ZERO = "zero"
-    """Nothing: the largest entries of the expert itself."""
+    """Zeros: send the largest entries of the expert itself."""
     SHARED = "shared"
-    """The mean of all experts, which every rank computes: an all-reduce (the paper's shared expert)."""
+    """Mean of all experts by an all-reduce, equal on all ranks: the shared expert of the paper."""
     REMEMBERED = "remembered"
-    """What the ranks of the domain decoded the last time, and kept: what one step leaves out, the next ones send."""
+    """Last decoded weights, stored by the ranks of the domain: later steps send the entries left out by this one."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Says how much of an expert travels in `GatherExpertDomain`.
+    """Compression of experts in `GatherExpertDomain`.
 
-    Use a ratio above 1 where the links between the ranks of an expert domain are slow. What it leaves out changes the
-    outputs, and how much a model minds has to be tried: the paper trains small ones with 50.
+    Use a ratio above 1 for slow links between the ranks of an expert domain. The compression is lossy and changes the
+    outputs. The effect on a model must be measured: the paper trains small models with 50.
 
     Args:
-        ratio: the bytes of an expert over the bytes that stand for it, indices included. 1, the default, is the expert
-            as it is; 50 is the paper's largest. An index costs as much as half a float32 value, or all of it, so just
-            above 1 already only two thirds or half of the entries are kept.
-        base: what entries are the difference to.
+        ratio: bytes of an expert over its encoded bytes, including indices. 1.0 (default) does not compress; the
+            paper's maximum is 50. An index takes 2 or 4 bytes per entry: for float32, a ratio just above 1 keeps only
+            two thirds or half of the entries.
+        base: base of the differences; `CodecBase.SHARED` by default.
+
+    Raises:
+        ValueError: `ratio` is below 1 or not finite.
+
+    Reference:
+        HybridEP, arXiv 2510.19470, parameter-efficient migration.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -93,25 +99,25 @@ class Codec:
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is left out."""
+        """Whether the codec drops entries."""
         return self.ratio > 1
 
     @property
     def shares(self) -> bool:
-        """Whether ranks need the mean of all experts."""
+        """Whether ranks compute the mean of all experts."""
         return self.compresses and self.base is CodecBase.SHARED
 
     @property
     def remembers(self) -> bool:
-        """Whether ranks keep what they decoded, for the next time."""
+        """Whether ranks store the decoded weights for the next call."""
         return self.compresses and self.base is CodecBase.REMEMBERED
 
     def num_kept(self, num_entries: int, itemsize: int) -> int:
-        """Returns `k`, how many entries of a matrix fit into its bytes over the ratio; at least 1.
+        """Return `k`, the number of entries sent for a matrix, at least 1.
 
         Args:
-            num_entries: how many entries the matrix has.
-            itemsize: the bytes of one entry.
+            num_entries: entries of the matrix.
+            itemsize: bytes of one entry.
         """
         if not self.compresses:
             return num_entries
@@ -119,10 +125,10 @@ class Codec:
         return max(1, math.floor(num_entries * itemsize / (self.ratio * per_entry)))
 
     def encoded_bytes(self, experts: Experts) -> int:
-        """Returns the bytes of these experts while they travel, values and indices; the shared expert is not counted.
+        """Return the encoded bytes of experts, values and indices, without the shared expert.
 
         Args:
-            experts: weights or their shapes and dtypes, `[G, ...]` each.
+            experts: weights, or their shapes and dtypes, `[G, ...]` each.
         """
         return sum(self._leaf_bytes(leaf) for leaf in jax.tree.leaves(experts))
 
@@ -132,13 +138,13 @@ class Codec:
         return leaf.shape[0] * self.num_kept(num_entries, itemsize) * (itemsize + extra)
 
     def encode(self, experts: Experts, base: Experts | None) -> Encoded:
-        """Keeps the largest entries of the difference to the base, by magnitude.
+        """Select the largest entries by magnitude of the difference to the base.
 
         Args:
             experts: `G` experts, weights of `[G, ...]` each.
-            base: one expert for all of them, or one for each; `None` stands for zeros. Receivers must have the same.
+            base: one expert for all of them, or one for each, equal at the receivers; `None` for zeros.
         """
-        # A difference of bfloat16 numbers that are near each other would be mostly rounding.
+        # In float32: the difference of two close bfloat16 numbers would be mostly rounding error.
         residual = jax.tree.map(lambda w: w.astype(wide_dtype(w)), experts)
         if base is not None:
             residual = jax.tree.map(lambda r, b: r - b.reshape(-1, *r.shape[1:]).astype(r.dtype), residual, base)
@@ -153,12 +159,12 @@ class Codec:
         return values, indices.astype(_index_dtype(num_entries))
 
     def decode(self, encoded: Encoded, base: Experts | None, like: Experts) -> Experts:
-        """Returns the experts that `encoded` stands for.
+        """Return the decoded experts.
 
         Args:
-            encoded: what `encode` returned, from any number of ranks, one after the other.
-            base: what `encode` was given: one expert for all of them, or one for each.
-            like: experts of this kind, in the dtype of the result; their number does not matter.
+            encoded: return values of `encode` from any number of ranks, concatenated.
+            base: the base passed to `encode`: one expert for all, or one for each; `None` for zeros.
+            like: experts of the same shapes, in the dtype of the result; their number is ignored.
         """
         leaves, tree = jax.tree.flatten(like)
         bases = [None] * len(leaves) if base is None else jax.tree.leaves(base)
@@ -167,31 +173,34 @@ class Codec:
 
 
 def _fill(values: Array, indices: Array, base: Array | None, like: Array) -> Array:
-    """Adds entries to the base, or to zeros, in one scatter."""
+    """Add entries to the base, or to zeros, in one scatter."""
     num_experts, shape = values.shape[0], like.shape[1:]
     num_entries = math.prod(shape)
     dtype = like.dtype if base is None else wide_dtype(like)
     start = jnp.zeros((1, num_entries), dtype) if base is None else base.reshape(-1, num_entries).astype(dtype)
     expert = jnp.broadcast_to(jnp.arange(num_experts, dtype=jnp.int32)[:, None], indices.shape)
     flat = jnp.broadcast_to(start, (num_experts, num_entries))
-    # The zero gives the base the manual axes of the values.
+    # Adding a zero gives the base the varying axes of the values.
     flat = vary_like(flat, values)
-    # Told that no index comes twice, XLA need not add one after the other.
+    # With `unique_indices`, XLA need not serialize the additions.
     filled = flat.at[expert, indices.astype(jnp.int32)].add(values.astype(dtype), unique_indices=True)
     return filled.reshape(num_experts, *shape).astype(like.dtype)
 
 
 def average(experts: Experts, axes: tuple[str, ...]) -> Experts:
-    """Returns the mean of the experts of all ranks over `axes`, one expert, equal on all of them: an all-reduce.
+    """Return the mean of the experts of all ranks over `axes`, equal on all of them, by an all-reduce.
 
-    Any expert that is equal on all ranks and near the others will do. So take the weights before an optimizer step: the
-    all-reduce then runs beside the backward pass, and is done when the step is.
+    Any base works if it is equal on all ranks and close to the experts. So use the weights before an optimizer step:
+    the all-reduce then overlaps with the backward pass.
 
     Args:
         experts: the `G` experts of this rank.
-        axes: the mesh axes of all ranks that have experts.
+        axes: mesh axes of all ranks with experts.
+
+    Returns:
+        One expert.
     """
-    # Between processes the sum goes round the ranks, and in another order would cross slow links more often.
+    # Between processes the sum is a ring over the ranks; another order of axes would cross slow links more often.
     axes = near_neighbours(axes)
 
     def mean(leaf: Float[Array, "G *X"]) -> Array:
@@ -202,37 +211,38 @@ def average(experts: Experts, axes: tuple[str, ...]) -> Experts:
 
 
 def _index_dtype(num_entries: int) -> np.dtype:
-    # An index that travels in 16 bits leaves room for more entries; experts of more than 65536 need 32.
+    # 16-bit indices leave bytes for more entries; experts with more than 65,536 entries need 32 bits.
     return np.dtype(np.uint16 if num_entries <= 1 << 16 else np.int32)
 
 
 SCALE_BYTES = 4
-"""A block's scale is a float32."""
+"""Bytes of the float32 scale of a block."""
 
 PER_WORD = 4
-"""Numbers in a float32 as which exchanges move them; to them it is bits, and they compute with none."""
+"""Quantized numbers per float32 word; exchanges move these words without arithmetic."""
 
 
 @dataclass(frozen=True)
 class QuantizedTransfer:
-    """Says in which low precision rows travel to their experts and back, forward; gradients travel as they are.
+    """Quantization of rows during forward transfers, to experts and back; gradients are not quantized.
 
-    Give it to a dispatch (`Direct(transfer=QuantizedTransfer())`) or a system
-    (`exact().replace(transfer=QuantizedTransfer())`) where exchanges take long and the layer bears the rounding: rows
-    have half of the bytes of bfloat16, and 3 % for scales. Every block of a row has a scale, by which its largest
-    number becomes the largest that there is. The backward pass rounds tokens in the same way again, and takes their
-    gradients for those of the tokens themselves (straight through). Products stay in the layer's dtype.
-
-    Source: fp8 dispatch with blocks of 128 is DeepSeek-V3's (arXiv 2412.19437, section 3.3); deviates: outputs travel
-    in it, too.
+    Pass it to a dispatch (`Direct(transfer=QuantizedTransfer())`) or a system
+    (`exact().replace(transfer=QuantizedTransfer())`). Use it for slow exchanges if the model tolerates the rounding.
+    Rows take half of the bytes of bfloat16, plus 3 % for scales. The scale of a block maps its largest number to the
+    maximum of the dtype. The backward pass rounds tokens in the same way and uses straight-through gradients. Products
+    use the dtype of the layer.
 
     Args:
-        dtype: `jnp.float8_e4m3fn`, the default, which keeps small numbers beside large ones, or `jnp.int8`, which is
-            closer where numbers of a block are alike.
-        block: the numbers that share a scale; 128 is usual. It divides the width, and 4 divides it.
+        dtype: `jnp.float8_e4m3fn` (default), which represents small numbers beside large ones, or `jnp.int8`, which is
+            more accurate for blocks of similar magnitudes.
+        block: numbers per scale; 128 by default. It must be a multiple of 4 and divide the width.
 
     Raises:
         ValueError: an option is out of range.
+
+    Reference:
+        DeepSeek-V3, arXiv 2412.19437, section 3.3: fp8 dispatch with blocks of 128. Unlike there, outputs are
+        quantized, too.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -251,24 +261,27 @@ class QuantizedTransfer:
     def __post_init__(self) -> None:
         if jnp.dtype(self.dtype) not in (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)):
             raise ValueError(f"QuantizedTransfer.dtype is {jnp.dtype(self.dtype)}; expected float8_e4m3fn or int8")
-        # One form of it, however it was given: equal values must be equal, as they are static arguments of programs.
+        # Normalize to `np.dtype`: equal values must compare equal, as they are static arguments of `jax.jit`.
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.block < PER_WORD or self.block % PER_WORD:
             raise ValueError(f"QuantizedTransfer.block is {self.block}; expected a multiple of {PER_WORD}")
 
     def row_bytes(self, width: int) -> int:
-        """Counts the bytes of a row as it travels.
+        """Return the bytes of a row in transfer.
 
         Args:
-            width: `H`.
+            width: `H`, numbers of a row.
         """
         return width + SCALE_BYTES * math.ceil(width / self.block)
 
     def encode(self, rows: Float[Array, "N H"]) -> Float[Array, "N W"]:
-        """Returns what travels of rows, as float32 whose values mean nothing.
+        """Quantize rows into float32 words, which contain bits and no numbers.
 
         Args:
-            rows: `[N, H]`; a block with a number that is not finite arrives as NaN.
+            rows: `[N, H]`; blocks with non-finite numbers decode to NaN.
+
+        Returns:
+            `[N, W]` words and scales.
 
         Raises:
             ValueError: the block does not divide `H`.
@@ -285,11 +298,11 @@ class QuantizedTransfer:
         return jnp.concatenate([jax.lax.bitcast_convert_type(words, jnp.float32), scales[..., 0]], 1)
 
     def decode(self, words: Float[Array, "N W"], dtype: DType) -> Float[Array, "N H"]:
-        """Returns the rows that `encode` was given, rounded.
+        """Return the rows passed to `encode`, rounded.
 
         Args:
-            words: `[N, W]`.
-            dtype: that of the rows.
+            words: `[N, W]`, return value of `encode`.
+            dtype: dtype of the rows.
         """
         num_scales = words.shape[1] * PER_WORD // (self.block + PER_WORD)
         numbers = _numbers(jax.lax.bitcast_convert_type(words[:, :-num_scales], jnp.uint32), self.dtype)
@@ -302,10 +315,9 @@ class QuantizedTransfer:
 
 
 def _words(numbers: Shaped[Array, "N H"]) -> UInt32[Array, "N V"]:
-    """Puts four numbers of a byte into each word: one of each quarter of a row.
+    """Pack four 1-byte numbers into each word, one from each quarter of a row.
 
-    They are shifted there. Four neighbours would be an array whose last dimension is 4, and that takes the room of 128
-    on TPUs.
+    It uses shifts: an array of four neighbours per word would have a last dimension of 4, padded to 128 on TPUs.
     """
     quarters = jnp.split(jax.lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.uint32), PER_WORD, 1)
     first, *others = (quarter << jnp.uint32(8 * at) for at, quarter in enumerate(quarters))
@@ -313,18 +325,18 @@ def _words(numbers: Shaped[Array, "N H"]) -> UInt32[Array, "N V"]:
 
 
 def _numbers(words: UInt32[Array, "N V"], dtype: DType) -> Shaped[Array, "N H"]:
-    """Returns what `_words` was given."""
+    """Return the numbers packed by `_words`."""
     quarters = [(words >> jnp.uint32(8 * at)).astype(jnp.uint8) for at in range(PER_WORD)]
     return jax.lax.bitcast_convert_type(jnp.concatenate(quarters, 1), dtype)
 
 
 def packed(transfer: QuantizedTransfer | None, rows: Float[Array, "N H"]) -> Float[Array, "N W"]:
-    """Returns rows as they travel: as they are without quantization."""
+    """Return rows in transfer format, unchanged without quantization."""
     return rows if transfer is None else transfer.encode(rows)
 
 
 def unpacked(
     transfer: QuantizedTransfer | None, words: Float[Array, "N W"], like: Float[Array, "_ H"]
 ) -> Float[Array, "N H"]:
-    """Returns rows as they arrived, in the dtype of `like`."""
+    """Return received rows, in the dtype of `like`."""
     return words if transfer is None else transfer.decode(words, like.dtype)

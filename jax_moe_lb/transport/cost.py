@@ -1,4 +1,4 @@
-"""The cost of a dispatch: the traffic and memory that the simulator reads on a host."""
+"""Cost of a dispatch: its traffic and memory, for the simulator on a host."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,10 +16,9 @@ from jax_moe_lb.transport.exchange import Buffers
 
 @dataclass(frozen=True)
 class TransportCost:
-    """Waves, hops and buffers of a dispatch, with NumPy arrays on a host.
+    """Waves, hops and buffers of a dispatch, as NumPy arrays on a host.
 
-    `Dispatch.cost` returns it. Derive from it for a dispatch that serves in several waves, or whose rows take several
-    hops, as `MultiRailDispatch` does.
+    `Dispatch.cost` returns it. Write a subclass for a dispatch with several waves or hops, as `MultiRailDispatch` does.
 
     Args:
         buffers: receive buffer of a rank.
@@ -33,43 +32,47 @@ class TransportCost:
     buffers: Buffers
 
     passes_home: ClassVar[bool] = False
-    """True if rows of the second wave come from the homes of their experts, where the first exchange brought all rows,
-    and their outputs return there first. The second counts of `waves` are then those of homes."""
+    """True if rows of the second wave come from the homes of their experts, and their outputs return there first.
+
+    The first exchange then sends all rows to the homes. The second counts of `waves` are by home."""
 
     address_bytes: ClassVar[int] = 8
-    """Bytes that a rank sends to every other per layer to announce its rows: two integers."""
+    """Bytes per layer sent by a rank to each other rank to announce its rows: two integers."""
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
-        """Return the counts and the plan of each wave: one wave by default. All waves but the last need no plan.
+        """Return the counts and the plan of each wave; by default one wave. Only the last wave needs the plan.
 
         Args:
-            counts: `[R, E]` integers, the copies that each rank routes to each expert.
-            start: the plan that the balancer started from.
-            plan: the plan of the balancer.
-            balancer: the balancer.
+            counts: `[R, E]` integers, copies routed by each rank to each expert.
+            start: initial plan of the balancer.
+            plan: plan of the balancer.
+            balancer: balancer of the system.
 
         Raises:
-            ValueError: the plan is not legal, or the dispatch cannot serve by it.
+            ValueError: the plan is illegal, or the dispatch does not support it.
         """
         del start, balancer
         check_plan(plan, counts)
         return [(counts, plan)]
 
     def hops(self, rows: Int[np.ndarray, "R R"], plan: Plan, topology: Topology) -> tuple[Int[np.ndarray, "R R"], ...]:
-        """Return the rows from rank to rank of each consecutive exchange: one direct exchange by default.
+        """Return the rows between ranks in each consecutive exchange; by default one direct exchange.
 
         Args:
-            rows: `[R, R]` integers, the token copies from rank to rank, as `rows_between` counts them.
-            plan: the plan of their wave.
-            topology: the ranks of a node and its rails.
+            rows: `[R, R]` integers, token copies from rank to rank, as counted by `rows_between`.
+            plan: plan of the wave.
+            topology: ranks of a node and its rails.
+
+        Returns:
+            `[R, R]` integers for each exchange.
         """
         del plan, topology
         return (rows,)
 
     def buffer_rows(self, num_copies: int) -> int:
-        """Return the rows of a rank's buffers: those of one round by default.
+        """Return the rows of a rank's buffers; by default the `A` rows of one round.
 
         Args:
-            num_copies: `T * K`, the copies of every rank.
+            num_copies: `T * K`, token copies of a rank.
         """
         return self.buffers.rows(num_copies)

@@ -1,9 +1,9 @@
-"""`Direct` moves token copies straight to the ranks that serve them, and their outputs back.
+"""`Direct`: token copies straight to their serving ranks, and outputs straight back.
 
-The sender sorts its copies by destination rank and slot. A receiver's stream is the
-copies for its slot 0, then for slot 1, and so on, each by source; round `i` takes `A` rows of it, so that
-no rank ever holds more, whatever the load. One slice travels for each slot of each rank, so that rows land
-where the experts' products want them, and nobody has to sort them again.
+The sender sorts its copies by destination rank and slot. The stream of a receiver contains the copies for its slot 0,
+then for slot 1, and so on, each by source. Round `i` takes `A` rows of the stream, which bounds the memory of every
+rank at any load. One slice travels for each slot of each rank, so rows arrive in the order of the experts' products and
+need no sort.
 """
 
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ PerSlot = Int[Array, "R S"]
 
 @pytree
 class DirectReceipt(Receipt):
-    """Says which copies go where. `Direct.address` returns it; `send`, `send_back` and `combine` read it.
+    """Offsets of the slices of a rank, made by `Direct.address` and read by `send`, `send_back` and `combine`.
 
     Args:
-        sent: `[R, S]` int32, how many copies this rank sends to each slot of each rank.
-        first_sent: `[R, S]` int32, where those copies start in the sending order.
-        first_landed: `[R, S]` int32, where those copies start in the stream of the rank that receives them.
-        arriving: `[R, S]` int32, how many copies come from each rank for each of this rank's slots.
-        first_in_stream: `[R, S]` int32, where those copies start in this rank's stream.
-        first_at_source: `[R, S]` int32, where those copies start in the sending order of each rank.
+        sent: `[R, S]` int32, number of copies from this rank to each slot of each rank.
+        first_sent: `[R, S]` int32, offset of these copies in the sending order.
+        first_landed: `[R, S]` int32, offset of these copies in the stream of the receiving rank.
+        arriving: `[R, S]` int32, number of copies from each rank to each slot of this rank.
+        first_in_stream: `[R, S]` int32, offset of these copies in the stream of this rank.
+        first_at_source: `[R, S]` int32, offset of these copies in the sending order of each rank.
     """
 
     sent: PerSlot
@@ -47,10 +47,10 @@ class DirectReceipt(Receipt):
 
 @dataclass(frozen=True)
 class Direct(Dispatch[DirectReceipt]):
-    """Sends token copies straight to the rank that serves them.
+    """Dispatch with one exchange per round: copies go straight to their serving ranks.
 
-    It is the default. Take `MultiRailDispatch` where nodes have several network interfaces, and `TwoPhase` where tokens
-    shall not wait for the plan.
+    It is the default. Use `MultiRailDispatch` for nodes with several network interfaces, and `TwoPhase` to overlap the
+    plan with computation.
 
     Examples:
         >>> from jax_moe_lb import Buffers
@@ -59,10 +59,10 @@ class Direct(Dispatch[DirectReceipt]):
     """
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> DirectReceipt:
-        """Decides for every copy of this rank where it goes; see `Dispatch`.
+        """Compute the offsets of the copies of this rank; see `Exchange.address`.
 
         Raises:
-            ValueError: the plan sprays over rails.
+            ValueError: `plan.rails` is set.
         """
         if plan.rails is not None:
             raise ValueError("plan.rails is set; expected None, as Direct does not spray")
@@ -73,8 +73,8 @@ class Direct(Dispatch[DirectReceipt]):
         sent, arriving = sent_to_slots(going, plan), arriving_rows(counts, plan, me)
         first_sent = starts(sent.reshape(-1)).reshape(sent.shape)
         first_in_stream = starts(arriving.T.reshape(-1)).reshape(arriving.T.shape).T
-        # Each rank tells the others where their rows are in its stream and in its sending order. A rank computes its
-        # own part of the split alone, since nothing of shape `[E, R, R]` shall exist, so it cannot know these.
+        # Exchange the offsets: a rank computes only its own part of the split, because a full `[E, R, R]` split would
+        # be too large. So it cannot derive the offsets in the streams and sending orders of the others.
         told = jax.lax.all_to_all(jnp.stack([first_in_stream, first_sent], 1), axes, 0, 0, tiled=True)
         capacity = self.buffers.rows(num_copies)
         return DirectReceipt(
@@ -87,7 +87,7 @@ class Direct(Dispatch[DirectReceipt]):
             arriving=arriving,
             first_in_stream=first_in_stream,
             first_at_source=told[:, 1],
-            # Of the highest load of any rank, so that all ranks take as many and every exchange finds its partners.
+            # Use the highest load of all ranks: equal numbers of rounds keep the exchanges of all ranks paired.
             rounds=agreed((load(plan).max() + capacity - 1) // capacity, axes),
             follows_plan=None,
         )
@@ -95,9 +95,10 @@ class Direct(Dispatch[DirectReceipt]):
     def send(
         self, copies: Copies, receipt: DirectReceipt, i: Int[Array, ""], topology: Topology
     ) -> tuple[Rows, GroupSizes]:
-        """Makes round `i`: the rows that this rank serves, sorted by slot, and the rows of each slot.
+        """Send the copies of round `i`; see `Exchange.send`.
 
-        See `Exchange.send`.
+        Returns:
+            Rows `[A, H]` of this rank, sorted by slot, and rows per slot `[S]` int32.
         """
         capacity = self.buffers.rows(copies.shape[0])
         first, last = i * capacity, (i + 1) * capacity
@@ -118,7 +119,7 @@ class Direct(Dispatch[DirectReceipt]):
     def send_back(
         self, rows: Rows, receipt: DirectReceipt, i: Int[Array, ""], out: Copies, topology: Topology
     ) -> Copies:
-        """Writes the outputs of round `i` into `out`, in the sending order: the transpose of `send`."""
+        """Write the outputs of round `i` into `out`, in the sending order; the transpose of `send`."""
         capacity = rows.shape[0]
         first, last = i * capacity, (i + 1) * capacity
         going, coming = _departures(receipt, first, last), _landings(receipt, first, last)
@@ -127,7 +128,7 @@ class Direct(Dispatch[DirectReceipt]):
             out,
             input_offsets=(receipt.first_in_stream + coming.start - first).reshape(-1),
             send_sizes=coming.size.reshape(-1),
-            # What earlier rounds brought of a source's copies has been sent back by them.
+            # Earlier rounds have already returned the first `coming.start` copies of each source.
             output_offsets=(receipt.first_at_source + coming.start).reshape(-1),
             recv_sizes=going.size.reshape(-1),
             axis_name=topology.expert_axes,
@@ -138,7 +139,7 @@ class Direct(Dispatch[DirectReceipt]):
 
 @dataclass(frozen=True)
 class _Slices:
-    """Says which of the copies from or for each slot travel in one round."""
+    """Copies from or to each slot in one round, as an offset and a size in their slice."""
 
     start: PerSlot
     size: PerSlot
@@ -153,7 +154,7 @@ def _landings(receipt: DirectReceipt, first: Int[Array, ""], last: Int[Array, ""
 
 
 def _inside(first_in_stream: PerSlot, size: PerSlot, first: Int[Array, ""], last: Int[Array, ""]) -> _Slices:
-    # The round's window on the receiver's stream, seen from each part of it. Clipped, it is empty where the two do not
-    # meet, so every round can be computed in the same shapes.
+    # Clip the window of the round to each slice of the receiver's stream. An empty intersection gives size 0, so all
+    # rounds have the same shapes.
     start = jnp.clip(first - first_in_stream, 0, size)
     return _Slices(start, jnp.clip(last - first_in_stream, 0, size) - start)

@@ -1,4 +1,4 @@
-"""A dispatch serves: it sends token copies to the ranks that serve them, and brings the outputs back."""
+"""Base class of dispatches: token copies to their serving ranks, expert networks, and outputs back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,12 +24,12 @@ from jax_moe_lb.transport.rounds import in_rounds
 
 
 class Routed(NamedTuple):
-    """Holds what is known before there is a plan: where the tokens want to go.
+    """Routing of a microbatch, before the plan.
 
     Args:
-        experts: `[T, K]` int32, the expert of each copy of this rank, `NO_EXPERT` for one that goes nowhere.
-        counts: `[R, E]` int32, the copies that each rank routes to each expert; equal on all ranks.
-        weights: `[T, K]`, by which the outputs of a token's copies are summed, in float32 at least.
+        experts: `[T, K]` int32, expert of each copy of this rank; `NO_EXPERT` for unrouted copies.
+        counts: `[R, E]` int32, copies routed by each rank to each expert; equal on all ranks.
+        weights: `[T, K]`, weights of the outputs of a token's copies, float32 or wider.
     """
 
     experts: Int[Array, "T K"]
@@ -38,16 +38,16 @@ class Routed(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Holds what a dispatch has done.
+    """Result of a dispatch.
 
     Args:
-        outputs: `[T, H]`, the weighted sums of the experts' outputs; copies that go nowhere count as 0.
-        plan: the legal plan by which they were served.
-        rounds: int32, how often the receive buffer was filled, over all waves; 1 is usual under a good plan.
-        made: the plan as the balancer made it.
-        dynamic: `[E]`, which experts it may take from home; `None`: all.
-        is_legal: whether the plan was served as it was made; always, under checks that stop the program.
-        is_whole: whether all rounds that the plan needs were served, likewise.
+        outputs: `[T, H]`, weighted sums of the expert outputs; unrouted copies count as 0.
+        plan: legal plan of the served copies.
+        rounds: int32, rounds over all waves; usually 1 with a balanced plan.
+        made: plan returned by the balancer.
+        dynamic: `[E]` booleans, experts the balancer may move from home; `None`: all.
+        is_legal: whether `made` was legal and served. Always True with `on_fault="raise"`.
+        is_whole: whether all rounds of the plan were run. Always True with `on_fault="raise"`.
     """
 
     outputs: Tokens
@@ -62,14 +62,14 @@ class Served(NamedTuple):
 def served_plan(
     made: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None, on_fault: OnFault
 ) -> tuple[Plan, Bool[Array, ""]]:
-    """Returns a legal plan to serve by, and whether it is the one that was made.
+    """Return a legal plan, and whether it equals the balancer's plan.
 
     Args:
-        made: the plan that the balancer made.
-        counts: `[R, E]` int32, the counts that it was made for.
-        dynamic: `[E]`, false for static experts; `None`: all are dynamic.
-        on_fault: under "raise" the program stops at an illegal plan, under "record" that of plain expert parallelism
-            takes its place.
+        made: plan returned by the balancer.
+        counts: `[R, E]` int32, counts of the plan.
+        dynamic: `[E]`, False for static experts; `None`: all are dynamic.
+        on_fault: action on an illegal plan. "raise" stops the program, "record" returns the plan of plain expert
+            parallelism.
     """
     if on_fault == "raise":
         return ensure_legal(made, counts, dynamic), jnp.bool_(True)
@@ -79,13 +79,13 @@ def served_plan(
 def abort_unless(
     ok: Bool[Array, ""], receipt: ReceiptT, on_fault: OnFault, check: Callable[..., None], *args: Any
 ) -> ReceiptT:
-    """Returns the receipt; under "raise" the program stops where not `ok`, with what `check` says of `args`.
+    """Return the receipt; with `on_fault="raise"`, stop the program by `check(*args)` if not `ok`.
 
     Args:
-        ok: equal on all ranks of a group.
-        receipt: all that follows must read it.
-        on_fault: under "record" nothing is done.
-        check: refuses `args` with a ValueError.
+        ok: boolean, equal on all ranks of a group.
+        receipt: receipt read by all following operations; the check is added to its rounds as a data dependency.
+        on_fault: "record" skips the check.
+        check: function raising a ValueError for `args`.
         *args: pytrees of arrays, equal on all ranks of the group.
     """
     if on_fault == "record":
@@ -95,11 +95,11 @@ def abort_unless(
 
 @dataclass(frozen=True)
 class Dispatch(Exchange[ReceiptT]):
-    """Serves tokens. Write the methods of an `Exchange`; then this serves in rounds of it.
+    """Transport of tokens to their experts and back, in rounds of an `Exchange`.
 
-    Take `Direct`, `MultiRailDispatch` or `TwoPhase`, or write one when rows can travel in a better way than theirs. A
-    dispatch that computes before there is a plan overrides `serve`, as `TwoPhase` does. `cost` describes its traffic to
-    the simulator, which tells no dispatch by its class.
+    Use `Direct`, `MultiRailDispatch` or `TwoPhase`. To transport rows in another way, write a subclass with the methods
+    of `Exchange`. To compute before the plan exists, override `serve`, as `TwoPhase` does. `cost` describes the traffic
+    to the simulator, which does not depend on the class.
 
     Examples:
         >>> from jax_moe_lb.transport import Direct, MultiRailDispatch, TwoPhase
@@ -120,25 +120,27 @@ class Dispatch(Exchange[ReceiptT]):
         topology: Topology,
         on_fault: OnFault,
     ) -> tuple[Served, State]:
-        """Brings every copy of every token to its expert and back; the base form plans first, then serves in rounds.
+        """Send every token copy to its expert and return the outputs.
+
+        The base class computes the plan first, then runs all rounds.
 
         Args:
-            x: `[T, H]`, the tokens of this rank.
-            routed: which experts they go to, with what weights, and the counts of all ranks.
+            x: `[T, H]`, tokens of this rank.
+            routed: experts and weights of these tokens, and the counts of all ranks.
             experts: the `L` home experts of this rank.
-            plan: the plan that the balancer starts from, that of plain expert parallelism.
-            state: what the balancer remembers.
-            balancer: it edits the plan.
-            replicate: it fills the slots.
-            topology: its expert axes are the ranks that serve together.
-            on_fault: what to do about a plan that is not legal, or needs more rounds than there are.
+            plan: initial plan, that is plain expert parallelism.
+            state: balancer state.
+            balancer: strategy that edits the plan.
+            replicate: transport of weights into the slots.
+            topology: topology of the layer; its expert axes are the ranks of the group.
+            on_fault: action on an illegal plan, or on more rounds than `max_rounds`.
 
         Returns:
-            What was served, by a legal plan, and the balancer's new state.
+            The outputs with the served plan, and the new balancer state.
         """
         with jax.named_scope("plan"):
             made, state = balancer.rebalance(routed.counts, plan, topology, state)
-            # A bad plan must not reach `address`, which computes offsets of copies from it.
+            # Replace an illegal plan before `address`, which computes copy offsets from it.
             plan, is_legal = served_plan(made, routed.counts, None, on_fault)
         with jax.named_scope("address"):
             receipt = self.address(routed.experts, routed.counts, plan, topology)
@@ -146,17 +148,17 @@ class Dispatch(Exchange[ReceiptT]):
                 receipt = abort_unless(follows_plan, receipt, on_fault, check_plan, made, routed.counts)
                 is_legal = is_legal & follows_plan
             receipt, is_whole = self.within_rounds(receipt, on_fault)
-        # Named, so that a policy of `jax.checkpoint` can keep them, and nobody plans again in the backward pass.
+        # Named for policies of `jax.checkpoint`: a saved plan is not computed again in the backward pass.
         plan, receipt = checkpoint_name((plan, receipt), "moe_plan")
         outputs = in_rounds(x, routed.weights, experts, plan, receipt, replicate, self, topology)
         return Served(outputs, plan, receipt.rounds, made, None, is_legal, is_whole), state
 
     def within_rounds(self, receipt: ReceiptT, on_fault: OnFault) -> tuple[ReceiptT, Bool[Array, ""]]:
-        """Returns the receipt, and whether `max_rounds` suffices for it; under "raise" the program stops if not.
+        """Return the receipt and whether `max_rounds` suffices; with `on_fault="raise"`, stop the program if not.
 
         Args:
-            receipt: what `address` returned.
-            on_fault: what to do where it does not.
+            receipt: return value of `address`.
+            on_fault: action if `max_rounds` does not suffice.
         """
         if self.buffers.max_rounds is None:
             return receipt, jnp.bool_(True)
@@ -165,5 +167,5 @@ class Dispatch(Exchange[ReceiptT]):
         return abort_unless(is_whole, receipt, on_fault, check_rounds, receipt.rounds, limit), is_whole
 
     def cost(self) -> TransportCost:
-        """Return the waves, hops and buffers of this dispatch, for the simulator: by default one wave of one hop."""
+        """Return the waves, hops and buffers of this dispatch for the simulator; by default one wave of one hop."""
         return TransportCost(self.buffers)

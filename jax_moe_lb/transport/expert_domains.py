@@ -1,10 +1,10 @@
 """Expert domains of HybridEP as mesh axes, and the gather of experts inside them.
 
-Every level's axis is split in two: `dc` of size 8 with expert domains of 4 becomes `dc_domain` of size 2 and
-`dc_offset` of size 4. Members of an expert domain differ in their offset, and only experts travel between them. Members
-of equal offset form an expert-parallel group, and only tokens travel inside it. HybridEP is therefore plain expert
-parallelism of a smaller degree, several times side by side, with experts gathered over the offset axes. The gather, of
-whole or encoded experts, does not depend on tokens.
+The axis of every level is split in two: `dc` of size 8 with expert domains of 4 becomes `dc_domain` of size 2 and
+`dc_offset` of size 4. Ranks of an expert domain differ in their offset, and exchange only experts. Ranks of equal
+offset form an expert-parallel group, and exchange only tokens. HybridEP is thus several groups of plain expert
+parallelism of a smaller degree, with experts gathered over the offset axes. The gather, of whole or encoded experts,
+does not depend on tokens.
 """
 
 import math
@@ -25,19 +25,22 @@ from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.compression import Codec, Encoded, average
 
 DOMAIN, OFFSET = "_domain", "_offset"
-"""The two halves of a split axis are called so, after its name."""
+"""Suffixes of the two axes of a split axis."""
 
 
 def hybrid_mesh(mesh: Mesh, domain_sizes: Mapping[str, int]) -> Mesh:
-    """Splits axes of a mesh into expert domain and offset, with the same devices in the same order.
+    """Split mesh axes into expert domain and offset, with the same devices in the same order.
 
-    Use it before `ExpertDomains.from_mesh`, for a layer with `GatherExpertDomain`. Consecutive members of an axis make
-    up an expert domain.
+    Use it before `ExpertDomains.from_mesh`, for a layer with `GatherExpertDomain`. Consecutive ranks of an axis form an
+    expert domain.
 
     Args:
-        mesh: the mesh of the devices; none of its axes ends in `_domain` or `_offset`.
-        domain_sizes: ranks of an expert domain on every axis to split, by its name; usually what
-            `choose_expert_domains` finds. 1 is plain expert parallelism.
+        mesh: mesh of the devices; no axis name may end in `_domain` or `_offset`.
+        domain_sizes: ranks of an expert domain along each axis to split, by axis name, usually from
+            `choose_expert_domains`. 1 is plain expert parallelism.
+
+    Returns:
+        The mesh with axes `{axis}_domain` and `{axis}_offset` in place of each split axis.
 
     Raises:
         ValueError: the mesh lacks an axis, a size does not divide it, or a name is taken.
@@ -58,7 +61,7 @@ def hybrid_mesh(mesh: Mesh, domain_sizes: Mapping[str, int]) -> Mesh:
     types = tuple(kind for part, kind in zip(parts, mesh.axis_types, strict=True) for _ in part)
     if len(set(names)) < len(names):
         raise ValueError(f"the split mesh has axes {names}; expected different names")
-    # Row-major, so that neighbours on an axis share an expert domain.
+    # Row-major: neighbors on an axis share an expert domain.
     return Mesh(np.asarray(mesh.devices).reshape(sizes), names, axis_types=types)
 
 
@@ -73,17 +76,18 @@ def _parts(axis: str, size: int, domain_sizes: Mapping[str, int]) -> dict[str, i
 
 @dataclass(frozen=True)
 class ExpertDomains:
-    """These expert domains say how experts and tokens lie on a mesh of `hybrid_mesh`.
+    """Layout of experts and tokens on a mesh of `hybrid_mesh`.
 
-    Make them with `from_mesh` and give them to `GatherExpertDomain`; give `between` to the layer as its topology. Ranks
-    are numbered by expert domain, outermost level first, then by offset, innermost level first. So an expert domain is
-    a block of ranks and holds a block of experts, in the order in which gathers leave them that go from the outermost
-    level inwards. `jax.lax.axis_index` numbers ranks like that over `expert_axes`. The value is hashable.
+    Create it with `from_mesh` and pass it to `GatherExpertDomain`. Pass `between` to the layer as its topology. Ranks
+    are numbered by expert domain, outermost level first, then by offset, innermost level first. An expert domain is
+    thus a block of ranks with a block of experts, in the order of gathers from the outermost level inward.
+    `jax.lax.axis_index` over `expert_axes` gives this number. The object is hashable.
 
     Args:
-        between: the group that exchanges tokens: ranks of equal offset. The offset axes are data axes to it.
-        offset_axes: the axes that experts are gathered over, innermost level first.
-        domain_size: the ranks of an expert domain, the product of the sizes of these axes.
+        between: topology of the group that exchanges tokens: ranks of equal offset. The offset axes are data axes of
+            it.
+        offset_axes: axes over which experts are gathered, innermost level first.
+        domain_size: ranks of an expert domain, the product of the sizes of these axes.
 
     Examples:
         >>> import jax
@@ -102,14 +106,14 @@ class ExpertDomains:
 
     @classmethod
     def from_mesh(cls, mesh: Mesh, topology: Topology) -> "ExpertDomains":
-        """Reads them off a split mesh.
+        """Create the expert domains of a split mesh.
 
         Args:
-            mesh: a mesh of `hybrid_mesh`.
-            topology: the topology of the mesh before it was split, whose rates the levels keep.
+            mesh: return value of `hybrid_mesh`.
+            topology: topology of the mesh before the split; the levels keep its rates.
 
         Raises:
-            ValueError: an expert axis of the topology is not split in the mesh, or its parts have other sizes.
+            ValueError: the topology has no expert axes, one is not split in the mesh, or its parts have other sizes.
         """
         if not topology.expert_axes:
             raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh")
@@ -120,7 +124,7 @@ class ExpertDomains:
                     f"the mesh splits {axis!r} into {found}; expected parts of the topology's {level.size} members"
                 )
         domain_axes = tuple(axis + DOMAIN for axis in topology.expert_axes)
-        # Innermost first: gathers from the outermost level inwards leave the experts in this order.
+        # Innermost first: gathers from the outermost level inward concatenate experts in this order.
         offset_axes = tuple(axis + OFFSET for axis in reversed(topology.expert_axes))
         levels = tuple(
             replace(level, size=mesh.shape[axis]) for axis, level in zip(domain_axes, topology.levels, strict=True)
@@ -131,7 +135,7 @@ class ExpertDomains:
             ranks_per_domain=_inside(topology, levels),
             expert_axes=domain_axes,
             data_axes=topology.data_axes + offset_axes,
-            # These ranks are others.
+            # The process layout of the whole topology does not apply to these ranks.
             ranks_per_process=None,
             processes=(),
         )
@@ -139,23 +143,23 @@ class ExpertDomains:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """Names the axes that experts are sharded over, expert domains first: put them into a `PartitionSpec`."""
+        """Mesh axes that shard the experts, expert domains first, for a `PartitionSpec`."""
         return self.between.expert_axes + self.offset_axes
 
     @property
     def whole(self) -> Topology:
-        """Makes all ranks one group, whose domains are the expert domains: to plan for it, as `HybridEP` does."""
-        # Two levels are enough, as planners ask only who shares a domain.
+        """Topology of all ranks as one group, with the expert domains as domains, for planners such as `HybridEP`."""
+        # Two levels suffice: planners read only the domain of a rank.
         levels = (Level("node", self.between.num_ranks), Level("gpu", self.domain_size))
         data_axes = tuple(axis for axis in self.between.data_axes if axis not in self.offset_axes)
         return Topology(levels, self.domain_size, expert_axes=self.expert_axes, data_axes=data_axes)
 
 
 def _inside(topology: Topology, levels: tuple[Level, ...]) -> int:
-    """Counts the ranks of one offset inside a domain of the hardware."""
+    """Return the number of ranks of one offset inside a hardware domain."""
     left, inside = topology.ranks_per_domain, 1
     for level, split in zip(reversed(topology.levels), reversed(levels), strict=True):
-        # A domain that ends inside this level has of its parts as many as fit; one that does not has all.
+        # Count the parts of a domain that ends inside this level; otherwise the whole level is inside.
         inside *= math.gcd(left, split.size) if left % level.size else split.size
         left = 1 if left % level.size else left // level.size
         if left == 1:
@@ -168,11 +172,11 @@ TravellingWeights = TypeVar("TravellingWeights", Experts, Encoded)
 
 @pytree
 class Packed:
-    """A rank's home experts, ready to travel.
+    """Home experts of a rank, encoded for the transfer.
 
     Args:
-        encoded: what was kept of these experts.
-        mean: the shared expert, `None` where the codec has no use for one.
+        encoded: selected entries of these experts.
+        mean: mean of all experts; `None` if the codec does not use it.
     """
 
     encoded: Encoded
@@ -181,23 +185,22 @@ class Packed:
 
 @dataclass(frozen=True)
 class GatherExpertDomain:
-    """Brings every rank the experts of all ranks of its expert domain, level by level.
+    """Gather of the experts of all ranks of an expert domain, level by level.
 
-    Use it where links are slow, as between datacenters, and a rank sends more bytes of tokens than of experts: on a
-    mesh of `hybrid_mesh`, with a layer over `domains.between`. It needs no token, so it may run long before the layer:
-    see `scan_prefetched`.
+    Use it for slow links, as between datacenters, if a rank sends more bytes of tokens than of experts. It requires a
+    mesh of `hybrid_mesh` and a layer over `domains.between`. It does not depend on tokens, so it can run before the
+    layer; see `scan_prefetched`.
 
-    Experts travel from the outermost level inwards, so that a rank receives its offset's experts alone over the slowest
-    links. An expert domain of several levels gathers over each level's axis, never across two at once. The gradients'
-    way home is the gather's transpose, a reduce-scatter over the same axes, also where the experts were encoded:
-    gradients are those of the decoded experts, as if nothing were left out (straight through).
+    Experts travel from the outermost level inward: over the slowest links, a rank receives only the experts of its
+    offset. Each step gathers over the axis of one level. Its transpose returns the gradients home by a reduce-scatter
+    over the same axes. With a codec, gradients are straight-through: they equal the gradients of the decoded experts.
 
-    With a codec whose base is remembered there is a state, what all ranks of the expert domain know of its experts:
-    begin with `known`, call `update`. Else call it.
+    A codec with base `CodecBase.REMEMBERED` has a state, the decoded experts of the domain on all of its ranks.
+    Initialize it with `known` and call `update`. With other codecs, call the object.
 
     Args:
-        domains: the expert domains of the mesh.
-        codec: how much of an expert travels; all of it by default.
+        domains: expert domains of the mesh.
+        codec: compression of the experts; `Codec()`, without compression, by default.
 
     Examples:
         >>> import jax
@@ -211,7 +214,7 @@ class GatherExpertDomain:
         >>> experts = Experts(up=jnp.arange(4.0).reshape(4, 1, 1), down=jnp.zeros((4, 1, 1)))  # one on each rank
         >>> ranks = PartitionSpec(domains.expert_axes)
         >>> gathered = jax.shard_map(GatherExpertDomain(domains), mesh=mesh, in_specs=ranks, out_specs=ranks)(experts)
-        >>> print(gathered.up.ravel())  # what ranks 0 to 3 hold, one after the other
+        >>> print(gathered.up.ravel())  # of ranks 0 to 3, in order
         [0. 1. 0. 1. 2. 3. 2. 3.]
     """
 
@@ -219,45 +222,47 @@ class GatherExpertDomain:
     codec: Codec = field(default_factory=Codec)
 
     def average(self, experts: Experts) -> Experts | None:
-        """Returns the mean of all experts; `None` if the codec has no use for it. See `codec.average`."""
+        """Return the mean of all experts; `None` if the codec does not use it. See `compression.average`."""
         return average(jax.lax.stop_gradient(experts), self.domains.expert_axes) if self.codec.shares else None
 
     def pack(self, experts: Experts, mean: Experts | None = None) -> Packed | None:
-        """Encodes the home experts; this is best done right after the optimizer step.
+        """Encode the home experts, ideally right after the optimizer step.
 
         Args:
             experts: the `L` home experts of this rank.
-            mean: an earlier `average`, of the weights before the step for example. `None`, the default, takes that of
-                `experts`.
+            mean: an earlier `average`, for example of the weights before the step. `None` (default) computes the mean
+                of `experts`.
 
         Returns:
-            What travels; `None` if the experts do as they are.
+            The encoded experts; `None` without compression.
 
         Raises:
-            ValueError: the codec's base is remembered.
+            ValueError: the codec's base is `CodecBase.REMEMBERED`.
         """
         if self.codec.remembers:
             raise ValueError("codec.base is CodecBase.REMEMBERED; expected another, as it needs a state: call update")
         if not self.codec.compresses:
             return None
-        # Gradients skip the codec: autodiff through a choice of entries would drop those of the entries that stayed.
+        # Gradients bypass the codec: autodiff through the selection would drop the gradients of unselected entries.
         experts = jax.lax.stop_gradient(experts)
         if mean is None:
             mean = self.average(experts)
         return Packed(self.codec.encode(experts, mean), mean)
 
     def __call__(self, experts: Experts, packed: Packed | None = None) -> Experts:
-        """Returns the experts of the expert domain, its first rank's first.
+        """Return the experts of the expert domain, in rank order.
+
+        It is differentiable in `experts`.
 
         Args:
-            experts: the `L` home experts of this rank, which stay as they are. It is differentiable in them.
-            packed: what `pack` returned; `None`, the default, packs here.
+            experts: the `L` home experts of this rank, used without compression on this rank.
+            packed: return value of `pack`; `None` (default) encodes here.
 
         Returns:
-            `L * M` experts. To the topology `domains.between` they are the home experts of this rank.
+            `L * M` experts, the home experts of this rank in the topology `domains.between`.
 
         Raises:
-            ValueError: the codec's base is remembered.
+            ValueError: the codec's base is `CodecBase.REMEMBERED`.
         """
         packed = self.pack(experts) if packed is None else packed
         if packed is None:
@@ -265,22 +270,24 @@ class GatherExpertDomain:
         return self._placed(experts, self.codec.decode(self._gathered(packed.encoded), packed.mean, experts))
 
     def known(self, experts: Experts) -> Experts:
-        """Gathers what `update` begins with: the expert domain's experts, `[L * M, ...]`, whole this once."""
+        """Return the initial state of `update`: the experts of the expert domain, `[L * M, ...]`, uncompressed."""
         return jax.lax.stop_gradient(self._gathered(experts))
 
     def update(self, experts: Experts, known: Experts) -> tuple[Experts, Experts]:
-        """Returns the experts of the expert domain, of which only what changed most has travelled.
+        """Return the experts of the expert domain, after a transfer of the largest changes only.
+
+        It is differentiable in `experts`.
 
         Args:
-            experts: the `L` home experts of this rank, which stay as they are. It is differentiable in them.
-            known: what all ranks of the expert domain have of its experts: what `known` or the last call returned. A
-                wider dtype than that of `experts` does. If it is off, calls to come correct it.
+            experts: the `L` home experts of this rank, used without compression on this rank.
+            known: state of the expert domain, equal on its ranks: return value of `known` or second result of the last
+                call. Its dtype may be wider than the dtype of `experts`. Later calls correct its errors.
 
         Returns:
-            `L * M` experts as `__call__` does, and what is known now.
+            `L * M` experts as from `__call__`, and the new state.
 
         Raises:
-            ValueError: the codec's base is not remembered, or `known` is of another number of experts.
+            ValueError: the codec's base is not `CodecBase.REMEMBERED`, or `known` has another number of experts.
         """
         num_home = experts.up.shape[0]
         if not self.codec.remembers:
@@ -289,7 +296,7 @@ class GatherExpertDomain:
             raise ValueError(
                 f"known has {known.up.shape[0]} experts; expected the domain's {num_home * self.domains.domain_size}"
             )
-        # What is known is a state and not a function of this step.
+        # The state is not differentiated.
         known, now = jax.lax.stop_gradient((known, experts))
         first = jax.lax.axis_index(self.domains.offset_axes) * num_home
         mine = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, num_home), known)
@@ -306,21 +313,21 @@ class GatherExpertDomain:
 
 
 def _gather(leaf: Array, axes: tuple[str, ...]) -> Array:
-    """Blocks of all ranks along `axes`, in the order of `axis_index`; the last axis is gathered first."""
+    """Concatenate the blocks of all ranks along `axes`, in `axis_index` order; the last axis is gathered first."""
     for axis in reversed(axes):
         leaf = leaf if jax.lax.axis_size(axis) == 1 else gather_tiles(leaf, axis)
     return leaf
 
 
 def _reduce_scatter(leaf: Array, axes: tuple[str, ...]) -> Array:
-    """The transpose of `_gather`."""
+    """Sum the blocks over ranks and return this rank's block; the transpose of `_gather`."""
     for axis in axes:
         leaf = leaf if jax.lax.axis_size(axis) == 1 else sum_tiles(leaf, axis)
     return leaf
 
 
 def _place_home(home: Array, others: Array, axes: tuple[str, ...]) -> Array:
-    """The decoded experts with this rank's own, exact, in their place; gradients go to the homes of all."""
+    """Replace this rank's decoded experts by its exact ones; gradients of all experts go to their homes."""
 
     @jax.custom_vjp
     def place(home: Array, others: Array) -> Array:
@@ -329,8 +336,8 @@ def _place_home(home: Array, others: Array, axes: tuple[str, ...]) -> Array:
 
     def backward(residuals: None, upstream: Array) -> tuple[Array, Array]:
         del residuals
-        # Straight through: every rank used the experts as decoded, and each home gets the sum of what all ranks have
-        # for it. The decoded ones get nothing, as that would count this rank's own share twice.
+        # Straight-through: every rank used the decoded experts, and each home gets the sum of the gradients of all
+        # ranks. The decoded experts get zero gradients: otherwise the share of this rank would count twice.
         return _reduce_scatter(upstream, axes), jnp.zeros_like(upstream)
 
     place.defvjp(lambda home, others: (place(home, others), None), backward)

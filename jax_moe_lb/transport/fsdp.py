@@ -1,6 +1,6 @@
 """Fully sharded experts: matrices split over further mesh axes, gathered for their layer.
 
-`scan_prefetched` runs layers in a loop and gathers the experts of each layer during the layer before.
+`scan_prefetched` scans over layers and gathers the experts of each layer during the previous one.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ from jax_moe_lb.transport.expert_domains import GatherExpertDomain, Packed
 
 @dataclass(frozen=True)
 class FsdpExperts:
-    """Gathers the matrices of home experts over data axes: fully sharded data parallelism (FSDP) of experts.
+    """Gather of the matrices of home experts over data axes: fully sharded data parallelism (FSDP) of experts.
 
-    Use it where parameters, gradients and optimizer state of the home experts are too large for a rank, and there are
-    data axes to split them over. `nn.MoE` makes one from its `rules`; give it to `scan_prefetched` in a program of your
-    own, so that a layer's experts travel during the layer before. Its transpose is a reduce-scatter, so that no rank
-    holds whole gradients of more than one layer.
+    Use it if parameters, gradients and optimizer state of the home experts exceed the memory of a rank, and data axes
+    exist. `nn.MoE` creates one from its `rules`. In a custom program, pass it to `scan_prefetched`, to overlap the
+    gather with the previous layer. Its transpose is a reduce-scatter, so no rank stores whole gradients of more than
+    one layer.
 
     Args:
-        embed_axes: the mesh axes over which `H` is split, outermost first, such as `("fsdp",)`, which is usual.
-        mlp_axes: those over which `F` is split to be gathered; not the `tensor_axes` of a topology, whose shards are
-            multiplied as they are.
+        embed_axes: mesh axes that shard `H`, outermost first, usually `("fsdp",)`; `()` (default) for none.
+        mlp_axes: mesh axes that shard `F` and are gathered; `()` (default) for none. Exclude the `tensor_axes` of the
+            topology: products use their shards directly.
 
     Examples:
         >>> import jax
@@ -53,11 +53,11 @@ class FsdpExperts:
     mlp_axes: Axes = ()
 
     def __call__(self, experts: Experts, packed: None = None) -> Experts:
-        """Returns the experts with whole matrices; call it inside `jax.shard_map`.
+        """Return the experts with whole matrices; call it inside `jax.shard_map`.
 
         Args:
-            experts: the home experts of this rank, split over these axes.
-            packed: `None`; it is there because `scan_prefetched` gives one to what travels encoded.
+            experts: home experts of this rank, sharded over these axes.
+            packed: `None`, for compatibility with `GatherExpertDomain` in `scan_prefetched`.
         """
         del packed
 
@@ -69,12 +69,15 @@ class FsdpExperts:
         return jax.tree.map_with_path(gather, experts)
 
     def specs(self, experts: Experts, expert_axes: Axes = (), tensor_axes: Axes = ()) -> Experts:
-        """Returns how each kind of weights is placed, a `PartitionSpec` for each.
+        """Return the `PartitionSpec` of each weight array.
 
         Args:
             experts: experts of this kind, or their shapes.
-            expert_axes: the mesh axes over which experts are split.
-            tensor_axes: those over which `F` is split and stays so, inside of `mlp_axes`.
+            expert_axes: mesh axes that shard the experts; `()` (default) for none.
+            tensor_axes: mesh axes that shard `F` and are not gathered, inside `mlp_axes`; `()` (default) for none.
+
+        Returns:
+            `Experts` with a `PartitionSpec` in place of each array.
         """
         axes = {"embed": self.embed_axes, "mlp": self.mlp_axes + tensor_axes}
         return jax.tree.map_with_path(
@@ -87,7 +90,7 @@ class FsdpExperts:
 
 
 LayerFunction = Callable[[Carry, Any, Experts], tuple[Carry, Any]]
-"""A layer: `(x, layer, held) -> (x, out)`, where `held` are the expert domain's experts, for `moe`."""
+"""Function of a layer, `(x, layer, held) -> (x, out)`, with the experts of the expert domain as `held`."""
 
 
 def scan_prefetched(
@@ -100,26 +103,25 @@ def scan_prefetched(
     *,
     gather_again: bool = False,
 ) -> tuple[Carry, Any]:
-    """Runs `jax.lax.scan` over layers, and gathers each layer's experts during the layer before.
+    """Run `jax.lax.scan` over layers and gather each layer's experts during the previous layer.
 
     Use it for a stack of equal layers with `GatherExpertDomain` or `FsdpExperts`, inside `jax.shard_map`. The gather of
-    a layer stands in the loop body of the one before and depends on nothing that is computed there: a backend whose
-    collectives are asynchronous runs it beside that layer's attention and experts. Only the first layer's gather,
-    before the loop, has nothing to hide under. Two layers' gathered experts are held at a time.
+    a layer is in the loop body of the previous one and does not depend on its results. A backend with asynchronous
+    collectives overlaps it with that layer's attention and experts. Only the gather of the first layer, before the
+    loop, is exposed. The gathered experts of two layers are in memory at a time.
 
     Args:
-        block: a layer, `(x, layer, held) -> (x, out)`.
-        x: what goes into the first layer.
-        layers: the parameters of the layers other than experts, a pytree stacked over layers, `[N, ...]`.
-        experts: home experts, stacked over layers: `[N, L, ...]`.
-        migrate: how experts travel.
-        packed: what `migrate.pack` returned, stacked over layers; `None`, the default, packs on the way.
-        gather_again: whether to keep for the backward pass what goes into a layer and nothing else, so that it gathers
-            the experts again and computes the layer again. `False`, the default, keeps all layers' gathered experts;
-            `True` saves that memory.
+        block: function of a layer, `(x, layer, held) -> (x, out)`.
+        x: input of the first layer.
+        layers: parameters of the layers except experts, a pytree stacked over layers, `[N, ...]`.
+        experts: home experts stacked over layers, `[N, L, ...]`.
+        migrate: gather of the experts.
+        packed: return value of `migrate.pack`, stacked over layers; `None` (default) encodes in the loop.
+        gather_again: if True, the residuals of a layer are its inputs only. The backward pass then gathers the experts
+            again and recomputes the layer. False (default) saves the gathered experts of all layers.
 
     Returns:
-        What comes out of the last layer, and `out` of all layers, stacked.
+        Output of the last layer, and `out` of all layers, stacked.
 
     Examples:
         >>> import jax
@@ -150,8 +152,7 @@ def scan_prefetched(
     def step(carry: tuple[Carry, Experts], now: tuple) -> tuple[tuple, Any]:
         x, held = carry
         layer, home, sent, following = now
-        # Before the layer is run, and out of the operands of the loop alone: so nothing in the program makes the gather
-        # wait for the layer.
+        # Before the layer, and from loop inputs only: the gather then has no dependency on the layer.
         prefetched = migrate(*following)
         x, out = run(x, layer, home, sent, held)
         return (x, prefetched), out
@@ -160,7 +161,7 @@ def scan_prefetched(
     along = (*part((layers, experts, packed), most), part((experts, packed), rest))
     (x, held), outs = jax.lax.scan(step, (x, migrate(*first)), along)
     layer, home, sent = part((layers, experts, packed), -1)
-    # The last layer has no layer after it to gather for, and so is not in the loop.
+    # The last layer runs after the loop, because it has no next layer to gather for.
     x, last = run(x, layer, home, sent, held)
     return x, jax.tree.map(lambda out, end: jnp.concatenate([out, end[None]]), outs, last)
 
@@ -175,7 +176,7 @@ def _forgetful(
     sent: Packed | None,
     held: Experts,
 ) -> tuple[Carry, Any]:
-    """`block`, whose backward pass has `held` gathered again from `home`."""
+    """Call `block`; its backward pass gathers `held` again from `home`."""
     del home, sent, migrate
     return block(x, layer, held)
 
@@ -190,7 +191,7 @@ def _through_home(
     block: LayerFunction, migrate: GatherExpertDomain | FsdpExperts, saved: tuple, upstream: tuple
 ) -> tuple:
     x, layer, home, sent = saved
-    # Or XLA sees that the forward pass gathered the same, and keeps that.
+    # Without the barrier, XLA merges this gather with the equal one of the forward pass and keeps its result.
     home, sent, upstream = jax.lax.optimization_barrier((home, sent, upstream))
     pull_back = jax.vjp(lambda x, layer, home: block(x, layer, migrate(home, sent)), x, layer, home)[1]
     return *pull_back(upstream), None, None

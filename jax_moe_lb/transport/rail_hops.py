@@ -1,8 +1,8 @@
-"""By which rail ranks rows travel between nodes, and where they stand on the way.
+"""Routes of rows between nodes: rail ranks, and positions of rows on each hop.
 
-A row from rank `(d, a)` to rank `(f, m)`, each a node and an offset in it, takes the rail of some offset `o` and makes
-three hops: to `(d, o)`, to `(f, o)`, and to `(f, m)`. The two ranks of offset `o` are its rail ranks. All ranks know
-the plan, so all know what every rail rank holds, and in which order:
+A row from rank `(d, a)` to rank `(f, m)`, each a node and an offset in it, takes the rail of some offset `o`. It makes
+three hops: to `(d, o)`, to `(f, o)`, and to `(f, m)`. The two ranks of offset `o` are its rail ranks. All ranks have
+the plan, so each can compute the contents and order of every buffer:
 
 =============================== ===========================================
 the first rail rank receives    by sender `a`, then receiver `(f, m)`
@@ -12,7 +12,7 @@ it sends                        by receiver, then sender
 the receiver receives           from its own node by sender; then by offset `o`, then sender
 =============================== ===========================================
 
-`M` in the shapes of this module is the ranks of a node.
+`M` in the shapes of this module is the number of ranks per node.
 """
 
 import math
@@ -32,15 +32,15 @@ GroupMatrix = Int[Array, "G G"]
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange on the way of rows: every rank of a group sends one block to every other, and all know all blocks.
+    """Exchange on the route of rows: each rank of a group sends one block to each other rank, with known sizes.
 
-    Use it where the table of blocks follows from the plan, so that nobody has to be told what arrives.
+    Use it if the table of blocks follows from the plan: ranks then need not exchange sizes.
 
     Args:
-        axes: names of the mesh axes whose ranks make up the group.
-        size: `[G, G]` int32, the rows that each sender has for each receiver.
-        first: `[G, G]` int32, the row of the sender's array at which each block starts.
-        lands: `[G, G]` int32, the row of the receiver's array at which each block starts.
+        axes: names of the mesh axes of the group.
+        size: `[G, G]` int32, rows from each sender to each receiver.
+        first: `[G, G]` int32, first row of each block in the sender's array.
+        lands: `[G, G]` int32, first row of each block in the receiver's array.
     """
 
     axes: tuple[str, ...]
@@ -49,15 +49,15 @@ class Hop:
     lands: GroupMatrix
 
     def there(self, rows: Shaped[Array, "P H"], into: Shaped[Array, "Q H"], site: str) -> Shaped[Array, "Q H"]:
-        """Moves rows from their senders to their receivers.
+        """Send rows to their receivers.
 
         Args:
-            rows: what this rank sends, in blocks that start at `first`.
-            into: the receiver's array, whose other rows stay as they are.
-            site: the name of the exchange in errors of ranks that wait in vain.
+            rows: rows of this rank, in blocks that start at `first`.
+            into: array of the receiver; other rows are unchanged.
+            site: name of the exchange in timeout errors.
 
         Returns:
-            `into`, with every block where it lands.
+            `into` with the received blocks.
         """
         me = jax.lax.axis_index(self.axes)
         return ragged_all_to_all(
@@ -72,15 +72,15 @@ class Hop:
         )
 
     def back(self, rows: Shaped[Array, "Q H"], into: Shaped[Array, "P H"], site: str) -> Shaped[Array, "P H"]:
-        """Moves rows back from their receivers to their senders: the transpose of `there`.
+        """Return rows to their senders; the transpose of `there`.
 
         Args:
-            rows: what this rank got by `there`, in blocks that start at `lands`.
-            into: the sender's array, whose other rows stay as they are.
-            site: the name of the exchange in errors of ranks that wait in vain.
+            rows: rows received by `there`, in blocks that start at `lands`.
+            into: array of the sender; other rows are unchanged.
+            site: name of the exchange in timeout errors.
 
         Returns:
-            `into`, with every block where `there` took it from.
+            `into` with the returned blocks.
         """
         me = jax.lax.axis_index(self.axes)
         return ragged_all_to_all(
@@ -96,24 +96,23 @@ class Hop:
 
 
 StreamWindow = tuple[Int[Array, ""], Int[Array, ""]]
-"""The part of every rank's stream that one step serves: its first place, and the first place beyond it."""
+"""Part of every rank's stream in one step: its first position, and the first position after it."""
 
 
 @pytree
 class RowRanges:
-    """Rows from one rank to another by one rail rank, which stand side by side in the receiver's stream: a stretch of
-    it.
+    """Rows from one rank to another through one rail rank, contiguous in the receiver's stream.
 
     Args:
-        start: int32, the place in the stream at which each stretch starts.
-        size: int32, the rows of each stretch.
+        start: int32, first position of each range in the stream.
+        size: int32, rows of each range.
     """
 
     start: Int[Array, "*N"]
     size: Int[Array, "*N"]
 
     def within(self, window: StreamWindow) -> tuple[Array, Array]:
-        """Returns how many rows of each stretch stand before the window, and how many stand in it."""
+        """Return the rows of each range before the window, and inside it."""
         first, last = window
         skipped = jnp.clip(first - self.start, 0, self.size)
         return skipped, jnp.clip(last - self.start, 0, self.size) - skipped
@@ -121,12 +120,12 @@ class RowRanges:
 
 @pytree
 class RailRows:
-    """The stretches that a rank has to do with, as a sender, a receiver or a rail rank, also those inside its node.
+    """Ranges of a rank as sender, receiver and rail rank, including those inside its node.
 
     Args:
-        leaving: `[M, R, M]`, from each rank of this node, to each rank, by the rail ranks of each offset.
-        entering: `[R, M, M]`, from each rank, to each rank of this node, by the rail ranks of each offset.
-        passing: `[R, R]`, from each rank, to each rank, by the rail ranks of this rank's offset.
+        leaving: `[M, R, M]`, from each rank of this node to each rank, through the rail ranks of each offset.
+        entering: `[R, M, M]`, from each rank to each rank of this node, through the rail ranks of each offset.
+        passing: `[R, R]`, from each rank to each rank, through the rail ranks of this rank's offset.
     """
 
     leaving: RowRanges
@@ -136,16 +135,16 @@ class RailRows:
 
 @dataclass(frozen=True)
 class InterNodeRoute:
-    """The way of the rows that leave their node: three hops, and the order of the rows before each.
+    """Route of rows that leave their node: three hops, and the order of the rows before each.
 
     Args:
-        to_rail: the hop inside the sender's node, to the rank that has the rail.
-        along_rail: the hop between the ranks of equal offset in all nodes.
-        from_rail: the hop inside the receiver's node, from the rank that has the rail.
-        pack: `[C]` int32, for each row as it leaves, its place in the sending order.
-        num_packed: how many rows leave; the entries of `pack` beyond them mean nothing.
-        by_node: `[B]` int32, for each row as the first rail rank sends it, the row as it was received.
-        by_rank: `[B]` int32, the same for the second rail rank.
+        to_rail: hop inside the sender's node, to the rail rank.
+        along_rail: hop between the ranks of equal offset in all nodes.
+        from_rail: hop inside the receiver's node, from the rail rank.
+        pack: `[C]` int32, position in sending order of each row of the first hop.
+        num_packed: number of rows that leave the node; further entries of `pack` are undefined.
+        by_node: `[B]` int32, received row of each row sent by the first rail rank.
+        by_rank: `[B]` int32, received row of each row sent by the second rail rank.
     """
 
     to_rail: Hop
@@ -159,12 +158,12 @@ class InterNodeRoute:
 
 @dataclass(frozen=True)
 class RailRoute:
-    """The ways of all rows of one window.
+    """Routes of all rows of one window.
 
     Args:
-        near: the hop of the rows that stay inside the node.
-        far: the hops of those that leave it; `None` where there is only one node.
-        stream_row: `[A]` int32, for each row as it is received, its place in the stream; -1 where none is received.
+        near: hop of the rows inside the node.
+        far: hops of the rows between nodes; `None` on a single node.
+        stream_row: `[A]` int32, stream position of each received row; -1 for unused rows.
     """
 
     near: Hop
@@ -173,13 +172,13 @@ class RailRoute:
 
 
 def rail_axes(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Splits the expert axes into those that tell nodes apart and those that tell the ranks of a node apart.
+    """Split the expert axes into axes between nodes and axes inside a node.
 
     Returns:
-        The names of the outer axes, which may be none, and those of the inner ones.
+        Names of the outer axes, possibly none, and of the inner axes.
 
     Raises:
-        ValueError: no innermost axes make up a node of at least two ranks, or its ranks cannot share the rails.
+        ValueError: no innermost axes form a node of at least two ranks, or the ranks are no multiple of the rails.
     """
     members, rails, axes = topology.ranks_per_node, topology.rails_per_node, topology.expert_axes
     if members % rails:
@@ -195,27 +194,28 @@ def rail_axes(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def by_rail_rank(rails: Int[Array, "R R N"], topology: Topology) -> Int[Array, "R R M"]:
-    """Says by rail ranks of which offset the rows of a plan travel, where the plan says it by rails.
+    """Convert rows per rail to rows per offset of the rail ranks.
 
-    Inside a node there is no rail, and the offset is that of the receiver. Where several ranks share a rail, rows take
-    the one whose place among them is that of the receiver among its own: without the last hop where that is possible.
+    Rows inside a node take no rail; their offset is the receiver's. If several ranks share a rail, a row takes the one
+    whose index among them equals the receiver's index among its own sharing ranks. This avoids the last hop if
+    possible.
 
     Args:
-        rails: `plan.rails`, `[R, R, N]` int32, the rows from rank to rank on each rail.
-        topology: its nodes have `M = ranks_per_node` ranks and `N = rails_per_node` rails.
+        rails: `plan.rails`, `[R, R, N]` int32, rows from rank to rank on each rail.
+        topology: topology with `M = ranks_per_node` and `N = rails_per_node`.
 
     Returns:
-        `[R, R, M]` int32, the rows from rank to rank by the rail ranks of each offset.
+        `[R, R, M]` int32, rows from rank to rank through the rail ranks of each offset.
 
     Raises:
-        ValueError: the plan has another number of rails than the topology.
+        ValueError: the plan and the topology differ in the number of rails.
     """
     members, num_rails = topology.ranks_per_node, topology.rails_per_node
     if rails.shape[2] != num_rails:
         raise ValueError(f"plan.rails has {rails.shape[2]} rails; expected the {num_rails} of Topology.rails_per_node")
     rank, offset = iota(rails.shape[0]), iota(members)
     sharing = members // num_rails
-    # For each receiver one of the ranks that share a rail takes all rows, so that none is counted twice.
+    # For each receiver, exactly one of the ranks sharing a rail takes the rows.
     takes = rank[:, None] % sharing == offset[None] % sharing
     sprayed = jnp.where(takes[None], jnp.repeat(rails, sharing, axis=2), 0)
     near = rank[:, None] // members == rank[None] // members
@@ -223,14 +223,14 @@ def by_rail_rank(rails: Int[Array, "R R N"], topology: Topology) -> Int[Array, "
 
 
 def by_own_rail(rows: Int[Array, "R R"], topology: Topology) -> Int[Array, "R R M"]:
-    """Puts all rows on the way by the receiver's own offset, as plans without rails have it.
+    """Route all rows through the receiver's own offset, as for plans without rails.
 
     Args:
-        rows: `[R, R]` int32, from rank to rank.
-        topology: its nodes have `M = ranks_per_node` ranks.
+        rows: `[R, R]` int32, rows from rank to rank.
+        topology: topology with `M = ranks_per_node`.
 
     Returns:
-        `[R, R, M]` int32, as `by_rail_rank`.
+        `[R, R, M]` int32, as from `by_rail_rank`.
     """
     members = topology.ranks_per_node
     own = iota(rows.shape[0])[:, None] % members == iota(members)[None]
@@ -238,11 +238,11 @@ def by_own_rail(rows: Int[Array, "R R"], topology: Topology) -> Int[Array, "R R 
 
 
 def rail_rows_of(rows: Int[Array, "R R M"], me: Int[Array, ""]) -> RailRows:
-    """Picks what one rank has to do with out of all rows from rank to rank.
+    """Select the ranges of one rank from the rows between all ranks.
 
     Args:
-        rows: `[R, R, M]` int32, as `by_rail_rank` returns them. A stream holds them by sender, then by offset.
-        me: the number of the rank.
+        rows: `[R, R, M]` int32, return value of `by_rail_rank`. A stream contains them by sender, then by offset.
+        me: index of the rank.
     """
     num_ranks, _, members = rows.shape
     by_receiver = rows.swapaxes(1, 2).reshape(-1, num_ranks)
@@ -256,9 +256,9 @@ def rail_rows_of(rows: Int[Array, "R R M"], me: Int[Array, ""]) -> RailRows:
 
 
 def max_buffered_rows(rail_rows: RailRows, window: StreamWindow, topology: Topology) -> Int[Array, ""]:
-    """Returns the most rows that this rank holds at once in a window, be it as a first or as a second rail rank.
+    """Return the maximum number of rows buffered on this rank in a window, as first or as second rail rank.
 
-    Use it to choose windows so small that every rail rank's buffer holds its rows.
+    Use it to choose windows that fit the buffers of all rail ranks.
     """
     me, members = jax.lax.axis_index(topology.expert_axes), topology.ranks_per_node
     far = iota(topology.num_ranks) // members != me // members
@@ -272,16 +272,15 @@ def max_buffered_rows(rail_rows: RailRows, window: StreamWindow, topology: Topol
 def find_route(
     rail_rows: RailRows, window: StreamWindow, num_copies: int, num_passing: int, num_rows: int, topology: Topology
 ) -> RailRoute:
-    """Works out where all rows of a window stand on their way.
+    """Compute the routes and positions of all rows of a window.
 
     Args:
-        rail_rows: of this rank, by `rail_rows_of`.
-        window: the places of every stream that travel now.
-        num_copies: `C`, the rows of a sender's array.
-        num_passing: `B`, the rows that a rail rank's buffer holds; at least what `max_buffered_rows` returns on any
-        rank.
-        num_rows: `A`, the rows of a receiver's array.
-        topology: its nodes are made up of mesh axes; see `rail_axes`.
+        rail_rows: ranges of this rank, from `rail_rows_of`.
+        window: part of every stream in this step.
+        num_copies: `C`, rows of a sender's array.
+        num_passing: `B`, buffer rows of a rail rank, at least `max_buffered_rows` of every rank.
+        num_rows: `A`, rows of a receiver's array.
+        topology: topology whose nodes consist of mesh axes; see `rail_axes`.
     """
     outer, inner = rail_axes(topology)
     me, members = jax.lax.axis_index(topology.expert_axes), topology.ranks_per_node
@@ -293,24 +292,23 @@ def find_route(
     lands = rail_rows.entering.start + entered
 
     def inside(table: Array, axis: int) -> Array:
-        """From rank to rank of this node."""
+        """Return the entries between ranks of this node."""
         return jnp.diagonal(_members(table, node, members, axis), axis1=1, axis2=2)
 
     stays = inside(leaving, 1)
-    # `size`, `first` and `lands` of all hops are tables of the whole group: `ragged_all_to_all` asks each rank for the
-    # rows that it sends and for those that it gets, and only the plan knows the latter.
+    # `size`, `first` and `lands` of all hops are tables of the whole group: `ragged_all_to_all` takes sizes to send and
+    # to receive, and each rank computes both from the plan.
     near = Hop(inner, size=stays, first=inside(place, 1), lands=_starts(stays, 0))
-    # Rows inside the node are taken out of both tables here: they were sent straight, and must not take a rail too.
+    # Remove the rows inside the node from both tables: the `near` hop sends them directly.
     far = iota(topology.num_ranks) // members != node
     leaving, entering = jnp.where(far[None, :, None], leaving, 0), jnp.where(far[:, None, None], entering, 0)
-    # The order in which a receiver gets rows is that of its array: those of its own node first, for `near` and
-    # `from_rail` write into one array.
+    # Received rows are in array order: rows of the own node first, because `near` and `from_rail` write into one array.
     size = jnp.concatenate([stays[:, offset], entering[:, offset].T.reshape(-1)])
     first = jnp.concatenate([inside(lands, 0)[:, offset], lands[:, offset].T.reshape(-1)])
     received = iota(num_rows) < size.sum(dtype=jnp.int32)
-    # Rows beyond those that were received hold whatever the array held, so they get a place that no stream has.
+    # Unused rows get a position outside of every stream.
     stream_row = jnp.where(received, concatenated(first, size, num_rows), -1)
-    # With one node the outer group would have one rank, and a collective over no axes does not exist.
+    # With one node the outer group has one rank and no axes, and collectives require at least one axis.
     if not outer:
         return RailRoute(near, None, stream_row)
     out, into = leaving.sum(1, dtype=jnp.int32), entering.sum(0, dtype=jnp.int32).T
@@ -324,7 +322,7 @@ def find_route(
                 inner,
                 size=into,
                 first=_starts(into, 1),
-                # Behind the rows that came from inside the node.
+                # After the rows from inside the node.
                 lands=_starts(into, 0) + stays.sum(0, keepdims=True, dtype=jnp.int32),
             ),
             pack=concatenated(place[offset].T, leaving[offset].T, num_copies),
@@ -337,7 +335,7 @@ def find_route(
 
 
 def _members(table: Array, node: Int[Array, ""], members: int, axis: int) -> Array:
-    """The entries of one node along an axis over ranks."""
+    """Return the entries of one node along an axis over ranks."""
     return jax.lax.dynamic_slice_in_dim(table, node * members, members, axis)
 
 
@@ -345,12 +343,12 @@ def _between_nodes(rows: Int[Array, "R R"], members: int) -> Int[Array, "G G"]:
     num_nodes = rows.shape[0] // members
     total = rows.reshape(num_nodes, members, num_nodes, members).sum((1, 3), dtype=jnp.int32)
     same = iota(num_nodes)[:, None] == iota(num_nodes)[None]
-    # What passes inside one node is not on a rail: rows that start and end there were never sent to a rail rank.
+    # Rows inside one node take no rail.
     return jnp.where(same, 0, total)
 
 
 def _in_order(size: Int[Array, "*N"], axes: tuple[int, ...], num_rows: int) -> Int[Array, "B"]:
-    """Takes blocks from row-major order to that of `axes`: returns the old row of each row in the new order."""
+    """Return the source row of each row after blocks move from row-major order to the order of `axes`."""
     first = starts(size.reshape(-1)).reshape(size.shape)
     return concatenated(first.transpose(axes), size.transpose(axes), num_rows)
 

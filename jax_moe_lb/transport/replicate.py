@@ -1,7 +1,7 @@
-"""Replications: they fill slots with weights of other ranks' experts and sum gradients at home.
+"""Replications: weights of other ranks' experts into slots, and sums of gradients at home.
 
-`Gather` copies weights directly from their homes by XLA's collectives. `PeerCopy` copies them without compute of the
-source ranks. `Relay` copies along relays, so that the home of a hot expert sends few copies.
+`Gather` copies weights from their homes with XLA collectives. `PeerCopy` copies them without compute on the source
+ranks. `Relay` forwards copies through relays, which reduces the fan-out of the home of a hot expert.
 """
 
 import abc
@@ -23,13 +23,12 @@ from jax_moe_lb.planners.relay import check_relay, relay
 
 
 class Replicate(abc.ABC):
-    """Moves the weights of experts into slots, and their gradients home.
+    """Transport of expert weights into slots, and of their gradients home.
 
-    Write one when weights can travel in a better way than `Gather`'s. It is a frozen dataclass, because it is a static
-    argument of `jax.jit`, and consists of three methods. `start` begins to copy, `join` waits for the copies, and
-    `add_at_home` is the transpose of the two. Home experts never travel. With these three it serves every dispatch:
-    one that plans and copies first (`Direct`), and one that computes between `start` and `join` (`TwoPhase`).
-    `docs/extending.md` shows a whole one.
+    Write a subclass to transport weights in another way. It is a frozen dataclass, because it is a static argument of
+    `jax.jit`, with three methods. `start` begins the copies, `join` waits for them, and `add_at_home` is the transpose
+    of both. Home experts never travel. Every dispatch can use these methods: a dispatch that plans and copies first
+    (`Direct`), and one that computes between `start` and `join` (`TwoPhase`). See `docs/extending.md` for an example.
 
     Examples:
         >>> from jax_moe_lb.transport import Gather, PeerCopy, Relay
@@ -39,121 +38,122 @@ class Replicate(abc.ABC):
 
     @abc.abstractmethod
     def start(self, experts: Experts, plan: Plan, topology: Topology) -> Any:
-        """Begins to copy the replicas of a plan that has slots for them.
+        """Begin to copy the replicas of a plan with replica slots.
 
         It is not differentiated.
 
         Args:
             experts: the `L` home experts of this rank.
-            plan: the plan, equal on all ranks; its placement says which expert every slot holds.
-            topology: its expert axes are the ranks that weights travel between.
+            plan: plan, equal on all ranks.
+            topology: topology of the layer; weights travel between the ranks of its expert axes.
 
         Returns:
-            What `join` needs; copies may still be under way.
+            Input of `join`; copies may still be in progress.
 
         Raises:
-            ValueError: the plan says something that this replication does not do.
+            ValueError: the replication does not support the plan.
         """
 
     @abc.abstractmethod
     def join(self, pending: Any, after: Any) -> Experts:
-        """Returns the `S - L` replicas of this rank, once they are there; an empty slot is 0, or on GPUs anything.
+        """Return the `S - L` replicas of this rank after their copies end.
 
         Args:
-            pending: what `start` returned.
-            after: a pytree of arrays that is computed before, beside the copies; `()` where there is nothing to wait
-                for.
+            pending: return value of `start`.
+            after: pytree of arrays to compute before the wait, concurrently with the copies; `()` for none.
+
+        Returns:
+            `S - L` experts. Empty slots are 0; on GPUs they are uninitialized.
         """
 
     @abc.abstractmethod
     def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Adds the gradients of all replicas to those of their home experts: the transpose of `start` and `join`.
+        """Add the gradients of all replicas to those of their home experts; the transpose of `start` and `join`.
 
         Args:
-            sums: the gradients of the `L` home experts of this rank, which others may follow that pass through, in the
-                dtype in which sums are kept. Nobody needs them afterwards, so they can be changed in place.
-            gradients: the gradients of the `S - L` replicas of this rank, in the dtype in which they shall travel.
-            plan: the plan that `start` was given.
-            topology: the topology that `start` was given.
+            sums: gradients of the `L` home experts of this rank, in the dtype of the sums. Further rows may follow and
+                pass through. They are not used afterwards and can be updated in place.
+            gradients: gradients of the `S - L` replicas of this rank, in the dtype of the transfer.
+            plan: plan passed to `start`.
+            topology: topology passed to `start`.
 
         Returns:
-            `sums` with what was added. Equal inputs must give equal bits: add in an order that depends on the plan
-            alone.
+            The updated `sums`. Equal inputs must give equal bits: the order of additions may depend on the plan only.
         """
 
     def __call__(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Returns the weights of this rank's `S` slots: its home experts, then the replicas.
+        """Return the weights of this rank's `S` slots: its home experts, then the replicas.
 
         It is differentiable in `experts`, by `add_at_home`.
 
         Args:
             experts: the `L` home experts of this rank.
-            plan: the plan, equal on all ranks.
-            topology: its expert axes are the ranks that weights travel between.
+            plan: plan, equal on all ranks.
+            topology: topology of the layer; weights travel between the ranks of its expert axes.
         """
-        # Without replica slots there is no exchange that all ranks would have to take part in.
+        # Without replica slots, skip the exchange on all ranks.
         if plan.slots == plan.num_home:
             return experts
         return joined(experts, _replicas(self, topology, experts, plan))
 
     def plan(self, plan: Plan) -> Plan:
-        """Returns the plan with what this replication decides itself, such as relays; as it is, by default.
+        """Return the plan with the additions of this replication, such as relays; unchanged by default.
 
-        The simulator asks for it, to know by which ranks weights travel.
+        The simulator calls it to find the ranks between which weights travel.
 
         Args:
-            plan: a legal plan with slots for replicas.
+            plan: legal plan with replica slots.
         """
         return plan
 
     def again(self) -> "Replicate":
-        """Returns the replication that copies the same weights again in the backward pass; this one, by default.
+        """Return the replication for the copies of the same weights in the backward pass; this one by default.
 
-        Where `start` is a custom call it must differ from this one, in the name of its copies for example: a compiler
-        may take two equal calls for one, and then a `join` would find its copies joined already.
+        If `start` is a custom call, return one with another name of its copies. The compiler may merge two equal calls,
+        and the second `join` would then find its copies already joined.
         """
         return self
 
     def route(self, topology: Topology) -> Route | None:
-        """Says between whom a planner in C++ may copy as soon as it has a plan; `None`, the default: it may not.
+        """Return the route for copies started by a C++ planner; `None` (default) if a planner must not start them.
 
-        `TwoPhase` asks for it, to plan and copy beside its static wave.
+        `TwoPhase` uses it to plan and copy concurrently with its static wave.
 
         Args:
-            topology: its expert axes are the ranks that weights travel between.
+            topology: topology of the layer; weights travel between the ranks of its expert axes.
         """
         del topology
         return None
 
     def max_incoming_replicas(self, replica_slots: int, num_home: int, domain: int) -> int:
-        """Counts the replicas whose gradients a rank has room for at once while they come home, beside the sums.
+        """Return the maximum number of replica gradients buffered at once on a rank while they return home.
 
-        The simulator asks for it.
+        The simulator calls it. The count excludes the sums.
 
         Args:
-            replica_slots: the slots of each rank beyond its home experts.
-            num_home: `L`.
-            domain: how many ranks have replicas of a home expert at most.
+            replica_slots: replica slots per rank.
+            num_home: `L`, home experts per rank.
+            domain: ranks per domain, the maximum number of replicas of a home expert.
         """
         return max_incoming_replicas(replica_slots, num_home, domain)
 
     @property
     def uses_copy_engines(self) -> bool:
-        """Says whether copy engines move the weights, so that products run beside them; false by default.
+        """Whether copy engines move the weights, concurrently with products; False by default.
 
-        The simulator asks for it.
+        The simulator reads it.
         """
         return False
 
 
 def joined(home: Experts, replicas: Experts) -> Experts:
-    """Puts the replicas of a rank after its home experts: the weights of its slots."""
+    """Concatenate home experts and replicas into the weights of a rank's slots."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), home, replicas)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _replicas(replicate: Replicate, topology: Topology, experts: Experts, plan: Plan) -> Experts:
-    # One loop around both calls where they are mapped over: copies under way belong to one `start` and one `join`.
+    # One loop around both calls under `vmap`: copies in progress belong to one `start` and one `join`.
     @jax.custom_batching.sequential_vmap
     def both(experts: Experts, plan: Plan) -> Experts:
         return replicate.join(replicate.start(experts, plan, topology), ())
@@ -177,10 +177,10 @@ _replicas.defvjp(_save, _backward)
 
 @dataclass(frozen=True)
 class Gather(Replicate):
-    """Copies the expert of every slot from the expert's home.
+    """Replication by XLA collectives: every slot is copied from the home of its expert.
 
-    It is the default and runs everywhere, also between processes; `collectives/expert_gather.py` says how. Take
-    `PeerCopy` where copies shall run beside the experts' products, and `Relay` where some experts have many replicas.
+    It is the default and runs on all platforms, also between processes; see `collectives/expert_gather.py`. Use
+    `PeerCopy` to overlap copies with the experts' products, and `Relay` for experts with many replicas.
 
     Examples:
         >>> from jax_moe_lb import System
@@ -190,10 +190,10 @@ class Gather(Replicate):
     """
 
     def start(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Fetches the replicas at once; see `Replicate.start`.
+        """Fetch the replicas; see `Replicate.start`.
 
         Raises:
-            ValueError: the plan asks for relays.
+            ValueError: `plan.relay` is set.
         """
         if plan.relay is not None:
             raise ValueError("plan.relay is set; expected None, as Gather copies every slot from home")
@@ -201,12 +201,12 @@ class Gather(Replicate):
         return jax.tree.map(lambda home: fetch(home, wanted, plan.num_home, topology.expert_axes), experts)
 
     def join(self, pending: Experts, after: Any) -> Experts:
-        """Returns what `start` returned."""
+        """Return the result of `start`."""
         del after
         return pending
 
     def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Adds the gradients of all replicas at home, in an order that depends on the plan alone."""
+        """Add the gradients of all replicas at home; the order of additions depends on the plan only."""
         wanted = plan.placement[:, plan.num_home :]
         leaves, tree = jax.tree.flatten(sums)
         kinds, axes = tuple(jax.tree.leaves(gradients)), topology.expert_axes
@@ -215,22 +215,23 @@ class Gather(Replicate):
 
 @dataclass(frozen=True)
 class PeerCopy(Replicate):
-    """Copies the expert of every slot from home, or from the rank that `plan.relay` names, on copy engines.
+    """Replication by copy engines: every slot is copied from the expert's home, or from its rank in `plan.relay`.
 
-    Take it inside one NVLink domain, above all with `TwoPhase`, whose static wave hides the copies. All kinds of
-    weights travel in one call; `collectives/peer_copy.py` says how. Copies equal those of `Gather`. Gradients are
-    added by rank, then by slot.
+    Use it inside one NVLink domain, ideally with `TwoPhase`, whose static wave overlaps the copies. All weight arrays
+    travel in one call; see `collectives/peer_copy.py`. The replicas equal those of `Gather`. Gradients are added by
+    rank, then by slot.
 
-    It works where the ranks of a domain are devices of one process, of one for the whole group or of one for each node;
-    and on GPUs where they are processes of one machine with one GPU each, whose memory CUDA can share. Elsewhere, and
-    where the custom calls were not built, it is `Gather`, and `plan.relay` changes nothing.
+    The ranks of a domain must be devices of one process, with one process for the whole group or one per node. On GPUs
+    they can also be processes of one machine with one GPU each and memory shared by CUDA. In other cases, or without
+    the custom calls, it falls back to `Gather` and ignores `plan.relay`.
 
     Args:
-        timeout_s: how long ranks wait for one that does not come, in seconds, before all stop with an error that
-            names it. The default is 120; a step that legitimately takes longer needs more.
-        chunk_bytes: what a relay forwards at once, in bytes. Small chunks reach the end of a chain of relays sooner,
-            and each costs a launch; 1 MiB is the default.
-        site: what messages call these copies; give another name where one program has several kinds.
+        timeout_s: timeout of waiting ranks in seconds; 120 by default. Then all ranks stop with an error naming the
+            missing rank. Increase it for longer steps.
+        chunk_bytes: bytes forwarded at once by a relay; 1 MiB by default. Smaller chunks reduce the latency of a chain
+            of relays, and each costs a launch.
+        site: name of these copies in messages, "PeerCopy" by default; use distinct names for several kinds of copies in
+            one program.
 
     Examples:
         >>> from jax_moe_lb import System
@@ -245,18 +246,18 @@ class PeerCopy(Replicate):
     site: str = "PeerCopy"
 
     def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending:
-        """Begins the copies of the replicas; they may still be under way when it returns. See `Replicate.start`."""
+        """Begin the copies of the replicas; they may still be in progress on return. See `Replicate.start`."""
         relay = None if plan.relay is None else _of_replicas(plan.relay, plan)
         return start(experts, _of_replicas(plan.placement, plan), relay, route=self.route(topology))
 
     def join(self, pending: Pending, after: Any) -> Experts:
-        """Waits for the copies, after `after` has been computed."""
+        """Wait for the copies, after `after` is computed."""
         return join(pending, after)
 
     def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Adds the gradients of all replicas at home, by rank, then by slot, whatever the relays.
+        """Add the gradients of all replicas at home, by rank, then by slot, without relays.
 
-        That order depends on the plan alone, so equal gradients give equal bits in every run.
+        The order depends on the plan only, so equal gradients give equal bits in every run.
         """
         leaves, tree = jax.tree.flatten(sums)
         wanted, kinds = _of_replicas(plan.placement, plan), tuple(jax.tree.leaves(gradients))
@@ -265,54 +266,53 @@ class PeerCopy(Replicate):
         )
 
     def route(self, topology: Topology) -> Route:
-        """Says who copies from each other: all ranks where one process has them, else those of each domain.
+        """Return the route of the copies: all ranks if one process has them, otherwise the ranks of each domain.
 
-        In the first case a planner in C++ may start the copies itself.
+        In the first case a C++ planner may start the copies.
         """
         together, domain = topology.ranks_per_process, topology.ranks_per_domain
         inside = None if together is None or together == topology.num_ranks else domain
         reach = None if together is None else together % domain == 0
-        # Asked of the other processes the first time, which trace the same program.
+        # The first call exchanges messages with the other processes, which trace the same program.
         apart = reach is False and topology.processes and can_copy(topology.processes, domain)
         processes = topology.processes if apart else ()
         return Route(topology.expert_axes, self.site, self.timeout_s, self.chunk_bytes, inside, reach, processes)
 
     def again(self) -> "PeerCopy":
-        """Returns the same under another name: messages then say in which pass ranks wait."""
+        """Return the same replication under another name: messages then name the pass in which ranks wait."""
         return replace(self, site=f"{self.site}, backward")
 
     @property
     def uses_copy_engines(self) -> bool:
-        """Says yes: products run beside these copies."""
+        """True: products overlap with these copies."""
         return True
 
 
 def _of_replicas(slots: Int[Array, "R S"], plan: Plan) -> Wanted:
-    """Cuts out the columns of the slots beyond the home experts."""
+    """Return the columns of the replica slots."""
     return slots[:, plan.num_home :]
 
 
 @dataclass(frozen=True)
 class Relay(Replicate):
-    """Plans UltraEP's adaptive relays (arXiv 2606.04101): of an expert's many replicas, some forward it to the others.
+    """Replication by UltraEP's adaptive relays: some replicas of an expert forward its weights to the others.
 
-    Take it inside one NVLink domain where single experts have four replicas or more; elsewhere it does what `PeerCopy`
-    does.
+    Use it inside one NVLink domain if single experts have four or more replicas; otherwise it equals `PeerCopy`.
 
-    With `n` replicas these are `min(floor(sqrt(n)), max_relays, n - 1)`, on the ranks that send least so far; see
-    `ffi/planning/relay.h`. All ranks plan the same trees from the placement. Slots hold what `PeerCopy` alone would
-    put there, and gradients have the same bits: they return home directly, and are added by rank, then by slot.
-
-    Where `PeerCopy` is `Gather`, there are no relays.
-
-    It deviates from the authors' code in that it does not stop to use relays in domains of 8 ranks or less.
+    An expert with `n` replicas has at most `min(floor(sqrt(n)), max_relays, n - 1)` relays, on the ranks with the
+    lowest fan-out so far; see `ffi/planning/relay.h`. All ranks derive the same trees from the placement. Slots have
+    the same contents as with `PeerCopy`, and gradients have the same bits: they return home directly and are added by
+    rank, then by slot. If `PeerCopy` falls back to `Gather`, there are no relays.
 
     Args:
-        copies: makes the copies, and forwards them.
-        min_replicas: an expert with fewer replicas is copied from home; at least 2. The authors' code has 4.
-        max_relays: the most relays of one expert; 8 in the authors' code.
-        min_gain: how many copies fewer the busiest sender of a tree must send than home alone would; 2 in the
-            authors' code.
+        copies: transport of the copies; `PeerCopy()` by default.
+        min_replicas: minimum number of replicas for relays, at least 2; 4 by default, as in the authors' code.
+        max_relays: maximum number of relays of one expert; 8 by default, as in the authors' code.
+        min_gain: minimum reduction of the copies of a tree's busiest sender, relative to home alone; 2 by default, as
+            in the authors' code.
+
+    Reference:
+        UltraEP, arXiv 2606.04101. Unlike the authors' code, domains of 8 ranks or fewer use relays, too.
 
     Examples:
         >>> import numpy as np
@@ -335,40 +335,40 @@ class Relay(Replicate):
         check_relay(self.min_replicas, self.max_relays, self.min_gain)
 
     def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending:
-        """Begins the copies, along relays.
+        """Begin the copies, along relays.
 
         Raises:
-            ValueError: the plan has relays already.
+            ValueError: `plan.relay` is set.
         """
         return self.copies.start(experts, self.plan(plan), topology)
 
     def join(self, pending: Pending, after: Any) -> Experts:
-        """Waits for the copies, after `after` has been computed."""
+        """Wait for the copies, after `after` is computed."""
         return self.copies.join(pending, after)
 
     def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Adds the gradients of all replicas at home: they return straight there, without relays."""
+        """Add the gradients of all replicas at home, without relays."""
         return self.copies.add_at_home(sums, gradients, plan, topology)
 
     def plan(self, plan: Plan) -> Plan:
-        """Returns the plan with relays, which follow from its placement alone, so that all ranks plan the same.
+        """Return the plan with relays, derived from its placement and so equal on all ranks.
 
         Args:
-            plan: a plan without relays, equal on all ranks.
+            plan: plan without relays, equal on all ranks.
 
         Raises:
-            ValueError: it has relays already.
+            ValueError: `plan.relay` is set.
         """
         if plan.relay is not None:
-            raise ValueError("plan.relay is set; expected None, as Relay plans them; PeerCopy takes them as they are")
+            raise ValueError("plan.relay is set; expected None, as Relay plans them. Use PeerCopy to keep them.")
         options = self.min_replicas, self.max_relays, self.min_gain
         return replace(plan, relay=relay(plan.placement, plan.num_home, *options))
 
     @property
     def uses_copy_engines(self) -> bool:
-        """Says whether copy engines move the weights, which is up to `copies`: yes."""
+        """Whether copy engines move the weights, as for `copies`: True."""
         return self.copies.uses_copy_engines
 
     def again(self) -> "Relay":
-        """Returns the same relays over copies of another name."""
+        """Return the same relays with copies of another name."""
         return replace(self, copies=self.copies.again())

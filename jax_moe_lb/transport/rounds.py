@@ -1,4 +1,4 @@
-"""`in_rounds` serves in as many rounds as the plan needs, forward and backward, in the memory of one."""
+"""`in_rounds`: expert computation in the rounds of a plan, forward and backward, in the memory of one round."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,26 +37,28 @@ SumsT = TypeVar("SumsT")
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt]
 
 TravellingRows = Float[Array, "C W"]
-"""Copies as they travel, which are narrower than tokens where there is a `QuantizedTransfer`."""
+"""Copies as transferred; narrower than tokens with a `QuantizedTransfer`."""
 
 OfCopies = tuple[Copies, CopyWeights]
-"""The gradients of copies and of their weights, in the sending order."""
+"""Gradients of copies and of their weights, in sending order."""
 
 RowWeights = Float[Array, "A 1"]
-"""What the output of each row is multiplied with."""
+"""Factor of the output of each row."""
 
 PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows, Any], tuple[Rows, RowWeights, Any]]
-"""Given the gradients of outputs and the sums of those of experts (`None` at first), it returns those of rows, of their
-weights, and the new sums."""
+"""Backward function of the rows of one round.
+
+It takes rows, row weights, group sizes, gradients of the outputs, and gradient sums of the experts (`None` at first).
+It returns gradients of the rows and of their weights, and the new sums."""
 
 
 class Batch(NamedTuple):
-    """Holds what was served, and the gradients of its outputs.
+    """Layer inputs and the gradients of its outputs.
 
     Args:
-        tokens: `[T, H]`, the tokens of this rank.
-        weights: `[T, K]`, by which the outputs of a token's copies were summed.
-        upstream: `[T, H]`, the gradients of the sums.
+        tokens: `[T, H]`, tokens of this rank.
+        weights: `[T, K]`, weights of the outputs of a token's copies.
+        upstream: `[T, H]`, gradients of the layer outputs.
     """
 
     tokens: Tokens
@@ -65,12 +67,12 @@ class Batch(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Holds the weights of a rank's slots, in two parts.
+    """Weights of a rank's slots, in two parts.
 
     Args:
         home: the `L` home experts.
-        replicas: the `S - L` others; `None` without such slots.
-        stay_apart: whether products take both where they are.
+        replicas: the `S - L` replicas; `None` without replica slots.
+        stay_apart: whether products read both parts in place.
     """
 
     home: Experts
@@ -80,34 +82,34 @@ class Slots(NamedTuple):
     @classmethod
     @jax.named_scope("replicate")
     def of(cls, experts: Experts, plan: Plan, replicate: Replicate, exchange: Exchange, topology: Topology) -> "Slots":
-        """Fills the slots of a plan; see `Replicate`."""
+        """Fill the slots of a plan; see `Replicate`."""
         stay_apart = takes_parts(exchange)
-        # Without replica slots there is no exchange that all ranks would have to take part in.
+        # Without replica slots, skip the exchange on all ranks.
         if plan.slots == plan.num_home:
             return cls(experts, None, stay_apart)
         return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()), stay_apart)
 
     def weights(self, group_sizes: Array) -> Experts | ExpertParts:
-        """Returns the weights of all slots, for a product of rows of these groups."""
+        """Return the weights of all slots, for a product of rows with these group sizes."""
         if self.stay_apart:
             return (self.home,) if self.replicas is None else (self.home, self.replicas)
         if self.replicas is None:
             return self.home
-        # Products want one array. It is made in each round and given up after its product: for a loop that may have no
-        # round all kinds would have to be kept.
+        # The library kernels require one array. Build it in each round and free it after the product: built before the
+        # loop of further rounds, the arrays of all weights would stay in memory.
         return joined(*optimization_barrier(group_sizes, (self.home, self.replicas)))
 
     def again(self, after: Array) -> Experts | ExpertParts:
-        """Returns the same for a product that comes after this array was computed."""
+        """Return the same weights, built after `after` is computed."""
         home, replicas = optimization_barrier(after, (self.home, self.replicas))
         return Slots(home, replicas, self.stay_apart).weights(after)
 
 
 def takes_parts(exchange: Exchange) -> bool:
-    """Says whether products take experts in parts: those of our own kernels do.
+    """Return whether products read home experts and replicas in place, as the kernels of this package do.
 
     Args:
-        exchange: it says whether to use them where there are any.
+        exchange: exchange with the choice of kernels.
     """
     return exchange.kernels is Kernels.OWN and has_hopper_kernels()
 
@@ -123,32 +125,32 @@ def in_rounds(
     exchange: Exchange,
     topology: Topology,
 ) -> Tokens:
-    """Brings every token copy to its expert, wherever the plan put it, and sums the outputs of each token.
+    """Send every token copy to its serving rank, apply its expert, and sum the outputs of each token.
 
-    `Dispatch.serve` calls it; use it in a `serve` of your own that has plan and receipt before it sends anything.
+    `Dispatch.serve` calls it. A custom `serve` can call it if plan and receipt exist before the first transfer.
 
-    The loop's length is known only at run time, so reverse mode cannot look into it: the
-    backward pass runs the same rounds again. Each sends the copies and the gradients of
-    their outputs, and returns the gradients of the copies. The number of rounds is
-    equal on all ranks, so the exchanges inside the loop always find their partners.
-    Only what it is given is kept for the backward pass: no copies, no outputs and no replicas, which all are made again
-    by the same plan. The gradient of a copy's weight is computed where its expert is, since its output is gone.
+    Reverse mode cannot differentiate a loop of unknown length, so the backward pass is handwritten and runs the same
+    rounds. Each round sends the copies and the gradients of their outputs, and returns the gradients of the copies. The
+    number of rounds is equal on all ranks, so the exchanges inside the loop stay paired.
+
+    The residuals are the inputs: copies, outputs and replicas are rematerialized by the same plan. The rank of the
+    expert computes the gradient of a copy's weight, because the output is not saved.
 
     Args:
-        tokens: `[T, H]`, the tokens of this rank.
-        weights: `[T, K]`, by which the outputs of a token's copies are summed.
+        tokens: `[T, H]`, tokens of this rank.
+        weights: `[T, K]`, weights of the outputs of a token's copies.
         experts: the `L` home experts of this rank.
-        plan: the plan, equal on all ranks; it says what the slots hold.
-        receipt: what `exchange.address` returned for this plan.
-        replicate: how weights travel.
-        exchange: how copies travel.
-        topology: its expert axes are the ranks that copies and weights travel between.
+        plan: plan, equal on all ranks.
+        receipt: return value of `exchange.address` for this plan.
+        replicate: transport of weights.
+        exchange: transport of copies.
+        topology: topology of the layer; copies and weights travel between the ranks of its expert axes.
 
     Returns:
-        `[T, H]`, the weighted sums; copies that go nowhere count as 0.
+        `[T, H]`, weighted sums; unrouted copies count as 0.
     """
 
-    # Where microbatches are mapped over, one follows the other: each takes as many rounds as its own plan needs.
+    # Under `vmap`, microbatches run sequentially, each with the number of rounds of its own plan.
     @jax.custom_batching.sequential_vmap
     def serve(tokens: Tokens, weights: RoutingWeights, experts: Experts, plan: Plan, receipt: Receipt) -> Tokens:
         slots = Slots.of(experts, plan, replicate, exchange, topology)
@@ -174,24 +176,27 @@ def serve_rounds(
     exchange: Exchange,
     topology: Topology,
 ) -> TravellingRows:
-    """Writes the outputs of all copies that a receipt addresses into `out`, round by round.
+    """Write the outputs of all copies of a receipt into `out`, round by round.
 
     Args:
-        tokens: `[T, H]`, the tokens of this rank.
-        per_token: `K`, the experts of each token.
-        receipt: what `exchange.address` returned.
-        ffn: sends the rows of a round through their experts.
-        out: `[T * K, H]`, in the sending order, as they travel; copies that the receipt does not address stay as they
-            are.
-        exchange: how copies travel.
-        topology: its expert axes are the ranks that copies travel between.
+        tokens: `[T, H]`, tokens of this rank.
+        per_token: `K`, experts per token.
+        receipt: return value of `exchange.address`.
+        ffn: expert networks, applied to the rows of a round.
+        out: `[T * K, H]`, in sending order and transfer format; copies outside the receipt are unchanged.
+        exchange: transport of copies.
+        topology: topology of the layer; copies travel between the ranks of its expert axes.
+
+    Returns:
+        `out` with the outputs.
     """
     transfer = exchange.transfer
-    # Encoded once, before there are several copies of a token.
+    # Encode tokens before the gather of their copies, once per token.
     travelling = packed(transfer, tokens)
 
     def one_round(i: Array, carry: tuple[TravellingRows, None]) -> tuple[TravellingRows, None]:
-        # Gathered again in every round: kept, they would be there beside the rows all the time.
+        # The barrier makes every round gather its copies. Otherwise XLA hoists the gather, and the copies stay in
+        # memory.
         now = optimization_barrier(i, travelling)
         with jax.named_scope("dispatch"):
             rows, group_sizes = exchange.send(to_sending_order(now, receipt, per_token), receipt, i, topology)
@@ -212,25 +217,25 @@ def gradient_rounds(
     exchange: Exchange,
     topology: Topology,
 ) -> tuple[OfCopies, Any]:
-    """Writes the gradients of all copies that a receipt addresses into `of_copies`, in the rounds of the forward pass.
+    """Write the gradients of all copies of a receipt into `of_copies`, in the rounds of the forward pass.
 
-    Every round sends the copies again, and the gradients of their outputs.
+    Each round sends the copies again, and the gradients of their outputs.
 
     Args:
-        batch: what was served, and the gradients of its outputs.
-        order: the receipt that says which copy stands where in the sending order.
-        receipt: what `exchange.address` returned; of its order only the places of copies that it addresses count.
-        pull_back: computes the gradients of the rows of a round.
-        of_copies: what `no_gradients` returns, or earlier waves have written.
-        exchange: how copies travel.
-        topology: its expert axes are the ranks that copies travel between.
+        batch: layer inputs and the gradients of its outputs.
+        order: receipt with the sending order.
+        receipt: return value of `exchange.address`; only positions of its own copies are read.
+        pull_back: backward function of the rows of a round.
+        of_copies: return value of `no_gradients`, or the gradients of earlier waves.
+        exchange: transport of copies.
+        topology: topology of the layer; copies travel between the ranks of its expert axes.
 
     Returns:
-        Those of copies, and the sums over rounds of those of experts.
+        Gradients of copies, and gradients of experts summed over rounds.
     """
     tokens, weights, upstream = batch
     per_token = weights.shape[1]
-    # As the experts had them in the forward pass: rounded in the same way again.
+    # The backward pass rounds the tokens as the forward pass did.
     travelling = packed(exchange.transfer, tokens)
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
@@ -251,16 +256,19 @@ def gradient_rounds(
 
 
 def no_gradients(tokens: Tokens, weights: RoutingWeights) -> OfCopies:
-    """Makes room for the gradients of all copies and of their weights, which holds anything."""
+    """Allocate uninitialized gradients of all copies and of their weights."""
     return empty_buffer_after(tokens, weights.size), empty_buffer(weights.reshape(-1, 1), weights.size)
 
 
 def optimization_barrier(other: Array, tree: Carry) -> Carry:
-    """Ties arrays to another: what is made of them alone a compiler would take out of a loop, or make once, and keep.
+    """Add an optimization barrier so that XLA does not hoist these arrays out of the loop.
 
     Args:
-        other: the number of a round, or what is computed before.
-        tree: what copies are made of.
+        other: round index, or an array computed before.
+        tree: inputs of the copies.
+
+    Returns:
+        `tree`, dependent on `other`.
     """
     return jax.lax.optimization_barrier((other, tree))[1]
 
@@ -271,17 +279,22 @@ def overflow_rounds(
     one_round: Callable[[Array, tuple[Carry, SumsT]], tuple[Carry, SumsT]],
     carry: tuple[Carry, SumsT],
 ) -> tuple[Carry, SumsT]:
-    """Runs the rounds after the first, which is usually the only one.
+    """Run the rounds after the first one, usually none.
 
-    The first stands outside of the loop: its results need no room that was cleared before, a compiler can run other
-    work beside it, and with a loop of unknown length a GPU's host waits before each of its rounds. What exchanges write
-    into is carried `as_words`: as rows, all of it was turned around on TPUs in case that the loop runs.
+    The first round is outside the loop for three reasons. Its results need no buffer initialized before the loop. The
+    compiler can overlap it with other work. The host of a GPU waits before each iteration of a loop of unknown length.
+
+    The loop carries exchange outputs `as_words`: as rows, the TPU compiler would change their layout even if the loop
+    does not run.
 
     Args:
-        receipt: of the exchange; it says how many rounds there are.
-        exchange: it says whether their number is known before.
-        one_round: takes the number of a round and the carry, and returns the new carry.
-        carry: what the first round has made: rows, `[C, W]` each, that exchanges write into, and sums of anything.
+        receipt: receipt of the exchange, with the number of rounds.
+        exchange: exchange with `max_rounds`.
+        one_round: function from round index and carry to the new carry.
+        carry: results of the first round: rows, `[C, W]` each, written by exchanges, and a pytree of sums.
+
+    Returns:
+        The carry after the last round.
     """
 
     def in_words(i: Array, carry: tuple[Carry, SumsT]) -> tuple[Carry, SumsT]:
@@ -289,7 +302,7 @@ def overflow_rounds(
         rows, sums = one_round(i, (jax.tree.map(as_rows, words), sums))
         return jax.tree.map(as_words, rows), sums
 
-    # `aot/execution_counts.py` knows by this name that a balanced step runs none of them.
+    # `aot/execution_counts.py` finds these rounds by this name: a balanced step runs none of them.
     with jax.named_scope("further_rounds"):
         if exchange.buffers.max_rounds is None:
             rows, sums = carry
@@ -328,10 +341,10 @@ def _backward(
 def _gradients(
     replicate: Replicate, exchange: Exchange, topology: Topology, saved: Residuals, upstream: Tokens
 ) -> tuple[Tokens, RoutingWeights, Experts]:
-    """Computes the gradients of the tokens, their weights and the home experts, in the same rounds again."""
+    """Compute the gradients of tokens, weights and home experts, in the rounds of the forward pass."""
     tokens, weights, experts, plan, receipt = saved
-    # Without the barrier XLA sees that the forward pass made the same replicas and sent the same rows, and keeps those
-    # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
+    # Without the barrier, XLA merges these replicas and rows with the equal ones of the forward pass and keeps them
+    # until now. The barrier ties them to the gradients, which exist only in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     per_token, again = weights.shape[1], replicate.again()
     slots = Slots.of(experts, plan, again, exchange, topology)
@@ -362,27 +375,27 @@ def _gradients(
 
 
 def _apart(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Experts, Experts | None]:
-    """The gradients of home experts, which others may follow, and those of replicas."""
+    """Split gradients by slot into those of home experts, with possible extra rows, and those of replicas."""
     if isinstance(of_slots, tuple):
         return of_slots[0], of_slots[1] if len(of_slots) > 1 else None
     return of_slots, jax.tree.map(lambda g: g[num_home:], of_slots)
 
 
 def fuse_gate_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
-    """Says whether a round of a backward pass has the gate in `up`: on accelerators, where less is moved so.
+    """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic.
 
-    Forward passes go without, as both kinds at once would be their peak of memory.
+    The forward pass does not, because both forms at once would raise peak memory.
 
     Args:
-        experts: the home experts.
-        rows: `[A, H]`.
-        are_joined: whether the experts are a copy already, so that a gate in `up` costs no other.
+        experts: home experts.
+        rows: `[A, H]`, rows of the round.
+        are_joined: whether the experts are already a copy, so fusing needs no other.
     """
     if experts.gate is None or _platform() not in ("gpu", "tpu"):
         return False
     copied_bytes = 0 if are_joined else 2 * (experts.up.nbytes + experts.gate.nbytes)
-    # Apart, rows are read once more for the products with each and for the gradients of each, and what each adds to the
-    # gradients of rows is written and read, and their sum written.
+    # Unfused, the rows are read once more for the forward products and once more for the weight gradients. Both terms
+    # of the row gradient are written and read, and their sum is written.
     return copied_bytes <= 5 * rows.nbytes
 
 
@@ -398,23 +411,23 @@ def gradients_of_round(
     *,
     fused: bool,
 ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
-    """Computes `grouped_ffn_gradients` with the gate in `up`, or as experts are.
+    """Compute `grouped_ffn_gradients`, with the gate in `up` if `fused`.
 
-    On GPUs the last products take weights that are made again. A program for TPUs moves more with that.
+    On GPUs the last products use rematerialized weights. On TPUs this would increase memory traffic.
 
     Args:
-        rows: `[A, H]`; for these and the others see there.
+        rows: `[A, H]`; see `grouped_ffn_gradients` for this and the other arrays.
         row_weights: `[A, 1]`.
-        experts: the weights of the `S` groups, or parts of them.
-        again: makes the same weights again, after the array that it is given.
+        experts: weights of the `S` groups, or parts of them.
+        again: function that rebuilds the same weights after the given array.
         group_sizes: `[S]`.
         upstream: `[A, H]`.
-        sums_dtype: that of the gradients of the experts.
-        sums: what they are added to.
-        fused: what `fuse_gate_up` says.
+        sums_dtype: dtype of the gradients of the experts.
+        sums: accumulators of the experts' gradients; `None` (default) in the first round.
+        fused: return value of `fuse_gate_up`.
 
     Returns:
-        What `grouped_ffn_gradients` does; `in_form_of` brings gradients of experts into the form of `experts`.
+        Results of `grouped_ffn_gradients`; `in_form_of` converts expert gradients to the form of `experts`.
     """
 
     def in_form(experts: Experts | ExpertParts) -> Experts | ExpertParts:
@@ -432,7 +445,7 @@ def _are_experts(node: Any) -> bool:
 
 
 def _platform() -> Literal["cpu", "tpu", "gpu"] | None:
-    # No device is known where a program is traced for a mesh without any.
+    # A program traced for an abstract mesh without devices has no platform.
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return None
@@ -442,24 +455,24 @@ def _platform() -> Literal["cpu", "tpu", "gpu"] | None:
 
 
 def in_form_of(experts: Experts, sums: Experts) -> Experts:
-    """Brings gradients of experts into the form that these were given in, with the gate beside `up` or in it.
+    """Convert expert gradients to the form of `experts`, with the gate beside `up` or in it.
 
     Args:
-        experts: as they were given.
-        sums: the gradients, in that form or with the gate in `up`.
+        experts: experts as passed to the layer.
+        sums: gradients in the same form, or with the gate in `up`.
     """
     return sums if experts.is_fused else sums.apart()
 
 
 def dtype_of_sums(experts: Experts, exchange: Exchange) -> DType:
-    """Chooses the dtype in which gradients of experts are summed over rounds.
+    """Return the dtype of the expert gradients summed over rounds.
 
-    It is float32 at least, rounded once: small addends would be lost in bfloat16. A single round rounds as it writes
-    them.
+    It is float32 or wider, because bfloat16 sums lose small addends. With a single round there is no sum, and the
+    gradients have the dtype of the parameters.
 
     Args:
-        experts: the home experts.
-        exchange: it says whether there is one round.
+        experts: home experts.
+        exchange: exchange with `max_rounds`.
     """
     return experts.up.dtype if exchange.buffers.max_rounds == 1 else wide_dtype(experts.up)
 

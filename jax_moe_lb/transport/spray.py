@@ -1,12 +1,12 @@
-"""Dispatch of token copies over all rails of a node at once (RailS).
+"""Dispatch of token copies over all rails of a node (RailS).
 
-A copy for another node travels in three hops: inside its own node to the rank that has the rail, along the rail to the
-rank of equal offset in the other node, and from there to the rank that serves it. No byte between nodes leaves its
-rail. Copies inside a node travel directly.
+A copy for another node makes three hops. The first is inside its own node to the rail rank. The second is along the
+rail to the rank of equal offset in the other node. The third is from there to the serving rank. All bytes of a copy
+between nodes stay on its rail. Copies inside a node travel directly.
 
-Rounds are those of `Direct`: the same `A` copies of every rank's stream in the same order, so outputs are equal bit for
-bit. Rail ranks have receive buffers too. A round whose copies exceed them takes several steps. `rows_of_hops` counts
-the rows of every hop for the simulator.
+The rounds are those of `Direct`: the same `A` copies of every rank's stream in the same order, so outputs are bitwise
+equal. Rail ranks also have receive buffers. A round with more copies than fit takes several steps. `rows_of_hops`
+counts the rows of every hop for the simulator.
 """
 
 from dataclasses import dataclass
@@ -47,24 +47,22 @@ from jax_moe_lb.transport.rail_hops import (
 )
 
 RowMatrix = Int[np.ndarray, "R R"]
-"""Numbers of rows from rank (row of the matrix) to rank (column)."""
+"""Numbers of rows, from source rank (row of the matrix) to destination rank (column)."""
 
 
 def rows_of_hops(rows: RowMatrix, plan: Plan, ranks_per_node: int) -> tuple[RowMatrix, RowMatrix, RowMatrix]:
-    """Counts the rows of the three hops by which `MultiRailDispatch` brings rows to the ranks that serve them.
+    """Count the rows of the three hops of `MultiRailDispatch`.
 
-    `MultiRailDispatch.hops` is this. Where the sender is the rail rank itself, a row stands on the diagonal: it crosses
+    It implements the `hops` of its cost. If the source is the rail rank itself, its rows are on the diagonal and cross
     no link.
 
     Args:
-        rows: the token copies from rank to rank.
-        plan: its `rails` say how many rows take which rail; without them rows travel along the rail of the rank that
-            serves them.
-        ranks_per_node: how many ranks share the rails of a node.
+        rows: token copies from rank to rank.
+        plan: plan with the rows of each rail in `rails`; without `rails`, rows take the rail of their serving rank.
+        ranks_per_node: number of ranks that share the rails of a node.
 
     Returns:
-        Rows inside nodes, those to rail ranks included; rows along rails, between nodes; rows from rail ranks to the
-        ranks that serve them.
+        Rows inside nodes, including those to rail ranks; rows along rails; rows from rail ranks to serving ranks.
     """
     num_ranks, members = len(rows), ranks_per_node
     far = np.arange(num_ranks)[:, None] // members != np.arange(num_ranks)[None] // members
@@ -72,7 +70,7 @@ def rows_of_hops(rows: RowMatrix, plan: Plan, ranks_per_node: int) -> tuple[RowM
     shape, same = (nodes, members, nodes, members), np.arange(nodes)
     to_rail, rail, last = (np.zeros(shape, np.int64) for _ in range(3))
     for offset in range(members):
-        # Sender (d, a), receiver (f, m), by the rail ranks of this offset in both nodes.
+        # Source (d, a), destination (f, m), through the rail ranks of this offset in both nodes.
         passing = _by_rail_rank(rows, plan, members, offset, far).reshape(shape)
         to_rail[same, :, same, offset] += passing.sum((2, 3))
         rail[:, offset, :, offset] += passing.sum((1, 3))
@@ -82,27 +80,26 @@ def rows_of_hops(rows: RowMatrix, plan: Plan, ranks_per_node: int) -> tuple[RowM
 
 
 def _by_rail_rank(rows: RowMatrix, plan: Plan, members: int, offset: int, far: Bool[np.ndarray, "R R"]) -> RowMatrix:
-    """Counts the rows between nodes that pass by the rail ranks of one offset, as `rail_hops.by_rail_rank`, traced."""
+    """Count the inter-node rows through the rail ranks of one offset, as the traced `rail_hops.by_rail_rank`."""
     receiver = np.arange(len(rows))[None] % members
     if plan.rails is None:
         return np.where(far & (receiver == offset), rows, 0)
     sharing = members // plan.rails.shape[2]
-    # Where several ranks of a node share a rail, one of them takes all rows for a receiver, so that none is counted
-    # twice: the one whose place among them is that of the receiver among its own.
+    # If ranks share a rail, count each row once: the rank takes it whose index among its sharing ranks equals the
+    # receiver's.
     takes = far & (receiver % sharing == offset % sharing)
     return np.where(takes, plan.rails[:, :, offset // sharing], 0)
 
 
 @pytree
 class SprayReceipt(Receipt):
-    """Which copies go where, and by which rail ranks: `MultiRailDispatch.address` returns it, and everything after it
-    reads it.
+    """Addresses of copies and their rail ranks, made by `MultiRailDispatch.address`.
 
     Args:
-        arriving: `[R, S]` int32, the copies from each rank for each of this rank's slots.
-        rail_rows: the rows that this rank sends, gets or passes on, by rail rank.
-        step: the rows of each stream that travel at once, so few that every rail rank can hold what passes by it.
-        steps: how many steps make a round; 1 where the plan loads ranks and rails evenly.
+        arriving: `[R, S]` int32, copies from each rank to each slot of this rank.
+        rail_rows: rows that this rank sends, receives or forwards, by rail rank.
+        step: rows of each stream per step, limited by the buffers of the rail ranks.
+        steps: number of steps of a round; 1 if the plan loads ranks and rails evenly.
     """
 
     arriving: Int[Array, "R S"]
@@ -111,36 +108,35 @@ class SprayReceipt(Receipt):
     steps: Int[Array, ""]
 
     def window(self, i: Int[Array, ""], k: Int[Array, ""], capacity: int) -> StreamWindow:
-        """Returns the part of every stream that travels in step `k` of round `i`, of `capacity` rows each."""
+        """Return the part of every stream in step `k` of round `i`, for rounds of `capacity` rows."""
         return _window(i, k, self.step, capacity)
 
 
 @dataclass(frozen=True)
 class MultiRailDispatch(Dispatch[SprayReceipt]):
-    """Sends token copies for other nodes over the rails, as `plan.rails` says.
+    """Dispatch of token copies between nodes over all rails, by `plan.rails`.
 
-    Use it where a node has several network interfaces and what its ranks send or receive differs, behind a plan of
-    `RailS`. Without `plan.rails` copies travel along the rail of the rank that serves them. On one node it does what
-    `Direct` does and costs more.
+    Use it with a plan of `RailS`, on nodes with several network interfaces and unequal traffic per rank. Without
+    `plan.rails`, copies take the rail of their serving rank. On one node it equals `Direct` at a higher cost.
 
-    A rail rank holds at most `max(A, R)` rows, which is enough for one step per round as long as the plan loads ranks
-    and rails evenly. What does not fit takes more steps; nothing is ever dropped.
+    A rail rank buffers at most `max(A, R)` rows. This suffices for one step per round if the plan loads ranks and rails
+    evenly. More rows take more steps; none are dropped.
 
     Examples:
         >>> from jax_moe_lb import Chain, System
         >>> from jax_moe_lb.balancers import Greedy, RailS
         >>> from jax_moe_lb.transport import MultiRailDispatch
         >>> system = System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(), replica_slots=2)
-        >>> system.dispatch.cost().buffer_rows(4096)  # rows, where each rank has 4096 token copies
+        >>> system.dispatch.cost().buffer_rows(4096)  # rows for 4096 token copies per rank
         4352
     """
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> SprayReceipt:
-        """Decides for every copy of this rank where it goes, and by which rail ranks; see `Exchange.address`.
+        """Compute the destination and the rail ranks of every copy of this rank; see `Exchange.address`.
 
         Raises:
-            ValueError: no innermost expert axes make up a node, or the plan has another number of rails. Rails
-                that do not add up to what the ranks send are in `follows_plan`.
+            ValueError: no innermost expert axes form a node, or the plan has another number of rails. If the rails do
+                not sum to the sent rows, `follows_plan` is False instead.
         """
         rail_axes(topology)
         me = jax.lax.axis_index(topology.expert_axes)
@@ -166,7 +162,7 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
     def send(
         self, copies: Copies, receipt: SprayReceipt, i: Int[Array, ""], topology: Topology
     ) -> tuple[Rows, GroupSizes]:
-        """Brings the copies of round `i` to this rank, straight from its node and over the rails from others.
+        """Send the copies of round `i`, directly inside a node and over the rails between nodes.
 
         See `Exchange.send`.
         """
@@ -175,7 +171,7 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
         coming = landings(receipt.arriving, i, capacity)
         slot_rows = _slot_rows(coming, capacity)
         landed = empty_buffer(copies, capacity)
-        # Never written in place: the hops of every step write into a copy of it, so one array does for all.
+        # Never updated in place: the hops of every step write into copies of it, so one array suffices.
         passing = empty_buffer(copies, _passing_rows(capacity, topology))
 
         def step(k: Array, rows: Rows) -> Rows:
@@ -186,7 +182,7 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
                 at_rail = far.to_rail.there(copies[far.pack], passing, "dispatch, to a rail")
                 at_rail = far.along_rail.there(at_rail[far.by_node], passing, "dispatch, along a rail")
                 arrived = far.from_rail.there(at_rail[far.by_rank], arrived, "dispatch, from a rail")
-            # Rows of the buffer that hold no copy have an index beyond it, and are dropped.
+            # Buffer rows without a copy have an index out of range, which the scatter drops.
             return rows.at[_rows_of_way(way, slot_rows, i)].set(arrived, mode="drop")
 
         return jax.lax.fori_loop(0, receipt.steps, step, landed), coming.sum(0, dtype=jnp.int32)
@@ -194,14 +190,14 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
     def send_back(
         self, rows: Rows, receipt: SprayReceipt, i: Int[Array, ""], out: Copies, topology: Topology
     ) -> Copies:
-        """Returns the outputs of round `i` by the ways on which `send` brought the copies; see `Exchange.send_back`."""
+        """Return the outputs of round `i` along the routes of `send`; see `Exchange.send_back`."""
         num_copies, (capacity, width) = out.shape[0], rows.shape
         slot_rows = _slot_rows(landings(receipt.arriving, i, capacity), capacity)
         passing = jnp.zeros_like(rows, shape=(_passing_rows(capacity, topology), width))
 
         def step(k: Array, out: Copies) -> Copies:
             way = _way(receipt, i, k, num_copies, capacity, topology)
-            # The transpose of the scatter in `send`: rows that no copy came from are 0 and travel nowhere.
+            # The transpose of the scatter in `send`: rows without a copy read 0 and are not sent.
             arrived = rows.at[_rows_of_way(way, slot_rows, i)].get(mode="fill", fill_value=0)
             out = way.near.back(arrived, out, "combine, inside a node")
             if way.far is None:
@@ -210,14 +206,15 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
             at_rail = far.from_rail.back(arrived, passing, "combine, to a rail")
             at_rail = far.along_rail.back(passing.at[far.by_rank].set(at_rail), passing, "combine, along a rail")
             packed = far.to_rail.back(passing.at[far.by_node].set(at_rail), jnp.zeros_like(out), "combine, from a rail")
-            # `pack` means nothing beyond the rows that left, whose places must not be written: others own them.
+            # Entries of `pack` beyond the packed rows are undefined, and their positions belong to other rows: drop
+            # them.
             place = jnp.where(iota(num_copies) < far.num_packed, far.pack, num_copies)
             return out.at[place].set(packed, mode="drop")
 
         return jax.lax.fori_loop(0, receipt.steps, step, out)
 
     def cost(self) -> TransportCost:
-        """Return three hops: inside nodes and to rail ranks, along rails, from rail ranks."""
+        """Return three hops: inside nodes and to rail ranks, along rails, and from rail ranks."""
         return _MultiRailCost(self.buffers)
 
 
@@ -229,13 +226,13 @@ class _MultiRailCost(TransportCost):
 def _rows_by_rail_rank(
     sent: Int[Array, "R"], plan: Plan, topology: Topology
 ) -> tuple[Int[Array, "R R M"], Bool[Array, ""] | None]:
-    """What the plan says if it is right: each rank compares the rails with what it sends by the split rule."""
+    """Return rows by rail rank, after each rank compares the rails of the plan with its rows by the split rule."""
     axes = topology.expert_axes
     own = by_own_rail(jax.lax.all_gather(sent, axes, to="invarying"), topology)
     if plan.rails is None:
         return own, None
     adds_up = (plan.rails[jax.lax.axis_index(axes)].sum(1, dtype=jnp.int32) == sent).all() & (plan.rails >= 0).all()
-    # All ranks agree on whether the rails add up: where they do not, all of them take the receiver's own.
+    # All ranks must agree: if the rails of any rank are wrong, all take the receiver's own rail.
     follows_plan = jax.lax.pmin(adds_up.astype(jnp.int32), axes) == 1
     return jnp.where(follows_plan, by_rail_rank(plan.rails, topology), own), follows_plan
 
@@ -246,7 +243,7 @@ def _window(i: Int[Array, ""], k: Int[Array, ""], step: Int[Array, ""], capacity
 
 
 def _rows_per_step(rail_rows: RailRows, capacity: int, rounds: Int[Array, ""], topology: Topology) -> Int[Array, ""]:
-    """The most rows of each stream, `A` or what halving it gives, of which no rail rank gets more than it can hold."""
+    """Return the rows of each stream per step: the first halving of `A` that fits the buffers of all rail ranks."""
 
     def most_held(step: Array) -> Array:
         steps = (capacity + step - 1) // step
@@ -255,9 +252,9 @@ def _rows_per_step(rail_rows: RailRows, capacity: int, rounds: Int[Array, ""], t
             window = _window(number // steps, number % steps, step, capacity)
             return jnp.maximum(most, max_buffered_rows(rail_rows, window, topology))
 
-        # A loop's carry must vary over the same mesh axes as what its body returns.
+        # The loop carry must vary over the same mesh axes as the result of the body.
         none = vary_like(jnp.int32(0), rail_rows.passing.size)
-        # Every rank must take the same number of steps, since each step is made of exchanges.
+        # All ranks must take the same number of steps, because each step contains exchanges.
         most = jax.lax.pmax(jax.lax.fori_loop(0, rounds * steps, one, none), topology.expert_axes)
         return agreed(most, topology.expert_axes)
 
@@ -271,7 +268,7 @@ def _rows_per_step(rail_rows: RailRows, capacity: int, rounds: Int[Array, ""], t
 
 
 def _passing_rows(capacity: int, topology: Topology) -> int:
-    """Rows of a rail rank's buffer: in steps of one row of each stream it gets at most one for every rank."""
+    """Return the buffer rows of a rail rank, at least `R`: a step of one row per stream needs at most one per rank."""
     return max(capacity, topology.num_ranks)
 
 
@@ -283,14 +280,14 @@ def _way(
 
 
 def _slot_rows(coming: Int[Array, "R S"], capacity: int) -> Int[Array, "A"]:
-    """The place in the order by slot of each row of a round's part of the stream."""
+    """Return the position in slot order of each row of a round's part of the stream."""
     order = by_slot(coming, capacity)
     return jnp.zeros_like(order).at[order].set(iota(capacity))
 
 
 def _rows_of_way(way: RailRoute, slot_rows: Int[Array, "A"], i: Int[Array, ""]) -> Int[Array, "A"]:
-    """The place in the order by slot of each row as it is received; `A` for rows that hold none."""
+    """Return the position in slot order of each received row; `A` for buffer rows without a copy."""
     capacity = slot_rows.shape[0]
-    # A row that holds none has place -1, which is clipped into range and then replaced.
+    # Buffer rows without a copy have stream position -1: clip it into range, then replace the result.
     row = jnp.clip(way.stream_row - i * capacity, 0, capacity - 1)
     return jnp.where(way.stream_row < 0, capacity, slot_rows[row])

@@ -1,4 +1,4 @@
-"""`TwoPhase` brings all tokens home while there is no plan, and those of moved experts on from there."""
+"""`TwoPhase`: all tokens to the homes of their experts without a plan, then rows of moved experts on from there."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -25,25 +25,34 @@ from jax_moe_lb.transport.two_phase_schedule import PhaseConfig, serve_in_phases
 
 @dataclass(frozen=True)
 class TwoPhase(Direct):
-    """Serves as plain expert parallelism does, save for experts that move: their rows go on, and their outputs return.
+    """FEPLB's Two-Phase Dispatch: plain expert parallelism, except that rows of moved experts go on to other ranks.
 
-    FEPLB's Two-Phase Dispatch (arXiv 2604.19654, section 3.3); take it for that balancer, or for another that leaves
-    some experts at home whatever the load of the others (`Balancer.dynamic`), inside one NVLink domain. Phase 1 is the
-    exchange of plain expert parallelism, which needs no plan. Then home serves its static experts; beside that, in
-    phase 2, rows and weights of experts that move go to their *takers*, each in one copy. Dynamic experts are served
-    where they are then. Outputs return to the home of their expert, and from there, with all others, to their tokens.
-    Experts that move in part, as those of `Greedy` do, send on a part of their rows.
+    Use it inside one NVLink domain with `FEPLB`, or with another balancer that keeps some experts at home at any load
+    (`Balancer.dynamic`).
 
-    A receive buffer must take the load as it was *before* balancing: a rank that homes `m` times the mean takes
-    `ceil(m / headroom)` rounds. So give more headroom than elsewhere; `Direct` receives what is balanced, in less
-    memory, and hides no copies.
+    Phase 1 is the exchange of plain expert parallelism, which needs no plan. Each home then serves its static experts.
+    Concurrently, in phase 2, rows and weights of moved experts go to their *takers*, in one copy each. The takers and
+    homes then serve the dynamic experts. Outputs return to the home of their expert, and from there, with all others,
+    to their tokens. Partly moved experts, as those of `Greedy`, send on a part of their rows.
+
+    Phase 1 receives the load *before* balancing: a rank whose home load is `m` times the mean runs
+    `ceil(m / headroom)` rounds. So use a larger headroom than elsewhere. `Direct` receives the balanced load in less
+    memory, but does not overlap its copies.
 
     Args:
-        buffers: rows that a rank can receive from phase 1 in one round; headroom 1.5 by default, for ranks whose load
-            is up to half above the mean before balancing. `max_rounds` limits these rounds.
-        moved_headroom: rows that a rank can take from others, over the mean, in all rounds together; 1, the default, is
-            usual. What a rank has no room for stays at home and is served there: no token is lost, and the load is
-            less level. `Stats` say what was served.
+        buffers: receive buffer of phase 1. Its headroom is 1.5 by default, for loads up to 1.5 x mean before balancing.
+            `max_rounds` limits the rounds of phase 1.
+        transfer: must be `None` (default): peer copies do not quantize rows.
+        kernels: implementation of the experts' products on Hopper; `Kernels.LIBRARY` by default.
+        moved_headroom: rows that a rank can take from others in all rounds together, relative to the mean load; 1.0 by
+            default. Rows beyond it stay at home and are served there, which leaves a higher imbalance. `Stats` contain
+            the served quota.
+
+    Raises:
+        ValueError: `moved_headroom` is not positive and finite, or `transfer` is not `None`.
+
+    Reference:
+        FEPLB, arXiv 2604.19654, section 3.3.
 
     Examples:
         >>> from jax_moe_lb import Buffers, System
@@ -62,13 +71,13 @@ class TwoPhase(Direct):
         if not 0 < self.moved_headroom < math.inf:
             raise ValueError(f"moved_headroom is {self.moved_headroom}; expected a finite number above 0")
         if self.transfer is not None:
-            raise ValueError(f"transfer is {self.transfer}; expected None: peer copies carry rows as they are")
+            raise ValueError(f"transfer is {self.transfer}; expected None, as peer copies do not quantize rows")
 
     def room(self, num_copies: int) -> int:
-        """Computes how many rows of other ranks' experts a rank can take.
+        """Return the maximum number of rows that a rank takes from other ranks.
 
         Args:
-            num_copies: `T * K`, the copies of every rank.
+            num_copies: `T * K`, token copies of a rank.
         """
         return Buffers(self.moved_headroom).rows(num_copies)
 
@@ -85,14 +94,14 @@ class TwoPhase(Direct):
         topology: Topology,
         on_fault: OnFault,
     ) -> tuple[Served, State]:
-        """Brings all copies home while there is no plan, then those of moved experts on; see `Dispatch.serve`.
+        """Send all copies home without a plan, then rows of moved experts on; see `Dispatch.serve`.
 
         Raises:
-            ValueError: the plan sprays over rails.
+            ValueError: `plan.rails` is set.
         """
         dynamic = balancer.dynamic(plan)
         ways = PhaseConfig.of(self, balancer, replicate, plan, topology, on_fault)
-        # A planner that runs beside the static wave keeps no state, so there is nothing to ask the balancer for then.
+        # A planner that runs concurrently with the static wave is stateless: skip the balancer.
         if ways.planner is None:
             with jax.named_scope("plan"):
                 plan, state = balancer.rebalance(routed.counts, plan, topology, state)
@@ -104,7 +113,7 @@ class TwoPhase(Direct):
         return Served(outputs, outcome.plan, rounds, made, dynamic, outcome.is_legal, outcome.is_whole), state
 
     def cost(self) -> TransportCost:
-        """Return two waves, with a buffer for the rows that come home and one for those of other ranks' experts."""
+        """Return two waves, with one buffer for rows at home and one for rows taken from other ranks."""
         return _TwoPhaseCost(self.buffers, Buffers(self.moved_headroom))
 
 
@@ -114,12 +123,12 @@ class _TwoPhaseCost(TransportCost):
     passes_home = True
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
-        # All rows on their way home, then those of dynamic experts from there.
+        # Wave 1 sends all rows home, wave 2 sends rows of dynamic experts from there.
         dynamic = np.asarray(balancer.dynamic(start))
         check_plan(plan, counts, dynamic)
         num_ranks, num_home = plan.num_ranks, plan.num_home
         room = self.moved.rows(int(counts.sum(1).max()))
-        # Where the rows of an expert start decides nothing about how many move.
+        # The number of moved rows does not depend on their first row, so any offsets will do.
         quota = jnp.asarray(plan.quota)
         moved = moved_rows(jnp.asarray(plan.placement), quota, jnp.asarray(counts[0]), room)
         served = np.asarray(served_quota(quota, moved))

@@ -1,7 +1,7 @@
-"""Copies are addressed home without a plan, and blocks of them onwards when there is one.
+"""Addresses of `TwoPhase`: copies to their homes without a plan, and blocks of rows onward with one.
 
-FEPLB's Two-Phase Dispatch (arXiv 2604.19654, section 3.3). In a rank's stream the rows of static experts stand in
-front, so that their wave is products of the first rows, while it is open which of the others stay.
+FEPLB's Two-Phase Dispatch (arXiv 2604.19654, section 3.3). In a rank's stream, rows of static experts come first. The
+static wave then consists of products of the first rows, before the plan decides which other rows stay.
 """
 
 from dataclasses import replace
@@ -18,34 +18,34 @@ from jax_moe_lb.core.types import Counts, GroupSizes, iota, pytree
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 
 Dynamic = Bool[Array, "E"]
-"""Whether each expert may leave its home; false for static experts, which only their homes serve."""
+"""Whether the plan may move each expert; False for static experts, which only their homes serve."""
 
 
 @pytree
 class Streams:
-    """Says where the rows of experts stand in their home's stream.
+    """Positions of the rows of each expert in the stream of its home.
 
     Args:
-        first: `[E]` int32, the first row of each expert; `[L]` for one rank's.
-        size: `[E]` int32, its rows.
+        first: `[E]` int32, first row of each expert; `[L]` for one rank.
+        size: `[E]` int32, number of rows of each expert; `[L]` for one rank.
     """
 
     first: Int[Array, "X"]
     size: Int[Array, "X"]
 
     def of_rank(self, me: Int[Array, ""], num_ranks: int) -> "Streams":
-        """Returns those of the home experts of one rank."""
+        """Return the rows of the home experts of rank `me`."""
         return Streams(*(array.reshape(num_ranks, -1)[me] for array in (self.first, self.size)))
 
 
 @pytree
 class Phases:
-    """Holds who sent what where.
+    """Addresses of both phases.
 
     Args:
-        receipt: the exchange of plain expert parallelism, whose streams have static experts in front.
-        streams: where the rows of each expert are then.
-        moved: which of them move on.
+        receipt: receipt of phase 1, whose streams have static experts first.
+        streams: positions of the rows of each expert after phase 1.
+        moved: rows that move in phase 2.
     """
 
     receipt: DirectReceipt
@@ -54,19 +54,19 @@ class Phases:
 
     @property
     def staying(self) -> Streams:
-        """The rows of each expert that stay at home: the last ones."""
+        """Rows of each expert that stay at home, the last ones of its block."""
         taken = self.moved.taken.sum(1, dtype=jnp.int32)
         return Streams(self.streams.first + taken, self.streams.size - taken)
 
 
 class Blocks(NamedTuple):
-    """Says how rows of some blocks come to stand one after the other, as products want them.
+    """Permutation that makes the rows of some blocks contiguous, as products require.
 
     Args:
-        of_row: `[A]` int32, the row that each one comes from.
-        to_row: `[A]` int32, where each row went; only what `inside` names counts.
-        inside: `[A]`, which rows belong to a block.
-        sizes: `[L]` int32, the rows of each block.
+        of_row: `[A]` int32, source row of each row.
+        to_row: `[A]` int32, position of each row after `take`; only valid if `inside`.
+        inside: `[A]` booleans, whether each row belongs to a block.
+        sizes: `[L]` int32, rows of each block.
     """
 
     of_row: Int[Array, "A"]
@@ -76,47 +76,47 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, first: Int[Array, "L"], size: Int[Array, "L"], num_rows: int) -> "Blocks":
-        """Finds the rows of blocks.
+        """Return the permutation of some blocks.
 
         Args:
-            first: `[L]` int32, where each block starts.
-            size: `[L]` int32, its rows.
-            num_rows: `A`.
+            first: `[L]` int32, first row of each block.
+            size: `[L]` int32, rows of each block.
+            num_rows: `A`, rows of the buffer.
         """
         of_row, row = concatenated(first, size, num_rows), iota(num_rows)
-        # Beyond the blocks is a number that no row has, and is dropped.
+        # Rows beyond the blocks get an index out of range, which the scatter drops.
         target = jnp.where(row < size.sum(dtype=jnp.int32), of_row, num_rows)
         to_row = jnp.full_like(row, -1).at[target].set(row, mode="drop")
         return cls(of_row, jnp.maximum(to_row, 0), to_row >= 0, size)
 
     def take(self, rows: Float[Array, "A H"]) -> Float[Array, "A H"]:
-        """Puts the rows of the blocks one after the other; the others hold anything."""
+        """Return the rows of the blocks contiguously; the rows after them are undefined."""
         return rows[self.of_row]
 
     def put(self, rows: Float[Array, "A H"], out: Float[Array, "A H"]) -> Float[Array, "A H"]:
-        """Writes rows that `take` has moved back to their places in `out`."""
+        """Write rows moved by `take` back to their positions in `out`."""
         return jnp.where(self.inside[:, None], rows[self.to_row], out)
 
 
 def address_home(
     direct: Direct, experts: Int[Array, "T K"], counts: Counts, dynamic: Dynamic, topology: Topology
 ) -> tuple[DirectReceipt, Streams]:
-    """Decides for every copy of this rank how it comes home, which needs no plan.
+    """Compute the home destination of every copy of this rank, without a plan.
 
     Args:
-        direct: the exchange by which copies travel.
-        experts: `[T, K]` int32, the expert of each copy, `NO_EXPERT` for one that goes nowhere.
-        counts: `[R, E]` int32, the copies that each rank routes to each expert.
-        dynamic: `[E]`, which experts may move; equal on all ranks.
-        topology: its expert axes are the ranks that copies travel between.
+        direct: dispatch of the copies.
+        experts: `[T, K]` int32, expert of each copy; `NO_EXPERT` for unrouted copies.
+        counts: `[R, E]` int32, copies routed by each rank to each expert.
+        dynamic: `[E]` booleans, experts the plan may move; equal on all ranks.
+        topology: topology of the layer; copies travel between the ranks of its expert axes.
 
     Returns:
-        The receipt, and where rows then stand.
+        The receipt, and the positions of the rows at home.
     """
     plan = plain_plan(counts, topology)
     moving, size = (array.reshape(topology.num_ranks, -1) for array in (dynamic, counts.sum(0, dtype=jnp.int32)))
-    # Stable: static experts keep their order, in front, and so do dynamic ones behind them. Both are then groups of
-    # rows in the order of the weights, among which groups of the others have no rows.
+    # Stable: static experts come first, then dynamic ones, each in the order of their weights. Both are then groups in
+    # weight order, with empty groups for the experts of the other kind.
     order = jnp.argsort(moving, axis=1, stable=True).astype(jnp.int32)
     in_order = plan.placement[:, :1] + order
     static, others = jnp.where(moving, 0, size), jnp.where(moving, size, 0)
@@ -127,11 +127,11 @@ def address_home(
 
 
 def window(i: Int[Array, ""], capacity: int) -> CopyWindow:
-    """Returns the part of the streams that is at home in round `i`.
+    """Return the part of the streams at home in round `i`.
 
     Args:
-        i: int32, the round.
-        capacity: `A`.
+        i: int32, index of the round.
+        capacity: `A`, rows of a round.
     """
     return CopyWindow(i * capacity, (i + 1) * capacity)
 

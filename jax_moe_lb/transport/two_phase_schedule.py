@@ -1,8 +1,8 @@
-"""`serve_in_phases` runs both phases of `TwoPhase`, forward and backward, beside what plans and copies.
+"""`serve_in_phases`: both phases of `TwoPhase`, forward and backward, overlapped with planning and weight copies.
 
-The order in which things depend on each other: the exchange home needs the load alone, and so does the planner, which
-runs beside it; rows and weights of moved experts travel beside the static wave; then the dynamic wave; its outputs
-return to the homes of their experts, beside what stayed there, and from there all outputs to their tokens.
+The exchange home depends only on the counts, as does the planner, which runs concurrently. Rows and weights of moved
+experts travel during the static wave. Then the dynamic wave runs. Its outputs return to the homes of their experts
+during the products of the rows that stayed. From the homes, all outputs return to their tokens.
 """
 
 from dataclasses import replace
@@ -62,15 +62,15 @@ from jax_moe_lb.transport.two_phase_receipts import Blocks, Dynamic, Phases, Str
 
 
 class PhaseConfig(NamedTuple):
-    """Says how things travel and how the plan is made: the static arguments of `serve_in_phases`, which are hashable.
+    """Transports and planner: the static, hashable arguments of `serve_in_phases`.
 
     Args:
-        direct: the dispatch by which tokens travel.
-        replicate: the replication by which weights travel.
-        planner: what makes the plan beside the exchange; `None` where the plan is there already.
-        route: between whom rows and weights are copied beside products; `None` where exchanges move rows.
-        topology: its expert axes are the ranks that both travel between.
-        on_fault: what to do about a plan that is not legal, or needs more rounds than there are.
+        direct: dispatch of the tokens.
+        replicate: replication of the weights.
+        planner: planner that runs concurrently with the exchange; `None` if the plan already exists.
+        route: ranks of the copies of rows and weights that overlap with products; `None` if exchanges move the rows.
+        topology: topology of the layer; rows and weights travel between the ranks of its expert axes.
+        on_fault: action on an illegal plan, or on more rounds than `max_rounds`.
     """
 
     direct: Direct
@@ -90,26 +90,26 @@ class PhaseConfig(NamedTuple):
         topology: Topology,
         on_fault: OnFault,
     ) -> "PhaseConfig":
-        """Chooses the ways, with a planner where one can run beside the exchange.
+        """Create the configuration, with a planner if one can run concurrently with the exchange.
 
-        That is so where it is all that the balancer does, copies may follow at once, and there are slots to fill.
+        This requires a native planner for the whole balancer, a route that spans all ranks, and replica slots.
 
         Args:
-            direct: the dispatch by which tokens travel.
-            balancer: it edits the plan.
-            replicate: the replication by which weights travel.
-            plan: the plan from which the planner starts.
-            topology: its expert axes are the ranks that both travel between.
-            on_fault: what to do about a bad plan.
+            direct: dispatch of the tokens.
+            balancer: strategy that edits the plan.
+            replicate: replication of the weights.
+            plan: initial plan of the planner.
+            topology: topology of the layer; rows and weights travel between the ranks of its expert axes.
+            on_fault: action on an illegal plan, or on more rounds than `max_rounds`.
         """
         route = replicate.route(topology) if plan.slots > plan.num_home else None
-        # One planner serves all ranks that it copies between.
+        # One planner serves all ranks of its copies.
         alone = route is not None and route.domain is None
         planner = balancer.native_planner(plan.domain) if alone else None
         return cls(direct, replicate, planner, route, topology, on_fault)
 
     def operand(self, experts: Experts) -> Experts | ExpertParts:
-        """Returns experts in the form that products take them in.
+        """Return experts in the form required by the products.
 
         Args:
             experts: all experts of a product.
@@ -118,14 +118,14 @@ class PhaseConfig(NamedTuple):
 
 
 class PhaseOutcome(NamedTuple):
-    """Holds what `serve_in_phases` did, beside the outputs.
+    """Result of `serve_in_phases` besides the outputs.
 
     Args:
-        plan: the plan that was served, which is legal.
-        made: the plan that was made.
-        phases: who sent what where.
-        is_legal: whether the plan that was made is.
-        is_whole: whether all rounds that there have to be were served.
+        plan: legal plan of the served copies.
+        made: plan returned by the planner or balancer.
+        phases: addresses of both phases.
+        is_legal: whether `made` was legal.
+        is_whole: whether all rounds of the plan were run.
     """
 
     plan: Plan
@@ -139,26 +139,25 @@ class PhaseOutcome(NamedTuple):
 def serve_in_phases(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
 ) -> tuple[Tokens, PhaseOutcome]:
-    """Brings every copy of every token home, and on to where the plan puts it, and sums the outputs of each token.
+    """Send every token copy home and onward by the plan, and sum the expert outputs of each token.
 
-    Kept for the backward pass are tokens, home weights, plan and receipts. It makes no plan but replays this one:
-    weights are copied again, beside the gradients of what stays at home, and gradients of replicas are added at home.
+    The residuals are tokens, home weights, plan and receipts. The backward pass replays this plan. It copies the
+    weights again, concurrently with the gradients of rows that stay at home, and adds gradients of replicas at home.
 
     Args:
-        tokens: `[T, H]`, the tokens of this rank.
+        tokens: `[T, H]`, tokens of this rank.
         experts: the `L` home experts of this rank.
-        routed: which experts the tokens go to, with what weights, and the counts of all ranks.
-        dynamic: `[E]`, which experts the plan may take from home; equal on all ranks.
-        plan: the plan, or with a planner the plan that it starts from.
-        ways: how all of them travel.
-        room: how many rows of others a rank can take.
+        routed: experts and weights of the tokens, and the counts of all ranks.
+        dynamic: `[E]` booleans, experts the plan may move; equal on all ranks.
+        plan: plan, or the initial plan if `ways` has a planner.
+        ways: transports and planner.
+        room: maximum number of rows taken from other ranks.
 
     Returns:
-        `[T, H]`, the weighted sums of the experts' outputs; how they came about.
+        `[T, H]`, weighted sums of the expert outputs; and the plan with its addresses and checks.
     """
 
-    # Where microbatches are mapped over, one follows the other: `post`, the copies that it began and `join` belong
-    # together.
+    # Under `vmap`, microbatches run sequentially: `post`, its copies and `join` belong together.
     @jax.custom_batching.sequential_vmap
     def serve(
         tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan
@@ -170,7 +169,7 @@ def serve_in_phases(
 
 # ---- forward -----------------------------------------------------------------------
 class _Forward(NamedTuple):
-    """Holds what all rounds of the forward pass need, before there is a plan."""
+    """Inputs of all rounds of the forward pass, available before the plan."""
 
     ways: PhaseConfig
     experts: Experts
@@ -181,23 +180,23 @@ class _Forward(NamedTuple):
     streams: Streams
 
     def come_home(self, i: Array) -> Rows:
-        """Sends the copies of round `i` home."""
+        """Send the copies of round `i` home."""
         with jax.named_scope("dispatch/come_home"):
             copies = to_sending_order(self.tokens, self.receipt, self.routed.experts.shape[1])
             return self.ways.direct.send(copies, self.receipt, i, self.ways.topology)[0]
 
     def static_sizes(self, i: Array, rows: Rows) -> Int[Array, "L"]:
-        """Counts the rows of static experts, which stand in front; others have none."""
+        """Return the row counts of static experts, which come first; 0 for dynamic experts."""
         static = replace(self.streams, size=jnp.where(self.dynamic, 0, self.streams.size))
         return _here(static, i, rows, self.ways)[1]
 
     def static_wave(self, rows: Rows, sizes: Int[Array, "L"]) -> Rows:
-        """Computes the outputs of the rows in front, which need home weights alone; the others hold anything."""
+        """Compute the outputs of the static rows, with home weights only; other rows are undefined."""
         with jax.named_scope("experts/static_wave"):
             return grouped_ffn(rows, self.ways.operand(self.experts), sizes)
 
     def finish(self, i: Array, rows: Rows, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
-        """Computes the outputs of dynamic experts, here and where they moved, and sends all outputs back."""
+        """Compute the outputs of dynamic experts, at home and on takers, and send all outputs back."""
         ways, phases = self.ways, moved.phases
         with jax.named_scope("experts/dynamic_wave"):
             staying = replace(phases.staying, size=jnp.where(self.dynamic, phases.staying.size, 0))
@@ -205,7 +204,7 @@ class _Forward(NamedTuple):
             returning: Any = (out,)
             if moved.slots is not None and moved.rows is not None:
                 served = grouped_ffn(moved.rows, ways.operand(moved.slots), _taken(phases, i, rows, ways))
-                # First, so that they return beside what stayed.
+                # Start the return of moved rows first, to overlap it with the products of rows that stayed.
                 blocks, returning = _start_back((served,), (out,), phases, i, ways, blocks)
             stayed = grouped_ffn(blocks.take(rows), ways.operand(self.experts), blocks.sizes)
             (out,) = _arrived(returning, stayed)
@@ -215,7 +214,7 @@ class _Forward(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """Holds what a rank has taken from others in a round."""
+    """Rows and weights taken from other ranks in a round."""
 
     phases: Phases
     slots: Experts | None
@@ -232,11 +231,11 @@ def _serve(
     first = jnp.int32(0)
     pending: Any
     if ways.planner is not None and ways.route is not None:
-        # The exchange reads the receipt, so `post` comes before it.
+        # The exchange reads the receipt returned by `post`, which orders it after `post`.
         with jax.named_scope("plan"):
             receipt, posted = post(plan.placement, plan.quota, experts, receipt, planner=ways.planner, route=ways.route)
         forward = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams)
-        # It takes what came home so that it is launched after the exchange; the plan is made from what `post` had.
+        # The rows order `plan_and_copy` after the exchange; the plan depends on the inputs of `post` only.
         rows = forward.come_home(first)
         with jax.named_scope("plan"):
             rows, tables, pending = plan_and_copy(posted, rows)
@@ -246,16 +245,16 @@ def _serve(
         forward, made = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), plan
         with jax.named_scope("plan"):
             plan, is_legal = served_plan(made, routed.counts, dynamic, on_fault)
-        # Started before the wave is computed, and joined after it, so that copies can run beside its products.
+        # Start the copies before the wave and join them after it, to overlap them with its products.
         pending = _start(experts, plan, ways)
         rows = forward.come_home(first)
     phases = Phases(receipt, streams, moved_rows(plan.placement, plan.quota, streams.first, room))
-    # The wave reads the sizes, so rows begin to travel before it.
+    # The wave reads the sizes, which orders it after the start of the row copies.
     sizes, onward = _start_onward((rows,), phases, first, room, ways, forward.static_sizes(first, rows))
     out = forward.static_wave(rows, sizes)
     slots = _join(pending, out, ways)
     (taken,) = _arrived(onward, out)
-    # In a loop rows move by the exchange, which needs no host: graphs of GPUs can hold it.
+    # In the loop, exchanges move the rows: they need no host, so CUDA graphs can contain them.
     by_exchange = forward._replace(ways=ways._replace(route=None))
 
     def one_round(i: Array, carry: tuple[Copies, None]) -> tuple[Copies, None]:
@@ -284,13 +283,13 @@ def _join(pending: Any, after: Any, ways: PhaseConfig) -> Experts | None:
 
 
 PendingRows = Any
-"""Rows on their way, for `_arrived`: a tuple of arrays that are there, or what `join` takes."""
+"""Rows in transfer, for `_arrived`: a tuple of arrived arrays, or an input of `join`."""
 
 
 def _start_onward(
     parts: tuple[Array, ...], phases: Phases, i: Array, room: int, ways: PhaseConfig, before: Any
 ) -> tuple[Any, PendingRows]:
-    """Brings what came home in round `i` to the ranks that take it; `None`s where there are no slots for replicas."""
+    """Send rows of round `i` on to their takers; return `None`s without replica slots."""
     moved = phases.moved
     if moved.home.shape[1] == 0:
         return before, (None,) * len(parts)
@@ -306,7 +305,7 @@ def _start_onward(
 def _start_back(
     parts: tuple[Array, ...], into: tuple[Array, ...], phases: Phases, i: Array, ways: PhaseConfig, before: Any = ()
 ) -> tuple[Any, PendingRows]:
-    """Brings what became of moved rows back to where they were in round `i`: the transpose of `_start_onward`."""
+    """Return results of moved rows to the home positions in round `i`; the transpose of `_start_onward`."""
     window = _window(i, into[0])
     if ways.route is not None:
         with jax.named_scope("rows_back/combine"):
@@ -325,13 +324,13 @@ def _window(i: Array, rows: Rows) -> Any:
 
 
 def _here(streams: Streams, i: Array, rows: Rows, ways: PhaseConfig) -> tuple[Int[Array, "L"], Int[Array, "L"]]:
-    """Where rows of this rank's home experts start among those of round `i`, and how many they are."""
+    """Return the offsets and counts of this rank's home experts among the rows of round `i`."""
     mine = streams.of_rank(jax.lax.axis_index(ways.topology.expert_axes), ways.topology.num_ranks)
     return _window(i, rows).of(mine.first, mine.size)
 
 
 def _taken(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> Int[Array, "P"]:
-    """How many rows each of this rank's slots takes in round `i`."""
+    """Return the number of rows for each replica slot of this rank in round `i`."""
     sizes = _window(i, rows).of(phases.moved.first, phases.moved.size)[1]
     return sizes[jax.lax.axis_index(ways.topology.expert_axes)]
 
@@ -355,12 +354,12 @@ def _backward(
         return _gradients(ways, room, saved, upstream)
 
     of_tokens, of_weights, of_experts = first_order(pull_back)(saved, gradients[0])
-    none: Any = None  # Choices and counts are integers, which have no gradients.
+    none: Any = None  # Experts and counts are integers, without gradients.
     return of_tokens, of_experts, Routed(none, none, of_weights), None, None
 
 
 class _Backward(NamedTuple):
-    """Holds what all rounds of the backward pass need."""
+    """Inputs of all rounds of the backward pass."""
 
     ways: PhaseConfig
     batch: Batch
@@ -369,7 +368,7 @@ class _Backward(NamedTuple):
 
     @jax.named_scope("dispatch")
     def come_home(self, i: Array) -> tuple[Array, ...]:
-        """Sends copies, their weights and the gradients of their outputs home, in round `i`."""
+        """Send copies, their weights and the gradients of their outputs home, in round `i`."""
         (tokens, weights, upstream), receipt = self.batch, self.phases.receipt
         per_token = weights.shape[1]
         copies = (
@@ -380,18 +379,18 @@ class _Backward(NamedTuple):
         return tuple(self.ways.direct.send(part, receipt, i, self.ways.topology)[0] for part in copies)
 
     def staying(self, i: Array, rows: Rows) -> Blocks:
-        """Finds the rows of what stays at home, of static and dynamic experts alike."""
+        """Return the blocks of rows that stay at home, of static and dynamic experts."""
         return Blocks.of(*_here(self.phases.staying, i, rows, self.ways), rows.shape[0])
 
     def at_home(self, parts: tuple[Array, ...], blocks: Blocks) -> tuple[tuple[Array, ...], Experts]:
-        """Computes the gradients of what stays at home."""
+        """Compute the gradients of the rows that stay at home."""
         with jax.named_scope("experts/home_wave"):
             taken, fused = tuple(map(blocks.take, parts)), self._gate_goes_in_up(parts[0])
             *of_rows, of_experts = self._gradients(taken, self.experts, blocks.sizes, fused)
             return tuple(blocks.put(part, part) for part in of_rows), of_experts
 
     def finish(self, i: Array, of_rows: tuple[Array, ...], parts: Any, slots: Any, out: OfCopies) -> Any:
-        """Computes the gradients of what has moved, and sends all gradients back."""
+        """Compute the gradients of moved rows, and send all gradients back."""
         ways, phases, of_slots = self.ways, self.phases, None
         rows = of_rows[0]
         if slots is not None:
@@ -405,7 +404,7 @@ class _Backward(NamedTuple):
             return tuple(back(part, out=into) for part, into in zip(of_rows, out, strict=True)), of_slots
 
     def _gate_goes_in_up(self, rows: Rows) -> bool:
-        # Alike in both waves, whose gradients are added.
+        # Both waves use the same form, because their gradients are added.
         return fuse_gate_up(self.experts, rows, are_joined=False)
 
     def _gradients(
@@ -428,19 +427,19 @@ class _Backward(NamedTuple):
 def _gradients(
     ways: PhaseConfig, room: int, saved: PhaseResiduals, upstream: Tokens
 ) -> tuple[Tokens, RoutingWeights, Experts]:
-    """Computes the gradients of tokens, their weights and the home experts, in the same rounds again."""
+    """Compute the gradients of tokens, weights and home experts, in the rounds of the forward pass."""
     tokens, weights, experts, plan, phases = saved
     again = ways.replicate.again()
     route = None if ways.route is None else again.route(ways.topology)
     ways = ways._replace(replicate=again, route=route)
-    # Without the barrier XLA sees that the forward pass made the same replicas and sent the same rows, and keeps those
-    # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
+    # Without the barrier, XLA merges these replicas and rows with the equal ones of the forward pass and keeps them
+    # until now. The barrier ties them to the gradients, which exist only in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     pending = _start(experts, plan, ways)
     backward = _Backward(ways, Batch(tokens, weights, upstream), experts, phases)
     first, nothing = jnp.int32(0), no_gradients(tokens, weights)
     parts = backward.come_home(first)
-    # The wave at home reads the blocks, so rows begin to travel before it.
+    # The wave at home reads the blocks, which orders it after the start of the row copies.
     staying, onward = _start_onward(parts, phases, first, room, ways, backward.staying(first, parts[0]))
     of_rows, of_home = backward.at_home(parts, staying)
     slots = _join(pending, of_rows, ways)

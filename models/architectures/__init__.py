@@ -1,1 +1,1 @@
-"""Each file says of one architecture what its `config.json` means, and where the tensors of its checkpoints belong."""
+"""Supported architectures: one file each maps a `config.json` to sizes and checkpoint tensors to parameters."""

@@ -1,4 +1,4 @@
-"""`Fields` reads a `config.json` of Hugging Face."""
+"""Reader of the `config.json` of a Hugging Face checkpoint."""
 
 import json
 from pathlib import Path
@@ -7,33 +7,33 @@ from typing import Any
 from models.decoder.rope import Rope, yarn_scale
 
 MOST_BYTES = 2**20
-"""A `config.json` has at most so many bytes."""
+"""Maximum size of a `config.json`, in bytes."""
 
 MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12
-"""A model has at most so many layers, and experts in each."""
+"""Maximum number of layers, and of experts per layer."""
 
 
 class Fields:
-    """These are the fields of a `config.json`; an absent one is an error that names it.
+    """Typed access to the fields of a `config.json`; a missing or invalid field raises an error with its name.
 
     Args:
-        text: the JSON text.
+        text: JSON text of the file.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: `text` is not valid JSON, or not a JSON object.
     """
 
     def __init__(self, text: str) -> None:
         try:
             self.raw = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"config.json is no JSON: {error}") from error
+            raise ValueError(f"config.json is not valid JSON: {error}") from error
         if not isinstance(self.raw, dict):
-            raise ValueError("config.json is no JSON object")
+            raise ValueError("config.json is not a JSON object")
         self.text = text
 
     def integer(self, name: str, default: int | None = None, most: int = 2**31) -> int:
-        """Reads an integer from 0 to `most`."""
+        """Return an integer field between 0 and `most`; `default` replaces an absent field."""
         value = self.raw.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 <= value <= most:
@@ -41,24 +41,26 @@ class Fields:
         return value
 
     def num_layers(self) -> int:
-        """Reads the number of layers, which is no such that listing them would take long."""
+        """Return the number of layers, at most `MOST_LAYERS`."""
         return self.integer("num_hidden_layers", most=MOST_LAYERS)
 
     def num_further(self) -> int:
-        """Reads how many layers predict further tokens; older and newer files have another name for it."""
+        """Return the number of multi-token prediction layers, under either of the two names in use (default 0)."""
         name = "num_nextn_predict_layers"
         return self.integer(name if name in self.raw else "num_mtp_layers", 0, most=MOST_LAYERS)
 
     def num_experts(self, name: str) -> int:
-        """Reads the number of experts, which newer versions of `transformers` call the same in all models."""
+        """Return the number of experts, under `name` or `num_local_experts`, its name in newer `transformers`
+        versions.
+        """
         return self.integer(name if name in self.raw else "num_local_experts", most=MOST_EXPERTS)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Reads a number."""
+        """Return a number as a float; `default` replaces an absent field."""
         return _number(name, self.raw.get(name), default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Reads true or false."""
+        """Return a Boolean field; `default` replaces an absent field."""
         value = self.raw.get(name)
         value = default if value is None else value
         if type(value) is not bool:
@@ -66,7 +68,7 @@ class Fields:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Reads a list of integers, which is empty where it is absent."""
+        """Return a list of integers, empty if the field is absent."""
         value = self.raw.get(name)
         value = [] if value is None else value
         if not isinstance(value, list) or any(type(item) is not int for item in value):
@@ -74,13 +76,13 @@ class Fields:
         return tuple(value)
 
     def require(self, name: str, expected: Any) -> None:
-        """Refuses a field that is there with another value than the one that is supported."""
+        """Raise `ValueError` if the field is present with a value other than `expected`, the only supported one."""
         value = self.raw.get(name)
         if value is not None and value != expected:
-            raise ValueError(f"config.json: {name} is {value!r}; expected {expected!r}, which alone is supported")
+            raise ValueError(f"config.json: {name} is {value!r}; expected {expected!r}, the only supported value")
 
     def rope_settings(self) -> dict[str, Any]:
-        """Collects the settings of rotary positions, whose place depends on the version of `transformers`."""
+        """Return the rotary-embedding settings; their location depends on the version of `transformers`."""
         settings = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
         if not isinstance(settings, dict):
             raise ValueError(f"config.json: rope_parameters is {settings!r}; expected an object")
@@ -88,12 +90,12 @@ class Fields:
         return {key: value for key, value in {**named, **settings}.items() if value is not None}
 
     def rope(self, dim: int, *, base: float, interleaved: bool = False) -> Rope:
-        """Makes the rotary positions of heads with so many rotated channels.
+        """Return the rotary embedding of attention heads with `dim` rotated channels.
 
         Args:
-            dim: the channels.
-            base: the base where there is none in the file.
-            interleaved: whether neighbours make a pair.
+            dim: rotated channels per head.
+            base: base of the frequencies if the file has none.
+            interleaved: if True, rotate adjacent channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
         """
         settings = self.rope_settings()
         kind = settings.get("rope_type", settings["type"])
@@ -137,13 +139,13 @@ def _number(name: str, value: Any, default: float | None) -> float:
 
 
 def read_fields(folder: Path) -> Fields:
-    """Reads the `config.json` of a folder.
+    """Read the `config.json` of a checkpoint folder.
 
     Args:
-        folder: the folder of a checkpoint.
+        folder: folder of the checkpoint.
 
     Raises:
-        ValueError: it is not there, or is no JSON object of a sensible size.
+        ValueError: the file is missing, is not a JSON object, is not UTF-8, or has more than `MOST_BYTES` bytes.
     """
     path = folder / "config.json"
     try:

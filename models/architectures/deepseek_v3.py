@@ -11,7 +11,7 @@ from models.decoder.rope import yarn_scale
 
 
 def config(fields: Fields) -> DecoderConfig:
-    """Reads the sizes of a DeepSeek-V3."""
+    """Return the `DecoderConfig` of a DeepSeek-V3 `config.json`."""
     fields.require("hidden_act", "silu")
     latent = Latent(
         query_rank=fields.integer("q_lora_rank", 0) or None,
@@ -48,7 +48,7 @@ def config(fields: Fields) -> DecoderConfig:
 
 
 def _temperature(fields: Fields) -> float:
-    """Computes the factor by which scores of a longer context are sharpened; queries and keys each have it."""
+    """Return YaRN's `mscale` squared: queries and keys are each scaled by it for longer contexts."""
     settings = fields.rope_settings()
     if settings.get("rope_type", settings["type"]) == "default" or not settings.get("mscale_all_dim"):
         return 1.0
@@ -56,7 +56,7 @@ def _temperature(fields: Fields) -> float:
 
 
 def pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
-    """Names the tensors of its checkpoints."""
+    """Yield the parameter slices of the checkpoint tensors."""
     yield from names.outside(config)
     for layer in range(config.num_layers):
         yield from _layer(config, layer)

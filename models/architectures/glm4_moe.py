@@ -1,4 +1,4 @@
-"""GLM-4.5: sigmoid routing with a bias, a shared expert, dense first layers, half of a head's channels rotated."""
+"""GLM-4.5: sigmoid routing with a bias, a shared expert, dense first layers, partial rotary embedding."""
 
 import jax
 
@@ -12,7 +12,7 @@ __all__ = ["config", "pieces", "sigmoid_router"]
 
 
 def sigmoid_router(fields: Fields) -> TopK:
-    """Reads the router that GLM-4.5 and DeepSeek-V3 share."""
+    """Return the router of GLM-4.5 and DeepSeek-V3."""
     num_groups = fields.integer("n_group", 1)
     limit = GroupLimit(num_groups, fields.integer("topk_group", 1)) if num_groups > 1 else None
     return TopK(
@@ -26,7 +26,7 @@ def sigmoid_router(fields: Fields) -> TopK:
 
 
 def config(fields: Fields) -> DecoderConfig:
-    """Reads the sizes of a GLM-4.5."""
+    """Return the `DecoderConfig` of a GLM-4.5 `config.json`."""
     fields.require("hidden_act", "silu")
     num_heads, head_dim = fields.integer("num_attention_heads"), fields.integer("head_dim", 128)
     share = fields.rope_settings().get("partial_rotary_factor", fields.number("partial_rotary_factor", 0.5))

@@ -1,4 +1,4 @@
-"""GPT-OSS: clamped SwiGLU with biases, a router with a bias, sinks, sliding windows in every other layer, YaRN."""
+"""GPT-OSS: clamped SwiGLU with biases, router bias, attention sinks, sliding windows in every other layer, YaRN."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def config(fields: Fields) -> DecoderConfig:
-    """Reads the sizes of a GPT-OSS."""
+    """Return the `DecoderConfig` of a GPT-OSS `config.json`."""
     num_layers, has_bias = fields.num_layers(), fields.flag("attention_bias", True)
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", width // max(num_heads, 1))
@@ -26,7 +26,7 @@ def config(fields: Fields) -> DecoderConfig:
         head_dim=head_dim,
         mlp_dim=fields.integer("intermediate_size"),
         num_experts=fields.num_experts("num_local_experts"),
-        # The softmax over the chosen logits is that over all, renormalised.
+        # A softmax over the chosen logits equals the renormalised softmax over all logits.
         router=TopK(fields.integer("num_experts_per_tok"), logit_bias=True),
         norm_eps=fields.number("rms_norm_eps", 1e-5),
         rope=fields.rope(head_dim, base=150_000.0),
@@ -51,7 +51,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
-    """Names the tensors of its checkpoints, which hold all experts of a layer in one tensor."""
+    """Yield the parameter slices of the checkpoint tensors; one tensor stacks all experts of a layer."""
     yield from names.outside(config)
     for layer in range(config.num_layers):
         yield from names.layer_norms(config, layer)
@@ -66,7 +66,7 @@ def _experts(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
     yield ParameterSlice(f"{theirs}.router.bias", (experts,), f"{ours}.kernel_bias")
     both, out = f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
     for expert in range(experts):
-        # Columns of the gate and of the first projection take turns.
+        # The columns of the gate and the up projection are interleaved.
         for first, path in ((0, "gate"), (1, "up")):
             columns, wide = slice(first, None, 2), (experts, 2 * inner)
             whole = (expert, slice(None), columns)

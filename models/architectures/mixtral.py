@@ -1,4 +1,4 @@
-"""Mixtral: softmax top-k, grouped-query attention, in some a sliding window."""
+"""Mixtral: softmax top-k routing, grouped-query attention, an optional sliding window."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from models.decoder.config import DecoderConfig
 
 
 def config(fields: Fields) -> DecoderConfig:
-    """Reads the sizes of a Mixtral."""
+    """Return the `DecoderConfig` of a Mixtral `config.json`."""
     fields.require("hidden_act", "silu")
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", width // max(num_heads, 1))
@@ -35,7 +35,7 @@ def config(fields: Fields) -> DecoderConfig:
 
 
 def pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
-    """Names the tensors of its checkpoints."""
+    """Yield the parameter slices of the checkpoint tensors."""
     yield from names.outside(config)
     for layer in range(config.num_layers):
         yield from names.layer_norms(config, layer)

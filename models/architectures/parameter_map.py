@@ -1,4 +1,4 @@
-"""A `ParameterSlice` says which part of a tensor in a checkpoint is which part of a parameter."""
+"""Mapping between checkpoint tensors and model parameters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -10,16 +10,16 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """A piece is all of a tensor or, where a file holds several parameters in one tensor, a part of it.
+    """Part of a checkpoint tensor, and the parameter it maps to.
 
     Args:
-        name: the name of the tensor in the checkpoint.
-        shape: the shape of the whole tensor.
-        path: the path of the parameter in the model, with dots.
-        index: the part of the tensor; empty for all of it.
-        expert: which line of the parameter it is; `None`: all of it.
-        transposed: whether the parameter has its last two dimensions the other way round.
-        is_copy: whether another piece is the same, under another name; a checkpoint may lack it.
+        name: name of the tensor in the checkpoint.
+        shape: shape of the whole tensor.
+        path: dotted path of the parameter in the model.
+        index: part of the tensor; empty for all of it.
+        expert: index into the first dimension of the parameter; `None` for the whole parameter.
+        transposed: if True, the last two dimensions of tensor and parameter are swapped.
+        is_copy: if True, the tensor duplicates another one and may be missing from the checkpoint.
     """
 
     name: str
@@ -32,19 +32,19 @@ class ParameterSlice:
 
 
 def linear(name: str, path: str, inner: int, outer: int, use_bias: bool = False) -> Iterator[ParameterSlice]:
-    """Names the weight of a linear map, which `torch` keeps transposed, and its bias."""
+    """Yield the weight of a linear map, stored transposed by `torch`, and its bias."""
     yield ParameterSlice(f"{name}.weight", (outer, inner), f"{path}.kernel", transposed=True)
     if use_bias:
         yield ParameterSlice(f"{name}.bias", (outer,), f"{path}.bias")
 
 
 def scale(name: str, path: str, width: int) -> ParameterSlice:
-    """Names the weight of a norm."""
+    """Return the slice of a norm's weight."""
     return ParameterSlice(f"{name}.weight", (width,), f"{path}.scale")
 
 
 def outside(config: DecoderConfig) -> Iterator[ParameterSlice]:
-    """Names what is not in a layer: embedding, last norm and output."""
+    """Yield the parameters outside the layers: embedding, final norm and output head."""
     yield ParameterSlice("model.embed_tokens.weight", (config.vocab_size, config.embed_dim), "embed.embedding")
     yield scale("model.norm", "norm", config.embed_dim)
     if not config.tie_embeddings:
@@ -52,13 +52,13 @@ def outside(config: DecoderConfig) -> Iterator[ParameterSlice]:
 
 
 def layer_norms(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the norms before attention and before the experts."""
+    """Yield the norms before attention and before the experts."""
     yield scale(f"model.layers.{layer}.input_layernorm", f"blocks.{layer}.attention_norm", config.embed_dim)
     yield scale(f"model.layers.{layer}.post_attention_layernorm", f"blocks.{layer}.moe_norm", config.embed_dim)
 
 
 def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the weights of `GroupedAttention`."""
+    """Yield the weights of `GroupedAttention`."""
     theirs, ours = f"model.layers.{layer}.self_attn", f"blocks.{layer}.attention"
     width, queries, keys = config.embed_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield from linear(f"{theirs}.q_proj", f"{ours}.q", width, queries, config.qkv_bias)
@@ -75,13 +75,13 @@ def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSl
 def experts(
     config: DecoderConfig, layer: int, inside: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Iterator[ParameterSlice]:
-    """Names the router's and the experts' weights, where each expert has tensors of its own.
+    """Yield the weights of the router and of experts stored in one tensor each.
 
     Args:
-        config: the sizes.
-        layer: the layer.
-        inside: the module of the experts, `mlp` for most.
-        names: what the gate, the first and the second projection are called.
+        config: sizes of the model.
+        layer: index of the layer.
+        inside: name of the checkpoint module holding the experts, usually `mlp`.
+        names: checkpoint names of the gate, up and down projections.
     """
     theirs, ours = f"model.layers.{layer}.{inside}", f"blocks.{layer}.moe"
     width, inner, (gate, up, down) = config.embed_dim, config.mlp_dim, names
@@ -98,7 +98,7 @@ def experts(
 
 
 def shared_expert(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the weights of the shared expert."""
+    """Yield the weights of the shared expert."""
     if config.shared_mlp_dim:
         theirs, ours = f"model.layers.{layer}.mlp.shared_experts", f"blocks.{layer}.moe"
         wide, narrow = (config.shared_mlp_dim, config.embed_dim), (config.embed_dim, config.shared_mlp_dim)
@@ -108,7 +108,7 @@ def shared_expert(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]
 
 
 def dense(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the weights of a layer without experts."""
+    """Yield the weights of a dense feed-forward layer."""
     theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}.dense"
     yield from linear(f"{theirs}.gate_proj", f"{ours}.gate", config.embed_dim, config.dense_mlp_dim)
     yield from linear(f"{theirs}.up_proj", f"{ours}.up", config.embed_dim, config.dense_mlp_dim)
@@ -116,7 +116,7 @@ def dense(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
 
 
 def usual_pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
-    """Names all tensors of a model with grouped attention and tensors for each expert under `mlp`."""
+    """Yield all slices of a model with grouped attention and per-expert tensors under `mlp`."""
     yield from outside(config)
     for layer in range(config.num_layers):
         yield from _usual_layer(config, layer)
@@ -132,11 +132,11 @@ def _usual_layer(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
 def further(
     config: DecoderConfig, layer_pieces: Callable[[DecoderConfig, int], Iterator[ParameterSlice]]
 ) -> Iterator[ParameterSlice]:
-    """Names what predicts further tokens: layers behind the last one, and what joins their input.
+    """Yield the slices of the multi-token prediction layers and of the modules joining their inputs.
 
     Args:
-        config: the sizes.
-        layer_pieces: names the tensors of a layer of the model.
+        config: sizes of the model.
+        layer_pieces: function yielding the slices of one layer.
     """
     width, words = config.embed_dim, (config.vocab_size, config.embed_dim)
     for i in range(config.num_further):
@@ -148,7 +148,7 @@ def further(
         yield scale(f"{theirs}.hnorm", f"{ours}.stream_norm", width)
         yield from linear(f"{theirs}.eh_proj", f"{ours}.join", 2 * width, width)
         yield scale(f"{theirs}.shared_head.norm", f"{ours}.norm", width)
-        # Published checkpoints have what is shared in each of these layers again.
+        # Published checkpoints store the shared embedding and head once more in each of these layers.
         yield ParameterSlice(f"{theirs}.embed_tokens.weight", words, "embed.embedding", is_copy=True)
         head = "embed.embedding" if config.tie_embeddings else "head.kernel"
         yield ParameterSlice(
@@ -157,7 +157,7 @@ def further(
 
 
 def feed_forward(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the weights of a layer's experts, or of its dense network."""
+    """Yield the weights of a layer's experts, or of its dense network."""
     if layer in config.dense_layers:
         yield from dense(config, layer)
     else:

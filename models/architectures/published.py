@@ -1,5 +1,6 @@
-"""The sizes of published models, as their `config.json` has them: `python -m models.architectures.published` counts
-them.
+"""Sizes of published models, as in their `config.json`.
+
+`python -m models.architectures.published` prints a table of them.
 """
 
 import json
@@ -153,14 +154,14 @@ PUBLISHED = {
     "GLM-4.5": GLM_4_5,
     "gpt-oss-120b": GPT_OSS_120B,
 }
-"""What each file has that matters here."""
+"""Relevant `config.json` fields of each published model."""
 
 
 def published_config(name: str) -> DecoderConfig:
-    """Reads the sizes of a published model.
+    """Return the sizes of a published model.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: `name` is not in `PUBLISHED`.
     """
     if name not in PUBLISHED:
         raise ValueError(f"name is {name!r}; expected one of {', '.join(PUBLISHED)}")
@@ -168,13 +169,13 @@ def published_config(name: str) -> DecoderConfig:
 
 
 def num_params(config: DecoderConfig) -> tuple[int, int]:
-    """Counts the parameters of a model, and those that one token meets; the embedding counts in both.
+    """Return the total parameters of a model, and the active parameters per token.
 
-    Layers that predict further tokens do not count.
+    Both include the embedding. Multi-token prediction layers do not count.
     """
     pieces = pieces_of(config)
     in_experts = _size(piece for piece in pieces if piece.expert is not None)
-    # A tensor with all experts has many pieces, and one size.
+    # A tensor stacking all experts has many slices but counts once.
     total = _size(pieces)
     per_token = config.router.num_experts_per_tok
     return total, total - in_experts + in_experts * per_token // config.num_experts
@@ -185,7 +186,7 @@ def _size(pieces: Iterable[ParameterSlice]) -> int:
 
 
 def main() -> None:
-    """Prints the sizes of all of them."""
+    """Print the sizes of all published models."""
     table = Table("model", "layers", "experts", "parameters", "of a token", "bytes in bfloat16")
     for name in PUBLISHED:
         config = published_config(name)

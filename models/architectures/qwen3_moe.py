@@ -1,4 +1,4 @@
-"""Qwen3-MoE: softmax top-k, normalised heads of queries and keys."""
+"""Qwen3-MoE: softmax top-k routing, normalised query and key heads."""
 
 from jax_moe_lb import TopK
 from models.architectures.config_json import Fields
@@ -9,7 +9,7 @@ __all__ = ["config", "pieces"]
 
 
 def config(fields: Fields) -> DecoderConfig:
-    """Reads the sizes of a Qwen3-MoE."""
+    """Return the `DecoderConfig` of a Qwen3-MoE `config.json`."""
     fields.require("hidden_act", "silu")
     fields.require("use_sliding_window", False)
     num_layers, sparse_step = fields.num_layers(), fields.integer("decoder_sparse_step", 1)

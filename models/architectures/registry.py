@@ -1,4 +1,4 @@
-"""`architecture_of` finds what reads a checkpoint, by the `model_type` of its `config.json`."""
+"""Registry of architectures by the `model_type` of a `config.json`."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -12,12 +12,12 @@ from models.decoder.config import DecoderConfig
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture is what one file of this folder says.
+    """Reader of one architecture.
 
     Args:
-        config: reads the sizes from a `config.json`.
-        pieces: names all tensors of a checkpoint of such sizes.
-        has_further: whether it may have layers that predict further tokens.
+        config: function from the `config.json` fields to the `DecoderConfig`.
+        pieces: function from the `DecoderConfig` to the slices of all checkpoint tensors.
+        has_further: if True, multi-token prediction layers are supported.
     """
 
     config: Callable[[Fields], DecoderConfig]
@@ -32,14 +32,14 @@ ARCHITECTURES = {
     "mixtral": Architecture(mixtral.config, mixtral.pieces),
     "qwen3_moe": Architecture(qwen3_moe.config, qwen3_moe.pieces),
 }
-"""The supported architectures, by `model_type`."""
+"""Supported architectures by `model_type`."""
 
 
 def architecture_of(fields: Fields) -> Architecture:
-    """Finds the architecture of a `config.json`.
+    """Return the architecture of a `config.json`.
 
     Raises:
-        ValueError: it is another.
+        ValueError: its `model_type` is not supported.
     """
     kind = fields.raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
@@ -55,23 +55,23 @@ def configured(
     scan_layers: bool = False,
     predict_further: bool = False,
 ) -> DecoderConfig:
-    """Reads the sizes of a model from its `config.json`.
+    """Return the `DecoderConfig` of a `config.json`.
 
     Args:
-        fields: the file.
-        compute_dtype: the dtype of activations and products.
-        param_dtype: the dtype of parameters.
-        scan_layers: whether equal layers are one loop.
-        predict_further: whether the model has its layers that predict further tokens.
+        fields: content of the file.
+        compute_dtype: dtype of activations and matrix products (default "float32").
+        param_dtype: dtype of parameters (default "float32").
+        scan_layers: if True, run layers of equal structure as one `jax.lax.scan`.
+        predict_further: if True, add the multi-token prediction layers.
 
     Raises:
-        ValueError: the architecture or one of its options is not supported, or a size does not fit; or no layer
-            predicts further tokens.
+        ValueError: the architecture or an option is not supported, a size is invalid, or `predict_further` is set for a
+            model without multi-token prediction layers.
     """
     architecture = architecture_of(fields)
     num_further = fields.num_further() if predict_further and architecture.has_further else 0
     if predict_further and not num_further:
-        raise ValueError("predict_further is True; expected False, as config.json has no layers for it")
+        raise ValueError("predict_further is True; expected False, as config.json has no multi-token prediction layers")
     return dataclasses.replace(
         architecture.config(fields),
         compute_dtype=compute_dtype,
@@ -82,5 +82,5 @@ def configured(
 
 
 def pieces_of(config: DecoderConfig) -> list[ParameterSlice]:
-    """Names all tensors of a checkpoint, and what they are in the model."""
+    """Return the slices of all checkpoint tensors of a model."""
     return list(architecture_of(Fields(config.source)).pieces(config))

@@ -1,4 +1,4 @@
-"""What a model learns from: `corpus_from` reads it, and `Batches` hands it out, step by step."""
+"""Training data: `corpus_from` reads files, and `Batches` iterates over batches."""
 
 from models.data.batches import Batches as Batches
 from models.data.batches import place_rows as place_rows

@@ -1,4 +1,4 @@
-"""`Batches` reads the sequences of one process, ahead of the step that needs them."""
+"""Iterator over training batches, with prefetching."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,27 +11,26 @@ from jax.sharding import Sharding
 from models.data.corpus import Corpus
 
 STEPS_AHEAD = 4
-"""So many batches are read before they are asked for."""
+"""Number of batches to prefetch."""
 
 THREADS = 2
-"""Threads that read; packing is cheap, and files that are mapped may have to be waited for."""
+"""Reader threads. Packing is cheap; threads hide the latency of memory-mapped files."""
 
 NO_END = 2**50
-"""More steps than any run has."""
+"""Number of steps of the endless data set, above the length of any run."""
 
 
 class Batches:
-    """An iterator over the batches of a run, which can go on where another stopped.
+    """Resumable iterator over the batches of a run, and a context manager closing its reader threads.
 
-    It is a context, which ends its threads. Sequence `row` of step `s` is the same for any number of processes, each of
-    which reads its own rows alone.
+    Sequence `row` of step `s` does not depend on the number of processes. Each process reads its own rows only.
 
     Args:
-        corpus: what is read.
-        seed: of the shuffles.
-        batch_size: the sequences of a step, over all processes.
-        sequence_length: the tokens to predict in a sequence.
-        rows: those of this process, ascending; `rows_here` finds them.
+        corpus: data to read.
+        seed: seed of the shuffles.
+        batch_size: sequences per step, over all processes.
+        sequence_length: tokens to predict per sequence.
+        rows: batch rows of this process, ascending; `rows_here` computes them.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Batches:
         return np.stack([self.sequences[first + row] for row in self.rows])
 
     def __next__(self) -> np.ndarray:
-        """Reads the next batch, int32 `[rows, sequence_length + 1]`."""
+        """Return the next batch, int32 `[rows, sequence_length + 1]`."""
         batch: np.ndarray = next(self.iterator)
         self.steps += 1
         return batch
@@ -68,42 +67,42 @@ class Batches:
         self.iterator.close()
 
     def state(self) -> dict[str, int]:
-        """Says where the next batch begins, as JSON: how many sequences all processes have had."""
+        """Return the position of the iterator as JSON: the number of sequences read by all processes."""
         return {"sequences": self.first + self.steps * self.batch_size}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was asked for, maybe on another number of processes.
+        """Continue from a saved position, possibly with another number of processes.
 
         Args:
-            state: what `state` returned.
+            state: return value of `state`.
 
         Raises:
-            ValueError: it is no such thing.
+            ValueError: `state` has no number of sequences.
         """
         sequences = state.get("sequences")
         if type(sequences) is not int or sequences < 0:
-            raise ValueError(f"the state of the data is {state!r}; expected a number of sequences")
+            raise ValueError(f"data state is {state!r}; expected a number of sequences")
         self.iterator.close()
         self._start(sequences)
 
 
 def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
-    """Lists the rows of a batch that lie on devices of this process, ascending.
+    """Return the batch rows on devices of this process, ascending.
 
     Args:
-        sharding: of a batch over all devices.
-        batch_size: its rows.
+        sharding: sharding of a batch over all devices.
+        batch_size: rows of the batch.
     """
     here = sharding.addressable_devices_indices_map((batch_size,)).values()
     return sorted({row for index in here for row in range(batch_size)[(index or (slice(None),))[0]]})
 
 
 def place_rows(rows: np.ndarray, sharding: Sharding, batch_size: int) -> jax.Array:
-    """Makes a batch of the rows of all processes, each of which gives its own.
+    """Assemble a global batch from the rows of each process.
 
     Args:
         rows: int32 `[rows, ...]`, in the order of `rows_here`.
-        sharding: of the batch over all devices.
-        batch_size: the rows of all processes.
+        sharding: sharding of the batch over all devices.
+        batch_size: rows of all processes.
     """
     return jax.make_array_from_process_local_data(sharding, rows, (batch_size, *rows.shape[1:]))

@@ -1,6 +1,6 @@
 """Training and validation data: text or token arrays, mixed by weight.
 
-A `Stream` is a sequence of tokens of which one chunk in every so many is held out.
+Every `CHUNKS_PER_CYCLE`-th chunk of a `Stream` is held out for validation.
 """
 
 import hashlib
@@ -16,25 +16,26 @@ from models.data.tokenizers import Bytes
 
 CHUNK_TOKENS = 32_768
 CHUNKS_PER_CYCLE = 16
-"""Of so many chunks the last is held out."""
+"""Chunks per cycle; the last chunk of each cycle is held out."""
 
 CHUNKS_OF_SHORT_TEXT = 10
-"""A stream too short for that is cut into so many smaller ones."""
+"""Number of smaller chunks of a stream shorter than one cycle."""
 
 TOKENS_AT_ONCE = 2**24
-"""So many tokens of a mapped file are in memory when all of them are read."""
+"""Tokens of a memory-mapped file to read into memory at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A stream is documents end to end. Its last chunk of every sixteen is held out, so both sides see all kinds.
+    """Concatenated documents, of which the last chunk of every sixteen is held out.
 
-    Either side is read as if its chunks were end to end. A window marks where it does not go on in the same document,
-    so that nobody is asked to guess how a text begins: such a token `t` is `~t`, which is below 0.
+    Holding out chunks throughout the stream gives both splits text of all kinds. Each split concatenates its chunks.
+    In a window, a token `t` at the start of a document or after a gap between chunks is stored as `~t` (negative), so
+    that it is not predicted.
 
     Args:
-        tokens: `[tokens]` integers, which may lie in a mapped file.
-        starts: int64 `[documents - 1]`, where documents begin, ascending, without the first, which begins at 0.
+        tokens: `[tokens]` integers, possibly memory-mapped.
+        starts: int64 `[documents - 1]`, start offsets of the documents, ascending, without the first (0).
     """
 
     tokens: np.ndarray
@@ -42,13 +43,13 @@ class Stream:
 
     @cached_property
     def _chunks(self) -> tuple[int, int]:
-        """Tells the tokens of a chunk, and the chunks of a cycle."""
+        """Tokens per chunk, and chunks per cycle."""
         if len(self.tokens) < CHUNKS_PER_CYCLE * CHUNK_TOKENS:
             return max(1, len(self.tokens) // CHUNKS_OF_SHORT_TEXT), CHUNKS_OF_SHORT_TEXT
         return CHUNK_TOKENS, CHUNKS_PER_CYCLE
 
     def length(self, held_out: bool) -> int:
-        """Counts the tokens to learn from, or those that are held out."""
+        """Return the number of training tokens, or of held-out tokens."""
         chunk, per_cycle = self._chunks
         cycles, rest = divmod(len(self.tokens), chunk * per_cycle)
         train = (per_cycle - 1) * chunk
@@ -56,12 +57,12 @@ class Stream:
         return len(self.tokens) - learned if held_out else learned
 
     def window(self, held_out: bool, start: int, length: int) -> np.ndarray:
-        """Cuts tokens of one side, int32 `[length]`, with marks.
+        """Return a window of one split, int32 `[length]`, with discontinuities marked.
 
         Args:
-            held_out: the side: what is held out, or what is to be learned from.
-            start: the first token, counted on this side.
-            length: how many.
+            held_out: if True, read held-out tokens; otherwise training tokens.
+            start: offset of the first token within the split.
+            length: number of tokens.
         """
         if not length:
             return np.zeros(0, np.int32)
@@ -69,7 +70,7 @@ class Stream:
         tokens = self.tokens[places].astype(np.int32)
         begins = np.zeros(length, bool)
         begins[1:] = places[1:] != places[:-1] + 1
-        # A document that begins where the window does is no surprise: its first token is not predicted.
+        # Mark all document starts in the window; the first token of a document is not predicted.
         first, last = np.searchsorted(self.starts, (places[0], places[-1] + 1))
         begins |= np.isin(places, self.starts[first:last])
         return np.where(begins, ~tokens, tokens)
@@ -81,14 +82,14 @@ class Stream:
         return cycle * per_cycle * chunk + within + (train if held_out else 0)
 
     def check(self, vocab_size: int, name: str) -> None:
-        """Reads all tokens, and refuses those that are no words.
+        """Check that all tokens are in the vocabulary.
 
         Args:
-            vocab_size: how many words there are.
-            name: of what the stream is from, for the message.
+            vocab_size: size of the vocabulary.
+            name: source of the stream, for the message.
 
         Raises:
-            ValueError: a token is below 0, or not below `vocab_size`.
+            ValueError: a token is negative, or not below `vocab_size`.
         """
         for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
             part = self.tokens[start : start + TOKENS_AT_ONCE]
@@ -101,7 +102,7 @@ class Stream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Makes a word of all tokens and of where documents begin; it does not depend on the dtype of a file."""
+        """Hash of all tokens and document starts, independent of the dtype of the file."""
         digest = hashlib.sha256(self.starts.astype("<i8").tobytes())
         for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
             digest.update(self.tokens[start : start + TOKENS_AT_ONCE].astype("<i4").tobytes())
@@ -109,24 +110,24 @@ class Stream:
 
 
 def joined(documents: list[np.ndarray]) -> Stream:
-    """Puts documents `[tokens]` end to end in memory; empty ones are passed over."""
+    """Concatenate documents `[tokens]` in memory, without empty ones."""
     documents = [document for document in documents if len(document)]
     ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
     return Stream(np.concatenate(documents or [np.zeros(0, np.uint8)]), ends[:-1])
 
 
 COUNTED_TOKENS = 2**24
-"""The words of so many held-out tokens are counted, at most."""
+"""Maximum number of held-out tokens in the unigram statistics."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of a corpus has a share of every batch.
+    """Component of a corpus with a fixed share of every batch.
 
     Args:
-        streams: its tokens.
-        weight: its share, beside the weights of other parts.
-        source: where it is from, for a reader.
+        streams: tokens of the part.
+        weight: relative weight of the part.
+        source: description of the source for messages.
     """
 
     streams: Sequence[Stream]
@@ -134,21 +135,21 @@ class Part:
     source: str
 
     def length(self, held_out: bool) -> int:
-        """Counts the tokens to learn from, or those that are held out."""
+        """Return the number of training tokens, or of held-out tokens."""
         return sum(stream.length(held_out) for stream in self.streams)
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """These are the sequences of one side of a part, side by side; Grain takes them by their number.
+    """Random-access sequences of one split of a part, as a Grain data source.
 
-    A sequence has `length + 1` tokens, since each is to be predicted from those before; the last of one is the first of
-    the next. What is left over at the end of a stream is not used.
+    A sequence has `length + 1` tokens, as each token is predicted from those before. Its last token is the first of the
+    next sequence. An incomplete sequence at the end of a stream is dropped.
 
     Args:
-        part: has the tokens.
-        held_out: the side.
-        length: the tokens of a sequence.
+        part: part of the corpus.
+        held_out: if True, read held-out tokens; otherwise training tokens.
+        length: tokens to predict per sequence.
     """
 
     part: Part
@@ -171,12 +172,12 @@ class Windows:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A corpus is one part, or several that are mixed.
+    """Mixture of one or more parts.
 
     Args:
-        parts: where sequences are drawn from.
-        unit: what a token is called, such as "byte".
-        vocab_size: how many words there are; no token is larger.
+        parts: parts to sample from.
+        unit: name of a token, such as "byte".
+        vocab_size: size of the vocabulary; every token is below it.
     """
 
     parts: tuple[Part, ...]
@@ -185,21 +186,21 @@ class Corpus:
 
     @classmethod
     def of_text(cls, text: bytes, source: str) -> "Corpus":
-        """Makes a corpus of bytes, one document.
+        """Build a corpus of bytes from one document.
 
         Args:
-            text: all bytes.
-            source: where they are from, for a reader.
+            text: bytes of the document.
+            source: description of the source for messages.
         """
         return cls((Part((joined([Bytes().tokens(text)]),), 1.0, source),))
 
     def length(self, held_out: bool) -> int:
-        """Counts the tokens to learn from, or those that are held out."""
+        """Return the number of training tokens, or of held-out tokens."""
         return sum(part.length(held_out) for part in self.parts)
 
     @property
     def source(self) -> str:
-        """Says where the tokens are from, for a reader."""
+        """Description of the source, with the share of each part."""
         if len(self.parts) == 1:
             return self.parts[0].source
         shares = self._shares()
@@ -207,13 +208,13 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Makes a word that changes when a token, a border or a share does. It reads everything."""
+        """Hash of all tokens, document starts and shares; computing it reads the whole corpus."""
         described = [[stream.fingerprint for stream in part.streams] for part in self.parts]
         return hashlib.sha256(repr((described, self._shares())).encode()).hexdigest()[:16]
 
     @cached_property
     def unigram_entropy_nats(self) -> float:
-        """Counts the nats per token of held-out text for a model that knows only how often each word occurs."""
+        """Unigram entropy of held-out text, in nats per token."""
         entropy, counted = 0.0, COUNTED_TOKENS // len(self.parts)
         for share, part in zip(self._shares(), self.parts, strict=True):
             counts = np.zeros(self.vocab_size, np.int64)
@@ -225,16 +226,16 @@ class Corpus:
         return entropy
 
     def sequences(self, seed: int, length: int) -> grain.MapDataset:
-        """Lists the sequences of a run without end, int32 `[length + 1]` each.
+        """Return the endless sequence of training examples, int32 `[length + 1]` each.
 
-        Every part is shuffled anew in each of its epochs, and parts take turns by weight. The list is a pure function
-        of its arguments, so that a run can go on at any place, on any number of hosts.
+        Each epoch of a part is shuffled anew, and parts are mixed by weight. The order is a pure function of the
+        arguments, so a run can resume at any position and on any number of hosts.
 
         Args:
-            seed: of the shuffles.
-            length: the tokens to predict in a sequence.
+            seed: seed of the shuffles.
+            length: tokens to predict per sequence.
         """
-        # Grain's seeds have 32 bits.
+        # Grain accepts 32-bit seeds.
         seeds = np.random.SeedSequence(seed).generate_state(len(self.parts))
         parts = [
             grain.MapDataset.source(Windows(part, False, length)).shuffle(int(seeds[i])).repeat(None)
@@ -243,12 +244,12 @@ class Corpus:
         return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, self._shares())
 
     def batch(self, seed: int, step: int, batch_size: int, sequence_length: int) -> np.ndarray:
-        """Draws all sequences of one step, int32 `[batch_size, sequence_length + 1]`; steps count from 1."""
+        """Return all sequences of one step, int32 `[batch_size, sequence_length + 1]`; the first step is 1."""
         sequences = self.sequences(seed, sequence_length)
         return np.stack([sequences[(step - 1) * batch_size + row] for row in range(batch_size)])
 
     def validation_batches(self, num_batches: int, batch_size: int, sequence_length: int) -> list[np.ndarray]:
-        """Cuts the same windows every time, evenly spaced over what is held out of each part, as many as its share."""
+        """Return fixed validation batches: windows evenly spaced over the held-out text of each part, by share."""
         ends = np.round(np.cumsum(self._shares()) * num_batches * batch_size).astype(int)
         rows = []
         for part, count in zip(self.parts, np.diff(ends, prepend=0), strict=True):
@@ -257,7 +258,7 @@ class Corpus:
         return np.split(np.stack(rows), num_batches)
 
     def check_length(self, sequence_length: int) -> None:
-        """Refuses sequences that are too long, with a `ValueError` unless both sides of all parts hold one."""
+        """Raise `ValueError` unless both splits of all parts contain at least one sequence."""
         for part in self.parts:
             if min(len(Windows(part, held_out, sequence_length)) for held_out in (False, True)) < 1:
                 raise ValueError(

@@ -14,26 +14,26 @@ from models.data.corpus import Corpus, Part, Stream, joined
 from models.data.tokenizers import Bytes, Tokenizer
 
 TEXT_FIELD = "text"
-"""The usual field of a JSON object with a document."""
+"""Default JSON field containing a document."""
 
 
 def read_streams(paths: list[Path], tokenizer: Tokenizer, text_field: str = TEXT_FIELD) -> tuple[list[Stream], int]:
-    """Reads files, and all in folders that are not hidden, sorted by name.
+    """Read files, and all non-hidden files of folders, sorted by name.
 
-    A file is an array of tokens if its name ends with `.npy`, one document per line if it ends with `.jsonl`, and a
-    document of text otherwise. An array `[tokens]` is one document, of `[documents, tokens]` every row is one. Arrays
-    are not read but mapped, each a stream; all else is one stream, in memory.
+    A `.npy` file is an array of tokens; a `.jsonl` file has one document per line; any other file is one document of
+    text. An array `[tokens]` is one document; each row of an array `[documents, tokens]` is one. Arrays are
+    memory-mapped, one stream each. All other documents form one stream in memory.
 
     Args:
         paths: files and folders.
-        tokenizer: splits text.
-        text_field: the field of a line's JSON object that is a document, usually "text".
+        tokenizer: tokenizer of text.
+        text_field: JSON field containing the document (default "text").
 
     Returns:
-        The streams that hold anything, and the number of files.
+        The non-empty streams, and the number of files.
 
     Raises:
-        ValueError: a file cannot be read, or does not hold what its name says.
+        ValueError: a file cannot be read, or its content does not match its suffix.
     """
     files = [file for path in paths for file in _files(path)]
     documents, mapped = [], []
@@ -54,7 +54,7 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     inside = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-    # Sorted, as the order of a folder differs between machines, and the text must not.
+    # Directory order differs between machines; sorting makes the text reproducible.
     return [path / file for file in sorted(inside) if not any(part.startswith(".") for part in file.parts)]
 
 
@@ -70,7 +70,7 @@ def _unreadable(file: Path, error: OSError) -> ValueError:
 
 
 def _texts(file: Path, field: str) -> Iterator[bytes]:
-    """Yields the document of each line; empty lines are none."""
+    """Yield the document of each non-empty line."""
     for number, line in enumerate(_bytes(file).split(b"\n"), 1):
         if line.strip():
             yield _text(line, field, f"data is {str(file)!r}, whose line {number}")
@@ -80,12 +80,12 @@ def _text(line: bytes, field: str, where: str) -> bytes:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where} is no JSON; expected an object with the field {field!r}") from error
+        raise ValueError(f"{where} is not valid JSON; expected an object with the field {field!r}") from error
     if not isinstance(value, dict) or field not in value:
         raise ValueError(f"{where} lacks the field {field!r}; expected an object with it, or another text_field")
     if not isinstance(value[field], str):
-        raise ValueError(f"{where} has {json.dumps(value[field])[:40]} in {field!r}; expected a text")
-    # JSON can name halves of characters, which are no text.
+        raise ValueError(f"{where} has {json.dumps(value[field])[:40]} in {field!r}; expected a string")
+    # JSON strings may contain unpaired surrogates, which UTF-8 cannot encode.
     return value[field].encode(errors="replace")
 
 
@@ -95,7 +95,7 @@ def _mapped(file: Path) -> Stream:
     except OSError as error:
         raise _unreadable(file, error) from error
     except (EOFError, ValueError) as error:
-        raise ValueError(f"data is {str(file)!r}, which is no array of NumPy; expected one of integers") from error
+        raise ValueError(f"data is {str(file)!r}, which is not a NumPy array; expected one of integers") from error
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"data is {str(file)!r}, whose dtype is {array.dtype}; expected integers")
     if array.ndim not in (1, 2):
@@ -107,7 +107,7 @@ def _mapped(file: Path) -> Stream:
 
 
 def default_corpus(max_bytes: int) -> Corpus:
-    """Reads Python's own documentation, then sources of its standard library, up to `max_bytes`."""
+    """Return Python's own documentation and sources of its standard library, up to `max_bytes`."""
     prose = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     documents, left = [], max_bytes
@@ -127,18 +127,18 @@ def corpus_from(
     vocab_size: int | None = None,
     text_field: str = TEXT_FIELD,
 ) -> Corpus:
-    """Reads files and folders; see `read_streams` for what they may hold.
+    """Read a corpus from files and folders in the formats of `read_streams`.
 
     Args:
-        sources: PATH or PATH:WEIGHT. Paths without weights are one part: each sequence is seen once in an epoch. With
-            weights, which are relative, each path is a part that makes up its share of all batches.
-        tokenizer: splits text; bytes by default.
-        vocab_size: how many words there are; `None`, the usual choice, takes those of the tokenizer.
-        text_field: the field of JSON lines that is a document, usually "text".
+        sources: PATH or PATH:WEIGHT. Paths without weights form one part, in which an epoch visits each sequence once.
+            With weights, which are relative, each path is a part with its share of all batches.
+        tokenizer: tokenizer of text (default bytes).
+        vocab_size: size of the vocabulary; `None` (default) takes the size of the tokenizer.
+        text_field: JSON field containing the document (default "text").
 
     Raises:
-        ValueError: a path does not exist or cannot be read, there is no token in it, a token is no word, or a weight is
-            not above 0.
+        ValueError: a path does not exist or cannot be read, contains no tokens or a token outside the vocabulary, or a
+            weight is not above 0.
     """
     named = [_weighed(str(source)) for source in sources]
     vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
@@ -160,14 +160,14 @@ def _part(paths: list[Path], weight: float, tokenizer: Tokenizer, vocab_size: in
     streams, num_files = read_streams(paths, tokenizer, text_field)
     names = ", ".join(str(path) for path in paths)
     if not streams:
-        raise ValueError(f"data is {names!r}, which holds no {tokenizer.unit}s; expected text")
+        raise ValueError(f"data is {names!r}, which contains no {tokenizer.unit}s; expected text")
     for stream in streams:
         stream.check(vocab_size, names)
     return Part(streams, weight, f"{num_files} file{'s' * (num_files != 1)} of {names}")
 
 
 def _weighed(source: str) -> tuple[Path, float | None]:
-    """Splits PATH:WEIGHT; what is a path as a whole has no weight."""
+    """Split PATH:WEIGHT; an existing path has no weight."""
     path, colon, text = source.rpartition(":")
     if not colon or Path(source).exists():
         return Path(source), None

@@ -13,17 +13,17 @@ from models.architectures.config_json import read_fields
 from models.config import NUM_BYTES
 
 MOST_BYTES = 2**28
-"""A `tokenizer.json` has at most so many bytes."""
+"""Maximum size of a `tokenizer.json`, in bytes."""
 
 
 class CheckpointTokenizer:
-    """This is the tokenizer of a checkpoint, read from its `tokenizer.json`.
+    """Tokenizer of a checkpoint, read from its `tokenizer.json`.
 
     Args:
-        folder: the folder of the checkpoint.
+        folder: folder of the checkpoint.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: the file is missing or cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,77 +33,74 @@ class CheckpointTokenizer:
         self.end_tokens = tuple(token for token in ends if type(token) is int)
 
     def tokens(self, text: str) -> list[int]:
-        """Splits a text into tokens, with those that the tokenizer puts around every text."""
+        """Encode a text, including the special tokens that the tokenizer adds."""
         return self.tokenizer.encode(text).ids
 
     def text(self, tokens: list[int]) -> str:
-        """Joins tokens to a text; special ones are left out."""
+        """Decode tokens to text, without special tokens."""
         return self.tokenizer.decode(tokens)
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Reads a `tokenizer.json`.
+    """Read a `tokenizer.json`.
 
     Raises:
-        ValueError: there is none, or it cannot be read; the message names the file.
+        ValueError: the file is missing or cannot be read; the message contains its path.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+            raise ValueError(f"expected at most {MOST_BYTES} bytes")
         return tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; expected a tokenizer") from error
     except Exception as error:
-        # Its parser, written in Rust, raises nothing narrower.
-        raise ValueError(f"{path} is no tokenizer: {error}") from error
+        # The Rust parser raises `Exception` itself.
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
 
 
 class Tokenizer(abc.ABC):
-    """A tokenizer splits text into tokens.
-
-    Args of subclasses say where its words are from.
-    """
+    """Abstract tokenizer: splits text into tokens."""
 
     @property
     @abc.abstractmethod
     def vocab_size(self) -> int:
-        """Counts the words, which are numbered from 0."""
+        """Size of the vocabulary; tokens are numbered from 0."""
 
     @property
     @abc.abstractmethod
     def unit(self) -> str:
-        """Names a token for a reader, who is told of nats per byte or per token."""
+        """Name of a token, for units such as nats per byte."""
 
     @abc.abstractmethod
     def tokens(self, text: bytes) -> np.ndarray:
-        """Splits a document into tokens, `[tokens]` integers."""
+        """Encode a document as `[tokens]` integers."""
 
 
 @dataclass(frozen=True)
 class Bytes(Tokenizer):
-    """Every byte is a token, so there is no file, and no text that it cannot split. It is the default."""
+    """Byte tokenizer (default): every byte is a token, so it needs no file and accepts any input."""
 
     @property
     def vocab_size(self) -> int:
-        """Counts all bytes."""
+        """Number of byte values, 256."""
         return NUM_BYTES
 
     @property
     def unit(self) -> str:
-        """Names a token: it is a byte."""
+        """Name of a token, "byte"."""
         return "byte"
 
     def tokens(self, text: bytes) -> np.ndarray:
-        """Takes the bytes as they are, uint8."""
+        """Return the bytes unchanged, uint8."""
         return np.frombuffer(text, np.uint8)
 
 
 @dataclass(frozen=True)
 class TokenizerFile(Tokenizer):
-    """The tokens are those of a `tokenizer.json`, as Hugging Face's `tokenizers` writes it.
+    """Tokenizer read from a `tokenizer.json` of Hugging Face's `tokenizers`.
 
     Args:
-        path: the file. It is read when it is asked for the first time.
+        path: path of the file, read on first use.
     """
 
     path: Path
@@ -114,14 +111,14 @@ class TokenizerFile(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Counts the words up to the largest number of one, special ones among them."""
+        """Largest token number plus 1, including special tokens."""
         return max(self._read.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def unit(self) -> str:
-        """Names a token."""
+        """Name of a token, "token"."""
         return "token"
 
     def tokens(self, text: bytes) -> np.ndarray:
-        """Splits a document, int32, with what the file puts around every text; bytes that are no UTF-8 are replaced."""
+        """Encode a document, int32, with the special tokens of the file; invalid UTF-8 is replaced."""
         return np.array(self._read.encode(text.decode(errors="replace")).ids, np.int32)

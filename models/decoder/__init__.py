@@ -1,1 +1,1 @@
-"""These are the blocks of decoders whose weights come from elsewhere; `models.architectures` says how they fit."""
+"""Decoder blocks and models, from which `models.architectures` builds published architectures."""

@@ -1,7 +1,7 @@
-"""Grouped-query and latent attention, and fused or blockwise kernels without the scores of all pairs.
+"""Grouped-query and latent attention; fused or blockwise kernels avoid storing all scores.
 
-`attend` has caches, sliding windows, sinks and other scales. `LatentAttention` computes keys and values from a narrow
-vector per token, which the cache holds.
+`attend` supports caches, sliding windows, attention sinks and custom scales. `LatentAttention` computes keys and values
+from a compressed vector per token, which is stored in the cache.
 """
 
 from functools import partial
@@ -17,23 +17,27 @@ from jax.sharding import Mesh
 from models.decoder.config import DecoderConfig, Latent
 
 QUERY_BLOCK = 512
-"""So many queries of a sequence have their scores at the same time."""
+"""Maximum number of queries per sequence with materialized scores."""
 
 CUDNN_HEAD_DIM = 128
-"""Up to so many channels of a head, a multiple of 8, cuDNN has a kernel on every GPU that multiplies bfloat16."""
+"""Maximum head dimension of cuDNN's kernel on every GPU with bfloat16 matrix products; must be a multiple of 8."""
 
 
 def causal_attention(q: Array, k: Array, v: Array, mesh: Mesh) -> Array:
-    """Computes the attention of every token to itself and those before it.
+    """Compute causal attention.
 
-    On NVIDIA GPUs it is cuDNN's kernel, which takes narrow heads of bfloat16, and `attention_in_blocks` elsewhere. The
-    devices of the mesh decide, not those of this machine, so that a program compiled ahead is the one that runs there.
+    NVIDIA GPUs use cuDNN's kernel for bfloat16 with at most `CUDNN_HEAD_DIM` channels; other cases use
+    `attention_in_blocks`. The mesh decides, not the local devices, so ahead-of-time compilation yields the program of
+    the target.
 
     Args:
         q: queries `[B, T, N, C]`.
-        k: keys, likewise.
-        v: values, likewise.
-        mesh: the devices that it is computed on.
+        k: keys `[B, T, N, C]`.
+        v: values `[B, T, N, C]`.
+        mesh: devices of the computation.
+
+    Returns:
+        Outputs `[B, T, N, C]`, in the dtype of `q`.
     """
     if has_cudnn_kernel(mesh, q):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
@@ -41,28 +45,31 @@ def causal_attention(q: Array, k: Array, v: Array, mesh: Mesh) -> Array:
 
 
 def has_cudnn_kernel(mesh: Mesh, q: Array) -> bool:
-    """Says whether cuDNN has a kernel for queries `[B, T, N, C]` on the devices of a mesh."""
+    """Return whether cuDNN has a kernel for queries `[B, T, N, C]` on the devices of a mesh."""
     narrow = q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0
     return narrow and mesh.devices.flat[0].device_kind.startswith("NVIDIA")
 
 
 def attention_in_blocks(q: Array, k: Array, v: Array, block: int = QUERY_BLOCK) -> Array:
-    """Computes causal attention one block of queries after the other, forward and backward.
+    """Compute causal attention in blocks of queries, forward and backward.
 
-    A block reads the keys up to its end alone, so that little is computed to be masked. Scores are not kept: the
-    backward pass computes those of a block again. The program grows with the number of blocks. All is computed in
-    float32, in which gradients of a key are summed over the blocks that read it; a TPU multiplies bfloat16 even so.
+    Each block reads only the keys up to its end, so few scores are masked. The backward pass rematerializes the scores
+    of a block. The program size grows with the number of blocks. Computation is in float32, so key gradients accumulate
+    over blocks in float32; a TPU still multiplies in bfloat16.
 
     Args:
         q: queries `[B, T, N, C]`.
-        k: keys, likewise.
-        v: values, likewise.
-        block: how many queries a block has; the last may have fewer.
+        k: keys `[B, T, N, C]`.
+        v: values `[B, T, N, C]`.
+        block: queries per block (default `QUERY_BLOCK`); the last block may have fewer.
+
+    Returns:
+        Outputs `[B, T, N, C]`, in the dtype of `q`.
     """
     wide = [part.astype(jnp.float32) for part in (q, k, v)]
     if q.shape[1] <= block:
         return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
-    # Whole arrays go in, of which each block takes its part: slices would be kept for the backward pass.
+    # Slice inside the checkpointed function; slices passed to it would be stored as residuals.
     blocks = [
         jax.checkpoint(partial(_causal_block, start=start, stop=min(start + block, q.shape[1])))(*wide)
         for start in range(0, q.shape[1], block)
@@ -76,10 +83,10 @@ def _causal_block(q: Array, k: Array, v: Array, *, start: int, stop: int) -> Arr
 
 
 Cache = tuple[Array, Array]
-"""What a layer keeps of the tokens before, `[B, S, ...]`: keys and values, or what they are made of."""
+"""Cached state of earlier tokens, `[B, S, ...]`: keys and values, or the compressed vectors of latent attention."""
 
 EVERYTHING = 2**30
-"""A window that no sequence is longer than."""
+"""Window above the length of any sequence."""
 
 
 def attend(
@@ -93,19 +100,19 @@ def attend(
     sinks: Array | None = None,
     whole: bool = False,
 ) -> Array:
-    """Computes the attention of each query to the keys up to its position, in float32.
+    """Compute attention of each query to the keys up to its position, in float32.
 
-    Of long sequences it holds the scores of `QUERY_BLOCK` queries at a time, also in the backward pass.
+    For long sequences, at most `QUERY_BLOCK` queries have materialized scores, also in the backward pass.
 
     Args:
         q: queries `[B, T, N, C]`.
         k: keys `[B, S, G, C]`; `G` divides `N`, and key `s` is at position `s`.
         v: values `[B, S, G, V]`.
-        positions: int32 `[B, T]`, those of the queries.
-        scale: the factor on the scores.
-        window: int32, how many keys back a query sees, itself counted; `None`: all.
-        sinks: `[N]`, a score of each head that takes its share of the softmax and brings no value.
-        whole: whether query `t` is at position `t`, as in training: then no block reads keys that none of it sees.
+        positions: int32 `[B, T]`, positions of the queries.
+        scale: factor on the scores.
+        window: int32, number of keys visible to a query, including its own; `None` is unlimited.
+        sinks: `[N]`, one attention-sink logit per head: it takes part in the softmax and has no value.
+        whole: if True, query `t` is at position `t`, as in training. Blocks then skip keys after their last query.
 
     Returns:
         `[B, T, N, V]`, in the dtype of `q`.
@@ -116,7 +123,7 @@ def attend(
     for start in range(0, q.shape[1], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, q.shape[1])
         block = partial(_of_block, scale=scale, start=start, stop=stop, keys=stop if whole else k.shape[1])
-        # Whole arrays go in, of which each block takes its part: slices would be kept for the backward pass.
+        # Slice inside the checkpointed function; slices passed to it would be stored as residuals.
         parts.append(jax.checkpoint(block)(q, k, v, positions, window, sinks))
     return jnp.concatenate(parts, 1)
 
@@ -136,7 +143,7 @@ def _of_block(
 ) -> Array:
     q, k, v, positions = q[:, start:stop], k[:, :keys], v[:, :keys], positions[:, start:stop]
     num_groups = k.shape[2]
-    # Heads of a group lie side by side: [B, T, G, N / G, C].
+    # Heads of a group are adjacent: [B, T, G, N / G, C].
     grouped = q.reshape(*q.shape[:2], num_groups, -1, q.shape[-1]).astype(jnp.float32)
     scores = jnp.einsum("btgnc,bsgc->bgnts", grouped, k.astype(jnp.float32)) * scale
     places = jnp.arange(keys, dtype=positions.dtype)[None, None]
@@ -153,7 +160,7 @@ def _of_block(
 
 
 def remember(cache: Cache, new: Cache, positions: Array) -> Cache:
-    """Puts what is new `[B, T, ...]` at its positions `[B, T]` of a cache `[B, S, ...]`."""
+    """Write new entries `[B, T, ...]` at positions `[B, T]` of a cache `[B, S, ...]`."""
     lines = jnp.arange(positions.shape[0])[:, None]
 
     def put(old: Array, new: Array) -> Array:
@@ -163,17 +170,17 @@ def remember(cache: Cache, new: Cache, positions: Array) -> Cache:
 
 
 class AttentionWindow(nnx.Variable):
-    """This variable holds how many keys back a layer sees: equal layers then differ in a number alone."""
+    """Attention window of a layer. As a variable, it lets layers with different windows share one structure."""
 
 
 class GroupedAttention(nnx.Module):
-    """It has rotary positions and, where the config says so, norms of heads, biases, sinks and sliding windows.
+    """Grouped-query attention with rotary positions, and optional head norms, biases, sinks and sliding windows.
 
     Args:
-        config: the sizes of the model.
-        layer: the number of the layer, which says how far it sees.
-        mesh: the devices that it is computed on, which have kernels or not.
-        rngs: random numbers for the parameters.
+        config: sizes of the model.
+        layer: index of the layer, which selects its window.
+        mesh: devices of the computation, which select the kernel.
+        rngs: random number generators of the parameters.
     """
 
     def __init__(self, config: DecoderConfig, layer: int, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
@@ -195,7 +202,7 @@ class GroupedAttention(nnx.Module):
         self.window = AttentionWindow(jnp.int32(config.window(layer) or EVERYTHING)) if is_local else None
 
     def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Mixes into each of the tokens `[B, T, H]` at `positions` what it sees; returns the cache with them."""
+        """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         q, k, v = (linear(x).reshape(*x.shape[:2], -1, self.config.head_dim) for linear in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).astype(x.dtype), self.k_norm(k).astype(x.dtype)
@@ -215,14 +222,14 @@ class GroupedAttention(nnx.Module):
         return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks, whole=whole)
 
     def empty_cache(self, batch_size: int, length: int) -> Cache:
-        """Makes a cache for so many tokens of so many sequences."""
+        """Return an empty cache for `batch_size` sequences of `length` tokens."""
         config = self.config
         shape = (batch_size, length, config.num_kv_heads, config.head_dim)
         return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
 
 def norm(width: int, eps: float, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """Makes a norm, which computes in float32 whatever the parameters are."""
+    """Return an RMS norm computing in float32, for parameters of any dtype."""
     return nnx.RMSNorm(width, epsilon=eps, dtype=jnp.float32, param_dtype=config.param_dtype, rngs=rngs)
 
 
@@ -231,19 +238,20 @@ def _dtypes(config: DecoderConfig) -> dict:
 
 
 LATENT_EPS = 1e-6
-"""The norms of compressed vectors have this, whatever that of the others is."""
+"""Epsilon of the norms of compressed vectors, independent of `norm_eps`."""
 
 
 class LatentAttention(nnx.Module):
-    """It is multi-head latent attention (DeepSeek-V2, section 2.1).
+    """Multi-head latent attention.
 
-    deviates: keys and values of the whole cache are made anew in each step of decoding; the paper absorbs their
-    weights into those of queries and outputs.
+    Reference:
+        DeepSeek-V2, section 2.1. Deviation: each decoding step recomputes the keys and values of the whole cache; the
+        paper absorbs their projections into those of queries and outputs.
 
     Args:
-        config: the sizes of the model, `latent` among them.
-        latent: those of the compressed vectors.
-        rngs: random numbers for the parameters.
+        config: sizes of the model.
+        latent: sizes of the compressed vectors.
+        rngs: random number generators of the parameters.
     """
 
     def __init__(self, config: DecoderConfig, latent: Latent, *, rngs: nnx.Rngs) -> None:
@@ -263,10 +271,10 @@ class LatentAttention(nnx.Module):
         self.out = linear(num_heads * latent.value_dim, width, config.out_bias)
 
     def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Mixes into each of the tokens `[B, T, H]` at `positions` what it sees; returns the cache with them."""
+        """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         q = self._queries(x, positions)
         small, turning = jnp.split(self.kv_down(x), [self.latent.kv_rank], -1)
-        # The rotated part is one head, which all share; there is no norm on it.
+        # The rotated part is a single head, shared by all query heads, without a norm.
         turned = self.config.rope(turning[:, :, None], positions)[:, :, 0]
         small = self.kv_norm(small).astype(x.dtype)
         if cache is not None:
@@ -292,7 +300,7 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([plain, shared], -1), v
 
     def empty_cache(self, batch_size: int, length: int) -> Cache:
-        """Makes a cache for so many tokens of so many sequences."""
+        """Return an empty cache for `batch_size` sequences of `length` tokens."""
         dims = (self.latent.kv_rank, self.latent.rotated_dim)
         small, turned = (jnp.zeros((batch_size, length, dim), self.config.compute_dtype) for dim in dims)
         return small, turned

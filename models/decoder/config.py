@@ -1,4 +1,4 @@
-"""`DecoderConfig` has the sizes of a decoder that a checkpoint was made with."""
+"""Sizes of a decoder loaded from a checkpoint."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from models.decoder.rope import Rope
 
 @dataclass(frozen=True)
 class Latent:
-    """These are the sizes of multi-head latent attention (DeepSeek-V2, section 2.1).
+    """Sizes of multi-head latent attention (DeepSeek-V2, section 2.1).
 
     Args:
-        query_rank: the width to which queries are compressed; `None` compresses none.
-        kv_rank: the width to which keys and values are compressed, which is what a cache holds.
-        plain_dim: the channels of a head's keys that are not rotated.
-        rotated_dim: the channels that are rotated, which all heads share in keys.
-        value_dim: the channels of a head's values.
+        query_rank: width of compressed queries; `None` disables their compression.
+        kv_rank: width of compressed keys and values, which the cache stores.
+        plain_dim: channels per key head without rotation.
+        rotated_dim: rotated channels, shared by all key heads.
+        value_dim: channels per value head.
     """
 
     query_rank: int | None
@@ -29,41 +29,44 @@ class Latent:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """These are the sizes of a decoder; a file in `models.architectures` reads them from a `config.json`.
+    """Sizes of a decoder, read from a `config.json` by a module of `models.architectures`.
 
     Args:
-        vocab_size: the words.
+        vocab_size: size of the vocabulary.
         embed_dim: `H`, the width of the model.
-        num_layers: the blocks.
-        num_heads: the query heads.
-        num_kv_heads: the heads of keys and values, a divisor of `num_heads`.
-        head_dim: `C`, the channels of a head.
+        num_layers: number of blocks.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of `num_heads`.
+        head_dim: `C`, the channels per head.
         mlp_dim: `F`, the inner width of an expert.
-        num_experts: `E`.
-        router: chooses the experts of a token, and holds `K`.
-        norm_eps: what is added to the mean square in norms.
-        rope: the rotary positions.
-        attention_scale: the factor on scores of attention.
-        source: the text of the `config.json`, which `save_pretrained` writes again.
-        dense_mlp_dim: the inner width of layers without experts.
-        dense_layers: the layers that have no experts.
-        shared_mlp_dim: the inner width of the shared expert; 0 for none.
-        expert_bias: whether each product of an expert has a bias.
-        qkv_bias: whether queries, keys and values have biases.
-        out_bias: whether the output of attention has a bias.
-        qk_norm: whether the heads of queries and keys are normalised.
-        sinks: whether each head has a sink, a score that takes its share and brings no value.
-        windows: how many keys back a query of each layer sees, itself counted; `None`: all. Empty: all, in every layer.
-        latent: the sizes of latent attention; `None`: it is the usual one.
-        tie_embeddings: whether the output layer is the embedding, transposed.
-        num_further: how many modules predict tokens after the next one, for training; see `models.decoder.model`.
-        activation: the function between the projections of an expert; `None` is SwiGLU.
-        compute_dtype: the dtype of activations and products.
-        param_dtype: the dtype of parameters.
-        scan_layers: whether equal layers are one loop, for training; see `models.decoder.layers.scanned`.
+        num_experts: `E`, experts per layer.
+        router: router; its `num_experts_per_tok` is `K`.
+        norm_eps: epsilon of the RMS norms.
+        rope: rotary embedding.
+        attention_scale: factor on attention scores.
+        source: text of the `config.json`, copied by `save_pretrained`.
+        dense_mlp_dim: inner width of layers without experts.
+        dense_layers: indices of the layers without experts.
+        shared_mlp_dim: inner width of the shared expert; 0 for none.
+        expert_bias: if True, each expert projection has a bias.
+        qkv_bias: if True, the query, key and value projections have biases.
+        out_bias: if True, the output projection of attention has a bias.
+        qk_norm: if True, normalise the query and key heads.
+        sinks: if True, each head has an attention-sink logit.
+        windows: number of keys visible to a query, per layer, including its own; `None` is unlimited. Empty for no
+            limit in any layer.
+        latent: sizes of latent attention; `None` uses grouped-query attention.
+        tie_embeddings: if True, the output layer is the transposed embedding.
+        num_further: number of multi-token prediction modules, for training; see `models.decoder.model`.
+        activation: activation of the experts; `None` is SwiGLU.
+        compute_dtype: dtype of activations and matrix products.
+        param_dtype: dtype of parameters.
+        scan_layers: if True, run layers of equal structure as one `jax.lax.scan`, for training; see
+            `models.decoder.layers.scanned`.
 
     Raises:
-        ValueError: a size is below 1, or does not divide what it has to; or no layer has experts.
+        ValueError: a size is below 1, `num_kv_heads` does not divide `num_heads`, a dtype is unknown, `windows` has
+            another length than `num_layers`, or all layers are dense.
     """
 
     vocab_size: int
@@ -106,12 +109,12 @@ class DecoderConfig:
             if getattr(self, name) not in COMPUTE_DTYPES:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(COMPUTE_DTYPES)}")
         if set(range(self.num_layers)) <= set(self.dense_layers):
-            raise ValueError(f"dense_layers are all {self.num_layers} layers; expected one with experts, at least")
+            raise ValueError(f"dense_layers contains all {self.num_layers} layers; expected at least one with experts")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
-                f"windows has {len(self.windows)} entries; expected one of each of {self.num_layers} layers"
+                f"windows has {len(self.windows)} entries; expected one for each of {self.num_layers} layers"
             )
 
     def window(self, layer: int) -> int | None:
-        """Tells how many keys back a query of a layer sees; `None`: all."""
+        """Return the number of keys visible to a query of a layer; `None` is unlimited."""
         return self.windows[layer] if self.windows else None

@@ -1,4 +1,4 @@
-"""Layers as one compiled loop, and weights split over all devices and gathered on use."""
+"""Layers as one `jax.lax.scan`, and parameters sharded over all devices and gathered on use."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,23 +18,24 @@ from jax_moe_lb.layer import CHECKPOINT_NAMES
 Rules = tuple[tuple[str, str | None], ...]
 
 EXPERT_RULES: Rules = (("exp", "expert"), ("embed", "data"), ("mlp", None))
-"""The `rules` of `nn.MoE` for a mesh of `data` and `expert`: experts over one axis, their widths over the other."""
+"""The `rules` of `nn.MoE` for a mesh of `data` and `expert`: shard experts over `expert`, their widths over `data`."""
 
 ROUTER = ("moe", "kernel")
-"""Where the router's weights are, which compute in float32; all other matrices compute in a narrow dtype."""
+"""Path of the router weights, which compute in float32; all other matrices compute in the compute dtype."""
 
 
 def split(variable: nnx.Variable, path: tuple[Any, ...], mesh: Mesh, first: int = 0) -> None:
-    """Notes in a parameter how it is split over a mesh; its optimizer state follows it.
+    """Set the sharding metadata of a parameter; its optimizer state follows.
 
-    Home experts stay where their layer has them. Of any other parameter one dimension is split over all devices or, if
-    none divides so far, over those of one axis; what no axis divides, such as a few biases, every device has whole.
+    Home experts keep the sharding of their layer. Other parameters shard one dimension over all devices. If no
+    dimension is divisible by their number, they shard over one axis, and otherwise stay replicated, such as small
+    biases.
 
     Args:
         variable: the parameter, with its value or its shape.
-        path: where it is in its model or, of a stack of layers, in a layer.
-        mesh: the devices.
-        first: its first dimension that may be split; 1 in a stack, whose dimension of layers stays whole.
+        path: path in the model; for a stack of layers, path in one layer.
+        mesh: devices.
+        first: first dimension that may be sharded; 1 in a stack, whose layer dimension stays whole.
     """
     spec = tuple(nnx.get_partition_spec(variable).get_value())
     is_experts = "expert" in jax.tree.leaves(spec)
@@ -46,7 +47,7 @@ def split(variable: nnx.Variable, path: tuple[Any, ...], mesh: Mesh, first: int 
 
 
 def _one_dimension(shape: tuple[int, ...], first: int, mesh: Mesh, *, is_table: bool) -> tuple[Any, ...]:
-    # Of a table of words each device has some channels of all: ids and vectors travel then, and the table does not.
+    # Shard an embedding table by channels. Token ids and vectors are then exchanged, and the table stays in place.
     order = range(len(shape) - 1, first - 1, -1) if is_table else range(first, len(shape))
     axes = tuple(mesh.axis_names)
     for over in (axes, *((axis,) for axis in axes)):
@@ -58,36 +59,35 @@ def _one_dimension(shape: tuple[int, ...], first: int, mesh: Mesh, *, is_table: 
 
 @dataclass(frozen=True)
 class ParameterGather:
-    """Gathers parameters that `split` split, but for those of experts, whose layer gathers them itself.
+    """Gather of the parameters sharded by `split`, except those of experts, which their layer gathers.
 
-    Matrices are cast before they travel. The gradient of a parameter is summed over all devices, of which each gets the
-    part that it has of the parameter.
+    Matrices are cast before the gather. The gradient of a parameter is reduce-scattered to the parameter's sharding.
 
     Args:
-        mesh: the devices.
-        dtype: that of the products.
+        mesh: devices.
+        dtype: dtype of the matrix products.
     """
 
     mesh: Mesh
     dtype: Any
 
     def __call__(self, state: nnx.State, first: int = 0) -> nnx.State:
-        """Gathers all parameters of a state.
+        """Gather all parameters of a state.
 
         Args:
-            state: of a model or a layer.
-            first: how many dimensions fewer its arrays have than when they were split: 1 for a layer of a stack.
+            state: state of a model or a layer.
+            first: number of leading dimensions removed since `split`; 1 for a layer of a stack.
         """
         return nnx.from_flat_state(
             [(path, variable.replace(self.one(path, variable, first))) for path, variable in nnx.to_flat_state(state)]
         )
 
     def one(self, path: tuple[Any, ...], variable: nnx.Variable, first: int = 0) -> Any:
-        """Gathers the value of a variable at a path; the arguments are those of a call."""
+        """Gather the value of one variable; the arguments match those of `__call__`."""
         value = variable.get_value()
         if not variable.has_metadata("gathered"):
             return value
-        # A product with the transpose would have the compiler store all layers the other way round, in a copy.
+        # Fix the layout; a product with the transpose would make XLA store a transposed copy of all layers.
         value = with_layout_constraint(value, Layout(tuple(range(value.ndim))))
         if not variable.get_metadata("gathered"):
             return value
@@ -99,7 +99,7 @@ class ParameterGather:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(value: Array, parts: NamedSharding) -> Array:
-    # Said of both sides, so that no compiler gathers before the cast.
+    # Constrain both sides, so that XLA does not move the gather before the cast.
     value = jax.lax.with_sharding_constraint(value, parts)
     return jax.lax.with_sharding_constraint(value, NamedSharding(parts.mesh, PartitionSpec()))
 
@@ -109,26 +109,26 @@ def _gathered_forward(value: Array, parts: NamedSharding) -> tuple[Array, None]:
 
 
 def _gathered_backward(parts: NamedSharding, _: None, gradient: Array) -> tuple[Array]:
-    # Otherwise it would be whole on every device before it is split.
+    # Without this constraint, the full gradient would exist on every device before the scatter.
     return (jax.lax.with_sharding_constraint(gradient, parts),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 KEPT = (*CHECKPOINT_NAMES, "attention")
-"""What the backward pass of a layer is given beside the layer's input, by the names of `checkpoint_name`.
+"""Names of the residuals of a layer, besides its input, as set by `checkpoint_name`.
 
-Nobody routes or plans again, and products of attention are not computed again. All else is.
+The backward pass reuses routing, plans and attention products, and rematerializes everything else.
 """
 
 NARROWED = ("qkv", "out", "up", "down", "gate")
-"""The weights of products in the compute dtype; routers and norms compute in float32."""
+"""Weights of the products in the compute dtype; routers and norms compute in float32."""
 
 
 def one_by_one(layers: Sequence[Any], x: Array, remat: str = "none") -> tuple[Array, Any]:
-    """Sends `x` through one layer after the other, each of which is compiled.
+    """Apply the layers to `x` in sequence; each layer is compiled separately.
 
-    The arguments and results are those of `scanned`; here all is kept for the backward pass by default.
+    Arguments and results match `scanned`, except that `remat` defaults to "none".
     """
     per_layer = []
     for layer in layers:
@@ -146,13 +146,17 @@ def one_by_one(layers: Sequence[Any], x: Array, remat: str = "none") -> tuple[Ar
 
 
 def computed_again(run: Callable, remat: str, *, prevent_cse: bool) -> Callable:
-    """Has the backward pass of a function compute parts of it again.
+    """Wrap a function so that its backward pass rematerializes parts of it.
 
     Args:
         run: the function.
-        remat: "none" keeps all, "full" the arguments alone, and names of `checkpoint_name`, with commas between them,
-            what they name beside that.
-        prevent_cse: whether a compiler could see that something is computed twice, see `jax.checkpoint`.
+        remat: "none" keeps all residuals; "full" keeps the arguments alone; a comma-separated list of names of
+            `checkpoint_name` keeps these as well.
+        prevent_cse: passed to `jax.checkpoint`; False if XLA cannot merge the rematerialized expressions with the
+            originals.
+
+    Returns:
+        The wrapped function.
     """
     if remat == "none":
         return run
@@ -162,17 +166,16 @@ def computed_again(run: Callable, remat: str, *, prevent_cse: bool) -> Callable:
 
 
 def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str = ",".join(KEPT)) -> tuple[Array, Any]:
-    """Sends `x` through one layer after the other, in a loop over their stacked parameters.
+    """Apply the layers to `x` in sequence, with `jax.lax.scan` over their stacked parameters.
 
-    A layer keeps parameters and state of its own: they are stacked for the loop alone, so that names in checkpoints do
-    not depend on it. Weights are cast to the dtype of `x` as they are stacked, so that what is copied is narrow.
+    Each layer keeps its own parameters and state, and stacking is temporary, so checkpoint names do not depend on it.
+    Weights are cast to the dtype of `x` before stacking, so the copies are small.
 
     Args:
-        layers: modules of the same kind and sizes; each maps `x` to the next `x` and its statistics.
-        x: the residual stream `[B, T, H]`.
-        sharding: where it lies, in every layer.
-        remat: what the backward pass computes again, see `computed_again`. By default that is all of a layer but what
-            `KEPT` names.
+        layers: modules of equal structure and sizes; each maps `x` to the next `x` and its statistics.
+        x: residual stream `[B, T, H]`.
+        sharding: sharding of `x` in every layer.
+        remat: residuals to keep, see `computed_again` (default: the names in `KEPT`).
 
     Returns:
         The last `x`, and the statistics stacked over the layers.
@@ -188,14 +191,14 @@ def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str
 def scan_stacked(
     stack: Any, x: Array, sharding: NamedSharding, gather: Callable[[nnx.State], nnx.State], kept: Sequence[str] = KEPT
 ) -> tuple[Array, Any]:
-    """Sends `x` through a stack of layers, in a loop as that of `scanned`, which copies no parameters.
+    """Apply a stack of layers to `x` with `jax.lax.scan`, without copying parameters.
 
     Args:
-        stack: a module whose arrays are those of all layers, stacked; it maps `x` to the next `x` and its statistics.
-        x: the residual stream `[B, T, H]`.
-        sharding: where it lies, in every layer.
-        gather: makes the state that a layer is computed with of what is stored of it, forward and again backward.
-        kept: what is kept for the backward pass beside the input of a layer, by the names of `checkpoint_name`.
+        stack: module whose arrays stack those of all layers; it maps `x` to the next `x` and its statistics.
+        x: residual stream `[B, T, H]`.
+        sharding: sharding of `x` in every layer.
+        gather: function from the stored state of a layer to the state used in forward and backward passes.
+        kept: names of the residuals, besides the layer input (default `KEPT`).
 
     Returns:
         The last `x`, and the statistics stacked over the layers.
@@ -219,11 +222,11 @@ def _loop(
         x, stats = layer(jax.lax.with_sharding_constraint(x, sharding))
         return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
-    # A loop's body stands alone: no expression of the forward pass is there to be shared.
+    # The body of a scan shares no expressions with the forward pass, so prevent_cse is not needed.
     return jax.lax.scan(computed_again(run, remat, prevent_cse=False), x, stacked)
 
 
 def _narrowed(path: Any, leaves: Sequence[Array], x: Array) -> list[Array]:
-    """Casts the leaves of a path, one of each layer, if they are weights that are used in the dtype of `x`."""
+    """Cast the leaves of a path, one per layer, if they are weights used in the dtype of `x`."""
     names = {jax.tree_util.keystr((key,), simple=True) for key in path}
     return [leaf.astype(x.dtype) if names & set(NARROWED) else leaf for leaf in leaves]

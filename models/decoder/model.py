@@ -1,4 +1,4 @@
-"""A decoder-only language model of attention and dense or mixture-of-experts blocks.
+"""Decoder-only language model of attention and dense or mixture-of-experts blocks.
 
 `MultiTokenPrediction` predicts one token further ahead from the hidden states of the model.
 """
@@ -21,18 +21,19 @@ from models.mesh import batch_sharding
 
 
 class MultiTokenPrediction(nnx.Module):
-    """It is a module of multi-token prediction (DeepSeek-V3's technical report, section 2.2), with a block of its own.
+    """Multi-token prediction module with a block of its own.
 
-    It shares the embedding and the output layer with the model. It serves training: the model learns to look further
-    ahead, and without it computes the same as before.
+    It shares the embedding and the output layer with the model. It is used in training only and does not change the
+    outputs of the model.
 
-    deviates: the stream of the model comes to the first module behind the model's last norm, and the embedding stands
-    before it, as those expect that generate with the published weights; the paper has neither.
+    Reference:
+        DeepSeek-V3 technical report, section 2.2. Deviations, matching the published weights: the first module receives
+        the hidden states after the final norm, and the embedding comes first in the concatenation.
 
     Args:
-        config: the sizes of the model.
+        config: sizes of the model.
         block: a `DecoderBlock` like those of the model.
-        rngs: random numbers for the parameters.
+        rngs: random number generators of the parameters.
     """
 
     def __init__(self, config: DecoderConfig, block: Any, *, rngs: nnx.Rngs) -> None:
@@ -46,17 +47,19 @@ class MultiTokenPrediction(nnx.Module):
         self.norm = norm(width, config.norm_eps, config, rngs)
 
     def joined(self, x: Array, following: Array) -> Array:
-        """Joins the stream `[B, T, H]` of tokens and the embeddings `[B, T, H]` of those that follow, for the block."""
+        """Return the block input: hidden states `[B, T, H]` joined with embeddings `[B, T, H]` of the following
+        tokens.
+        """
         both = self.embed_norm(following).astype(x.dtype), self.stream_norm(x).astype(x.dtype)
         return self.join(jnp.concatenate(both, -1))
 
 
 class FeedForward(nnx.Module):
-    """This is a dense SwiGLU network, as the first layers of some models have it.
+    """Dense SwiGLU network, used in the first layers of some models.
 
     Args:
-        config: the sizes of the model.
-        rngs: random numbers for the parameters.
+        config: sizes of the model.
+        rngs: random number generators of the parameters.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
@@ -66,21 +69,21 @@ class FeedForward(nnx.Module):
         self.down = nnx.Linear(config.dense_mlp_dim, config.embed_dim, use_bias=False, **dtypes)
 
     def __call__(self, x: Array) -> Array:
-        """Computes each token `[..., H]` alone."""
+        """Apply the network to tokens `[..., H]`."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
 class DecoderBlock(nnx.Module):
-    """A block has attention, then experts or a dense network, each on the residual stream.
+    """Decoder block: attention, then experts or a dense network, each with a residual connection.
 
     Args:
-        config: the sizes of the model.
-        layer: the number of the block.
-        mesh: the mesh of the expert and data axes.
-        topology: what `Topology.from_mesh(mesh)` reads.
-        system: the strategies that balance the load.
-        rules: how experts are split over the mesh, see `nn.MoE`; `None`: over the expert axes alone.
-        rngs: random numbers for the parameters.
+        config: sizes of the model.
+        layer: index of the block.
+        mesh: mesh with the expert and data axes.
+        topology: return value of `Topology.from_mesh(mesh)`.
+        system: load-balancing system.
+        rules: sharding rules of the experts, see `nn.MoE`; `None` shards them over the expert axes alone.
+        rngs: random number generators of the parameters.
     """
 
     def __init__(
@@ -108,20 +111,21 @@ class DecoderBlock(nnx.Module):
     def __call__(
         self, x: Array, positions: Array | None = None, mask: Array | None = None, cache: Cache | None = None
     ) -> Any:
-        """Computes the residual stream `[B, T, H]` behind the block.
+        """Apply the block to the residual stream `[B, T, H]`.
 
         Args:
-            x: the stream before it.
-            positions: int32 `[B, T]`; `None`: each sequence begins here.
-            mask: `[B, T]`, false for tokens that no expert serves; `None`: all are served.
-            cache: the tokens before; `None`: there are none.
+            x: residual stream.
+            positions: int32 `[B, T]`; `None` counts from 0 in each sequence.
+            mask: `[B, T]`, False for tokens to skip in routing; `None` routes all tokens.
+            cache: cache of earlier tokens; `None` if there are none.
 
         Returns:
-            The stream and the statistics of the experts, `None` where there are none; and the cache, if there is one.
+            The residual stream; the statistics of the experts, `None` in a dense block; and the cache, if one was
+            passed.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
-        # Norms compute in float32, and what follows them in the dtype of the stream.
+        # Norms compute in float32; their outputs are cast to the dtype of the stream.
         y, new = self.attention(self.attention_norm(x).astype(x.dtype), positions, cache)
         x = x + y
         between = self.moe_norm(x).astype(x.dtype)
@@ -134,15 +138,15 @@ class DecoderBlock(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """This model maps tokens to logits of the next one.
+    """Decoder-only language model, from tokens to logits of the next token.
 
     Args:
-        config: the sizes of the model.
-        mesh: the mesh of the expert and data axes, as `models.mesh.make_mesh` makes it.
-        system: the strategies that balance the load.
-        ranks_per_domain: `M`, the ranks among which expert weights may move, see `Topology`; `None`: all of a group.
-        rules: how experts are split over the mesh, see `nn.MoE`; `None`, the default: over the expert axes alone.
-        rngs: random numbers for the parameters.
+        config: sizes of the model.
+        mesh: mesh with the expert and data axes, see `models.mesh.make_mesh`.
+        system: load-balancing system.
+        ranks_per_domain: `M`, ranks among which expert weights may move, see `Topology`; `None` takes the whole group.
+        rules: sharding rules of the experts, see `nn.MoE`; `None` (default) shards them over the expert axes alone.
+        rngs: random number generators of the parameters.
     """
 
     def __init__(
@@ -169,34 +173,34 @@ class Decoder(nnx.Module):
         self.further = nnx.List([MultiTokenPrediction(config, block, rngs=rngs) for block in blocks])
 
     def __call__(self, tokens: Array, mask: Array | None = None) -> tuple[Array, Stats]:
-        """Computes logits of whole sequences, for training.
+        """Compute the logits of whole sequences, for training.
 
         Args:
             tokens: int32 `[B, T]`.
-            mask: `[B, T]`, false for padding, which no expert serves; `None` if there is none.
+            mask: `[B, T]`, False for padding, which is not routed; `None` if there is none.
 
         Returns:
-            Float32 logits `[B, T, words]`, and statistics of the layers with experts, `[layers, D, ...]`.
+            Float32 logits `[B, T, vocab_size]`, and statistics of the layers with experts, `[layers, D, ...]`.
         """
         x, stats = self._stream(tokens, mask)
         return self._logits(x), stats
 
     def ahead(self, tokens: Array, following: Array) -> tuple[list[Array], Stats]:
-        """Computes logits of the next token, and of those after it that `further` predicts, for training.
+        """Compute the logits of the next token and of the tokens predicted by `further`, for training.
 
         Args:
             tokens: int32 `[B, T]`.
-            following: int32 `[B, T]`, the token after each.
+            following: int32 `[B, T]`, the next token at each position.
 
         Returns:
-            Float32 logits `[B, T, words]`: first those of `following`, then those of the tokens `k` places behind them,
-            which are none at the last `k` places. And statistics as `__call__` returns them, those of `further` last.
+            Float32 logits `[B, T, vocab_size]`: those of `following` first, then those of the tokens `k` positions
+            later, invalid at the last `k` positions. Then statistics as in `__call__`, those of `further` last.
         """
         x, stats = self._stream(tokens, None)
         logits, per_run = [self._logits(x)], [stats]
         x = self.norm(x).astype(x.dtype)
         for k, further in enumerate(self.further):
-            # Sequences end: what comes round is seen by those last places alone.
+            # The roll wraps around, which affects only the last `k` positions, whose logits are invalid.
             x, stats = self._run([further.block], further.joined(x, self.embed(jnp.roll(following, -k, 1))), None)
             logits.append(self._words(further.norm(x).astype(x.dtype)))
             per_run.append(stats)
@@ -227,16 +231,16 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: Array, positions: Array, mask: Array, cache: Sequence[Cache]
     ) -> tuple[Array, Stats, list[Cache]]:
-        """Computes logits of tokens that follow others, which a cache holds.
+        """Compute the logits of tokens following the cached ones.
 
         Args:
-            tokens: int32 `[B, T]`: the prompts, or the token of each sequence that was chosen last.
-            positions: int32 `[B, T]`, where they are in their sequences; each is below the length of the cache.
-            mask: `[B, T]`, false for padding, which no expert serves.
-            cache: what `empty_cache` or the last call returned.
+            tokens: int32 `[B, T]`: the prompts, or the last sampled token of each sequence.
+            positions: int32 `[B, T]`, positions in the sequences, each below the length of the cache.
+            mask: `[B, T]`, False for padding, which is not routed.
+            cache: return value of `empty_cache` or of the last call.
 
         Returns:
-            Logits `[B, T, words]`, statistics `[layers, D, ...]`, and the cache with these tokens.
+            Logits `[B, T, vocab_size]`, statistics `[layers, D, ...]`, and the cache including these tokens.
         """
         x, per_layer, after = self.embed(tokens), [], []
         for block, before in zip(self.blocks, cache, strict=True):
@@ -246,7 +250,7 @@ class Decoder(nnx.Module):
         return self._logits(x), jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer), after
 
     def empty_cache(self, batch_size: int, length: int) -> list[Cache]:
-        """Makes the cache of all layers for sequences of at most `length` tokens."""
+        """Return an empty cache of all layers for sequences of at most `length` tokens."""
         return [block.attention.empty_cache(batch_size, length) for block in self.blocks]
 
 
@@ -265,7 +269,7 @@ def _experts(
         shared=shared,
         precision=Precision(config.compute_dtype, config.param_dtype),
         rules=rules,
-        # Whoever trains or generates reads the statistics of each step anyway.
+        # Training and generation read the statistics of each step.
         on_fault="record",
         rngs=rngs,
     )

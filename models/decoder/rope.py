@@ -1,4 +1,4 @@
-"""Rotary positions, with the frequencies of long contexts: linear, llama3 and YaRN."""
+"""Rotary position embedding, with linear, llama3 and YaRN scaling for long contexts."""
 
 import math
 from dataclasses import dataclass
@@ -12,24 +12,25 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Rope:
-    """It rotates pairs of channels by angles that grow with the position.
+    """Rotary position embedding.
 
     Args:
-        dim: how many of a head's channels are rotated, the first ones; even.
-        base: the frequencies fall from 1 to one over this.
-        kind: how frequencies are changed for contexts longer than those of pretraining: one of `KINDS`.
-        factor: by how much the context is longer.
-        original_positions: the positions of pretraining.
-        low_frequency: llama3's `low_freq_factor`, the turns over the old context below which a frequency is divided.
-        high_frequency: llama3's `high_freq_factor`, above which it stays.
-        beta_fast: YaRN's turns above which a frequency stays.
-        beta_slow: YaRN's turns below which it is divided.
-        truncate: whether YaRN rounds the bounds between them to whole channels.
-        attention_factor: the factor on rotated queries and keys.
-        interleaved: whether neighbours make a pair; otherwise a channel and that half of `dim` further do.
+        dim: rotated channels per head, the first ones; even.
+        base: base of the frequencies, which fall from 1 to `1 / base`.
+        kind: scaling for contexts longer than in pretraining, one of `KINDS`.
+        factor: ratio of the context length to the pretraining length.
+        original_positions: context length of pretraining, in tokens.
+        low_frequency: llama3's `low_freq_factor`: rotations per pretraining context below which a frequency is divided
+            by `factor`.
+        high_frequency: llama3's `high_freq_factor`: rotations above which a frequency is unchanged.
+        beta_fast: YaRN's rotations above which a frequency is unchanged.
+        beta_slow: YaRN's rotations below which a frequency is divided by `factor`.
+        truncate: if True, round YaRN's interpolation bounds to whole channels.
+        attention_factor: factor on rotated queries and keys.
+        interleaved: if True, rotate adjacent channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
 
     Raises:
-        ValueError: `dim` is odd, or the kind is another.
+        ValueError: `dim` is odd, or `kind` is unknown.
     """
 
     dim: int
@@ -52,7 +53,7 @@ class Rope:
             raise ValueError(f"rope_type is {self.kind!r}; expected one of {', '.join(KINDS)}")
 
     def frequencies(self) -> np.ndarray:
-        """Computes the angle per position of each pair, float32 `[dim / 2]`."""
+        """Return the angle per position of each pair, in radians, float32 `[dim / 2]`."""
         plain = self.base ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
         if self.kind == "linear":
             plain = plain / self.factor
@@ -69,7 +70,7 @@ class Rope:
 
     def _yarn(self, plain: np.ndarray) -> np.ndarray:
         def channel(turns: float) -> float:
-            """Finds the channel, a fraction, that turns so often over the old context."""
+            """Return the fractional channel with `turns` rotations per pretraining context."""
             return self.dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
         low, high = channel(self.beta_fast), channel(self.beta_slow)
@@ -80,12 +81,12 @@ class Rope:
         return plain / self.factor * divided + plain * (1 - divided)
 
     def __call__(self, x: Array, positions: Array) -> Array:
-        """Rotates the first `dim` channels of `x`, `[B, T, N, C]`, by int32 positions `[B, T]`.
+        """Rotate the first `dim` channels of `x`, `[B, T, N, C]`, by int32 positions `[B, T]`.
 
-        Of interleaved pairs the first channels come out before all second ones: in queries and keys alike, so that
-        scores do not change.
+        For interleaved pairs, the output has the first channel of all pairs, then the second. Queries and keys are
+        permuted alike, so scores do not change.
         """
-        # bfloat16 has no number between 256 and 258: angles are wide whatever `x` is.
+        # bfloat16 cannot represent integers between 256 and 258, so angles are float32.
         angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(self.frequencies())[None, None, None]
         sin, cos = jnp.sin(angles) * self.attention_factor, jnp.cos(angles) * self.attention_factor
         wide = x[..., : self.dim].astype(jnp.float32)
@@ -96,5 +97,5 @@ class Rope:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """Computes YaRN's factor on attention for a context so many times longer."""
+    """Return YaRN's factor on attention for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

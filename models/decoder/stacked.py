@@ -1,4 +1,4 @@
-"""`StackedDecoder` is a decoder for training at scale: layers in stacks, and all weights split over all devices."""
+"""Decoder for large-scale training, with stacked layers and fully sharded parameters."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from models.decoder.model import Decoder, DecoderBlock
 from models.mesh import batch_sharding
 
 LOSS_BLOCK = 1024
-"""So many tokens of a sequence have their logits at the same time: of 150,000 words they are 0.6 GB in float32."""
+"""Tokens per sequence with materialized logits; with a vocabulary of 150,000 they take 0.6 GB in float32."""
 
 
 class StackedDecoder(nnx.Module):
-    """This is a `Decoder` of which every device holds an equal part. Values and gradients are those of the decoder.
+    """`Decoder` with parameters sharded over all devices; values and gradients equal those of `Decoder`.
 
-    Use it to train what does not fit otherwise. Layers of a kind are one stack, and run as one loop. Experts are split
-    over the axis `expert` and their widths over `data`, of any other weight one dimension over all devices; optimizer
-    state is split alike. A layer's weights are whole while it is computed, forward and backward. Logits of few tokens
-    exist at a time.
+    Use it if the replicated parameters do not fit. Layers of equal structure form one stack and run as one
+    `jax.lax.scan`. Experts are sharded over the axis `expert`, and their widths over `data`. Every other weight shards
+    one dimension over all devices, and optimizer state is sharded alike. The weights of a layer are gathered for its
+    forward and backward pass. The loss computes logits in blocks of tokens.
 
     Args:
-        decoder: the model, made with `EXPERT_RULES`. Its parameters go into this one.
-        kept: what is kept of a layer for the backward pass beside its input, by names; `KEPT` is usual. Without
-            "attention" that is computed again, where queries, keys and values of all layers do not fit.
+        decoder: model built with `EXPERT_RULES`; its parameters are moved into this one.
+        kept: names of the residuals of a layer, besides its input (default `KEPT`). Omit "attention" if queries, keys
+            and values of all layers do not fit.
     """
 
     def __init__(self, decoder: Decoder, *, kept: tuple[str, ...] = KEPT) -> None:
@@ -43,12 +43,12 @@ class StackedDecoder(nnx.Module):
             split(variable, path, self.mesh, int(is_stacked))
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
-        """Computes float32 logits `[B, T, words]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
+        """Return float32 logits `[B, T, vocab_size]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
         x, stats = self._states(tokens)
         return self._logits(x, self._head()), stats
 
     def loss(self, tokens: Array) -> tuple[Array, Stats]:
-        """Computes the mean cross-entropy in nats of `tokens[:, 1:]` given those before, and statistics.
+        """Return the mean cross-entropy of `tokens[:, 1:]` in nats, and statistics.
 
         Args:
             tokens: int32 `[B, T + 1]`.
@@ -79,7 +79,7 @@ class StackedDecoder(nnx.Module):
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_stack)
 
     def _embedded(self, tokens: Array) -> Array:
-        """Looks tokens up in the channels that a device has, and exchanges these for all channels of its tokens."""
+        """Look up all tokens in the local channels of the table, then exchange for all channels of the local tokens."""
         table, everywhere = self.embed.embedding, NamedSharding(self.mesh, PartitionSpec())
         ids = jax.lax.with_sharding_constraint(tokens, everywhere)
         x = jnp.take(table[...].astype(self.config.compute_dtype), ids, axis=0)
@@ -98,12 +98,12 @@ class StackedDecoder(nnx.Module):
 
 
 def _stacked(blocks: Sequence[DecoderBlock]) -> DecoderBlock:
-    """Makes a block whose arrays are those of all blocks, stacked."""
+    """Return a block whose arrays stack those of all blocks."""
     graphs, states = zip(*map(nnx.split, blocks), strict=True)
     return nnx.merge(graphs[0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
 
 
 def _in_blocks(array: Array, mesh: Mesh) -> Array:
-    """Cuts `[B, T, ...]` into `[blocks, B, LOSS_BLOCK, ...]`, each block with tokens of all sequences."""
+    """Reshape `[B, T, ...]` to `[blocks, B, LOSS_BLOCK, ...]`; each block has tokens of all sequences."""
     blocks = array.reshape(array.shape[0], -1, LOSS_BLOCK, *array.shape[2:]).swapaxes(0, 1)
     return jax.lax.with_sharding_constraint(blocks, NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)))

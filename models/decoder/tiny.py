@@ -1,4 +1,4 @@
-"""A small decoder-only language model with MoE layers, and parameters split over the data axis."""
+"""Small decoder-only language model with MoE layers, and optional sharding over the data axis (FSDP)."""
 
 from typing import Any
 
@@ -20,26 +20,28 @@ from models.decoder.layers import one_by_one, scanned
 from models.mesh import batch_sharding
 
 DATA = "data"
-"""The axis of the mesh over which parameters are split."""
+"""Mesh axis over which parameters are sharded."""
 
 
 def expert_rules(topology: Topology) -> tuple[tuple[str, Any], ...]:
-    """Makes the `rules` of `nn.MoE`: the widths of experts are split over the data axis."""
+    """Return the `rules` of `nn.MoE` with the widths of experts sharded over the data axis."""
     return tuple((name, DATA if name == "embed" else axes) for name, axes in logical_axis_rules(topology))
 
 
 def linear_options(mesh: Mesh) -> dict[str, Any]:
-    """Makes options of `nnx.Linear`: its kernel is split by rows."""
+    """Return options of `nnx.Linear` with the kernel sharded by rows."""
     return {"kernel_metadata": {"out_sharding": (DATA, None), "mesh": mesh}, "promote_dtype": _Gathering(mesh, 1)}
 
 
 def embed_options(mesh: Mesh) -> dict[str, Any]:
-    """Makes options of `nnx.Embed`: its table is split by channels."""
+    """Return options of `nnx.Embed` with the table sharded by channels."""
     return {"embedding_metadata": {"out_sharding": (None, DATA), "mesh": mesh}, "promote_dtype": _Gathering(mesh, 0)}
 
 
 class _Gathering:
-    """Casts the arrays of a layer as Flax does, and then gathers one of them: what travels is narrow."""
+    """Replacement of Flax's `promote_dtype`: cast the arrays of a layer, then gather one of them in the narrow
+    dtype.
+    """
 
     def __init__(self, mesh: Mesh, which: int) -> None:
         self.mesh, self.which = mesh, which
@@ -52,13 +54,13 @@ class _Gathering:
 
 
 ROPE_BASE = 10_000.0
-"""The rotary frequencies fall from 1 to one over this, which is the usual base."""
+"""Base of the rotary frequencies, which fall from 1 to `1 / ROPE_BASE`."""
 
 
 def rope(x: Array) -> Array:
-    """Applies the rotary position embedding: it rotates the pairs of channels of `x`, `[B, T, N, C]`, by position."""
+    """Apply the rotary position embedding to `x`, `[B, T, N, C]`."""
     half = x.shape[-1] // 2
-    # bfloat16 has no number between 256 and 258: angles are wide whatever `x` is.
+    # bfloat16 cannot represent integers between 256 and 258, so angles are float32.
     frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies[None]
     sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
@@ -68,43 +70,43 @@ def rope(x: Array) -> Array:
 
 
 class Attention(nnx.Module):
-    """This is causal multi-head attention with rotary positions.
+    """Causal multi-head attention with rotary positions.
 
     Args:
-        config: the sizes of the model.
-        mesh: the devices that it is computed on, which have kernels or not.
-        split: whether kernels are split over the data axis, too.
-        rngs: random numbers for the parameters.
+        config: sizes of the model.
+        mesh: devices of the computation, which select the kernel.
+        split: if True, shard the kernels over the data axis.
+        rngs: random number generators of the parameters.
     """
 
     def __init__(self, config: ModelConfig, *, mesh: Mesh, split: bool = False, rngs: nnx.Rngs) -> None:
         self.num_heads, self.mesh, width = config.num_heads, mesh, config.embed_dim
         options: dict[str, Any] = fsdp.linear_options(mesh) if split else {}
         options |= {"use_bias": False, "dtype": config.compute_dtype, "rngs": rngs}
-        # One large product is faster than three.
+        # One fused product is faster than three.
         self.qkv = nnx.Linear(width, 3 * width, **options)
         self.out = nnx.Linear(width, width, **options)
 
     def __call__(self, x: Array) -> Array:
-        """Mixes into each of the tokens `[B, T, H]` what those before it know."""
+        """Apply causal attention to tokens `[B, T, H]`."""
         heads = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
         q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
-        # Queries and keys are rotated, not values: only scores shall depend on the distance.
+        # Rotate queries and keys but not values, so that only scores depend on the distance.
         q, k, v = checkpoint_name((rope(q), rope(k), v), "attention")
         y = checkpoint_name(causal_attention(q, k, v, self.mesh), "attention")
         return self.out(y.reshape(x.shape))
 
 
 class Block(nnx.Module):
-    """A block has attention, then experts, each on the residual stream.
+    """Transformer block: attention, then experts, each with a residual connection.
 
     Args:
-        config: the sizes of the model.
-        mesh: the mesh of the expert and data axes.
-        topology: what `Topology.from_mesh(mesh)` reads.
-        system: the strategies that balance the load.
-        split: whether matrices are split over the data axis, too (FSDP).
-        rngs: random numbers for the parameters.
+        config: sizes of the model.
+        mesh: mesh with the expert and data axes.
+        topology: return value of `Topology.from_mesh(mesh)`.
+        system: load-balancing system.
+        split: if True, also shard matrices over the data axis (FSDP).
+        rngs: random number generators of the parameters.
     """
 
     def __init__(
@@ -132,29 +134,29 @@ class Block(nnx.Module):
             losses=Losses(switch=config.aux_loss, z=config.z_loss),
             rules=fsdp.expert_rules(topology) if split else None,
             precision=Precision(config.compute_dtype),
-            # The loop reads the statistics of each step anyway, and a host that is not called is not waited for.
+            # The training loop reads the statistics of each step, so no host callback is needed.
             on_fault="record",
             rngs=rngs,
         )
 
     def __call__(self, x: Array) -> tuple[Array, Stats]:
-        """Computes the residual stream `[B, T, H]` behind the block, and statistics of the experts' layer."""
-        # Norms compute in float32, and what follows them in the dtype of the stream.
+        """Return the residual stream `[B, T, H]` after the block, and statistics of the MoE layer."""
+        # Norms compute in float32; their outputs are cast to the dtype of the stream.
         x = x + self.attention(self.attention_norm(x).astype(x.dtype))
         y, stats = self.moe(self.moe_norm(x).astype(x.dtype))
         return x + y, stats
 
 
 class LanguageModel(nnx.Module):
-    """This model maps tokens to logits of the next one.
+    """Language model with MoE layers, from tokens to logits of the next token.
 
     Args:
-        config: the sizes of the model.
-        mesh: the mesh of the expert and data axes.
-        topology: what `Topology.from_mesh(mesh)` reads.
-        system: the strategies that balance the load.
-        split: whether matrices are split over the data axis, too (FSDP).
-        rngs: random numbers for the parameters.
+        config: sizes of the model.
+        mesh: mesh with the expert and data axes.
+        topology: return value of `Topology.from_mesh(mesh)`.
+        system: load-balancing system.
+        split: if True, also shard matrices over the data axis (FSDP).
+        rngs: random number generators of the parameters.
     """
 
     def __init__(
@@ -179,12 +181,12 @@ class LanguageModel(nnx.Module):
             return Block(config, split=split, rngs=rngs, **options)
 
         self.blocks = nnx.List([block() for _ in range(config.num_layers)])
-        # For few words float32 costs next to nothing, and the loss is computed in it.
+        # The loss is computed in float32; with a small vocabulary, so is the output layer, at little cost.
         self.norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
         self.head = nnx.Linear(width, words, use_bias=False, dtype=jnp.float32, rngs=rngs, **kernel)
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
-        """Computes logits `[B, T, words]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
+        """Return logits `[B, T, vocab_size]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
         x = self.embed(tokens)
         if self.scan_layers:
             x, stats = scanned(self.blocks, x, batch_sharding(self.mesh), **self.remat)

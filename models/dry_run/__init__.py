@@ -1,1 +1,1 @@
-"""Training steps compiled for absent clusters."""
+"""Training steps compiled ahead of time for clusters not present."""

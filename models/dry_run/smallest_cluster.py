@@ -1,8 +1,7 @@
-"""This program finds the smallest cluster that trains each published model: `python -m
-models.dry_run.smallest_cluster`.
+"""Find the smallest cluster that can train each published model: `python -m models.dry_run.smallest_cluster`.
 
-It compiles a step for one cluster after the other until one fits. Nothing is run; it needs the compilers that
-`ci/accelerators.sh` installs, and takes about a minute for each program.
+The program compiles a training step for clusters of increasing size until one fits, without running it. It requires the
+compilers installed by `ci/accelerators.sh`, and takes about a minute per compilation.
 """
 
 import math
@@ -17,7 +16,7 @@ from models.config import USER_ERRORS, say
 from models.dry_run.step import PRESETS, PublishedRun, mesh_of
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
-"""Clusters have so many nodes of eight GPUs."""
+"""Cluster sizes to try, in nodes of eight GPUs."""
 
 COLUMNS = (
     "model",
@@ -34,21 +33,23 @@ COLUMNS = (
 )
 
 WITH_GRADIENTS = 4 / 3
-"""Parameters and two moments are the arguments; gradients, which are as large as the parameters, are temporaries."""
+"""Ratio of state with gradients to state without: parameters and two moments, plus gradients of the parameters'
+size.
+"""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def smallest(preset: str, device: str, system: str) -> tuple[PublishedRun, ProgramReport] | None:
-    """Finds the first of the clusters on which a step fits, `None` if there is none.
+    """Return the smallest cluster on which a step fits, `None` if there is none.
 
     Args:
         preset: a key of `PRESETS`.
-        device: what its GPUs are, such as `h100`.
-        system: the name of the system.
+        device: name of the GPU, such as `h100`.
+        system: name of the load-balancing system.
 
     Raises:
-        ValueError: there is no such device or system, or its compiler is not installed.
+        ValueError: the device or system is unknown, or the compiler is not installed.
     """
     for nodes in NODES:
         target = Target.parse(f"{device}:{nodes}x8")
@@ -63,13 +64,13 @@ def smallest(preset: str, device: str, system: str) -> tuple[PublishedRun, Progr
 
 
 def state_bytes(run: PublishedRun, target: Target) -> int:
-    """Counts what a device holds of parameters and optimizer state, compiling nothing."""
+    """Return the bytes of parameters and optimizer state per device, without compiling."""
     shapes = jax.tree.leaves(run.programs(mesh_of(run.train.parallel, target)).state_shapes)
     return sum(math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in shapes)
 
 
 def row(run: PublishedRun, report: ProgramReport) -> tuple[str, ...]:
-    """Writes what came out as the cells of `COLUMNS`."""
+    """Format a result as the cells of `COLUMNS`."""
     parallel = run.train.parallel
     moved = dict.fromkeys((("data",), ("expert",), ("data", "expert")), 0)
     for one in report.collectives:
@@ -98,11 +99,11 @@ def _line(cells: Iterable[str]) -> str:
 
 @app.command()
 def main(
-    device: Annotated[list[str] | None, typer.Option(help="h100, h200 or the like; may be repeated.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PRESETS)}; may be repeated.")] = None,
-    system: Annotated[str, typer.Option(help="Who balances the load.")] = "exact",
+    device: Annotated[list[str] | None, typer.Option(help="GPU name, such as h100 or h200; repeatable.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help=f"Published model: {', '.join(PRESETS)}; repeatable.")] = None,
+    system: Annotated[str, typer.Option(help="Load-balancing system.")] = "exact",
 ) -> None:
-    """Prints a table in Markdown, of one sequence of 4096 tokens per device."""
+    """Print a Markdown table for one sequence of 4096 tokens per device."""
     try:
         if unknown := set(model or ()) - PRESETS.keys():
             raise ValueError(f"model is {min(unknown)!r}; expected one of {', '.join(PRESETS)}")

@@ -20,11 +20,11 @@ from models.settings import Given, layered, updated
 from models.training.step import SplitPrograms, make_programs, make_split_programs
 
 BACKWARD = 3
-"""A forward and backward pass is ideally three forward passes: a product has two gradients."""
+"""Ideal ratio of a forward and backward pass to a forward pass; each matrix product has two gradients."""
 
 
 def show(config: TrainConfig, target: Target) -> None:
-    """Prints what `dry_run` reports; the arguments are the same."""
+    """Compile one training step for a target and print its report; the arguments match `dry_run`."""
     with quiet_stderr():
         report = dry_run(config, target)
     parallel = config.parallel
@@ -33,14 +33,14 @@ def show(config: TrainConfig, target: Target) -> None:
 
 
 def dry_run(config: TrainConfig, target: Target) -> ProgramReport:
-    """Compiles one step of training, optimizer included, and reports what a device of the target holds and does.
+    """Compile one training step, including the optimizer, and report memory and operations per device.
 
     Args:
-        config: the sizes of the run.
+        config: configuration of the run.
         target: the machine; all of its devices take part.
 
     Raises:
-        ValueError: the run does not fit the machine's number of devices, or its compiler refuses the step.
+        ValueError: the run needs another number of devices than the target has, or the compiler rejects the step.
     """
     target.require_compiler()
     use_no_accelerators()
@@ -55,11 +55,11 @@ def dry_run(config: TrainConfig, target: Target) -> ProgramReport:
 
 
 def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Counts the operations of a step that one token needs, without those of the optimizer.
+    """Return the ideal floating-point operations of a step per token, without the optimizer.
 
     Args:
-        model: the sizes of the model.
-        sequence_length: the tokens of a sequence, half of which a token attends to on average.
+        model: sizes of the model.
+        sequence_length: tokens per sequence; a token attends to half of them on average.
     """
     width = model.embed_dim
     attention = 4 * width * width + sequence_length * width
@@ -68,10 +68,10 @@ def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
-    """Makes the mesh `(data, expert)` of all devices of a target.
+    """Return the mesh `(data, expert)` of all devices of a target.
 
     Raises:
-        ValueError: it has another number of devices.
+        ValueError: the configuration needs another number of devices.
     """
     devices = target.devices()
     if len(devices) != parallel.num_shards:
@@ -84,16 +84,16 @@ def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
 
 
 PRESETS = {name.lower(): name for name in PUBLISHED}
-"""The names of presets, as the command line takes them, and of their models."""
+"""Names of the published models by their command-line names in lower case."""
 
 SEQUENCE_LENGTH = 4096
-"""The tokens of a sequence, of which every device has one, where nobody says."""
+"""Default tokens per sequence; each device has one sequence."""
 
 MOST_RANKS = 64
-"""A group has so many ranks at most, where nobody says; larger clusters have several groups."""
+"""Default maximum of ranks per group; larger clusters have several groups."""
 
 ATTENTION_AGAIN = ("DeepSeek-V3", "GLM-4.5")
-"""The backward pass of these computes attention again: that of 61 layers with 128 heads takes 40 GB of 4096 tokens."""
+"""Models whose backward pass rematerializes attention: for 61 layers with 128 heads it takes 40 GB at 4096 tokens."""
 
 
 OWN_KEYS: dict[str, tuple[str, ...] | None] = {
@@ -102,16 +102,16 @@ OWN_KEYS: dict[str, tuple[str, ...] | None] = {
     "batch": ("accumulate",),
     "relocation": ("interval",),
 }
-"""Keys by section that the step of a published model has no use for; `None` for all."""
+"""Configuration keys by section that do not apply to a published model; `None` for all keys."""
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """These are the sizes of a step of a published model.
+    """Sizes of a training step of a published model.
 
     Args:
         name: the model, a key of `PUBLISHED`.
-        train: the devices, the system and the tokens; the sizes of its own model are not used.
+        train: devices, system and batch; its `model` section is not used.
     """
 
     name: str
@@ -119,10 +119,10 @@ class PublishedRun:
 
     @classmethod
     def on(cls, preset: str, target: Target, given: Given) -> "PublishedRun":
-        """Takes what was given, and of the rest what is usual on a machine.
+        """Combine the given fields with the defaults for a target.
 
-        Without sizes a group has as many ranks as divide the experts and the devices, `MOST_RANKS` at most; expert
-        weights move inside a node each microbatch; and every device has one sequence of `SEQUENCE_LENGTH` tokens.
+        By default, the ranks per group are the largest common divisor of experts and devices up to `MOST_RANKS`. Expert
+        weights move within a node each microbatch. Every device has one sequence of `SEQUENCE_LENGTH` tokens.
 
         Args:
             preset: a key of `PRESETS`.
@@ -130,7 +130,7 @@ class PublishedRun:
             given: fields of `TrainConfig`.
 
         Raises:
-            ValueError: a number is out of range, or the ranks do not make up the machine.
+            ValueError: a number is out of range, or the ranks do not match the devices of the target.
         """
         num_devices = math.prod(target.shape)
         name = PRESETS[preset]
@@ -152,23 +152,23 @@ class PublishedRun:
 
     @property
     def config(self) -> DecoderConfig:
-        """Reads the sizes of the model: activations and products in bfloat16, parameters in float32."""
+        """Sizes of the model, with activations and products in bfloat16 and parameters in float32."""
         return dataclasses.replace(published_config(self.name), compute_dtype="bfloat16", scan_layers=True)
 
     def programs(self, mesh: Mesh) -> SplitPrograms:
-        """Builds the programs for a mesh of `data` and `expert`, compiling nothing.
+        """Build the programs for a mesh of `data` and `expert`, without compiling.
 
         Raises:
-            ValueError: the experts do not divide over the ranks.
+            ValueError: the number of experts is not a multiple of the ranks.
         """
         kept = tuple(name for name in KEPT if name != "attention") if self.name in ATTENTION_AGAIN else KEPT
         return make_split_programs(self.config, self.train, mesh, make_system(self.train.parallel), kept)
 
     def compile(self, target: Target) -> ProgramReport:
-        """Compiles one step, optimizer included, and reports what a device of the target holds and does.
+        """Compile one step, including the optimizer, and report memory and operations per device.
 
         Raises:
-            ValueError: it does not fit the machine's number of devices, or its compiler refuses it.
+            ValueError: the run needs another number of devices than the target has, or the compiler rejects the step.
         """
         target.require_compiler()
         use_no_accelerators()
@@ -188,15 +188,15 @@ class PublishedRun:
 
 
 def show_published(preset: str, target: Target, given: Given) -> None:
-    """Prints what `PublishedRun.compile` reports.
+    """Print the report of `PublishedRun.compile`.
 
     Args:
         preset: a key of `PRESETS`.
         target: the machine.
-        given: fields of `TrainConfig`, none of its model, since a published model has its own.
+        given: fields of `TrainConfig`; those of `OWN_KEYS` must be absent, as a published model fixes them.
 
     Raises:
-        ValueError: an option does not go with it, or the step does not compile.
+        ValueError: an option does not apply, or the step does not compile.
     """
     for section, keys in OWN_KEYS.items():
         for key, value in given.get(section, {}).items():
@@ -211,10 +211,10 @@ def show_published(preset: str, target: Target, given: Given) -> None:
 
 
 def refuse_training(preset: str) -> None:
-    """Refuses to train a published model on bytes.
+    """Reject training of a published model from bytes.
 
     Raises:
-        ValueError: it is one.
+        ValueError: `preset` is a published model.
     """
     if preset in PRESETS:
         raise ValueError(
@@ -224,13 +224,13 @@ def refuse_training(preset: str) -> None:
 
 
 def published_flops_per_token(config: DecoderConfig, sequence_length: int) -> int:
-    """Counts the operations of a step that one token needs, without those of the optimizer.
+    """Return the ideal floating-point operations of a step per token, without the optimizer.
 
     Args:
-        config: the sizes of the model.
-        sequence_length: the tokens of a sequence, of which a token attends to those before it, or a window of them.
+        config: sizes of the model.
+        sequence_length: tokens per sequence; a token attends to those before it, or to a window of them.
     """
-    # An embedding is looked up, not multiplied with.
+    # An embedding is a lookup, not a matrix product.
     products = num_params(config)[1] - (0 if config.tie_embeddings else config.vocab_size * config.embed_dim)
     latent = config.latent
     channels = latent.plain_dim + latent.rotated_dim + latent.value_dim if latent else 2 * config.head_dim
@@ -242,7 +242,7 @@ def published_flops_per_token(config: DecoderConfig, sequence_length: int) -> in
 
 
 def _keys_seen(length: int, window: int | None) -> int:
-    """Counts the keys that a query sees on average."""
+    """Return the number of keys visible to a query, on average."""
     reach = length if window is None else min(window, length)
     return (reach * (reach + 1) // 2 + (length - reach) * reach) // length
 

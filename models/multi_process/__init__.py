@@ -1,1 +1,1 @@
-"""Rendezvous, monitoring and stragglers of several processes."""
+"""Rendezvous, monitoring and straggler detection for multi-process runs."""

@@ -1,12 +1,12 @@
 """Agreement on options between processes, and prompt shutdown after one of them ends.
 
-`Store` exchanges values before any device is initialized, and `agree` compares options there. `PeerMonitor` ends all
-processes soon after one has ended, and each names it.
+`Store` exchanges values before any device is initialized, and `agree` compares options through it. `PeerMonitor` ends
+all processes soon after one has ended, each with a message naming that process.
 
-JAX's own coordination service also detects this. It takes 60 to 100 s by default, and 10 s with the shortest usable
+JAX's coordination service also detects this. It takes 60 to 100 s by default, and 10 s with the shortest usable
 `heartbeat_timeout_seconds`, and it aborts the process from C++ with some twenty lines. Here each process keeps a
 connection to process 0, which the kernel closes as soon as a process ends. No Python thread has a deadline, so a busy
-process is never taken for a dead one.
+process is never mistaken for a dead one.
 """
 
 import json
@@ -27,42 +27,42 @@ from models.config import USER_ERRORS, UserError, say
 from models.multi_process.rendezvous import Link, Place, listen
 
 AGREE_TIMEOUT_S = 600
-"""So long processes may differ in the time that they take to read their data."""
+"""Maximum difference between processes in the time to read their data, in seconds."""
 
 
 class Store:
-    """`Store` is the key-value store of JAX's coordination service; each key is written once."""
+    """Key-value store of JAX's coordination service; each key is written once."""
 
     def __init__(self) -> None:
         self._client: Any = distributed.global_state.client
 
     def put(self, key: str, value: str) -> None:
-        """Writes a value, which all processes can read."""
+        """Write a value readable by all processes."""
         self._client.key_value_set(f"jax_moe_lb/{key}", value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Waits for a value.
+        """Wait for a value and return it.
 
         Raises:
-            Refused: it did not come in time.
+            UserError: the value was not written within `timeout_s` seconds.
         """
         try:
             return self._client.blocking_key_value_get(f"jax_moe_lb/{key}", int(timeout_s * 1000))
         except RuntimeError as error:
-            raise UserError(f"{key} of the processes did not come within {timeout_s} s: {error}") from error
+            raise UserError(f"{key} was not available within {timeout_s} s: {error}") from error
 
 
 def shared_number(place: Place, store: Store, key: str, number: int) -> int:
-    """Returns the number of process 0 on all processes.
+    """Return the number of process 0 on all processes.
 
     Args:
-        place: which process this is.
-        store: what all processes can read.
-        key: what the number is called there.
-        number: that of this process.
+        place: coordinates of this process.
+        store: store shared by all processes.
+        key: key of the number in the store.
+        number: number of this process; used on process 0 only.
 
     Raises:
-        Refused: process 0 did not tell it in time.
+        UserError: process 0 did not write the number within `AGREE_TIMEOUT_S`.
     """
     if place.process_id == 0:
         store.put(key, str(number))
@@ -71,19 +71,19 @@ def shared_number(place: Place, store: Store, key: str, number: int) -> int:
 
 
 def agree(place: Place, store: Store, options: dict) -> None:
-    """Returns if all processes have the same options, which is to be asked before they compute together.
+    """Check that all processes have the same options; call it before any collective computation.
 
     Args:
-        place: which process this is.
-        store: what all processes can read.
-        options: names and values that JSON has; dictionaries may be in it.
+        place: coordinates of this process.
+        store: store shared by all processes.
+        options: JSON-compatible values by name; nested dictionaries are allowed.
 
     Raises:
-        Refused: on all processes, with the same line.
+        UserError: the options differ; the message is the same on all processes.
     """
     store.put(f"options/{place.process_id}", json.dumps(_flat(options)))
     if place.process_id == 0:
-        # Only one of them reads those of all, or thousands would read those of thousands.
+        # Process 0 alone compares the options, as all-to-all reads do not scale to thousands of processes.
         each = [json.loads(store.get(f"options/{i}", AGREE_TIMEOUT_S)) for i in range(place.num_processes)]
         store.put("difference", _difference(each))
     if difference := store.get("difference", AGREE_TIMEOUT_S):
@@ -91,7 +91,7 @@ def agree(place: Place, store: Store, options: dict) -> None:
 
 
 def _difference(each: list[dict]) -> str:
-    """Says what differs, and who has which value; nothing if nothing does."""
+    """Describe the differing options and their values per process; return "" if all agree."""
     lines = []
     for name in dict.fromkeys(name for options in each for name in options):
         who: dict[str, list[int]] = {}
@@ -107,7 +107,7 @@ def _processes(ids: list[int]) -> str:
 
 
 def _flat(options: dict) -> dict:
-    """Join the names of nested dictionaries with points, as in `--set section.key`."""
+    """Flatten nested dictionaries by joining names with dots, as in `--set section.key`."""
     flat: dict = {}
     for name, value in options.items():
         inner = _flat(value) if isinstance(value, dict) else None
@@ -116,39 +116,38 @@ def _flat(options: dict) -> dict:
 
 
 MEET_TIMEOUT_S = 60
-"""So long all connections may take; all processes are there already."""
+"""Timeout for the connections between processes, all of which have started, in seconds."""
 
 CAUSE_TIMEOUT_S = 3.0
-"""So long a process that fails waits to hear of another that did so before."""
+"""Time for a failing process to learn about an earlier failure elsewhere, in seconds."""
 
 HELLO_TIMEOUT_S = 5
-"""So long whoever connects may take to say who it is; it may be a stranger."""
+"""Timeout for a new connection to identify itself, in seconds; it may be an unrelated client."""
 
 LINGER_S = 3.0
-"""So long process 0 stays for the others to end first. JAX aborts those whose coordinator leaves, with twenty lines."""
+"""Time for process 0 to outlive the others, in seconds. JAX aborts processes whose coordinator exits first."""
 
 FAILED = 1
 
 
 class PeerMonitor:
-    """`PeerMonitor` is a context in which this process ends when another one does, and tells the others if it fails
-    itself.
+    """Context in which this process ends when another one ends, and reports its own failure to the others.
 
-    Whoever leaves the context without an error has waited for all others to do so. With an error the process ends here:
-    at its usual end JAX would wait for the others, which do not come.
+    Leaving the context without an error waits for all other processes to do so. With an error, the process exits here:
+    otherwise JAX would wait at interpreter exit for processes that never arrive.
 
     Args:
-        place: which process this is.
-        store: what all processes can read.
+        place: coordinates of this process.
+        store: store shared by all processes.
 
     Raises:
-        Refused: the processes cannot connect to each other.
+        UserError: the processes cannot connect to each other.
     """
 
     def __init__(self, place: Place, store: Store) -> None:
         self.place = place
         self.name = f"process {place.process_id} (pid {os.getpid()} on {socket.gethostname()})"
-        # Whoever has it ends this process, and is alone in saying why.
+        # The thread holding this lock ends the process, and only it prints the reason.
         self.deciding = threading.Lock()
         try:
             self.links = self._meet_members(store) if place.process_id == 0 else self._meet_first(store)
@@ -167,13 +166,14 @@ class PeerMonitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            # Waits for all; who is killed until then is still missed.
+            # The shutdown waits for all processes; one killed before then is still detected.
             jax.distributed.shutdown()
             self._tell({"line": None})
             return
         refused = isinstance(error, UserError)
         if not refused:
-            # When another process ends, exchanges with it fail here. The thread that hears of it ends this one.
+            # A failing exchange may be caused by another process ending; its watcher thread then ends this process
+            # first.
             time.sleep(CAUSE_TIMEOUT_S)
         with self.deciding:
             if refused:
@@ -185,7 +185,7 @@ class PeerMonitor:
             self._end(code)
 
     def _meet_members(self, store: Store) -> dict[str, Link]:
-        """Accepts a connection of each other process. The word keeps strangers out."""
+        """Accept a connection from each other process; the token rejects unrelated clients."""
         word, until = secrets.token_hex(), time.monotonic() + MEET_TIMEOUT_S
         links: dict[str, Link] = {}
         with listen(0) as server:
@@ -210,7 +210,7 @@ class PeerMonitor:
         return {first["name"]: link}
 
     def _watch(self, name: str, link: Link) -> None:
-        """Listens to another process until it ends, in a thread."""
+        """Receive messages from another process until it ends, in a thread."""
         explained = False
         while (message := link.receive()) is not None:
             explained = True
@@ -221,12 +221,12 @@ class PeerMonitor:
             self._follow({"line": f"{name} is gone; --resume goes on from the newest checkpoint", "code": FAILED})
 
     def _follow(self, message: dict) -> None:
-        """Ends this process because of another, the first that ended."""
+        """End this process because another one ended first."""
         with self.deciding:
             if self.place.process_id == 0:
                 self._tell(message)
             if sys.stderr.isatty():
-                # The line of steps hides the cursor.
+                # The progress line hides the cursor.
                 sys.stderr.write("\x1b[?25h\n")
             say(f"error: {message['line']}")
             self._end(message["code"])
@@ -236,7 +236,7 @@ class PeerMonitor:
             link.send(message)
 
     def _end(self, code: int) -> None:
-        """Ends this process now, and process 0 after the others, which need it until then."""
+        """End this process now; process 0 waits for the others to end first, as they need its coordinator."""
         if self.place.process_id == 0:
             until = time.monotonic() + LINGER_S
             for link in self.links.values():

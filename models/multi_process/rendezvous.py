@@ -1,11 +1,12 @@
 """Rendezvous of the processes of a training run before JAX starts.
 
-JAX tries a wrong coordinator silently for 300 s and then aborts the process from C++, which Python cannot catch; an
-address without a port raises IndexError. So the processes meet at the coordinator's port first. `detect_process` finds
-this process's index and the address of process 0 and refuses a wrong address in one line. Process 0 listens, the others
-connect, and process 0 answers all of them once everyone has arrived or time is up, with the names of missing processes.
-The port is then free for JAX's coordination service, which `join` starts. A `Link` is a connection that the kernel
-closes when one of its processes ends.
+JAX retries a wrong coordinator silently for 300 s and then aborts the process from C++, which Python cannot catch. An
+address without a port raises IndexError. The processes therefore meet at the coordinator's port first.
+
+`detect_process` determines this process's index and the address of process 0, and rejects an invalid address in one
+line. Process 0 listens, and the others connect. It replies to all of them once every process has connected or the
+timeout is reached, with the indices of missing processes. The port is then free for JAX's coordination service, started
+by `join`. A `Link` is a connection that the kernel closes when one of its processes ends.
 """
 
 import contextlib
@@ -25,19 +26,21 @@ from jax._src.clusters import ClusterEnv
 from models.config import USER_ERRORS, UserError, say
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
-"""A connection is asked after 5 s of silence and then every 3 s; three questions without an answer end it, after 14 s.
-The last is in milliseconds, and is for what was sent and not acknowledged. Systems lack some of them."""
+"""Keepalive settings of a connection: probe after 5 s idle, then every 3 s; three lost probes close it, after 14 s.
+
+`TCP_USER_TIMEOUT` is in milliseconds and limits unacknowledged data. Some systems lack some of these options.
+"""
 
 
 def listen(port: int) -> socket.socket:
-    """Listens at a port of every address of this machine, or at any that is free for 0."""
+    """Listen at a port of all addresses of this machine; port 0 chooses a free one."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
 class Link:
-    """A link is a connection to another process; JSON objects travel over it, one per line.
+    """Connection to another process, carrying JSON objects, one per line.
 
     Args:
         connection: a connected socket.
@@ -52,14 +55,14 @@ class Link:
         self.ended = threading.Event()
 
     def send(self, message: dict) -> None:
-        """Sends a message, unless the other end is gone, which whoever receives from it notices."""
+        """Send a message; errors of a closed connection are ignored, as the receiving thread detects them."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict | None:
-        """Waits for a message; `None` says that the other end is gone."""
+        """Wait for a message; return `None` if the connection is closed."""
         try:
-            # A process that is killed while it sends leaves a part of a line.
+            # A process killed while sending leaves an incomplete line.
             line = self.lines.readline()
             message = json.loads(line) if line.endswith(b"\n") else None
         except (OSError, ValueError):
@@ -72,13 +75,13 @@ PORTS = range(1, 65_536)
 
 @dataclass(frozen=True)
 class Place:
-    """A place is that of one process among those of a training.
+    """Coordinates of a process in a multi-process run.
 
     Args:
-        host: the name or address of the machine of process 0.
-        port: the port at which JAX's coordination service listens there.
-        num_processes: how many processes there are.
-        process_id: which of them this is, from 0.
+        host: name or address of the machine of process 0.
+        port: port of JAX's coordination service on that machine.
+        num_processes: number of processes.
+        process_id: index of this process, from 0.
     """
 
     host: str
@@ -88,27 +91,27 @@ class Place:
 
     @property
     def coordinator(self) -> str:
-        """Writes the address of the coordination service as JAX reads it."""
+        """Address of the coordination service in JAX's format."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def detect_process(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout_s: float
 ) -> Place:
-    """Finds what was not given in the environment, and then in the cluster that JAX detects.
+    """Return the coordinates of this process from the arguments, the environment, or a cluster detected by JAX.
 
     Args:
         coordinator: HOST:PORT of process 0; `None` takes `JAX_COORDINATOR_ADDRESS`, or detects it.
-        num_processes: how many processes there are; `None` takes `JAX_NUM_PROCESSES`, or detects it.
-        process_id: which of them this is; `None` takes `JAX_PROCESS_ID`, or detects it.
-        timeout_s: how long the detection may take, where it has to wait for a machine to have a name.
+        num_processes: number of processes; `None` takes `JAX_NUM_PROCESSES`, or detects it.
+        process_id: index of this process; `None` takes `JAX_PROCESS_ID`, or detects it.
+        timeout_s: timeout of the detection in seconds; it may wait for a host name to resolve.
 
     Raises:
-        Refused: one of them is found nowhere, or is none.
+        UserError: a value is missing or invalid.
     """
     coordinator, source = _given_or("JAX_COORDINATOR_ADDRESS", coordinator, "multi_process.coordinator")
     if coordinator is not None:
-        # Asked before the cluster is, which may take long to answer.
+        # Validate the address before the cluster detection, which may take long.
         _address(coordinator, source)
     num_processes = _whole("JAX_NUM_PROCESSES", num_processes)
     process_id = _whole("JAX_PROCESS_ID", process_id)
@@ -119,7 +122,7 @@ def detect_process(
 
 
 def _given_or(variable: str, given: str | None, option: str) -> tuple[str | None, str]:
-    """Returns a value, and what to call it in a message."""
+    """Return a value, and its source for messages."""
     return (given, option) if given is not None else (os.environ.get(variable), variable)
 
 
@@ -166,7 +169,7 @@ def _checked(found: tuple[str | None, int | None, int | None], source: str) -> P
 
 
 def _address(coordinator: str, source: str) -> tuple[str, int]:
-    """Splits HOST:PORT; the host may be an IPv6 address in brackets."""
+    """Split HOST:PORT; the host may be an IPv6 address in brackets."""
     host, _, port = coordinator.rpartition(":")
     in_brackets = host.startswith("[") and host.endswith("]")
     bare = host[1:-1] if in_brackets else host
@@ -178,10 +181,10 @@ def _address(coordinator: str, source: str) -> tuple[str, int]:
 
 
 PAUSE_S = 0.1
-"""Between two tries to reach a port."""
+"""Seconds between attempts to connect."""
 
 HELLO_TIMEOUT_S = 5
-"""So long whoever connects may take to say who it is; it may be a stranger."""
+"""Timeout for a new connection to identify itself, in seconds; it may be an unrelated client."""
 
 IDS_SHOWN = 8
 
@@ -189,18 +192,18 @@ HELLO = "jax_moe_lb"
 
 
 def gather(place: Place, until: float, timeout_s: float) -> None:
-    """Waits for all other processes, as process 0.
+    """Wait for all other processes, on process 0.
 
     Args:
-        place: that of process 0.
-        until: the moment, of `time.monotonic`, until which they may come.
-        timeout_s: how long that is from the beginning, for the message.
+        place: coordinates of process 0.
+        until: deadline, as a `time.monotonic` value.
+        timeout_s: total timeout in seconds, for the message.
 
     Raises:
-        Refused: on all processes that came, if one is missing or came twice, and if the port is taken.
+        UserError: a process is missing or connected twice, on all connected processes; or the port is in use.
     """
     try:
-        # JAX's service would share a port that is taken with another training, and mix the two.
+        # Check the port here: JAX's service would share a port in use and mix two training runs.
         server = listen(place.port)
     except OSError as error:
         raise UserError(
@@ -231,7 +234,7 @@ def gather(place: Place, until: float, timeout_s: float) -> None:
 
 
 def _add(place: Place, hosts: dict[int, str], hello: dict) -> str | None:
-    """Notes a process that came, and says what is wrong with it."""
+    """Register a connected process; return an error message if its coordinates are inconsistent."""
     process_id, host, num_processes = hello["process_id"], hello["host"], hello["num_processes"]
     if num_processes != place.num_processes:
         return (
@@ -258,18 +261,18 @@ def _missing(place: Place, hosts: Collection[int], timeout_s: float) -> str:
 
 
 def wait_for_processes(place: Place, until: float, timeout_s: float) -> None:
-    """Says to process 0 that this one is there, and waits until all are.
+    """Connect to process 0, and wait until all processes are connected.
 
     Args:
-        place: which process this is.
-        until: the moment, of `time.monotonic`, until which process 0 may take to answer.
-        timeout_s: how long that is from the beginning, for the message.
+        place: coordinates of this process.
+        until: deadline for process 0 to accept the connection, as a `time.monotonic` value.
+        timeout_s: total timeout in seconds, for the message.
 
     Raises:
-        Refused: process 0 does not answer, or says what is wrong.
+        UserError: process 0 does not respond, or responds with an error.
     """
     connection = _connected(place, until, timeout_s)
-    # Process 0 has a limit of its own, and the kernel looks after its machine.
+    # Process 0 enforces the timeout, and keepalive detects its failure.
     connection.settimeout(None)
     link = Link(connection)
     hello = {"hello": HELLO, "process_id": place.process_id, "num_processes": place.num_processes}
@@ -283,7 +286,7 @@ def wait_for_processes(place: Place, until: float, timeout_s: float) -> None:
 
 
 def _connected(place: Place, until: float, timeout_s: float) -> socket.socket:
-    """Waits for process 0 to come, which may have to wait for its machine, whose name may not be known yet either."""
+    """Connect to process 0; retry until its machine is up and its host name resolves."""
     while True:
         try:
             left_s = max(until - time.monotonic(), PAUSE_S)
@@ -299,23 +302,23 @@ def _connected(place: Place, until: float, timeout_s: float) -> socket.socket:
 
 
 JAX_TIMEOUT_S = 120
-"""All processes are there already when JAX connects them."""
+"""Timeout for JAX to connect the processes, all of which have started, in seconds."""
 
 MARGIN_S = 60
-"""JAX's own limit comes so much later, since it ends in an abort."""
+"""Margin of JAX's own timeout over ours in seconds, as reaching it aborts the process."""
 
 
 def join(place: Place, timeout_s: float) -> None:
-    """Has JAX find the other processes; before anything else uses it.
+    """Initialize `jax.distributed`; call it before any other use of JAX.
 
-    A process that has waited for too long ends here, with a line.
+    If a timeout is reached, this process exits with a message.
 
     Args:
-        place: which process this is, and where the coordinator is.
-        timeout_s: how long to wait for all of them; 60 is usual.
+        place: coordinates of this process and of the coordinator.
+        timeout_s: timeout for all processes to connect, in seconds; usually 60.
 
     Raises:
-        Refused: the coordinator cannot be reached, or its port is taken, or JAX is in use already.
+        UserError: the coordinator is unreachable, its port is in use, or JAX is already initialized.
     """
     if not 0 < timeout_s < math.inf:
         raise UserError(f"multi_process.join_timeout_s is {timeout_s}; expected a finite number above 0")
@@ -336,11 +339,11 @@ def join(place: Place, timeout_s: float) -> None:
 
 @contextmanager
 def _ends_at(until: float, line: str) -> Iterator[None]:
-    """Ends the process with a line unless the context is left before."""
+    """End the process with a message unless the context is left before the deadline."""
 
     def end() -> None:
         say(f"error: {line}")
-        # The main thread is in C++, where no exception reaches it.
+        # The main thread is in C++, so an exception cannot interrupt it.
         os._exit(USER_ERRORS)
 
     timer = threading.Timer(max(until - time.monotonic(), 0), end)

@@ -1,8 +1,8 @@
-"""`StragglerMonitor` compares the hosts of a run, of which all wait for the slowest, and names it.
+"""Detection of straggler hosts, for which all other hosts of a run wait.
 
-The time of a step says nothing about that: it is the same on all hosts, since they exchange rows in it. What each of
-them does alone is timed instead: what its Python does between two steps (`host_s`), and a small product on its first
-device (`probe_s`), which takes longer where something else uses that device, or where it is hot.
+The step time cannot identify them, as collectives make it equal on all hosts. Instead, two local times are compared:
+the Python work between two steps (`host_s`), and a small matrix product on the first device (`probe_s`). The latter
+increases if another program uses the device, or if it is throttled by heat.
 """
 
 import socket
@@ -15,27 +15,27 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 EVERY_STEPS = 10
-"""Hosts are compared every so many steps."""
+"""Steps between comparisons of hosts."""
 
 SLOW = 1.5
-"""A host is slow which takes so many times as long as the median."""
+"""Ratio to the median above which a host is a straggler."""
 
 LEAST_SHARE = 0.05
-"""Less than this share of a step is not worth a line."""
+"""Minimum excess over the median to report, as a fraction of the step time."""
 
 PROBE_SIZES = {"cpu": 512}
 PROBE_SIZE = 4096
-"""The product takes milliseconds: a CPU has a smaller one."""
+"""Size of the probe matrices on accelerators; with `PROBE_SIZES` on CPUs, the product takes milliseconds."""
 
 PROBE_REPEATS = 3
 NAME_BYTES = 64
 
 
 class StragglerMonitor:
-    """`StragglerMonitor` times what this host does alone, and compares hosts every few steps.
+    """Timer of the local work of this host, compared between hosts every few steps.
 
     Args:
-        tell: is called with a line about a host that is slow twice in a row.
+        tell: function called with a message about a host that is slow in two consecutive comparisons.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -45,16 +45,16 @@ class StragglerMonitor:
         self.suspects: set[tuple[str, int]] = set()
 
     def ready(self) -> None:
-        """Says that the host has done its part of a step, and waits for the devices from now on."""
+        """Record the end of the host's part of a step, after which it waits for its devices."""
         self.host_s += time.perf_counter() - self.began
         self.steps += 1
 
     def stepped(self, step: int, step_time_s: float) -> dict | None:
-        """Says that the devices are done; returns a line of `metrics.jsonl`, or `None` if nothing was compared.
+        """Record the end of a step on the devices; return a row of `metrics.jsonl`, or `None` without a comparison.
 
         Args:
-            step: the number of the step, which is the same on all hosts, and all of them must ask.
-            step_time_s: the seconds that it took.
+            step: step number, equal on all hosts. All hosts must call this, as comparisons are collective.
+            step_time_s: duration of the step in seconds.
         """
         row = None
         if len(self.names) > 1 and step % EVERY_STEPS == 0:
@@ -73,29 +73,29 @@ class StragglerMonitor:
             seconds = times[what]
             self.tell(
                 f"step {step}: process {host} on {self.names[host]} is slow: {seconds[host] * 1e3:.3g} ms {what}, "
-                f"where the median is {_median(seconds) * 1e3:.3g} ms"
+                f"the median is {_median(seconds) * 1e3:.3g} ms"
             )
         self.suspects = slow
 
 
 def straggler_hosts(seconds: np.ndarray, least_s: float) -> list[int]:
-    """Finds the hosts that take much longer than the median.
+    """Return the hosts that take much longer than the median.
 
     Args:
-        seconds: `[hosts]`, what each of them took for its part.
-        least_s: a difference of fewer seconds is none.
+        seconds: `[hosts]`, local time of each host in seconds.
+        least_s: minimum excess over the median in seconds.
     """
     median = _median(seconds)
     return np.flatnonzero((seconds > SLOW * median) & (seconds - median > least_s)).tolist()
 
 
 def _median(seconds: np.ndarray) -> float:
-    """Takes the lower one of two: of two hosts none could be slow otherwise."""
+    """Return the lower median; with two hosts, the mean of both would hide a straggler."""
     return float(np.quantile(seconds, 0.5, method="lower"))
 
 
 def _host_names() -> list[str]:
-    """Collects the names of all hosts, by process."""
+    """Return the names of all hosts, by process index."""
     name = socket.gethostname().encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
     if jax.process_count() == 1:
         return [name.rstrip(b"\0").decode()]
@@ -104,7 +104,7 @@ def _host_names() -> list[str]:
 
 
 def _probe_s() -> float:
-    """Times a product on the first device of this host, the best of a few."""
+    """Return the duration of a matrix product on the first device of this host, the minimum of a few runs."""
     device = jax.local_devices()[0]
     size = PROBE_SIZES.get(device.platform, PROBE_SIZE)
     x = jax.device_put(jnp.ones((size, size), jnp.float32), device)

@@ -1,1 +1,1 @@
-"""These functions read checkpoints of Hugging Face onto a mesh, and write them."""
+"""Loading Hugging Face checkpoints onto a mesh, and saving them."""

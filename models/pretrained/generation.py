@@ -1,4 +1,4 @@
-"""`generate` continues prompts, a batch at a time: one pass over the prompts, then a token of each in every step."""
+"""Batched text generation: one prefill pass over the prompts, then one token per sequence in each step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ from models.decoder.model import Decoder
 
 @dataclass(frozen=True)
 class Sampling:
-    """This says how the next token is chosen.
+    """Sampling of the next token.
 
     Args:
-        temperature: the scores are divided by it; 0, the default, takes the likeliest token.
-        top_p: of the likeliest tokens so many are left that they have this share; 1, the default, leaves all.
-        seed: the seed of what is drawn.
+        temperature: divisor of the logits; 0 (default) selects the most likely token.
+        top_p: sample from the most likely tokens whose cumulative probability reaches this value; 1 (default) keeps
+            all.
+        seed: seed of the random numbers.
 
     Raises:
         ValueError: a number is out of range.
@@ -40,14 +41,14 @@ class Sampling:
 
 
 def choose(logits: Array, sampling: Sampling, key: Array) -> Array:
-    """Chooses a token of each line of float32 logits `[B, V]`; returns int32 `[B]`."""
+    """Sample a token for each row of float32 logits `[B, V]`; return int32 `[B]`."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     scores = logits / sampling.temperature
     if sampling.top_p < 1:
         ordered = -jnp.sort(-scores, -1)
         shares = jax.nn.softmax(ordered, -1)
-        # A token stays if those before it do not have the share yet: the first one always does.
+        # Keep a token if the probability of those before it is below top_p, so at least one is kept.
         stays = jnp.cumsum(shares, -1) - shares < sampling.top_p
         least = jnp.min(jnp.where(stays, ordered, jnp.inf), -1, keepdims=True)
         scores = jnp.where(scores >= least, scores, -jnp.inf)
@@ -63,23 +64,24 @@ def generate(
     end_tokens: Sequence[int] = (),
     tell: Callable[[Stats], None] | None = None,
 ) -> list[list[int]]:
-    """Continues prompts of any lengths.
+    """Continue prompts of any lengths.
 
-    The layer that serves many tokens of prompts, balanced, serves the few tokens of a step, too.
+    The same balanced MoE layer serves the many tokens of the prompts and the few tokens of a decoding step.
 
     Args:
-        model: what `from_pretrained` returned.
-        prompts: the tokens of each sequence, at least one.
-        max_new_tokens: so many tokens follow each.
-        sampling: how they are chosen.
-        end_tokens: a sequence ends with the first of these.
-        tell: is called with the statistics of each step, `[layers, D, ...]`; the first are of the prompts.
+        model: return value of `from_pretrained`.
+        prompts: tokens of each sequence, at least one.
+        max_new_tokens: maximum number of new tokens per sequence.
+        sampling: sampling of the next token (default: most likely token).
+        end_tokens: tokens that end a sequence.
+        tell: function called with the statistics of each step, `[layers, D, ...]`, first those of the prompts.
 
     Returns:
-        The new tokens of each sequence, up to the first of `end_tokens`, which is left out.
+        The new tokens of each sequence, up to and excluding the first of `end_tokens`.
 
     Raises:
-        ValueError: there is no prompt, one is empty, a token is no word, or no token is asked for.
+        ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or `max_new_tokens` is
+            below 1.
     """
     _check(model, prompts, max_new_tokens)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -97,7 +99,7 @@ def generate(
         chosen = choose(jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0], sampling, key)
         return nnx.state(model, nnx.Not(nnx.Param)), chosen, stats, cache
 
-    # The cache is written in place.
+    # Donate the cache, so that it is updated in place.
     run = jax.jit(extend, donate_argnums=5, compiler_options=options)
     cache = model.empty_cache(len(prompts), int(np.max(lengths)) + max_new_tokens)
     place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
@@ -121,11 +123,11 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
     if not prompts or not all(len(prompt) for prompt in prompts):
-        raise ValueError("prompt has no tokens; expected at least one in each")
+        raise ValueError("prompt has no tokens; expected at least one per prompt")
     words = model.config.vocab_size
     for token in (token for prompt in prompts for token in prompt):
         if not 0 <= token < words:
-            raise ValueError(f"prompt has token {token}; expected 0 to {words - 1}, the words of the model")
+            raise ValueError(f"prompt has token {token}; expected 0 to {words - 1}, the vocabulary of the model")
 
 
 def _until_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""`from_pretrained` reads a checkpoint tensor by tensor onto a mesh, every expert to its home."""
+"""Loader of checkpoints: reads tensor by tensor onto a mesh, each expert to its home rank."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -22,10 +22,10 @@ from models.pretrained.quantized import CheckpointWeights
 from models.pretrained.safetensors import TensorFolder
 
 COMPARED_LINES = 4096
-"""So many lines of two tensors are compared at once."""
+"""Rows of two tensors to compare at a time."""
 
 SHOWN = 5
-"""A message names so many tensors of those that are missing, or too many."""
+"""Maximum number of missing or unexpected tensors in a message."""
 
 
 def from_pretrained(
@@ -38,24 +38,27 @@ def from_pretrained(
     scan_layers: bool = False,
     predict_further: bool = False,
 ) -> Decoder:
-    """Makes the model of a checkpoint, on the devices of a mesh.
+    """Load the model of a checkpoint onto the devices of a mesh.
 
-    Host memory holds one tensor at a time, or the part of it that is one expert's. Tensors go to devices as they are
-    read: those of an expert to its home ranks, all others to every device.
+    Host memory holds one tensor at a time, or one expert's part of it. Each tensor is copied to devices as it is read:
+    experts to their home ranks, other tensors to every device.
 
     Args:
-        folder: a folder with `config.json` and safetensors, as `transformers` writes it.
-        mesh: what `models.mesh.make_mesh` made.
-        system: the strategies that balance the load.
-        compute_dtype: the dtype of activations and products, "bfloat16" on accelerators.
-        param_dtype: the dtype of parameters; that of the file keeps every bit.
-        scan_layers: whether equal layers are one loop, for training.
-        predict_further: whether layers that predict further tokens (DeepSeek-V3's and GLM-4.5's) are read, for
-            `Decoder.ahead`; they are passed over by default.
+        folder: folder with `config.json` and safetensors, as written by `transformers`.
+        mesh: return value of `models.mesh.make_mesh`.
+        system: load-balancing system.
+        compute_dtype: dtype of activations and matrix products (default "float32"); use "bfloat16" on accelerators.
+        param_dtype: dtype of parameters (default "float32"); the dtype of the file preserves every bit.
+        scan_layers: if True, run layers of equal structure as one `jax.lax.scan`, for training.
+        predict_further: if True, also load multi-token prediction layers (DeepSeek-V3 and GLM-4.5), for
+            `Decoder.ahead`.
+
+    Returns:
+        The model.
 
     Raises:
-        ValueError: the architecture is not supported; or has no such layers; or tensors are missing, too many, of
-            another shape or no floats; or a file is damaged.
+        ValueError: the architecture is not supported or has no multi-token prediction layers; tensors are missing,
+            unexpected, of a wrong shape or not floats; or a file is damaged.
     """
     fields = read_fields(folder)
     options: dict[str, Any] = {"compute_dtype": compute_dtype, "param_dtype": param_dtype}
@@ -69,7 +72,7 @@ def from_pretrained(
             return Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))
 
         graph, shapes = nnx.split(nnx.eval_shape(create))
-        # What no checkpoint has: the state of balancers, windows. The rest of the program is dropped as unused.
+        # State absent from checkpoints: balancer states and windows. XLA drops the unused parameters of this program.
         everywhere = NamedSharding(mesh, PartitionSpec())
         fresh = by_path(jax.jit(lambda: nnx.state(create(), nnx.Not(nnx.Param)), out_shardings=everywhere)())
         where, leaves = by_path(state_shardings(shapes, mesh)), []
@@ -79,7 +82,7 @@ def from_pretrained(
 
 
 def by_path(state: Any) -> dict[str, Any]:
-    """Names the leaves of a state by their paths in the model, such as `blocks.0.moe.up`."""
+    """Return the leaves of a state by their paths in the model, such as `blocks.0.moe.up`."""
     leaves = jax.tree.leaves_with_path(state)
     named = ((jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves)
     return {path.removesuffix(".value"): leaf for path, leaf in named}
@@ -93,14 +96,14 @@ def _grouped(pieces: Iterable[ParameterSlice]) -> dict[str, list[ParameterSlice]
 
 
 def _passed_over(fields: Fields, num_further: int) -> tuple[str, ...]:
-    """Lists how names begin that are not read: layers that predict further tokens, and a copy of the embedding."""
+    """Return name prefixes of tensors to skip: multi-token prediction layers, and a copy of the tied embedding."""
     last = fields.num_layers()
     layers = tuple(f"model.layers.{layer}." for layer in range(last + num_further, last + fields.num_further()))
     return (*layers, "lm_head.weight") if fields.raw.get("tie_word_embeddings") else layers
 
 
 def _check(weights: CheckpointWeights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:
-    """Refuses a checkpoint whose tensors are not those of the model, before any is read."""
+    """Check that a checkpoint has exactly the tensors of the model, before any is read."""
     names = {name for name in weights.shapes if not name.startswith(passed_over)}
     shapes = {piece.name: piece.shape for piece in pieces if not piece.is_copy or piece.name in names}
     for what, differing in (("missing", shapes.keys() - names), ("not of this model", names - shapes.keys())):
@@ -116,7 +119,7 @@ def _check(weights: CheckpointWeights, pieces: list[ParameterSlice], passed_over
 
 
 def _check_copy(weights: CheckpointWeights, copy: ParameterSlice, name: str) -> None:
-    """Refuses a copy that is another tensor: the model has one parameter for both."""
+    """Check that a copy equals the original tensor, as the model shares one parameter for both."""
     for start in range(0, copy.shape[0], COMPARED_LINES):
         lines = (slice(start, min(start + COMPARED_LINES, copy.shape[0])),)
         if not np.array_equal(weights.read(copy.name, lines), weights.read(name, lines)):
@@ -124,7 +127,7 @@ def _check_copy(weights: CheckpointWeights, copy: ParameterSlice, name: str) -> 
 
 
 def _placed(weights: CheckpointWeights, pieces: list[ParameterSlice], shape: Any, sharding: Sharding) -> Array:
-    """Reads a parameter and puts on each device what it has of it."""
+    """Read a parameter and place the shard of each device."""
     where = {device: index or () for device, index in sharding.addressable_devices_indices_map(shape.shape).items()}
     if pieces[0].expert is None:
         value = _read(weights, pieces[0], shape.dtype)
@@ -139,13 +142,13 @@ def _placed(weights: CheckpointWeights, pieces: list[ParameterSlice], shape: Any
         assert piece.expert is not None
         homes = [device for device in where if piece.expert in ranges[device]]
         if not homes:
-            # Experts of other processes are not read.
+            # Skip experts whose home is in another process.
             continue
         value = _read(weights, piece, shape.dtype)
         for device in homes:
             line = jax.device_put(value[where[device][1:]], device)
             buffers[device] = _with_line(buffers[device], line, ranges[device].index(piece.expert))
-            # Programs run behind the host, which would read on and hold what waits.
+            # Wait for the transfer; otherwise the host would read ahead and hold all pending tensors in memory.
             buffers[device].block_until_ready()
     return jax.make_array_from_single_device_arrays(shape.shape, sharding, list(buffers.values()))
 

@@ -1,7 +1,7 @@
-"""Checkpoint weights as floats, also those that are stored in 8 or 4 bits with scales.
+"""Reader of quantized checkpoint weights, converted to floats.
 
-Two formats are read, in which models are published: DeepSeek's `fp8` (a scale for each block of 128 x 128 weights) and
-GPT-OSS's `mxfp4` (OCP Microscaling: a power of two for each 32 weights of 4 bits).
+Two published formats are supported: DeepSeek's `fp8` (one scale per block of 128 x 128 weights) and GPT-OSS's `mxfp4`
+(OCP Microscaling: a power-of-two scale per 32 weights of 4 bits).
 """
 
 import abc
@@ -15,60 +15,60 @@ from models.architectures.parameter_map import Index
 from models.pretrained.safetensors import FLOATS, FP8, TensorFolder
 
 SCALE = "_scale_inv"
-"""What the name of a scale of `fp8` has behind that of its weight."""
+"""Suffix of the scale of an `fp8` weight."""
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What the names of the two halves of a tensor of `mxfp4` have behind it."""
+"""Suffixes of the values and scales of an `mxfp4` tensor."""
 
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The numbers that 4 bits stand for: a sign, two bits of exponent, one of mantissa."""
+"""Values of the 4-bit floats: one sign bit, two exponent bits, one mantissa bit."""
 
 FP4_GROUP = 32
-"""So many weights have one scale in `mxfp4`."""
+"""Weights per scale in `mxfp4`."""
 
 E8M0_BIAS, E8M0_NAN = 127, 255
 
 
 class Format(abc.ABC):
-    """A format says what weights a checkpoint stands for whose tensors are not floats."""
+    """Quantized storage format of checkpoint weights."""
 
     @abc.abstractmethod
     def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-        """Finds the weights that are stored in this format, by what the headers say.
+        """Return the weights stored in this format, according to the headers.
 
         Args:
             tensors: the checkpoint.
 
         Returns:
-            The shape of each of them by its name, and the names of the tensors that hold them.
+            The shape of each weight by name, and the names of the tensors storing them.
 
         Raises:
-            ValueError: scales are missing, or do not fit; the line names the tensor.
+            ValueError: scales are missing or have a wrong shape; the message contains the tensor name.
         """
 
     @abc.abstractmethod
     def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
-        """Reads a weight, or a part of it, as float32.
+        """Read a weight, or a part of it, as float32.
 
         Args:
             tensors: the checkpoint.
-            name: a weight that `weights` found.
-            index: the part; empty for all of it.
+            name: name of a weight returned by `weights`.
+            index: part of the weight; empty for all of it.
         """
 
 
 @dataclass(frozen=True)
 class Fp8(Format):
-    """8-bit floats with a factor per block, as DeepSeek-V3 is published.
+    """8-bit floats with a scale per block, the published format of DeepSeek-V3.
 
     Args:
-        block: the rows and columns that share a factor; those at the edges are cut.
+        block: rows and columns per scale; blocks at the edges may be smaller.
     """
 
     block: tuple[int, int]
 
     def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-        """Finds the matrices of 8-bit floats."""
+        """Return the 8-bit matrices."""
         found: dict[str, tuple[int, ...]] = {}
         for name, header in tensors.home.items():
             if header.dtypes[name] == FP8:
@@ -81,7 +81,7 @@ class Fp8(Format):
         return found, found.keys() | {name + SCALE for name in found}
 
     def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
-        """Multiplies blocks by their factors, a line of blocks at a time."""
+        """Multiply each row of blocks by its scales."""
         narrow, scales = tensors.read(name), tensors.read(name + SCALE).astype(np.float32)
         wide = np.empty(narrow.shape, np.float32)
         rows, columns = self.block
@@ -94,13 +94,14 @@ class Fp8(Format):
 
 @dataclass(frozen=True)
 class Mxfp4(Format):
-    """4-bit floats, two in a byte, with a power of two per 32, as GPT-OSS is published: only its experts are so.
+    """4-bit floats, two per byte, with a power-of-two scale per 32; used by GPT-OSS for its experts.
 
-    Blocks `[E, N, G, 16]` and scales `[E, N, G]` stand for weights `[E, 32 G, N]`: a row of bytes is a column of them.
+    Blocks `[E, N, G, 16]` and scales `[E, N, G]` represent weights `[E, 32 G, N]`: a row of bytes is a column of
+    weights.
     """
 
     def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-        """Finds the tensors whose halves are there."""
+        """Return the tensors with blocks and scales."""
         found: dict[str, tuple[int, ...]] = {}
         for blocks in [name for name in tensors.home if name.endswith(BLOCKS)]:
             header, name = tensors.home[blocks], blocks.removesuffix(BLOCKS)
@@ -110,17 +111,17 @@ class Mxfp4(Format):
                 raise ValueError(f"{header.path}: {blocks} is {what}; expected U8 [E, N, G, {FP4_GROUP // 2}]")
             _require(tensors, blocks, name + SCALES, shape[:-1], ("U8",))
             if name in tensors.home:
-                raise ValueError(f"{header.path}: {blocks} is there beside {name}; expected one of the two")
+                raise ValueError(f"{header.path}: both {blocks} and {name} exist; expected one of the two")
             found[name] = (shape[0], FP4_GROUP * shape[2], shape[1])
         return found, {name + half for name in found for half in (BLOCKS, SCALES)}
 
     def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
-        """Reads whole experts from the disk; rows and columns are chosen before bits become floats."""
+        """Read whole experts from disk; select rows and columns before the conversion to floats."""
         experts, rows, columns = (index + (slice(None),) * 3)[:3]
         blocks = tensors.read(name + BLOCKS, (experts,))[..., columns, :, :]
         scales = tensors.read(name + SCALES, (experts,))[..., columns, :]
         if (scales == E8M0_NAN).any():
-            raise ValueError(f"{tensors.folder}: {name + SCALES} has a scale of {E8M0_NAN}; expected numbers, below it")
+            raise ValueError(f"{tensors.folder}: {name + SCALES} has a NaN scale ({E8M0_NAN}); expected finite scales")
         wide = np.empty((*blocks.shape, 2), np.float32)
         wide[..., 0], wide[..., 1] = FP4_VALUES[blocks & 15], FP4_VALUES[blocks >> 4]
         wide = np.ldexp(wide, scales.astype(np.int32)[..., None, None] - E8M0_BIAS)
@@ -128,7 +129,7 @@ class Mxfp4(Format):
 
 
 def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-    """Refuses a weight whose scales are missing or do not fit."""
+    """Raise `ValueError` if the scales of a weight are missing or have a wrong shape or dtype."""
     if scale not in tensors.home:
         raise ValueError(f"{tensors.home[weight].path}: {weight} has no scales; expected {scale} {list(shape)}")
     header = tensors.home[scale]
@@ -138,10 +139,10 @@ def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, .
 
 
 def format_of(fields: Fields) -> Format | None:
-    """Reads in which format a `config.json` says that weights are; `None`: all are floats.
+    """Return the storage format given by a `config.json`; `None` if all weights are floats.
 
     Raises:
-        ValueError: it is another format, or its blocks have no sizes.
+        ValueError: the format is not supported, or its block size is invalid.
     """
     settings: Any = fields.raw.get("quantization_config")
     if settings is None:
@@ -164,14 +165,14 @@ def format_of(fields: Fields) -> Format | None:
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint, as floats, whatever it holds them in.
+    """Weights of a checkpoint as floats, in any supported format.
 
     Args:
         tensors: the checkpoint.
-        fields: its `config.json`, which names the format.
+        fields: its `config.json`, which specifies the format.
 
     Raises:
-        ValueError: the format is not supported, or tensors of it do not fit each other.
+        ValueError: the format is not supported, or tensors are inconsistent.
     """
 
     def __init__(self, tensors: TensorFolder, fields: Fields) -> None:
@@ -181,7 +182,7 @@ class CheckpointWeights:
         self.shapes = plain | self.quantized
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuses a weight of another shape, or of no dtype that is read, with a `ValueError` that names it."""
+        """Raise `ValueError` unless a weight has the given shape and a supported dtype."""
         header = self.tensors.home[name + BLOCKS if name not in self.tensors.home else name]
         if self.shapes[name] != shape:
             raise ValueError(f"{header.path}: {name} has shape {list(self.shapes[name])}; expected {list(shape)}")
@@ -189,11 +190,11 @@ class CheckpointWeights:
             raise ValueError(f"{header.path}: {name} has dtype {header.dtypes[name]}; expected one of {FLOATS}")
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Reads a weight, or a part of it: quantized ones as float32, others in their own dtype.
+        """Read a weight, or a part of it: quantized weights as float32, others in their own dtype.
 
         Args:
-            name: the weight.
-            index: the part; empty for all of it.
+            name: name of the weight.
+            index: part of the weight; empty for all of it.
         """
         if self.format is not None and name in self.quantized:
             return self.format.read(self.tensors, name, index)

@@ -1,6 +1,6 @@
-"""Reader of safetensors checkpoints, in one file or in many with an index.
+"""Reader of safetensors checkpoints, in one file or in several with an index.
 
-`read_header` refuses a header that claims more than the file holds.
+`read_header` rejects a header that describes more bytes than the file contains.
 """
 
 import json
@@ -18,23 +18,23 @@ from models.architectures.parameter_map import Index
 
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 DTYPES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""The bytes of a number of each dtype that is read; other floats of 8 and 4 bits are refused by name."""
+"""Bytes per number of each supported dtype; other dtypes are rejected by name."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""A header has at most so many bytes, as the format says."""
+"""Maximum header size of the safetensors format, in bytes."""
 
 LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Header:
-    """A header says where the tensors of a file are.
+    """Locations of the tensors in a file.
 
     Args:
-        path: the file.
-        shapes: the shape of each tensor.
-        dtypes: the dtype of each, in the words of the format.
-        starts: the byte of the file at which each begins.
+        path: path of the file.
+        shapes: shape of each tensor.
+        dtypes: dtype of each tensor, in the notation of the format.
+        starts: byte offset of each tensor in the file.
     """
 
     path: Path
@@ -44,14 +44,14 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header of a file, and no tensor.
+    """Read the header of a file, without its tensors.
 
     Args:
         path: a safetensors file.
 
     Raises:
-        ValueError: the file is truncated, or its header contradicts itself or the format; the line names the file and,
-            where one is to blame, the tensor.
+        ValueError: the file is truncated, or its header is inconsistent or violates the format. The message contains
+            the file and, if applicable, the tensor.
     """
     try:
         size = path.stat().st_size
@@ -80,21 +80,21 @@ def _entries(path: Path, text: bytes) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         read = dict(pairs)
         if len(read) != len(pairs):
-            raise ValueError("it has a name twice")
+            raise ValueError("a name occurs twice")
         return read
 
     try:
         entries = json.loads(text.decode(), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: the header is no JSON: {error}") from error
+        raise ValueError(f"{path}: the header is not valid JSON: {error}") from error
     if not isinstance(entries, dict):
-        raise ValueError(f"{path}: the header is no JSON object")
+        raise ValueError(f"{path}: the header is not a JSON object")
     entries.pop("__metadata__", None)
     return entries
 
 
 def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Checks what is said of one tensor, and returns where it begins and ends."""
+    """Validate the entry of one tensor, and return its start and end offsets."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise ValueError(f"{path}: {name} is {str(entry)[:80]!r}; expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -103,7 +103,7 @@ def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
     if not _are_sizes(shape):
         raise ValueError(f"{path}: {name} has shape {str(shape)[:80]}; expected sizes of at least 0")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{path}: {name} has offsets {str(offsets)[:80]}; expected a beginning and an end")
+        raise ValueError(f"{path}: {name} has offsets {str(offsets)[:80]}; expected a start and an end")
     if offsets[1] - offsets[0] != (nbytes := math.prod(shape) * DTYPES[dtype]):
         raise ValueError(f"{path}: {name} has {offsets[1] - offsets[0]} bytes; expected {nbytes} of {dtype} {shape}")
     return offsets[0], offsets[1]
@@ -121,7 +121,7 @@ def _check_apart(path: Path, spans: list[tuple[int, int, str]], size: int) -> No
             raise ValueError(f"{path}: {name} begins at byte {start} and {how} {before}; expected byte {end}")
         end, before = stop, name
     if end != size:
-        raise ValueError(f"{path}: {size} bytes follow the header; expected {end}, those of its tensors")
+        raise ValueError(f"{path}: {size} bytes follow the header; expected {end}, the size of its tensors")
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -131,19 +131,20 @@ MOST_INDEX_BYTES = 2**28
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 FP8 = "F8_E4M3"
-"""The dtype of 8-bit floats, which have scales beside them: see `quantized.py`."""
+"""Dtype of 8-bit floats, which are stored with scales: see `quantized.py`."""
 
 
 class TensorFolder:
-    """This reads tensors, or parts of them, one after the other; it is a context that closes the files.
+    """Reader of the tensors of a checkpoint folder, and a context manager closing its files.
 
-    It checks the header of every file first. Nothing but safetensors is read: a pickle would run what it likes.
+    The constructor validates the header of every file. Only safetensors are read, as loading a pickle can execute
+    arbitrary code.
 
     Args:
-        folder: the folder of a checkpoint.
+        folder: folder of the checkpoint.
 
     Raises:
-        ValueError: there are no tensors, a file is missing, outside the folder, or not what it should be.
+        ValueError: there are no tensors, or a file is missing, outside the folder or invalid.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -168,11 +169,11 @@ class TensorFolder:
             file.__exit__(kind, error, trace)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Reads a tensor, or a part of it and no more than that from the disk.
+        """Read a tensor, or only the part of it given by an index.
 
         Args:
-            name: the tensor.
-            index: the part; strides are taken in memory.
+            name: name of the tensor.
+            index: part to read; strides apply in memory.
         """
         header = self.home[name]
         if header.dtypes[name] == FP8:
@@ -181,7 +182,7 @@ class TensorFolder:
             self.open[header.path] = safe_open(header.path, framework="numpy").__enter__()
         if not index:
             return self.open[header.path].get_tensor(name)
-        # Whole lines are read, of which the rest of the index takes its part.
+        # Read whole rows, then apply the rest of the index in memory.
         first, *rest = index
         lines = slice(first, first + 1) if isinstance(first, int) else first
         read = self.open[header.path].get_slice(name)[lines]
@@ -198,19 +199,19 @@ class TensorFolder:
             if Path(name).name != name or name in (".", ".."):
                 raise ValueError(f"{self.folder / INDEX}: {name!r} is outside the folder; expected the name of a file")
             if not path.is_file():
-                raise ValueError(f"{self.folder / INDEX}: {name!r} is missing; expected all files that it names")
+                raise ValueError(f"{self.folder / INDEX}: {name!r} is missing; expected all files of the index")
         return [self.folder / name for name in names]
 
     def _weight_map(self) -> dict[str, str]:
         path = self.folder / INDEX
         try:
             if path.stat().st_size > MOST_INDEX_BYTES:
-                raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
+                raise ValueError(f"expected at most {MOST_INDEX_BYTES} bytes")
             places = json.loads(path.read_bytes().decode())["weight_map"]
             if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-                raise ValueError("weight_map maps names to files")
+                raise ValueError("expected weight_map to map names to files")
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no index: {error}") from error
+            raise ValueError(f"{path} is not an index: {error}") from error
         return places
 
     def _check_index(self) -> None:
@@ -222,7 +223,7 @@ class TensorFolder:
 
 
 def _float8(header: Header, name: str) -> np.ndarray:
-    """Reads 8-bit floats, which safetensors has no NumPy dtype for."""
+    """Read 8-bit floats, for which safetensors has no NumPy dtype."""
     shape = header.shapes[name]
     bits = np.fromfile(header.path, np.uint8, math.prod(shape), offset=header.starts[name])
     return bits.reshape(shape).view(ml_dtypes.float8_e4m3fn)

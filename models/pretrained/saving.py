@@ -1,4 +1,4 @@
-"""`save_pretrained` writes a checkpoint that `transformers` loads."""
+"""Writer of checkpoints in the format of `transformers`."""
 
 import json
 import math
@@ -23,10 +23,10 @@ from models.pretrained.safetensors import INDEX, SINGLE
 from models.run_folder.files import part, write_whole
 
 MAX_FILE_BYTES = 2**30
-"""A file has at most so many bytes of tensors, unless one tensor has more: host memory holds one file at a time."""
+"""Maximum bytes of tensors per file, unless one tensor is larger; host memory holds one file at a time."""
 
 KEPT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-"""What else a checkpoint may have, and a tuned one needs unchanged."""
+"""Optional checkpoint files, copied unchanged to a fine-tuned checkpoint."""
 
 
 def save_pretrained(
@@ -37,20 +37,20 @@ def save_pretrained(
     max_file_bytes: int = MAX_FILE_BYTES,
     keep_from: Path | None = None,
 ) -> None:
-    """Writes a model as `transformers` reads it: `config.json` and safetensors, in several files if they are large.
+    """Write a model as `config.json` and safetensors, in several files if it is large.
 
-    The folder is there when it is whole, and not before. All parameters have to be on devices of this process.
+    The folder appears only once it is complete. All parameters must be on devices of this process.
 
     Args:
-        model: what `from_pretrained` returned, trained or not.
-        folder: where to; it does not exist yet, or is empty.
-        dtype: that of the tensors in the files; `None`, the default, is that of the parameters, and keeps every bit.
-        max_file_bytes: the bytes of tensors of a file, which host memory holds at once.
-        keep_from: a folder whose tokenizer and generation settings are copied; `None` copies nothing.
+        model: a model loaded by `from_pretrained`.
+        folder: output folder; it must be absent or empty.
+        dtype: dtype of the tensors in the files; `None` (default) keeps the dtype of the parameters and every bit.
+        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), which host memory holds at once.
+        keep_from: folder with tokenizer and generation settings to copy; `None` copies none.
 
     Raises:
-        ValueError: the folder has something in it.
-        OSError: it cannot be written.
+        ValueError: the folder is not empty.
+        OSError: a file cannot be written.
     """
     with vacant(folder) as aside:
         _write_model(model, aside, jnp.dtype(dtype or model.config.param_dtype), max_file_bytes)
@@ -61,13 +61,13 @@ def save_pretrained(
 
 @contextmanager
 def vacant(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write into, which takes the name of another when all is written, and is removed otherwise.
+    """Yield a temporary folder, renamed to `folder` at the end of the context, or deleted after an error.
 
     Args:
-        folder: does not exist yet, or is empty.
+        folder: final path; it must be absent or an empty folder.
 
     Raises:
-        ValueError: it has something in it.
+        ValueError: the folder is not empty.
     """
     check_vacant(folder)
     aside = part(folder)
@@ -75,7 +75,7 @@ def vacant(folder: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
-        # A rename replaces an empty folder, and no other.
+        # A rename can replace an empty folder only.
         aside.replace(folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -83,23 +83,23 @@ def vacant(folder: Path) -> Iterator[Path]:
 
 
 def copy_files(names: Iterable[str], source: Path, to: Path) -> None:
-    """Copies those of the files that exist."""
+    """Copy those of the files that exist."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, to / name)
 
 
 def check_vacant(folder: Path) -> None:
-    """Refuses a folder that has something in it, with a `ValueError`."""
+    """Raise `ValueError` if the folder is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out is {str(folder)!r}, which has something in it; expected a new or an empty folder")
+        raise ValueError(f"out is {str(folder)!r}, which is not empty; expected a new or empty folder")
 
 
 def config_json(config: DecoderConfig, dtype: str) -> str:
-    """Writes the `config.json` of a model: that which it was made from, with the dtype that its tensors have now."""
+    """Return the `config.json` of a model: its source with the current dtype of the tensors."""
     raw = json.loads(config.source)
     raw.pop("torch_dtype", None)
-    # Whatever was read in 8 or 4 bits is written as floats.
+    # Weights read in 8 or 4 bits are written as floats.
     raw.pop("quantization_config", None)
     return json.dumps(raw | {"dtype": dtype}, indent=2) + "\n"
 
@@ -109,7 +109,7 @@ def _write_model(model: Decoder, folder: Path, dtype: Any, max_file_bytes: int) 
     values = by_path(nnx.state(model))
 
     def dtype_of(name: str) -> Any:
-        # Biases of the choice stay wide in whatever model: `transformers` keeps them so, too.
+        # Selection biases stay float32 for any model dtype, as in `transformers`.
         is_param = values[groups[name][0].path].dtype == jnp.dtype(model.config.param_dtype)
         return dtype if is_param and not name.endswith("e_score_correction_bias") else np.dtype(np.float32)
 
@@ -120,13 +120,13 @@ def _write_model(model: Decoder, folder: Path, dtype: Any, max_file_bytes: int) 
 def write_tensors(
     folder: Path, sizes: dict[str, int], make: Callable[[str], np.ndarray], max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Writes tensors into one file, or into several with an index.
+    """Write tensors into one file, or into several with an index.
 
     Args:
-        folder: where to.
-        sizes: the bytes of each tensor, by name.
-        make: returns a tensor; it is called when its file is written.
-        max_file_bytes: the bytes of tensors of a file, unless one tensor has more.
+        folder: output folder.
+        sizes: bytes of each tensor, by name.
+        make: function returning a tensor by name, called when its file is written.
+        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), unless one tensor is larger.
     """
     files: list[list[str]] = [[]]
     for name in sizes:
@@ -151,11 +151,11 @@ def _by_tensor(pieces: list[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
 
 
 def named_tensors(config: DecoderConfig, state: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a checkpoint, by name, of parameters or of what is shaped like them, such as gradients.
+    """Yield named checkpoint tensors of parameters, or of a tree with the same structure, such as gradients.
 
     Args:
-        config: the sizes.
-        state: what `nnx.state` returned of a `Decoder`; tensors whose parameters it has not are left out.
+        config: sizes of the model.
+        state: `nnx.state` of a `Decoder`; tensors without a parameter in it are skipped.
     """
     values = by_path(state)
     for name, pieces in _by_tensor(pieces_of(config)).items():
@@ -164,11 +164,11 @@ def named_tensors(config: DecoderConfig, state: Any) -> Iterator[tuple[str, np.n
 
 
 def assembled(pieces: list[ParameterSlice], values: dict[str, Any], dtype: Any) -> np.ndarray:
-    """Makes a tensor of a checkpoint, in that dtype, of its pieces."""
+    """Assemble a checkpoint tensor from its slices, in the given dtype."""
     whole = np.empty(pieces[0].shape, dtype)
     for piece in pieces:
         homes = values.get(f"{piece.path.rpartition('.')[0]}.homes")
-        # Experts that have moved are at other lines of the parameter.
+        # Relocated experts are at other rows of the parameter.
         line = piece.expert if homes is None or piece.expert is None else int(homes[piece.expert])
         value = _on_host(values[piece.path], line)
         whole[piece.index] = np.swapaxes(value, -1, -2) if piece.transposed else value
@@ -176,7 +176,7 @@ def assembled(pieces: list[ParameterSlice], values: dict[str, Any], dtype: Any) 
 
 
 def _on_host(value: Array, expert: int | None) -> np.ndarray:
-    """Brings a parameter, or one line of it, to the host, from a device that has it."""
+    """Copy a parameter, or one row of it, to the host, from a device holding it."""
     if expert is None:
         return np.asarray(value)
     for shard in value.addressable_shards:

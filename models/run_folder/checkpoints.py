@@ -1,9 +1,9 @@
-"""Checkpoints of parameters, optimizer, balancer state and biases; replicas are not state.
+"""Checkpoints of parameters, optimizer, balancer state and biases, without replicas.
 
-They are written while the next steps run. A checkpoint has four items, each of which another mesh or system may restore
-or skip: `state`, which fits any of them; `homes`, the places of experts of a run that relocates; `mesh`, the balancer
-state of one mesh; and `run`, JSON with the layout of the run and the position of its data. Errors of Orbax and
-TensorStore are reported once, as the operating system words them.
+They are written asynchronously. A checkpoint has four items, and another mesh or system may restore or skip each.
+`state` fits any mesh. `homes` has the places of relocated experts. `mesh` has balancer state specific to one mesh.
+`run` is JSON with the layout of the run and the position of its data. Errors of Orbax and TensorStore are reported
+once, with the message of the operating system.
 """
 
 import logging
@@ -33,8 +33,8 @@ from models.run_folder.files import damage, has_checksums, naming, write_checksu
 
 
 def keep_quiet() -> None:
-    """Keeps off stderr what Orbax and TensorStore print about errors, pages of it; they raise them too."""
-    # Orbax also warns of its own future, at every start.
+    """Silence the error output of Orbax and TensorStore on stderr; both also raise the errors."""
+    # Orbax also prints deprecation warnings at every start.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -43,17 +43,17 @@ def keep_quiet() -> None:
 
 
 def _tell_unraisable(before: Callable[[Any], None], unraisable: Any) -> None:
-    # After one file has failed, threads of TensorStore tell of the others a loop that has ended.
+    # After one file has failed, TensorStore threads report their other errors to a closed event loop.
     if str(unraisable.exc_value) != "Event loop is closed":
         before(unraisable)
 
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """Makes errors of the system out of those of TensorStore, which are of another type and name the system's code.
+    """Convert TensorStore errors, which have another type and contain the system's error code, into `OSError`.
 
     Raises:
-        OSError: the system refused a file; its number is that of the system.
+        OSError: a file operation failed; `errno` is the code of the system.
     """
     try:
         yield
@@ -65,17 +65,17 @@ def system_errors() -> Iterator[None]:
 
 
 ITEMS = ("state", "homes", "mesh")
-"""Items of arrays. The last two begin anew where they are not there or do not fit."""
+"""Items containing arrays. The last two are reinitialized if they are absent or do not fit."""
 
 ArraysByName = dict[str, Any]
 
 
 class CheckpointMetadata(NamedTuple):
-    """What a checkpoint says about its run, in JSON.
+    """JSON metadata of a checkpoint.
 
     Args:
-        layout: the ranks and the system; what belongs to one mesh fits where they are the same.
-        data: the position of the data, as its iterator gives it.
+        layout: ranks and system of the run; state specific to a mesh fits if the layout is the same.
+        data: position of the data, returned by its iterator.
     """
 
     layout: dict[str, Any]
@@ -83,7 +83,7 @@ class CheckpointMetadata(NamedTuple):
 
 
 def preservation_policy(config: CheckpointConfig) -> managers.PreservationPolicy:
-    """Return the retention of checkpoints as Orbax has it."""
+    """Return the retention of checkpoints as an Orbax policy."""
     newest = managers.LatestN(n=config.keep)
     if config.keep_every_s is None:
         return newest
@@ -91,17 +91,17 @@ def preservation_policy(config: CheckpointConfig) -> managers.PreservationPolicy
 
 
 class Checkpoints:
-    """`Checkpoints` keeps the newest checkpoints in a folder; it is a context that waits for the last of them.
+    """Manager of the newest checkpoints in a folder, and a context manager waiting for the last write.
 
     Args:
-        folder: the folder, which is made when it is missing.
-        config: the checkpoints to keep.
+        folder: folder of the checkpoints; created if missing.
+        config: retention of checkpoints.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig = CheckpointConfig()) -> None:
         keep_quiet()
         self.folder = folder.absolute()
-        # What a killed run began is removed.
+        # Remove incomplete checkpoints of a killed run.
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy(config), cleanup_tmp_directories=True
         )
@@ -116,18 +116,18 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # Whoever ends because of another error hears of that one.
+            # Keep the original error if the context ends with one.
             with suppress(*([Exception] if error else [])):
                 self.wait()
         finally:
             self.thread.shutdown()
-            # What went wrong is told already.
+            # The errors of the manager have been raised before.
             with suppress(Exception):
                 self.manager.close()
 
     @property
     def newest_step(self) -> int | None:
-        """Finds the step of the newest checkpoint, `None` if there is none; it may still be under way."""
+        """Step of the newest checkpoint, `None` if there is none; it may be incomplete."""
         return self.manager.latest_step()
 
     def save(
@@ -137,19 +137,20 @@ class Checkpoints:
         kept: CheckpointMetadata = CheckpointMetadata({}, {}),
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Begins to write the state after `step` steps, unless it is there already; waits for the one before.
+        """Start writing the state after `step` steps, unless it is saved already; wait for the previous checkpoint
+        first.
 
-        When it returns the arrays are copied, and the step after may consume them.
+        On return the arrays are copied, so the next step may donate them.
 
         Args:
-            step: how many steps the run has done.
-            state: the whole state of the run.
-            kept: what else has to be known to go on.
-            then: is called in another thread when the checkpoint is complete.
+            step: number of steps done.
+            state: complete state of the run.
+            kept: metadata needed to resume.
+            then: function called in another thread when the checkpoint is complete.
 
         Raises:
-            OSError: this one or the one before cannot be written; the error names the folder. Checkpoints of earlier
-                steps stay whole.
+            OSError: this checkpoint or the previous one cannot be written; the error contains the folder. Earlier
+                checkpoints stay intact.
         """
         if step == self.newest_step:
             return
@@ -160,7 +161,7 @@ class Checkpoints:
         self.written = self.thread.submit(self._complete, step, then)
 
     def _complete(self, step: int, then: Callable[[], None] | None) -> None:
-        """Waits until a checkpoint is written, then adds its checksums, in a thread."""
+        """Wait until a checkpoint is written, then add its checksums, in a thread."""
         with naming(self.folder), system_errors():
             self.manager.wait_until_finished()
             if then is not None:
@@ -169,7 +170,7 @@ class Checkpoints:
                 write_checksums(self.folder / str(step))
 
     def check(self) -> None:
-        """Raises what went wrong in the background, if anything did so far; does not wait.
+        """Raise a background error, if there is one, without waiting.
 
         Raises:
             OSError: the newest checkpoint could not be written.
@@ -178,7 +179,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the newest checkpoint is written.
+        """Wait until the newest checkpoint is written.
 
         Raises:
             OSError: it could not be written.
@@ -188,10 +189,10 @@ class Checkpoints:
             written.result()
 
     def read_kept(self, step: int) -> CheckpointMetadata:
-        """Reads what the checkpoint of `step` says about its run.
+        """Return the metadata of the checkpoint of `step`.
 
         Raises:
-            ValueError: there is nothing of the kind in it, as in those of older versions.
+            ValueError: the checkpoint has no metadata, as in older versions.
         """
         if not (self.folder / str(step) / "run").exists():
             where = f"the checkpoint of step {step} in {str(self.folder)!r}"
@@ -203,17 +204,16 @@ class Checkpoints:
     def restore(
         self, step: int, shapes: nnx.State, init: Callable[[], nnx.State] | None = None, *, same_mesh: bool = True
     ) -> nnx.State:
-        """Reads the state after `step` steps.
+        """Read the state after `step` steps.
 
         Args:
-            step: the step of a checkpoint.
-            shapes: shapes and shardings of the state, which say where it is placed; the mesh may be another than that
-                of the checkpoint.
-            init: makes a state to take from what is not in the checkpoint, or does not fit; `None` if all is there.
-            same_mesh: whether what belongs to the mesh and system of the checkpoint fits.
+            step: step of a checkpoint.
+            shapes: shapes and shardings of the state; the mesh may differ from the checkpoint's.
+            init: function creating a state, used for parts that are absent or do not fit; `None` if there are none.
+            same_mesh: if True, also restore state specific to the mesh and system of the checkpoint.
 
         Raises:
-            ValueError: it is the state of another model.
+            ValueError: a part is absent and `init` is `None`, or the state belongs to another model.
         """
         wanted = parts(shapes)
         fits = [item for item in ITEMS if wanted[item] and (self.folder / str(step) / item).exists()]
@@ -230,7 +230,7 @@ class Checkpoints:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Lists the steps of the checkpoints in a folder, the newest first; a checkpoint is there once it is complete."""
+    """Return the steps of the complete checkpoints in a folder, newest first."""
     return sorted((int(path.name) for path in folder.glob("*") if path.name.isdigit()), reverse=True)
 
 
@@ -241,30 +241,30 @@ def restore_newest(
     init: Callable[[], nnx.State] | None = None,
     layout: dict[str, Any] | None = None,
 ) -> tuple[int, nnx.State, CheckpointMetadata]:
-    """Reads the newest checkpoint whose files are as they were written; returns its step, its state and the rest.
+    """Restore the newest intact checkpoint; return its step, state and metadata.
 
     Args:
-        folder: the folder of the checkpoints.
+        folder: folder of the checkpoints.
         shapes: shapes and shardings of the state.
-        tell: is called with a line about each checkpoint that is passed over, or that cannot be compared.
+        tell: function called with a message about each damaged checkpoint.
         init: see `Checkpoints.restore`.
-        layout: the ranks and the system of this run, to be compared with those of the checkpoint; `None` if they are
-            the same.
+        layout: ranks and system of this run, compared with those of the checkpoint; `None` if they are the same.
 
     Raises:
-        ValueError: there is none, or it is the state of another model.
+        ValueError: every checkpoint is damaged, or the state belongs to another model.
     """
     with Checkpoints(folder) as checkpoints:
         for step in steps_in(folder):
             problem = damage(folder / str(step))
-            # Processes may not restore different steps.
+            # All processes must restore the same step.
             if bool(multihost_utils.broadcast_one_to_all(np.bool_(problem is None))):
                 try:
                     kept = checkpoints.read_kept(step)
                     same_mesh = layout is None or layout == kept.layout
                     return step, checkpoints.restore(step, shapes, init, same_mesh=same_mesh), kept
                 except Exception as error:
-                    # What was compared is the state of another model; what could not be may be anything.
+                    # With matching checksums, the state belongs to another model; without checksums, the files may be
+                    # damaged.
                     if has_checksums(folder / str(step)) or jax.process_count() > 1:
                         raise
                     problem = str(error).partition("\n")[0]
@@ -273,12 +273,12 @@ def restore_newest(
 
 
 def without_homes(shapes: nnx.State, state: nnx.State, init: Callable[[], nnx.State]) -> nnx.State:
-    """Takes what any mesh may take over from a state whose experts are all at their first places.
+    """Return the mesh-independent part of a state whose experts are at their initial places.
 
     Args:
-        shapes: shapes of the state that is returned, which has no homes.
-        state: the state of the same model, of a run that relocates.
-        init: makes the rest.
+        shapes: shapes of the returned state, which has no homes.
+        state: state of the same model, from a run with relocation.
+        init: function creating the remaining state.
     """
     named = parts(state)["state"]
     missing = [name for name, _ in _named(shapes) if name not in named]
@@ -292,7 +292,7 @@ def _only(names: list[str], state: nnx.State) -> ArraysByName:
 
 
 def parts(state: nnx.State) -> dict[str, ArraysByName]:
-    """Splits a state into the items of a checkpoint, each with its leaves by name."""
+    """Split a state into the items of a checkpoint, each with its leaves by name."""
     found: dict[str, ArraysByName] = {item: {} for item in ITEMS}
     for (name, leaf), item in zip(_named(state), _items(state), strict=True):
         found[item][name] = leaf
@@ -300,7 +300,7 @@ def parts(state: nnx.State) -> dict[str, ArraysByName]:
 
 
 def _items(state: nnx.State) -> list[str]:
-    """Says in which item each leaf is, in their order."""
+    """Return the item of each leaf, in leaf order."""
     items = []
     for variable in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable)):
         item = "state"
@@ -313,6 +313,6 @@ def _items(state: nnx.State) -> list[str]:
 
 
 def _named(state: nnx.State) -> list[tuple[str, Any]]:
-    """Names leaves by their path, for a file that does not depend on how Flax nests them."""
+    """Return the leaves by path, so that file names do not depend on the nesting in Flax."""
     leaves = jax.tree.leaves_with_path(state)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]

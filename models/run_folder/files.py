@@ -11,39 +11,39 @@ from contextlib import contextmanager
 from pathlib import Path
 
 RESUMING = "once it can, --resume goes on from the newest checkpoint, if there is one"
-"""So ends a line about what cannot be written."""
+"""End of messages about a failed write."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file aside and renames it, so that whoever is killed meanwhile leaves the file as it was.
+    """Write a file atomically: write to a temporary file, then rename it.
 
     Args:
-        path: the file.
-        content: all that it shall hold.
+        path: path of the file.
+        content: content of the file.
 
     Raises:
-        OSError: it cannot be written; the error names the file.
+        OSError: the file cannot be written; the error contains its path.
     """
     aside = part(path)
     try:
         with naming(path), aside.open("wb") as file:
             file.write(content)
             file.flush()
-            # A rename may reach the disk before the content does.
+            # Without the sync, the rename may reach the disk before the content.
             os.fsync(file.fileno())
         aside.replace(path)
     except BaseException:
-        # Whoever has to make room on a full disk shall find nothing that is of no use.
+        # Leave no partial file on a full disk.
         aside.unlink(missing_ok=True)
         raise
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Gives errors of writing a file its name, which that of a full disk lacks.
+    """Add the path to errors of writing a file; the error of a full disk lacks it.
 
     Args:
-        path: the file or folder that is written.
+        path: file or folder being written.
     """
     try:
         yield
@@ -54,30 +54,30 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def in_words(error: OSError) -> str:
-    """Says in a line what a training run could not write, and how to go on.
+    """Return a message about a failed write of a training run, and how to resume.
 
     Args:
-        error: what the run ended with. Where it names no file it is one of standard output, to which nothing more is
-            written then.
+        error: error that ended the run. Without a file name, it refers to standard output, which is then redirected to
+            the null device.
     """
     where = repr(error.filename) if error.filename else "standard output"
     if not error.filename:
-        # The interpreter's last flush must not complain of what is still to be printed.
+        # Otherwise the interpreter would report the failed flush of pending output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return f"{where} cannot be written: {error.strerror}; {RESUMING}"
 
 
 def part(path: Path) -> Path:
-    """Names the file in which `write_whole` prepares another."""
+    """Return the path of the temporary file of `write_whole`."""
     return path.with_name(f"{path.name}.part")
 
 
 def free_sibling(path: Path, word: str) -> Path:
-    """Finds a name beside a path that is not taken: `<path>.<word>-1`, or with the next number.
+    """Return an unused sibling path: `<path>.<word>-1`, or with the next free number.
 
     Args:
-        path: a file or folder.
-        word: what its sibling is to it.
+        path: file or folder.
+        word: suffix of the sibling.
     """
     whole, number = path.resolve(), 1
     while (sibling := whole.with_name(f"{whole.name}.{word}-{number}")).exists():
@@ -86,28 +86,28 @@ def free_sibling(path: Path, word: str) -> Path:
 
 
 def move_into(folder: Path, paths: Iterable[Path]) -> None:
-    """Moves those of the files and folders that exist into a new folder, in the order given.
+    """Move existing files and folders into a new folder, in the given order.
 
     Args:
-        folder: the folder, which does not exist yet.
-        paths: what is moved; it keeps its name.
+        folder: folder to create.
+        paths: files and folders to move; their names are kept.
     """
     folder.mkdir()
     for path in paths:
         if path.exists():
-            # Unlike a rename it also leaves a file system, as it must where the folder of the run is a mount.
+            # Unlike a rename, this works across file systems, as needed if the run folder is a mount point.
             shutil.move(path, folder / path.name)
 
 
 class FolderLock:
-    """This lock keeps other processes from writing into a folder; it goes with the process, however that ends.
+    """Lock against other processes writing into a folder; the kernel releases it when the process ends.
 
     Args:
-        folder: the folder, which exists; the lock is a file in it that stays there.
+        folder: an existing folder; the lock file stays in it.
 
     Raises:
-        BlockingIOError: another holds the lock.
-        OSError: the folder cannot be written to.
+        BlockingIOError: another process holds the lock.
+        OSError: the folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -119,7 +119,7 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Release the lock."""
         self.file.close()
 
 
@@ -127,10 +127,10 @@ CHECKSUMS = "sha256.json"
 
 
 def write_checksums(checkpoint: Path) -> None:
-    """Writes the checksums of all files of a complete checkpoint beside them.
+    """Write the checksums of all files of a complete checkpoint into its folder.
 
     Args:
-        checkpoint: the folder of the checkpoint.
+        checkpoint: folder of the checkpoint.
 
     Raises:
         OSError: a file cannot be read, or the checksums cannot be written.
@@ -139,20 +139,20 @@ def write_checksums(checkpoint: Path) -> None:
 
 
 def has_checksums(checkpoint: Path) -> bool:
-    """Says whether the files of a checkpoint can be compared; a run that was killed early may have left none."""
+    """Return whether a checkpoint has checksums; a run killed early may have written none."""
     return (checkpoint / CHECKSUMS).exists()
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Says what is wrong with the files of a checkpoint, and `None` if they are as they were written.
+    """Describe the damage of a checkpoint; return `None` if its files match their checksums or it has none.
 
     Args:
-        checkpoint: the folder of the checkpoint.
+        checkpoint: folder of the checkpoint.
     """
     try:
         expected, found = dict(json.loads((checkpoint / CHECKSUMS).read_bytes())), _checksums(checkpoint)
     except FileNotFoundError:
-        # The run was killed between the two, or is older than checksums are. The checkpoint itself is complete.
+        # The run was killed before it wrote the checksums, or is older than them. The checkpoint is complete.
         return None
     except (OSError, TypeError, ValueError):
         return f"{CHECKSUMS} cannot be read"
@@ -161,7 +161,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _checksums(checkpoint: Path) -> dict[str, str]:
-    """Computes the SHA-256 of each file of a checkpoint, by its path in it."""
+    """Return the SHA-256 of each file of a checkpoint, by relative path."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(CHECKSUMS))
     sums = {}
     for path in files:

@@ -1,6 +1,6 @@
 """Metrics of a run: rows of steps and layers, the routing trace, and the summary.
 
-`CountsTrace` collects the routing of steps in the format of `jax-moe-lb replay`.
+`CountsTrace` collects the routing of each step in the format of `jax-moe-lb replay`.
 """
 
 import io
@@ -30,17 +30,17 @@ SUMS = ("rows_moved", "weight_bytes_moved")
 
 
 def layer_row(step: int, stats: Stats, system: System, topology: Topology) -> dict:
-    """Makes the line of `metrics.jsonl` about the layers of a step.
+    """Return the row of `metrics.jsonl` for the layers of a step.
 
     Args:
-        step: the number of the step.
-        stats: its statistics, `[layers, D, ...]`, on the host.
-        system: what balanced the load.
-        topology: that of the layers.
+        step: step number.
+        stats: statistics of the step on the host, `[layers, D, ...]`.
+        system: load-balancing system.
+        topology: topology of the layers.
 
     Returns:
-        Lists with a number for each layer, over its `D` groups: their mean, the sum of what moved, the most rounds and
-        the highest load of a rank. `planner_s` are the seconds that the planner takes on the host for the first layer.
+        Lists with one number per layer, reduced over its `D` groups: means, sums of moved rows and bytes, and maxima of
+            rounds and loads. `planner_s` is the planning time on the host for the first layer, in seconds.
     """
     row: dict = {"kind": "layers", "step": step}
     row |= {name: np.asarray(getattr(stats, name)).mean(1).tolist() for name in MEANS}
@@ -52,12 +52,12 @@ def layer_row(step: int, stats: Stats, system: System, topology: Topology) -> di
 
 
 def planner_s(counts: np.ndarray, system: System, topology: Topology) -> float:
-    """Times the planner of a system on the host.
+    """Measure the planning time of a system on the host, in seconds.
 
     Args:
-        counts: `[R, E]`, what the ranks of a group routed to each place.
-        system: the system.
-        topology: that of the group.
+        counts: `[R, E]`, copies routed to each place by the ranks of a group.
+        system: load-balancing system.
+        topology: topology of the group.
     """
     num_ranks, num_experts = counts.shape
     counts = counts.astype(np.int32)
@@ -70,20 +70,20 @@ def planner_s(counts: np.ndarray, system: System, topology: Topology) -> float:
 
 
 class CountsTrace:
-    """It keeps the counts of each step, of the first expert-parallel group."""
+    """Routing counts of each step, of the first expert-parallel group."""
 
     def __init__(self) -> None:
         self.counts: list[np.ndarray] = []
 
     def add(self, stats: Stats) -> None:
-        """Adds a step, whose statistics have the shape `[layers, D, ...]`."""
+        """Add the statistics `[layers, D, ...]` of a step."""
         self.counts.append(np.asarray(stats.counts)[:, 0].astype(np.int32))
 
     def write(self, path: Path) -> None:
-        """Writes an npz file with `steps` `[steps]`, from 1, and `counts` `[steps, layers, R, E]`.
+        """Write an npz file with `steps` `[steps]`, from 1, and `counts` `[steps, layers, R, E]`.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         packed = io.BytesIO()
         steps = np.arange(1, len(self.counts) + 1, dtype=np.int32)
@@ -92,98 +92,98 @@ class CountsTrace:
 
 
 PER_LAYER = ("imbalance_before", "imbalance_after")
-"""These are recorded as their mean and maximum over layers."""
+"""Statistics recorded as mean and maximum over layers."""
 
 PER_STEP = ("counts", "quota", "load_before", "load_after")
-"""These are kept whole, of the first expert-parallel group."""
+"""Statistics recorded in full, for the first expert-parallel group."""
 
 FIGURES = ("loss", "imbalance", "speed", "load", "served", "counts")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder says where things are in the folder of a run.
+    """Paths of the files in the folder of a run.
 
     Args:
-        path: the folder.
+        path: path of the folder.
     """
 
     path: Path
 
     @property
     def checkpoints(self) -> Path:
-        """Names the folder of the newest checkpoints."""
+        """Folder of the newest checkpoints."""
         return self.path / "checkpoint"
 
     @property
     def damaged(self) -> Path:
-        """Names the folder of checkpoints that a resumed run found damaged, which are kept and not used."""
+        """Folder of checkpoints found damaged on resuming; they are kept but not used."""
         return self.path / "damaged"
 
     @property
     def metrics(self) -> Path:
-        """Names the file with one JSON object per line: a step, a validation, or one of the kinds of `rows`."""
+        """File with one JSON object per line: a step, a validation, or another kind of `rows`."""
         return self.path / "metrics.jsonl"
 
     @property
     def counts(self) -> Path:
-        """Names the file with arrays of the routing and load of each step, of the first expert-parallel group.
+        """File with arrays of routing and load per step, of the first expert-parallel group.
 
-        Experts are numbered by place: the last relocation before a step says which expert was where. Steps after a
+        Experts are numbered by place: the last relocation before a step gives the expert at each place. Steps after a
         change of the layout are in the files of the next segments: see `counts_of`.
         """
         return self.counts_of(1)
 
     def counts_of(self, segment: int) -> Path:
-        """Names the counts of a segment, the steps that ran on the same ranks with the same system.
+        """Return the file with the counts of a segment: consecutive steps with the same ranks and system.
 
         Args:
-            segment: its number, from 1; lines of the kind `"layout"` say where it begins.
+            segment: number of the segment, from 1; rows of kind `"layout"` give its first step.
         """
         return self.path / ("counts.npz" if segment == 1 else f"counts-{segment}.npz")
 
     @property
     def segments(self) -> list[int]:
-        """Lists the segments whose counts are there, in order."""
+        """Segments with recorded counts, in order."""
         numbers = (path.stem.removeprefix("counts-") for path in self.path.glob("counts-*.npz"))
         later = sorted(int(number) for number in numbers if number.isdigit() and int(number) > 1)
         return [1] * self.counts.exists() + later
 
     @property
     def config(self) -> Path:
-        """Names the file that says what was run, on what."""
+        """File with the configuration and environment of the run."""
         return self.path / "config.json"
 
     @property
     def summary(self) -> Path:
-        """Names the file with the final numbers."""
+        """File with the final results."""
         return self.path / "summary.json"
 
     @property
     def report(self) -> Path:
-        """Names the file with all of it for a reader."""
+        """Self-contained HTML report of the run."""
         return self.path / "report.html"
 
     @property
     def tensorboard(self) -> Path:
-        """Names the folder of TensorBoard's event files."""
+        """Folder of TensorBoard event files."""
         return self.path / "tensorboard"
 
     @property
     def profile(self) -> Path:
-        """Names the folder of traces, for Perfetto and TensorBoard."""
+        """Folder of profiler traces, for Perfetto and TensorBoard."""
         return self.path / "profile"
 
     @property
     def figures(self) -> list[Path]:
-        """Names the files with the figures of the report."""
+        """Figures of the report."""
         return [self.path / f"{name}.png" for name in FIGURES]
 
     @property
     def files(self) -> list[Path]:
-        """Names all that a run leaves in its folder, whose other files are not the run's.
+        """All paths written by a run; other files of the folder do not belong to it.
 
-        The first is the one without which nothing can be resumed.
+        The first is the one required for resuming.
         """
         files = [self.config, self.metrics, self.counts, self.summary, self.report, *self.figures]
         files += [self.counts_of(segment) for segment in self.segments if segment > 1]
@@ -199,26 +199,26 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Says whether a run left something here; files that it was only about to write do not count."""
+        """Whether the folder contains files of a run; temporary files do not count."""
         return any(path.exists() for path in self.files if path.suffix != ".part")
 
     def move_aside(self) -> Path:
-        """Moves what an earlier run left here, and nothing else, into a new folder beside this one; returns that."""
+        """Move the files of an earlier run into a new sibling folder, and return it."""
         aside = free_sibling(self.path, "before")
         move_into(aside, self.files)
         return aside
 
     def rows(self, kind: str, last_step: int | None = None) -> list[dict]:
-        """Reads the lines of `metrics.jsonl` of one kind, up to a step.
+        """Return the rows of `metrics.jsonl` of one kind, up to a step.
 
         Args:
             kind: `"step"`, `"validation"`, `"relocation"`, `"layout"`, `"layers"` or `"hosts"`.
-            last_step: the last step that counts; `None` takes all.
+            last_step: last step to include; `None` includes all.
         """
         return [row for row in self._rows(last_step) if row["kind"] == kind]
 
     def keep_until(self, last_step: int) -> None:
-        """Drops the lines that were written after the checkpoint of `last_step`, and layouts that no step had."""
+        """Delete rows after the checkpoint of `last_step`, and layouts without any step."""
         kept = [row for row in self._rows(last_step) if row["kind"] != "layout" or row["step"] < last_step]
         write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
@@ -229,20 +229,20 @@ class RunFolder:
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
-                # A run that is killed while it writes a line leaves the beginning of one.
+                # A run killed during a write leaves an incomplete last line.
                 if number < len(lines):
                     where = f"line {number} of {str(self.metrics)!r}"
                     raise ValueError(f"{where} is {line[:40]!r}; expected a JSON object") from error
         return [row for row in rows if last_step is None or row["step"] <= last_step]
 
     def read_counts(self, segment: int = 1) -> dict[str, np.ndarray] | None:
-        """Reads the arrays of a segment's counts, `None` if there are none.
+        """Return the arrays of a segment's counts, `None` if there are none.
 
         Args:
-            segment: its number, from 1.
+            segment: number of the segment, from 1.
 
         Raises:
-            ValueError: the file cannot be read, or does not hold them.
+            ValueError: the file cannot be read, or lacks an array.
         """
         path = self.counts_of(segment)
         if not path.exists():
@@ -251,13 +251,13 @@ class RunFolder:
             with np.load(path) as arrays:
                 read = {name: arrays[name] for name in ("steps", *PER_STEP)}
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"counts in {str(path)!r} cannot be read; expected those of the run") from error
+            raise ValueError(f"counts in {str(path)!r} cannot be read; expected the arrays of the run") from error
         if len({len(array) for array in read.values()}) != 1:
-            raise ValueError(f"counts in {str(path)!r} have different lengths; expected that of steps")
+            raise ValueError(f"counts in {str(path)!r} have different lengths; expected the length of steps")
         return read
 
     def all_counts(self) -> list[dict[str, np.ndarray]]:
-        """Reads the arrays of all segments, without those that cannot be read."""
+        """Return the arrays of all segments, without unreadable ones."""
         found = []
         for segment in self.segments:
             with suppress(ValueError):
@@ -266,16 +266,16 @@ class RunFolder:
 
 
 class Recorder:
-    """A recorder appends to a run folder.
+    """Writer of the metrics of a run.
 
     Args:
-        folder: the run folder, which exists already.
-        first_step: the steps before it are kept, those from it on are written anew.
-        layout: the ranks and the system of the steps from it on. Where they are others than before a segment begins;
-            `None` goes on with the last.
-        writes: whether this process writes files; one of them should.
-        tell: is called with a line about what is missing.
-        watch: is called with each line of `metrics.jsonl`.
+        folder: an existing run folder.
+        first_step: first step to record; earlier steps are kept, and recorded steps from it on are replaced.
+        layout: ranks and system from `first_step` on. A layout different from the last starts a segment; `None`
+            continues the last segment.
+        writes: if True, this process writes the files; exactly one process should.
+        tell: function called with a message about missing data.
+        watch: function called with each row of `metrics.jsonl`.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class Recorder:
             self._take_up(first_step, tell)
 
     def _begin(self, last_step: int, layout: dict[str, Any] | None) -> None:
-        """Goes on with the last segment if it has the same layout, and begins one otherwise."""
+        """Continue the last segment if its layout is the same; otherwise start one."""
         before = self.folder.rows("layout")
         self.segment = before[-1]["segment"] if before else 1
         if layout is not None and (not before or any(before[-1].get(name) != layout[name] for name in layout)):
@@ -304,12 +304,12 @@ class Recorder:
             self._append({"kind": "layout", "step": last_step, "segment": self.segment} | layout)
 
     def _take_up(self, first_step: int, tell: Callable[[str], None]) -> None:
-        """Reads the counts of earlier steps of this segment, and removes those that are written anew."""
+        """Read the counts of earlier steps of this segment, and delete those to be replaced."""
         for segment in self.folder.segments:
             if segment > self.segment or first_step == 1:
                 self.folder.counts_of(segment).unlink()
         if earlier := _counts_or_none(self.folder, self.segment, tell):
-            # Steps after the checkpoint are done again, and would stand there twice.
+            # Steps after the checkpoint are repeated and would be duplicated.
             kept = earlier["steps"] < first_step
             self.arrays = {name: list(earlier[name][kept]) for name in self.arrays}
             rows = self.folder.rows("layout")
@@ -320,41 +320,41 @@ class Recorder:
     def step(
         self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float, accumulate: int = 1
     ) -> dict:
-        """Records one step, and returns its line.
+        """Record one step, and return its row.
 
         Args:
-            step: the number of the step, from 1.
-            loss: the training loss, in nats per token.
-            stats: the statistics of the layers, `[layers, accumulate * D, ...]`.
-            num_tokens: the tokens that the step learned from.
-            step_time_s: the seconds that it took.
-            accumulate: its microbatches, each of which is an entry of the arrays, with the number of the step.
+            step: step number, from 1.
+            loss: training loss in nats per token.
+            stats: statistics of the layers, `[layers, accumulate * D, ...]`.
+            num_tokens: tokens of the step.
+            step_time_s: duration of the step in seconds.
+            accumulate: microbatches per step; each is one entry of the arrays, with the step number.
         """
         row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
         row |= {"step_time_s": step_time_s} | summarised(stats)
         self._append(row)
         self.arrays["steps"] += [np.int32(step)] * accumulate
         for name in PER_STEP:
-            # Of the first group of each.
+            # Keep the first group of each microbatch.
             groups = np.asarray(getattr(stats, name)).astype(np.int32)
             self.arrays[name] += [part[:, 0] for part in np.split(groups, accumulate, axis=1)]
         return row
 
     def validation(self, step: int, loss: float) -> None:
-        """Records the loss of a validation, given in nats per token, in nats and bits."""
+        """Record a validation loss, given in nats per token, in nats and bits."""
         self._append({"kind": "validation", "step": step, "loss": loss, "loss_bits": loss / math.log(2)})
 
     def relocation(self, row: dict) -> None:
-        """Records that experts moved; its `homes`, `[layers, E]`, are their places in the counts of the steps after."""
+        """Record a relocation; its `homes`, `[layers, E]`, are the places of the experts in later counts."""
         self._append(row)
 
     def other(self, row: dict | None) -> None:
-        """Records a line of another kind, `"layers"` or `"hosts"`; nothing for `None`."""
+        """Record a row of kind `"layers"` or `"hosts"`; ignore `None`."""
         if row is not None:
             self._append(row)
 
     def flush(self) -> Callable[[], None]:
-        """Takes what was recorded so far, and returns what writes it, in any thread: counts, and lines to the disk."""
+        """Return a function writing the rows and counts recorded so far to disk; it may run in any thread."""
         arrays = {name: list(rows) for name, rows in self.arrays.items()}
         return partial(self._write, arrays)
 
@@ -369,7 +369,7 @@ class Recorder:
 
     def _append(self, row: dict) -> None:
         if self.writes:
-            # Each line is written as it comes: a run that is killed keeps all before.
+            # Write each row immediately, so that a killed run keeps all earlier rows.
             with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             self.watch(row)
@@ -384,7 +384,7 @@ def _counts_or_none(folder: RunFolder, segment: int, tell: Callable[[str], None]
 
 
 def summarised(stats: Stats) -> dict[str, float]:
-    """Makes the numbers of one step out of those of its layers and groups, `[layers, D, ...]`."""
+    """Reduce the statistics `[layers, D, ...]` of a step to scalars."""
     row: dict[str, float] = {}
     for name in PER_LAYER:
         values = np.asarray(getattr(stats, name))
@@ -396,11 +396,11 @@ def summarised(stats: Stats) -> dict[str, float]:
 
 
 RECENT_STEPS = 50
-"""Numbers that change from step to step are averaged over the last so many steps."""
+"""Number of last steps over which varying metrics are averaged."""
 
 
 def summarise(folder: RunFolder) -> dict:
-    """Sums up loss, balance and speed at the end of a run."""
+    """Return the final loss, balance and speed of a run."""
     steps = folder.rows("step")
     recent, validation = steps[-RECENT_STEPS:], folder.rows("validation")[-1]
     data = json.loads(folder.config.read_text())["data"]
@@ -411,7 +411,7 @@ def summarise(folder: RunFolder) -> dict:
 
     return {
         "steps": steps[-1]["step"],
-        # A run that is older than tokenizers has bytes.
+        # Runs recorded before tokenizers were supported used bytes.
         "unit": data.get("unit", "byte"),
         "validation_loss_nats": validation["loss"],
         "validation_loss_bits": validation["loss_bits"],
@@ -426,7 +426,7 @@ def summarise(folder: RunFolder) -> dict:
         "rounds_max": max(row["rounds_max"] for row in recent),
         "rows_moved": recently("rows_moved"),
         "weight_bytes_moved": recently("weight_bytes_moved"),
-        # The median, as checkpoints make some steps slow.
+        # Use the median, as steps with a checkpoint are slower.
         "tokens_per_s": median(row["tokens_per_s"] for row in recent),
         "step_time_s": median(row["step_time_s"] for row in recent),
     }

@@ -1,6 +1,6 @@
-"""The report of a run: one self-contained HTML file with figures.
+"""Report of a run: one self-contained HTML file with figures.
 
-It also replays other systems' planners on the last recorded loads.
+It also replays the planners of other systems on the last recorded loads.
 """
 
 import base64
@@ -49,13 +49,13 @@ STYLE: dict[Any, Any] = {
 
 
 def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, unit: str = "byte") -> bytes:
-    """Draws training and validation loss over steps, above what frequencies alone reach.
+    """Draw training and validation loss over steps, with the unigram entropy for comparison.
 
     Args:
-        steps: the recorded steps.
-        validation: the recorded validations, at least one.
-        entropy_nats: what frequencies alone reach, in nats per token.
-        unit: what a token is called.
+        steps: recorded steps.
+        validation: recorded validations, at least one.
+        entropy_nats: unigram entropy in nats per token.
+        unit: name of a token.
     """
     with rc_context(STYLE):
         figure, axes = _figure(3.8)
@@ -76,12 +76,12 @@ def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, uni
 
 
 def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> bytes:
-    """Draws `max / mean` of the load over steps; lines are means over layers, bands reach from least to most.
+    """Draw the imbalance `max / mean` over steps: means over layers as lines, ranges over layers as bands.
 
     Args:
-        steps: `[steps]`, the number of each step.
-        before: `[steps, layers]`, the imbalance under plain expert parallelism.
-        after: `[steps, layers]`, the imbalance under the plan.
+        steps: `[steps]`, step numbers.
+        before: `[steps, layers]`, imbalance under plain expert parallelism.
+        after: `[steps, layers]`, imbalance under the plan.
     """
     with rc_context(STYLE):
         figure, axes = _figure(3.4)
@@ -99,10 +99,10 @@ def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> b
 
 
 def speed_png(steps: list[dict]) -> bytes:
-    """Draws the time of each step, and how often the fullest receive buffer of a layer was filled in it.
+    """Draw the duration of each step, and its maximum number of rounds over layers.
 
     Args:
-        steps: the recorded steps.
+        steps: recorded steps.
     """
     with rc_context(STYLE):
         figure = Figure((WIDTH_IN, 3.6), layout="constrained")
@@ -116,16 +116,16 @@ def speed_png(steps: list[dict]) -> bytes:
 
 
 def counts_png(counts: np.ndarray) -> bytes:
-    """Draws heat maps of the copies that each rank routes to each expert, from counts `[layers, R, E]` of a step."""
+    """Draw heat maps of the copies routed by each rank to each expert, from counts `[layers, R, E]` of a step."""
     return _heat_maps([(counts, "rank that holds the token")])
 
 
 def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
-    """Draws heat maps of the token copies that each rank serves, by expert: at home, and by the plan of a step.
+    """Draw heat maps of the copies served by each rank, by expert: at home, and by the plan of a step.
 
     Args:
-        counts: `[layers, R, E]`, what each rank routes to each expert.
-        quota: `[layers, E, R]`, what each rank serves of each expert.
+        counts: `[layers, R, E]`, copies routed by each rank to each expert.
+        quota: `[layers, E, R]`, copies of each expert served by each rank.
     """
     _, num_ranks, num_experts = counts.shape
     home = np.arange(num_experts) // (num_experts // num_ranks) == np.arange(num_ranks)[:, None]
@@ -133,14 +133,14 @@ def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
 
 
 def _heat_maps(rows: list[tuple[np.ndarray, str]]) -> bytes:
-    """Draws a row of panels, one per layer, for each array `[layers, R, E]` with its label; one scale for all."""
+    """Draw a row of panels, one per layer, for each array `[layers, R, E]` with its label, in one color scale."""
     num_layers, num_ranks, num_experts = rows[0][0].shape
     num_home, top = num_experts // num_ranks, max(values.max() for values, _ in rows)
     with rc_context({**STYLE, "axes.grid": False}):
         figure, grid = _panels(num_layers, 0.5 + 2.2 * len(rows), len(rows))
         for (values, label), panels in zip(rows, grid, strict=True):
             for axes, layer in panels:
-                # A step without tokens would have a scale of no width.
+                # A step without tokens would give the color scale zero width.
                 image = axes.imshow(values[layer], cmap="Blues", vmin=0, vmax=max(top, 1), aspect="auto")
                 for edge in range(num_home, num_experts, num_home):
                     axes.axvline(edge - 0.5, color="white", lw=1.6)
@@ -156,7 +156,7 @@ def _heat_maps(rows: list[tuple[np.ndarray, str]]) -> bytes:
 
 
 def load_png(before: np.ndarray, after: np.ndarray) -> bytes:
-    """Draws the token copies that each rank serves before and after balancing, from loads `[layers, R]` of a step."""
+    """Draw the copies served by each rank before and after balancing, from loads `[layers, R]` of a step."""
     ranks = np.arange(before.shape[1])
     with rc_context({**STYLE, "axes.grid.axis": "y"}):
         figure, (panels,) = _panels(len(before), 2.9)
@@ -177,7 +177,7 @@ def _figure(height_in: float) -> tuple[Figure, Axes]:
 
 
 def _panels(num_layers: int, height_in: float, num_rows: int = 1) -> tuple[Figure, list[list[tuple[Axes, int]]]]:
-    """Makes rows with one panel per layer, at most `MAX_PANELS`, whose layers are spread from first to last."""
+    """Create rows with one panel per layer, at most `MAX_PANELS`, evenly spaced from the first layer to the last."""
     layers = np.unique(np.linspace(0, num_layers - 1, min(num_layers, MAX_PANELS)).round().astype(int))
     figure = Figure((WIDTH_IN, height_in), layout="constrained")
     grid = figure.subplots(num_rows, len(layers), sharex=num_rows > 1, sharey=True, squeeze=False)
@@ -189,7 +189,7 @@ def _ticks(count: int) -> list[int]:
 
 
 def _note(axes: Axes, x: float, y: float, text: str, color: str, offset_points: float) -> None:
-    """Writes text at the right end of the horizontal line at `y`."""
+    """Write text at the right end of the horizontal line at `y`."""
     place = axes.get_yaxis_transform()
     axes.annotate(
         text,
@@ -212,16 +212,16 @@ def _png(figure: Figure) -> bytes:
 PLANNERS = {"greedy": Greedy(), "ultraep": UltraEP(), "exact": Exact(), "eplb_plus": EPLBPlus()}
 
 STEPS = 5
-"""So many last steps are planned again: planners of an installation without binaries take their time."""
+"""Number of last steps to replay; planners are slow in an installation without binaries."""
 
 
 def replay_baselines(counts: np.ndarray, ranks_per_domain: int | None, replica_slots: int) -> dict[str, float]:
-    """Computes the mean imbalance over layers and the last steps, by system, the run's own topology and slots given.
+    """Return the mean imbalance over layers and the last steps by system, with the topology and slots of the run.
 
     Args:
-        counts: `[steps, layers, R, E]` integers, what the ranks of one group routed to each place.
-        ranks_per_domain: the ranks among which experts may move; `None` for all.
-        replica_slots: the slots of a rank beyond its home experts.
+        counts: `[steps, layers, R, E]` integers, copies routed to each place by the ranks of one group.
+        ranks_per_domain: ranks among which experts may move; `None` for all.
+        replica_slots: replica slots per rank.
     """
     num_ranks, num_experts = counts.shape[-2:]
     topology = Topology.flat(num_ranks, ranks_per_domain)
@@ -285,14 +285,14 @@ UNITS = ("nats", "bits", "tokens", "bytes", "s")
 
 
 def write_report(folder: RunFolder, summary: dict) -> bool:
-    """Writes `report.html` and its figures from the other files of a run, which may be under way.
+    """Write `report.html` and its figures from the other files of a run, finished or in progress.
 
     Args:
-        folder: its folder.
-        summary: the numbers of `summarise`, and those that the loop adds.
+        folder: folder of the run.
+        summary: results of `summarise`, with the additions of the training loop.
 
     Returns:
-        Whether there were counts of any step; without, it writes nothing.
+        True if the folder has counts of any step; otherwise no file is written.
     """
     described = json.loads(folder.config.read_text())
     segments = folder.all_counts()
@@ -315,12 +315,12 @@ def write_report(folder: RunFolder, summary: dict) -> bool:
 
 
 class LiveReport:
-    """`LiveReport` writes the report of a run that is under way, every so often.
+    """Periodic report of a run in progress.
 
     Args:
-        folder: its folder.
-        others: numbers of the summary that the folder does not have.
-        every_s: the seconds between two; 60 are usual, as drawing takes one or two.
+        folder: folder of the run.
+        others: entries of the summary not recorded in the folder.
+        every_s: seconds between reports (default 60); drawing takes one or two seconds.
     """
 
     def __init__(self, folder: RunFolder, others: dict, every_s: float = 60.0) -> None:
@@ -328,7 +328,7 @@ class LiveReport:
         self.began = self.last = time.monotonic()
 
     def update(self) -> None:
-        """Writes it if it is time, and there has been a validation."""
+        """Write the report if the interval has passed and there is a validation."""
         now = time.monotonic()
         if now - self.last >= self.every_s and self.folder.rows("validation"):
             write_report(self.folder, summarise(self.folder) | self.others | {"wall_s": now - self.began})
@@ -362,7 +362,7 @@ Plot = tuple[str, str, bytes]
 
 
 def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: dict) -> list[Plot]:
-    """Makes title, caption and PNG of each figure, in the order of `FIGURES`."""
+    """Return title, caption and PNG of each figure, in the order of `FIGURES`."""
     arrays = segments[-1]
     before, after, counts = arrays["load_before"], arrays["load_after"], arrays["counts"]
     of = " of the first group" if summary["num_groups"] > 1 else ""
@@ -403,7 +403,7 @@ def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: 
 
 
 def _over_segments(segments: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Collects the numbers of all steps, and their imbalance, which ranks of any number have."""
+    """Return the steps of all segments and their imbalance, which is defined for any number of ranks."""
     steps = np.concatenate([arrays["steps"] for arrays in segments])
     before, after = (
         np.concatenate([arrays[name].max(-1) / arrays[name].mean(-1) for arrays in segments])
@@ -422,7 +422,7 @@ def _section(figure: Plot) -> str:
 
 
 def _replayed(described: dict, counts: np.ndarray) -> dict[str, float | str]:
-    """The imbalance that other planners leave on the last steps, and the experts that nobody chose."""
+    """Return the imbalance of other planners on the last steps, and the number of unused experts per layer."""
     resolved = described.get("resolved", {})
     parallel = described["config"]["parallel"]
     found = replay_baselines(counts, parallel["ranks_per_domain"], resolved.get("replica_slots") or 2)
@@ -458,7 +458,7 @@ def _table(caption: str, values: dict) -> str:
 
 
 def _label(name: str) -> str:
-    """Writes a name of the files for a reader, with its unit, which ends it, in brackets."""
+    """Format a metric name for display, with its unit suffix in brackets."""
     words, _, unit = name.rpartition("_")
     if unit not in UNITS or words.endswith("_per"):
         return name.replace("_", " ")

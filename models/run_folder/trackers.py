@@ -18,12 +18,12 @@ LINE += "{imbalance_after_mean:.2f}  rounds {rounds_max}"
 
 
 class StepLine:
-    """This line follows the steps of a run on a terminal; elsewhere only `note` prints.
+    """Progress line on a terminal; elsewhere only `note` prints.
 
     Args:
-        console: where it is printed.
-        done: the steps that are behind already.
-        steps: the steps in all.
+        console: console to print to.
+        done: number of steps already done.
+        steps: total number of steps.
     """
 
     def __init__(self, console: Console, done: int, steps: int) -> None:
@@ -43,30 +43,30 @@ class StepLine:
         self.progress.stop()
 
     def show(self, row: dict) -> None:
-        """Shows the recorded numbers of a step."""
+        """Show the metrics of a step."""
         self.progress.update(self.task, completed=row["step"], line=LINE.format(**row))
 
     def note(self, row: dict, validation_loss: float) -> None:
-        """Prints a line that stays."""
+        """Print a permanent line with the metrics of a step and a validation loss."""
         text = f"step {row['step']:>5}  validation {validation_loss:.3f}  " + LINE.format(**row)
         self.progress.console.print(text, highlight=False, soft_wrap=True)
 
 
 SKIPPED_STEPS = 2
-"""A trace begins after so many steps, of which the first are slower than all others."""
+"""Number of steps before a trace begins; the first steps are slower than the rest."""
 
 
 @dataclass(frozen=True)
 class MetricLoggerConfig:
-    """These options say who watches a run, beside `metrics.jsonl`, which always has all lines.
+    """Metric loggers of a run, besides `metrics.jsonl`, which always has all rows.
 
     Args:
-        tensorboard: whether event files are written into the folder `tensorboard` of the run.
-        wandb: the project of Weights & Biases, whose account is that of `wandb login`; `None` for none.
-        profile: how many steps are traced into the folder `profile` of the run; 0 for none, 3 are usual.
+        tensorboard: if True, write event files into the folder `tensorboard` of the run.
+        wandb: project of Weights & Biases, under the account of `wandb login`; `None` disables it.
+        profile: number of steps to trace into the folder `profile` of the run; 0 disables tracing, and 3 is usual.
 
     Raises:
-        ValueError: a number is below 0, or a package is not installed.
+        ValueError: `profile` is negative, or a package is not installed.
     """
 
     tensorboard: bool = False
@@ -82,14 +82,14 @@ class MetricLoggerConfig:
 
 
 class MetricLogger:
-    """A watcher passes the lines of `metrics.jsonl` on; it is a context that closes what it opened.
+    """Forwarder of the rows of `metrics.jsonl` to loggers, and a context manager closing them.
 
     Args:
-        folder: the run folder.
-        watching: who watches.
-        first_step: the first step of this part of the run; what was told of it and later ones before is replaced.
-        writes: whether this process tells them; one of them should. All of them trace.
-        config: what is told of the run itself.
+        folder: run folder.
+        watching: loggers to use.
+        first_step: first step of this part of the run; entries of this and later steps are replaced.
+        writes: if True, this process logs; exactly one process should. All processes trace.
+        config: configuration to log with the run.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MetricLogger:
             board = importlib.import_module("tensorboardX")
             self.board = board.SummaryWriter(str(folder.tensorboard), purge_step=first_step)
         if writes and watching.wandb is not None:
-            # It writes beside the metrics; without an account it says what to do.
+            # wandb writes into the run folder; without an account it prints instructions.
             wandb = importlib.import_module("wandb")
             name = folder.path.absolute().name
             self.run = wandb.init(project=watching.wandb, dir=str(folder.path), name=name, config=config)
@@ -121,10 +121,10 @@ class MetricLogger:
             self.run.finish(exit_code=int(error is not None))
 
     def tell(self, row: dict) -> None:
-        """Passes a line of `metrics.jsonl` on.
+        """Forward a row of `metrics.jsonl`.
 
         Args:
-            row: the line, with its `kind` and `step`.
+            row: the row, with its `kind` and `step`.
         """
         if self.board is None and self.run is None:
             return
@@ -136,13 +136,13 @@ class MetricLogger:
             self.run.log(numbers, step=row["step"])
 
     def before(self, step: int) -> None:
-        """Begins to trace, if this is the first step of those that are traced."""
+        """Start the trace if this is its first step."""
         if step in self.traced and not self.tracing:
             jax.profiler.start_trace(str(self.profile), create_perfetto_trace=True)
             self.tracing = True
 
     def after(self, step: int) -> Path | None:
-        """Ends the trace if this was the last of its steps, and returns where it is."""
+        """Stop the trace if this was its last step, and return its folder."""
         if not self.tracing or step + 1 in self.traced:
             return None
         self._stop_tracing()
@@ -155,10 +155,10 @@ class MetricLogger:
 
 
 def scalars(row: dict) -> dict[str, float]:
-    """Names the numbers of a line of `metrics.jsonl` as they are shown: `step/loss`, `layers/imbalance_after/3`.
+    """Return the numbers of a row of `metrics.jsonl` by display name: `step/loss`, `layers/imbalance_after/3`.
 
     Args:
-        row: the line. Of lists each entry is a number of its own, from 1 for layers and from 0 for hosts.
+        row: the row. Each entry of a list is a number of its own, counted from 1 for layers and from 0 for hosts.
     """
     kind, found = row["kind"], {}
     for name, value in row.items():

@@ -1,7 +1,7 @@
 """Faults and interruptions of a run.
 
-`StepRunner` repeats steps whose plan needs more rounds than the program has. A fault of a step ends the run before the
-next checkpoint. A `StopRequest` ends it in order after an interrupt or a termination signal.
+`StepRunner` repeats steps whose plan needs more rounds than the program has. A fault ends the run before the next
+checkpoint. A `StopRequest` ends the run in order after SIGINT or SIGTERM.
 """
 
 import math
@@ -27,13 +27,12 @@ StepResult = Callable[[nnx.State, Array], tuple[nnx.State, Array, Stats]]
 
 
 class StepRunner:
-    """`StepRunner` waits for each step, which also keeps the devices from being flooded with executions.
+    """Runner of training steps, which waits for each step and so bounds the executions in flight.
 
     Args:
-        step: the program of a step.
-        step_again: does a step that needs more rounds; `None` where `step` has all. It is compiled when it is first
-            needed.
-        tell: is called with a line when that is.
+        step: program of a step.
+        step_again: program for a step needing more rounds, compiled on first use; `None` if `step` has no limit.
+        tell: function called with a message at that compilation.
     """
 
     def __init__(self, step: StepResult, step_again: StepResult | None, tell: Callable[[str], None]) -> None:
@@ -41,15 +40,15 @@ class StepRunner:
         self.num_again = 0
 
     def __call__(self, number: int, state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
-        """Does one step; loss and statistics are on the host.
+        """Run one step; return the new state, and loss and statistics on the host.
 
         Args:
-            number: the number of the step, from 1.
-            state: is consumed.
-            tokens: the batch.
+            number: step number, from 1.
+            state: state before the step; donated.
+            tokens: batch of the step.
         """
         state, loss, stats = _done(self.step, state, tokens)
-        # All processes have the same statistics, so that all of them do it again.
+        # All processes have the same statistics, so all of them repeat the step.
         if self.step_again is None or not needs_more_rounds(stats):
             return state, loss, stats
         self.num_again += 1
@@ -67,16 +66,16 @@ def _done(program: StepResult, state: nnx.State, tokens: Array) -> tuple[nnx.Sta
 
 
 def check_step(step: int, loss: float, stats: Stats, good_step: int | None) -> None:
-    """Refuses to go on after a step whose routing, plan or loss is wrong.
+    """Raise `UserError` after a step with a fault in routing or plan, or a loss that is not finite.
 
     Args:
-        step: the number of the step, from 1.
-        loss: its loss.
-        stats: the statistics of the layers, `[layers, D, ...]`, on the host.
-        good_step: the step of the newest checkpoint, to go on from; `None` if there is none.
+        step: step number, from 1.
+        loss: loss of the step.
+        stats: statistics of the layers on the host, `[layers, D, ...]`.
+        good_step: step of the newest checkpoint, for the message; `None` if there is none.
 
     Raises:
-        Refused: with step and layer, and with rank, expert and numbers where one of them is to blame.
+        UserError: the message contains step and layer, and rank, expert and numbers if applicable.
     """
     for layer in np.flatnonzero(np.asarray(stats.fault.code).reshape(len(stats.fault.code), -1).any(1)):
         try:
@@ -88,21 +87,21 @@ def check_step(step: int, loss: float, stats: Stats, good_step: int | None) -> N
 
 
 def check_state(step: int, state: nnx.State, good_step: int | None) -> None:
-    """Refuses to make a checkpoint of a state that is not finite.
+    """Raise `UserError` if a state to be saved is not finite.
 
     Args:
-        step: how many steps the run has done.
-        state: the state after them.
-        good_step: the step of the newest checkpoint; `None` if there is none.
+        step: number of steps done.
+        state: state after these steps.
+        good_step: step of the newest checkpoint, for the message; `None` if there is none.
 
     Raises:
-        Refused: with the name of the first array that has such a value.
+        UserError: the message contains the name of the first array that is not finite.
     """
     finite = jax.device_get(_all_finite(state))
     for path, good in jax.tree.leaves_with_path(finite):
         if not good:
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-            raise UserError(f"step {step}: {name} is not finite, of which no checkpoint is made{_go_on(good_step)}")
+            raise UserError(f"step {step}: {name} is not finite, so no checkpoint is written{_go_on(good_step)}")
 
 
 @jax.jit
@@ -117,17 +116,17 @@ def _go_on(good_step: int | None) -> str:
 
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
-"""An interrupted command says so, as shells expect; a scheduler that terminates a run gets the checkpoint it asked
-for, which is no failure."""
+"""Exit codes by signal: 130 after an interrupt, as shells expect; 0 after SIGTERM, as the requested checkpoint is
+written.
+"""
 
 SIGNALLED = 128
-"""A shell adds this to the number of the signal that ended a command."""
+"""Offset of shell exit codes of commands ended by a signal."""
 
 
 class StopRequest:
-    """`StopRequest` is a context in which the first SIGINT or SIGTERM asks for an end, and the second ends at once.
-
-    Outside the context nothing asks.
+    """Context in which the first SIGINT or SIGTERM requests a stop after the current step, and the second exits at
+    once.
     """
 
     def __init__(self) -> None:
@@ -137,8 +136,8 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        # Python's handlers wait until the main thread leaves C++, where a compilation may keep it for minutes. The
-        # numbers of signals are written at once, and a thread reads them.
+        # Python signal handlers wait until the main thread leaves C++, where a compilation may take minutes. Instead,
+        # the wakeup descriptor receives the signal number immediately, and a thread reads it.
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers: dict[int, Any] = {number: signal.signal(number, _ignored) for number in EXIT_CODES}
         Thread(target=self._listen, args=(reader,), daemon=True).start()
@@ -150,11 +149,11 @@ class StopRequest:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        # The thread reads the end of the pipe, and ends.
+        # Closing the write end stops the thread.
         os.close(self._writer)
 
     def requested(self) -> bool:
-        """Says whether to stop; all processes get the same answer, and all must ask."""
+        """Return whether to stop; collective over all processes, with the same result on each."""
         if jax.process_count() == 1:
             self.agreed = self.received
         else:
@@ -163,12 +162,12 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        """Names the signal that asked."""
+        """Name of the signal requesting the stop."""
         return signal.Signals(self.agreed).name
 
     @property
     def exit_code(self) -> int:
-        """Gives the exit code of a program that was asked to stop, and 0 where none asked."""
+        """Exit code of the program after the stop, 0 without a request."""
         return EXIT_CODES.get(signal.Signals(self.agreed), 0) if self.agreed else 0
 
     def _listen(self, reader: int) -> None:
@@ -178,10 +177,10 @@ class StopRequest:
                 if number not in EXIT_CODES:
                     continue
                 if self.received:
-                    # Files are written aside and renamed, so that all are whole now too.
+                    # Files are written atomically, so an immediate exit leaves them intact.
                     os._exit(SIGNALLED + number)
                 self.received = number
 
 
 def _ignored(number: int, frame: object) -> None:
-    """Takes the place of the default, which would end the process."""
+    """Replace the default handler, which would end the process."""

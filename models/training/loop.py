@@ -1,4 +1,4 @@
-"""`prepare` and `execute` are a training run, from its input to its files."""
+"""Training run, from its inputs to its files: `prepare` and `execute`."""
 
 import dataclasses
 import json
@@ -55,19 +55,19 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run has had its input checked, and has its folder for itself.
+    """Validated training run with a locked folder.
 
     Args:
-        config: the sizes of the run.
-        corpus: the text to learn from.
-        folder: where its files go.
-        lock: keeps other trainings out of the folder; `None` in processes that write nothing.
-        mesh: its devices.
-        programs: what runs on the devices.
-        step: the program of one step, which is traced already.
-        done_steps: steps that are behind already, 0 for a new run.
-        state: the state after them; `None` for a new run.
-        position: where the data is after these steps, as the checkpoint has it.
+        config: configuration of the run.
+        corpus: training and validation text.
+        folder: folder of the run's files.
+        lock: lock of the folder; `None` in processes that write no files.
+        mesh: devices of the run.
+        programs: programs on the devices.
+        step: traced program of one step.
+        done_steps: number of steps done, 0 for a new run.
+        state: state after these steps; `None` for a new run.
+        position: position of the data after these steps, from the checkpoint.
     """
 
     config: TrainConfig
@@ -82,7 +82,7 @@ class Run:
     position: dict[str, Any]
 
     def release(self) -> None:
-        """Lets other trainings have the folder."""
+        """Release the lock of the folder."""
         if self.lock is not None:
             self.lock.release()
 
@@ -96,22 +96,25 @@ def prepare(
     overwrite: bool = False,
     tell: Tell = print,
 ) -> Run:
-    """Does everything that can fail because of what the user asked for, and only then touches the folder.
+    """Check all inputs that can be invalid, and only then modify the run folder.
 
     Args:
-        config: the sizes of the run.
-        corpus: the text to learn from.
-        run_dir: the folder of the run, made if it is missing. It has no run in it, or one of the next two is set.
-        resume: whether to continue from the newest checkpoint there that is not damaged. The ranks and the system may
-            be others than before; what belongs to them begins anew.
-        overwrite: whether to move an earlier run aside, into a folder beside this one.
-        tell: is called with a line about what was found or moved.
+        config: configuration of the run.
+        corpus: training and validation text.
+        run_dir: folder of the run, created if missing. If it has a run, `resume` or `overwrite` must be set.
+        resume: if True, continue from the newest intact checkpoint. Ranks and system may differ; state specific to them
+            is reinitialized.
+        overwrite: if True, move an earlier run aside, into a sibling folder.
+        tell: function called with messages about restored or moved files.
+
+    Returns:
+        The run, for `execute`.
 
     Raises:
-        ValueError: something does not fit; the message names the argument, its value and what was expected.
+        ValueError: an argument is invalid; the message contains its name, its value and the expectation.
     """
     if resume and overwrite:
-        raise ValueError("overwrite is set, and so is resume; expected one of them")
+        raise ValueError("both overwrite and resume are set; expected one of them")
     corpus.check_length(config.batch.sequence_length)
     folder, mesh = RunFolder(run_dir), make_mesh(config.parallel)
     with in_section("parallel"):
@@ -119,7 +122,7 @@ def prepare(
     programs = make_programs(config, mesh, system)
     _check_slots(config, system)
     writes = jax.process_index() == 0
-    # Asked here since tracing takes seconds, and under the lock since another run may have come meanwhile.
+    # Check before tracing, which takes seconds, and again under the lock, as another run may have started.
     if resume:
         _check_continues(config, corpus, folder)
     elif writes:
@@ -138,7 +141,7 @@ def prepare(
     except BaseException:
         run.release()
         raise
-    # No process may look for checkpoints while another still moves old ones.
+    # Other processes may look for checkpoints only after old ones have been moved.
     multihost_utils.sync_global_devices("run folder")
     return run
 
@@ -146,19 +149,19 @@ def prepare(
 def execute(
     run: Run, console: Console, stop: StopRequest | None = None, watching: MetricLoggerConfig = MetricLoggerConfig()
 ) -> dict:
-    """Trains, writes the run folder, and returns the summary.
+    """Train, write the run folder, and return the summary.
 
     Args:
-        run: what `prepare` returned; its folder is free for others afterwards.
-        console: where progress is shown.
-        stop: ends the run after the step that is under way, with a checkpoint; `None` for a run that nobody stops.
-        watching: who watches it beside the run folder.
+        run: return value of `prepare`; its folder is unlocked at the end.
+        console: console for progress.
+        stop: request ending the run after the current step, with a checkpoint; `None` for a run without interruption.
+        watching: metric loggers besides the run folder.
 
     Returns:
-        The summary, which is empty if the run was stopped, and on all processes but the first.
+        The summary on process 0; empty if the run was stopped, and on other processes.
 
     Raises:
-        Refused: a step went wrong; the line names it.
+        UserError: a step failed; the message contains its number.
         OSError: a file cannot be written.
     """
     try:
@@ -175,7 +178,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
 
     state = run.programs.init() if run.state is None else run.state
     writes, validate = jax.process_index() == 0, _validation(run)
-    # Compiled before the clock of the first step starts, which would otherwise seem slow.
+    # Compile before the first step starts, so that its step time excludes compilation.
     step_program, compile_s = _compiled(run)
     do = StepRunner(step_program, run.programs.step_again, tell)
     others = {"num_groups": config.parallel.data_parallel, "num_params": _num_params(run), "compile_s": compile_s}
@@ -214,7 +217,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
             if step % config.checkpoints.interval == 0:
                 save(step, state, batches.state())
             checkpoints.check()
-        # The last step, or the one after which the run was stopped.
+        # Save after the last step, or after a stop.
         save(step, state, batches.state())
         checkpoints.wait()
     if step < config.steps:
@@ -225,15 +228,15 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
 
 @dataclass(frozen=True, eq=False)
 class Saving:
-    """`Saving` begins a checkpoint; metrics and counts come after the checkpoint that they belong to.
+    """Writer of a checkpoint, followed by its metrics and counts.
 
-    A disk that has room for one of them only shall have the checkpoint.
+    Metrics come second: if the disk has space for one of them only, the checkpoint is written.
 
     Args:
-        checkpoints: where it goes.
-        recorder: has the metrics and counts.
-        report: is written after them, now and then.
-        layout: what the checkpoint says about the ranks and the system.
+        checkpoints: manager of the checkpoints.
+        recorder: recorder of metrics and counts.
+        report: report to update afterwards, at its interval.
+        layout: ranks and system, stored in the checkpoint.
     """
 
     checkpoints: Checkpoints
@@ -242,12 +245,13 @@ class Saving:
     layout: dict[str, Any]
 
     def __call__(self, step: int, state: nnx.State, position: dict[str, Any]) -> None:
-        """Begins the checkpoint of the state after `step` steps, unless it is there; refuses one that is not finite.
+        """Start the checkpoint of the state after `step` steps, unless it exists; raise `UserError` if it is not
+        finite.
 
         Args:
-            step: how many steps the run has done.
-            state: the state after them.
-            position: where the data is.
+            step: number of steps done.
+            state: state after these steps.
+            position: position of the data.
         """
         if step == self.checkpoints.newest_step:
             return
@@ -263,7 +267,7 @@ class Saving:
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
-    """Moves the experts of a state to where the loads so far want them."""
+    """Relocate the experts of a state according to the loads so far."""
     topology = run.programs.topology
     permutation = next_homes(state, run.config, topology)
     if not moved_experts(permutation, topology).any():
@@ -277,19 +281,21 @@ def _check_place(folder: RunFolder) -> None:
     path = folder.path.absolute()
     nearest = next(place for place in (path, *path.parents) if place.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ValueError(f"run_dir is {str(folder.path)!r}; expected a writable folder, which {str(nearest)!r} is not")
+        raise ValueError(
+            f"run_dir is {str(folder.path)!r}; expected a writable folder, but {str(nearest)!r} is not one"
+        )
 
 
 def _check_empty(folder: RunFolder) -> None:
     if folder.has_run:
         raise ValueError(
-            f"run_dir is {str(folder.path)!r}, which has a run; expected --resume to go on with it, "
+            f"run_dir is {str(folder.path)!r}, which contains a run; expected --resume to continue it, "
             "--overwrite to move it aside, or another folder"
         )
 
 
 def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> None:
-    """Refuses to resume what is not there, or would not go on as it began."""
+    """Raise `ValueError` unless the run in the folder can be resumed with this configuration."""
     steps = steps_in(folder.checkpoints)
     if not steps or not folder.config.exists():
         raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")
@@ -299,28 +305,28 @@ def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> 
         raise ValueError(f"{str(folder.config)!r} cannot be read; expected the config of the run to resume") from error
     for name, value in _fixed(_described(config, corpus)).items():
         if value != before.get(name):
-            raise ValueError(f"{name} is {value!r}; expected {before.get(name)!r}, that of the run to resume")
+            raise ValueError(f"{name} is {value!r}; expected {before.get(name)!r}, as in the run to resume")
     if steps[0] > config.steps:
-        raise ValueError(f"steps is {config.steps}; expected at least {steps[0]}, that of the checkpoint to resume")
-    # Refuses lines that cannot be read.
+        raise ValueError(f"steps is {config.steps}; expected at least {steps[0]}, the step of the checkpoint to resume")
+    # Raises if a row cannot be parsed.
     folder.rows("step")
 
 
 def _fixed(described: dict) -> dict:
-    """Collects what a resumed run may not change."""
+    """Return the options that a resumed run may not change."""
     config = described["config"]
-    # A run that is older than a key has its default.
+    # A key missing from an older run has its default.
     model = dataclasses.asdict(ModelConfig(**config["model"]))
     batch = dataclasses.asdict(BatchConfig(**config["batch"]))
     fixed = {f"model.{key}": value for key, value in model.items()}
     fixed |= {f"batch.{key}": value for key, value in batch.items()}
-    # It changes the residuals of a step, not its result.
+    # The residuals of a step do not change its result.
     del fixed["model.remat"]
     return fixed | {"seed": config["seed"], "data": described["data"]["fingerprint"]}
 
 
 def _check_slots(config: TrainConfig, system: System) -> None:
-    """Refuses more slots than there are experts; the layer would, too, but it does not know what the option is."""
+    """Raise `ValueError` if there are more slots than experts; the error of the layer would not name the option."""
     most = config.model.num_experts - config.model.num_experts // config.parallel.expert_parallel
     if system.replica_slots > most:
         raise ValueError(
@@ -330,7 +336,7 @@ def _check_slots(config: TrainConfig, system: System) -> None:
 
 
 def _traced(config: TrainConfig, mesh: Mesh, programs: Programs) -> Traced:
-    """Traces the step, which is when systems refuse options that do not fit the model or the mesh."""
+    """Trace the step, which validates the options of the system for the model and the mesh."""
     shape = (config.batch.size, config.batch.sequence_length + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
     return programs.step.trace(programs.state_shapes, tokens)
@@ -342,7 +348,7 @@ def _locked(folder: RunFolder) -> FolderLock:
         return FolderLock(folder.path)
     except BlockingIOError as error:
         raise ValueError(
-            f"run_dir is {str(folder.path)!r}, in which another training is under way; expected another folder"
+            f"run_dir is {str(folder.path)!r}, which another training run uses; expected another folder"
         ) from error
     except OSError as error:
         raise ValueError(_unwritable(folder, error)) from error
@@ -353,7 +359,7 @@ def _unwritable(folder: RunFolder, error: OSError) -> str:
 
 
 def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
-    """Restores the newest checkpoint that is whole, and moves newer ones out of the way of those to come."""
+    """Restore the newest intact checkpoint, and move newer, damaged ones aside."""
     folder = run.folder
     _check_continues(run.config, run.corpus, folder)
     layout = layout_of(run.config.parallel)
@@ -372,7 +378,9 @@ def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
 
 
 def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, CheckpointMetadata]:
-    """Restores the newest checkpoint, and sends experts to their first places where this run does not move them."""
+    """Restore the newest checkpoint; if this run does not relocate, return relocated experts to their initial
+    places.
+    """
     config, programs, folder = run.config, run.programs, run.folder.checkpoints
     moves = config.relocation.interval is not None
     before = json.loads(run.folder.config.read_bytes())["config"].get("relocation", {})
@@ -382,7 +390,7 @@ def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.St
     config = dataclasses.replace(config, relocation=RelocationConfig(interval=1), parallel=parallel)
     moving = make_programs(config, run.mesh, make_system(parallel))
     step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, layout)
-    # The expert that comes to a place is the one whose home it was.
+    # Use the homes as the permutation: the expert moved to a place is the one initially there.
     state = moving.move(state, per_layer(state, "homes"))
     return step, without_homes(programs.state_shapes, state, programs.init), kept
 
@@ -424,7 +432,7 @@ def _described(config: TrainConfig, corpus: Corpus) -> dict:
 
 
 def _commit() -> str:
-    """The commit of the source, where it is a checkout and git is there."""
+    """Return the commit of the source, "unknown" without a checkout or git."""
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
@@ -433,14 +441,14 @@ def _commit() -> str:
 
 
 def _compiled(run: Run) -> tuple[Callable, float]:
-    """Compiles the step ahead, so that its time is not that of the first step; returns it and the seconds it took."""
+    """Compile the step ahead of time; return it and the compile time in seconds."""
     started = time.perf_counter()
     program = run.step.lower().compile()
     return program, time.perf_counter() - started
 
 
 def _batches(run: Run) -> Batches:
-    """Reads on where the steps so far stopped."""
+    """Return the batches after the steps done so far."""
     config, rows = run.config, rows_here(batch_sharding(run.mesh), run.config.batch.size)
     sizes = {"batch_size": config.batch.size, "sequence_length": config.batch.sequence_length}
     batches = Batches(run.corpus, seed=config.seed, rows=rows, **sizes)
@@ -462,7 +470,7 @@ def _num_params(run: Run) -> int:
 
 
 def _finish(run: Run, others: dict[str, float], tell: Tell) -> dict:
-    """Sums the run up in files, from what is in its folder."""
+    """Write the summary and the report of the run, from the files in its folder."""
     if jax.process_index() != 0:
         return {}
     summary = summarise(run.folder) | others

@@ -1,6 +1,6 @@
 """Options that a resumed run may change, and relocation of experts during a run.
 
-A layout is the number of ranks and the system that balances their load.
+A layout is the number of ranks and the system balancing their load.
 """
 
 import json
@@ -26,27 +26,27 @@ OF_THE_RANKS = ("ranks_per_domain",)
 
 
 def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
-    """Collects what a resumed run may change, but not without balancers beginning anew."""
+    """Return the layout: options that a resumed run may change if its balancers start anew."""
     return {
         "system": parallel.system,
         "data_parallel": parallel.data_parallel,
         "expert_parallel": parallel.expert_parallel,
-        # Whoever names a default asks for the same as who does not.
+        # An explicit default equals an omitted option.
         "ranks_per_domain": parallel.ranks_per_domain or parallel.expert_parallel,
         "replica_slots": make_system(parallel).replica_slots,
     }
 
 
 def as_before(folder: RunFolder, given: Given) -> Given:
-    """Add the mesh, the system and the relocation of the run to resume to the given fields.
+    """Add the mesh, system and relocation of the run to resume to the given fields.
 
     Args:
-        folder: that of the run to resume.
-        given: fields of `TrainConfig`, which override those of the run. An option of another system, or of other
-            ranks, has its default.
+        folder: folder of the run to resume.
+        given: fields of `TrainConfig`, which override those of the run. If the system or the ranks change, their own
+            options take their defaults.
 
     Returns:
-        The given fields alone if there is no run that can be read; `prepare` refuses it.
+        The merged fields, or `given` alone if there is no readable run; `prepare` then raises.
     """
     parallel_given = given.get("parallel", {})
     try:
@@ -58,7 +58,7 @@ def as_before(folder: RunFolder, given: Given) -> Given:
     if system != parallel.get("system"):
         parallel |= dict.fromkeys(OF_THE_SYSTEM)
         if _remembers(system):
-            # It knows loads by place, and experts may not move then.
+            # Its balancer keeps loads by place, which is incompatible with relocation.
             moves = {}
     if parallel_given.get("expert_parallel", parallel.get("expert_parallel")) != parallel.get("expert_parallel"):
         parallel |= dict.fromkeys(OF_THE_RANKS)
@@ -71,11 +71,11 @@ def _remembers(system: str) -> bool:
 
 
 def moved_state(state: nnx.State, permutation: Array) -> nnx.State:
-    """Permutes the experts of each layer in the state of `(model, optimizer)`.
+    """Permute the experts of each layer in the state of `(model, optimizer)`.
 
     Args:
         state: the state of both.
-        permutation: `[layers, E]` integers, what `next_homes` planned.
+        permutation: `[layers, E]` integers, from `next_homes`.
     """
     moved = relocate(state[0], state[1], permutation)
     whole: nnx.State = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(moved))
@@ -83,21 +83,21 @@ def moved_state(state: nnx.State, permutation: Array) -> nnx.State:
 
 
 def next_homes(state: nnx.State, config: TrainConfig, topology: Topology) -> np.ndarray:
-    """Plans the permutation of each layer's places, `[layers, E]` int32, the same on all processes."""
+    """Plan the permutation of each layer's places, `[layers, E]` int32, the same on all processes."""
     loads, homes = per_layer(state, "loads"), per_layer(state, "homes")
     permutation = plan_relocation(loads, topology, homes, min_gain=config.relocation.min_gain)
-    # Processors may round differently, and processes must not disagree.
+    # Broadcast the plan, as rounding may differ between processors.
     return np.asarray(multihost_utils.broadcast_one_to_all(permutation))
 
 
 def per_layer(state: nnx.State, name: str) -> np.ndarray:
-    """Fetches a variable of every `MoE` to the host, `[layers, E]`."""
+    """Return a variable of every `MoE` on the host, `[layers, E]`."""
     blocks: Any = state[0]["blocks"]
     return np.stack([np.asarray(jax.device_get(blocks[i]["moe"][name].get_value())) for i in sorted(blocks)])
 
 
 def described(step: int, permutation: np.ndarray, state: nnx.State, topology: Topology) -> dict:
-    """Makes the line of `metrics.jsonl` about a relocation: what moved after `step`, and where experts are then."""
+    """Return the row of `metrics.jsonl` for a relocation after `step`: moved experts and their new homes."""
     moved = int(moved_experts(permutation, topology).sum())
     row = {"kind": "relocation", "step": step, "experts_moved": moved}
     row["bytes_moved"] = moved * expert_bytes(state[0], state[1])

@@ -1,7 +1,7 @@
-"""The jitted parts of training: initial state, optimizer step and validation.
+"""Jitted programs of training: initial state, optimizer step and validation.
 
-The optimizer is AdamW under a schedule with clipped gradients. `loss_and_gradients` runs the forward and backward pass
-at once or in microbatches.
+The optimizer is AdamW with a learning rate schedule and clipped gradients. `loss_and_gradients` runs the forward and
+backward pass on the whole batch or in microbatches.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ from models.mesh import placed_shapes, state_shardings
 from models.training.resume import moved_state
 
 FINAL_LEARNING_RATE = 0.1
-"""Schedules that fall end at this share of the peak."""
+"""Final learning rate of decaying schedules, as a fraction of the peak."""
 
 STABLE = 0.8
-"""The schedule `wsd` stays at the peak until this share of the steps is done."""
+"""Fraction of the steps at which the schedule `wsd` starts to decay."""
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Makes AdamW, whose gradients are clipped by their norm over all parameters of all devices."""
+    """Return AdamW with gradients clipped by their global norm over all devices."""
     return optax.chain(
         optax.clip_by_global_norm(config.optimizer.clip_norm),
         optax.adamw(make_schedule(config), b2=0.95, weight_decay=config.optimizer.weight_decay),
@@ -44,16 +44,16 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: nnx.State) -> None:
-    """Updates a model and its optimizer in place, inside a traced step."""
-    # optax mixes counts with floats.
+    """Update a model and its optimizer in place, inside a traced step."""
+    # optax mixes integer counts and floats, which strict dtype promotion rejects.
     with jax.numpy_dtype_promotion("standard"):
         optimizer.update(model, gradients)
 
 
 def make_schedule(config: TrainConfig) -> optax.Schedule:
-    """Makes the learning rate of each step, counted from 0: a linear warm-up, then the schedule."""
+    """Return the learning rate schedule, with steps from 0: a linear warm-up, then the configured schedule."""
     warmup_steps, peak = min(config.optimizer.warmup_steps, config.steps // 5), config.optimizer.learning_rate
-    # From 0 the first step would learn nothing.
+    # Start above 0; otherwise the first step would not change the parameters.
     first, last = peak / (warmup_steps + 1), FINAL_LEARNING_RATE * peak
     if config.optimizer.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(first, peak, warmup_steps, config.steps, last)
@@ -73,22 +73,22 @@ Model = Callable[[Array], tuple[Array, Stats]]
 
 
 def next_token_loss(model: Model, tokens: Array) -> tuple[Array, Stats]:
-    """Computes the mean cross-entropy in nats per token of `tokens[:, 1:]` given those before, and statistics.
+    """Compute the mean cross-entropy of `tokens[:, 1:]` in nats per token, and statistics.
 
     Args:
-        model: maps int32 `[B, T]` to logits `[B, T, words]` and statistics.
-        tokens: int32 `[B, T + 1]`; `~t` in place of a token `t` that begins a document, which is not predicted.
+        model: function from int32 `[B, T]` to logits `[B, T, vocab_size]` and statistics.
+        tokens: int32 `[B, T + 1]`; the first token `t` of a document is stored as `~t` and is not predicted.
     """
     return _share_of_loss(model, tokens, num_predicted(tokens))
 
 
 def num_predicted(tokens: Array) -> Array:
-    """Counts the tokens `[B, T + 1]` that are predicted, at least 1, float32."""
+    """Return the number of predicted tokens of `[B, T + 1]`, at least 1, as float32."""
     return jnp.maximum((tokens[:, 1:] >= 0).sum(dtype=jnp.int32), 1).astype(jnp.float32)
 
 
 def _share_of_loss(model: Model, tokens: Array, count: Array) -> tuple[Array, Stats]:
-    """Sums the cross-entropy of what is predicted, over `count`, which may be that of more than these tokens."""
+    """Return the summed cross-entropy of predicted tokens divided by `count`, the number over all microbatches."""
     words = jnp.where(tokens < 0, ~tokens, tokens)
     logits, stats = model(words[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:])
@@ -96,12 +96,15 @@ def _share_of_loss(model: Model, tokens: Array, count: Array) -> tuple[Array, St
 
 
 def further_loss(model: Decoder, tokens: Array, weight: float) -> tuple[Array, Stats]:
-    """Adds to `next_token_loss` that of the tokens after the next one (DeepSeek-V3's technical report, section 2.2.2).
+    """Compute `next_token_loss` plus the weighted multi-token prediction loss.
 
     Args:
-        model: what `from_pretrained(predict_further=True)` returned.
-        tokens: int32 `[B, T + 1]`, with marks; nothing is predicted across the beginning of a document.
-        weight: the factor on the mean loss of its `further` modules; the paper has 0.3, and 0.1 for the last third.
+        model: return value of `from_pretrained(predict_further=True)`.
+        tokens: int32 `[B, T + 1]`, with marks; no prediction crosses the start of a document.
+        weight: factor on the mean loss of the `further` modules; the paper uses 0.3, and 0.1 for the last third.
+
+    Reference:
+        DeepSeek-V3 technical report, section 2.2.2.
     """
     words, inside, losses = jnp.where(tokens < 0, ~tokens, tokens), tokens[:, 1:] >= 0, []
     logits, stats = model.ahead(words[:, :-1], words[:, 1:])
@@ -115,34 +118,35 @@ def further_loss(model: Decoder, tokens: Array, weight: float) -> tuple[Array, S
 
 
 def loss_and_gradients(model: Any, tokens: Array, accumulate: int, mesh: Mesh) -> tuple[Array, Stats, nnx.State]:
-    """Computes the cross-entropy of a batch, statistics, and the gradient of that loss and the router losses.
+    """Compute the cross-entropy of a batch, statistics, and the gradient including the router losses.
 
-    Microbatches have as many sequences of each device. Each is routed and planned for by itself, so that a balancer
-    sees one after the other; their router losses are averaged. The gradient is otherwise that of the whole batch.
+    Each microbatch has the same number of sequences per device, and is routed and planned separately. The balancer
+    processes them in sequence, and their router losses are averaged. Otherwise the gradient equals the gradient of the
+    whole batch.
 
     Args:
-        model: an `nnx.Module` as in `next_token_loss`; what its balancers remember is updated.
+        model: an `nnx.Module` as in `next_token_loss`; the state of its balancers is updated.
         tokens: int32 `[B, T + 1]`, with marks.
-        accumulate: the microbatches.
-        mesh: the devices over which sequences are split.
+        accumulate: number of microbatches.
+        mesh: devices over which sequences are split.
 
     Returns:
-        The cross-entropy in nats per token; statistics `[layers, accumulate * D, ...]`, as if microbatches were
-        groups, those of the first microbatch first; and the gradient.
+        The cross-entropy in nats per token; statistics `[layers, accumulate * D, ...]`, with microbatches as groups,
+        those of the first microbatch first; and the gradient.
     """
     count = num_predicted(tokens)
     if accumulate == 1:
         return _of_one(model, tokens, count, 1)
     graph, _ = nnx.split(model)
     params, rest = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
-    # A device has sequences of every microbatch, so that nothing moves.
+    # Each device contributes sequences to every microbatch, so the split moves no data.
     parts = tokens.reshape(-1, accumulate, tokens.shape[1]).swapaxes(0, 1)
     parts = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)))
     zeros = jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, params), state_shardings(params, mesh))
 
     def add(sums: tuple[nnx.State, Array, nnx.State], part: Array) -> tuple[tuple[nnx.State, Array, nnx.State], Stats]:
         gradients, loss, rest = sums
-        # Flax wants variables of the loop, not of what is around it.
+        # Flax requires variables created inside the scan body.
         model = nnx.merge(graph, params, rest, copy=True)
         share, stats, more = _of_one(model, part, count, accumulate)
         return (jax.tree.map(jnp.add, gradients, more), loss + share, nnx.state(model, nnx.Not(nnx.Param))), stats
@@ -162,23 +166,23 @@ def _of_one(model: Any, tokens: Array, count: Array, accumulate: int) -> tuple[A
 
 
 def _as_groups(leaf: Array) -> Array:
-    """Makes `[layers, microbatches * D, ...]` of `[microbatches, layers, D, ...]`."""
+    """Reshape `[microbatches, layers, D, ...]` to `[layers, microbatches * D, ...]`."""
     return leaf.swapaxes(0, 1).reshape(leaf.shape[1], -1, *leaf.shape[3:])
 
 
 @dataclass(frozen=True, eq=False)
 class Programs:
-    """These programs run on the devices.
+    """Jitted programs of a training run.
 
     Args:
         state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
         init: `() -> state`, for the first step.
-        step: `(state, tokens) -> (state, loss, stats)`, which consumes the state; see `loss_and_gradients`. Where the
-            system has `max_rounds`, a step with any fault returns the state as it was.
-        step_again: the same for a step that needs more rounds than `step` has; `None` where `step` has all.
+        step: `(state, tokens) -> (state, loss, stats)`, donating the state; see `loss_and_gradients`. If the system has
+            `max_rounds`, a step with a fault returns the state unchanged.
+        step_again: `step` without the limit on rounds; `None` if `step` has none.
         evaluate: `(state, tokens) -> loss`, without a gradient.
-        move: `(state, permutation) -> state`, with the experts at other places; it consumes the state.
-        topology: the topology of the mesh.
+        move: `(state, permutation) -> state`, with the experts relocated; it donates the state.
+        topology: topology of the mesh.
     """
 
     state_shapes: nnx.State
@@ -191,12 +195,12 @@ class Programs:
 
 
 def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
-    """Builds the programs, compiling nothing.
+    """Build the programs, without compiling.
 
     Args:
-        config: the sizes of the run.
-        mesh: what `make_mesh` made; if the system has `migrate`, that of its expert domains.
-        system: the strategies that balance the load.
+        config: configuration of the run.
+        mesh: return value of `make_mesh`; if the system has `migrate`, the mesh of its expert domains.
+        system: load-balancing system.
 
     Raises:
         ValueError: the model does not fit the mesh.
@@ -214,7 +218,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
 
     graph, shapes = nnx.split(nnx.eval_shape(partial(create, system)))
     limited = system.dispatch.buffers.max_rounds is not None
-    # Serves whatever comes. Validation has no second program, so it is always this one.
+    # Validation has no second program, so it uses the one without a limit on rounds.
     unlimited = system.replace(buffers=replace(system.dispatch.buffers, max_rounds=None))
     whole = nnx.split(nnx.eval_shape(partial(create, unlimited)))[0] if limited else graph
     shardings = state_shardings(shapes, mesh)
@@ -258,11 +262,11 @@ def _step(
 
 
 def _step_if_served(step: Callable, state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
-    """Leaves the state as it was where a plan needs more rounds than there are, so that the step can be done again.
+    """Return the state unchanged if a plan needs more rounds than the program has, so that the step can be repeated.
 
-    It is donated, and the caller has no other. Old values are read by the update anyway.
+    The state is donated, so the caller has no copy of it. The update reads the old values anyway.
     """
-    # Flax changes the variables of `state` in place.
+    # Copy the tree, as Flax changes the variables of `state` in place.
     before = jax.tree.map(lambda leaf: leaf, state)
     after, loss, stats = step(state, tokens)
     is_served = (stats.fault.code == 0).all()
@@ -271,13 +275,13 @@ def _step_if_served(step: Callable, state: nnx.State, tokens: Array) -> tuple[nn
 
 @dataclass(frozen=True, eq=False)
 class SplitPrograms:
-    """These programs train a decoder of which every device holds a part.
+    """Jitted programs to train a decoder sharded over all devices.
 
     Args:
-        graph: makes a model and its optimizer of a state, with `nnx.merge`.
+        graph: graph definition of model and optimizer, for `nnx.merge`.
         state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
         init: `() -> state`, for the first step.
-        step: `(state, tokens) -> (state, loss, stats)`, which consumes the state; tokens are int32 `[B, T + 1]`.
+        step: `(state, tokens) -> (state, loss, stats)`, donating the state; tokens are int32 `[B, T + 1]`.
     """
 
     graph: nnx.GraphDef
@@ -289,14 +293,14 @@ class SplitPrograms:
 def make_split_programs(
     config: DecoderConfig, train: TrainConfig, mesh: Mesh, system: System, kept: Sequence[str] = KEPT
 ) -> SplitPrograms:
-    """Builds the programs, compiling nothing.
+    """Build the programs, without compiling.
 
     Args:
-        config: the sizes of the model.
-        train: the numbers of the run; the sizes of its own model are not used.
-        mesh: what `models.mesh.make_mesh` made.
-        system: the strategies that balance the load.
-        kept: what is kept of a layer for the backward pass, see `StackedDecoder`.
+        config: sizes of the model.
+        train: configuration of the run; its model section is not used.
+        mesh: return value of `models.mesh.make_mesh`.
+        system: load-balancing system.
+        kept: names of the residuals of a layer, see `StackedDecoder`.
 
     Raises:
         ValueError: the model does not fit the mesh.

@@ -1,4 +1,4 @@
-"""`advise` finds the fastest choice, says what it cannot tell apart, and what cannot run."""
+"""`advise` finds the fastest choice, and reports indistinguishable and refused choices."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def drawn(imbalance, draws=1):
 
 def advice(cluster, loads, step=Step(), ratio=None, planned=True):
     judge = Evaluator(MODEL, cluster, step)
-    # Greedy stands for systems that plan: a small space, as every choice is simulated with checks of all types.
+    # Greedy represents systems with a planner: a small space, as every choice is simulated with runtime type checks.
     space = Space(cluster, 1, planned, with_exact=False, with_relocation=False)
     return judge, advise(judge, space, loads[:1], loads, ratio)
 
@@ -39,7 +39,7 @@ def test_balancing_pays_where_routing_is_skewed():
     assert not answer.leave_off
     assert answer.gain == pytest.approx(1 - np.median(answer.best.ratios(answer.plain)))
     assert SWEPT_TOKENS[0] < answer.pays_from <= MODEL.tokens
-    # Whole steps, as the simulator itself says.
+    # Whole steps, equal to the simulator's times.
     alone = judged(answer.best.choice, judge, drawn(2.0, 2))
     assert alone.times_s == answer.best.times_s
     assert len(alone.times_s) == 2
@@ -49,7 +49,7 @@ def test_balancing_pays_where_routing_is_skewed():
 def test_balancing_is_left_off_where_there_is_nothing_to_balance():
     _, answer = advice(machine(), drawn(1.0))
     assert answer.leave_off
-    # Level links may still gain a little by expert domains, which is not worth it.
+    # Links between levels may still gain a little from expert domains, below the threshold.
     assert answer.best.choice.system == "plain"
     assert answer.gain < WORTH_IT
 
@@ -62,7 +62,7 @@ def test_ranges_that_include_one_cannot_be_told_apart():
 
     assert outcome(1.0, 3.0).is_like(outcome(2.0, 2.0))
     assert not outcome(2.1, 2.2).is_like(outcome(2.0, 2.0))
-    # Slow loads do not count, but what the other takes on the same load.
+    # Compare the times of both on the same load; slow loads alone do not matter.
     assert not outcome(1.1, 9.1).is_like(outcome(1.0, 9.0))
 
 
@@ -84,7 +84,7 @@ def test_what_does_not_fit_says_why_by_name():
     assert f"needs {judge.memory(answer.best.choice).total / 1e9:.1f} GB of {least / 1e9:.1f}: weights 0.0" in why
     assert "optimizer" in why
     assert "sums of gradients" in why
-    # Where plain does not fit either, a ranking is of more use than none.
+    # If plain does not fit either, a ranking is more useful than an empty result.
     _, none = advice(machine(memory_bytes=1e6), drawn(2.0))
     assert not none.found.fits
     assert not none.found.refused
@@ -100,7 +100,7 @@ def test_inference_keeps_nothing_for_gradients():
     assert training.weights == inference.weights == 2 * parameters
     assert training.gradients == 4 * parameters
     assert training.optimizer == (8 + 4) * parameters
-    # Copies of one expert, and while products run nothing of its gradients, which are among the sums.
+    # One expert's copies, and no gradients during products, as they are among the sums.
     assert training.replicas == inference.replicas == MODEL.expert_bytes
     assert inference.sums == inference.arriving == 0
     whole = replace(MODEL, itemsize=4)
@@ -117,7 +117,7 @@ def test_uniform_routing_compares_expert_domains_alone():
     assert all(one.choice.system == "plain" and not one.choice.sprayed for one in answer.found.outcomes)
     times = [judge.glance(Choice(domain_sizes=sizes), UNIFORM) for sizes in Space(cluster, 0).domain_sizes()]
     assert judge.glance(answer.best.choice, UNIFORM) == min(*times, judge.glance(Choice(), UNIFORM))
-    # What compresses stands apart, however fast it is.
+    # Compressed choices are listed separately, regardless of speed.
     assert {one.choice.ratio for one in answer.compressed} == {50.0}
     assert all(one.choice.ratio == 1 for one in answer.found.outcomes)
 
@@ -130,7 +130,7 @@ def test_new_homes_come_from_what_was_before():
     stays, moves = (judge.report(Choice(relocated=True), load) for load in loads)
     assert stays.imbalance_after == pytest.approx(8 / 4.5)
     placed = permute_to_homes(loads[1], judge.candidate(Choice(relocated=True)), cluster)
-    # Each node gets a hot expert, and all the same tokens stay.
+    # Each node gets a hot expert, and the multiset of loads is unchanged.
     assert sorted(placed[0, 0, :2]) == sorted(placed[0, 0, 2:]) == [1, 8]
     assert (permute_to_homes(loads[1], judge.candidate(Choice()), cluster) == counts).all()
     assert moves.rounds == stays.rounds

@@ -1,4 +1,4 @@
-"""A search misses nothing on a small machine, and what it names can be run as it says."""
+"""A search is exhaustive on a small machine, and its results can be run as printed."""
 
 from dataclasses import replace
 
@@ -28,8 +28,9 @@ def everything(most_slots):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_winner_is_not_slower_than_any_of_all(monkeypatch):
-    # Each of all is simulated with every type checked, so there are fewer.
+    # Use fewer choices, as each is simulated with runtime type checks.
     monkeypatch.setattr(space_module, "HEADROOMS", (None, 2.0))
     judge, (space, choices) = Evaluator(MODEL, CLUSTER, Step()), everything(1)
     loads = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.LOGNORMAL], 1, 0)

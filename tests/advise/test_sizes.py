@@ -1,4 +1,4 @@
-"""Other degrees of expert parallelism and microbatches are looked at, with what they cost."""
+"""Other degrees of expert parallelism and microbatch sizes are evaluated with their costs."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def test_gradients_of_groups_are_summed_over_what_is_between_them():
     judge = Evaluator(MODEL, CLUSTER, Step())
     whole, half, alone = groups_of(CLUSTER)
     assert sum_s(judge, whole) == 0
-    # Four experts of a rank over two groups: half of them there, half back, over its own rail, and a hop each way.
+    # Four experts of a rank over two groups: half of them sent, half returned, over its own rail, with a hop each way.
     assert sum_s(judge, half) == pytest.approx(4 * MODEL.expert_gradient_bytes / 1e9 + 2e-5)
     assert sum_s(judge, alone) == pytest.approx(1.5 * 8 * MODEL.expert_gradient_bytes / 1e9 + 6e-5)
     assert sum_s(replace(judge, step=Step(backward=False)), half) == 0

@@ -1,4 +1,4 @@
-"""Programs compiled for the CPU, with the dumps that reports are read from."""
+"""Programs compiled for the CPU, with the dumps used by reports."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ def make_mesh() -> Mesh:
 
 
 def exchange_in_all_ways(x):
-    """`[16, 16]` on every device; it sums, gathers, exchanges, shifts, and multiplies five times in a loop."""
+    """Sum, gather, exchange, shift, and multiply five times in a loop, on `[16, 16]` per device."""
     x = jax.lax.psum(x @ x, "expert")
     x = jax.lax.all_gather(x, "node")
     x = jax.lax.all_to_all(x, ("node", "expert"), 1, 1, tiled=True)

@@ -1,4 +1,4 @@
-"""Exchanges are found with their mesh axes, sizes, and what runs beside them."""
+"""Exchanges are reported with mesh axes, sizes, and concurrent operations."""
 
 import itertools
 
@@ -17,7 +17,7 @@ def test_kinds_axes_and_bytes(exchanging):
     array = 16 * 16 * 4
     assert {(one.kind, one.axes): (one.count, one.nbytes, one.asynchronous) for one in found} == {
         ("all-reduce", ("expert",)): (1, array, 0),
-        # What a device gets is more than what it gives.
+        # A device receives more than it sends.
         ("all-gather", ("node",)): (1, 2 * array, 0),
         ("all-to-all", ("node", "expert")): (1, 2 * array, 0),
         ("collective-permute", ("expert",)): (1, 2 * array, 0),
@@ -56,7 +56,7 @@ def test_axes_of_numbered_groups(chosen):
 
 @pytest.mark.parametrize("chosen", CHOICES[1:], ids="".join)
 def test_axes_of_groups_over_a_named_mesh(chosen):
-    # XLA's names may be others, and its axes cut further.
+    # XLA may use other names, and split the axes further.
     names = {"a": ["x"], "b": ["y"], "c": ["z", "w"]}
     over = ",".join(f"'{part}'" for name in chosen for part in names[name])
     text = f"channel_id=1, replica_groups=mesh['x'=2,'y'=3,'z'=2,'w'=2] {{{over}}}, dimensions={{0}}"
@@ -111,7 +111,7 @@ ENTRY %main (x: f32[1024,1024], n: s32[8]) -> f32[1024,1024] {
 def test_what_runs_beside_an_exchange():
     module = parse_module(SCHEDULED)
     found = {one.kind: one for one in collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)}
-    # Neither a small operation nor another exchange hides one.
+    # A small operation or another exchange does not hide one.
     assert found["ragged-all-to-all"].over == ("large",)
     assert found["ragged-all-to-all"].asynchronous == 1
     assert found["reduce-scatter"].over == ("cosine",)
@@ -123,7 +123,7 @@ def test_an_exchange_that_starts_and_ends_at_once_is_synchronous():
     module = parse_module(SCHEDULED)
     found = {one.kind: one for one in collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)}
     assert found["all-reduce"].asynchronous == 0
-    # And one of a device with itself crosses no axis.
+    # An exchange of a device with itself crosses no axis.
     assert found["all-reduce"].axes == ()
 
 

@@ -20,7 +20,7 @@ class Gpu:
 
 
 def gpus(*processes):
-    """A mesh of one GPU of each of these processes."""
+    """Return a mesh with one GPU per given process."""
     return Mesh(np.array([Gpu(id, process) for id, process in enumerate(processes)]), ("expert",))
 
 
@@ -28,7 +28,7 @@ def gpus(*processes):
 def test_every_option_is_known_to_the_compiler(mesh, between):
     options = compiler_options(mesh)
     assert (BETWEEN_DOMAINS in options) == between
-    # The compiler of CPUs reads the same options, and refuses unknown ones.
+    # The CPU compiler parses the same options, and rejects unknown ones.
     assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(lambda x: x + 2, compiler_options={**options, "xla_gpu_no_such_option": True})(1)

@@ -1,4 +1,4 @@
-"""Products are counted as they are written, whichever operation the compiler made of them."""
+"""Products are counted as written, independent of the compiled operation."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tests.aot.programs import compiled_here
 
 
 def test_products_of_a_program(exchanging):
-    # One of [16, 16], and five of two [16, 16] side by side.
+    # One of [16, 16], and five of two [16, 16] in parallel.
     assert total(products(exchanging.module)) == 2 * 16**3 + 5 * 2 * 2 * 16**3
 
 
@@ -96,7 +96,7 @@ def test_a_convolution_that_is_a_product():
 
 
 def test_a_convolution_that_is_a_product_with_batches():
-    # TPUs dilate one side, so that every place of the window meets one batch alone.
+    # TPUs dilate one side, so that every window position matches one batch only.
     call = "f32[3,4,6]{2,1,0} convolution(%p0, %p1), window={size=3 stride=2 lhs_dilate=3}, dim_labels=0bf_0io->0bf"
     assert flops_of(call, "f32[3,4,5]", "f32[3,5,6]") == 2 * 3 * 4 * 5 * 6
 

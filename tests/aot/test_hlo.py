@@ -1,4 +1,4 @@
-"""What XLA prints is read back: shapes, instructions, computations and lines of Python."""
+"""Parsing of XLA's text: shapes, instructions, computations and Python lines."""
 
 import jax.numpy as jnp
 import pytest
@@ -92,12 +92,12 @@ StackFrames
     [
         (1, "/project/train.py:10"),
         (2, "jax_moe_lb/core/split.py:20"),
-        # A helper's line and that of another package tell less than that of who called them.
+        # Lines of a helper and of another package are less specific than their caller's.
         (3, "jax_moe_lb/core/split.py:20"),
         (4, "jax_moe_lb/core/split.py:20"),
-        # Nobody of ours called this one.
+        # No caller in our package.
         (5, "tokamax/kernel.py:40"),
-        # All programs are traced there.
+        # All programs are traced at this line.
         (6, ""),
         (7, ""),
     ],

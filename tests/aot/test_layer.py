@@ -1,4 +1,4 @@
-"""A layer is built and compiled as it is for accelerators, here for the devices that there are."""
+"""A layer is built and compiled as for accelerators, here for the devices present."""
 
 import jax
 import pytest
@@ -24,7 +24,7 @@ def test_a_layer(gradients):
     experts, kernel, tokens = 3 * 2 * 64 * 32, 64 * 16, 32 * 64
     assert report.argument_bytes == 2 * (experts + kernel + tokens)
     assert report.ideal_flops == (3 if gradients else 1) * SIZES.ideal_flops
-    # With gradients, those come out too.
+    # With gradients, these are outputs as well.
     assert report.output_bytes > 2 * ((experts + kernel) * gradients + tokens)
     assert {one.axes for one in report.collectives} == {("expert",)}
     assert report.compile_s > 0

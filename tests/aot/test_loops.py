@@ -1,4 +1,4 @@
-"""Loops as TPUs have them, whose length stands in their condition alone."""
+"""Loops in TPU form, whose length appears in their condition only."""
 
 import pytest
 
@@ -43,7 +43,7 @@ USUAL = {"start": 0, "stop": 6, "step": 1, "index": 0, "direction": "LT", "first
         ({"start": 2}, 4),
         ({"step": 4}, 2),
         ({"start": 9}, 0),
-        # Of these nothing is known, and they count once.
+        # Loops of unknown length, which count once.
         ({"first": "n"}, None),
         ({"direction": "NE"}, None),
         ({"step": 0}, None),
@@ -55,7 +55,7 @@ USUAL = {"start": 0, "stop": 6, "step": 1, "index": 0, "direction": "LT", "first
 def test_rounds_are_read_off_the_condition(case, rounds):
     module = with_counted_loops(parse_module(PROGRAM.format(**USUAL | case)))
     loop = module.computations["main"].root
-    # What the compiler itself does not say it may not use, so a host may wait in such a loop.
+    # Without the compiler's own count, a host may wait in the loop.
     assert (loop.counted, loop.trips) == (rounds, None)
     assert rounds_of(loop) == (1 if rounds is None else rounds)
 

@@ -1,4 +1,4 @@
-"""Temporaries at the peak are listed by what they hold."""
+"""Temporaries at the peak are listed with their contents."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What operations move is what they read and write of the device's memory."""
+"""Memory traffic of operations: bytes read and written."""
 
 import jax.numpy as jnp
 import pytest
@@ -99,7 +99,7 @@ def by_name():
 
 
 def test_an_update_in_place_moves_the_update(by_name):
-    # The row is read and written, and the place is read.
+    # The row is read and written, and the index is read.
     assert by_name["in_place"] == 2 * KB + 4
 
 
@@ -109,7 +109,7 @@ def test_an_update_beside_other_work_moves_the_update(by_name):
 
 
 def test_a_slice_inside_a_nested_fusion_reads_the_slice(by_name):
-    # The conversion that nothing uses reads nothing.
+    # The unused conversion reads no bytes.
     assert by_name["picked"] == 2 * KB + 4
 
 
@@ -123,7 +123,7 @@ def test_a_copy_into_fast_memory_only_reads(by_name):
 
 
 def test_custom_calls(by_name):
-    # Ours take most operands only to come after what makes them.
+    # Our custom calls take most operands for ordering only.
     assert "ours" not in by_name
     assert by_name["theirs"] == 2 * KB * KB
 

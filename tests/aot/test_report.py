@@ -1,4 +1,4 @@
-"""A report has what the compiler said, and what follows from it."""
+"""A report contains the compiler's numbers and the values derived from them."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def test_json_has_what_is_promised(report):
     assert found["flops_over_ideal"] == 11
     assert found["argument_bytes"] == 16 * 16 * 4
     assert found["fits"] is True
-    # A CPU has no thunks of a GPU.
+    # A CPU program has no GPU thunks.
     assert found["host_waits"] is None
     assert {one["kind"] for one in found["collectives"]} >= {"all-gather", "all-to-all"}
 

@@ -1,4 +1,4 @@
-"""Targets are read from text, and their compilers are asked for in words."""
+"""Targets are parsed from text, and missing compilers are reported."""
 
 import pytest
 

@@ -1,12 +1,12 @@
-"""Host waits are counted from the steps of XLA's runtime on a GPU."""
+"""Host waits are counted from the thunks of XLA's GPU runtime."""
 
 import pytest
 
 from jax_moe_lb.aot.execution_counts import answers_from_host, host_waits, parse_thunks
 from jax_moe_lb.aot.hlo import parse_module
 
-# As XLA writes it, shortened: a loop of unknown length that holds a condition whose branch holds another one, a loop
-# whose length is known, and a graph with a condition.
+# XLA's format, shortened: a loop of unknown length with a nested condition, a loop of known length, and a graph with a
+# condition.
 SEQUENCE = """\
 001: kCopy          [source       | next=002 (1)] kCopy
 004: kWhile         [prev=003 (1) | next=021 (1)]   
@@ -77,7 +77,7 @@ ENTRY %main (x: s32[]) -> s32[] {{
 }}
 """
 
-# A loop whose body asks the host, between sends to it and to another device.
+# A loop whose body calls the host, between sends to the host and to another device.
 CALLBACK = """
 %b (p: s32[]) -> s32[] {
   %p = s32[] parameter(0)
@@ -110,9 +110,10 @@ def test_the_tree_is_read():
 @pytest.mark.parametrize(
     ("scope", "waits"),
     [
-        # Two looks at the condition of the outer loop; inside, a branch is chosen and a loop looks twice.
+        # Two evaluations of the outer loop's condition; inside, a branch and two evaluations of an inner loop's
+        # condition.
         ("others", 2 + 1 + 2),
-        # A balanced step looks once, and goes on.
+        # A balanced step evaluates the condition once.
         ("further_rounds", 1),
     ],
 )

@@ -13,8 +13,8 @@ from jax_moe_lb.balancers.cost import busiest, lowest_max_load, min_saved, slowe
 from jax_moe_lb.core import Level, check_plan, load, plain_plan
 from tests.layer_cases import make_mesh
 
-# The example of docs/systems/exact.md. Rank 1 goes from 15 token copies to the mean, 10, and sends two replicas, the
-# most of any rank. At 100 bytes and 1000 operations a second, a replica takes `expert_bytes / 100` seconds and a
+# The example of docs/systems/exact.md. Rank 1 falls from 15 token copies to the mean, 10, and sends two replicas, the
+# most of any rank. At 100 bytes and 1000 operations per second, a replica takes `expert_bytes / 100` seconds and a
 # token copy one.
 COUNTS = np.diag([12, 15, 7, 6]).astype(np.int32)
 TOPOLOGY = Topology((Level("gpu", 4, bytes_per_s=100.0),), 4, flops_per_s=1000.0)
@@ -30,7 +30,7 @@ JITTED = jax.jit(rebalance, static_argnums=(1, 2, 3))
 
 
 def max_loads(cost, counts=COUNTS, **options):
-    """Of the plan made on the host and of the jitted one, which must be the same."""
+    """Return the maximum load of the host plan and of the jitted plan, which must be equal."""
     host, jitted = rebalance(counts, cost, **options), JITTED(jnp.asarray(counts), cost, **options)
     check_plan(jitted, counts)
     np.testing.assert_array_equal(jitted.placement, host.placement)
@@ -42,10 +42,10 @@ def max_loads(cost, counts=COUNTS, **options):
 @pytest.mark.parametrize(
     ("cost", "max_load"),
     [
-        # The replicas: two of them against the five token copies saved, 5 s.
+        # Two replicas against the five saved token copies, 5 s.
         (Cost(249.0, 1000.0), 10),
         (Cost(250.0, 1000.0), 15),
-        # The planner and one replica of 1 s against the same, before it runs; 2 s of replicas afterwards.
+        # Planner and one replica of 1 s against the same, before planning; 2 s of replicas afterwards.
         (Cost(100.0, 1000.0, planner_s=3.99), 10),
         (Cost(100.0, 1000.0, planner_s=4.0), 15),
     ],
@@ -65,7 +65,7 @@ def test_a_declined_plan_keeps_what_another_balancer_left():
 
 
 def test_replicas_that_go_pay_for_planning():
-    """Every rank holds a replica that serves nothing; the plan without any is as fast and moves nothing."""
+    """Every rank has an unused replica; the plan without replicas is as fast and moves no weights."""
     counts = np.diag([5, 5]).astype(np.int32)
     start = Plan(np.array([[0, 1], [1, 0]], np.int32), counts.copy(), domain=2)
     topology = dataclasses.replace(TOPOLOGY, levels=(Level("gpu", 2, bytes_per_s=100.0),), ranks_per_domain=2)
@@ -76,7 +76,7 @@ def test_replicas_that_go_pay_for_planning():
 
 @pytest.mark.slow
 def test_all_domains_are_declined_or_none():
-    """The second domain alone would gain 2 copies, and nothing by waiting for the first, which gains 4."""
+    """The second domain alone would gain 2 copies, but no time, as it waits for the first, which gains 4."""
     topology = dataclasses.replace(TOPOLOGY, ranks_per_domain=2)
     counts = np.diag([20, 12, 10, 6]).astype(np.int32)
     assert lowest_max_load(plain_plan(counts, topology, 2)) == 16
@@ -86,7 +86,7 @@ def test_all_domains_are_declined_or_none():
 
 @pytest.mark.slow
 def test_the_planner_does_not_run_in_vain():
-    """Its refusal of counts that it cannot plan is not heard where balancing cannot pay."""
+    """Invalid counts raise no error if balancing cannot pay, as the planner does not run."""
     bad = COUNTS - 2 * np.eye(4, k=1, dtype=np.int32)
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="counts of rank 0, expert 1 is -2"):
         jax.block_until_ready(JITTED(jnp.asarray(bad), FREE))

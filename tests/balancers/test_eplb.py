@@ -16,7 +16,7 @@ TOPOLOGY, SLOTS = Topology.flat(8, 4), 4
 
 
 def replay(balancer, steps, topology=TOPOLOGY, slots=SLOTS):
-    """The plans of counts that follow each other, every one checked; one compilation."""
+    """Return checked plans of consecutive counts, with one compilation."""
 
     @jax.jit
     def step(counts, state):
@@ -76,7 +76,7 @@ def test_the_same_load_again_is_planned_as_if_it_were_known():
 
 
 def test_a_change_of_load_is_seen_too_late():
-    """The plan for a hot rank 0 meets a hot rank 4."""
+    """The plan for a hot rank 0 is used with a hot rank 4."""
     hot = [np.zeros((8, 16), np.int32) for _ in range(2)]
     hot[0][:, 0], hot[1][:, 8] = 100, 100
     plans = replay(EPLB(every=1), [hot[0], hot[0], hot[1]])
@@ -94,7 +94,7 @@ def test_sums_of_history_do_not_overflow():
 
 @pytest.mark.slow
 def test_a_slot_that_is_taken_is_passed_over():
-    """Another balancer fills the first replica slot of rank 1, sometimes with what EPLB holds there."""
+    """Another balancer fills the first replica slot of rank 1, sometimes with EPLB's own expert for it."""
     steps = [draw(seed) for seed in (5, 5, 6)]
 
     def put(counts, plan, topology):
@@ -126,12 +126,12 @@ def test_state_is_carried_through_a_scan():
 @pytest.mark.parametrize(
     ("balancer", "axis_type"),
     [
-        (EPLB(every=1), AxisType.Explicit),
+        pytest.param(EPLB(every=1), AxisType.Explicit, marks=pytest.mark.thorough),
         pytest.param(LPLB(every=1), AxisType.Auto, marks=pytest.mark.thorough),
     ],
 )
 def test_the_layer_keeps_the_state(balancer, axis_type):
-    """Groups side by side, each with its own history; the outputs are those of plain expert parallelism."""
+    """Parallel groups have separate histories; outputs equal plain expert parallelism."""
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
     topology = Topology.from_mesh(mesh)
     with jax.set_mesh(mesh):

@@ -25,7 +25,7 @@ def test_the_heaviest_expert_gets_copies_first():
 
 @pytest.mark.slow
 def test_an_even_split_can_move_tokens_in_circles():
-    """Half of expert 2 leaves the busy rank, half of expert 0 comes; a quota would not send the latter."""
+    """Half of expert 2 leaves the busy rank and half of expert 0 arrives; a quota would not send the latter."""
     counts = np.array([[10, 0, 10, 9], [0, 0, 0, 0]], np.int32)
     topology = Topology.flat(2)
     start = plain_plan(jnp.asarray(counts), topology, 3)
@@ -57,7 +57,7 @@ def test_domains_are_planned_each_for_itself():
 
 @pytest.mark.slow
 def test_means_of_the_published_simulations():
-    """UltraEP's table 3, its row EPLB+: 15 loads of 64 ranks, an eighth of the tokens; 1.193 derived again."""
+    """UltraEP's table 3, row EPLB+: 15 loads of 64 ranks, with an eighth of the tokens; reproduces 1.193."""
     results = []
     for case in popular_ranks.CASES:
         counts = popular_ranks.counts(case, seed=0, num_tokens=1024)

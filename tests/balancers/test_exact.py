@@ -37,7 +37,7 @@ def test_with_two_slots_on_many_ranks_it_reaches_the_mean(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 32, 6), (16, 64, 5), (64, 128, 3)], ids=str)
 def test_never_above_the_others_and_within_their_maximum_no_more_replicas(shape):
-    """At the `eps` that allows what they reach."""
+    """Uses the `eps` that allows the maximum of the other balancer."""
     num_ranks, num_experts, slots = shape
     for workload in WORKLOADS[1:3]:
         counts = workload.counts(0, num_ranks, 512, num_experts, 4)

@@ -12,7 +12,7 @@ from jax_moe_lb.core import Level, check_plan, nearest_first, plain_plan
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.num_ranks} ranks")
 def test_stragglers_fall_about_as_far_as_published(case):
-    """By 55, 47 and 39 %, as FEPLB's authors measured it (figure 5)."""
+    """By 55, 47 and 39 %, as measured by FEPLB's authors (figure 5)."""
     loads = counts(case, 0, 2000)
     published = 100 * (1 - case.fastermoe / case.straggler)
     np.testing.assert_allclose(reduction(fastermoe(loads), plain(loads)), published, atol=4)
@@ -32,7 +32,7 @@ def test_tokens_of_a_copied_expert_stay_where_they_are():
 
 
 def test_what_a_copy_must_save():
-    # 216 MiB at 360 GB/s, against 0.45 us of grouped FFN and 0.14 us of exchange for a token.
+    # 216 MiB at 360 GB/s, against 0.45 us of grouped FFN and 0.14 us of exchange per token.
     here = Topology.flat(8), 8
     balancer = FasterMoE()
     np.testing.assert_allclose(balancer.copy_s(*here), 629e-6, rtol=1e-3)

@@ -34,25 +34,25 @@ def test_loads_have_the_published_straggler(case):
 
 
 def cuts(loads, balancer):
-    """By how much the mean straggler falls, in percent, for each number of ranks."""
+    """Return the reduction of the mean straggler in percent, for each number of ranks."""
     return [reduction(feplb(drawn, balancer), plain(drawn)) for drawn in loads.values()]
 
 
 def test_stragglers_fall_at_least_as_far_as_published():
-    """With 4 dynamic experts, whole moves only, nothing skipped: figure 5."""
+    """With 4 dynamic experts, whole moves only and without skip: figure 5."""
     published = [100 * (1 - case.feplb / case.straggler) for case in CASES]
-    # On 8 ranks the rule was selected by this number; there it is near it, on either side.
+    # On 8 ranks this number selected the rule, so its result is close on either side.
     assert (np.array(cuts(LOADS, FEPLB())) >= published)[:2].all()
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("balancer", [FEPLB(tau=1792), FEPLB(tau=2048, skip=True)], ids=str)
 def test_with_a_threshold_stragglers_fall_further_on_more_ranks(balancer, seed):
-    """The trend of figure 5, by 51, 63 and 70 %: a threshold forbids most where a rank has many small experts."""
+    """The trend of figure 5, by 51, 63 and 70 %: a threshold has most effect on ranks with many small experts."""
     loads = {case.num_ranks: counts(case, seed, MICROBATCHES, 16384) for case in CASES}
     two, four, eight = cuts(loads, balancer)
     assert two < four < eight
-    # More on the first step than on the second, as published.
+    # The first increase is larger than the second, as published.
     assert four - two > eight - four
     assert two < cuts(loads, replace(balancer, tau=1))[0] - 10
 

@@ -1,4 +1,4 @@
-"""A planner of a user's that fails, on one device or on all, stops all devices with one message."""
+"""A failing user planner, on one device or on all, stops all devices with one message."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from tests.layer_cases import Case, make_mesh, sharded_moe
 
 COUNTS = np.array([[4, 0], [3, 1]], np.int32)
 MOST_S = 60.0
-"""Exchanges wait 120 s for ranks that do not come."""
+"""Exchanges wait 120 s for absent ranks."""
 
 
 def fails(counts, plan, topology):
@@ -35,7 +35,7 @@ def loses_a_token(counts, plan, topology):
 
 
 def serves_elsewhere(counts, plan, topology):
-    """A legal plan that others do not have: one more token of expert 0 is served by rank 1."""
+    """Return a legal plan that differs from other ranks: one more token of expert 0 is served by rank 1."""
     placement, quota = plan.placement.copy(), plan.quota.copy()
     placement[1, -1] = 0
     quota[0, :2] += (-1, 1)
@@ -43,7 +43,7 @@ def serves_elsewhere(counts, plan, topology):
 
 
 class Once:
-    """Of all calls, the third is answered by another planner."""
+    """Planner whose third call is answered by another planner."""
 
     def __init__(self, other):
         self.other, self.calls, self.lock = other, 0, threading.Lock()
@@ -60,14 +60,14 @@ BAD = {
     "exits": (leaves, r"planner raised SystemExit in \S*test_host_callback.py, line \d+: 3"),
     "illegal": (loses_a_token, r"plan.quota of expert 0 sums to \d+ tokens; expected the \d+ of counts"),
     "no plan": (lambda counts, plan, topology: None, "planner returned NoneType; expected a Plan"),
-    "domain": (lambda counts, plan, topology: replace(plan, domain=1), "plan of domain 1; expected 2, as it was given"),
+    "domain": (lambda counts, plan, topology: replace(plan, domain=1), "plan of domain 1; expected 2, as in the input"),
     "relay": (
         lambda counts, plan, topology: replace(plan, relay=plan.placement),
-        "planner returned ndarray for relay; expected None, as it was given",
+        "planner returned ndarray for relay; expected None, as in the input",
     ),
     "slots": (
         lambda counts, plan, topology: replace(plan, placement=plan.placement[:, :1]),
-        r"planner returned an array of shape \(2, 1\); expected \(2, 2\), as it was given",
+        r"planner returned an array of shape \(2, 1\); expected \(2, 2\), as in the input",
     ),
 }
 
@@ -92,16 +92,16 @@ def test_a_planner_that_fails_on_one_device_stops_all(name, check_vma):
     @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=check_vma)
     def run(counts):
         plan, _ = balancer.rebalance(counts[0], plain_plan(counts[0], topology, 2), topology, ())
-        # Who did not stop would wait here for who did.
+        # A device that does not stop would wait here for the stopped one.
         return jax.lax.psum(plan.quota.sum() + 0 * jax.lax.axis_index("expert"), ("data", "expert"))
 
     start = time.monotonic()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"HostCallback on rank [01]: \S+") as stopped:
         jax.block_until_ready(run(jnp.stack([COUNTS, COUNTS])))
     assert time.monotonic() - start < MOST_S
-    words = {"raises": "ZeroDivisionError", "illegal": "plan.quota of expert 0", "differs": "another plan than on rank"}
+    words = {"raises": "ZeroDivisionError", "illegal": "plan.quota of expert 0", "differs": "differing from rank"}
     assert words[name] in str(stopped.value)
-    # Afterwards the devices take other work.
+    # The devices then accept other work.
     np.testing.assert_array_equal(run(jnp.stack([COUNTS, COUNTS])), 2 * 2 * COUNTS.sum())
 
 

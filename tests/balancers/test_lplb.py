@@ -29,7 +29,7 @@ def replay(balancer, steps, domain=None, slots=None):
 
 
 def spread_over(tokens, placement, domain):
-    """The quota of `spread`, checked."""
+    """Return the checked quota of `spread`."""
     counts = np.zeros((len(placement), len(tokens)), np.int32)
     counts[0] = tokens
     plan = spread(
@@ -42,7 +42,7 @@ def spread_over(tokens, placement, domain):
 
 
 def least_maximum(tokens, placement):
-    """Of the loads of one domain, by trying every set of ranks: the tokens that only they can serve, evenly."""
+    """Return the minimum possible maximum load of one domain, by enumerating subsets of ranks."""
     holders = [set(np.flatnonzero((placement == expert).any(1)).tolist()) for expert in range(len(tokens))]
     best = 0
     for size in range(1, len(placement) + 1):
@@ -53,7 +53,7 @@ def least_maximum(tokens, placement):
 
 
 def test_a_chain_of_ranks_hands_tokens_on():
-    """Rank 0 has a replica only on rank 1, which makes room by passing its own tokens on to rank 2."""
+    """Rank 0 has a replica only on rank 1, which frees capacity by passing its own tokens on to rank 2."""
     placement = np.array([[0, -1], [1, 0], [2, 1]], np.int32)
     quota = spread_over(np.array([90, 30, 0]), placement, 3)
     assert quota.tolist() == [[40, 50, 0], [0, 0, 30], [0, 0, 0]] or quota.sum(0).tolist() == [45, 45, 30]
@@ -91,7 +91,7 @@ def test_an_expert_has_one_replica_at_most():
 
 
 def test_the_graph_is_fixed_and_its_experts_follow_history():
-    """Slot k of rank r copies from rank r + 1, r + 2 and r + 4; its k-th heaviest expert of the steps before."""
+    """Slot k of rank r copies from rank r + 1, r + 2 and r + 4: its k-th heaviest expert of earlier steps."""
     steps = [WORKLOADS[seed].counts(seed, 8, 200, 32, 2) for seed in (1, 2, 3, 1, 2)]
     plans = replay(LPLB(every=2), steps, slots=7)
     for number, plan in enumerate(plans):
@@ -110,7 +110,7 @@ def test_distances_can_be_chosen():
 
 
 def test_replicas_of_another_balancer_are_used():
-    """More of them than LPLB itself would make."""
+    """More of them than LPLB would make."""
     counts = np.zeros((8, 8), np.int32)
     counts[:, 3] = 100
     assert load(replay(LPLB(), [counts], slots=2)[0]).max() == 400

@@ -1,4 +1,4 @@
-"""RailS puts what a node sends on its rails, in chunks; here is what that does to those who receive it."""
+"""RailS distributes a node's rows over its rails in chunks; these tests check the effect on receivers."""
 
 from dataclasses import replace
 
@@ -23,14 +23,14 @@ def topology(num_ranks, members, num_rails):
 
 
 def draw(seed, num_ranks=16, scale=400, sparsity=0.5):
-    """Rows from rank to rank, skewed, with many pairs that have none."""
+    """Return skewed rows between ranks, with many empty pairs."""
     rng = np.random.default_rng(seed)
     rows = scale * rng.gamma(0.5, size=(num_ranks, num_ranks)) * (rng.random((num_ranks, num_ranks)) > sparsity)
     return rows.astype(np.int32)
 
 
 def between_nodes(rails, members):
-    """`[G, G, N]`, rows from node to node on each rail; 0 inside a node."""
+    """Return rows between nodes on each rail, `[G, G, N]`; 0 inside a node."""
     num_nodes = rails.shape[0] // members
     total = rails.reshape(num_nodes, members, num_nodes, members, -1).sum((1, 3))
     return total * ~np.eye(num_nodes, dtype=bool)[:, :, None]
@@ -40,7 +40,7 @@ def between_nodes(rails, members):
 
 
 def test_even_sending_alone_does_not_make_receiving_even():
-    """Theorem 3 as worded. Node 0 has as much for node 1 as for node 2, and two rails: one for each."""
+    """Theorem 3 as worded. Node 0 has equal rows for nodes 1 and 2, and two rails: one for each."""
     fractions = np.zeros((3, 3, 2))
     fractions[0, 1] = 1, 0
     fractions[0, 2] = 0, 1
@@ -52,7 +52,7 @@ def test_even_sending_alone_does_not_make_receiving_even():
 
 
 def test_even_sending_to_each_destination_makes_receiving_even():
-    """The form that is true: for every source and destination the rows are even over the rails."""
+    """The correct form: for every source and destination the rows are even over the rails."""
     rng = np.random.default_rng(0)
     rows = rng.gamma(0.5, size=(6, 6)) * (1 - np.eye(6))
     on_rails = rows[:, :, None] * np.full(4, 1 / 4)
@@ -63,7 +63,7 @@ def test_even_sending_to_each_destination_makes_receiving_even():
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("chunks", [1, 8, 64])
 def test_whole_rows_come_within_a_chunk_of_it(seed, chunks):
-    """Graham's bound, for each pair of nodes, and so for what every NIC sends and receives."""
+    """Graham's bound, for each pair of nodes, and therefore for sends and receives of every NIC."""
     rows = draw(seed)
     rails = spray(rows, EQUAL, 4, chunks)
     pairs = between_nodes(rails, 4)
@@ -77,7 +77,7 @@ def test_whole_rows_come_within_a_chunk_of_it(seed, chunks):
 
 
 def test_a_pooled_plan_leaves_receivers_uneven():
-    """All that a node sends in one queue, as a reader of the paper may do it: what it sends is even."""
+    """All rows of a node in one queue, a possible reading of the paper: its sends are even."""
     rows = draw(1, sparsity=0.9)
     load, received = np.zeros((4, 4)), np.zeros((4, 4))
     for source in range(4):
@@ -116,7 +116,7 @@ def test_slow_and_dead_rails_carry_what_they_can():
 
 
 def test_rests_of_small_flows_do_not_gather_on_one_rail():
-    """One row from each node to each other: the first rail in turn differs."""
+    """One row between each pair of nodes: the first rail in turn differs."""
     rows = np.zeros((16, 16), np.int32)
     rows[::4, ::4] = 1
     pairs = between_nodes(spray(rows, EQUAL, 4, 16), 4)
@@ -151,7 +151,7 @@ def test_chunks_where_every_chunk_is_a_message():
     assert best_chunks(1.0, 50e9, 1e-6) == 1
 
 
-# ---- refusals -------------------------------------------------------------------------
+# ---- invalid inputs -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_chunks_where_every_chunk_is_a_message():
     [
         ({"chunks": 0}, r"chunks is 0; expected 1 to 4096"),
         ({"speeds": (1, -2)}, r"speeds of rail 1 is -2; expected at least 0"),
-        ({"speeds": (0, 0)}, r"speeds is \(0, 0\); expected a rail that is not dead"),
-        ({"speeds": (997, 991, 983)}, r"expected at most 32767 times the slowest: round them"),
+        ({"speeds": (0, 0)}, r"speeds is \(0, 0\); expected at least one speed above 0"),
+        ({"speeds": (997, 991, 983)}, r"expected at most 32767 times the slowest speed; round the speeds"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -194,11 +194,11 @@ def test_bad_values_stop_the_program():
 
 
 def test_a_balancer_after_it_that_moves_tokens_is_found_out():
-    """Its rails are of another plan: they no longer add up."""
+    """Its rails belong to another plan, so their sums no longer match."""
     hardware = topology(8, 4, 4)
     counts = np.full((8, 8), 9, np.int32)
     plan = RailS().rebalance(counts, plain_plan(counts, hardware, 2), hardware, ())[0]
     placement, quota = plan.placement.copy(), plan.quota.copy()
     placement[1, 1], quota[0, 0], quota[0, 1] = 0, 0, 72
-    with pytest.raises(ValueError, match=r"plan.rails from rank 0 to rank 0 sums to 9 tokens; expected the 0"):
+    with pytest.raises(ValueError, match=r"plan.rails from rank 0 to rank 0 sums to 9 tokens; expected 0,"):
         check_plan(replace(plan, placement=placement, quota=quota), counts)

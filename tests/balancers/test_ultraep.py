@@ -9,8 +9,8 @@ from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import UltraEP
 from jax_moe_lb.core import Split, check_plan, imbalance, load, plain_plan, traffic
 
-# Rank loads of layer 12, microbatch 684, of the authors' run; the hottest expert of each overloaded rank is
-# recorded, the others are filled in. 8 ranks, 4 home experts, 2 replica slots, 8192 tokens per rank, top-4.
+# Rank loads of layer 12, microbatch 684, of the authors' run; the hottest expert of each overloaded rank is recorded,
+# and the others are filled in. 8 ranks, 4 home experts, 2 replica slots, 8192 tokens per rank, top-4.
 RECORDED = np.array(
     [
         [9000, 6000, 4000, 2941],
@@ -34,7 +34,7 @@ def plan_for(counts, domain=None, slots=None, **options):
 
 
 def spread(tokens, num_ranks):
-    """`[R, E]` counts with these sums, shared out evenly."""
+    """Return counts `[R, E]` with these sums, distributed evenly."""
     share, rest = np.divmod(tokens.reshape(-1), num_ranks)
     return (share + (np.arange(num_ranks)[:, None] < rest)).astype(np.int32)
 
@@ -61,7 +61,7 @@ def test_the_recorded_layer():
         (hottest[5], 3): 1820,
         (hottest[2], 0): 2261,
     }
-    # Slots are filled in the order in which replicas are made.
+    # Slots are filled in the order of replica creation.
     assert plan.placement[:, 4:].tolist() == [
         [hottest[4], hottest[2]], [-1, -1], [-1, -1], [hottest[6], hottest[5]],
         [-1, -1], [-1, -1], [-1, -1], [hottest[1], hottest[5]],
@@ -88,7 +88,7 @@ def test_all_tokens_to_one_expert():
 
 
 def test_a_replica_can_be_smaller_than_min_tokens():
-    """Unlike in Algorithm 1 as printed, which would leave this load as it is."""
+    """Algorithm 1 as printed would leave this load unchanged."""
     assert load(plan_for(spread(np.array([130, 70]), 2), slots=2, min_tokens=1024)).tolist() == [101, 99]
 
 
@@ -117,7 +117,7 @@ def test_replicas_of_another_balancer_keep_their_slot_and_quota():
 def test_means_of_the_published_simulations():
     """Table 3: 15 loads on 64 ranks, top-8; a quarter of its 8192 tokens per rank, and of `min_tokens`.
 
-    `benchmarks/bench_ultraep.py` has all tokens.
+    `benchmarks/bench_ultraep.py` uses all tokens.
     """
     results = []
     for case in popular_ranks.CASES:

@@ -1,4 +1,4 @@
-"""What is cheap of the counts in results is counted again, and must be what documents show."""
+"""Counts in results that are cheap to compute are recomputed and compared with the documents."""
 
 import pytest
 
@@ -12,13 +12,13 @@ from benchmarks.stragglers import counts as straggler_counts
 
 
 def kept(name, table, *first):
-    """The row of a kept table that begins so."""
+    """Return the row of a stored table with these first cells."""
     (row,) = (row for row in load(RESULTS / f"{name}.json")[table].rows if tuple(row[: len(first)]) == first)
     return row[len(first) :]
 
 
 def counted(*values):
-    """Means over random loads, which other releases of NumPy draw differently: 2.4 and 2.5 are 0.3 % apart."""
+    """Approximate means over random loads; other NumPy releases sample differently (2.4 and 2.5 differ by 0.3 %)."""
     return pytest.approx(values, rel=0.02)
 
 

@@ -1,4 +1,4 @@
-"""The simulation of flows over a fabric with rails keeps what it must, and is right where the answer is known."""
+"""Invariants of the flow simulation over a rail fabric, and cases with known results."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def railed(counts, fabric=FABRIC, chunks=16):
 
 
 def ways(counts, fabric=FABRIC, seed=0):
-    """Every way to send them."""
+    """Return all route selections for these counts."""
     plan = plain_plan(counts, fabric.topology)
     rows = rows_between(counts, plan)
     yield planned_flows(counts, railed(counts, fabric), fabric, ROW_BYTES), None
@@ -41,13 +41,13 @@ def ways(counts, fabric=FABRIC, seed=0):
 
 
 def rows_abroad(counts, members=4):
-    """`[R, R]`, token copies to other nodes."""
+    """Return token copies to other nodes, `[R, R]`."""
     node = np.arange(len(counts)) // members
     return np.where(node[:, None] == node, 0, counts)
 
 
 def bound_s(counts, fabric=FABRIC):
-    """Theorem 3: the busiest node in either direction, evenly over its rails."""
+    """Return theorem 3's bound: the busiest node in either direction, evenly over its rails."""
     members = fabric.gpus_per_node
     pairs = rows_abroad(counts, members).reshape(-1, members, len(counts) // members, members).sum((1, 3))
     return max(pairs.sum(0).max(), pairs.sum(1).max()) * ROW_BYTES / members / fabric.nic_bytes_per_s
@@ -67,7 +67,7 @@ def test_rates_of_a_textbook_case():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_rate_can_rise_but_at_the_expense_of_one_not_higher(seed):
-    """A lane has all it wants, or a full link on which no other is faster: that is max-min fairness."""
+    """A lane has its maximum, or is a fastest lane on a full link: max-min fairness."""
     rng = np.random.default_rng(seed)
     num_links = 12
     bytes_per_s = np.append(rng.choice([1.0, 1.0, 2.5], num_links), np.inf)
@@ -84,7 +84,7 @@ def test_no_rate_can_rise_but_at_the_expense_of_one_not_higher(seed):
     assert (bound_there.any(1) | (rates == most)).all()
 
 
-# ---- what is kept -----------------------------------------------------------------------
+# ---- invariants ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_all_bytes_arrive_no_link_is_above_its_rate_and_no_way_is_faster_than_it
         np.testing.assert_allclose(flows.num_bytes.sum(), wanted.sum())
         assert outcome.busiest.max() <= 1 + 1e-9
         assert outcome.end_s.max() == outcome.seconds
-        # Out of all NICs goes what goes into all.
+        # The bytes out of all NICs equal the bytes into all NICs.
         out, into = outcome.link_bytes[32:48], outcome.link_bytes[48:64]
         np.testing.assert_allclose(out.sum(), rows_abroad(counts).sum() * ROW_BYTES)
         np.testing.assert_allclose(into.sum(), out.sum())
@@ -131,12 +131,12 @@ def test_steps_of_a_round_come_close_to_a_step_for_every_end():
             np.testing.assert_allclose(rounds.seconds, exact.seconds, rtol=0.01)
 
 
-# ---- what is known ----------------------------------------------------------------------
+# ---- known results ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("round_s", [0.0, ROUND_S])
 def test_uniform_traffic_takes_its_closed_form(round_s):
-    """Every NIC sends and receives the rows of 12 GPUs abroad; nothing collides, as all flows have equal rates."""
+    """Every NIC sends and receives the rows of 12 remote GPUs without collisions, as all flows have equal rates."""
     counts = np.full((16, 16), 64, np.int32)
     expected = 12 * 64 * ROW_BYTES / 50e9
     for plan in (plain_plan(counts, FABRIC.topology), railed(counts)):
@@ -148,7 +148,7 @@ def test_uniform_traffic_takes_its_closed_form(round_s):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("chunks", [4, 16])
 def test_rails_comes_within_a_chunk_of_theorem_3(seed, chunks):
-    """A chunk of each pair of nodes, or a row where chunks are smaller, on top of an even share."""
+    """An even share plus one chunk of each pair of nodes, or one row if chunks are smaller."""
     counts = draw(seed, sparsity=0.8)
     flows = planned_flows(counts, railed(counts, chunks=chunks), FABRIC, ROW_BYTES)
     best = bound_s(counts)
@@ -166,7 +166,7 @@ def test_links_hold_what_the_plan_says():
     pairs = plan.rails.reshape(4, 4, 4, 4, 4).sum((1, 3)) * ~np.eye(4, dtype=bool)[:, :, None]
     np.testing.assert_allclose(outcome.link_bytes[32:48], pairs.sum(1).ravel() * ROW_BYTES)
     np.testing.assert_allclose(outcome.link_bytes[48:64], pairs.sum(0).ravel() * ROW_BYTES)
-    # Into a GPU's port: what is for it but did not come by its own NIC, and what it passes on for others of its node.
+    # Into a GPU's port: its rows that did not arrive by its own NIC, and rows that it forwards in its node.
     rails = np.where(np.eye(16, dtype=bool)[:, :, None], 0, plan.rails)
     far = rails * (rows_abroad(np.ones((16, 16), int)) > 0)[:, :, None]
     for gpu in range(16):
@@ -178,7 +178,7 @@ def test_links_hold_what_the_plan_says():
 
 @pytest.mark.slow
 def test_slow_hops_inside_a_domain_keep_rails_from_its_bound():
-    """With as much inside a node as between them, rail ranks are what is busiest: theorem 1 asks for more."""
+    """With equal rates inside and between nodes, rail ranks are the bottleneck: theorem 1 requires more."""
     counts = np.where(rows_abroad(np.ones((16, 16), int)) > 0, draw(5, sparsity=0.0), 0).astype(np.int32)
     slow = replace(FABRIC, gpu_bytes_per_s=50e9)
     flows = planned_flows(counts, railed(counts), slow, ROW_BYTES)
@@ -232,7 +232,7 @@ def test_nothing_to_send_takes_no_time():
         assert simulate(flows, FABRIC, policy, ROUND_S, 0).seconds == 0
 
 
-# ---- refusals ---------------------------------------------------------------------------
+# ---- invalid inputs ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

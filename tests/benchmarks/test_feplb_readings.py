@@ -1,4 +1,4 @@
-"""Readings of FEPLB's scheduler: planned right, and what the pages say about which one was selected."""
+"""Readings of FEPLB's scheduler: correct plans, and the statements of the pages about the selected one."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from benchmarks.feplb_readings import Reading, of_history, readings, straggler_a
 from benchmarks.stragglers import CASES, counts, zipf
 from jax_moe_lb.balancers import FEPLB
 
-# Of four ranks; the mean load is 5.75.
+# Four ranks with a mean load of 5.75.
 WORKED = np.zeros((1, 4, 12), np.int32)
 WORKED[0, 0] = 6, 4, 3, 4, 1, 0, 2, 1, 0, 1, 1, 0
 
@@ -28,12 +28,12 @@ def test_the_readings_that_the_library_has_are_its_own(case, tau, skip, num_dyna
     ("reading", "num_dynamic", "highest"),
     [
         (Reading(), 3, 7),  # 6 to rank 3, then its own 1 to rank 2
-        (Reading(tau=2), 3, 8),  # that 1 stays
+        (Reading(tau=2), 3, 8),  # this 1 stays
         (Reading(accept="giver >= mean"), 3, 7),
         (Reading(accept="taker <= giver"), 3, 13),  # rank 3 would have 8, above 7
         (Reading(accept="taker <= giver", skip=True), 3, 6),  # 4 to rank 3, 3 to rank 2
-        (Reading(accept="any", budget="dyn in all"), 1, 8),  # 6 to rank 3, and no other
-        (Reading(accept="any", budget="dyn a taker"), 1, 7),  # then 1 to rank 2, and rank 0 has no other
+        (Reading(accept="any", budget="dyn in all"), 1, 8),  # only 6, to rank 3
+        (Reading(accept="any", budget="dyn a taker"), 1, 7),  # then 1 to rank 2; rank 0 has no other expert
     ],
 )
 def test_a_case_by_hand(reading, num_dynamic, highest):
@@ -41,7 +41,7 @@ def test_a_case_by_hand(reading, num_dynamic, highest):
 
 
 def test_fixed_experts_are_the_first_ones():
-    """Rank 0 may move the expert of 3 alone, to rank 3."""
+    """Rank 0 may move only the expert with 3 tokens, to rank 3."""
     loads = WORKED.copy()
     loads[0, 0, :3] = 3, 4, 6
     assert straggler_after(loads, Reading("fixed, first"), 1) == 10 - 5.75
@@ -51,7 +51,7 @@ def test_fixed_experts_are_the_first_ones():
 def test_history_foretells_as_well_as_it_says():
     tokens = counts(CASES[2], 0, 100).sum(1)
     sure = of_history(tokens, 1.0)
-    # Sorted by it, tokens rise; of equal ones any may come first.
+    # In this order tokens increase; equal ones may come in any order.
     assert (np.diff(np.take_along_axis(tokens, np.argsort(sure), 1)) >= 0).all()
     for correlation in (0.0, 0.5, 0.9):
         found = np.corrcoef(sure.ravel(), of_history(tokens, correlation).ravel())[0, 1]
@@ -77,14 +77,14 @@ def test_what_the_pages_say_of_the_selection():
         return [kind.find(reading) for kind in kinds.values()]
 
     default, fixed = find(Reading()), find(Reading("fixed, first"))
-    # A fixed subset has the trend over ranks, on all loads; over all points it is further away.
+    # A fixed subset has the published trend over ranks on all loads, but a larger error over all points.
     assert all(one.rises for one in fixed)
     assert not any(one.rises for one in default)
     assert error_over(default) + 3 < error_over(fixed)
-    # With a threshold the busiest have the trend too, and are nearer where the simulator's loads are.
+    # With a threshold the busiest experts have the trend too, with a smaller error on the simulator's loads.
     simulated = kinds["lognormal, 16384"]
     threshold = simulated.find(Reading(tau=1792))
     assert threshold.rises
     assert threshold.error + 4 < min(simulated.find(reading).error for reading in (Reading(), Reading("fixed, first")))
-    # But no such threshold serves all loads.
+    # However, no single threshold fits all loads.
     assert kinds["zipf, 16384"].find(Reading(tau=1792)).error > default[2].error

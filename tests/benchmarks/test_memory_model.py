@@ -1,4 +1,4 @@
-"""The simulator's memory is that of programs that a benchmark has compiled."""
+"""The simulator's memory matches programs compiled by a benchmark."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Layers of others compute what they should, and what is fitted to times is found again."""
+"""Layers of other projects are correct, and fits recover known exponents."""
 
 import functools
 
@@ -55,7 +55,7 @@ def test_powers_are_found_again():
 
 def test_break_even_is_where_it_stays_faster():
     ratios = np.full((len(SKEWS), 4), 0.5)
-    # It is faster at first, then slower, then faster for good; in the second row never for good.
+    # Faster first, then slower, then faster permanently; in the second row never permanently.
     ratios[0], ratios[1] = [0.9, 1.2, 0.8, 0.7], [0.9, 0.8, 0.7, 1.0]
     guarded = np.minimum(ratios, 1.0)
     rows = break_even({INNER[0]: ratios}, {INNER[0]: guarded}, (1, 2, 4, 8)).rows

@@ -1,4 +1,4 @@
-"""Documents show what results say."""
+"""Documents match the results."""
 
 import pytest
 

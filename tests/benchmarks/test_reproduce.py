@@ -1,4 +1,4 @@
-"""One command runs every benchmark, or says why not."""
+"""One command runs every benchmark, or reports why not."""
 
 import argparse
 from pathlib import Path

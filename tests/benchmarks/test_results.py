@@ -1,4 +1,4 @@
-"""Tables of results: written as Markdown, kept and read again."""
+"""Tables of results: Markdown output, storage and loading."""
 
 import json
 

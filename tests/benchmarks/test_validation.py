@@ -1,4 +1,4 @@
-"""The table of validation: its errors are those that one counts by hand, and nothing of the real networks is fitted."""
+"""Errors of the validation table match manual calculation, and predictions for real networks use no fit."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ def test_errors_are_relative_to_what_was_measured():
     pairs = [(1.1, 1.0), (1.6, 2.0)]
     assert mean_off(pairs) == pytest.approx(15)
     assert worst_off(pairs) == pytest.approx(-20)
-    # Twice as fast as a baseline of 2.2 predicted; 3 times of one of 3 measured.
+    # Predicted: twice as fast as a baseline of 2.2; measured: 3 times as fast as a baseline of 3.
     assert ratios([(1.1, 1.0)], [(2.2, 3.0)]) == [(2.0, 3.0)]
 
 

@@ -1,4 +1,4 @@
-"""What `calibrate` measured becomes a file, with warnings where it should not be trusted."""
+"""Measurements of `calibrate` become a file, with warnings for implausible values."""
 
 from dataclasses import dataclass, replace
 
@@ -41,7 +41,7 @@ def test_figures_far_from_the_preset_are_named():
         "planner is 0.0002 s, 3.3 times above the 6e-05 of h100_node",
     ]
     assert "# Warning: the rate of level gpu is" in to_yaml(slow, 256, 512)
-    # Of a device without a preset nothing is known.
+    # There is no reference for a device without a preset.
     assert list(warnings(replace(slow, machine="node, 16 x Another", platform="tpu"))) == []
 
 
@@ -62,7 +62,7 @@ def test_every_level_is_written(tmp_path):
 
 @dataclass(frozen=True)
 class Device:
-    """As much of a device as says where it is."""
+    """Minimal device with the location attributes."""
 
     id: int
     process_index: int
@@ -73,10 +73,10 @@ class Device:
 @pytest.mark.parametrize(
     ("platform", "slices", "expected"),
     [
-        # Of eight processes with a GPU each: a node is a slice.
+        # Eight processes with one GPU each: a node is a slice.
         ("gpu", 2, (2, 4)),
         ("gpu", 1, (1, 8)),
-        # CPUs have no links but those between processes.
+        # CPUs have links between processes only.
         ("cpu", 2, (8, 1)),
     ],
 )

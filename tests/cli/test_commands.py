@@ -1,4 +1,4 @@
-"""`plan` and `replay` print and write what they promise."""
+"""Output and files of `plan` and `replay`."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ EFFECT = [
 
 @dataclass(frozen=True)
 class LateStart(Balancer):
-    """A balancer that does nothing where it has seen no tokens before."""
+    """Balancer without effect until it has seen tokens."""
 
     def init(self, counts_shape):
         return jnp.zeros(counts_shape, jnp.int32)
@@ -64,7 +64,7 @@ def trace_file(tmp_path):
 
 @pytest.fixture
 def late_start(tmp_path, monkeypatch):
-    """A balancer that the package exports for as long as a test runs."""
+    """Export a balancer from the package for the duration of a test."""
     monkeypatch.setattr(balancers, "LateStart", LateStart, raising=False)
     monkeypatch.setattr(balancers, "__all__", [*balancers.__all__, "LateStart"])
     return "latestart"
@@ -166,7 +166,7 @@ def test_out_holds_legal_plans(capsys, counts_file, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["greedy", "ultraep", "rails"])
 def test_plan_load_reads_what_out_wrote(capsys, counts_file, tmp_path, name):
-    """Whatever a balancer puts into a plan: a split of its own, rails."""
+    """All plan contents of a balancer, including its own split and rails."""
     output(capsys, "plan", counts_file, "--balancer", name, "--slots", 3, "--out", tmp_path / "plan.npz")
     stacked = Plan.load(tmp_path / "plan.npz")
     balancer, topology = load_balancer(name), Topology.flat(4)

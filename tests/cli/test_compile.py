@@ -1,4 +1,4 @@
-"""`compile` refuses in one line what it cannot compile; `ci/accelerators.sh` compiles what it can."""
+"""`compile` reports unsupported input in one line; `ci/accelerators.sh` compiles supported cases."""
 
 import importlib.util
 import os

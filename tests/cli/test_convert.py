@@ -1,4 +1,4 @@
-"""Recordings of SGLang and Megatron-LM become counts, and files that want more than to be read are refused."""
+"""Recordings of SGLang and Megatron-LM become counts, and malicious files are refused."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def converted(tmp_path, *argv):
 
 
 def passes(step, rank):
-    """What rank routed in that pass to each of 4 experts, of whose 6 copies two are twice there."""
+    """Return a rank's routing of one pass to each of 4 experts with 6 copies, two of them duplicates."""
     copies = np.arange(12).reshape(2, 6) * (rank + 1) + step
     return np.stack([np.bincount(PLACES, line, 4) for line in copies])
 
@@ -58,7 +58,7 @@ def test_ranks_that_recorded_the_same_tokens_count_once(tmp_path):
     source = RECORDED / "passes" / "expert_distribution_recorder_1.5_0.pt"
     (tmp_path / "same").mkdir()
     shutil.copy(source, tmp_path / "same" / "0.pt")
-    # The rank is the number behind its name in the pickle, which later records have by reference.
+    # The rank follows its name in the pickle; later records refer to it.
     rewritten(tmp_path / "half.pt", source, b"rankq\x05K\x00", b"rankq\x05K\x01")
     assert main(["convert", str(tmp_path / "half.pt"), "--out", str(tmp_path / "out.npz")]) == 2
     rewritten(tmp_path / "same" / "1.pt", tmp_path / "half.pt", b"h\x05K\x00", b"h\x05K\x01")
@@ -68,7 +68,7 @@ def test_ranks_that_recorded_the_same_tokens_count_once(tmp_path):
 
 
 def write_megatron(folder, change=lambda rank, records: records):
-    """Two pipeline stages of two ranks, two microbatches in each step; the last step of rank 3 was cut off."""
+    """Write two pipeline stages of two ranks, two microbatches per step, with the last step of rank 3 truncated."""
     rng, counts = np.random.default_rng(0), np.zeros((2, 2, 2, 2, 6), int)
     folder.mkdir()
     for rank in range(4):
@@ -102,13 +102,16 @@ def refused(capsys, *argv):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda rank, records: [], "its layers are on [] ranks"),
-        (lambda rank, records: records if rank else [], "its layers are on [1, 2] ranks"),
+        (lambda rank, records: [], "layers are on [] ranks"),
+        (lambda rank, records: records if rank else [], "layers are on [1, 2] ranks"),
         (lambda rank, records: [record | {"top_indices": [[6, 0]]} for record in records], "has expert 6 in step 10"),
-        (lambda rank, records: [record | {"top_indices": [[0], [1, 2]]} for record in records], "is no record"),
-        (lambda rank, records: [record | {"step": "1"} for record in records], "is no record of a router"),
-        (lambda rank, records: ["[" * 10_000], "is no record of a router"),
-        (lambda rank, records: [record | {"step": rank} for record in records], "no step in common"),
+        (
+            lambda rank, records: [record | {"top_indices": [[0], [1, 2]]} for record in records],
+            "expected a router record",
+        ),
+        (lambda rank, records: [record | {"step": "1"} for record in records], "expected a router record"),
+        (lambda rank, records: ["[" * 10_000], "expected a router record"),
+        (lambda rank, records: [record | {"step": rank} for record in records], "no common step"),
     ],
 )
 def test_traces_of_megatron_that_do_not_fit(tmp_path, capsys, change, expected):
@@ -125,11 +128,11 @@ def test_what_is_missing_or_contradicts_is_named(tmp_path, capsys):
     assert "--ranks is 4; expected 2" in refused(capsys, "convert", RECORDED / "passes", "--ranks", 4, *out)
     assert "--experts is 9; expected 4" in refused(capsys, "convert", RECORDED / "passes", "--experts", 9, *out)
     assert "multiple of the 3 ranks" in refused(capsys, "convert", RECORDED / "stat.pt", "--ranks", 3, *out)
-    assert "it has no recording" in refused(capsys, "convert", tmp_path, *out)
+    assert "no recording found" in refused(capsys, "convert", tmp_path, *out)
     assert "jax-moe-lb convert" in refused(capsys, "replay", RECORDED / "stat.pt", "--balancer", "greedy")
 
 
-# ---- files of torch that are none --------------------------------------------------
+# ---- invalid torch files ---------------------------------------------------------
 
 
 class Runs:
@@ -147,7 +150,7 @@ def pickled(value, protocol=2):
 
 
 def rewritten(to, source, old, new):
-    """A copy of an archive in which the pickle was changed."""
+    """Copy an archive with a changed pickle."""
     with zipfile.ZipFile(source) as before, zipfile.ZipFile(to, "w") as after:
         for name in before.namelist():
             content = before.read(name)
@@ -163,20 +166,20 @@ def archive(**members):
 
 
 HOSTILE = {
-    "code": (archive(data_pkl=pickled(Runs())), "it asks for __builtin__.exec"),
+    "code": (archive(data_pkl=pickled(Runs())), "its pickle uses __builtin__.exec"),
     "code of old pickles": (archive(data_pkl=b"cos\nsystem\n(S'true'\ntR."), "its pickle has STRING"),
-    "code inside": (archive(data_pkl=pickled([Nested()])), "it asks for __builtin__.dict"),
+    "code inside": (archive(data_pkl=pickled([Nested()])), "its pickle uses __builtin__.dict"),
     "object": (archive(data_pkl=pickled(Path("a"), 4)), "its pickle has"),
     "instance": (archive(data_pkl=b"\x80\x02ccollections\nOrderedDict\n)\x81}b."), "its pickle has NEWOBJ"),
     "a name of torch": (
         archive(data_pkl=b"\x80\x02ctorch\nload\n(X\x01\x00\x00\x00atR."),
-        "asks for torch.load",
+        "uses torch.load",
     ),
     "calling a storage": (archive(data_pkl=b"\x80\x02ctorch\nIntStorage\n)R."), "damaged"),
-    "large memo": (archive(data_pkl=b"\x80\x02]r\xff\xff\xff\x7f."), "numbers an object"),
+    "large memo": (archive(data_pkl=b"\x80\x02]r\xff\xff\xff\x7f."), "a memo index beyond"),
     "large bytes": (archive(data_pkl=b"\x80\x05\x96" + struct.pack("<Q", 1) + b"a."), "BYTEARRAY8"),
     "cut off": (archive(data_pkl=pickled([1, 2])[:-1]), "pickle exhausted"),
-    "no pickle": (archive(version=b"3"), "no data.pkl"),
+    "no pickle": (archive(version=b"3"), "data.pkl is missing"),
     "no archive": (pickled([1]), "no archive"),
     "not a storage": (archive(data_pkl=b"\x80\x02X\x01\x00\x00\x00aQ."), "not enough values"),
 }
@@ -192,13 +195,13 @@ def test_a_pickle_holds_data_or_is_refused(case, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (b"K\x08K\x03K\x04\x87", b"K\x7fK\x03K\x04\x87", "is outside of its storage"),
-        (b"K`tq", b"K_tq", "is outside of its storage"),
-        (b"K\x0cK\x04K\x01\x87", b"K\x0c\x88K\x01\x87", "a tensor is none"),
+        (b"K\x08K\x03K\x04\x87", b"K\x7fK\x03K\x04\x87", "is outside its storage"),
+        (b"K`tq", b"K_tq", "is outside its storage"),
+        (b"K\x0cK\x04K\x01\x87", b"K\x0c\x88K\x01\x87", "a tensor is malformed"),
         (b"X\x01\x00\x00\x000q", b"X\x01\x00\x00\x007q", "stat/data/7 cannot be read"),
-        (b"IntStorage", b"LongStorage", "another size"),
-        (b"IntStorage", b"BoolStorage", "is no tensor of integers"),
-        (b"logical_count", b"physical_coun", "no dump of an expert distribution"),
+        (b"IntStorage", b"LongStorage", "the size of its tensors"),
+        (b"IntStorage", b"BoolStorage", "expected a tensor of integers"),
+        (b"logical_count", b"physical_coun", "not a dump of an expert distribution"),
     ],
 )
 def test_tensors_that_lie(old, new, expected, tmp_path, capsys):
@@ -208,7 +211,7 @@ def test_tensors_that_lie(old, new, expected, tmp_path, capsys):
 
 
 def test_a_tensor_is_no_larger_than_the_file(tmp_path):
-    """Strides of 0 would make a terabyte of one number."""
+    """Strides of 0 would expand one number to a terabyte."""
     source = RECORDED / "stat.pt"
     rewritten(tmp_path / "bad.pt", source, b"K\x08K\x03K\x04\x87", b"J\xff\xff\xff\x0fK\x03K\x04\x87")
     rewritten(tmp_path / "worse.pt", tmp_path / "bad.pt", b"K\x0cK\x04K\x01\x87", b"K\x00K\x04K\x01\x87")

@@ -1,4 +1,4 @@
-"""`doctor` tells the truth: what it says is compared with what the operations compile to."""
+"""The output of `doctor` matches the compiled operations."""
 
 import json
 import platform
@@ -97,7 +97,7 @@ def experts(num_experts):
 
 
 def operation(name):
-    """A function that runs it, and arguments."""
+    """Return a function running the operation, and its arguments."""
     placement, full_quota = integers(RANKS, 4), integers(2 * RANKS, RANKS)
     return {
         "greedy": (lambda *plan: greedy(*plan, domain=RANKS, min_tokens=1), (placement, full_quota)),
@@ -242,7 +242,7 @@ def test_a_module_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
 
 
 def install_tokamax(monkeypatch, missing=()):
-    """A tokamax without the kernels of some dimension numbers."""
+    """Install a fake tokamax without the kernels of some dimension numbers."""
 
     def ragged_dot_general(left, right, *, group_sizes, ragged_dot_dimension_numbers, **options):
         if ragged_dot_dimension_numbers in missing:
@@ -293,7 +293,7 @@ def test_grouped_products_of_gpus(missing, compute_capability, in_one_array, in_
     if compute_capability is not None:
         device = SimpleNamespace(platform="gpu", compute_capability=compute_capability)
         monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: device)
-    # An older JAX has no Pallas for the kernels of this library, so tokamax multiplies.
+    # An older JAX lacks the Pallas features of this library's kernels, so tokamax is used.
     if HOPPER in in_parts and jax.__version_info__ < grouped_kernels.FIRST_WITH_HOPPER_KERNELS:
         in_parts = (TOKAMAX,) * 3
     for weights, want in (("in one array", in_one_array), ("in parts (own kernels)", in_parts)):

@@ -1,4 +1,6 @@
-"""Input that wants to hang, to fill memory or to print pages ends in one short line, exit code 2, within seconds."""
+"""Input designed to hang, exhaust memory or flood the output ends with one short line and exit code 2, within
+seconds.
+"""
 
 import io
 import os
@@ -44,7 +46,7 @@ CHAIN = "".join(f"a{i}: &a{i} {{<<: *a{i - 1}, k{i}: 0}}\n" for i in range(1, 10
 TEXTS = {
     "billion laughs": (
         "a0: &a0 [lol]\n" + LAUGHS,
-        "values, those that aliases repeat included, by line 5; expected at most 10000",
+        "values, including repetitions by aliases, by line 5; expected at most 10000",
     ),
     "merges of merges": ("a0: &a0 {k: v}\n" + MERGES, "expected at most 10000"),
     "chain of merges": ("a0: &a0 {k: v}\n" + CHAIN, "expected at most 10000"),
@@ -57,8 +59,8 @@ TEXTS = {
     "a long key": ("k" * 900 + ": 1", "version is None; expected 1"),
     "a large file": ("# nothing\n" * 100_000, "has more than 262144 bytes"),
     "an unknown alias": ("a: *" + "b" * 5000, "found undefined alias"),
-    "a day that is none": ("version: 2000-99-99", "is no YAML: a value cannot be read"),
-    "a tag without a value": ("version: !!int ''", "is no YAML: a value cannot be read"),
+    "a day that is none": ("version: 2000-99-99", "is not valid YAML: a value cannot be read"),
+    "a tag without a value": ("version: !!int ''", "is not valid YAML: a value cannot be read"),
     "a tag that runs code": ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
     "bytes of a terminal": ("version: '\\e[2J\\n'", "version is"),
 }
@@ -87,7 +89,7 @@ CONFIGS = {
     "slots": ((), {"replica_slots": 10**400}, "replica_slots is 1000"),
     "unknown key": ((), {"k" * 900: 1}, "kkk is unknown"),
     "model of a long name": ((), {"model": "m" * 900}, "no preset and no .yaml file"),
-    "model of a device": ((), {"model": "/dev/zero"}, "is no regular file"),
+    "model of a device": ((), {"model": "/dev/zero"}, "is not a regular file"),
 }
 
 OPTIONS = {
@@ -103,7 +105,7 @@ OPTIONS = {
 
 @pytest.fixture
 def refused(capsys):
-    """Runs a command that must end at once, and gives what it says."""
+    """Run a command that must end quickly, and return its message."""
 
     def run(*argv):
         start = time.monotonic()
@@ -122,7 +124,7 @@ def refused(capsys):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    # Paths that are short leave room in a line for what is wrong.
+    # Short paths leave room in a line for the error.
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -134,7 +136,7 @@ def changed(path, change):
         place = place[key]
     place.update(change)
     with open("x.yaml", "w") as file:
-        # Aliases would be written for what is repeated.
+        # Avoid aliases for repeated values.
         yaml.dump(data, file, Dumper=type("Plain", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True}), width=1e9)
     return "x.yaml"
 
@@ -225,7 +227,7 @@ def unpacks_to_6_gib():
         zipfile.ZipFile("x.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file,
         file.open("counts.npy", "w", force_zip64=True) as member,
     ):
-        # The rest would be as short: what counts is what the header promises.
+        # The remaining data may be shorter, as the header determines the size.
         member.write(header((6, 1, 2**13, 2**14)) + bytes(2**24))
     return "x.npz"
 
@@ -254,11 +256,11 @@ ARRAYS = {
         "and 897 more]; expected an array",
     ),
     "20,000 members": (lambda: archive(**{f"m{i}": b"" for i in range(20_000)}), "of 20000 arrays or more; expected"),
-    "long names": (lambda: archive(**{c * 50_000: b"" for c in "abc"}), "expected an array called 'counts'"),
+    "long names": (lambda: archive(**{c * 50_000: b"" for c in "abc"}), "expected an array named 'counts'"),
     "a directory of gigabytes": (lambda: directory(1, 2**31), "a directory of 2147483648 bytes; expected at most"),
     "a directory of 64 bits": (lambda: directory(1, 46, b"PK\6\7" + bytes(16)), "arrays or more; expected at most"),
     "many layers": (lambda: np.save("x.npy", np.zeros((2**18, 1, 1), np.int8)) or "x.npy", "at most 131072 layers"),
-    "many ranks": (lambda: np.save("x.npy", np.zeros((20_000, 20_000), np.int8)) or "x.npy", "16777216 entries of"),
+    "many ranks": (lambda: np.save("x.npy", np.zeros((20_000, 20_000), np.int8)) or "x.npy", "16777216 entries per"),
 }
 
 
@@ -279,7 +281,7 @@ def test_a_header_of_the_second_version_is_read(folder):
 
 @pytest.mark.slow
 def test_an_array_that_does_not_fit_is_never_made(folder):
-    """The process may have as much memory as it has after its imports, and 1 GiB: half of the array would not fit."""
+    """The process may use its memory after imports plus 1 GiB, less than half of the array."""
     path = unpacks_to_6_gib()
     program = (
         "import resource, sys\nfrom jax_moe_lb.cli import main\n"
@@ -309,7 +311,7 @@ def test_what_is_no_regular_file_is_not_opened(refused, folder, argument, kind):
     }[argument]
     error = refused(*argv)
     assert error.startswith(f"error: {argument} ")
-    assert "no regular file; expected one" in error
+    assert "not a regular file; expected" in error
 
 
 WRITES = {
@@ -329,7 +331,7 @@ def inputs(folder):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A measurement that takes no time."""
+    """Replace the measurement with an instant one."""
     from jax_moe_lb.calibrate import measure as calibrate
     from jax_moe_lb.calibrate.machine_profile import Measured, MeasuredExchange
 
@@ -345,7 +347,7 @@ def test_a_full_disk_is_one_line_and_leaves_files_as_they_were(refused, inputs, 
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_for_a_picture_too(refused, inputs, folder, capsys):
-    # It takes some time to import what draws.
+    # Import the plotting library in advance, which takes some time.
     assert main(["simulate", "x.yaml", "--png", "x.png"]) == 0
     capsys.readouterr()
     full_disk(refused, folder, "--png", ("simulate", "x.yaml", "--png"))
@@ -353,18 +355,18 @@ def test_a_full_disk_is_one_line_for_a_picture_too(refused, inputs, folder, caps
 
 def full_disk(refused, folder, argument, argv):
     error = refused(*argv, "/dev/full")
-    assert error == f"error: {argument} is /dev/full: No space left on device; expected a file that can be written\n"
+    assert error == f"error: {argument} is /dev/full: No space left on device; expected a writable file\n"
     out = folder / "out.png"
     out.write_text("before")
     before = sorted(folder.iterdir())
-    # A limit on files fails in the same calls as a full disk, and inside of a file.
+    # A file size limit fails in the same calls as a full disk, and within a file.
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
     try:
         error = refused(*argv, "out.png")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert error == f"error: {argument} is out.png: File too large; expected a file that can be written\n"
+    assert error == f"error: {argument} is out.png: File too large; expected a writable file\n"
     assert out.read_text() == "before"
     assert sorted(folder.iterdir()) == before
 
@@ -390,7 +392,7 @@ def test_no_room_for_what_is_printed_is_one_line(inputs, argv):
 @pytest.mark.parametrize("kind", ["device", "pipe"])
 def test_plans_are_read_from_regular_files(kind):
     os.mkfifo("x.npz")
-    with pytest.raises(ValueError, match="no regular file; expected one"):
+    with pytest.raises(ValueError, match="not a regular file; expected one"):
         Plan.load("/dev/zero" if kind == "device" else "x.npz")
 
 
@@ -404,13 +406,13 @@ def test_tokens_that_wrap_round_are_not_simulated_as_few():
     model = ModelShape(2, 64, 128, 8, 2, 17179869248)
     with pytest.raises(ValueError, match="tokens is 17179869248; expected at most 268435455 with 2 experts per token"):
         skewed_counts(model, 4, 1.0, 1)
-    # In int32 these would be the 16 of each expert that 64 tokens make.
+    # In int32 these would wrap to the 16 per expert of 64 tokens.
     with pytest.raises(ValueError, match="counts sum to 137438953984 tokens; expected at most 2147483647"):
         simulate(plain(), model, cluster, np.full((1, 4, 8), 2**32 + 16))
 
 
 def test_the_sweep_of_tokens_leaves_out_what_does_not_fit_32_bits():
-    """On 4096 ranks the most of the sweep would be more copies than planners count."""
+    """On 4096 ranks the largest sweep point would exceed the planners' int32 counts."""
     cluster, model = Cluster((Links("gpu", 4, 1e10),)), ModelShape(1, 8, 8, 8, 4, 1)
     load = Workload("all", np.full((1, 4, 8), 2**14, np.int32))
     candidate = Candidate("plain", plain())
@@ -442,7 +444,7 @@ def test_a_quantity_is_read_at_once(text):
 def test_what_is_usual_is_still_read(capsys, folder):
     for name in preset_names():
         assert load_config("CONFIG", name).version == 1
-    # Anchors that share a few values stay what they are in YAML.
+    # Anchors sharing a few values keep their YAML semantics.
     shared = CONFIG.replace("model: {", "model: &model {") + "routing: {seed: 3}\n"
     (folder / "x.yaml").write_text(shared.replace("layers: 2", "<<: {layers: 2}"))
     assert load_config("CONFIG", "x.yaml").model.layers == 2

@@ -1,4 +1,4 @@
-"""Bad input is refused with one line on stderr, nothing on stdout, and exit code 2."""
+"""Invalid input gives one line on stderr, an empty stdout, and exit code 2."""
 
 import numpy as np
 import pytest
@@ -139,7 +139,7 @@ class TestFiles:
 
     def test_npz_without_counts(self, capsys, tmp_path, command):
         np.savez(tmp_path / "counts.npz", load=ONES)
-        assert "holds ['load']; expected an array called 'counts'" in self.refuse(
+        assert "has arrays ['load']; expected an array named 'counts'" in self.refuse(
             capsys, command, tmp_path / "counts.npz"
         )
 

@@ -1,4 +1,4 @@
-"""`simulate`, `advise` and `calibrate` print and write what they promise, and refuse what they must."""
+"""Output and files of `simulate`, `advise` and `calibrate`, and errors for invalid input."""
 
 import importlib
 import json
@@ -80,7 +80,7 @@ def test_simulate_takes_recorded_counts(capsys, config, tmp_path):
     argv = ("simulate", config, "--system", "plain", "--trace", tmp_path / "counts.npz", "--json")
     found = json.loads(output(capsys, *argv))
     assert (found["imbalance_after"], found["rounds"]) == (4, 4)
-    # Twice the tokens make twice the bytes, and as many rounds.
+    # Twice the tokens give twice the bytes, in the same number of rounds.
     np.save(tmp_path / "counts.npy", 2 * counts)
     twice = json.loads(output(capsys, *argv[:5], tmp_path / "counts.npy", "--json"))
     assert twice["stages"]["dispatch"]["bytes"] == 2 * found["stages"]["dispatch"]["bytes"]
@@ -118,7 +118,7 @@ def test_every_system_can_be_composed():
 
 @pytest.fixture
 def one_level(tmp_path):
-    """A machine with few choices, and room for some of them."""
+    """A machine with few choices, and memory for some of them."""
     data = yaml.safe_load(CONFIG)
     data["cluster"] |= {"levels": [{"name": "gpu", "size": 4, "rate": "1 GB/s"}], "memory": "6 MB"}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(data))
@@ -146,6 +146,7 @@ def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_advise_lists_compressed_experts_apart_and_what_was_refused(capsys, one_level):
     argv = ("advise", one_level, one_level, "--imbalance", "1.0", "--replica-slots", "1", "--ratio", "4")
     found = json.loads(output(capsys, *argv, "--json"))
@@ -174,11 +175,12 @@ def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_advise_plans_for_a_sample_of_many_datacenters(capsys, tmp_path, monkeypatch):
     path = large(
         tmp_path, {"name": "dc", "size": 1000, "rate": "1 GB/s"}, {"name": "gpu", "size": 2, "rate": "50 GB/s"}
     )
-    # Few ranks: everything takes its time with every type checked.
+    # Few ranks, as runtime type checks are slow.
     module = importlib.import_module("jax_moe_lb.cli.advise")
     monkeypatch.setattr(module, "sample_of", lambda cluster: sample_of(cluster, 4))
     monkeypatch.setattr(module, "DRAWS", 1)
@@ -199,13 +201,13 @@ def test_large_simulations_say_what_they_need(capsys):
 
 @pytest.mark.slow
 def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
-    # The shape of the file, not the machine: small sizes.
+    # Small sizes, as the test checks the file format only.
     from jax_moe_lb.calibrate import machine_profile as measured
     from jax_moe_lb.calibrate import measure as calibrate
 
     for name, value in {"HIDDEN": 16, "INNER": 32, "ROWS": (4, 16), "MANY_ROWS": 64, "REPEATS": 1}.items():
         monkeypatch.setattr(calibrate, name, value)
-    # So small a measurement is far from any preset, and says so.
+    # A small measurement differs from every preset, which gives a warning.
     monkeypatch.setattr(measured, "warnings", lambda found: ["it is small"])
     assert main(["calibrate", str(tmp_path / "machine.yaml")]) == 0
     captured = capsys.readouterr()

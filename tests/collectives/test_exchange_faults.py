@@ -1,4 +1,4 @@
-"""The exchange inside one process when ranks do not come, disagree, or come in any order."""
+"""The exchange inside one process with absent, inconsistent or reordered ranks."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ X = jnp.arange(R * ROWS * 3, dtype=jnp.float32).reshape(R, ROWS, 3)
 
 
 def transposed(x):
-    """What the exchange of `OFFSETS` and `LANDINGS` gives."""
+    """Return the result of the exchange of `OFFSETS` and `LANDINGS`."""
     out = np.zeros((R, ROWS, 3), np.float32)
     out[:, :R] = np.asarray(x)[:, :R].swapaxes(0, 1)
     return out
@@ -60,7 +60,7 @@ def error_of(function, *args):
 
 
 def test_the_custom_call_is_here():
-    """All of this would pass without it, and prove nothing."""
+    """Without the custom call, all tests here would pass without testing it."""
     assert is_built("cpu")
     assert "moe_lb_ragged_exchange" in EXCHANGE.lower(*GOOD).as_text()
 
@@ -99,7 +99,7 @@ def test_an_exception_in_one_shard_stops_the_others():
     message = error_of(sharded(one_rank), *GOOD)
     assert time.perf_counter() - start_s < 15
     assert "shard 6 fails" in message or "missing ranks: 6" in message
-    # Else JAX reports it once more when the process ends.
+    # Otherwise JAX reports it again at process exit.
     with pytest.raises(jax.errors.JaxRuntimeError, match="shard 6 fails"):
         jax.effects_barrier()
     next_program_works()
@@ -138,7 +138,7 @@ def test_a_timeout_that_is_none_is_refused():
 
 
 def test_twelve_independent_exchanges_beside_collectives():
-    """XLA starts independent calls in another order on every device, and its own collectives block threads."""
+    """XLA starts independent calls in a different order on every device, and its own collectives block threads."""
 
     def one_rank(x, *args):
         results = [exchange(x * (i + 1), *args) for i in range(12)]

@@ -1,4 +1,4 @@
-"""The exchange between processes: two of them on this machine, with two devices each, over TCP."""
+"""The exchange between two processes of this machine, with two devices each, over TCP."""
 
 import os
 import socket
@@ -128,12 +128,12 @@ RANK = textwrap.dedent(
         os._exit(1)
     """
 )
-"""What each process runs."""
+"""Program of each process."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """`(cases, what the ranks of both processes received)`."""
+    """Return `(cases, received)` with the rows received by the ranks of both processes."""
     folder = tmp_path_factory.mktemp("exchange")
     rng = np.random.default_rng(0)
     cases = {f"flat {i}": array for i, array in enumerate(one_case(rng, 4))}
@@ -169,7 +169,7 @@ def results(tmp_path_factory):
 
 
 def one_case(rng, num_ranks):
-    """Small integers, which bfloat16 holds exactly."""
+    """Return a case of small integers, which are exact in bfloat16."""
     operand, starts, sizes, landings, arriving = draw_case(rng, num_ranks, 2, 60, 4.0)
     operand = np.round(operand * 20)
     output = np.full((num_ranks, 300, 3), -1, np.float32)
@@ -187,7 +187,7 @@ def test_four_ranks_of_two_processes(results, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_groups_across_processes_side_by_side(results, dtype):
-    """The devices of a process belong to two groups, which want to loop differently often."""
+    """The devices of a process belong to two groups with different numbers of iterations."""
     cases, received = results
     for group in range(2):
         ranks = slice(group, None, 2)
@@ -198,7 +198,7 @@ def test_groups_across_processes_side_by_side(results, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gather_between_two_processes_equals_that_of_xla(results, dtype):
-    """Values to the bit; of two gradients there is one sum."""
+    """Values are bitwise equal; two gradients have one sum."""
     for process in range(2):
         values, gradients, num_permutes = results[1][f"gather {dtype} {process}"]
         assert values
@@ -219,7 +219,7 @@ def test_a_layer_across_processes_whose_groups_need_different_rounds(results):
 
 
 def test_a_process_copies_weights_between_its_own_ranks(results):
-    """Each process has one of two domains, and no peer copy needs the other."""
+    """Each process has one of two domains, and peer copies stay within a process."""
     mesh = make_mesh((4,), ("expert",))
     want, _ = domains_step(mesh, lambda spec, array: jax.device_put(array, NamedSharding(mesh, spec)), Gather())
     names = ("y", "rounds", *(f"gradient {i}" for i in range(4)))

@@ -1,4 +1,4 @@
-"""How processes of one machine find each other: threads stand for them, and no GPU is asked."""
+"""Discovery between processes of one machine, simulated by threads without a GPU."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from jax_moe_lb.transport.replicate import PeerCopy
 
 
 class Said:
-    """The store of a job; what nobody has said within a moment is not said at all."""
+    """Key-value store of a job, with a short timeout."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -36,7 +36,7 @@ class Said:
 
 
 class Sockets:
-    """What the custom calls would do; keeps whom it was told to connect with."""
+    """Replacement of the custom calls, recording requested connections."""
 
     def __init__(self, own: int, problem: str | None = None):
         self.own, self.problem, self.connected = own, problem, {}
@@ -89,7 +89,7 @@ def test_a_process_that_says_nothing_is_named(monkeypatch):
     store = Said()
     introduce(0, store, Sockets(0), "a", None)
     assert json.loads(store.values["jax_moe_lb/neighbours/0"]) == {"host": "a", "address": "socket 0", "problem": None}
-    with pytest.raises(RuntimeError, match=r"process 1 said nothing within 0\.1 s"):
+    with pytest.raises(RuntimeError, match=r"process 1 did not respond within 0\.1 s"):
         no_peer_access_reason(0, (0, 1), 2, store, Sockets(0))
 
 
@@ -126,7 +126,7 @@ def test_copy_engines_are_chosen_where_processes_reach_each_other(monkeypatch):
     assert native_platforms(PeerCopy().route(near)) == ("cuda",)
     assert native_platforms(PeerCopy().route(far)) == ()
     assert asked[0] == ((0, 1, 2, 3), 2)
-    # Nobody is asked where one process has them all.
+    # A single process with all ranks needs no discovery.
     asked.clear()
     assert native_platforms(PeerCopy().route(Topology.flat(4)))
     assert not asked

@@ -1,4 +1,4 @@
-"""The expected copies and sums are NumPy's; everything runs on the custom calls unless it says otherwise."""
+"""Expected copies and sums are computed with NumPy; tests use the custom calls unless stated otherwise."""
 
 import functools
 import resource
@@ -57,7 +57,7 @@ def expected(home, wanted):
 
 
 def expected_sums(slots, wanted, num_experts=RANKS * HOME):
-    """In float32 and in the order of ranks and slots, as promised."""
+    """Return sums in float32 in the order of ranks and slots, as documented."""
     wide = np.float64 if slots.dtype == np.float64 else np.float32
     sums = np.zeros((num_experts, *slots.shape[1:]), wide)
     for slot, expert in zip(np.asarray(slots, wide), np.asarray(wanted).reshape(-1), strict=True):
@@ -67,7 +67,7 @@ def expected_sums(slots, wanted, num_experts=RANKS * HOME):
 
 
 def sum_of(slots, wanted, how=add_copies_at_home, num_experts=HOME, route=ROUTE):
-    """What comes home of one kind, added to zeros."""
+    """Return the sums of one kind of weights at home, starting from zeros."""
     return rounded(how(zero_sums((slots,), num_experts), (slots,), wanted, HOME, route), (slots,))[0]
 
 
@@ -128,7 +128,7 @@ def test_an_empty_slots_gradient_goes_nowhere():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_pulled_replicas_have_the_bits_of_sums_at_home(dtype):
-    """What a GPU does, here on CPUs; and for experts that a rank holds at most once, the bits of `ragged_sum`."""
+    """The GPU algorithm on CPUs; for experts with at most one replica per rank, bitwise equal to `ragged_sum`."""
     slots = draw((RANKS * SLOTS, 4, 5), dtype)
 
     def three(slots, wanted):
@@ -146,7 +146,7 @@ def test_sums_of_pulled_replicas_have_the_bits_of_sums_at_home(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 3])
 def test_replicas_that_find_no_room_come_home_in_turns(room, monkeypatch):
-    """With the bits of sums of all at once."""
+    """The sums are bitwise equal to a single pass."""
     slots = draw((RANKS * SLOTS, 4, 5), "bfloat16")
     for module in (arrivals, copies, fetch):
         monkeypatch.setattr(module, "max_incoming_replicas", lambda *_: room)
@@ -164,7 +164,7 @@ def test_replicas_that_find_no_room_come_home_in_turns(room, monkeypatch):
 
 @pytest.mark.parametrize("how", [add_copies_at_home, add_pulled])
 def test_sums_grow_by_what_comes_home_and_what_follows_them_passes_through(how):
-    """Narrow sums of many replicas are rounded once: one by one, addends of 1/256 each would leave 1 as it is."""
+    """Narrow sums of many replicas are rounded once: added one by one, addends of 1/256 would not change 1."""
     wanted = jnp.full((RANKS, HOME), -1, jnp.int32).at[:, 0].set(4).at[1].set(-1)
     sums, slots = jnp.ones((RANKS * (HOME + 1), 5), jnp.bfloat16), jnp.full((RANKS * HOME, 5), 1 / 256, jnp.bfloat16)
     run = over_ranks(lambda sums, slots, w: how((sums,), (slots,), w, HOME, ROUTE)[0], (SPEC, SPEC, ALL))
@@ -223,7 +223,7 @@ def test_a_chain_of_relays_brings_the_same_bytes():
     np.testing.assert_array_equal(gradients[0], np.full((50, 7), 7.0))
 
 
-# ---- refusals ---------------------------------------------------------------------
+# ---- invalid inputs ---------------------------------------------------------------
 
 
 def bad(entry, wanted=None, relay=None):
@@ -327,7 +327,7 @@ def test_options_out_of_range_are_refused():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_groups_side_by_side_have_tables_of_their_own(axis_type, check_vma):
-    """Home weights are equal on both groups, tables are not: gradients of both are added."""
+    """Home weights are equal in both groups, tables are not: gradients of both are summed."""
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
     tables = jnp.asarray(np.random.default_rng(5).integers(-1, 8, (2, 4, 3)), jnp.int32)
     home = draw((8, 6))
@@ -405,7 +405,7 @@ def test_vmap_copies_one_after_the_other():
 
 @pytest.mark.slow
 def test_work_between_start_and_join_runs_while_a_rank_is_late():
-    """Rank 0 is late until all others have done the work that stands after `start`."""
+    """Rank 0 is delayed until all others have done the work after `start`."""
     others_done = threading.Semaphore(0)
 
     def arrive_late(rank, home):
@@ -426,14 +426,14 @@ def test_work_between_start_and_join_runs_while_a_rank_is_late():
         pending = start(callback(arrive_late, rank, home), TABLES["any"], route=ROUTE)
         done = callback(work, rank, x)
         slots = tail = join(pending, after=done)
-        # XLA:CPU runs a program of few steps one step after the other; this makes it a longer one.
+        # XLA:CPU runs short programs sequentially; these steps make the program longer.
         for _ in range(12):
             tail = jnp.cumsum(tail, 1)
         return slots, done, tail
 
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC), out_specs=SPEC, check_vma=False))
     home, x = draw((RANKS * HOME, 300)), draw((RANKS, 500))
-    # The lines of a compiled program are in the order in which it runs: the work is really after `start`.
+    # A compiled program is printed in execution order, so this checks the position of the work after `start`.
     lines = run.lower(home, x).compile().as_text().splitlines()
     calls = [line for line in lines if "moe_lb_copy_start" in line or ("callback" in line and "f32[1,500]" in line)]
     assert "moe_lb_copy_start" in calls[0]
@@ -443,7 +443,7 @@ def test_work_between_start_and_join_runs_while_a_rank_is_late():
 
 
 def test_many_pairs_in_one_program_beside_collectives():
-    """Programs go on where their copies end; other ranks' sums must not keep them from it."""
+    """Programs continue at the end of their copies; sums of other ranks must not delay them."""
     wanted = TABLES["any"]
 
     def one_rank(home, wanted):
@@ -508,7 +508,7 @@ def test_lowering_for_cuda():
     assert "@moe_lb_copy_join" in text
     assert "moe_lb_copy_sum" not in text
     assert f"num_participants = {RANKS} : i64" in text
-    # Home experts go to slots; on the way back, the slots are what is copied.
+    # Home experts are copied to slots; backward, the slots are copied.
     assert f"num_home = {HOME} : i64" in text
     assert f"num_home = {SLOTS} : i64" in text
     assert "timeout_s = 2.000000e+01 : f64" in text
@@ -527,7 +527,7 @@ def test_lowering_for_processes_of_one_machine():
     home = jax.tree.map(lambda h: jax.ShapeDtypeStruct(h.shape, jnp.bfloat16), weights())
     target = jax.tree.map(lambda h: jax.ShapeDtypeStruct((RANKS * SLOTS, *h.shape[1:]), jnp.bfloat16), home)
     traced = run.trace(home, jax.ShapeDtypeStruct((RANKS, SLOTS), jnp.int32), target)
-    # CPUs have no memory that processes share.
+    # CPUs have no memory shared between processes.
     assert "moe_lb_copy" not in traced.lower(lowering_platforms=("cpu",)).as_text()
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "moe_lb_copy_sum" not in text

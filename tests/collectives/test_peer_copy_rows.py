@@ -1,4 +1,4 @@
-"""Rows must land where those of the exchange land; the custom calls run unless a test says otherwise."""
+"""Peer copies of rows equal those of the exchange; tests use the custom calls unless stated otherwise."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ SPEC, ALL = PartitionSpec("expert"), PartitionSpec()
 
 
 def draw(seed, domain=RANKS):
-    """Blocks of a stream of 60 rows; those of a rank do not overlap, and stay in its domain."""
+    """Return blocks of a stream of 60 rows; blocks of a rank do not overlap, and stay in its domain."""
     rng = np.random.default_rng(seed)
     home = np.where(rng.random((RANKS, SLOTS)) < 0.2, RANKS, rng.integers(0, domain, (RANKS, SLOTS)))
     home = np.where(home < RANKS, home + np.arange(RANKS)[:, None] // domain * domain, RANKS)
@@ -31,13 +31,13 @@ def draw(seed, domain=RANKS):
 
 
 def keep(taken, moved, window):
-    """Those rows that were taken, and 0."""
+    """Keep the taken rows and set others to 0."""
     mine = window.of(moved.first, moved.size)[1][jax.lax.axis_index("expert")].sum()
     return tuple(jnp.where((jnp.arange(ROOM) < mine)[:, None], part, 0) for part in taken)
 
 
 def both_ways(route=ROUTE, first_row=0):
-    """Sends two kinds of rows to those who take them, and what becomes of them back, by either form."""
+    """Return a function that sends two kinds of rows to their takers and returns the results, in either form."""
     window = CopyWindow(jnp.int32(first_row), jnp.int32(first_row + AT_HOME))
 
     def by_calls(moved, rows, weights):

@@ -1,4 +1,4 @@
-"""Plan and slots must equal those of the separate calls; the custom calls run unless a test says otherwise."""
+"""Plan and slots equal those of the separate calls; tests use the custom calls unless stated otherwise."""
 
 import re
 
@@ -26,7 +26,7 @@ FEPLB = feplb_planner(domain=4, num_dynamic=2, max_num_dyn=2, tau=1, skip=True)
 
 
 def load(seed=0, ranks=RANKS):
-    """Home experts, a replica here and there, and a skewed quota."""
+    """Return home experts, some replicas, and a skewed quota."""
     rng = np.random.default_rng(seed)
     experts = ranks * HOME
     placement = np.full((ranks, SLOTS), -1)
@@ -171,7 +171,7 @@ def test_many_repetitions_in_one_program_beside_collectives():
 
 @pytest.mark.slow
 def test_equal_loads_in_a_loop_and_twice_in_a_program():
-    """XLA must neither move `post` out of the loop nor make one of both."""
+    """XLA must neither hoist `post` out of the loop nor merge both calls."""
 
     def one_rank(home, placement, quota, x, calls):
         def layer(x, _):
@@ -213,12 +213,12 @@ def test_the_static_wave_needs_neither_plan_nor_copies_and_comes_before():
 
     assert waves
     assert posted in needs(planned)
-    # What computes the wave that `plan_and_copy` passes on: all of it comes before, none of it needs the calls.
+    # The wave passed through `plan_and_copy` is computed before it and independent of the calls.
     assert set(waves) <= needs(planned)
     for wave in waves:
         assert posted in needs(wave)
         assert planned not in needs(wave)
-    # The slots' memory is that of `post`, and no copy is made of it or of the wave.
+    # The slots reuse the memory of `post`, and neither they nor the wave are copied.
     call = next(line for line in entry if "moe_lb_plan_greedy_and_copy" in line)
     kinds = len(weights())
     for i in range(kinds + 1):
@@ -226,7 +226,7 @@ def test_the_static_wave_needs_neither_plan_nor_copies_and_comes_before():
     assert not [name for name in operands[planned] if name.startswith("%copy") and needs(name) & {posted, *waves}]
 
 
-# ---- refusals -----------------------------------------------------------------------
+# ---- invalid inputs -----------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -334,7 +334,7 @@ def test_lowering_for_cuda(planner):
         option = f"{name} = {str(value).lower() if isinstance(value, bool) else f'{value} : i64'}"
         assert option in planned
         assert option in posted
-    # Both kinds of slots, the wave and the place.
+    # Both kinds of slots, the wave and the placement.
     for i in range(4):
         assert f"output_operand_alias<output_tuple_indices = [{3 + i}], operand_index = {5 + i}" in planned
     assert "command_buffer" not in text

@@ -23,7 +23,7 @@ def exchange(mesh, axes, form=ragged_all_to_all):
 
 
 def draw_case(rng, num_ranks, per_peer, num_rows, skew):
-    """Operands, and where slices go; sizes from empty to the whole operand."""
+    """Return operands and slice positions; sizes range from empty to the whole operand."""
     slices = num_ranks * per_peer
     sizes = rng.poisson(num_rows / slices * rng.gamma(1 / skew, skew, (num_ranks, slices)))
     operand = rng.normal(size=(num_ranks, num_rows, 3)).astype(np.float32)
@@ -66,7 +66,7 @@ def test_exchange_against_a_loop(axes, seed, per_peer, skew):
 
 
 def test_the_accelerators_path_lowers():
-    """What runs where `lax.ragged_all_to_all` does can be lowered on a machine without such a device."""
+    """The path with `lax.ragged_all_to_all` can be lowered on a machine without such a device."""
     arrays = [jax.ShapeDtypeStruct((8, 16, 3), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((8, 8), jnp.int32)] * 4
     text = RUN[("expert",)].trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "ragged_all_to_all" in text
@@ -99,7 +99,7 @@ def test_slices_that_do_not_overlap_travel_as_one(form):
         _, _, sizes, landings, received = draw_case(rng, 5, 3, 40, skew)
         operand = rng.normal(size=(5, sizes.sum(1).max() + 2, 3)).astype(np.float32)
         output = rng.normal(size=(5, received.sum(1).max() + 3, 3)).astype(np.float32)
-        # Side by side, but not in the order of the slices.
+        # Adjacent, but in another order than the slices.
         order = rng.permuted(np.tile(np.arange(15), (5, 1)), axis=1)
         first = np.stack([(np.cumsum(s[o]) - s[o])[np.argsort(o)] for s, o in zip(sizes, order, strict=True)])
         where = (first, sizes, landings)
@@ -133,7 +133,7 @@ def test_halves_send_to_each_other_at_the_same_time(num_ranks):
 @pytest.mark.parametrize(
     ("dtype", "form"),
     [
-        # Of each other size than that of float32, and of `bool`, one dtype in all forms.
+        # One dtype of each other size than float32, and `bool`, in all forms.
         pytest.param(dtype, form, marks=() if is_default or form == "in process" else pytest.mark.thorough)
         for dtype, is_default in {
             "bfloat16": True,
@@ -158,7 +158,7 @@ def test_any_dtype_keeps_its_bits(dtype, form):
 
 
 def test_what_travels_in_16_bits_is_no_float():
-    """XLA:CPU would send it in 32."""
+    """XLA:CPU would send it in 32 bits."""
     arrays = [jax.ShapeDtypeStruct((8, 16, 3), jnp.bfloat16)] * 2 + [jax.ShapeDtypeStruct((8, 8), jnp.int32)] * 4
     for form in FORMS.values():
         text = exchange(MESHES[("expert",)], ("expert",), form).lower(*arrays).as_text()
@@ -180,7 +180,7 @@ def test_nothing_to_move(name):
 
 
 def test_all_to_one_rank():
-    """Every row of every rank, to rank 5."""
+    """Every row of every rank goes to rank 5."""
     sizes = np.zeros((8, 8), np.int32)
     sizes[:, 5] = 16
     landings = np.broadcast_to(16 * np.arange(8)[:, None], (8, 8))
@@ -192,7 +192,7 @@ def test_all_to_one_rank():
 
 
 def square_case(num_groups, num_ranks):
-    """Row `i` of rank `r` becomes row `r` of rank `i`, in every group."""
+    """Return a case in which row `i` of rank `r` becomes row `r` of rank `i`, in every group."""
     offsets = np.broadcast_to(np.arange(num_ranks, dtype=np.int32), (num_groups, num_ranks, num_ranks))
     x = np.arange(num_groups * num_ranks * num_ranks * 2, dtype=np.float32).reshape(num_groups, num_ranks, num_ranks, 2)
     args = (x, np.zeros_like(x), offsets, np.ones_like(offsets), offsets.swapaxes(1, 2), np.ones_like(offsets))
@@ -203,7 +203,9 @@ def square_case(num_groups, num_ranks):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("manual", [("data", "expert"), ("expert",)])
 def test_beside_other_axes(axis_type, manual):
-    """Groups on a manual data axis are independent: each loops as often as it likes. Devices on another axis agree."""
+    """Groups on a manual data axis are independent, with their own numbers of iterations; devices on another axis
+    agree.
+    """
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
     (x, *rest), want = square_case(2 if "data" in manual else 1, 4)
     spec = PartitionSpec("data", "expert") if "data" in manual else PartitionSpec(None, "expert")
@@ -246,7 +248,7 @@ def test_inside_scan_remat_and_vmap():
 
 
 def test_the_output_is_written_in_place():
-    """What nothing lands on is neither copied nor cleared."""
+    """Unused rows of the output are neither copied nor cleared."""
     arrays = [jax.ShapeDtypeStruct((8, 16, 3), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((8, 8), jnp.int32)] * 4
     text = RUN[("expert",)].lower(*arrays).as_text()
     assert "moe_lb_ragged_exchange" in text

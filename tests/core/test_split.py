@@ -20,7 +20,7 @@ PROPORTIONAL = Split("proportional")
 
 
 def draw(rng, num_domains, members, most):
-    """Counts and a quota on ranks of the expert's domain, or, one time in three, on any."""
+    """Return counts and a quota on ranks of the expert's domain, or, with probability 1/3, on any ranks."""
     num_ranks, home = num_domains * members, int(rng.integers(1, 4))
     counts = rng.integers(0, most, (num_ranks, num_ranks * home), endpoint=True)
     counts = (counts * (rng.random(counts.shape) < 0.7)).astype(np.int32)
@@ -31,7 +31,7 @@ def draw(rng, num_domains, members, most):
 
 
 def sent_by_all(counts, quota, domain, split):
-    """`[R, E, R]`, by source, expert and serving rank."""
+    """Return the split `[R, E, R]`, by source, expert and serving rank."""
     return np.stack([nearest_first(counts, quota, rank, domain, split) for rank in range(len(counts))])
 
 
@@ -93,7 +93,7 @@ def test_every_share_is_within_a_token_per_level(locality):
 
 
 def test_it_is_ultraeps_formula_where_that_divides():
-    """`min(counts, quota)` stays; of the rest, `rest * (quota - stay) / sum` goes to each rank that serves."""
+    """`min(counts, quota)` stays; of the rest, each serving rank gets `rest * (quota - stay) / sum`."""
     counts, quota = np.zeros((4, 4), np.int32), np.zeros((4, 4), np.int32)
     # Of 40, 10, 38 and 72 tokens 40, 10 and 20 stay; 18 and 72 are left, for 40 and 50.
     counts[:, 0], quota[0] = [40, 10, 38, 72], [80, 60, 20, 0]
@@ -138,7 +138,7 @@ def test_another_split_breaks_the_sums_of_rails():
     placement = np.array([[0, -1], [1, 0]], np.int32)
     rails = np.array([[[8], [0]], [[0], [8]]], np.int32)
     check_plan(Plan(placement, quota, rails=rails, domain=start.domain), counts)
-    with pytest.raises(ValueError, match=r"plan\.rails from rank 0 to rank 0 sums to 8 tokens; expected the 4"):
+    with pytest.raises(ValueError, match=r"plan\.rails from rank 0 to rank 0 sums to 8 tokens; expected 4,"):
         check_plan(Plan(placement, quota, rails=rails, domain=2, split=Split("proportional", locality=False)), counts)
 
 
@@ -164,7 +164,7 @@ def test_a_host_planner_cannot_choose_it():
 
 @pytest.mark.slow
 def test_it_holds_no_more_than_rows():
-    """Nothing of shape [E, R, R]."""
+    """No temporary has shape [E, R, R]."""
     shape, rank = jax.ShapeDtypeStruct((256, 256), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     for side in (nearest_first, arrivals):
         compiled = jax.jit(side, static_argnums=(3, 4)).lower(shape, shape, rank, 256, PROPORTIONAL).compile()
@@ -173,7 +173,7 @@ def test_it_holds_no_more_than_rows():
 
 def test_an_unknown_tier_is_refused():
     broken = copy.copy(PROPORTIONAL)
-    # Past the constructor, whose annotations are checked in tests.
+    # Bypass the constructor, whose annotations are checked in tests.
     object.__setattr__(broken, "tier", "farthest")
     with pytest.raises(ValueError, match="tier is 'farthest'; expected 'nearest' or 'proportional'"):
         broken.__post_init__()
@@ -203,6 +203,6 @@ def test_rows_of_all_ranks_are_those_of_each(num_ranks, num_experts, domain, tie
     split = Split(tier, locality)
     each = [nearest_first(counts, quota, rank, domain, split).sum(0) for rank in range(num_ranks)]
     np.testing.assert_array_equal(rows_of_all(counts, quota, domain, split), each)
-    # In pieces as at once.
+    # The result in pieces equals the result at once.
     monkeypatch.setattr("jax_moe_lb.core.split.MOST_AT_ONCE", 7)
     np.testing.assert_array_equal(rows_of_all(counts, quota, domain, split), each)

@@ -38,8 +38,8 @@ def test_a_topology_is_a_static_argument():
     ("axis", "options", "message"),
     [
         ("ep", {}, r"expert_axis names 'ep'; expected an axis of the mesh, one of \('data', 'expert'\)"),
-        (("expert", "expert"), {}, r"expert_axis is \('expert', 'expert'\); expected one to three different"),
-        ((), {}, r"expert_axis is \(\); expected one to three different"),
+        (("expert", "expert"), {}, r"expert_axis is \('expert', 'expert'\); expected one to three distinct"),
+        ((), {}, r"expert_axis is \(\); expected one to three distinct"),
         ("expert", {"ranks_per_domain": 3}, r"ranks_per_domain is 3; expected a divisor of the 4 ranks"),
         ("expert", {"ranks_per_domain": 0}, r"ranks_per_domain is 0; expected at least 1"),
         ("expert", {"rails_per_node": 0}, r"rails_per_node is 0; expected at least 1"),
@@ -69,7 +69,7 @@ def test_data_axes_are_said_or_all_others():
     assert Topology.from_mesh(mesh, data_axes="data").data_axes == ("data",)
     assert Topology.from_mesh(mesh, data_axes=()).data_axes == ()
     for wrong in ("expert", "fsdp", ("data", "data")):
-        with pytest.raises(ValueError, match=r"data_axes is .*; expected different ones of \('data', 'tensor'\)"):
+        with pytest.raises(ValueError, match=r"data_axes is .*; expected distinct axes of \('data', 'tensor'\)"):
             Topology.from_mesh(mesh, data_axes=wrong)
 
 

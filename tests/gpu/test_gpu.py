@@ -1,6 +1,6 @@
-"""Every custom call of CUDA against its reference. Written without a GPU at hand: not run on one yet.
+"""Every CUDA custom call against its reference. Not run on a GPU yet.
 
-`ci/test_gpu.sh` selects these tests with `-m gpu`; only then does `tests/conftest.py` let JAX see a GPU.
+`ci/test_gpu.sh` selects these tests with `-m gpu`; only then does `tests/conftest.py` make a GPU visible to JAX.
 """
 
 import jax
@@ -31,7 +31,7 @@ def needs_gpu():
 
 
 def repeat(run, cases, want):
-    """Many calls are queued at a time, so that rings of pinned memory and events come round."""
+    """Queue many calls at a time, so that the rings of pinned memory and events wrap around."""
     for first in range(0, REPETITIONS, CASES):
         for i, got in enumerate([run(*cases[i % len(cases)]) for i in range(first, first + CASES)]):
             assert_equal(got, want[(first + i) % len(cases)])
@@ -63,7 +63,7 @@ def weights(ranks=RANKS):
 
 
 def check_copies(ranks, over_ranks, route, domain):
-    """Of `start` and `join`, and of a plan and its copies, beside a product."""
+    """Check `start` and `join`, and a plan with its copies, concurrent with a product."""
 
     def pair(home, placement, _, x):
         pending = start(home, placement[:, HOME:], route=route)

@@ -1,4 +1,4 @@
-"""The kernels for Hopper against blocks of rows. Written without a GPU at hand: not run on one yet."""
+"""Hopper kernels against row blocks. Not run on a GPU yet."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def draw(key, *shape):
 
 
 def assert_alike(run, args, want):
-    """Close to what is wanted, and with the same bits each time: a race would show sooner or later."""
+    """Check the values, and bitwise equality of repeated runs, to detect races."""
     first = run(*args)
     np.testing.assert_allclose(np.float32(first), np.float32(want), rtol=2e-2, atol=2e-2)
     for _ in range(REPETITIONS):

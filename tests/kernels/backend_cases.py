@@ -1,4 +1,4 @@
-"""Grouped products by one backend of the table, whatever the platform."""
+"""Grouped products with a given backend, on any platform."""
 
 import jax.numpy as jnp
 
@@ -7,7 +7,7 @@ from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
 
 
 def matmul_of(name, platform=None):
-    """`grouped_matmul` by the backend of this name; with a platform it must be the one that is chosen there."""
+    """Return `grouped_matmul` with the given backend; if a platform is given, it must be its default."""
 
     def matmul(rows, weights, group_sizes, transposed=False):
         product = matmul_product(rows, weights, transposed)
@@ -17,7 +17,7 @@ def matmul_of(name, platform=None):
 
 
 def outer_of(name, platform=None):
-    """`grouped_outer` likewise."""
+    """Return `grouped_outer` with the given backend; if a platform is given, it must be its default."""
 
     def outer(rows, others, group_sizes, dtype=jnp.float32, sums=None, parts=None):
         product = outer_product(rows, others, group_sizes.shape[0] if parts is None else parts, dtype)
@@ -36,7 +36,7 @@ def _backend(name, product, platform):
 
 
 def rejected(name, product, platform="cuda"):
-    """The reason against a backend that is not chosen; it fails if there is none."""
+    """Return the reason for rejecting a backend; fail if it is accepted."""
     choice = choose_backend(product, platform)
     assert choice.backend.name != name
     return choice.rejected[name]

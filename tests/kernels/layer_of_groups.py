@@ -1,4 +1,4 @@
-"""A layer on two groups of ranks side by side, for one process and for several."""
+"""A layer on two parallel groups of ranks, for one process and for several."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from jax_moe_lb.transport import PeerCopy
 
 
 def layer_step(mesh, place):
-    """Outputs, rounds and gradients of a layer on (expert, data), where one data shard needs more rounds."""
+    """Return outputs, rounds and gradients of a layer on (expert, data), with more rounds in one data shard."""
     return _step(mesh, place, plain(Buffers(1.6)), Topology.from_mesh(mesh))[0]
 
 
 def domains_step(mesh, place, replicate=PeerCopy()):
-    """The same of a layer on four ranks, two domains of two, that copy weights; and the program's text."""
+    """Return the same for a layer on four ranks, in two domains of two, with weight copies; and the program's text."""
     topology = Topology.from_mesh(mesh, ranks_per_domain=2)
     return _step(mesh, place, System(Greedy(), replicate, replica_slots=1), topology)
 
@@ -26,7 +26,7 @@ def _step(mesh, place, system, topology):
     kernel = np.concatenate([np.eye(4), np.zeros((4, 4))]).astype(np.float32)
     up, down = (jnp.asarray(rng.normal(size=shape), "float32") for shape in [(4, 8, 6), (4, 6, 8)])
     x = rng.normal(size=(2, 2, 8, 8)).astype(np.float32)
-    x[0, :, :, :2] += 9  # of the first data shard every token wants the experts of the first rank
+    x[0, :, :, :2] += 9  # all tokens of the first data shard prefer the experts of the first rank
     by_token, by_expert = PartitionSpec(mesh.axis_names[::-1]), PartitionSpec("expert")
 
     def one_rank(x, kernel, experts):

@@ -1,4 +1,4 @@
-"""Activations by their formulas, in NumPy."""
+"""Activations against their formulas in NumPy."""
 
 import math
 

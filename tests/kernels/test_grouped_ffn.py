@@ -38,7 +38,7 @@ def case(dtype, gated=True, fused=False, biased=False):
 
 @jax.jit
 def reference(rows, experts, group_sizes, upstream):
-    """Return outputs and gradients: every expert on every row, and a mask, so that one program serves all sizes."""
+    """Return outputs and gradients of every expert on every row with a mask, so that one program fits all sizes."""
     is_fused = experts.is_fused
     experts = experts.apart() if is_fused else experts
     ends, row = jnp.cumsum(group_sizes), jnp.arange(NUM_ROWS, dtype=group_sizes.dtype)
@@ -59,7 +59,7 @@ def relative_error(got, want):
 
 
 def ragged_products(monkeypatch):
-    """The products that TPUs have, on a CPU."""
+    """Use the products of TPUs on a CPU."""
     monkeypatch.setattr(op, "grouped_matmul", matmul_of("lax.ragged_dot"))
     monkeypatch.setattr(op, "grouped_outer", outer_of("lax.ragged_dot"))
     monkeypatch.setattr(
@@ -67,12 +67,12 @@ def ragged_products(monkeypatch):
         "clear_tail",
         lambda rows, sizes, *, are_results=False: (_clear_all if are_results else _clear_rest)(rows, sizes),
     )
-    # More than one block at a time is cleared.
+    # Use several blocks for clearing.
     monkeypatch.setattr(operands, "CLEARED_ROWS", 32)
 
 
 FORMS = {
-    # The last of 7 windows is moved back.
+    # The last of 7 windows is shifted back to fit.
     "custom call, in windows": lambda monkeypatch: monkeypatch.setattr(row_windows, "WINDOW_ROWS", 59),
     "blocks": lambda monkeypatch: monkeypatch.setattr(backends, "is_built", lambda platform: False),
     "ragged": ragged_products,
@@ -95,7 +95,7 @@ DEFAULT = {
     ("blocks", "fused", "bfloat16"),
     ("ragged", "gelu", "bfloat16"),
 }
-"""Every form with every dtype, every form and every dtype with gates, and every kind."""
+"""Every form with every dtype; every form and every dtype with gates; and every kind."""
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ DEFAULT = {
 def test_all_forms_equal_one_expert_at_a_time(form, kind, dtype, monkeypatch):
     FORMS[form](monkeypatch)
     rows, experts, upstream = case(dtype, *KINDS[kind])
-    # Among them a weight of 0, whose own gradient is not 0.
+    # Include a weight of 0, whose own gradient is not 0.
     weights = (jnp.arange(NUM_ROWS, dtype=jnp.float32)[:, None] % 5) / 4
     wide_rows, wide_experts, wide_upstream = jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts, upstream))
 
@@ -122,7 +122,7 @@ def test_all_forms_equal_one_expert_at_a_time(form, kind, dtype, monkeypatch):
         group_sizes, used = jnp.asarray(sizes, jnp.int32), sum(sizes)
         want_y, want_rows, want_experts = reference(wide_rows, wide_experts, group_sizes, wide_upstream * weights)
         want_weights = (want_y * wide_upstream).sum(1, keepdims=True)
-        # Rows that nobody wrote: whatever they hold must reach nothing.
+        # Uninitialized rows, whose values must not affect any result.
         beyond = jnp.arange(NUM_ROWS)[:, None] >= used
         clean = (rows, upstream, weights)
         dirty_rows, dirty_upstream, dirty_weights = (jnp.where(beyond, jnp.nan, array) for array in clean)
@@ -169,7 +169,7 @@ def test_other_activations_have_their_gradients(activation, gated, fused, biased
 
 
 def test_last_products_take_weights_that_are_made_again(monkeypatch):
-    """Only gradients of rows come from these, and only by way of `up` and `gate`."""
+    """They affect only gradients of rows, through `up` and `gate`."""
     monkeypatch.setattr(op, "products_are_by_group", lambda: False)
     rows, experts, upstream = case("float32")
     sizes, ones = jnp.asarray(SIZES["uneven"], jnp.int32), jnp.ones((NUM_ROWS, 1))
@@ -225,7 +225,7 @@ def test_experts_are_put_together_and_apart():
     assert fused.nbytes == experts.nbytes
     assert fused.fused() is fused
     assert experts.apart() is experts
-    # Without a gate there is nothing to put together.
+    # Without a gate, fusing has no effect.
     _, gelu, _ = case("float32", gated=False)
     assert gelu.fused() is gelu
     assert not gelu.is_fused

@@ -41,7 +41,7 @@ RELATIVE = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 1e-2}
 
 
 def case(shape, dtype="float32", seed=0):
-    """Operands, with NaN in rows of no group."""
+    """Return operands, with NaN in rows outside the groups."""
     rng = np.random.default_rng(seed)
     num_rows, width, columns, sizes = shape
     rows, others = rng.normal(size=(num_rows, width)), rng.normal(size=(num_rows, columns))
@@ -51,7 +51,7 @@ def case(shape, dtype="float32", seed=0):
 
 
 def loops(rows, others, weights, sizes):
-    """The products, the gradients of the rows and of the weights, in float64."""
+    """Return the products, the gradients of the rows and of the weights, in float64."""
     rows, others, weights = (np.asarray(array, np.float64) for array in (rows, others, weights))
     product, back, outer = np.zeros_like(others), np.zeros_like(rows), np.zeros_like(weights)
     start = 0
@@ -64,7 +64,7 @@ def loops(rows, others, weights, sizes):
 
 
 def assert_close(got, want, relative, num_rows=None):
-    """Rows beyond `num_rows` may hold anything."""
+    """Compare arrays, ignoring the unspecified rows beyond `num_rows`."""
     got, want = got[:num_rows], want[:num_rows]
     scale = np.abs(want).max(initial=0)
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=relative * scale)
@@ -81,7 +81,7 @@ def without_others(operands):
 
 
 NARROW_BY_DEFAULT = ("uneven", "rows of no group", "no groups")
-"""Shapes whose bfloat16 products are compiled by default in forms other than the custom call."""
+"""Shapes with bfloat16 products compiled by default in forms other than the custom call."""
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def test_a_cleared_tile_has_zeros_where_kernels_read(sizes):
     rows = jnp.where(jnp.arange(300)[:, None] < used, 1.0, jnp.nan) * jnp.ones((300, 2))
     got = np.asarray(_clear_tile(rows, jnp.asarray(sizes, jnp.int32)))
     assert (got[:used] == 1).all()
-    # Kernels read whole tiles, of which the last holds the last used row.
+    # Kernels read whole tiles; the last tile contains the last used row.
     assert (got[used : min(-(-used // 128) * 128, 300)] == 0).all()
 
 

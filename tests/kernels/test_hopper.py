@@ -1,4 +1,4 @@
-"""The kernels for Hopper, run by the interpreter of Pallas, which looks for races: compiled they are for GPUs alone."""
+"""Hopper kernels in the Pallas interpreter with race detection; compiled, they run on GPUs only."""
 
 from types import SimpleNamespace
 
@@ -120,7 +120,7 @@ def test_sums_of_groups(sizes, num_parts, dtype):
 
 @pytest.mark.slow
 def test_nothing_of_a_group_reaches_its_neighbours():
-    """Not even what is no number: groups share blocks of rows."""
+    """This includes NaN, as groups share blocks of rows."""
     sizes = jnp.array([70, 30, 90], jnp.int32)
     rows, others = draw(NUM_ROWS, INNER), draw(NUM_ROWS, OUTER, seed=1)
     bad = [array.at[70:100].set(jnp.inf) for array in (rows, others)]
@@ -152,7 +152,7 @@ def cuts(num_groups, num_tiles):
 
 
 @settings(max_examples=300, deadline=None)
-# Few shapes, each of which is compiled once.
+# Use few shapes, each compiled once.
 @given(st.one_of(cuts(1, 1), cuts(2, 1), cuts(5, 3), cuts(24, 8), cuts(24, 112)))
 def test_each_row_is_of_one_tile(rows_and_ends):
     num_rows, ends = rows_and_ends
@@ -178,8 +178,9 @@ def test_each_row_is_of_one_tile(rows_and_ends):
         pytest.param(True, True, marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough
 def test_experts_in_parts_equal_one_array(fused, biased, monkeypatch):
-    """Home experts and replicas where they are, forward and backward, in sums that go on."""
+    """Home experts and replicas in separate arrays, forward and backward, with accumulated sums."""
     sizes = jnp.array(SIZES["uneven"], jnp.int32)
     experts = Experts(
         *(

@@ -1,4 +1,4 @@
-"""The kernel of weight gradients, run by Pallas's interpreter: compiled it is for GPUs alone."""
+"""Kernel of weight gradients in the Pallas interpreter; compiled, it runs on GPUs only."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def by_group(rows, others, group_sizes):
 def test_sums_of_groups(dtype, group_sizes):
     rows, others = make_operands(dtype)
     used = sum(group_sizes)
-    # What nobody wrote may be NaN, and is not read.
+    # Uninitialized rows may be NaN, and are not read.
     unwritten = (array.at[used:].set(jnp.nan) for array in (rows, others))
     sums = triton_outer(*unwritten, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
     np.testing.assert_allclose(sums, by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)

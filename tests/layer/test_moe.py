@@ -1,4 +1,4 @@
-"""The executor on every kind of mesh, under every transformation, and given nonsense."""
+"""The layer on every kind of mesh, under every transformation, and with invalid input."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ LAYOUTS = {
 
 
 EVERYDAY = ("tuple of axes", "data x expert")
-"""The other layouts are thorough cases, of which two run every day with settings of their own."""
+"""Layouts tested by default; others are thorough cases, of which two run by default with their own settings."""
 
 
 def arguments(case, workload, shards, dtype="float32"):
@@ -62,7 +62,7 @@ def arguments(case, workload, shards, dtype="float32"):
     ("layout", "check_vma"),
     [
         ("tuple of axes", True),
-        ("data x expert", True),
+        pytest.param("data x expert", True, marks=pytest.mark.thorough),
         *(pytest.param(layout, True, marks=pytest.mark.thorough) for layout in LAYOUTS if layout not in EVERYDAY),
         pytest.param("data x expert", False, marks=pytest.mark.thorough),
     ],
@@ -71,7 +71,7 @@ def test_every_layout_equals_dense(layout, check_vma):
     sizes, names, axis, options = LAYOUTS[layout]
     case, mesh = Case(), make_mesh(sizes, names)
     topology = Topology.from_mesh(mesh, axis, **options)
-    # Headroom below 1, so that groups side by side need different numbers of rounds.
+    # Headroom below 1, so that parallel groups need different numbers of rounds.
     layer = with_gradients(sharded_moe(mesh, topology, greedy(1, Buffers(headroom=0.3)), check_vma=check_vma))
     dense = dense_with_gradients(TopK(2))
     groups = math.prod(mesh.shape[name] for name in topology.data_axes)
@@ -84,19 +84,21 @@ def test_every_layout_equals_dense(layout, check_vma):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_exchanges_as_between_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     test_every_layout_equals_dense("an axis of copies", True)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_axes_of_one_device_may_be_in_no_type(one_device_axes_removed):
     test_every_layout_equals_dense("axes of one device", True)
 
 
 @pytest.fixture
 def one_device_axes_removed():
-    """Sets what MaxText sets."""
+    """Set the JAX option used by MaxText."""
     name = "jax_remove_size_one_mesh_axis_from_type"
     before = getattr(jax.config, name)
     jax.config.update(name, True)
@@ -106,7 +108,7 @@ def one_device_axes_removed():
 
 @pytest.mark.slow
 def test_groups_side_by_side_need_different_rounds():
-    """Two data shards, one idle: each takes as many rounds as its own plan needs."""
+    """Two data shards, one idle: each runs the rounds of its own plan."""
     case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
     layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(Buffers(headroom=0.5))))
     x, mask, *rest = arguments(case, BY_NAME["one_hot"], 8)
@@ -178,8 +180,9 @@ def test_force_balanced_routing_needs_no_balancing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_names", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_scan_over_layers_with_remat(keep_names):
-    """Two layers with the same weights, residuals and router losses; nothing but the named values is kept, if those."""
+    """Two layers with the same weights, residuals and router losses; only the named values are kept, if any."""
     case, mesh = Case(), make_mesh((8,), ("expert",))
     losses = Losses(switch=0.1, sequence=0.1, z=0.01)
     layer = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1, Buffers(headroom=0.4)), losses=losses)
@@ -213,7 +216,7 @@ def test_the_layer_runs_twice_to_the_same_bits():
 
 @pytest.mark.slow
 def test_memory_of_one_hot_routing_is_near_the_mean():
-    """Same program, two buffers: 1.05 times the mean in rounds, or the worst case in one."""
+    """Same program with two buffers: 1.05 x the mean in rounds, or the worst case in one round."""
     case, mesh = Case(num_tokens=512, features=48), make_mesh((8,), ("expert",))
     x, mask, kernel, experts, target = arguments(case, BY_NAME["one_hot"], 8)
     temporaries = {}
@@ -224,18 +227,18 @@ def test_memory_of_one_hot_routing_is_near_the_mean():
     assert temporaries[1.05] < 0.4 * temporaries[8.0]
 
 
-# ---- bad input ---------------------------------------------------------------
+# ---- invalid input -----------------------------------------------------------
 
 
 @functools.cache
 def layer_with_gradients(router):
-    """The layer of eight ranks, compiled once for all tests that give it bad values."""
+    """Return the layer of eight ranks, compiled once for all tests with invalid values."""
     mesh = make_mesh((8,), ("expert",))
     return with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(), router))
 
 
 def with_bad_experts(logits, bias, info):
-    """Chooses expert 16, or -5, for tokens with large logits, or with large negative ones."""
+    """Select expert 16 for tokens with large logits, and -5 for tokens with large negative ones."""
     experts = TopK(2)(logits).experts
     experts = jnp.where(logits.max(-1, keepdims=True) > 1e3, 16, experts)
     return TopK(2).with_experts(logits, jnp.where(logits.max(-1, keepdims=True) < -1e3, -5, experts))
@@ -269,7 +272,7 @@ def test_bad_values_stop_all_ranks(router, rank, value, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_fault_in_one_data_parallel_group_stops_all_with_its_message(check_vma):
-    """The other group must not go on alone: it would wait in the next all-reduce until XLA ends the process."""
+    """Otherwise the other group would wait in the next all-reduce until XLA ends the process."""
     case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
     x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
     layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(), check_vma=check_vma))
@@ -280,7 +283,7 @@ def test_a_fault_in_one_data_parallel_group_stops_all_with_its_message(check_vma
 
 @dataclass(frozen=True)
 class LosesOfExpertZero(Balancer):
-    """Its plan lacks a token of expert 0 where that has at least `limit`."""
+    """Balancer whose plan lacks a token of expert 0 if it has at least `limit`."""
 
     limit: int
 
@@ -293,7 +296,7 @@ class LosesOfExpertZero(Balancer):
 def test_an_illegal_plan_in_one_data_parallel_group_stops_all():
     case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
     x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
-    # All tokens of the second group want expert 0.
+    # All tokens of the second group prefer expert 0.
     x = x.at[4 * case.num_tokens :, case.features].set(100.0)
     system = System(LosesOfExpertZero(4 * case.num_tokens))
     layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), system))
@@ -304,7 +307,7 @@ def test_an_illegal_plan_in_one_data_parallel_group_stops_all():
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [np.nan, np.inf, -np.inf])
 def test_padding_may_hold_anything(padding):
-    """Outputs and gradients are those of padding that holds zeros."""
+    """Outputs and gradients equal those with zeros as padding."""
     x, mask, kernel, experts, target = arguments(Case(), BY_NAME["empty_rank"], 8)
     layer = layer_with_gradients(TopK(2))
     found, want = (layer(jnp.where(mask[:, None], x, value), mask, kernel, experts, target) for value in (padding, 0.0))
@@ -333,7 +336,7 @@ def lose_a_token(counts, plan, topology):
         (lambda counts, plan, topology: plan.quota, r"planner returned ndarray; expected a Plan"),
         (
             lambda counts, plan, topology: Plan(plan.placement[:, :2], plan.quota, domain=plan.domain),
-            r"planner returned an array of shape \(8, 2\); expected \(8, 3\), as it was given",
+            r"planner returned an array of shape \(8, 2\); expected \(8, 3\), as in the input",
         ),
     ],
 )
@@ -358,7 +361,7 @@ def test_bad_shapes_are_refused():
     x, kernel = jnp.zeros((4, 6)), jnp.zeros((6, 16))
     with pytest.raises(ValueError, match=r"experts holds 3 experts on each of 8 ranks; expected 16 in all"):
         moe(x, MoEParams(kernel, Experts(jnp.zeros((3, 6, 2)), jnp.zeros((3, 2, 6)))), TopK(2), plain(), topology)
-    with pytest.raises(ValueError, match=r"x has width 6 and experts.up 5; expected that of the router's kernel, 6"):
+    with pytest.raises(ValueError, match=r"x has width 6 and experts.up 5; expected 6, as in the router's kernel"):
         moe(x, MoEParams(kernel, Experts(jnp.zeros((2, 5, 2)), jnp.zeros((2, 2, 5)))), TopK(2), plain(), topology)
     params = MoEParams(kernel, Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6))))
     with pytest.raises(ValueError, match=r"topology has no expert_axes; expected one made by Topology.from_mesh"):
@@ -395,8 +398,8 @@ def test_explicit_mesh():
     ids=["greedy", "feplb", "exact", "rails"],
 )
 def test_the_whole_layer_lowers_for_a_gpu(system):
-    """Forward and backward, on a machine without one: exact-size exchanges, no emulation, no dense expansion, and
-    nobody called on a host.
+    """Forward and backward, on a machine without a GPU: exact-size exchanges, no emulation, no dense expansion, and no
+    host callback.
     """
     case, mesh = Case(), make_mesh((2, 4), ("node", "gpu"))
     topology = Topology.from_mesh(mesh, ("node", "gpu"), ranks_per_domain=8, rails_per_node=4)

@@ -1,4 +1,4 @@
-"""A profile names the stages of the pipeline: every operation that is worth one carries the name of its stage."""
+"""Relevant operations carry the name of their pipeline stage, for profiles."""
 
 import re
 
@@ -12,11 +12,11 @@ from tests.layer_cases import Case, make_mesh, sharded_moe, with_gradients
 
 STAGES = {"route", "count", "plan", "address", "replicate", "dispatch", "experts", "combine"}
 AGAIN = {"replicate", "dispatch", "experts", "combine"}
-"""The stages of the backward pass, which routes and plans nothing."""
+"""Stages of the backward pass, without routing and planning."""
 
 
 def operations(system: str) -> list[tuple[str, list[str]]]:
-    """The operations of a layer and its gradients, each with the scopes that it stands in."""
+    """Return the operations of a layer and its gradients, each with its scopes."""
     mesh, case = make_mesh((8,), ("expert",)), Case()
     run = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system_named(system), on_fault="record"))
     kernel, experts = jax.eval_shape(lambda: case.params(jnp.float32))
@@ -24,7 +24,7 @@ def operations(system: str) -> list[tuple[str, list[str]]]:
     text = run.lower(x, jax.ShapeDtypeStruct(x.shape[:1], bool), kernel, experts, x).as_text(debug_info=True)
     names = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', text, re.MULTILINE))
     found = re.findall(r"stablehlo\.(\w+).*loc\((#loc\d+)\)$", text, re.MULTILINE)
-    # A region is the first of an operation's lines, and its last has the name.
+    # A region starts at the first line of its operation; the location is on the last.
     found += re.findall(r'"?stablehlo\.(all_\w+|collective_\w+).*?\}\) .*?loc\((#loc\d+)\)$', text, re.M | re.S)
     return [(kind, re.split(r"[/()]+", names.get(at, ""))) for kind, at in found]
 

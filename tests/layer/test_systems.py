@@ -32,11 +32,11 @@ from tests.layer_cases import assert_close, make_mesh
     [
         (hybridep(2), Topology.flat(8), "expert domains have one rank each; expected replica_slots of at least 8"),
         (hybridep(8), Topology.flat(8), None),
-        (hybridep(8), Topology.flat(8, ranks_per_domain=1), "domains have one rank each, so that no expert may move"),
-        (rails(), Topology.flat(8), "all ranks are of one node, and no row takes a rail"),
-        (rails(), Topology.flat(8, ranks_per_domain=4), "rails_per_node is 1, which leaves no choice"),
+        (hybridep(8), Topology.flat(8, ranks_per_domain=1), "domains have one rank each, so no expert can move"),
+        (rails(), Topology.flat(8), "all ranks are in one node, so no row uses a rail"),
+        (rails(), Topology.flat(8, ranks_per_domain=4), "rails_per_node is 1, so there is no choice of rails"),
         (greedy(0), Topology.flat(8), "replica_slots is 0"),
-        (System(Chain((Greedy(), RailS())), replica_slots=2), Topology.flat(8), "all ranks are of one node"),
+        (System(Chain((Greedy(), RailS())), replica_slots=2), Topology.flat(8), "all ranks are in one node"),
         (greedy(2), Topology.flat(8), None),
         (greedy(0), Topology.flat(1), None),
         (System(), Topology.flat(8), None),
@@ -60,13 +60,13 @@ def test_what_is_left_to_the_layer_is_derived_from_its_sizes():
     assert (first.min_tokens, third.min_tokens, fourth) == (100, 3, Exact())
     assert second.cost == Cost(expert_bytes=400.0, token_flops=21.0)
     counts = np.ones((2, 2), np.int32)
-    with pytest.raises(ValueError, match=r"Cost.expert_bytes is None; expected a number off any layer"):
+    with pytest.raises(ValueError, match=r"Cost.expert_bytes is None; expected a number outside a layer"):
         Exact(cost=Cost()).rebalance(counts, plain_plan(counts, Topology.flat(2), 2), Topology.flat(2), ())
 
 
 @pytest.mark.slow
 def test_small_layers_of_ultraep_are_level():
-    """Of 64 copies on a rank none would move under the published least of 1024."""
+    """With 64 copies per rank, the published minimum of 1024 would prevent all moves."""
     mesh = make_mesh((8,), ("expert",))
     skewed = jnp.zeros((8, 16)).at[:, :2].set(4.0)
     layer, reference = (
@@ -115,7 +115,7 @@ def test_the_rounds_that_a_layer_needs_at_most(system, topology, rounds):
 
 
 def hard_counts(shapes):
-    """Counts that are drawn to be hard: few hot experts, many equal ones on one rank, heavy tails."""
+    """Yield difficult counts: few hot experts, many equal ones on one rank, heavy tails."""
     rng = np.random.default_rng(0)
     draws = (
         lambda n: rng.dirichlet(np.full(n, 0.1)),

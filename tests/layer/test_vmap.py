@@ -1,4 +1,4 @@
-"""`jax.vmap` over microbatches, or over weights, is a loop over them, for systems that move anything in another way."""
+"""`jax.vmap` over microbatches or weights equals a loop over them, for every kind of transport."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ CASE = Case()
 
 
 def microbatches(names, num_shards):
-    """Tokens of several microbatches, and as many targets."""
+    """Return tokens of several microbatches, and as many targets."""
     x = jnp.stack([CASE.tokens(BY_NAME[name], num_shards, "float32")[0] for name in names])
     return x, jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
 
@@ -35,11 +35,11 @@ def stacked(results):
 
 
 AS_EXACT = {"eplb", "eplb_plus", "fastermoe", "greedy", "two_tier"}
-"""They plan otherwise and move weights and rows as `exact` does; `test_planners.py` maps the planners themselves."""
+"""Systems with the transport of `exact` and another planner; `test_planners.py` maps the planners."""
 
 
 EVERYDAY = {"feplb"}
-"""Weights and rows travel in waves of their own."""
+"""Systems tested by default: weights and rows move in separate waves."""
 
 
 @pytest.mark.slow
@@ -51,11 +51,12 @@ EVERYDAY = {"feplb"}
         if name not in AS_EXACT
     ],
 )
+@pytest.mark.thorough
 def test_every_system_serves_one_microbatch_after_the_other(name):
-    """Each has its own plan and number of rounds; outputs, and the gradients of each, are those of a dense layer."""
+    """Each microbatch has its own plan and number of rounds; outputs and gradients equal the dense layer."""
     mesh, system = make_mesh((2, 4), ("node", "gpu")), getattr(systems, name)(buffers=Buffers(headroom=0.4))
     if name == "feplb":
-        # With room for all that moves, what is served is the plan of the balancer.
+        # With enough headroom for all moved rows, the served plan equals the balancer's.
         system = replace(system, dispatch=replace(system.dispatch, moved_headroom=8.0))
     topology = Topology.from_mesh(mesh, ("node", "gpu"), ranks_per_domain=8, rails_per_node=4)
     x, target = microbatches(("zipf", "one_hot", "hot_rank"), 8)
@@ -80,7 +81,7 @@ def test_every_system_serves_one_microbatch_after_the_other(name):
     "system", [plain(), pytest.param(feplb(2), marks=pytest.mark.thorough)], ids=["plain", "feplb"]
 )
 def test_weights_may_be_mapped_over_too(system):
-    """An ensemble: layers of their own for the same tokens."""
+    """An ensemble: separate layers for the same tokens."""
     mesh = make_mesh((2, 4), ("data", "expert"))
     run = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system))
     (x,), (target,) = microbatches(("zipf",), 8)
@@ -112,6 +113,7 @@ def test_with_remat_inside_and_a_gradient_outside():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_layer_of_expert_domains():
     mesh = hybrid_mesh(make_mesh((2, 4), ("dc", "gpu")), {"dc": 2, "gpu": 2})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(make_mesh((2, 4), ("dc", "gpu")), ("dc", "gpu")))
@@ -129,7 +131,7 @@ def test_the_layer_of_expert_domains():
 
 @pytest.mark.slow
 def test_a_layer_that_remembers_refuses_in_one_line():
-    """A loop would hand its state on from one microbatch to the next, which mapping cannot."""
+    """A loop would carry the state between microbatches, which vmap cannot."""
     mesh = make_mesh((8,), ("expert",))
     options = {"topology": Topology.from_mesh(mesh), "system": eplb(), "rngs": nnx.Rngs(0)}
     layer = MoE(CASE.width, CASE.num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(8), **options)

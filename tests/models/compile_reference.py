@@ -1,6 +1,6 @@
-"""`python -m tests.models.compile_reference` compiles steps of a preset and of a published model, and holds limits.
+"""Compile steps of a preset and of a published model, and check limits: `python -m tests.models.compile_reference`.
 
-It needs the compilers that `ci/accelerators.sh` installs, and no accelerator.
+Requires the compilers installed by `ci/accelerators.sh`, but no accelerator.
 """
 
 import dataclasses
@@ -12,27 +12,28 @@ from models.config import preset
 from models.dry_run.step import PublishedRun, dry_run
 
 SYSTEMS = {"h100:1x8": "exact", "v5e:2x4": "greedy"}
-"""By target; on a TPU the plans of `exact` are made by a program that takes longer to compile."""
+"""Systems by target; on a TPU the planner of `exact` takes longer to compile."""
 
 MOST_TEMP_BYTES = {"h100:1x8": 6.0e9, "v5e:2x4": 4.2e9}
-"""On the TPU it is what is needed today and 5 % more."""
+"""Maximum temporaries; on the TPU, the current value plus 5 %."""
 
 MOST_HBM_BYTES = {"h100:1x8": 56.7e9, "v5e:2x4": 81.5e9}
-"""What is moved today and 3 % more. It was 5 % more where loops turned weights around on the GPU, and 13 % where they
-turned rows around on the TPU."""
+"""Maximum memory traffic: the current value plus 3 %. Transposing weights in loops would add 5 % on the GPU, and
+transposing rows 13 % on the TPU.
+"""
 
 PUBLISHED = {("mixtral-8x7b", "h100:2x8"): 23.1e9}
-"""The most temporaries of a published model on a cluster: what is needed today and 5 % more."""
+"""Maximum temporaries of a published model on a cluster: the current value plus 5 %."""
 
 MOST_FLOPS_OVER_IDEAL = 1.35
-"""Of a published model: products of experts once more in the backward pass, and a buffer that is not full."""
+"""Limit for a published model, including rematerialized expert products and a partly filled buffer."""
 
 MOST_COMPILE_S = 300.0
-"""Five times what a quiet core takes."""
+"""Five times the duration on an idle core."""
 
 
 def main() -> int:
-    """Prints a line for each program; the exit code is 1 where a limit is broken."""
+    """Print a line per program; return 1 if a limit is exceeded."""
     bad = 0
     for name, system in SYSTEMS.items():
         config = preset("reference")

@@ -11,13 +11,13 @@ from tests.models.small import CONFIG, CORPUS
 
 @pytest.fixture(scope="package", autouse=True)
 def all_devices():
-    """Before a command line asks for fewer of them."""
+    """Initialize all devices before a command line requests fewer."""
     assert jax.device_count() == 8
 
 
 @pytest.fixture(scope="package")
 def trained_run(tmp_path_factory, all_devices):
-    """The folder of a finished run; not to be written to."""
+    """Return the read-only folder of a finished run."""
     folder = tmp_path_factory.mktemp("runs") / "trained"
     execute(prepare(CONFIG, CORPUS, folder), Console(quiet=True))
     return folder
@@ -25,7 +25,7 @@ def trained_run(tmp_path_factory, all_devices):
 
 @pytest.fixture
 def command_line(tmp_path, monkeypatch):
-    """Calls `models.train` in an empty folder, where the preset `tiny` is that of the tests."""
+    """Return a function calling `models.train` in an empty folder, with the preset `tiny` of the tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(presets.PRESETS, "tiny", CONFIG)
     monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)

@@ -1,13 +1,13 @@
-"""A GLM-4.5 with its module of multi-token prediction, in plain NumPy: one sequence, token by token where it is simple.
+"""GLM-4.5 with its multi-token prediction module in plain NumPy, for one sequence.
 
-It follows DeepSeek-V3's technical report, section 2.2, in the layout of published checkpoints.
+It follows DeepSeek-V3's technical report, section 2.2, with the tensor names of published checkpoints.
 """
 
 import numpy as np
 
 
 def ahead(tensors, raw, tokens, following):
-    """Computes logits `[T, words]` of the next tokens, and of those after them."""
+    """Return logits `[T, vocab_size]` of the next tokens, and of the tokens after them."""
     x = tensors["model.embed_tokens.weight"][tokens]
     for layer in range(raw["num_hidden_layers"]):
         x = block(tensors, raw, f"model.layers.{layer}", x)
@@ -45,7 +45,7 @@ def attention(tensors, raw, name, x):
 
 
 def rotated(x):
-    """Turns the first half of the channels: pairs are a quarter of them apart."""
+    """Rotate the first half of the channels; the channels of a pair are a quarter apart."""
     turned, quarter = x.copy(), x.shape[-1] // 4
     angles = np.arange(len(x))[:, None, None] * 1e4 ** -(np.arange(quarter) / quarter)
     a, b = x[..., :quarter], x[..., quarter : 2 * quarter]

@@ -1,7 +1,6 @@
-"""`python -m tests.models.kill_training --kills 20` kills a training at random moments, and resumes it each time.
+"""Kill a training run at random times and resume it: `python -m tests.models.kill_training --kills 20`.
 
-At the end it compares the losses with those of a run that nobody killed: they are equal bit for bit, or the exit code
-is 1.
+The losses must equal those of an uninterrupted run bit for bit; otherwise the exit code is 1.
 """
 
 import random
@@ -24,13 +23,13 @@ MAX_WAIT_S = 600.0
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
-    """A training of the tiny model, under way."""
+    """Start training the tiny model."""
     command = [sys.executable, "-m", "tests.models.tiny_training", "--run-dir", str(folder), *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def how_to_go_on(folder: Path) -> list[str]:
-    """A run that was killed before its first checkpoint begins anew; all others must be resumable."""
+    """Return the resume option; a run killed before its first checkpoint starts again."""
     if steps_in(RunFolder(folder).checkpoints):
         return ["--resume"]
     return ["--overwrite"] if RunFolder(folder).has_run else []
@@ -44,7 +43,7 @@ def finish(process: subprocess.Popen) -> str:
 
 
 def wait_for_steps(process: subprocess.Popen, folder: Path) -> None:
-    """Until the process has appended a line to the metrics, which it writes anew when it starts, or has ended."""
+    """Wait until the process has appended a line to the metrics, which it rewrites at its start, or has ended."""
     metrics, kept = RunFolder(folder).metrics, None
     earlier = metrics.stat().st_ino if metrics.exists() else None
     until = time.monotonic() + MAX_WAIT_S
@@ -57,7 +56,7 @@ def wait_for_steps(process: subprocess.Popen, folder: Path) -> None:
 
 
 def kill(process: subprocess.Popen, folder: Path, wait_s: float, *, at_once: bool) -> None:
-    """SIGKILL so many seconds after the first line that the process writes, or after its start."""
+    """Send SIGKILL after `wait_s` seconds, counted from the first metrics line or from the start."""
     if not at_once:
         wait_for_steps(process, folder)
     time.sleep(wait_s)
@@ -71,7 +70,7 @@ def losses(folder: Path) -> list[tuple[str, int, float]]:
 
 
 def kill_and_compare(folder: Path, kills: int, seed: int) -> list[tuple[str, int, float]]:
-    """Trains twice, once with kills, asserts that both runs had the same losses, and returns them."""
+    """Train twice, once with kills, assert equal losses, and return them."""
     generator, steps = random.Random(seed), ["--steps", str(STEPS_PER_KILL * max(kills, 1))]
     straight, killed = folder / "straight", folder / "killed"
     process, began = start(straight, *steps), time.monotonic()
@@ -81,7 +80,7 @@ def kill_and_compare(folder: Path, kills: int, seed: int) -> list[tuple[str, int
     training_s = time.monotonic() - began
     for number in range(1, kills + 1):
         how = how_to_go_on(killed)
-        # Most kills hit a training that is under way; every fourth may hit its start, too.
+        # Most kills occur during training; every fourth may occur during startup.
         at_once = number % 4 == 0
         wait_s = generator.uniform(0, startup_s if at_once else 2 * training_s / kills)
         kill(start(killed, *steps, *how), killed, wait_s, at_once=at_once)
@@ -94,8 +93,8 @@ def kill_and_compare(folder: Path, kills: int, seed: int) -> list[tuple[str, int
 
 
 def main(
-    kills: Annotated[int, typer.Option(min=0, help="How often the training is killed.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
+    kills: Annotated[int, typer.Option(min=0, help="Number of kills.")] = 20,
+    seed: Annotated[int, typer.Option(help="Seed of the kill times.")] = 0,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = kill_and_compare(Path(folder), kills, seed)

@@ -1,6 +1,6 @@
-"""This starts the processes of a training on this machine; `python -m tests.models.processes` is one that only waits.
+"""Start training processes on this machine; `python -m tests.models.processes` is a process that only waits.
 
-What it does beyond that is its last argument: it waits (`wait`), or fails (`fail`).
+Its last argument selects its behavior: wait (`wait`), or fail (`fail`).
 """
 
 import os
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def bind_gloo() -> None:
-    """Has gloo take 127.0.0.1, where the host name stands for no address, as on a bare machine."""
+    """Make gloo bind to 127.0.0.1 if the host name does not resolve, as on a minimal machine."""
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -36,8 +36,8 @@ def bind_gloo() -> None:
 
 
 def start(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.Popen:
-    """A process on CPUs in some folder, whose output can be read."""
-    # gRPC would ask proxies for 127.0.0.1.
+    """Start a process on CPUs in a folder, with captured output."""
+    # gRPC would use proxies for 127.0.0.1.
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", module, *arguments]
@@ -46,7 +46,7 @@ def start(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.Popen
 
 
 def end(processes: list[subprocess.Popen], within_s: float) -> list[tuple[int, str, str]]:
-    """Exit codes, outputs and errors of processes, all of which have to end by themselves in so many seconds."""
+    """Return exit codes, outputs and errors of processes, which must end within `within_s` seconds."""
     until = time.monotonic() + within_s
     try:
         for process in processes:

@@ -1,4 +1,4 @@
-"""This makes a training run that is small enough for a test."""
+"""A training run small enough for a test."""
 
 import dataclasses
 from unittest import mock
@@ -34,6 +34,6 @@ def on(data_parallel: int, expert_parallel: int, system: str) -> TrainConfig:
 
 
 def run(config, run_dir, *, resume=False):
-    """Trains, and writes all but the report, whose figures take a second."""
+    """Train, and write all files except the report, whose figures take a second."""
     with mock.patch("models.training.loop.write_report"):
         return execute(prepare(config, CORPUS, run_dir, resume=resume), Console(quiet=True))

@@ -1,4 +1,4 @@
-"""`python -m tests.models.tiny_process` is `tests.models.tiny_training` as one of several processes."""
+"""`tests.models.tiny_training` as one of several processes: `python -m tests.models.tiny_process`."""
 
 from tests.models.processes import bind_gloo
 from tests.models.tiny_training import main

@@ -1,4 +1,5 @@
-"""`python -m tests.models.tiny_systems PORT PROCESSES ID SYSTEM...` trains with each system, as one of many processes.
+"""Train with each system as one of several processes: `python -m tests.models.tiny_systems PORT PROCESSES ID
+SYSTEM...`.
 
 Process 0 prints the losses as JSON.
 """
@@ -27,7 +28,7 @@ SYSTEMS = {
     "exact": ParallelConfig(1, DEVICES, "exact"),
     "hybridep": ParallelConfig(1, DEVICES, "hybridep", replica_slots=1, ranks_per_domain=2),
 }
-"""A rank of HybridEP has the expert of its neighbour, too. None of them has a state that the others lack."""
+"""With HybridEP a rank also holds its neighbor's expert. The systems have the same state structure."""
 
 MODEL = ModelConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, num_experts=8)
 
@@ -39,7 +40,7 @@ def losses(systems: list[str]) -> dict[str, list[float]]:
         config = dataclasses.replace(CONFIG, model=MODEL, parallel=SYSTEMS[name])
         mesh = make_mesh(config.parallel)
         programs = make_programs(config, mesh, make_system(config.parallel))
-        # Compiled once; a step consumes what it gets.
+        # Compile once; copy, as a step donates its state.
         first = first or jax.tree.leaves(programs.init())
         state = jax.tree.unflatten(jax.tree.structure(programs.state_shapes), [leaf.copy() for leaf in first])
         found[name] = []
@@ -59,7 +60,7 @@ def main(port: str, num_processes: str, process_id: str, *systems: str) -> None:
     with PeerMonitor(place, Store()):
         found = losses(list(systems))
         assert len(jax.devices()) == DEVICES
-        # XLA reads it when devices come up, which is after the processes have joined.
+        # XLA reads the flag at device initialization, after the processes have joined.
         assert f"{SCHEDULER_FLAG}=false" in os.environ["XLA_FLAGS"]
         if place.process_id == 0:
             print(json.dumps(found), flush=True)

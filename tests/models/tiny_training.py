@@ -1,4 +1,4 @@
-"""`python -m tests.models.tiny_training` is `models.train` on a model so small that a run takes seconds."""
+"""`models.train` with a model small enough for runs of seconds: `python -m tests.models.tiny_training`."""
 
 import dataclasses
 

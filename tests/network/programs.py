@@ -1,4 +1,4 @@
-"""What the tests run in a sandbox: `python -m tests.network.programs NAME`; the result is the last line, as JSON."""
+"""Programs of tests in a sandbox: `python -m tests.network.programs NAME`; the last line is the result as JSON."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ NUM_BYTES = 1_000_000
 
 
 def transfer(network, source, to):
-    """Bytes from rank to rank; seconds on the receiver, and what NICs sent."""
+    """Send bytes between ranks; return the receiver's seconds, and the bytes sent by NICs."""
     before = network.counters()
     times_s = launch(network, lambda rank: send(rank, source, to), deadline_s=20)
     sent = [after.sent_bytes - b.sent_bytes for after, b in zip(network.counters(), before, strict=True)]
@@ -28,7 +28,7 @@ def transfer(network, source, to):
 
 
 def send(rank, source, to, num_bytes=NUM_BYTES):
-    """One rank's part in it."""
+    """Run one rank of the transfer."""
     if rank.index == to:
         with socket.create_server((rank.address, 5000)) as server:
             connection = server.accept()[0]
@@ -49,7 +49,7 @@ def send(rank, source, to, num_bytes=NUM_BYTES):
 
 
 def two_datacenters():
-    """Seconds and bytes over a slow link, in both directions and none."""
+    """Return seconds and bytes over a slow link, in both directions and in neither."""
     results = []
     for source, to, rate in [(0, 2, 20e6), (3, 1, 20e6), (2, 3, 20e6), (0, 2, None)]:
         with TwoDatacenters(2, rate).build() as network:
@@ -58,7 +58,7 @@ def two_datacenters():
 
 
 def rails():
-    """Bytes that every NIC sent, from rank 0 to ranks of the other node, by topology and receiver."""
+    """Return bytes sent by every NIC, from rank 0 to ranks of the other node, by topology and receiver."""
     topologies = {
         "spine": Rails(2, 2, 100e6),
         "rail only": Rails(2, 2, 100e6, rail_only=True),
@@ -73,7 +73,7 @@ def rails():
 
 
 def sprayed_rows():
-    """A skewed exchange between two nodes, straight and sprayed: seconds, and how far NICs were off the plan."""
+    """Return seconds and NIC deviations of a skewed exchange between two nodes, direct and sprayed."""
     counts = scaled(cases(0)["hot pair"], 2000)
     rows, rails = plan_of(counts)
     ways = {"straight": Ways.straight(rows), "sprayed": Ways.along_rails(rails)}
@@ -84,7 +84,7 @@ def sprayed_rows():
 
 
 def failures():
-    """What the parent says of ranks that fail, each in its way, and after how long."""
+    """Return the parent's messages about failing ranks, and their delays."""
 
     def by_signal(rank):
         if rank.index == 1:
@@ -112,7 +112,7 @@ def failures():
 
 
 def wait():
-    """Ranks that wait for ever, and say so."""
+    """Run ranks that report and then wait forever."""
 
     def body(rank):
         print(f"rank {rank.index} is there", flush=True)
@@ -127,7 +127,7 @@ LAYER = (512, 128, 128)
 
 
 def layer():
-    """Outputs and gradients of a layer across two datacenters, by every rank, and bytes on the link between."""
+    """Return outputs and gradients of a layer across two datacenters, by rank, and bytes on the link between."""
     from benchmarks.network.jax_ranks import barrier, check_same_program, launch_jax
     from benchmarks.network.layer import PLAIN, Choice, Sizes, jitted_step
 
@@ -156,7 +156,7 @@ def layer():
 
 
 def samples(leaf):
-    """Of every block that this process holds, where it starts and some of its numbers."""
+    """Return start and sampled values of every block on this process."""
     return [
         ([part.start or 0 for part in shard.index], shard.data.reshape(-1)[::97].tolist())
         for shard in leaf.addressable_shards
@@ -164,7 +164,7 @@ def samples(leaf):
 
 
 def dead_rank():
-    """What the parent says when a rank dies in the middle of an exchange, and after how long."""
+    """Return the parent's message about a rank dying during an exchange, and its delay."""
     from benchmarks.network.jax_ranks import barrier, launch_jax
 
     def body(rank):

@@ -1,4 +1,4 @@
-"""This runs a program of these tests in a sandbox."""
+"""Runner of test programs in a sandbox."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def needs_sandbox():
-    """Skips where there can be none, saying which step failed."""
+    """Skip if no sandbox is possible, with the failed step."""
     if sandbox.missing():
         pytest.skip(sandbox.missing())
 
@@ -23,7 +23,7 @@ def command(name, *arguments):
 
 
 def run(name, timeout_s=60):
-    """What the program returns."""
+    """Return the result of the program."""
     needs_sandbox()
     program = sandbox.bound_to_parent(command(name))
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -1,4 +1,4 @@
-"""Networks of namespaces are as fast as asked, count what travels, and end cleanly."""
+"""Namespace networks have the requested rates, count traffic, and end cleanly."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def test_packets_leave_by_the_nic_that_the_topology_says():
     sent = {name: [round(nic / NUM_BYTES, 1) for nic in nics] for name, nics in run("rails").items()}
     assert [sent[f"spine {to}"] for to in (1, 2, 3)] == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     assert [sent[f"rail only {to}"] for to in (1, 2, 3)] == [[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
-    # A connection takes one of the node's interfaces, whichever.
+    # A connection uses either of the node's interfaces.
     assert [sorted(sent[f"multipath {to}"][:2]) for to in (1, 2, 3)] == [[0, 0], [0, 1], [0, 1]]
 
 
@@ -64,7 +64,7 @@ def test_nothing_is_left_when_the_parent_is_killed(number):
     running = processes_of(token)
     assert len(running) >= 6
     if number == signal.SIGTERM:
-        # As `timeout` does: it goes to the group, and `unshare` itself waits for its child.
+        # Like `timeout`, send it to the group, as `unshare` waits for its child.
         for pid in running:
             os.kill(pid, number)
     else:
@@ -77,7 +77,7 @@ def test_nothing_is_left_when_the_parent_is_killed(number):
 
 
 def processes_of(token):
-    """Those with it in their command line, which forked ranks inherit."""
+    """Return processes with the token in their command line, which forked ranks inherit."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,4 +1,4 @@
-"""JAX processes in network namespaces compute the layer, move what its plan says, and stop when ranks die."""
+"""JAX processes in network namespaces compute the layer, send the planned bytes, and stop if a rank dies."""
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ def test_a_rank_that_dies_in_a_collective_is_named_within_seconds():
 
 
 def test_the_prediction_is_that_of_the_model():
-    """Half of a rank's copies cross five times, or its experts there and their gradients back."""
+    """Half of a rank's copies cross five times, or its experts cross with their gradients returning."""
     sizes, rate = Sizes(1024, 512, 64), 1e8
     bytes_per_s = payload_bytes_per_s(rate)
     router_bytes = 1.5 * 4 * 512 * 16

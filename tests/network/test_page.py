@@ -1,4 +1,4 @@
-"""The program of docs/networks.md runs as it stands."""
+"""The program of docs/networks.md runs unchanged."""
 
 import re
 import subprocess

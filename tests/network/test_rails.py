@@ -1,4 +1,4 @@
-"""Exchanges between processes: rows arrive, by rail ranks too, and NICs carry what `RailS` planned."""
+"""Exchanges between processes: rows arrive, also via rail ranks, and NICs carry the traffic planned by `RailS`."""
 
 import itertools
 import socket
@@ -24,7 +24,7 @@ def test_sprayed_rows_are_faster_than_straight_ones_and_keep_to_the_plan():
     results = run("sprayed_rows")
     assert results["straight"]["off_plan"] < 0.03
     assert results["sprayed"]["off_plan"] < 0.03
-    # A third, if nothing else runs on the machine.
+    # A third on an idle machine.
     assert results["sprayed"]["seconds"] < 0.8 * results["straight"]["seconds"]
 
 
@@ -55,7 +55,7 @@ def test_rows_between_nodes_keep_to_their_rail():
     rows = np.zeros((4, 4, 2), int)
     rows[0, 3] = 5, 7
     passing = Ways.along_rails(rows).hops()
-    # By rank 2 on rail 0; by rank 1 on rail 1.
+    # Via rank 2 on rail 0; via rank 1 on rail 1.
     assert {(one, other): passing[one, other] for one, other in np.argwhere(passing)} == {
         (0, 2): 5,
         (2, 3): 5,

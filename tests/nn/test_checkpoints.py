@@ -1,4 +1,4 @@
-"""Plain orbax calls save a layer on 8 ranks and restore it on 4; examples/checkpoints.py runs it on others."""
+"""Plain Orbax calls save a layer on 8 ranks and restore it on 4; examples/checkpoints.py covers other rank counts."""
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ OPTIONS = {
     "no gate": {"experts": ExpertConfig(12, gated=False)},
 }
 EVERYDAY = {"eplb", "two_tier", "biases", "homes"}
-"""Systems that keep a state, and parameters with axes of their own."""
+"""Cases tested by default: systems with state, and parameters with their own axes."""
 
 CASES = {name: {"system": name} for name in system_names()} | OPTIONS
 

@@ -1,4 +1,4 @@
-"""Options of a layer: what they refuse, and what they make."""
+"""Options of a layer: validation and results."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ REFUSED = {
     "transfer": (lambda: Precision(transfer_dtype=jnp.bfloat16), r"precision.transfer_dtype is bfloat16; expected"),
     "headroom": (lambda: Buffers(0.0), r"headroom is 0.0; expected a finite number above 0"),
     "rounds": (lambda: Buffers(max_rounds=0), r"max_rounds is 0; expected at least 1, or None"),
-    "capacity": (lambda: TopK(2, capacity_factor=-1.0), r"capacity_factor is -1.0; expected above 0"),
+    "capacity": (lambda: TopK(2, capacity_factor=-1.0), r"capacity_factor is -1.0; expected a finite number above 0"),
 }
 
 
@@ -44,7 +44,7 @@ def test_options_out_of_range_are_refused(make, message):
 
 
 def test_a_number_is_no_buffer():
-    # In tests jaxtyping looks at the type first.
+    # In tests jaxtyping checks the type first.
     with pytest.raises(TypeError, match="buffers"):
         Direct(1.05)
 

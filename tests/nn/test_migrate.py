@@ -1,4 +1,4 @@
-"""The Flax layer equals its reference with expert domains, too."""
+"""The Flax layer with expert domains equals its reference."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from tests.layer_cases import assert_close, make_mesh
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_layer_with_domains_equals_one_without():
-    """Beside a data axis, on an Explicit mesh; replicas inside each offset's group."""
+    """With a data axis, on an Explicit mesh, and replicas inside each offset's group."""
     base = make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
     topology = Topology.from_mesh(base)
     mesh = hybrid_mesh(base, {"expert": 2})
@@ -44,6 +45,7 @@ def test_a_layer_with_domains_equals_one_without():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_codec_that_remembers_begins_exact_and_catches_up():
     base = make_mesh((4,), ("expert",))
     mesh = hybrid_mesh(base, {"expert": 2})
@@ -80,7 +82,7 @@ def test_the_topology_of_another_mesh_is_refused():
     base = make_mesh((4,), ("expert",))
     mesh = hybrid_mesh(base, {"expert": 2})
     migrate = GatherExpertDomain(ExpertDomains.from_mesh(mesh, Topology.from_mesh(base)), Codec(2.0))
-    with pytest.raises(ValueError, match=r"topology is not system.migrate.domains.between"):
+    with pytest.raises(ValueError, match=r"topology differs from system.migrate.domains.between"):
         MoE(
             16,
             8,

@@ -62,7 +62,7 @@ def tokens(mesh=None, spec=None):
 
 @nnx.jit
 def dense_layer(layer, x):
-    """The layer by the oracle, shared expert and all."""
+    """Return the outputs of the oracle, including the shared expert."""
     flat = x.reshape(-1, WIDTH)
     gate = None if layer.gate is None else layer.gate[...]
     experts = Experts(layer.up[...], layer.down[...], gate)
@@ -83,12 +83,12 @@ def gradients_of(call):
 
 
 def gradients(call, layer, x):
-    """Gradients of the parameters; programs of the same functions and layers are compiled once."""
+    """Return the gradients of the parameters; programs of equal functions and layers are compiled once."""
     return gradients_of(call)(layer, x)
 
 
 def values_and_gradients(layer, x):
-    """Outputs, statistics and the gradients of the mean square, in one program."""
+    """Return outputs, statistics and the gradients of the mean square, in one program."""
 
     def loss(layer):
         y, stats = layer(x)
@@ -121,6 +121,7 @@ def test_the_layer_equals_a_dense_one(axis_type, sizes, names, expert_axis):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_fused_layer_equals_one_whose_gate_is_apart():
     """Values, and the gradients of both parameters, which keep their names."""
     mesh, system, x = make_mesh((8,), ("expert",)), greedy(2), tokens()
@@ -137,8 +138,9 @@ def test_a_fused_layer_equals_one_whose_gate_is_apart():
 @pytest.mark.parametrize(
     ("shape", "axis_type"), [pytest.param((1,), AxisType.Auto, marks=pytest.mark.thorough), ((3, 5), AxisType.Explicit)]
 )
+@pytest.mark.thorough
 def test_any_number_of_tokens_is_served(shape, axis_type):
-    """One token, an uneven prefill: outputs and gradients are those of the dense layer, with a mask and without."""
+    """One token and an uneven prefill: outputs and gradients equal the dense layer, with and without a mask."""
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
     layer, reference = make(mesh, system=greedy(1)), make(make_mesh((1,), ("expert",)))
     x = jax.random.normal(jax.random.key(3), (*shape, WIDTH))
@@ -152,6 +154,7 @@ def test_any_number_of_tokens_is_served(shape, axis_type):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", [pytest.param("greedy", marks=pytest.mark.thorough), "feplb"])
+@pytest.mark.thorough
 def test_axes_that_are_neither_the_groups_nor_the_datas_do_the_same(system):
     mesh = make_mesh((2, 2, 2), ("data", "expert", "tensor"))
     topology = Topology.from_mesh(mesh, data_axes="data")
@@ -174,7 +177,7 @@ def test_axes_that_are_neither_the_groups_nor_the_datas_do_the_same(system):
 
 @pytest.mark.slow
 def test_it_works_where_some_axes_are_manual_already():
-    """Two stages of a pipeline, each with a microbatch of its own."""
+    """Two pipeline stages with separate microbatches."""
     mesh = make_mesh((2, 2, 2), ("stage", "data", "expert"))
     topology = Topology.from_mesh(mesh, data_axes="data")
     layer = MoE(
@@ -196,7 +199,7 @@ def test_it_works_where_some_axes_are_manual_already():
             return nnx.merge(graph, state)(x[0])[0][None]
 
         spec = PartitionSpec("stage")
-        # With the check JAX 0.12 cannot lower the gradient of any `shard_map` inside of another.
+        # With check_vma, JAX 0.12 cannot lower the gradient of nested `shard_map`s.
         options = {"axis_names": {"stage"}, "check_vma": False}
         y = jax.shard_map(one, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec, **options)(state, x)
         return jnp.square(y).mean(), y
@@ -233,10 +236,13 @@ def test_a_decode_step_needs_no_buffers_of_training():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "gated"),
-    [pytest.param(ClampedSwiGLU(limit=1.0), True, marks=pytest.mark.thorough), (relu_squared, False)],
+    [
+        pytest.param(ClampedSwiGLU(limit=1.0), True, marks=pytest.mark.thorough),
+        pytest.param(relu_squared, False, marks=pytest.mark.thorough),
+    ],
 )
 def test_experts_have_other_activations(activation, gated):
-    """The shared expert, too; by the formula, over all experts."""
+    """Includes the shared expert; the reference evaluates the formula over all experts."""
     layer = make(make_mesh((8,), ("expert",)), experts=ExpertConfig(INNER, activation, gated), shared=SharedExpert(12))
 
     def ffn(x, up, down, gate):
@@ -282,7 +288,7 @@ def test_rules_can_shard_weights_further(axis_type):
 
 
 class CountingSteps(Balancer):
-    """Remembers how often it was called, and the counts of the last time."""
+    """Balancer storing its number of calls and the last counts."""
 
     def __hash__(self):
         return 0
@@ -318,8 +324,9 @@ def test_balancer_state_lives_outside_the_parameters(sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_training_step_needs_no_masks():
-    """optax sees parameters only; the bias moves by its own rule."""
+    """The optimizer updates parameters only; the bias has its own update rule."""
     layer = make(make_mesh((8,), ("expert",)), router=BIASED, losses=Losses(switch=1e-2))
     optimizer = nnx.Optimizer(layer, optax.adamw(1e-2), wrt=nnx.Param)
 
@@ -403,7 +410,7 @@ def test_computing_in_bfloat16_keeps_float32_parameters():
     assert y.dtype == jnp.bfloat16
     assert layer.up[...].dtype == jnp.float32
     assert_close(y, dense_layer(make(make_mesh((1,), ("expert",))), tokens()), 5e-2)
-    # Replicas travel in bfloat16.
+    # Replicas are sent in bfloat16.
     assert stats.weight_bytes_moved[0] % (3 * WIDTH * INNER * 2) == 0
 
 
@@ -417,6 +424,7 @@ def test_masked_tokens_get_zero():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_linen_users_get_the_same_layer():
     mesh = make_mesh((8,), ("expert",))
     topology = Topology.from_mesh(mesh)
@@ -499,8 +507,9 @@ def test_bad_arguments_are_refused(call, message):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
-    """The README's layer on another kind of mesh: what is on no mesh comes back replicated over it."""
+    """The README's layer on another kind of mesh: inputs without a mesh give outputs replicated over it."""
     x = jax.random.normal(jax.random.key(1), (8, 4, 16))
     outs = []
     for axis_type in (AxisType.Auto, AxisType.Explicit):
@@ -534,7 +543,7 @@ def test_a_narrow_dtype_is_refused_when_the_layer_is_made():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_explicit_axes_may_both_split_the_sequence_in_a_scan_with_remat():
-    """Two layers with a state that is carried from step to step, beside the same ones on Auto axes."""
+    """Two layers with a state carried between steps, against the same layers on Auto axes."""
     x, names = tokens(), ("data", "expert")
 
     def run(axis_type, spec):

@@ -1,4 +1,4 @@
-"""A layer whose experts move between steps computes the same as before."""
+"""Relocating experts between steps does not change the layer's outputs."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def mesh():
 
 
 def make(mesh, system=plain().replace(relocates=True)):
-    # Groups of consecutive experts, and scores of which many are equal: both depend on the router's numbers.
+    # Groups of consecutive experts, and scores with many ties: both depend on the expert order of the router.
     router = TopK(
         2, score=lambda logits: jax.nn.softmax(jnp.round(logits)), group_limit=GroupLimit(4, 2), selection_bias=True
     )
@@ -64,7 +64,7 @@ def train_step(layer, optimizer, x):
 def test_training_goes_on_as_if_nothing_had_moved(mesh):
     """One of two equal layers is relocated between steps.
 
-    Routing is the same to the bit. How a matmul rounds a row depends on the rows beside it, so the rest is close.
+    Routing is bitwise equal. The rounding of a row in a matmul depends on adjacent rows, so other values are close.
     """
     x = jax.random.normal(jax.random.key(1), (16, 4, WIDTH)) + 0.5
     stays, moves = (make(mesh) for _ in range(2))

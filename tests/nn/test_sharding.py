@@ -1,4 +1,4 @@
-"""Experts split over further axes: equal to dense, and the collectives that the programs have."""
+"""Experts sharded over further axes: equality with the dense layer, and collectives of the programs."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def make(mesh, system, topology, rules, **options):
 
 
 def with_biases(layer):
-    """Biases that are not 0, the same on every mesh."""
+    """Set random biases, the same on every mesh."""
     for i, name in enumerate(("up_bias", "gate_bias", "down_bias", "kernel_bias")):
         bias = getattr(layer, name)
         value = 0.1 * jax.random.normal(jax.random.key(i), bias.shape, jnp.float64)
@@ -44,7 +44,7 @@ def with_biases(layer):
 
 def dense_layer(layer, x):
     w = {name: getattr(layer, name)[...] for name in ("up", "down", "gate", "up_bias", "down_bias", "gate_bias")}
-    # The router's bias as one more input that is always 1.
+    # Represent the router bias by an additional input of 1.
     wide = jnp.concatenate([x.reshape(-1, WIDTH), jnp.ones((x.size // WIDTH, 1))], -1)
     kernel = jnp.concatenate([layer.kernel[...], layer.kernel_bias[...][None]])
     padded = Experts(
@@ -64,7 +64,7 @@ CASES = {
     "fsdp and tensor": ((2, 2, 2), ("fsdp", "expert", "tensor"), rules(embed="fsdp", mlp="tensor"), PartitionSpec()),
     "context": ((2, 2, 2), ("data", "context", "expert"), rules(), PartitionSpec("data", "context")),
 }
-"""Each a mesh, the table of logical axes, and where the tokens `[B, T, H]` are."""
+"""Mesh, logical axis rules, and sharding of the tokens `[B, T, H]` per case."""
 
 
 @pytest.mark.slow
@@ -104,12 +104,12 @@ def check_collectives(text, axes):
     def nbytes(kind, axis):
         return sum(one.nbytes for one in found if one.kind == kind and axis in (one.axes or ()))
 
-    # Outputs and gradients of tokens are summed over tensor shards, once each; no weights travel between them.
+    # Outputs and token gradients are all-reduced once each over tensor shards; no weights are exchanged between them.
     assert {one.kind for one in found if "tensor" in (one.axes or ())} == (
         {"all-reduce"} if "tensor" in axes else set()
     )
     assert nbytes("all-reduce", "tensor") < matrix_bytes
-    # Matrices are gathered, and their gradients summed where they are at home, without a sum of whole ones.
+    # Matrices are gathered, and their gradients reduce-scattered, without an all-reduce of full gradients.
     if "fsdp" in axes:
         assert nbytes("all-gather", "fsdp") >= 3 * matrix_bytes
         assert nbytes("reduce-scatter", "fsdp") >= 3 * matrix_bytes
@@ -155,5 +155,5 @@ def test_axes_that_cannot_split_experts_are_refused():
         make(mesh, "plain", topology, rules())
     with pytest.raises(ValueError, match=r"rules split experts over \['expert'\]; expected data axes"):
         make(mesh, "plain", topology, rules(embed="expert", mlp="tensor"))
-    with pytest.raises(ValueError, match="tensor_axes is 'expert'; expected different ones of"):
+    with pytest.raises(ValueError, match="tensor_axes is 'expert'; expected distinct axes of"):
         Topology.from_mesh(mesh, tensor_axes="expert")

@@ -3,13 +3,13 @@ import pytest
 
 from tests.parity.references import make_reference
 
-# Most of what is compiled for one release of transformers is compiled for the next one, too.
+# Most programs are equal for two releases of transformers, so share the compilation cache.
 jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
-    """Makes the reference of an architecture once."""
+    """Return a function building the reference of an architecture once."""
     made = {}
 
     def of(name):

@@ -1,4 +1,4 @@
-"""Tiny random models of `transformers`: their checkpoints, logits, gradients and what they generate."""
+"""Tiny random models of `transformers`: checkpoints, logits, gradients and generated tokens."""
 
 import json
 import os
@@ -103,20 +103,20 @@ CONFIGS = {
         },
     ),
 }
-"""Sizes that use what an architecture has, and no more layers than that needs."""
+"""Sizes covering the features of each architecture with few layers."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What `transformers` says of a model.
+    """Results of `transformers` for a model.
 
     Args:
         folder: its checkpoint.
         tokens: int64 `[B, T]`.
         logits: float32 `[B, T, V]`.
-        rounded: the same, computed in bfloat16.
-        gradients: of the mean cross-entropy of each token given those before, by the names of tensors in a checkpoint.
-        generated: `[B, NEW_TOKENS]`, greedily, after the first `PROMPT` tokens.
+        rounded: logits computed in bfloat16.
+        gradients: gradients of the mean next-token cross-entropy, by checkpoint tensor name.
+        generated: `[B, NEW_TOKENS]`, greedy continuation of the first `PROMPT` tokens.
     """
 
     folder: Path
@@ -139,7 +139,7 @@ def make_reference(name: str, folder: Path) -> Reference:
         rounded = make_model(name).to(torch.bfloat16)(tokens).logits.float().numpy()
         for parameter in model.parameters():
             parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    # Written like parameters, gradients have the names of a checkpoint, whatever the modules are called.
+    # Save gradients as parameters, which gives them the checkpoint's tensor names.
     model.save_pretrained(folder / "gradients")
     return Reference(
         folder / "checkpoint",
@@ -152,7 +152,7 @@ def make_reference(name: str, folder: Path) -> Reference:
 
 
 def make_model(name: str) -> torch.nn.Module:
-    """Makes a model whose weights are so large that no two experts or tokens are alike."""
+    """Return a model with weights large enough to make all experts and tokens distinct."""
     kind, sizes = CONFIGS[name]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**(USUAL | sizes))
@@ -168,7 +168,7 @@ def make_model(name: str) -> torch.nn.Module:
 
 
 def make_dense(name: str, folder: Path) -> torch.nn.Module:
-    """Makes a dense model, and its checkpoint."""
+    """Return a dense model, and write its checkpoint."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**USUAL, intermediate_size=40, head_dim=8)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -179,7 +179,7 @@ def make_dense(name: str, folder: Path) -> torch.nn.Module:
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Reads all files of a checkpoint."""
+    """Read all files of a checkpoint."""
     tensors = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="numpy") as file:
@@ -188,7 +188,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """Computes the logits of a checkpoint that somebody else wrote."""
+    """Return the logits of a checkpoint not written by `transformers`."""
     model, told = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", output_loading_info=True
     )

@@ -1,4 +1,4 @@
-"""Values, gradients and generated tokens are those of `transformers`, whoever serves a token on whatever mesh."""
+"""Values, gradients and generated tokens equal `transformers`, for every system and mesh."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ from tests.parity.references import CONFIGS, NEW_TOKENS, PROMPT, logits_of, make
 MESHES = {"1x8": ParallelConfig(1, 8), "2x4": ParallelConfig(2, 4)}
 LOGITS = 1e-4
 GRADIENTS = 1e-3
-"""Relative to the largest entry of the tensor."""
+"""Tolerance relative to the largest entry of the tensor."""
 
 
 def loaded(reference, mesh, system, **options):
@@ -59,7 +59,7 @@ def compare(reference, mesh, system, **options):
     expected = {name: value for name, value in reference.gradients.items() if "e_score_correction_bias" not in name}
     assert compared.keys() == expected.keys()
     for name, value in expected.items():
-        # An expert that no token chose has a gradient of zeros, here as there.
+        # An unused expert has zero gradients in both.
         assert np.abs(value).max() > 0 or ".experts." in name, f"{name} was not used"
         np.testing.assert_allclose(compared[name], value, rtol=0, atol=GRADIENTS * np.abs(value).max(), err_msg=name)
     return stats
@@ -75,7 +75,7 @@ def test_logits_and_gradients(reference, name, mesh, system, scan_layers):
 
 OTHERS = [name for name in system_names() if name not in ("plain", "exact")]
 ALIKE = ("eplb", "eplb_plus", "fastermoe", "lplb")
-"""They plan in other ways than `greedy` and move weights and rows as it does, so that its backward pass is theirs."""
+"""Systems with the transport, and so the backward pass, of `greedy`, and other planners."""
 SPREAD = [
     (system, mesh, (i + 3 * j) % 5, i % 2 == j) for i, system in enumerate(OTHERS) for j, mesh in enumerate(MESHES)
 ]
@@ -83,13 +83,15 @@ SPREAD = [
 
 @pytest.mark.parametrize(("system", "mesh", "kind", "has_turn"), SPREAD)
 def test_every_system(reference, system, mesh, kind, has_turn):
-    """Each on both meshes, with another architecture on each, as all pairs would take an hour; gradients on one."""
+    """Each system runs on both meshes with different architectures, as all pairs would take an hour; gradients on one
+    mesh.
+    """
     compared = compare if has_turn and system not in ALIKE else compare_logits
     compared(reference(list(CONFIGS)[kind]), mesh, system, scan_layers=True)
 
 
 def test_the_other_mesh_of_plain(reference):
-    """That of `exact` generates, in `test_greedy_generation`."""
+    """`test_greedy_generation` covers `exact` on this mesh."""
     compare_logits(reference("gpt_oss"), "1x8", "plain", scan_layers=True)
 
 
@@ -107,7 +109,7 @@ def test_mxfp4_is_read_as_transformers_does(tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bfloat16_within_its_rounding(reference, name):
-    """As far from float32 as `transformers` is in bfloat16, at the median token: some tokens change their expert."""
+    """The median token differs from float32 as much as `transformers` in bfloat16 does; some tokens change experts."""
     ref = reference(name)
     model = loaded(ref, "1x8", "plain", compute_dtype="bfloat16", param_dtype="bfloat16")
     logits, _ = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(ref.tokens, jnp.int32))
@@ -118,7 +120,7 @@ def test_bfloat16_within_its_rounding(reference, name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_generation(reference, name):
-    """Prompts of two lengths at once, of which the shorter are the reference's."""
+    """Prompts of two lengths in one batch; the shorter ones are the reference's."""
     ref = reference(name)
     prompts = [*ref.tokens[:, :PROMPT].tolist(), ref.tokens[0].tolist()]
     found = generate(loaded(ref, "2x4", "exact" if name == "mixtral" else "plain"), prompts, NEW_TOKENS)
@@ -131,7 +133,7 @@ def test_saved_checkpoints_are_read_by_transformers(reference, name, tmp_path):
     save_pretrained(loaded(ref, "2x4", "plain"), tmp_path / "out", max_file_bytes=20_000)
     save_pretrained(loaded(ref, "1x8", "plain"), tmp_path / "one")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    # Weights lie elsewhere in their files, and the last bits of torch's products may depend on that: 7e-7 was seen.
+    # Weights are at other file offsets, which may change the last bits of torch's products: 7e-7 was measured.
     expected = logits_of(ref.folder, ref.tokens)
     np.testing.assert_allclose(logits_of(tmp_path / "out", ref.tokens), expected, rtol=0, atol=LOGITS / 10)
     theirs = read_tensors(ref.folder)

@@ -1,4 +1,4 @@
-"""This makes random inputs of every planner, and names its three implementations."""
+"""Random inputs of every planner, and its three implementations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from jax_moe_lb.planners.ultraep import ultraep, ultraep_reference
 
 Arrays = tuple[np.ndarray, ...]
 STOPPED = (jax.errors.JaxRuntimeError, ValueError)
-"""What a program that stops raises: when it is waited for, or already when it is called."""
+"""Exceptions of a program that stops, raised when it is awaited or already when it is called."""
 
 
 @dataclass(frozen=True)
 class Planner:
-    """One planner at fixed options.
+    """One planner with fixed options.
 
     Args:
-        op: of arrays; the custom call where it was built.
-        reference: the same in jnp; `None` for `exact`, whose form in jnp searches otherwise.
-        module: the same in `_planning`, on NumPy arrays.
-        draw: arrays for it.
+        op: function of arrays, using the custom call if it was built.
+        reference: jnp implementation; `None` for `exact`, whose jnp form uses another search.
+        module: function in `_planning`, on NumPy arrays.
+        draw: function sampling its arguments.
     """
 
     op: Callable
@@ -40,7 +40,7 @@ class Planner:
 
 
 def draw_placement(rng, num_ranks, num_home, slots, domain, empty=0.4):
-    """Homes, and in the other slots other experts of the domain, none twice on a rank, or nothing."""
+    """Return homes, and distinct other experts of the domain, or -1, in the remaining slots."""
     placement = np.full((num_ranks, slots), -1, np.int32)
     for rank in range(num_ranks):
         first = rank // domain * domain * num_home
@@ -52,20 +52,20 @@ def draw_placement(rng, num_ranks, num_home, slots, domain, empty=0.4):
 
 
 def draw_tokens(rng, shape, scale=200):
-    """Skewed, with zeros and ties."""
+    """Return skewed tokens, with zeros and ties."""
     tokens = (scale * rng.random(shape) ** 6 * rng.integers(0, 2, shape)).astype(np.int32)
     return np.where(rng.random(shape) < 0.2, 7, tokens).astype(np.int32)
 
 
 def draw_plan(rng, num_ranks, num_home, slots, domain, empty=0.4):
-    """A legal placement and a quota on its slots."""
+    """Return a legal placement and a quota on its slots."""
     placement = draw_placement(rng, num_ranks, num_home, slots, domain, empty)
     holds = (placement[:, :, None] == np.arange(num_ranks * num_home)).any(1).T
     return placement, np.where(holds, draw_tokens(rng, holds.shape), 0).astype(np.int32)
 
 
 def draw_counts(rng, num_ranks, num_home, slots, domain, empty=0.4):
-    """`draw_plan`, and counts that most experts are served wholly at home by."""
+    """Return `draw_plan`, and counts for which most experts are served only at home."""
     placement, quota = draw_plan(rng, num_ranks, num_home, slots, domain, empty)
     counts = draw_tokens(rng, quota.shape[::-1])
     at_home = np.arange(len(quota))[:, None] // num_home == np.arange(num_ranks)
@@ -75,7 +75,7 @@ def draw_counts(rng, num_ranks, num_home, slots, domain, empty=0.4):
 
 
 def draw_popular(rng, num_ranks, slots):
-    """One home expert on each rank, and replicas of which some experts have many."""
+    """Return one home expert per rank, with many replicas of some experts."""
     placement = np.full((num_ranks, slots), -1, np.int32)
     for rank in range(num_ranks):
         drawn = rng.zipf(1.3, slots) - 1
@@ -85,7 +85,7 @@ def draw_popular(rng, num_ranks, slots):
 
 
 def draw_rows(rng, num_ranks, num_rails):
-    """Rows from rank to rank, and rails of which some are slow or dead."""
+    """Return rows between ranks, and rails of which some are slow or dead."""
     ticks = rng.choice(np.array([0, 1, 1, 2, 3, 32767]), num_rails)
     ticks[rng.integers(num_rails)] = 1
     return draw_tokens(rng, (num_ranks, num_ranks), rng.choice([5, 200, 10**6])), ticks.astype(np.int32)
@@ -148,7 +148,7 @@ def as_tuple(results):
 
 
 def assert_same(results, expected):
-    """Equal values, shapes and dtypes."""
+    """Check equality of values, shapes and dtypes."""
     results, expected = as_tuple(results), as_tuple(expected)
     assert len(results) == len(expected)
     for result, want in zip(results, expected, strict=True):

@@ -16,7 +16,7 @@ SHAPES = [(1, 1, 1, 1), (2, 1, 2, 2), (4, 1, 2, 4), (6, 3, 5, 3), (8, 2, 4, 4), 
 
 
 def by_the_book(tokens, placement, domain):
-    """The rule, one copy at a time, on Python integers and sets."""
+    """Apply the rule one copy at a time, with Python integers and sets."""
     num_ranks, num_home = len(placement), len(tokens) // len(placement)
     slots = placement.tolist()
     holders = [{rank for rank in range(num_ranks) if expert in slots[rank]} for expert in range(len(tokens))]

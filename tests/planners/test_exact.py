@@ -17,7 +17,7 @@ SHAPES = [(3, 4, 5, 3), (8, 2, 3, 8), (8, 4, 6, 4), (12, 3, 4, 12), (6, 2, 9, 2)
 
 
 def draw_counts(rng, num_ranks, num_home, scale):
-    """Uneven experts on uneven ranks, each starting mostly on a few ranks."""
+    """Return counts of uneven experts on uneven ranks, each mostly from a few ranks."""
     popularity = rng.lognormal(0, 0.6, num_ranks * num_home) * np.repeat(rng.lognormal(0, 0.5, num_ranks), num_home)
     tokens = np.floor(scale * popularity / popularity.sum()).astype(np.int64)
     starts = rng.dirichlet(np.full(num_ranks, 0.3), len(tokens))
@@ -25,7 +25,7 @@ def draw_counts(rng, num_ranks, num_home, scale):
 
 
 def by_reference(counts, slots, domain, eps, max_fan_out, localize):
-    """`exact` domain by domain, in plain Python."""
+    """Run `exact` domain by domain, in plain Python."""
     num_ranks, num_experts = counts.shape
     home = num_experts // num_ranks
     placement = np.full((num_ranks, slots), -1, np.int32)
@@ -55,7 +55,9 @@ def test_it_equals_the_reference(shape, scale):
 
 
 def best_max_loads(tokens, num_ranks, holders):
-    """The lowest maximum load of placements: the densest set of ranks that holds all copies of what it serves."""
+    """Return the lowest maximum load of each placement, from the densest set of ranks containing all holders of its
+    experts.
+    """
     best = np.zeros(len(holders), np.int64)
     for size in range(1, num_ranks + 1):
         for members in itertools.combinations(range(num_ranks), size):
@@ -66,7 +68,7 @@ def best_max_loads(tokens, num_ranks, holders):
 
 
 def all_placements(num_ranks, num_home):
-    """Who holds which expert, `[placements, E, R]`, with one replica slot on each rank."""
+    """Return the holders of experts, `[placements, E, R]`, with one replica slot per rank."""
     num_experts = num_ranks * num_home
     choices = [[None, *(e for e in range(num_experts) if e // num_home != rank)] for rank in range(num_ranks)]
     home = np.arange(num_experts)[:, None] // num_home == np.arange(num_ranks)

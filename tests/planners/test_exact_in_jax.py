@@ -1,4 +1,4 @@
-"""The search in jnp that stands in for the planner of `exact` in C++."""
+"""The jnp search replacing the C++ planner of `exact`."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ OPTIONS = [(0.0, ANY, True), (0.01, 1, False), (1e300, 0, True)]
 
 
 def draw_adversarial(rng, num_ranks, num_experts):
-    """Random counts, none, one hot expert, all on one rank, ties, and as many as int32 holds."""
+    """Return random counts, zeros, one hot expert, all on one rank, ties, and int32 extremes."""
     shape = (num_ranks, num_experts)
     expert = np.arange(num_experts) + np.zeros((num_ranks, 1), int)
     return [
@@ -46,7 +46,7 @@ def replicas(placement, num_experts):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        # Every shape and, with several domains, all options.
+        # Every shape; all options with several domains.
         pytest.param(shape, options, marks=() if number == 0 or shape == SHAPES[0] else pytest.mark.thorough)
         for shape in SHAPES
         for number, options in enumerate(OPTIONS)
@@ -63,7 +63,7 @@ def test_every_plan_is_legal_and_within_its_limit(shape, options):
         made = placement[:, home:]
         assert ((made[:, 1:] < 0) | (made[:, :-1] >= 0)).all()  # replicas, then -1
         assert np.bincount(made[made >= 0] // home, minlength=num_ranks).max() <= options[1]
-        assert (quota[made[made >= 0], np.nonzero(made >= 0)[0]] > 0).all()  # every replica serves
+        assert (quota[made[made >= 0], np.nonzero(made >= 0)[0]] > 0).all()  # every replica serves tokens
         tokens, load = counts.sum(0).reshape(num_ranks, -1).sum(1), quota.sum(0)
         assert load.max() <= tokens.max()
         maxima.append(load.max())
@@ -82,7 +82,7 @@ def test_every_plan_is_legal_and_within_its_limit(shape, options):
     ids=str,
 )
 def test_the_maximum_is_that_of_the_cpp_planner(shape):
-    """Within 0.1 % of the mean on average, where slots are scarce and the mean is out of reach."""
+    """Within 0.1 % of the mean on average, for scarce slots with which the mean is out of reach."""
     num_ranks, num_experts, spare = shape
     slots, above = num_experts // num_ranks + spare, []
     for seed, name in enumerate(("zipf", "lognormal", "zipf", "lognormal")):
@@ -96,7 +96,7 @@ def test_the_maximum_is_that_of_the_cpp_planner(shape):
 
 
 def test_a_fan_out_that_binds_costs_no_more_than_in_cpp():
-    """Three replicas of a rank's experts are enough where the ranks that take them have made room before."""
+    """Three replicas of a rank's experts suffice if the taking ranks have freed capacity first."""
     above = []
     for seed in range(4):
         counts = WORKLOADS[2].counts(seed, 32, 512, 128, 8)
@@ -108,15 +108,24 @@ def test_a_fan_out_that_binds_costs_no_more_than_in_cpp():
 
 
 def test_room_is_made_on_idle_ranks():
-    """Rank 0 may send one replica, of 10 token copies: rank 3 has room for them once its own 2 are on rank 1."""
+    """Rank 0 may send one replica, of 10 token copies: rank 3 has capacity for them once its own 2 are on rank 1."""
     tokens = jnp.asarray(np.array([[20, 0], [5, 3], [5, 3], [2, 0]], np.int32))
     for cleared, highest in ((0, 12), (1, 10)):
         way = replace(usual_way(tokens), cleared=jnp.int32(cleared))
         assert fill(tokens, jnp.int32(10), way, slots=1, max_fan_out=1).load.max() == highest
 
 
+def test_room_is_made_within_the_fan_out():
+    """Rank 1 has three experts that ranks 2 and 3 have room for."""
+    tokens = jnp.asarray(np.array([[20, 0, 0], [2, 2, 2], [9, 0, 0], [9, 0, 0]], np.int32))
+    for max_fan_out, sent in ((1, 1), (2, 2)):
+        way = replace(usual_way(tokens), cleared=jnp.int32(1))
+        plan = fill(tokens, jnp.int32(12), way, slots=1, max_fan_out=max_fan_out)
+        assert (np.asarray(plan.expert) // 3 == 1).sum() == sent
+
+
 def test_it_needs_about_as_many_replicas_as_the_cpp_planner():
-    """Where the mean is in reach, both use the whole of `eps`."""
+    """If the mean is in reach, both use all of `eps`."""
     ours, theirs = [], []
     for seed in range(4):
         counts = WORKLOADS[2].counts(seed, 32, 512, 128, 8)
@@ -172,7 +181,7 @@ def test_slots_exchange_only_experts_that_the_other_rank_lacks():
 
 
 def test_domains_are_planned_each_for_itself():
-    """Tokens that start in the other domain count, on whatever rank."""
+    """Tokens from the other domain count, on any rank."""
     counts = WORKLOADS[2].counts(0, 8, 512, 32, 4)
     _, quota = RUN(counts, 6, 4, 0.01, ANY, False)
     for first in (0, 1):
@@ -189,7 +198,7 @@ def no_custom_calls(monkeypatch):
 
 
 def without_custom_calls():
-    """Return counts of two layers and their plans, mapped."""
+    """Return counts of two layers and their plans under vmap."""
     counts = np.stack([WORKLOADS[k].counts(k, 2, 256, 8, 2) for k in (1, 2)])
     return counts, jax.jit(jax.vmap(lambda counts: exact(counts, 5, 2)))(counts)
 
@@ -221,7 +230,7 @@ def test_without_a_planning_module_the_host_cannot_be_called(monkeypatch):
     monkeypatch.setattr(custom_calls, "PLANNING_MODULE", "jax_moe_lb._absent_planning")
     with pytest.raises(RuntimeError, match=r"call_host is set, but jax_moe_lb\._planning was not built"):
         exact(np.ones((2, 4), np.int32), 3, 2, call_host=True)
-    # NumPy's arrays are then planned by a program.
+    # NumPy arrays are then planned by a JAX program.
     assert isinstance(exact(np.ones((2, 4), np.int32), 3, 2)[0], np.ndarray | jax.Array)
 
 

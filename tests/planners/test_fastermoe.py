@@ -15,7 +15,7 @@ SHAPES = [(1, 2, 3, 1), (4, 4, 6, 4), (6, 3, 5, 3), (8, 2, 3, 8)]
 
 
 def by_the_rule(placement, quota, counts, domain, min_saved):
-    """The rule of `ffi/planning/fastermoe.h`, word by word."""
+    """Apply the rule of `ffi/planning/fastermoe.h` literally."""
     placement, quota = placement.copy(), quota.copy()
     num_experts, num_ranks = quota.shape
     home = np.arange(num_experts) // (num_experts // num_ranks)

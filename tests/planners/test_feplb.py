@@ -13,12 +13,12 @@ RUN = jax.jit(feplb, static_argnums=STATIC)
 REFERENCE = jax.jit(feplb_reference, static_argnums=STATIC)
 # ranks, home experts, slots, ranks per domain
 SHAPES = [(1, 2, 3, 1), (4, 4, 6, 4), (6, 3, 5, 3), (8, 2, 3, 8)]
-# dynamic experts, experts that a rank takes, threshold, skip
+# dynamic experts, experts taken by a rank, threshold, skip
 OPTIONS = [(4, 8, 1, False), (4, 8, 1, True), (2, 1, 20, True)]
 
 
 def by_the_rule(placement, quota, domain, num_dynamic, max_num_dyn, tau, skip):
-    """The rule of `ffi/planning/feplb.h`, word by word."""
+    """Apply the rule of `ffi/planning/feplb.h` literally."""
     placement, quota = placement.copy(), quota.copy()
     num_experts, num_ranks = quota.shape
     home = np.arange(num_experts) // (num_experts // num_ranks)

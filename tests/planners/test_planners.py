@@ -1,4 +1,4 @@
-"""Every planner gives one result from all implementations, under all transformations, on all meshes."""
+"""All implementations of every planner agree, under all transformations and on all meshes."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ EACH_IN_JAX = pytest.mark.parametrize(
 
 
 def each_in_jax_on_meshes(of_references=()):
-    """Parametrize with implementations and axis types; by default references have only the axis types named here."""
+    """Parametrize with implementations and axis types; by default references have only the axis types given here."""
     return pytest.mark.parametrize(
         ("planner", "plan", "axis_type"),
         [
@@ -53,7 +53,7 @@ def each_in_jax_on_meshes(of_references=()):
 
 
 def stacked(planner, number, seed=0):
-    """Several cases, stacked, and what `_planning` makes of each."""
+    """Return several stacked cases, and the results of `_planning` for each."""
     rng = np.random.default_rng(seed)
     cases = [planner.draw(rng) for _ in range(number)]
     planned = [as_tuple(planner.module(*case)) for case in cases]
@@ -129,7 +129,7 @@ def test_shard_map_with_a_case_for_each_shard(planner, plan, axis_type):
 @pytest.mark.slow
 @each_in_jax_on_meshes(of_references=[AxisType.Explicit])
 def test_a_result_varies_over_the_axes_of_any_operand(planner, plan, axis_type):
-    """The last operand differs between shards, the others are the same on all."""
+    """The last operand differs between shards; the others are equal."""
     mesh = make_mesh((8,), ("x",), axis_type)
     cases, _ = stacked(planner, 8)
     rest, last = tuple(case[0] for case in cases[:-1]), cases[-1]
@@ -152,7 +152,7 @@ def test_a_result_varies_over_the_axes_of_any_operand(planner, plan, axis_type):
 @EACH_PLANNER
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_result_of_equal_operands_is_the_same_on_all_shards(planner, axis_type):
-    """Its out-spec may say so, which is refused for anything that varies."""
+    """Its out-spec may be replicated, which is an error for varying values."""
     mesh, case = make_mesh((8,), ("x",), axis_type), planner.draw(np.random.default_rng(2))
     none = PartitionSpec()
     with jax.set_mesh(mesh):
@@ -189,13 +189,13 @@ def test_attributes_and_status_word_of_the_lowered_call():
             assert "domain = 3 : i64" in call
             assert "min_tokens = 2 : i64" in call
             assert call.endswith("-> (tensor<6x4xi32>, tensor<12x6xi32>, tensor<1xi32>)")
-            # Only where a failure is no error does the program look at the word.
+            # Only if a failure raises no error does the program read the word.
             assert ("stablehlo.select" in text) == (platform == "cuda")
 
 
 @pytest.mark.slow
 def test_a_failed_plan_is_illegal():
-    """What a GPU makes of a status word that is not 0."""
+    """The effect of a nonzero status word on a GPU."""
     counts = jnp.ones((4, 8), jnp.int32)
     start = plain_plan(counts, Topology.flat(4))
 

@@ -19,7 +19,7 @@ EXPERTS = [
 
 
 def gpu_loads(weight, phy2log, logcnt, num_gpus):
-    """`[layers, GPUs]`, every expert's load split evenly."""
+    """Return loads `[layers, GPUs]`, with every expert's load split evenly."""
     of_copy = np.take_along_axis(weight / logcnt, phy2log, 1)
     return of_copy.reshape(len(weight), num_gpus, -1).sum(2)
 
@@ -30,7 +30,7 @@ def duplicates(phy2log, num_gpus):
 
 
 def assert_consistent(weight, num_replicas, phy2log, log2phy, logcnt):
-    """The three arrays say the same, and every expert has a copy."""
+    """Check that the three arrays are consistent, and that every expert has a copy."""
     num_layers, num_experts = weight.shape
     assert phy2log.shape == (num_layers, num_replicas)
     assert log2phy.shape == (num_layers, num_experts, logcnt.max())

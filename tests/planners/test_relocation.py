@@ -1,4 +1,4 @@
-"""Homes are planned on the host, as `plan_relocation` promises."""
+"""Properties of `plan_relocation` on the host."""
 
 import numpy as np
 import pytest
@@ -29,14 +29,14 @@ def test_domains_are_level_and_every_place_is_taken_once():
 
 
 def test_hand_made_case():
-    """Eight experts on two domains of two ranks: 7 + 3 + 1 + 1 against 5 + 4 + 2 + 1 is not level, 12 each is."""
+    """Eight experts on two domains of two ranks: 7 + 3 + 1 + 1 against 5 + 4 + 2 + 1 is uneven, 12 each is even."""
     loads = np.array([[7.0, 5, 4, 3, 2, 1, 1, 1]])
     homes = apply_relocation(np.arange(8)[None], plan_relocation(loads, Topology.flat(4, 2)))
     assert domain_lower_bound(loads, homes, Topology.flat(4, 2)) == [1.0]
 
 
 def test_the_permutation_starts_from_where_experts_are():
-    """From any homes the plan is the same, and a second one moves nothing."""
+    """From any homes the plan is the same, and a second one moves no experts."""
     loads, now = skewed(), np.random.default_rng(1).permuted(STAY, axis=1)
     permutation = plan_relocation(loads, TOPOLOGY, now)
     then = apply_relocation(now, permutation)
@@ -57,7 +57,7 @@ def test_groups_are_spread_over_domains():
     loads = np.random.default_rng(0).lognormal(0, 1, (3, 32))
 
     def unlike(homes):
-        """Differences of the groups' loads between the two domains."""
+        """Return differences of the groups' loads between the two domains."""
         signed = np.where(homes < 16, loads, -loads)
         return np.square(signed.reshape(3, 4, 8).sum(2)).sum()
 

@@ -25,7 +25,7 @@ OPTIONS = [(0.01, 1024), (0.0, 7)]
 
 
 def draw(rng, shape, scale, empty):
-    """A placement, and heavy-tailed tokens, most of them at home."""
+    """Return a placement, and heavy-tailed tokens, most of them at home."""
     num_ranks, num_home, slots, domain = shape
     placement = draw_placement(rng, num_ranks, num_home, slots, domain, empty)
     holds = (placement[:, :, None] == np.arange(num_ranks * num_home)).any(1).T
@@ -45,7 +45,7 @@ def assert_all_agree(placement, quota, domain, eps, min_tokens):
 
 
 NO_SLACK = [SHAPES[3], SHAPES[5]]
-"""Shapes that are compiled with both options by default: two domains, and one."""
+"""Shapes compiled with both options by default: two domains, and one."""
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_it_is_the_released_planner(shape, options, seed, scale, empty):
 
 @pytest.mark.slow
 def test_these_cases_reach_the_search():
-    """Limits that the ladder does not try, below the largest load."""
+    """Limits not tried by the ladder, below the largest load."""
     found, rng = 0, np.random.default_rng(0)
     for _ in range(300):
         placement, quota = draw(rng, (8, 2, 3, 8), 5000, 1.0)

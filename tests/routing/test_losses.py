@@ -45,7 +45,7 @@ def test_the_sequence_loss_leaves_padding_out():
 
 
 def group_loss(losses, mask=None):
-    """The losses over 8 ranks of 8 tokens each."""
+    """Return the losses over 8 ranks of 8 tokens each."""
 
     def one_rank(logits, mask):
         routing = mask_tokens(TopK(2)(logits), mask)

@@ -79,7 +79,7 @@ def test_bias_update_moves_against_the_load():
 
 @pytest.mark.slow
 def test_the_bias_evens_out_the_load():
-    """Thousand updates on fixed logits bring the busiest expert near the mean."""
+    """A thousand updates on fixed logits bring the busiest expert near the mean."""
     logits = LOGITS + jnp.linspace(0, 2, 8)[None]
     router = TopK(2, score=jax.nn.sigmoid)
 
@@ -115,14 +115,14 @@ def test_bad_routers_are_refused(make, message):
 @pytest.mark.parametrize("depth", [20.0, 45.0, 90.0, 400.0])
 @pytest.mark.parametrize("score", [jax.nn.softmax, jax.nn.sigmoid])
 def test_weights_of_experts_far_below_the_best_are_finite_and_so_are_their_gradients(score, depth, x64):
-    """Chosen logits so low that their scores underflow: the weights are those of float64, where they do not."""
+    """Chosen logits with underflowing scores have the weights of float64, in which they do not underflow."""
     logits = np.array([[0.0, -depth, -depth - 1, -depth - 3]])
     experts = jnp.array([[1, 2]], jnp.int32)
 
     def first_weight(logits):
         return TopK(2, score=score).with_experts(logits, experts).weights[0, 0]
 
-    # Scores that fall exponentially: those of the two differ by a factor e.
+    # Exponentially falling scores: those of the two experts differ by a factor e.
     weight, gradient = jax.jit(jax.value_and_grad(first_weight))(jnp.asarray(logits, jnp.float32))
     want = 1 / (1 + np.exp(-1))
     np.testing.assert_allclose(weight, want, rtol=1e-5)

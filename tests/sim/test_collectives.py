@@ -1,4 +1,4 @@
-"""Collectives have the bytes and hops that one counts by hand."""
+"""Bytes and hops of collectives match manual calculation."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def bytes_of(flows, cluster):
 )
 def test_thirty_two_ranks_at_five_milliseconds_pay_for_every_hop(way, gather_s, reduce_s):
     cluster = by(FAR, Collective(way))
-    # A megabyte per rank, 31 of which each rank passes on; of a sum of 32 MB it passes on 62 of 32 parts.
+    # One megabyte per rank, of which each rank forwards 31; of a sum of 32 MB it forwards 62 of 32 parts.
     assert took(all_gather(1e6, (32,), cluster), cluster) == pytest.approx(gather_s + 31e-3)
     assert took(reduce_scatter(1e6, (32,), cluster), cluster) == pytest.approx(gather_s + 31e-3)
     assert took(all_reduce(32e6, (32,), cluster), cluster) == pytest.approx(reduce_s + 62e-3)
@@ -42,7 +42,7 @@ def test_thirty_two_ranks_at_five_milliseconds_pay_for_every_hop(way, gather_s, 
 @pytest.mark.parametrize(
     ("way", "gather_hops", "reduce_hops"),
     [
-        # A ring of 32 crosses nodes 3 times on a piece's way, and stays inside on 28.
+        # On a ring of 32, a piece crosses nodes 3 times and stays inside for 28 hops.
         ("ring", (3, 28), (6, 56)),
         ("tree", (2, 3), (4, 6)),
         ("hierarchical", (3, 7), (6, 14)),
@@ -64,11 +64,12 @@ def test_hops_of_two_levels_pay_the_latency_of_their_level(way, gather_hops, red
     [
         # 4 of the ring's 32 edges leave a node, and every edge carries 31 pieces, or 62 of 32 parts of the sum.
         ("ring", (4 * 31, 28 * 31), (4 * 62, 28 * 62)),
-        # 3 edges of a tree join nodes, 28 ranks inside; both ways of each carry the whole sum of 32.
+        # 3 edges of a tree connect nodes, and 28 connect ranks inside; both directions of each carry the whole sum of
+        # 32.
         ("tree", (32 * 3, 4 * 8 * 4 * 7), (2 * 3 * 32, 2 * 28 * 32)),
-        # Each rank sends its piece to 3 other nodes, then inside the 4 that it has; twice of that for a sum.
+        # Each rank sends its piece to 3 other nodes, then inside the 4 that it has; twice as much for a sum.
         ("hierarchical", (32 * 3, 32 * 4 * 7), (2 * 32 * 3, 2 * 32 * 4 * 7)),
-        # To each of 24 ranks elsewhere its own copy.
+        # A separate copy to each of 24 ranks elsewhere.
         ("direct", (32 * 24, 32 * 7), (2 * 32 * 24, 2 * 32 * 7)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Files and presets: what they say is what is built, and what is not understood is named."""
+"""Files and presets are built as written, and unknown entries are reported."""
 
 import copy
 
@@ -107,7 +107,11 @@ BAD = {
         {"model": "mixtral"},
         "model is 'mixtral', no preset and no .yaml file; near ones are mixtral",
     ),
-    "preset without a model": ((), {"cluster": "mixtral_8x7b"}, "cluster is 'mixtral_8x7b', a preset without one"),
+    "preset without a model": (
+        (),
+        {"cluster": "mixtral_8x7b"},
+        "cluster is 'mixtral_8x7b'; expected a preset with a cluster",
+    ),
     "no such base": ((), {"migration": {"base": "mean"}}, "migration.base is 'mean'"),
     "imbalance below one": ((), {"routing": {"imbalance": 0.5}}, "routing.imbalance is 0.5"),
 }
@@ -161,7 +165,7 @@ def test_a_file_says_how_bytes_are_moved_and_how_much_ranks_differ(written):
     assert (cluster.jitter, cluster.jitter_seed) == (0.02, 7)
     with pytest.raises(ValueError, match=r"cluster\.communication\.collectives is 'rings'"):
         load_config("CONFIG", written(("cluster",), communication={"collectives": "rings"}))
-    with pytest.raises(ValueError, match="once_per_member is True; expected by_level as well"):
+    with pytest.raises(ValueError, match="once_per_member is True; expected by_level=True"):
         load_config("CONFIG", written(("cluster",), communication={"once_per_member": True}))
 
 

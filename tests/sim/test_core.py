@@ -1,4 +1,4 @@
-"""The simulator moves what the plan says, no faster than its links, and takes what can be computed by hand."""
+"""The simulator moves the planned bytes within link rates, and its times match manual calculation."""
 
 import itertools
 import math
@@ -55,11 +55,11 @@ SIZES = [(8,), (4,), (2, 4), (4, 2), (2, 2, 2), (1, 4), (2, 1, 4)]
 MACHINES = st.tuples(
     st.sampled_from(SIZES), st.lists(st.integers(6, 11), min_size=3, max_size=3), st.integers(0, 2), st.booleans()
 )
-"""Sizes of levels, powers of ten of their rates, how links are shared, and whether there are latencies."""
+"""Sizes of levels, powers of ten of their rates, link sharing, and presence of latencies."""
 
 
 def cluster_of(machine):
-    """Of 4 to 8 ranks, of one to three levels."""
+    """Return a cluster of 4 to 8 ranks with one to three levels."""
     sizes, rates, sharing, has_latency = machine
     levels, inner = [], math.prod(sizes)
     for name, size, rate in zip(("dc", "node", "gpu")[-len(sizes) :], sizes, rates, strict=False):
@@ -70,7 +70,7 @@ def cluster_of(machine):
 
 
 def counts_of(cluster, seed, skew):
-    """Of two layers."""
+    """Return counts of two layers."""
     rng = np.random.default_rng(seed)
     popular = rng.permutation(np.arange(1.0, 17) ** -skew)
     return rng.multinomial(256, popular / popular.sum(), (2, cluster.num_ranks)).astype(np.int32)
@@ -112,7 +112,7 @@ def test_a_step_takes_at_least_every_bound_and_no_link_is_above_its_rate(case):
     report = simulate(system, model(), cluster, counts)
     tasks = report.timeline.tasks
     assert report.step_s == pytest.approx(sum(stage.exposed_s for stage in report.stages.values()), rel=1e-9)
-    # Every rank's own work, and every link's.
+    # Work of every rank and every link.
     for stream in {stream for task in tasks for stream in task.streams}:
         mine = [task for task in tasks if stream in task.streams]
         assert report.step_s >= np.sum([task.end - task.start for task in mine], 0).max() * (1 - 1e-9)
@@ -189,7 +189,7 @@ def test_gathered_domains_serve_what_the_balancer_hybridep_plans(size):
 def test_plain_expert_parallelism_in_closed_form():
     shape, cluster = model(layers=1, pre_expert_s=1e-3), Cluster((Links("gpu", 4, 1e9),), AnalyticGemm(1e12, 0.0, 0.0))
     counts = np.zeros((4, 16), np.int32)
-    counts[:, 0] = 256  # all want the first expert
+    counts[:, 0] = 256  # all tokens prefer the first expert
     report = simulate(systems.plain(), shape, cluster, counts, step=Step(backward=False, exchange_counts=False))
     exchange_s = 3 * 256 * shape.row_bytes / 1e9
     assert report.step_s == pytest.approx(1e-3 + 2 * exchange_s + 4 * 256 * shape.row_flops / 1e12)
@@ -213,7 +213,7 @@ def test_a_step_of_forward_and_backward_has_the_stages_of_the_executor():
 
 @pytest.mark.slow
 def test_feplb_hides_planner_rows_and_weights_under_static_experts():
-    """Its exchanges are those of plain expert parallelism, and all that moves on returns before they go back."""
+    """Its exchanges equal plain expert parallelism, and all moved rows return before the rows go back."""
     shape = model(layers=1, experts=64, tokens=4096, hidden=1024, inner=1024)
     rng = np.random.default_rng(0)
     popular = rng.permutation(np.arange(1.0, 65) ** -0.5) * np.where(np.arange(64) < 16, 2.0, 1.0)
@@ -230,7 +230,7 @@ def test_feplb_hides_planner_rows_and_weights_under_static_experts():
     assert report.stages["return"].bytes == report.stages["rows"].bytes > 0
     (back,) = (task for task in report.timeline.tasks if task.stage == "combine")
     assert "return" in {task.stage for task in back.before}
-    # What is computed is what the plan says, in both waves together.
+    # Both waves together compute the planned rows.
     computed = [task for task in report.timeline.tasks if task.stage == "experts"]
     balanced = replace(systems.feplb(), dispatch=Direct())
     work, _ = layer_work(balanced, shape, cluster, counts)
@@ -285,7 +285,7 @@ def test_hops_follow_the_rails_of_any_number(rails):
     to_rail, rail, from_rail = systems.rails().dispatch.cost().hops(rows, plan, cluster.topology())
     node = np.arange(8) // 4
     near = np.where(node[:, None] == node[None], rows, 0)
-    # What leaves a sender, and what reaches a receiver, inside its node or by a rail rank.
+    # Rows leaving a sender and reaching a receiver, inside its node or via a rail rank.
     np.testing.assert_array_equal(to_rail.sum(1), rows.sum(1))
     np.testing.assert_array_equal((near + from_rail).sum(0), rows.sum(0))
     np.testing.assert_array_equal((to_rail - near).sum(0), rail.sum(1))
@@ -313,7 +313,7 @@ def test_domains_that_the_stream_model_chooses_are_nearly_the_fastest_simulated(
         sizes: simulate_uniform(shape, cluster, migration=Migration(sizes), step=step).step_s
         for sizes in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
     }
-    # The model hides every level's gather on its own; here one follows the other.
+    # The model overlaps the gather of every level separately; here they are sequential.
     assert times[choose_expert_domains(work, topology).domain_sizes] <= 1.05 * min(times.values())
 
 

@@ -1,4 +1,4 @@
-"""A drift is found again in what was drawn with it, and decides what systems with history gain."""
+"""Fits recover the drift of samples, which determines the gain of systems with a history."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_a_fit_finds_the_drift_again(drift):
     assert found.spread == pytest.approx(drift.spread, rel=0.2)
     assert found.rank_std == pytest.approx(drift.rank_std, abs=0.02)
     assert found.steady == pytest.approx(drift.steady, abs=0.12)
-    # Shares of the whole hang on few layers; how much changes from step to step does not.
+    # Shares of the total depend on few layers; changes between steps do not.
     changing = [(1 - one.correlation(1)) * one.spread**2 for one in (found, drift)]
     assert changing[0] == pytest.approx(changing[1], rel=0.15, abs=0.002)
     correlations = moments(trace, MODEL.per_token, [1, 8, 32]).correlations
@@ -61,7 +61,7 @@ def test_advice_knows_what_was_before():
     drift = Drift(0.9, 0.1, 10.0)
     (load,) = drawn_workloads(MODEL, 8, 2.0, 1, [LoadShape.LOGNORMAL], 1, 0, drift)
     judge = Evaluator(MODEL, CLUSTER, Step())
-    # Its three first steps are of a plan, so the judged one has replicas.
+    # Its first three steps have a plan, so the evaluated one has replicas.
     assert judge.report(Choice("eplb", 2), load).imbalance_after < 1.6 < judge.report(Choice(), load).imbalance_after
     assert Choice("eplb", 2) in Space(CLUSTER, 2, with_history=True)
     assert Choice("eplb", 2) not in Space(CLUSTER, 2)

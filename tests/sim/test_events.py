@@ -1,4 +1,4 @@
-"""Transfers that overlap share their links, and ranks that jitter wait for the slowest: against hand counts."""
+"""Overlapping transfers share links, and ranks with jitter wait for the slowest: compared with manual calculation."""
 
 import zlib
 from dataclasses import replace
@@ -14,7 +14,7 @@ SHARED = Communication(shares_links=True)
 
 
 def ends(*transfers, starts=None):
-    """Of transfers that each begin when a task of so many seconds is done."""
+    """Return the ends of transfers, each starting after a task of `starts` seconds."""
     timeline = Timeline(1)
     sent = []
     for at, transfer in enumerate(transfers):
@@ -29,7 +29,7 @@ def test_two_transfers_at_once_take_twice_as_long_and_a_later_one_halves_what_is
     assert ends(one, one) == [2.0, 2.0]
     # Alone for a second, then both have a second left.
     assert ends(two, one, starts=[0.0, 1.0]) == [3.0, 3.0]
-    # Half speed until the short one is done at 2, then the other alone.
+    # Half speed until the short one is done at 2, then full speed for the other.
     assert ends(two, one) == [3.0, 2.0]
 
 
@@ -40,9 +40,9 @@ def test_a_transfer_takes_nothing_of_links_while_its_latency_lasts():
 def test_levels_are_shared_apart():
     outer, inner = Transfer(0.0, 1.0, (1.0, 0.0)), Transfer(0.0, 1.0, (0.0, 1.0))
     assert ends(outer, inner) == [1.0, 1.0]
-    # Two halve the outer level; the third has the inner one for itself.
+    # Two halve the outer level; the third has the inner one alone.
     assert ends(outer, outer, inner) == [2.0, 2.0, 1.0]
-    # One needs a quarter of the inner level, where both fit at four fifths of their speed.
+    # One needs a quarter of the inner level, on which both run at four fifths of their speed.
     assert ends(Transfer(0.0, 1.0, (1.0, 0.25)), inner) == pytest.approx([1.25, 1.25])
     # Two that need half of a level each are not slowed down.
     assert ends(Transfer(0.0, 1.0, (0.5,)), Transfer(0.0, 1.0, (0.5,))) == [1.0, 1.0]
@@ -64,7 +64,7 @@ def test_a_gather_beside_a_dispatch_shares_the_link():
     assert queued.stages["dispatch"].busy_s == pytest.approx(dispatch_s)
     assert shared.stages["dispatch"].busy_s == pytest.approx(2 * dispatch_s)
     assert shared.stages["gather"].busy_s == pytest.approx(gather_s + dispatch_s)
-    # The experts wait for both, and the link has as much to do.
+    # The experts wait for both, and the link carries the same bytes.
     assert shared.step_s == pytest.approx(queued.step_s)
 
 
@@ -93,7 +93,7 @@ def test_jitter_makes_exchanges_wait_for_the_slowest_rank():
         simulate(systems.plain(), model, replace(cluster, jitter_seed=seed), even, step=step) for seed in (3, 4)
     )
     assert again.step_s == report.step_s != other.step_s
-    with pytest.raises(ValueError, match=r"Cluster.jitter is 0\.1; expected 0 where one rank stands for all"):
+    with pytest.raises(ValueError, match=r"Cluster.jitter is 0\.1; expected 0, as one rank stands for all"):
         simulate_uniform(model, cluster)
-    with pytest.raises(ValueError, match=r"Cluster.jitter is 2\.0, of seed 0; expected 0 to 1\.0"):
+    with pytest.raises(ValueError, match=r"Cluster.jitter is 2\.0, of seed 0; expected a jitter of 0 to 1\.0"):
         replace(cluster, jitter=2.0, jitter_seed=0)

@@ -1,4 +1,4 @@
-"""Tokens that go level by level, once for each member, in numbers of their own width: against hand counts."""
+"""Tokens forwarded level by level, once per member, in their own precision: compared with manual calculation."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_tokens_with_two_experts_on_a_node_cross_once():
 
     # Of the six pairs of four experts one has none on the other node: 5 of 6 tokens cross.
     assert crossed([[3, 3, 3, 3]] * 2) == pytest.approx([5, 5])
-    # All want both experts of the second node: 12 copies, 6 tokens.
+    # All tokens have both experts on the second node: 12 copies, 6 tokens.
     assert crossed([[0, 0, 6, 6]] * 2) == pytest.approx([6, 0], abs=1e-3)
     assert share_in_member(4, 2, 2) == pytest.approx(5 / 6)
     # Of DeepSeek-V3's 256 experts 16 are on a node: of 8 choices half a copy goes there, in 0.41 tokens.
@@ -116,7 +116,7 @@ def test_dispatch_in_fp8_and_combine_in_bfloat16():
     crossing = 8 * 256 * 7 / 8
     assert stages["dispatch"].bytes == pytest.approx(crossing * 64 * 1.03125)
     assert stages["combine"].bytes == pytest.approx(crossing * 64 * 2)
-    # Copies are sent again, and gradients of outputs, both in fp8.
+    # Copies are sent again, with gradients of outputs, both in fp8.
     assert stages["dispatch (backward)"].bytes == pytest.approx(2 * crossing * 64 * 1.03125)
 
 
@@ -124,7 +124,7 @@ def test_a_wire_is_for_rows_forward_and_gradients_travel_as_they_are():
     cluster, even = Cluster((Links("gpu", 8, 1e9),)), np.full((8, 16), 16, np.int32)
     system = systems.plain().replace(transfer=QuantizedTransfer(block=32))
     stages = simulate(system, model(), cluster, even).stages
-    # 64 numbers of a byte and two scales of 4, beside 64 numbers of 2.
+    # 64 numbers of a byte and two scales of 4, compared with 64 numbers of 2.
     wire, plainly = 8 * 256 * 7 / 8 * (64 + 8), 8 * 256 * 7 / 8 * 128
     assert stages["dispatch"].bytes == stages["combine"].bytes == pytest.approx(wire)
     assert stages["dispatch (backward)"].bytes == pytest.approx(wire + plainly)
@@ -136,16 +136,16 @@ def test_shared_experts_compute_beside_the_exchange():
     even = np.full((8, 16), 16, np.int32)
     step = Step(exchange_counts=False)
     with_them, without = (simulate(systems.plain(), one, cluster, even, step=step) for one in (shape, model()))
-    # Three matrices of 64 x 96 for each of 64 tokens, of which 295 more count; four times with the backward pass.
+    # Three matrices of 64 x 96 for each of 64 tokens, plus 295 equivalent rows; four times with the backward pass.
     once_s = (64 + 295) * 2 * 3 * 64 * 96 / 600e12 + 10e-6
     assert with_them.stages["shared experts"].busy_s == pytest.approx(once_s)
     assert with_them.stages["shared experts (backward)"].busy_s == pytest.approx(3 * (once_s - 10e-6) + 10e-6)
-    # The exchange of 28 us each way hides them.
+    # The exchange of 28 us in each direction hides them.
     assert with_them.step_s == pytest.approx(without.step_s)
 
 
 def test_communication_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match="once_per_member is True; expected by_level as well"):
+    with pytest.raises(ValueError, match="once_per_member is True; expected by_level=True"):
         Communication(once_per_member=True)
     with pytest.raises(ValueError, match=r"dispatch_bytes is 0\.0; expected more than 0 and at most 8"):
         Communication(dispatch_bytes=0.0)

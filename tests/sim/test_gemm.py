@@ -1,4 +1,4 @@
-"""Grouped FFNs take as long as their weights or a measured curve say."""
+"""Times of grouped FFNs follow their weights or a measured curve."""
 
 import numpy as np
 import pytest

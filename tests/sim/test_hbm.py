@@ -1,4 +1,4 @@
-"""What only moves bytes in a rank's own memory takes time where its rate is known."""
+"""Operations that only move bytes in a rank's memory take time if its rate is known."""
 
 from dataclasses import asdict, replace
 
@@ -52,7 +52,7 @@ def test_without_a_rate_they_are_left_out():
 
 
 def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
-    """By hand, with a buffer for exactly the mean load and one round."""
+    """Compared with manual calculation, for a buffer of exactly the mean load and one round."""
     system = systems.plain(Buffers(headroom=1.0, max_rounds=1))
     hidden, kind = 256 * 2 * 256, 2 * 64 * 128 * 2
     found = asdict(traffic_of(system, MODEL, CLUSTER, backward=False))
@@ -73,7 +73,7 @@ def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
 
 
 def test_own_kernels_join_nothing_and_turn_nothing_around():
-    """Rows and the gradients of their outputs, and hidden activations; and gradients are not cut apart."""
+    """These are rows, gradients of their outputs, and hidden activations; gradients are not split."""
     before = traffic_of(systems.exact(1), MODEL, CLUSTER)
     after = traffic_of(systems.exact(1).replace(kernels=Kernels.OWN), MODEL, CLUSTER)
     rows = systems.exact(1).dispatch.cost().buffer_rows(256 * 2)
@@ -90,7 +90,7 @@ def test_loops_carry_outputs_and_wide_sums():
 
 
 def test_replicas_come_and_their_gradients_go_home():
-    """A slot, two home experts: fetched twice, side by side, sent, added to a wide sum; and cut apart from the rest."""
+    """One slot, two home experts: fetched twice, concatenated, sent, added to a wide sum, and split from the rest."""
     exact, plain = (traffic_of(system, MODEL, CLUSTER) for system in (systems.exact(1), systems.plain()))
     assert exact.exchanges - plain.exchanges == 2 * 2 * MODEL.expert_bytes
     assert exact.arriving == (2 + 2 + 11 + 2 * 2) * MODEL.expert_bytes

@@ -1,4 +1,4 @@
-"""Drawn counts have the imbalance that was asked for, and are counts that routing can have."""
+"""Sampled counts have the requested imbalance, and are possible routing results."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_shapes_have_the_same_imbalance_and_differ(kind):
     load = counts.sum(1).reshape(2, 8, -1).sum(2)
     np.testing.assert_allclose(load.max(1) / load.mean(1), 1.7, rtol=0.05)
     assert (counts.sum(2) == 1024 * 4).all()
-    # How much of its rank the hottest expert has tells them apart.
+    # The share of the hottest expert in its rank distinguishes the shapes.
     hottest = counts.sum(1).reshape(2, 8, 8).max(2) / load
     assert (hottest.mean() > 0.6) == (kind is LoadShape.HOT)
 
@@ -56,7 +56,7 @@ def test_loads_come_shape_by_shape_and_with_what_was_before():
     for load in loads:
         totals = load.counts.sum(1)
         assert (load.earlier != 3 * totals).any()
-        # The same popularity in three steps, as all are draws from it where nothing drifts.
+        # Without drift, all three steps are samples of the same popularity.
         np.testing.assert_allclose(load.earlier, 3 * totals, atol=12 * np.sqrt(totals.max()))
         np.testing.assert_allclose(load.before.sum((0, 2)), BEFORE * totals, atol=16 * np.sqrt(totals.max()))
     assert [load.name for load in drawn_workloads(model, 4, 1.0, 2, shapes, 2, 0)] == ["even"]

@@ -1,4 +1,4 @@
-"""Memory is counted as compiled programs hold it, part by part."""
+"""Memory is modelled part by part, as in compiled programs."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def held(system=exact(2), model=MODEL, cluster=CLUSTER, migration=Migration(), s
 def test_a_loop_over_rounds_carries_its_sums_in_float32():
     loop, once = held(), held(exact(2, Buffers(max_rounds=1)))
     parameters = SLOTS * MODEL.expert_bytes / 2
-    # Of three kinds of matrices one is added after the other.
+    # The three kinds of matrices are added one after the other.
     assert loop.sums == 4 * parameters * 4 / 3
     assert once.sums == 2 * parameters
 
@@ -33,7 +33,7 @@ def test_many_rows_need_most_where_gradients_of_rows_are():
     found = held(plain(), many)
     arrays = 3 * rows * many.row_bytes + 3 * rows * many.inner * 2 + many.tokens * many.per_token * many.row_bytes
     assert found.buffers == arrays + 2 * many.tokens * many.row_bytes
-    # Gradients of weights are there already, of no kind twice.
+    # Gradients of weights exist at this time, each kind once.
     assert found.sums == 4 * 4 * many.expert_bytes / 2
 
 
@@ -46,7 +46,7 @@ def test_layers_keep_tokens_and_addresses_or_all_that_they_computed():
 def test_gradients_of_replicas_need_room_where_experts_are_large():
     wide = replace(MODEL, inner=65536, tokens=128)
     home = held(model=wide)
-    # All that may come from the seven others of a domain, and one sum of theirs in float32.
+    # All replicas that may arrive from the seven others of a domain, and one of their sums in float32.
     assert home.arriving == (7 * 2 + 2) * wide.expert_bytes
     assert home.in_use == 0
     assert held(plain(), wide).arriving == 0

@@ -1,4 +1,4 @@
-"""The simulator runs strategies that it has never heard of: it asks them what they need."""
+"""The simulator runs user-defined strategies, through the properties they provide."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ ONE_PASS = Step(backward=False)
 
 @dataclass(frozen=True)
 class Fixed(Balancer):
-    """The next rank of the domain always helps with the first expert of a rank, whatever the load."""
+    """Balancer by which the next rank of the domain always takes part of a rank's first expert, for any load."""
 
     def rebalance(self, counts, plan, topology, state):
         rank = np.arange(plan.num_ranks)
@@ -43,7 +43,7 @@ class Fixed(Balancer):
 
 @dataclass(frozen=True)
 class ByEngine(Gather):
-    """The same copies, made by copy engines."""
+    """Gather with copy engines."""
 
     @property
     def uses_copy_engines(self):
@@ -52,7 +52,7 @@ class ByEngine(Gather):
 
 @dataclass(frozen=True)
 class ByTheFirst(Direct):
-    """Rows for another node pass by the first rank of the sender's node."""
+    """Dispatch sending rows for another node through the first rank of the sender's node."""
 
     def cost(self):
         return ByTheFirstCost(self.buffers)
@@ -70,7 +70,7 @@ class ByTheFirstCost(TransportCost):
 
 
 def test_a_balancer_says_whether_a_planner_runs():
-    """One that needs no counts has its weights on their way with the layer, and waits for no planner."""
+    """Without counts, weights are sent with the layer, without waiting for a planner."""
     fixed = simulate(System(Fixed(), replica_slots=1), SHAPE, CLUSTER, COUNTS, step=ONE_PASS)
     greedy = simulate(System(Greedy(), replica_slots=1), SHAPE, CLUSTER, COUNTS, step=ONE_PASS)
     assert "plan" not in fixed.stages
@@ -99,7 +99,7 @@ def test_a_dispatch_says_which_exchanges_its_rows_take():
     )
     tasks = [task for task in relayed.timeline.tasks if task.stage == "dispatch"]
     assert len(tasks) == 2 * len([task for task in straight.timeline.tasks if task.stage == "dispatch"])
-    # All that leaves a node takes one of its four links, so the exchange takes at least as long as four times the mean.
+    # All rows leaving a node use one of its four links, so the exchange takes at least four times the mean.
     assert relayed.stages["dispatch"].busy_s > straight.stages["dispatch"].busy_s
     assert relayed.level_bytes["node"] == straight.level_bytes["node"]
 
@@ -107,7 +107,7 @@ def test_a_dispatch_says_which_exchanges_its_rows_take():
 def test_a_dispatch_says_what_is_served_together():
     @dataclass(frozen=True)
     class Twice(Direct):
-        """Even tokens first, then the others."""
+        """Dispatch with even tokens in the first wave, and the others in the second."""
 
         def cost(self):
             return TwiceCost(self.buffers)

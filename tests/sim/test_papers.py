@@ -1,4 +1,4 @@
-"""What the papers' tables say of domains and limits holds in the simulator, as the benchmarks run it."""
+"""Statements of the papers' tables about domains and limits hold in the simulator, as run by the benchmarks."""
 
 import numpy as np
 import pytest
@@ -72,6 +72,6 @@ def test_ultraep_gains_throughput_in_the_tables_of_its_paper():
 def test_rates_fitted_to_feplbs_times_before_balancing_are_ones_that_an_h100_can_have():
     best = feplb.fitted(10, 0)[0]
     assert 0.4 * 989e12 < best.peak_flops_per_s < 989e12
-    # Where 3.35 TB/s and the datasheet's rate balance: 295.
+    # Balance point of 3.35 TB/s and the datasheet's rate: 295.
     assert 150 < best.half_rows < 600
     assert best.rest_s > 0

@@ -1,4 +1,4 @@
-"""Groups beside the expert-parallel one, against hand counts."""
+"""Parallel groups besides the expert-parallel one, compared with manual calculation."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def test_data_groups_sum_gradients_once_beside_the_backward_pass():
     summed = report.stages["data sums (backward)"]
     assert summed.busy_s == pytest.approx(4 * layer_bytes / 1e6)
     assert report.level_bytes["data"] == pytest.approx(4 * 4 * layer_bytes)
-    # A sum takes a little longer than attention, under which it hides.
+    # A sum takes slightly longer than the attention hiding it.
     assert 0 < summed.exposed_s < summed.busy_s / 2
     # Eight microbatches, one optimizer.
     microbatches_s = 8 * (alone.step_s - 0.5) + 0.5
@@ -99,7 +99,7 @@ REFUSED = {
     "no ranks": (lambda: Peers(0), "size is 0; expected at least 1"),
     "latency": (lambda: Peers(2, 1.0, -1.0), "latency_s is -1.0; expected a finite number"),
     "microbatches": (lambda: Parallel(microbatches=0), "microbatches is 0; expected at least 1"),
-    "interleave": (lambda: Parallel(interleave=2), "interleave is 2; expected 1 where one stage has all layers"),
+    "interleave": (lambda: Parallel(interleave=2), "interleave is 2; expected 1, as one pipeline stage has all layers"),
     "stages": (
         lambda: Parallel(pipeline=Peers(5, 1.0)).share(MODEL, CLUSTER),
         "pipeline has 5 parts; expected at most",

@@ -1,4 +1,4 @@
-"""A part of a machine stands for all of it."""
+"""A part of a machine represents the whole."""
 
 import numpy as np
 import pytest
@@ -44,9 +44,9 @@ def test_a_sample_in_one_domain_says_nothing():
 def test_a_sample_has_as_large_members():
     assert [level.size for level in SAMPLE.levels] == [4, 2]
     assert few_sizes(SAMPLE) == {1, 2}
-    # Weights that move between the outermost members would move in smaller domains.
+    # Weights moving between the outermost members would move in smaller domains.
     assert sample_of(Cluster((Links("gpu", 1000, 1e9),))) is None
-    # Of an odd number of large members there is no even part.
+    # An odd number of large members has no even part.
     assert sample_of(Cluster((Links("dc", 997, 1e9), Links("gpu", 8, 1e9)))) is None
 
 

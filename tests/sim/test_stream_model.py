@@ -1,4 +1,4 @@
-"""The model of expert domains, against the paper's tables and against itself."""
+"""The model of expert domains, compared with the paper's tables and checked for consistency."""
 
 import time
 from dataclasses import replace
@@ -14,8 +14,8 @@ from jax_moe_lb.core import Level
 from jax_moe_lb.sim import Work, choose_expert_domains
 from jax_moe_lb.sim.stream_model import choose_level, closed_form, latency
 
-# Table IV prints B as "128 Gbps". With 128 gigabits per second the model's optima are not the published ones; with 128
-# gigabytes per second they are. So the paper's numbers were computed in gigabytes.
+# Table IV prints B as "128 Gbps". With 128 gigabits per second the model's optima differ from the published ones; with
+# 128 gigabytes per second they agree. The paper's numbers were therefore computed in gigabytes.
 PRINTED, MEANT = 128e9 / 8, 128e9
 MIX_1 = Work(8e6, 4.7e6, 0.049e-3)
 MIX_2 = Work(8e6, 2.35e6, 0.049e-3)
@@ -44,7 +44,7 @@ def test_latencies_of_table_iv():
 
 
 def test_inner_levels_pay_for_what_outer_ones_gathered():
-    """The ablation of 24 & 8 MB: about four domains' worth of experts are hidden, wherever they come from."""
+    """The ablation of 24 & 8 MB: experts of about four domains are hidden, from any source."""
     work = Work(24e6, 8e6, 24e6 / MEANT)
     for outer, expected in [(1, (1, 4)), (2, (2, 2)), (4, (4, 1))]:
         topology = Topology((Level("node", outer, 10e9 / 8), Level("gpu", 8, MEANT)), 8)
@@ -82,8 +82,8 @@ def test_latency_and_the_gradients_way_home_count():
 
 def test_the_choice_says_why():
     text = str(choose_expert_domains(MIX_2, Topology((Level("dc", 1), Level("gpu", 8, MEANT)), 8)))
-    assert "dc: domains of 1 of 1; there is nothing to reach" in text
-    assert "gpu: domains of 4 of 8; 0.006 ms of the gather are not hidden, the rest is exchanged" in text
+    assert "dc: domains of 1 of 1; one member, so no exchange" in text
+    assert "gpu: domains of 4 of 8; 0.006 ms of the gather are exposed, other tokens are exchanged" in text
     assert text.count("<-") == 2
     assert "no gather" in str(choose_expert_domains(MIX_1, Topology((Level("gpu", 8, PRINTED),), 8)))
 

@@ -1,4 +1,4 @@
-"""The trace of a step holds what happens, and its picture can be drawn."""
+"""The trace of a step contains all tasks, and its plot can be drawn."""
 
 import json
 

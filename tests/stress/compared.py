@@ -1,4 +1,4 @@
-"""What a compiled program returned, held against the reference."""
+"""Comparison of the outputs of a compiled program with the reference."""
 
 from collections.abc import Iterator
 
@@ -10,15 +10,15 @@ from tests.stress.float64_layer import Network
 from tests.stress.programs import Program
 
 TOLERANCES = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 4e-2}
-"""Relative to the largest entry, or to the largest term where terms cancel.
+"""Tolerance relative to the largest entry, or to the largest term if terms cancel.
 
-A number of bfloat16 is rounded by 2^-9 at most, about ten times on its way through a layer and back. Sums are kept in
+A bfloat16 number is rounded by at most 2^-9, about ten times on its way through a layer and back. Sums are kept in
 float32, so their length does not matter. The largest errors of a thousand cases are 1e-14, 4e-6 and 2.5e-2.
 """
 
 
 def faults_of(program: Program, outcome: Outcome, answers: list[Network]) -> list[str]:
-    """One line per array that differs."""
+    """Return one line per differing array."""
     lines = [*_differences_of_counts(program, outcome, answers)]
     for name, got, want, size in _compared(program, outcome, answers):
         got = np.asarray(got, np.float64)
@@ -26,14 +26,14 @@ def faults_of(program: Program, outcome: Outcome, answers: list[Network]) -> lis
             lines.append(f"{name} has shape {got.shape}; expected {np.shape(want)}")
             continue
         error, scale = np.abs(got - want).max(initial=0), max(np.abs(want).max(initial=0), np.max(size, initial=0))
-        # Also false where the error is not a number.
+        # Also false if the error is NaN.
         if not error <= TOLERANCES[program.dtype] * scale:
             lines.append(f"{name} has an error of {error:.3g} of {scale:.3g}, {error / max(scale, 1e-300):.3g}")
     return lines
 
 
 def _compared(program: Program, outcome: Outcome, answers: list[Network]) -> Iterator[tuple]:
-    """Names, arrays of the program and of the reference, and the size of the terms that cancel."""
+    """Yield names, arrays of the program and of the reference, and the size of the cancelling terms."""
     layers = [layer for answer in answers for layer in answer.layers]
     losses = np.array([[told.loss for told in layer.routed] for layer in layers])
     yield "loss", np.reshape(outcome.stats.loss, losses.shape), losses, 0
@@ -54,7 +54,7 @@ def _compared(program: Program, outcome: Outcome, answers: list[Network]) -> Ite
 
 
 def _differences_of_counts(program: Program, outcome: Outcome, answers: list[Network]) -> Iterator[str]:
-    """What counts is exact, in every layer and microbatch."""
+    """Check that counts are exact, in every layer and microbatch."""
     counts = np.stack([layer.counts for answer in answers for layer in answer.layers])
     num_ranks, experts, stats = program.num_ranks, program.num_experts, outcome.stats
     served = np.reshape(stats.quota, (*counts.shape[:2], experts, num_ranks))

@@ -1,4 +1,4 @@
-"""A program of the random layer test, compiled, to be run on many inputs."""
+"""A compiled program of the random layer test, run on many inputs."""
 
 import contextlib
 from typing import Any, NamedTuple
@@ -18,18 +18,18 @@ from tests.stress.transformations import Given, make_step
 
 
 class Outcome(NamedTuple):
-    """What a program returns: tokens stacked over microbatches, statistics over those or over layers."""
+    """Outputs of a program: tokens stacked over microbatches, statistics over microbatches or layers."""
 
     value: np.ndarray
     y: np.ndarray
     stats: Stats
     state: Any
     x: np.ndarray  # its gradient
-    weights: Weights  # their gradients, stacked over layers that have weights of their own
+    weights: Weights  # gradients of weights, stacked over layers with separate weights
 
 
 class Compiled:
-    """Call `run` as often as you like; `state` is what the balancer begins with."""
+    """Compiled program; `run` may be called repeatedly, with `state` as the balancer's initial state."""
 
     def __init__(self, program: Program) -> None:
         self.program, strategies = program, strategies_of(program)
@@ -37,7 +37,7 @@ class Compiled:
         make = make_module_step if program.transformation.startswith("module") else make_step
         self.step = make(program, strategies)
         state = strategies.system.balancer.init((self.topology.num_ranks, program.num_experts))
-        # Every group of every layer has a state of its own.
+        # Every group of every layer has its own state.
         copies = ((program.layers,) if program.scans else ()) + (program.num_groups,)
         self.state = jax.tree.map(lambda leaf: np.broadcast_to(leaf, copies + np.shape(leaf)), state)
 
@@ -49,11 +49,11 @@ class Compiled:
         weights = inputs.weights if program.own_weights else jax.tree.map(lambda leaf: leaf[0], inputs.weights)
         weights, bias, homes, state = self._put((weights, inputs.bias, inputs.homes, state), PartitionSpec())
         given = Given(mask if program.masked else None, target, bias, homes)
-        # Outside jit, reverse mode on Explicit axes makes its first array on the mesh of the context.
+        # Outside jit, reverse mode on Explicit axes creates its first array on the mesh of the context.
         eager = program.explicit and program.transformation == "not jitted"
         with jax.set_mesh(self.mesh) if eager else contextlib.nullcontext():
             (value, (y, stats, state)), (by_x, by_weights) = self.step(x, weights, given, state)
-        # On the host, so that the next call finds the state where the first one found it, and compiles nothing.
+        # Return host arrays, so that the state has the same placement in the next call, without a recompilation.
         return jax.device_get(Outcome(value, y, stats, state, by_x, by_weights))
 
     def _put(self, tree: Any, spec: PartitionSpec) -> Any:

@@ -1,4 +1,4 @@
-"""Random inputs of a program: who likes which expert, how large numbers are, and what is padding."""
+"""Random inputs of a program: expert preferences, magnitudes, and padding."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from tests.stress.programs import SEED, Program
 NUMPY_DTYPES = {"float64": np.float64, "float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 WIDE_DTYPES = {"float64": np.float64, "float32": np.float32, "bfloat16": np.float32}
 PREFERENCE = 1 / 8
-"""A token's preference for an expert, next to the one before: a number like those of its features."""
+"""Difference between consecutive preferences of a token, similar in size to its features."""
 CLEAR = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 1e-4}
-"""By how much, relatively, scores differ at least, so that rounding changes no choice."""
+"""Minimum relative difference of scores, so that rounding does not change a choice."""
 
 
 class Inputs(NamedTuple):
-    """In the program's dtypes. Tokens, mask and target are stacked over microbatches, weights over layers."""
+    """Inputs in the program's dtypes. Tokens, mask and target are stacked over microbatches, weights over layers."""
 
     x: np.ndarray
     mask: np.ndarray
@@ -31,8 +31,8 @@ class Inputs(NamedTuple):
 
 
 def draw_inputs(program: Program, number: int) -> tuple[str, Inputs, list[Network]]:
-    """The inputs of this number, the name of their pattern, and what the reference says of each microbatch."""
-    # Programs begin at different patterns, so that those of the last, shorter program are not always the same.
+    """Return the inputs of this number, the name of their pattern, and the reference of each microbatch."""
+    # Programs start at different patterns, so that the shorter last program does not always use the same ones.
     name = list(PATTERNS)[(program.number * 5 + number) % len(PATTERNS)]
     for attempt in range(100):
         inputs = _draw(program, PATTERNS[name], np.random.default_rng([SEED, program.number, number, attempt]))
@@ -43,7 +43,7 @@ def draw_inputs(program: Program, number: int) -> tuple[str, Inputs, list[Networ
 
 
 def _draw(program: Program, pattern: Pattern, rng: np.random.Generator) -> Inputs:
-    # What goes through a layer of bfloat16 differs in the third digit, and may not choose other experts in the next.
+    # Outputs of a bfloat16 layer differ in the third digit, and must not change the experts of the next layer.
     if program.scans:
         pattern = replace(pattern, filling=0.0, noise=pattern.noise * (0.02 if program.dtype == "bfloat16" else 1.0))
     dtype, layers = NUMPY_DTYPES[program.dtype], program.layers if program.own_weights else 1
@@ -58,7 +58,7 @@ def _draw(program: Program, pattern: Pattern, rng: np.random.Generator) -> Input
         np.stack([x for x, _ in batches]).astype(dtype),
         np.stack([mask for _, mask in batches]),
         rng.normal(size=(len(batches), *batches[0][0].shape)).astype(wide),
-        # The router's weights stay wide, as those of a trained one.
+        # The router's weights stay wide, as in training.
         Weights(np.stack(kernels).astype(wide), up.astype(dtype), gate, down.astype(dtype)),
         (0.3 * rng.normal(size=experts)).astype(np.float32) if program.has_bias else None,
         rng.permutation(experts).astype(np.int32) if program.homes else None,
@@ -66,7 +66,7 @@ def _draw(program: Program, pattern: Pattern, rng: np.random.Generator) -> Input
 
 
 def _kernel(program: Program, pattern: Pattern, rng: np.random.Generator) -> np.ndarray:
-    """Every layer numbers its experts in another order; where there are ties, features must not break them."""
+    """Return the router kernel. Layers number experts in different orders, and features must not break ties."""
     noise = 0.3 * pattern.noise * rng.normal(size=(program.features, program.num_experts))
     return np.concatenate([noise, pattern.strength / PREFERENCE * rng.permutation(np.eye(program.num_experts))])
 
@@ -75,7 +75,7 @@ def _tokens(program: Program, pattern: Pattern, rng: np.random.Generator) -> tup
     shards, tokens, experts = program.num_groups * program.num_ranks, program.num_tokens, program.num_experts
     liking = np.broadcast_to(pattern.liking(rng, shards, experts), (shards, experts))[:, None]
     wishes = liking + pattern.taste * rng.gumbel(size=(shards, tokens, experts))
-    # In whole numbers, which no dtype rounds.
+    # Use integers, which are exact in every dtype.
     preferences = np.argsort(np.argsort(wishes, axis=-1), axis=-1)
     if pattern.levels:
         preferences = preferences * pattern.levels // experts
@@ -85,13 +85,13 @@ def _tokens(program: Program, pattern: Pattern, rng: np.random.Generator) -> tup
     mask = np.ones((shards, tokens), bool)
     if program.masked:
         mask = mask & pattern.padding(rng, shards, tokens)
-    # Zero, unless the pattern says otherwise: but never what a token holds.
+    # Zero unless the pattern sets a filling, but never a token's values.
     x = np.where(mask[:, :, None], x, pattern.filling)
     return x.reshape(-1, program.width), mask.reshape(-1)
 
 
 def residual(program: Program) -> np.ndarray | None:
-    """Layers change features alone, so that tokens keep their preferences through all layers."""
+    """Restrict the residual to features, so that tokens keep their preferences through all layers."""
     return 0.5 * (np.arange(program.width) < program.features) if program.scans else None
 
 

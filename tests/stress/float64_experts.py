@@ -1,4 +1,4 @@
-"""Experts in NumPy and float64, forward and backward, with the size of the terms that every sum has."""
+"""Experts in NumPy and float64, forward and backward, with the size of the terms in every sum."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Weights(NamedTuple):
-    """Of one layer: the router's `[H, E]`, and the experts' `[E, H, F]` and `[E, F, H]`, by place."""
+    """Weights of one layer: the router's `[H, E]`, and the experts' `[E, H, F]` and `[E, F, H]`, by place."""
 
     kernel: np.ndarray
     up: np.ndarray
@@ -15,7 +15,7 @@ class Weights(NamedTuple):
 
 
 class Sized(NamedTuple):
-    """Numbers, and the size of the terms that they are sums of."""
+    """Numbers, and the size of the terms they are sums of."""
 
     value: np.ndarray
     size: np.ndarray
@@ -24,12 +24,12 @@ class Sized(NamedTuple):
         return Sized(self.value * factor, self.size * size)
 
     def through(self, matrix: np.ndarray) -> "Sized":
-        """Back through a product with the matrix."""
+        """Propagate backward through a product with the matrix."""
         return Sized(self.value @ matrix.T, self.size @ np.abs(matrix).T)
 
 
 def add_product(total: np.ndarray, size: np.ndarray, rows: np.ndarray, upstream: Sized) -> None:
-    """The gradient of a matrix that rows were multiplied with."""
+    """Add the gradient of a matrix multiplied with `rows`."""
     total += rows.T @ upstream.value
     size += np.abs(rows).T @ upstream.size
 
@@ -43,7 +43,7 @@ def expert_output(rows: np.ndarray, weights: Weights, place: int) -> Sized:
 def add_expert_gradients(
     rows: np.ndarray, weights: Weights, place: int, upstream: np.ndarray, sums: Weights, sizes: Weights
 ) -> Sized:
-    """Adds what an expert's weights get to the sums; the rows' gradients are returned."""
+    """Add the gradients of an expert's weights to the sums; return the gradients of its rows."""
     up, by_output = rows @ weights.up[place], Sized(upstream, np.abs(upstream))
     by_hidden = by_output.through(weights.down[place])
     if weights.gate is None:
@@ -63,13 +63,13 @@ def add_expert_gradients(
 
 
 def silu(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`z * sigmoid(z)` and its derivative."""
+    """Return `z * sigmoid(z)` and its derivative."""
     sigmoid = np.exp(-np.logaddexp(0, -z))
     return z * sigmoid, sigmoid * (1 + z * np.exp(-np.logaddexp(0, z)))
 
 
 def gelu(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The approximation with tanh, and its derivative."""
+    """Return the tanh approximation, and its derivative."""
     root = np.sqrt(2 / np.pi)
     tanh = np.tanh(root * (z + 0.044715 * z**3))
     slope = root * (1 + 3 * 0.044715 * z**2)

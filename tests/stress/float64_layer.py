@@ -1,4 +1,4 @@
-"""A dense mixture of experts in NumPy and float64, with its backward pass by hand; no jax, nothing of the package."""
+"""Dense mixture of experts in NumPy and float64, with a manual backward pass, independent of jax and the package."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,43 +11,43 @@ from tests.stress.float64_router import Routed, Rules, pull_back, route
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all layers of a network.
+    """Settings shared by all layers of a network.
 
-    The tokens of its groups stand one after the other, in each those of rank 0 first.
+    Tokens are ordered by group, and in each group by rank.
     """
 
     rules: Rules
     num_groups: int
     num_ranks: int
-    mask: np.ndarray  # [C], false for padding
+    mask: np.ndarray  # [C], False for padding
     bias: np.ndarray | None = None
     homes: np.ndarray | None = None  # the place of each expert
-    residual: np.ndarray | None = None  # [H], a layer's `x + residual * y` goes into the next; None is one layer alone
+    residual: np.ndarray | None = None  # [H], `x + residual * y` of a layer is the next input; None for a single layer
 
     def places(self, num_experts: int) -> np.ndarray:
         return np.arange(num_experts) if self.homes is None else self.homes
 
     def blocks(self) -> list[slice]:
-        """The tokens of each group."""
+        """Return the slice of tokens of each group."""
         length = len(self.mask) // self.num_groups
         return [slice(group * length, (group + 1) * length) for group in range(self.num_groups)]
 
 
 class Layer(NamedTuple):
-    """One layer's forward pass."""
+    """Forward pass of one layer."""
 
     x: np.ndarray  # padding is zero
     weights: Weights
-    routed: list[Routed]  # of each group
-    chosen: Sized  # [C, K, H], each choice's output, before the router's weight
+    routed: list[Routed]  # per group
+    chosen: Sized  # [C, K, H], output of each choice, before the router weight
     y: Sized
     counts: np.ndarray  # [D, R, E], by place
 
 
 class Gradients(NamedTuple):
-    """Of tokens and weights, each with the size of the terms that it is a sum of: rounding is in proportion to those.
+    """Gradients of tokens and weights, each with the size of its terms, to which rounding errors are proportional.
 
-    The derivatives of activations count as 1 there, as what they are computed from cancels, too.
+    Derivatives of activations count as 1 in sizes, as their arguments cancel, too.
     """
 
     x: np.ndarray
@@ -76,7 +76,7 @@ def forward(setting: Setting, x: np.ndarray, weights: Weights) -> Layer:
 
 
 def backward(setting: Setting, layer: Layer, by_y: np.ndarray, by_loss: float) -> Gradients:
-    """Given the gradients of the outputs and of each group's loss."""
+    """Return the gradients, from those of the outputs and of each group's loss."""
     x, weights = layer.x, layer.weights
     sums, sizes = (Weights(*(None if array is None else np.zeros_like(array) for array in weights)) for _ in range(2))
     by_x, x_sizes = np.zeros_like(x), np.zeros_like(x)
@@ -98,13 +98,13 @@ def backward(setting: Setting, layer: Layer, by_y: np.ndarray, by_loss: float) -
 
 
 class Network(NamedTuple):
-    """A loss, `sum(outputs * target)` and all router losses, over one or more layers, with all gradients."""
+    """Loss `sum(outputs * target)` plus all router losses, over one or more layers, with all gradients."""
 
     value: Sized
     y: Sized
     x: Sized  # its gradient
     layers: list[Layer]
-    gradients: list[Gradients]  # of each layer
+    gradients: list[Gradients]  # per layer
 
 
 def network(setting: Setting, x: np.ndarray, layers: list[Weights], target: np.ndarray) -> Network:
@@ -117,7 +117,7 @@ def network(setting: Setting, x: np.ndarray, layers: list[Weights], target: np.n
     for layer in reversed(done):
         by_y = upstream if setting.residual is None else setting.residual * upstream
         gradients.append(backward(setting, layer, by_y, 1.0))
-        # What goes around the layer is added to what comes through it.
+        # Add the gradient of the residual connection.
         upstream = gradients[-1].x + (0 if setting.residual is None else upstream)
         size = size + gradients[-1].x_size
     losses, products = sum(told.loss for layer in done for told in layer.routed), tokens.times(target, np.abs(target))

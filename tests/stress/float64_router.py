@@ -1,4 +1,4 @@
-"""A router and its losses in NumPy and float64, forward and backward, written from their definitions alone."""
+"""Router and its losses in NumPy and float64, forward and backward, implemented from their definitions."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,13 +8,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rules:
-    """What a router does and which losses it has, in plain data."""
+    """Rules and losses of a router, as plain data."""
 
     per_tok: int
     score: str = "softmax"
     renormalise: bool = True
     scale: float = 1.0
-    groups: tuple[int, int, int] | None = None  # how many there are, how many a token may use, experts per score
+    groups: tuple[int, int, int] | None = None  # number of groups, groups per token, experts per score
     forced: bool = False
     switch: float = 0.0
     sequence: float = 0.0
@@ -23,7 +23,7 @@ class Rules:
 
 
 class Routed(NamedTuple):
-    """What the router says of the `N` tokens of a group, rank by rank."""
+    """Routing of the `N` tokens of a group, rank by rank."""
 
     logits: np.ndarray
     log_scores: np.ndarray
@@ -31,7 +31,7 @@ class Routed(NamedTuple):
     weights: np.ndarray  # [N, K]
     active: np.ndarray  # [N]
     loss: float
-    margin: float  # how clear the closest choice was
+    margin: float  # margin of the closest choice
 
 
 def route(rules: Rules, logits: np.ndarray, bias: np.ndarray | None, active: np.ndarray) -> Routed:
@@ -48,7 +48,7 @@ def route(rules: Rules, logits: np.ndarray, bias: np.ndarray | None, active: np.
 
 
 def choose(rules: Rules, scores: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, float]:
-    """The experts of the highest scores, the lower one among equals, and how clear that is."""
+    """Return the experts of the highest scores, with ties to the lower index, and the margin of the choice."""
     margin = np.inf
     if rules.groups is not None:
         num_groups, top_groups, experts_per_score = rules.groups
@@ -63,13 +63,13 @@ def choose(rules: Rules, scores: np.ndarray, active: np.ndarray) -> tuple[np.nda
 
 
 def highest(scores: np.ndarray, number: int, active: np.ndarray) -> tuple[np.ndarray, float]:
-    """The columns of the highest scores, and the smallest distance to the next one that is not an exact tie."""
+    """Return the columns of the highest scores, and the smallest distance to the next score other than an exact tie."""
     order = np.argsort(-scores, axis=1, kind="stable")
     taken = np.take_along_axis(scores, order, 1)[active]
     if number == scores.shape[1]:
         return order, np.inf
     last, following = taken[:, number - 1], taken[:, number]
-    # Relative to the score, and to nothing smaller than what float32 can hold.
+    # Relative to the score, but at least to the smallest float32 scale.
     gaps = ((last - following) / np.maximum(np.abs(last), 1e-30))[last != following]
     return order[:, :number], gaps.min(initial=np.inf)
 
@@ -92,7 +92,7 @@ def total_loss(rules: Rules, routed: Routed) -> float:
 
 
 def loss_by_share(rules: Rules, routed: Routed) -> np.ndarray:
-    """`[N, E]`, what the losses are per share of a token in an expert: they are linear in the shares.
+    """Return the loss per share of a token in an expert, `[N, E]`; the losses are linear in the shares.
 
     Both are `E * sum_e fraction_e * mean of share_e`, over a whole group or over each sequence.
     """
@@ -116,14 +116,14 @@ def loss_by_share(rules: Rules, routed: Routed) -> np.ndarray:
 def pull_back(
     rules: Rules, routed: Routed, by_weight: np.ndarray, weight_sizes: np.ndarray, by_loss: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The gradient of the logits, and the size of the terms that it is a sum of.
+    """Return the gradient of the logits, and the size of its terms.
 
     Args:
-        rules: those of the router.
-        routed: what it said.
-        by_weight: `[N, K]`, the gradient of the weights.
-        weight_sizes: `[N, K]`, the size of the terms that it is a sum of.
-        by_loss: the gradient of the loss.
+        rules: rules of the router.
+        routed: its result.
+        by_weight: `[N, K]`, gradient of the weights.
+        weight_sizes: `[N, K]`, size of the terms of `by_weight`.
+        by_loss: gradient of the loss.
     """
     weights, active = routed.weights, routed.active[:, None]
     if rules.renormalise:
@@ -148,6 +148,6 @@ def pull_back(
 
 
 def through_softmax(p: np.ndarray, upstream: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The gradient of what `p` is the softmax of, given that of `p`, and the size of its terms."""
+    """Return the gradient of the argument of softmax `p`, from the gradient of `p`, and the size of its terms."""
     gradient = p * (upstream - (p * upstream).sum(1, keepdims=True))
     return gradient, p * (sizes + (p * sizes).sum(1, keepdims=True))

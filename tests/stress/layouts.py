@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, its expert axes, and how it is split into expert domains where a system has some."""
+    """A mesh, its expert axes, and its split into expert domains for systems with domains."""
 
     sizes: tuple[int, ...]
     names: tuple[str, ...]
@@ -18,7 +18,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Those of all expert axes, before any split."""
+        """Ranks of all expert axes, before any split."""
         sizes = dict(zip(self.names, self.sizes, strict=True))
         return int(np.prod([sizes[axis] for axis in self.expert_axes]))
 

@@ -1,4 +1,4 @@
-"""The Flax layer, whose parameters, bias, homes and state are set before every call."""
+"""The Flax layer, with parameters, bias, homes and state set before every call."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def make_module_step(program: Program, strategies: Strategies) -> Step:
         **strategies._asdict(),
         experts=ExpertConfig(program.mlp_dim, gated=program.gated),
         on_fault=program.on_fault,
-        # Parameters are wide, and rounded on their way into the layer.
+        # Parameters are wide, and rounded at the input of the layer.
         precision=Precision(program.dtype, WIDE_DTYPES[program.dtype]),
         rngs=nnx.Rngs(0),
     )
@@ -51,7 +51,7 @@ def make_module_step(program: Program, strategies: Strategies) -> Step:
 
 
 def replace_value(variable: nnx.Variable, value: jax.Array) -> None:
-    """In the dtype and place of the old one."""
+    """Set a value with the dtype and sharding of the old one."""
     old = variable.get_value()
     value = value.astype(old.dtype)
     variable.set_value(jax.device_put(value, old.sharding) if isinstance(old.sharding, NamedSharding) else value)

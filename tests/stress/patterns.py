@@ -11,16 +11,16 @@ class Pattern:
     """A kind of input.
 
     Args:
-        liking: `(rng, R, E) -> [R, E]`, what the tokens of a rank prefer, added to each token's own random preference.
-        strength: the step from one preference to the next, in logits.
-        taste: how much each token has a preference of its own.
-        levels: to how many different preferences they are rounded, so that there are ties; 0 leaves them different.
-        noise: how much a token's features change its logits.
-        alike: whether all tokens of a rank are one token.
-        features: the size of the features.
-        tokens: the size of whole tokens, 0 for tokens of zeros.
-        padding: `(rng, [R, T]) -> ` mask, for programs that have one.
-        filling: what padding holds.
+        liking: `(rng, R, E) -> [R, E]`, preferences of a rank's tokens, added to each token's own random preference.
+        strength: step from one preference to the next, in logits.
+        taste: scale of each token's own preference.
+        levels: number of distinct preferences after rounding, to create ties; 0 disables rounding.
+        noise: scale of the effect of features on logits.
+        alike: if True, all tokens of a rank are equal.
+        features: scale of the features.
+        tokens: scale of whole tokens, 0 for zero tokens.
+        padding: `(rng, [R, T]) -> ` mask, for programs with a mask.
+        filling: value of padding.
     """
 
     liking: Callable[[np.random.Generator, int, int], np.ndarray] = lambda rng, ranks, experts: np.zeros((1, experts))

@@ -1,4 +1,4 @@
-"""Programs of the random layer test: which system, router, mesh, dtype and transformation meet in which."""
+"""Programs of the random layer test: combinations of system, router, mesh, dtype and transformation."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from tests.stress.layouts import LAYOUTS, RAILS, SPLIT
 
 SEED = 20250101
 INPUTS = 19
-"""Inputs of a program: compiling one takes seconds, running one a few hundredths of a second."""
+"""Inputs per program: compiling one takes seconds, running one a few hundredths of a second."""
 
 
 SYSTEMS: dict[str, tuple[str, ...]] = {
@@ -26,7 +26,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "experts gathered, exact": SPLIT,
     "experts gathered, exact, sprayed": ("2 centres of 2 nodes of 2",),
 }
-"""The layouts that each system can have."""
+"""Layouts supported by each system."""
 
 REMEMBERS = ("eplb", "lplb")
 """Systems with a state."""
@@ -44,7 +44,7 @@ ROUTERS = {
     "forced": Rules(2, forced=True),
     "forced, sigmoid, scores as weights": Rules(3, "sigmoid", renormalise=False, forced=True),
 }
-"""0 experts per token stand for all of them."""
+"""0 experts per token means all experts."""
 
 LOSSES = {
     "none": {},
@@ -66,12 +66,12 @@ TRANSFORMATIONS = (
     "module, checkpoint",
 )
 ROUNDS = ((0.3, None), (0.7, None), (1.05, None), (4.0, 2), (8.0, 1))
-"""Headrooms, and limits of rounds that suffice for them where all tokens go to one of eight ranks."""
+"""Headrooms with sufficient limits of rounds, if all tokens go to one of eight ranks."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled once, and serves many inputs."""
+    """Program compiled once and run on many inputs."""
 
     number: int
     system: str
@@ -85,7 +85,7 @@ class Program:
     masked: bool
     homes: bool
     num_home: int
-    num_tokens: int  # of a shard
+    num_tokens: int  # per shard
     features: int
     mlp_dim: int
     headroom: float
@@ -99,12 +99,12 @@ class Program:
 
     @property
     def width(self) -> int:
-        """The features come first, then a preference for each expert."""
+        """Number of columns: the features, then a preference for each expert."""
         return self.features + self.num_experts
 
     @property
     def has_bias(self) -> bool:
-        """A forced choice must not see it."""
+        """Whether a bias is passed; a forced choice must ignore it."""
         return "bias" in self.router or ROUTERS[self.router].forced
 
     @property
@@ -113,7 +113,7 @@ class Program:
 
     @property
     def num_groups(self) -> int:
-        """Those that exchange tokens: a gathering layer has one for each offset."""
+        """Number of groups exchanging tokens: a gathering layer has one for each offset."""
         layout = LAYOUTS[self.layout]
         return layout.shards // layout.num_ranks * (layout.domain_size if self.gathers else 1)
 
@@ -145,11 +145,11 @@ class Program:
 
 
 def draw_programs(count: int) -> list[Program]:
-    """As many programs, in which every value of every choice comes up about as often as any other that fits."""
+    """Return programs in which every compatible value of every option occurs about equally often."""
     rng, used = np.random.default_rng(SEED), Counter()
 
     def pick(choice: str, values: Iterable) -> Any:
-        # The least used of those that fit, at random among equals: so few programs cover everything.
+        # Pick the least used compatible value, with random ties, so that few programs cover all values.
         options = list(values)
         rng.shuffle(options)
         value = min(options, key=lambda option: used[choice, option])
@@ -160,7 +160,7 @@ def draw_programs(count: int) -> list[Program]:
         system = pick("system", SYSTEMS)
         layout = pick("layout", SYSTEMS[system])
         num_ranks = LAYOUTS[layout].num_ranks
-        # Groups of experts are two halves, of two experts at least.
+        # Expert groups are two halves with at least two experts each.
         num_home = [home for home in range(1, 9) if 4 <= home * num_ranks <= 24 and home * num_ranks % 2 == 0]
         headroom, max_rounds = pick("rounds", ROUNDS)
         return Program(

@@ -1,4 +1,4 @@
-"""What the programs of the random layer test name: meshes, systems, routers and losses."""
+"""Meshes, systems, routers and losses named by programs of the random layer test."""
 
 import zlib
 from dataclasses import replace
@@ -42,7 +42,7 @@ from tests.stress.programs import Program
 
 
 class Strategies(NamedTuple):
-    """What a layer is made with."""
+    """Constructor arguments of a layer."""
 
     mesh: Mesh
     topology: Topology
@@ -73,7 +73,7 @@ def make_topology(program: Program) -> tuple[Mesh, Topology, GatherExpertDomain 
 
 
 def any_legal_plan(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """Another random plan for all other counts: the layer must serve by any."""
+    """Return a random plan as a function of the counts; the layer must serve any legal plan."""
     rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(counts).tobytes()))
     placement, quota = random_plan(rng, counts, plan.placement.shape[1], plan.domain)
     return replace(plan, placement=placement, quota=quota)
@@ -85,7 +85,7 @@ def make_system(program: Program) -> System:
     slots = min(2, program.num_experts - home)
     more = min(home + 1, program.num_experts - home)
     relay, any_plan = Relay(min_replicas=2, min_gain=1), HostCallback(any_legal_plan)
-    # Copies are cheap and thresholds low, as the loads of these programs are small.
+    # Low copy costs and thresholds, as the loads of these programs are small.
     shadows = FasterMoE(expert_bytes=1.0, gradient_bytes=1.0, token_bytes=1.0, token_flops=1.0)
     systems = {
         "plain": plain(),

@@ -1,4 +1,4 @@
-"""The reference itself: its gradients against differences of its values, its values against another dense layer."""
+"""Checks of the reference: gradients against finite differences, and values against another dense layer."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def rules_of(name: str, losses: str) -> Rules:
 
 
 def draw(rules: Rules, gated: bool, layers: int) -> tuple[Setting, np.ndarray, list[Weights], np.ndarray]:
-    """Two groups of two ranks, with padding."""
+    """Return two groups of two ranks, with padding."""
     rng = np.random.default_rng(5)
     inner = (layers, NUM_EXPERTS, WIDTH, INNER)
     kernels, (up, gate) = rng.normal(size=(layers, WIDTH, NUM_EXPERTS)), rng.normal(size=(2, *inner))
@@ -36,12 +36,12 @@ def draw(rules: Rules, gated: bool, layers: int) -> tuple[Setting, np.ndarray, l
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_gradients_equal_central_differences(router):
-    """Of all entries of an array at once, along a random direction."""
+    """All entries of an array at once, along a random direction."""
     rng = np.random.default_rng(2)
     for losses, gated, layers in (("none", False, 1), ("all", True, 2)):
         setting, x, weights, target = draw(rules_of(router, losses), gated, layers)
         answer = network(setting, x, weights, target)
-        # A choice that is not clear would change on the way.
+        # A choice with a small margin would change under the differences.
         assert min(told.margin for layer in answer.layers for told in layer.routed) > 1e-4
         arrays = [x, *(array for of_layer in weights for array in of_layer if array is not None)]
         gradients = [answer.x.value, *(g for part in answer.gradients for g in part.weights if g is not None)]
@@ -61,7 +61,7 @@ def test_gradients_equal_central_differences(router):
     [name if i % 3 == 1 else pytest.param(name, marks=pytest.mark.thorough) for i, name in enumerate(ROUTERS)],
 )
 def test_values_and_gradients_equal_the_dense_layer_in_jax(router, x64):
-    """One group of one rank, without losses, which that layer has not; every other router has gated experts."""
+    """One group of one rank, without losses, which that layer lacks; every other router has gated experts."""
     gated = bool(list(ROUTERS).index(router) % 2)
     both, x, (weights,), target = draw(rules_of(router, "none"), gated, 1)
     setting = Setting(both.rules, 1, 1, both.mask, both.bias)

@@ -1,7 +1,7 @@
-"""Random programs on random inputs equal a dense layer in float64, in values and all gradients.
+"""Random programs on random inputs equal a dense float64 layer, in values and all gradients.
 
-`pytest tests/stress --layer-cases 3000` tries ten times as many; `--layer-case 7.3` repeats one that failed, by the
-number of its program and that of its input.
+`pytest tests/stress --layer-cases 3000` runs ten times as many cases; `--layer-case 7.3` repeats a failed one, by the
+numbers of its program and input.
 """
 
 import contextlib
@@ -38,15 +38,15 @@ def pytest_generate_tests(metafunc):
         )
 
 
-EVERYDAY = 6
-"""The programs that run every day; the others are thorough cases."""
+EVERYDAY = 2
+"""Number of programs run by default; the others are thorough cases."""
 
 CHOICES = ("system", "layout", "router", "losses", "dtype", "transformation", "headroom", "max_rounds", "on_fault")
 CHOICES += ("explicit", "gated", "masked", "homes", "check_vma")
 
 
 def spread(programs: list[Program]) -> list[int]:
-    """Return the numbers of few programs that make many different choices, each with the most that are new."""
+    """Return the numbers of a few programs covering many values, by greedy selection."""
     found, seen = [], set()
     for _ in range(min(EVERYDAY, len(programs))):
         made = [{(name, getattr(program, name)) for name in CHOICES} for program in programs]
@@ -73,7 +73,7 @@ def test_the_default_programs_cover_every_choice():
 @pytest.mark.slow
 def test_the_layer_equals_float64(number, request):
     program = draw_programs(number + 1)[number]
-    # Shown where the test fails, also by an error.
+    # Shown if the test fails, also with an error.
     print(program)
     faults = []
     with jax.enable_x64(True) if program.dtype == "float64" else contextlib.nullcontext():
@@ -93,5 +93,5 @@ def test_the_layer_equals_float64(number, request):
 def inputs_of(number: int, config: pytest.Config) -> range:
     if (only := config.getoption("layer_case")) is None:
         return range(min(INPUTS, config.getoption("layer_cases") - number * INPUTS))
-    # A balancer remembers earlier inputs: they run, too, where one alone is asked for.
+    # A balancer with a history needs the earlier inputs as well, even for a single requested case.
     return range(int(only.split(".")[1]) + 1)

@@ -1,4 +1,4 @@
-"""The layer of all ranks under a transformation, with its gradients."""
+"""The layer on all ranks under a transformation, with its gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from tests.stress.strategies import Strategies
 
 
 class Given(NamedTuple):
-    """What has no gradient."""
+    """Arguments without a gradient."""
 
     mask: Array | None
     target: Array
@@ -34,7 +34,7 @@ Step = Callable[[Array, Weights, Given, Any], tuple]
 
 
 def make_step(program: Program, strategies: Strategies) -> Step:
-    """The loss is `sum(y * target)` and all router losses."""
+    """Return the step with loss `sum(y * target)` plus all router losses."""
     layer = checkpointed(program, make_layer(program, strategies))
     layer = over_layers(program, layer) if program.scans else layer
 
@@ -48,7 +48,7 @@ def make_step(program: Program, strategies: Strategies) -> Step:
 
 
 def make_layer(program: Program, strategies: Strategies) -> Layer:
-    """`moe` on all ranks; statistics and state have one entry per group."""
+    """Return `moe` on all ranks; statistics and state have one entry per group."""
     mesh, topology, migrate = strategies.mesh, strategies.topology, strategies.system.migrate
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
     by_expert = PartitionSpec(topology.expert_axes if migrate is None else migrate.domains.expert_axes)
@@ -74,7 +74,7 @@ def make_layer(program: Program, strategies: Strategies) -> Layer:
             arrays = jax.tree.map(partial(put, mesh), specs, arrays)
         return sharded(*arrays)
 
-    # A loop over primitives on eight devices would take minutes.
+    # Op-by-op execution on eight devices would take minutes.
     return jax.jit(layer) if program.transformation == "not jitted" else layer
 
 
@@ -89,7 +89,7 @@ def checkpointed(program: Program, layer: Layer) -> Layer:
 
 
 def over_layers(program: Program, layer: Layer) -> Layer:
-    """Each layer has a state of its own, and, where the program says so, weights of its own."""
+    """Scan over layers with separate states, and optionally separate weights."""
 
     def scanned(x: Array, weights: Weights, given: Given, state: Any) -> tuple:
         part = jnp.asarray(residual(program), x.dtype)
@@ -107,7 +107,7 @@ def over_layers(program: Program, layer: Layer) -> Layer:
 
 
 def accumulated(step: Step) -> Step:
-    """Gradients of the weights are summed over microbatches; the balancer's state goes from one to the next."""
+    """Sum gradients of the weights over microbatches, carrying the balancer's state."""
 
     def run(x: Array, weights: Weights, given: Given, state: Any) -> tuple:
         def one(carry: tuple, batch: tuple) -> tuple:

@@ -1,4 +1,4 @@
-"""Experts travel in fewer bytes: what is sent, what arrives and whose gradients come home is as promised."""
+"""Encoded experts: bytes sent, values received, and gradients at home."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.layer_cases import make_mesh
 
 
 def alike(num_experts=4, seed=0, spread=0.1):
-    """Experts that differ little from each other."""
+    """Return experts that differ little from each other."""
     rng = np.random.default_rng(seed)
 
     def weights(*shape):
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_values_and_indices(dtype):
         assert travels == codec.encoded_bytes(experts) <= experts.nbytes / ratio
         assert travels > experts.nbytes / ratio - 4 * (experts.up.dtype.itemsize + 2)
     assert Codec().encoded_bytes(experts) == experts.nbytes
-    # An index of up to 65536 entries takes two bytes, one of more takes four.
+    # An index of up to 65536 entries takes two bytes, above four.
     assert Codec(2.0).num_kept(1 << 16, 4) == (1 << 16) * 4 // (2 * 6)
     assert Codec(2.0).num_kept((1 << 16) + 8, 4) == ((1 << 16) + 8) * 4 // (2 * 8)
     assert Codec(100.0).num_kept(10, 4) == 1
@@ -87,7 +87,7 @@ def test_errors_fall_with_more_bytes_and_with_the_mean():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_left_out_comes_later(dtype):
-    """Of weights that stay, everything arrives within the ratio; of weights that move, they lag by that many moves."""
+    """Constant weights are transferred completely within `ratio` updates; changing weights lag by as many updates."""
     experts = jax.tree.map(lambda w: w.astype(dtype), alike())
     codec = Codec(10.0, CodecBase.REMEMBERED)
     num_calls = 2 * 60 // codec.num_kept(60, experts.up.dtype.itemsize)
@@ -123,7 +123,7 @@ def product(held, target):
 
 @pytest.mark.slow
 def test_own_experts_stay_exact_and_all_gradients_come_home():
-    """Two datacenters of two nodes, domains across all four; one expert on each rank."""
+    """Two datacenters of two nodes, domains across all four; one expert per rank."""
     mesh, domains = domains_on(make_mesh((2, 2), ("dc", "node")), dc=2, node=2)
     experts, ratio = alike(), 5.0
     target = jax.tree.map(
@@ -175,7 +175,7 @@ def test_domains_remember_the_same_and_gradients_come_home():
     gradients, exact, held, known, whole, last = on_mesh(mesh, domains, run, before, after, target)
     jax.tree.map(np.testing.assert_array_equal, gradients, exact)
     by_rank = np.asarray(known.up).reshape(4, 4, 6, 10)
-    # Ranks of a domain follow each other.
+    # Ranks of a domain are adjacent.
     np.testing.assert_array_equal(by_rank[0], by_rank[1])
     np.testing.assert_array_equal(by_rank[2], by_rank[3])
     held, whole = (np.asarray(experts.up, "float32").reshape(4, 2, 2, 6, 10) for experts in (held, whole))
@@ -203,14 +203,14 @@ def test_packing_ahead_is_packing_on_the_way():
         on_mesh(mesh, domains, ahead, experts),
         on_mesh(mesh, domains, migrate, experts),
     )
-    # The mean of all experts, of other domains, too, is equal on all ranks.
+    # The mean of all experts, including other domains, is equal on all ranks.
     mean = on_mesh(mesh, domains, lambda home: average(home, domains.expert_axes), experts, out=PartitionSpec())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mean, mean_of(experts))
 
 
 @pytest.mark.slow
 def test_an_older_mean_does():
-    """The all-reduce of the mean may run beside the backward pass: the mean is that of the weights before the step."""
+    """The all-reduce of the mean may overlap the backward pass and use the weights before the step."""
     mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)
     migrate = GatherExpertDomain(domains, Codec(2.0))
     before, after = alike(8), jax.tree.map(lambda w: w + 0.01, alike(8))

@@ -1,11 +1,12 @@
-"""Rows that are gathered or carried word by word are the rows."""
+"""Rows gathered or copied as words are unchanged."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_moe_lb import Plan
 from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words
-from jax_moe_lb.transport.exchange import rows_by_words
+from jax_moe_lb.transport.exchange import rows_by_words, sending_order
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -38,3 +39,12 @@ def test_words_are_as_wide_as_a_tpu_has_them(dtype, shape, words):
 
 def test_wider_words_stay_rows(x64):
     assert as_words(jnp.zeros((3, 256), "float64")).shape == (3, 256)
+
+
+def test_unrouted_copies_come_last_in_the_sending_order():
+    plan = Plan(np.array([[0, -1], [1, -1]], np.int32), np.zeros((2, 2), np.int32), domain=2)
+    experts = jnp.array([-1, 1, 0, -1, 0, 1], jnp.int32)
+    going = jnp.array([[2, 0], [0, 2]], jnp.int32)
+    order = np.asarray(sending_order(experts, going, plan))
+    np.testing.assert_array_equal(order[:4], [2, 4, 1, 5])
+    assert sorted(order[4:]) == [0, 3]

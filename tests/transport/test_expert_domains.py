@@ -1,4 +1,4 @@
-"""Expert domains as mesh axes equal a dense layer, and have no collective where Algorithm 1 has no link."""
+"""Expert domains as mesh axes equal a dense layer, and use collectives only along links of Algorithm 1."""
 
 import functools
 import subprocess
@@ -23,7 +23,7 @@ NAMES = ("dc", "node", "gpu")
 
 
 def domains_of(sizes, domain_sizes, mesh=None):
-    """Levels of these sizes, the innermost called gpu, split."""
+    """Return split levels of these sizes, the innermost called gpu."""
     names = NAMES[-len(sizes) :]
     mesh = make_mesh(sizes, names) if mesh is None else mesh
     split = hybrid_mesh(mesh, dict(zip(names, domain_sizes, strict=True)))
@@ -31,7 +31,7 @@ def domains_of(sizes, domain_sizes, mesh=None):
 
 
 def hybrid_moe(mesh, domains, system, codec=Codec()):
-    """As `sharded_moe`, experts gathered first."""
+    """Return `sharded_moe` with experts gathered first."""
     group = domains.between
     by_rank, by_offset = PartitionSpec(domains.expert_axes), PartitionSpec(group.data_axes)
 
@@ -61,14 +61,14 @@ def dense():
 
 
 def check_groups(hlo, sizes, domain_sizes, backward=True):
-    """Every collective of a training step, or of its forward pass, joins ranks as Algorithm 1 does."""
+    """Check that every collective of a training step, or of its forward pass, connects ranks as in Algorithm 1."""
     gathered, exchanged, scattered = set(), set(), set()
     for operation, dtype, groups in collectives(hlo):
         if operation == "all-gather" and dtype == "f32":
             gathered.add(frozenset(pairs(groups)))
         elif operation == "reduce-scatter":
             scattered.add(frozenset(pairs(groups)))
-        elif operation in ("all-to-all", "all-gather"):  # tokens' addresses and their counts
+        elif operation in ("all-to-all", "all-gather"):  # addresses of tokens and their counts
             exchanged.add(frozenset(pairs(groups)))
         else:
             assert operation == "all-reduce", operation  # gradients of the router
@@ -77,7 +77,7 @@ def check_groups(hlo, sizes, domain_sizes, backward=True):
     exchange = set().union(*(links("exchange", level, sizes, domain_sizes) for level in levels))
     assert gathered == gather - {frozenset()}
     assert scattered == (gathered if backward else set())
-    # XLA keeps gathers of counts among one rank, which join none.
+    # XLA keeps gathers of counts over a single rank, which connect none.
     assert exchanged - {frozenset()} == ({frozenset(connected(exchange))} if exchange else set())
     return sum(map(len, gather)), len(exchange)
 
@@ -127,7 +127,7 @@ def test_table_vii():
 
 
 def compile_all(sizes):
-    """Compiles a small layer for every domain size of so many devices; run in a process that has them."""
+    """Compile a small layer for every domain size; the process must have that many devices."""
     for size in sizes:
         for power, counts in enumerate(TABLE_VII[size]):
             devices = np.asarray(jax.devices()[:size])
@@ -161,8 +161,9 @@ def test_compiled_groups_on_16_and_32_devices():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
-    """Two executions of one plan: every rank in one group, or equal offsets in groups of their own."""
+    """Two executions of one plan: all ranks in one group, or equal offsets in separate groups."""
     mesh, domains = domains_of((8,), (2,))
     whole = System(HybridEP(), dispatch=Direct(Buffers(4.0)), replica_slots=2)
     (y, stats), gradients = with_gradients(sharded_moe(mesh, domains.whole, whole))(*inputs())
@@ -176,7 +177,7 @@ def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_three_levels_at_once_equal_dense():
-    """Experts travel across datacenters, loads are exact inside them, tokens between their nodes take both rails."""
+    """Experts move across datacenters, loads are exact inside them, tokens between their nodes use both rails."""
     base = make_mesh((2, 2, 2), NAMES)
     topology = Topology.from_mesh(base, NAMES, ranks_per_domain=4, rails_per_node=2)
     mesh = hybrid_mesh(base, {"dc": 2, "node": 1, "gpu": 1})

@@ -48,7 +48,7 @@ def weights(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_slots_hold_their_experts_and_gradients_come_home(dtype):
-    """Small integers, so that every sum is exact and order does not matter."""
+    """Small integers make every sum exact, independent of order."""
     home, quota = weights(dtype), np.zeros((RANKS * HOME, RANKS), np.int32)
     upstream = jnp.asarray(np.random.default_rng(2).integers(-3, 3, (RANKS * SLOTS, 2, 5)), dtype)
 
@@ -70,7 +70,7 @@ def test_slots_hold_their_experts_and_gradients_come_home(dtype):
 
 @pytest.mark.slow
 def test_the_accelerators_path_equals_the_ring():
-    """The same functions that run over `lax.ragged_all_to_all`, here over its CPU form."""
+    """The functions used with `lax.ragged_all_to_all`, here with its CPU form."""
 
     def one_rank(home, upstream, wanted):
         there = gather.ring_fetch(home, wanted, axis_name=("expert",))
@@ -83,7 +83,7 @@ def test_the_accelerators_path_equals_the_ring():
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))
     for name, placement in PLANS.items():
         wanted = placement[:, HOME:]
-        # What an empty slot got as a gradient must go nowhere.
+        # The gradient of an empty slot must not be used.
         upstream = np.where((wanted >= 0).reshape(-1), 1.0 + np.arange(wanted.size), np.nan)
         upstream = np.broadcast_to(upstream[:, None, None], (wanted.size, 2, 5)).astype(np.float32)
         there, also, sums, also_sums = run(weights("float32"), upstream, jnp.asarray(wanted))
@@ -94,7 +94,7 @@ def test_the_accelerators_path_equals_the_ring():
 
 @pytest.mark.slow
 def test_memory_is_that_of_slots_not_of_all_experts():
-    """64 experts, of which a rank sees 8 home ones and 2 replicas."""
+    """64 experts, of which a rank has 8 home experts and 2 replicas."""
     expert_bytes = 32 * 32 * 4
 
     def one_rank(home, placement):

@@ -1,4 +1,4 @@
-"""Experts travel before tokens are known, and everything is as if they had not."""
+"""Gathering experts before tokens are known does not change results."""
 
 import re
 
@@ -72,8 +72,8 @@ def test_prefetched_layers_equal_dense_ones_and_gathers_do_not_wait(gather_again
     (_, (want, _)), want_gradients = with_gradients(dense)(*args)
     assert_close((y, gradients), (want, want_gradients), 1e-5)
     assert loads.shape == (2, LAYERS, 2)
-    # In the loops over layers, forward and backward, gathers come from an iteration's weights alone: from no product,
-    # no exchange, no counts.
+    # In the loops over layers, forward and backward, gathers depend only on an iteration's weights, and not on
+    # products, exchanges or counts.
     bodies = [body for body in computations(program.as_text()) if gathers_of_experts(body) and is_body(body)]
     assert len(bodies) == 1 + gather_again
     for body in bodies:
@@ -85,7 +85,7 @@ INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$"
 
 
 def computations(hlo):
-    """Each computation of a module as name -> (type, operation, operands)."""
+    """Yield each computation of a module as name -> (type, operation, operands)."""
     for text in hlo.split("\n\n"):
         found = {}
         for line in text.splitlines():
@@ -100,13 +100,13 @@ def gathers_of_experts(body):
 
 
 def is_body(body):
-    """Of a loop that exchanges tokens."""
+    """Return whether this is the body of a loop with token exchanges."""
     operations = [operation for _, operation, _ in body.values()]
     return operations.count("parameter") == 1 and {"while", "all-to-all"} <= set(operations)
 
 
 def ancestors(name, body):
-    """Operations that `name` waits for inside its computation."""
+    """Return the operations preceding `name` inside its computation."""
     seen, todo, operations = set(), [name], set()
     while todo:
         for operand in body[todo.pop()][2]:

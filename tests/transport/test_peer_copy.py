@@ -56,7 +56,7 @@ def test_slots_are_those_of_gather_and_so_are_gradients():
 
 @pytest.mark.slow
 def test_a_plan_with_relays_copies_along_them():
-    """Expert 0 goes from rank to rank; Gather refuses such a plan, and without the relays fills the same slots."""
+    """Expert 0 is relayed from rank to rank; Gather rejects such a plan, and fills the same slots without relays."""
     placement = np.full((RANKS, SLOTS), -1, np.int32)
     placement[:, :HOME] = np.arange(RANKS * HOME).reshape(RANKS, HOME)
     placement[1:, HOME] = 0
@@ -84,7 +84,7 @@ def test_without_replica_slots_the_home_experts_are_the_slots():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_layer_with_it_equals_one_with_gather():
-    """Forward and backward, replicas and all."""
+    """Forward and backward, including replicas."""
     case, workload = Case(), next(w for w in WORKLOADS if "zipf" in w.name.lower())
     x, mask = case.tokens(workload, RANKS, jnp.float32)
     kernel, weights = case.params(jnp.float32)
@@ -104,11 +104,11 @@ def test_a_layer_with_it_equals_one_with_gather():
 
 @pytest.mark.slow
 def test_replicas_are_copied_again_in_the_backward_pass():
-    """Kept from the forward pass they would take memory in every layer: the compiler must not see the equality."""
+    """Residuals would take memory in every layer, so the compiler must not merge the two copies."""
     case = Case()
     layer = with_gradients(sharded_moe(MESH, TOPOLOGY, dataclasses.replace(greedy(2), replicate=PeerCopy())))
     x, mask = case.tokens(WORKLOADS[0], RANKS, jnp.float32)
     compiled = layer.lower(x, mask, *case.params(jnp.float32), x).compile().as_text()
-    # The CPU compiler of jaxlib 0.10 drops the barrier before it merges equal calls.
+    # The CPU compiler of jaxlib 0.10 drops the barrier before merging equal calls.
     copies = 2 if jax.__version_info__ >= (0, 11) else 1
     assert compiled.count('custom_call_target="moe_lb_copy_start"') == copies

@@ -15,7 +15,7 @@ START = np.arange(RANKS * HOME, dtype=np.int32).reshape(RANKS, HOME)
 
 
 def popular_placement():
-    """Experts 0 and 3 on all ranks, others drawn."""
+    """Return experts 0 and 3 on all ranks, and random others."""
     placement = np.full((RANKS, SLOTS), -1, np.int32)
     placement[:, :HOME] = START
     placement[1:, HOME] = 0
@@ -30,7 +30,7 @@ def planned(placement, **options):
 
 
 def depths(plan):
-    """How many copies in a row bring each replica from its home."""
+    """Return the number of consecutive copies from home to each replica."""
     home, out = plan.num_home, np.zeros_like(plan.placement)
     for rank, slot in np.argwhere(plan.placement >= 0):
         at, expert = rank, plan.placement[rank, slot]
@@ -43,7 +43,7 @@ def depths(plan):
 def test_of_many_replicas_some_forward():
     plan = planned(popular_placement())
     check_plan(plan, np.zeros((RANKS, RANKS * HOME), np.int32))
-    # Seven replicas each: two relays, so that home sends two copies, and the relays the other five.
+    # Seven replicas each: two relays, so home sends two copies, and the relays the other five.
     assert plan.relay[:, HOME].tolist() == [-1, 0, 0, 1, 2, 1, 2, 1]
     assert depths(plan)[:, HOME:].max() == 2
     assert (depths(plan)[:, :HOME] == 0).all()

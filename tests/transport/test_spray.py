@@ -1,4 +1,4 @@
-"""Spraying over rails puts the same rows in the same places as direct dispatch, whatever the plan says of rails."""
+"""Spraying over rails puts the same rows in the same places as direct dispatch, for any rails of the plan."""
 
 import functools
 import re
@@ -26,9 +26,9 @@ from tests.oracle import random_plan
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 RANKS, TOKENS, PER_TOK, EXPERTS, SLOTS = 8, 12, 2, 16, 4
-DOMAIN = 4  # of the plan; the nodes of the rails may be others
+DOMAIN = 4  # domain of the plan; the nodes of the rails may differ
 MAX_ROUNDS = 40
-HEADROOM = 0.4  # several rounds, and of these some in several steps
+HEADROOM = 0.4  # several rounds, some with several steps
 # mesh sizes, ranks per node, rails
 LAYOUTS = {
     "two ranks at each rail": ((2, 4), 4, 2),
@@ -45,7 +45,9 @@ def layout(name):
 
 
 def exchange(dispatch, mesh, topology):
-    """Jitted `(x, experts, counts, plan) -> (rows of every round, their group sizes, what came back, steps)`."""
+    """Return the jitted `(x, experts, counts, plan) -> (rows of every round, their group sizes, returned rows,
+    steps)`.
+    """
 
     def one_rank(x, experts, counts, plan):
         receipt = dispatch.address(experts, counts, plan, topology)
@@ -84,7 +86,7 @@ def spray(name):
 
 
 def draw(rng, skew):
-    """Tokens, their experts, counts, and a legal plan."""
+    """Return tokens, their experts, counts, and a legal plan."""
     share = np.exp(skew * rng.normal(size=(RANKS, 1, EXPERTS)) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS)))
     experts = np.argsort(-share, -1)[..., :PER_TOK].astype(np.int32)
     experts[rng.random(experts.shape) < 0.1] = -1
@@ -95,7 +97,7 @@ def draw(rng, skew):
 
 
 def any_rails(rng, rows, num_rails, how):
-    """Rows on rails: at random, or all on one."""
+    """Return rows on rails: random, or all on one."""
     if how == "random":
         return (
             rng.multinomial(rows.ravel(), rng.dirichlet(np.ones(num_rails))).reshape(*rows.shape, -1).astype(np.int32)
@@ -122,7 +124,7 @@ def test_every_row_is_where_direct_dispatch_puts_it(name, seed, skew, how):
     else:
         sprayed = replace(plan, rails=any_rails(rng, rows_between(counts, plan), topology.rails_per_node, how))
     got = run(x, experts, counts, sprayed)
-    # A stream of `MultiRailDispatch` stands by source, one of `Direct` by slot: of several rounds each serves other
+    # A stream of `MultiRailDispatch` is ordered by source, one of `Direct` by slot, so single rounds serve different
     # rows.
     for a, b in zip(by_slot(got), by_slot(want), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -134,7 +136,7 @@ def test_every_row_is_where_direct_dispatch_puts_it(name, seed, skew, how):
 
 
 def by_slot(exchanged):
-    """The rows of each slot of each rank, over all rounds, in an order of their own."""
+    """Return the rows of each slot of each rank, over all rounds, in sorted order."""
     rows, sizes = np.asarray(exchanged[0]), np.asarray(exchanged[1])
     served = []
     for of_rank, counts in zip(rows, sizes, strict=True):
@@ -146,7 +148,7 @@ def by_slot(exchanged):
 
 
 def all_to_the_other_node():
-    """Every token of a rank goes to the ranks of the other node, evenly."""
+    """Return tokens that all go to the ranks of the other node, evenly."""
     rng = np.random.default_rng(0)
     experts = np.arange(RANKS * TOKENS * PER_TOK).reshape(RANKS, -1) % 8 + 8 * (np.arange(RANKS)[:, None] < 4)
     counts = np.stack([np.bincount(e, minlength=EXPERTS) for e in experts]).astype(np.int32)
@@ -157,7 +159,7 @@ def all_to_the_other_node():
 
 @pytest.mark.slow
 def test_a_balanced_plan_takes_one_step_and_a_single_rail_more():
-    """Buffers of rail ranks hold `A` rows; one rail alone would need four times as many, so parts of an eighth fit."""
+    """Buffers of rail ranks hold `A` rows; a single rail needs four times as many, so parts of an eighth fit."""
     mesh = make_mesh((2, 4), ("node", "gpu"))
     topology = Topology.from_mesh(mesh, ("node", "gpu"), rails_per_node=4)
     whole = PartitionSpec()
@@ -184,8 +186,9 @@ def test_without_rails_rows_travel_along_the_receivers_rail():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_layer_equals_that_of_direct_dispatch():
-    """Outputs and statistics to the bit."""
+    """Outputs and statistics are bitwise equal."""
     want, got = layers_of_direct_and_spray(jax.jit)
     assert_same_outputs(got, want)
 
@@ -193,7 +196,7 @@ def test_the_layer_equals_that_of_direct_dispatch():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_gradients_of_the_layer_equal_those_of_direct_dispatch():
-    """Each round sums gradients of other rows; `test_conformance` has float64."""
+    """Each round sums gradients of other rows; `test_conformance` covers float64."""
     (want, want_gradients), (got, gradients) = layers_of_direct_and_spray(with_gradients)
     assert_same_outputs(got, want)
     assert_close(gradients, want_gradients, 1e-6)
@@ -208,7 +211,7 @@ def assert_same_outputs(got, want):
 
 
 def layers_of_direct_and_spray(transformation):
-    """Results of the same layer with `Direct` and with `MultiRailDispatch`, each under the transformation."""
+    """Return results of the same layer with `Direct` and with `MultiRailDispatch`, each under the transformation."""
     case, mesh = Case(), make_mesh((2, 2, 2), ("data", "node", "rail"))
     topology = Topology.from_mesh(mesh, ("node", "rail"), rails_per_node=2)
     x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
@@ -222,11 +225,11 @@ def layers_of_direct_and_spray(transformation):
     return [transformation(sharded_moe(mesh, topology, system))(*operands) for system in systems]
 
 
-# ---- what crosses between nodes -------------------------------------------------------
+# ---- traffic between nodes ------------------------------------------------------------
 
 
 def replica_groups(line):
-    """The groups of an XLA collective, in each of its notations: listed, as a transposed grid, by mesh axes."""
+    """Return the groups of an XLA collective, in each of its notations: listed, as a transposed grid, by mesh axes."""
     text = line.split("replica_groups=")[1]
     if text.startswith("{"):
         return [numbers(group) for group in re.findall(r"\{([\d, ]+)\}", text.split("}}")[0] + "}")]
@@ -246,15 +249,16 @@ def numbers(text):
 
 
 def kind(groups, members):
-    """Whether the groups are nodes, or ranks of equal offset."""
+    """Return whether the groups are nodes, or ranks of equal offset."""
     inside = all(len({r // members for r in group}) == 1 for group in groups)
     along = all(len({r % members for r in group}) == 1 for group in groups)
     return "inside a node" if inside else "along a rail" if along else "anywhere"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_no_row_leaves_its_rail_between_nodes_in_a_compiled_program(monkeypatch):
-    """There and back, out of XLA's collectives. All else that travels are integers."""
+    """Dispatch and combine with XLA's collectives; all other exchanged values are integers."""
     monkeypatch.setattr(exchange_module, "moves_in_process", lambda: False)
     mesh, topology = layout("two ranks at each rail")
     x, experts, counts, plan = draw(np.random.default_rng(1), 1.0)
@@ -276,7 +280,7 @@ def test_no_row_leaves_its_rail_between_nodes_in_a_compiled_program(monkeypatch)
 
 @pytest.mark.slow
 def test_no_row_leaves_its_rail_between_nodes_on_a_gpu():
-    """A whole layer, forward and backward, as it is lowered for one: all exact-size exchanges."""
+    """A whole layer, forward and backward, lowered for a GPU, with exact-size exchanges."""
     mesh, topology = layout("two ranks at each rail")
     case = Case()
     system = System(RailS(), dispatch=MultiRailDispatch(Buffers(max_rounds=1)))
@@ -285,11 +289,12 @@ def test_no_row_leaves_its_rail_between_nodes_on_a_gpu():
     text = layer.trace(x, mask, *case.params("float32"), x).lower(lowering_platforms=("cuda",)).as_text()
     groups = re.findall(r"ragged_all_to_all.*?replica_groups = dense<\[(.*?)\]> :", text)
     found = [kind([numbers(group) for group in re.findall(r"\[([\d, ]+)\]", each)], 4) for each in groups]
-    # There and back; and, backward, copies, gradients and weights there, and gradients of copies and weights back.
+    # Dispatch and combine; backward, dispatch of copies, gradients and weights, and combine of gradients of copies and
+    # weights.
     assert sorted(found) == ["along a rail"] * 7 + ["inside a node"] * 21
 
 
-# ---- refusals -------------------------------------------------------------------------
+# ---- invalid inputs -------------------------------------------------------------------
 
 
 def test_axes_that_make_up_no_node_are_refused():
@@ -319,7 +324,9 @@ def test_rails_that_do_not_fit_are_refused():
 
 @pytest.mark.slow
 def test_rails_that_lose_a_row_are_not_followed():
-    """All rows then take the receiver's own rail, and are where they would be without; the layer says so."""
+    """All rows then take the receiver's own rail, with the same results as without rails; the layer reports the
+    fault.
+    """
     x, experts, counts, plan = all_to_the_other_node()
     plan = RailS().rebalance(counts, plan, layout("two ranks at each rail")[1], ())[0]
     rails = plan.rails.copy()

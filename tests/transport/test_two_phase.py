@@ -1,4 +1,4 @@
-"""Rows that pass their homes are served as by the plan, and nothing of it is in the way of the static wave."""
+"""Rows passing their homes are served as planned, and the static wave does not wait for the plan."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ SYSTEM = System(
     FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(Buffers(0.4), moved_headroom=0.3), replica_slots=2
 )
 HEAVY = r"moe_lb_(grouped|ragged_exchange).*/"
-"""A custom call that computes or exchanges rows, in the scope that is appended."""
+"""A custom call that computes or exchanges rows, in the appended scope."""
 
 
 def arguments(workload):
@@ -38,7 +38,7 @@ def arguments(workload):
 
 @functools.cache
 def compiled():
-    """The layer with its gradients."""
+    """Return the compiled layer with its gradients."""
     return with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM)).lower(*arguments(WORKLOADS[0])).compile()
 
 
@@ -47,9 +47,7 @@ def compiled():
 
 @pytest.mark.slow
 def test_equal_to_dense_in_rounds_and_without_room_for_all():
-    """On skewed, empty, masked and one-expert loads; what is said to be served is legal, and the same as planned on a
-    host.
-    """
+    """Covers skewed, empty, masked and one-expert loads; the reported quota is legal and equals the host plan."""
     dense, moved, less = dense_with_gradients(TopK(2)), [], []
     capacity, room = (SYSTEM.dispatch.buffers.rows(CASE.num_tokens * 2), SYSTEM.dispatch.room(CASE.num_tokens * 2))
     for workload in WORKLOADS:
@@ -61,7 +59,7 @@ def test_equal_to_dense_in_rounds_and_without_room_for_all():
         np.testing.assert_array_equal(quota.sum(1), counts.sum(0))
         start = plain_plan(counts, TOPOLOGY, 4)
         plan = SYSTEM.balancer.rebalance(counts, start, TOPOLOGY, ())[0]
-        # Home receives what it would without a balancer.
+        # Home receives the same rows as without a balancer.
         assert int(stats.rounds[0]) == -(-int(load(start).max()) // capacity)
         away = quota - quota * (np.arange(16)[:, None] // 2 == np.arange(8))
         assert away.sum(0).max() <= room
@@ -72,7 +70,7 @@ def test_equal_to_dense_in_rounds_and_without_room_for_all():
 
 
 def test_slots_take_rows_in_order_until_their_rank_is_full():
-    """Against loops over experts and ranks."""
+    """Compared with loops over experts and ranks."""
     rng = np.random.default_rng(0)
     num_ranks, num_home, num_slots, room = 4, 3, 3, 20
     for _ in range(20):
@@ -103,7 +101,7 @@ def test_slots_take_rows_in_order_until_their_rank_is_full():
 
 
 def test_the_simulator_is_told_what_is_served():
-    """All rows go home; those that go on come from there, and the waves together are the plan."""
+    """All rows go home; moved rows continue from there, and the waves together equal the plan."""
     counts = next(w for w in WORKLOADS if w.name == "lognormal").counts(0, 8, 50, 16, 2)
     start = plain_plan(counts, TOPOLOGY, 4)
     plan, _ = SYSTEM.balancer.rebalance(counts, start, TOPOLOGY, ())
@@ -117,14 +115,14 @@ def test_the_simulator_is_told_what_is_served():
     assert dispatch.cost().passes_home
 
 
-# ---- what waits for what ------------------------------------------------------------
+# ---- dependencies -----------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products():
     graph = of_compiled(compiled().as_text())
     posts, plans = graph.holding("moe_lb_copy_post"), graph.holding("moe_lb_plan_feplb_and_copy")
-    # Further rounds know the plan, and move rows by the exchange.
+    # Further rounds have the plan, and move rows by the exchange.
     home, static = (graph.holding(HEAVY + scope) - graph.holding("further_rounds") for scope in ("come_home", "static"))
     dynamic = graph.holding(HEAVY + "dynamic_wave") - graph.holding("further_rounds")
     joins = graph.holding("moe_lb_copy_join")
@@ -133,11 +131,11 @@ def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products()
     assert all((posts, plans, home, static, dynamic, joins))
     assert posts <= graph.needs(home)
     assert not graph.needs(home) & (plans | joins)
-    # Launched after the exchange, so that it hands the plan on when that has been launched; then rows begin to travel.
+    # The plan is launched after the exchange, so that it is passed on once the exchange is launched; then rows move.
     assert home & graph.needs(plans)
     assert plans <= graph.needs([onward])
     assert not graph.needs(static) & joins
-    # Moved experts first: their outputs return beside what stayed.
+    # Moved experts come first, so their outputs return during the products of the others.
     beside = {one for one in dynamic if back in graph.needs([one])}
     assert joins & graph.needs([back])
     assert beside
@@ -146,7 +144,7 @@ def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products()
 
 @pytest.mark.slow
 def test_the_same_where_it_is_lowered_for_a_gpu():
-    """Without callbacks to the host, which can only be lowered for a backend that is there."""
+    """Without host callbacks, which can only be lowered for a backend that is present."""
     traced = with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM, on_fault="record")).trace(*arguments(WORKLOADS[0]))
     text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
     if not custom_calls.is_built("cuda"):
@@ -183,8 +181,9 @@ def test_in_the_backward_pass_copies_are_made_beside_what_stays_at_home():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_all_layers_of_a_stack_share_the_slots():
-    """Four layers and one slot more take one expert more, not one for each layer."""
+    """Four layers with one more slot take one more expert, not one for each layer."""
     mlp_dim, spec = 4096, PartitionSpec("expert")
     expert = CASE.width * mlp_dim * 2 * 4
 
@@ -208,7 +207,7 @@ def test_all_layers_of_a_stack_share_the_slots():
     assert 0.99 * expert < temporaries(6, 3) - temporaries(2, 2) < 1.01 * expert
 
 
-# ---- refusals -----------------------------------------------------------------------
+# ---- invalid inputs -----------------------------------------------------------------
 
 
 def test_a_plan_that_takes_a_static_expert_from_home_is_refused():

@@ -17,7 +17,7 @@ E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
 @pytest.mark.parametrize(("dtype", "error"), [(E4M3, 2**-4), (INT8, 1 / 254)])
 @pytest.mark.parametrize("rows_dtype", ["float32", "bfloat16"])
 def test_a_number_is_off_by_a_rounding_of_its_block(dtype, error, rows_dtype):
-    """fp8 has 3 bits after the first: half of the last is a 16th of the number. int8 is even over the block's range."""
+    """fp8 has 3 fraction bits, so rounding is up to 1/16 of the number. int8 is uniform over the block's range."""
     rows = jax.random.normal(jax.random.key(0), (64, 256)) * jnp.exp(jax.random.normal(jax.random.key(1), (64, 1)) * 8)
     rows = rows.at[3].set(0).astype(rows_dtype)
     wire = QuantizedTransfer(dtype, block=64)
@@ -26,7 +26,7 @@ def test_a_number_is_off_by_a_rounding_of_its_block(dtype, error, rows_dtype):
     assert words.size * 4 == 64 * wire.row_bytes(256)
     got, want = (np.asarray(a, np.float64).reshape(64, 4, 64) for a in (wire.decode(words, rows.dtype), rows))
     largest = np.abs(want).max(-1, keepdims=True)
-    # fp8 has subnormal numbers near 0, where the error is that of the smallest.
+    # fp8 has subnormal numbers near 0, with the absolute error of the smallest.
     bound = error * np.maximum(np.abs(want), largest * 2**-6 if dtype == E4M3 else largest)
     assert (np.abs(got - want) <= bound * 1.01 + np.abs(want) * (2**-8 if rows_dtype == "bfloat16" else 1e-6)).all()
     assert np.abs(got - want).max() > 0
@@ -46,7 +46,7 @@ SPRAY = MultiRailDispatch(Buffers(3.0), transfer=QuantizedTransfer(INT8, 4))
 
 @functools.cache
 def run(system, with_gradients):
-    """Return outputs and rounds, and gradients of tokens and experts if asked for."""
+    """Return outputs and rounds, and optionally gradients of tokens and experts."""
     mesh = make_mesh((2, 2), ("node", "expert"))
     topology = Topology.from_mesh(mesh, ("node", "expert"), rails_per_node=2)
     case = Case(num_tokens=24, num_experts=8)
@@ -67,11 +67,17 @@ def run(system, with_gradients):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dispatch", "with_gradients"),
-    [(DIRECT, True), (SPRAY, False), pytest.param(SPRAY, True, marks=pytest.mark.thorough)],
+    [
+        (DIRECT, True),
+        pytest.param(SPRAY, False, marks=pytest.mark.thorough),
+        pytest.param(SPRAY, True, marks=pytest.mark.thorough),
+    ],
     ids=["direct", "outputs of spray", "spray"],
 )
 def test_a_layer_with_it_is_one_whose_tokens_and_outputs_are_rounded(dispatch, with_gradients):
-    """Against float32: off by the rounding of tokens and outputs. Gradients pass through, in several rounds too."""
+    """Compared with float32, the error is the rounding of tokens and outputs. Gradients pass through, also in several
+    rounds.
+    """
     if isinstance(dispatch, MultiRailDispatch):
         system = System(RailS(), dispatch=dispatch)
     else:
@@ -94,5 +100,5 @@ def test_what_cannot_travel_so_is_refused():
         QuantizedTransfer(block=6)
     with pytest.raises(ValueError, match=r"QuantizedTransfer.block is 128; expected a divisor of the width, 64"):
         QuantizedTransfer().encode(jnp.ones((2, 64)))
-    with pytest.raises(ValueError, match="expected None: peer copies carry rows as they are"):
+    with pytest.raises(ValueError, match="expected None, as peer copies do not quantize rows"):
         TwoPhase(Buffers(1.5), transfer=QuantizedTransfer())

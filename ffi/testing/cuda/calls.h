@@ -8,7 +8,7 @@
 
 namespace moe_lb::testing {
 
-// Counts a call, and returns the error that a test has set for it.
+// Counts a call, and returns the error set for it by a test.
 cudaError_t Enter(const char* name);
 
 // True if an ordering call from this place is to be ignored.
@@ -17,7 +17,7 @@ bool IsIgnored(const char* function, const void* returns_to);
 // Records a violation of CUDA's rules.
 cudaError_t Forbidden(cudaError_t error, const std::string& what);
 
-// Registers host memory that the device can access. The caller keeps ownership of `memory`.
+// Registers host memory for access by the device. The caller keeps ownership of `memory`.
 void AddPinned(void* memory, size_t size);
 bool IsPinned(const void* memory);
 

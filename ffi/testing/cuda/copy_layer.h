@@ -1,4 +1,4 @@
-// A layer that starts copies of expert weights and joins them later, on stand-in GPUs.
+// A layer starting copies of expert weights and joining them later, on stand-in GPUs.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ class CopyLayer {
 
   // Runs one execution on one device and returns its ending. Values are compared on the GPU's stream.
   Ending Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between = {});
-  // One execution of a program with several layers that starts all copies before the first join.
+  // One execution of a program with several layers, starting all copies before the first join.
   static Ending RunAll(const std::vector<CopyLayer*>& layers, Gpu& gpu, int64_t rank, int64_t run);
 
   int64_t num_wrong() const { return wrong_; }

@@ -306,7 +306,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   const int known = std::min(static_cast<int>(version), TheStandIn().driver_version);
   for (const EntryPoint& one : EntryPoints()) {
     if (std::strcmp(one.name, name) != 0) continue;
-    // Return the newest version that both support; CUDA returns a failure for a version that the driver lacks.
+    // Return the newest version supported by both; CUDA returns a failure for a version missing in the driver.
     *how = cudaDriverEntryPointVersionNotSufficent;
     if (one.since > known || static_cast<int>(version) > TheStandIn().driver_version) continue;
     *function = one.function;

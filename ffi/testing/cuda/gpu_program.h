@@ -21,8 +21,8 @@ namespace moe_lb::testing {
 // must end before XLA's stream reaches the next user.
 class Gpu {
  public:
-  // ordinal: XLA's number of the device; cuda_device: CUDA's, equal for logical devices that share a GPU. shared: kind
-  // of memory that other processes can map; none by default.
+  // ordinal: XLA's number of the device; cuda_device: CUDA's, equal for logical devices sharing a GPU. shared: kind
+  // of memory mappable by other processes; none by default.
   Gpu(int32_t ordinal, int cuda_device, std::optional<MemoryKind> shared = std::nullopt);
   ~Gpu();
   Gpu(const Gpu&) = delete;
@@ -61,7 +61,7 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
-  // Allocates memory that lives until the program's end.
+  // Allocates memory until the program's end.
   DeviceArray New(XLA_FFI_DataType dtype, std::vector<int64_t> dims);
 
   Invocation& Add(CallSite& site, DeviceArrays args, DeviceArrays rets);

@@ -58,7 +58,7 @@ void Wave(Program& program, const Between& between);
 void Consume(Program& program, const LayerShape& shape, const Weights& weights, int64_t run,
              std::vector<int32_t> wanted, std::atomic<int64_t>* wrong);
 
-// Overwrites the memory of a failed program and adds bytes that change afterwards (late copies) to `wrong`.
+// Overwrites the memory of a failed program and adds bytes changed afterwards (late copies) to `wrong`.
 void UseMemoryAgain(Gpu& gpu, const Weights& weights, std::atomic<int64_t>* wrong);
 
 }  // namespace moe_lb::testing

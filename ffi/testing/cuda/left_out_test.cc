@@ -92,7 +92,7 @@ void ReuseMemoryOfAnotherStream() {
   EXPECT_EQ(planned.num_wrong(), 0);
 }
 
-// Runs all handlers without failures, and programs that fail between two calls.
+// Runs all handlers without failures, and programs failing between two calls.
 void RunAll() {
   TheStandIn().longest_delay_us = 200;
   QueueManyPlans();
@@ -178,7 +178,7 @@ int TryAll(const std::string& program) {
 
 }  // namespace
 
-// Without arguments, try all places. "list": print the places. A number: run without that place.
+// Without arguments, try all places. "list": print the places. A number: run without this place.
 int main(int argc, char** argv) {
   if (argc < 2) return TryAll(argv[0]);
   return std::string(argv[1]) == "list" ? ListPlaces() : RunWithout(argv[1]);

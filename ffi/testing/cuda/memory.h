@@ -1,4 +1,4 @@
-// Stand-in GPU memory that processes can share.
+// Stand-in GPU memory, shareable between processes.
 #pragma once
 
 #include <cstddef>
@@ -20,11 +20,11 @@ struct Allocation {
   int descriptor = -1;
 };
 
-// Allocates at that address, or anywhere (default).
+// Allocates at the given address, or anywhere (default).
 Allocation NewAllocation(size_t size, MemoryKind kind, char* at = nullptr);
 void FreeAllocation(const Allocation& allocation);
 
-// Returns the allocation that contains an address; of size 0 if there is none.
+// Returns the allocation containing an address; of size 0 if there is none.
 Allocation AllocationOf(const void* address);
 
 // Number of allocations of other processes mapped in this one.

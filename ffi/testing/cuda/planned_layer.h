@@ -1,4 +1,4 @@
-// Planners of CUDA handlers on stand-in GPUs: a layer that plans and copies on the device, and a planner on the host.
+// Planners of CUDA handlers on stand-in GPUs: a layer planning and copying on the device, and a planner on the host.
 #pragma once
 
 #include <atomic>
@@ -37,11 +37,11 @@ class HostPlan {
  public:
   explicit HostPlan(LayerShape shape);
 
-  // refused: if true, pass operands that the planner refuses.
+  // refused: if true, pass operands rejected by the planner.
   Ending Run(Gpu& gpu, int64_t run, bool refused = false);
 
   int64_t num_wrong() const { return *wrong_; }
-  // For a HostPlan that is destroyed while its calls are queued.
+  // For a HostPlan destroyed while its calls are queued.
   std::shared_ptr<std::atomic<int64_t>> wrong() const { return wrong_; }
 
   std::function<void(Program&)> before_execute = nullptr;

@@ -1,5 +1,5 @@
 // Peer copies between processes, one stand-in GPU each, whose memory the others map: values, messages, reallocated
-// memory, and processes that fail, end or never arrive.
+// memory, and processes failing, ending or never arriving.
 #include "ffi/testing/cuda/processes.h"
 
 #include <dirent.h>
@@ -111,7 +111,7 @@ void Reallocate(int64_t rank, int64_t count) {
     ExpectOk(copies.Run(gpu, rank, run));
     Synchronize(gpu.stream());
     EXPECT_EQ(copies.num_wrong(), 0);
-    // Freed memory is unmapped before other memory of that process is mapped.
+    // Freed memory is unmapped before other memory of the same process is mapped.
     EXPECT(NumMapped() <= count - 1);
     if (run % 2 == rank % 2) gpu.ReallocateShared();
   }
@@ -176,7 +176,7 @@ void OneFails(int64_t rank, int64_t count) {
     Synchronize(gpu.stream());
     ExpectOk(copies.Run(gpu, rank, run++));
   }
-  // Part of the copies is queued by then. Ranks that copy from this one get the failure; others may be complete.
+  // Part of the copies is queued by then. Ranks copying from this one get the failure; others may be complete.
   if (rank == 1) FailCalls("cuMemcpyBatchAsync", 0, cudaErrorIllegalAddress);
   const Ending ending = copies.Run(gpu, rank, run++);
   FailCalls("", 0, cudaSuccess);
@@ -215,7 +215,7 @@ void ExpectAllSucceed(const std::string& program, const std::string& part, int64
             << std::endl;
 }
 
-// kill -9 allows no cleanup. The others end soon, with an error that names the process.
+// kill -9 allows no cleanup. The others end soon, with an error naming the process.
 void OneIsKilled(const std::string& program, int64_t count, int64_t victim) {
   const auto children = StartProcesses(program, "end", count);
   for (const auto& child : children) EXPECT_EQ(child->ReadLine(), std::string("running"));
@@ -225,7 +225,7 @@ void OneIsKilled(const std::string& program, int64_t count, int64_t victim) {
   for (int64_t rank = 0; rank < count; ++rank) {
     if (rank == victim) continue;
     const std::string said = children[static_cast<size_t>(rank)]->ReadLine();
-    // A process that has detected the end ends too, and the last ones may detect that end first.
+    // A process detecting the end ends too, and the last ones may detect this second end first.
     EXPECT(said.rfind(code, 0) == 0 && Has(said, " has ended (process "));
     EXPECT(rank > 0 || Has(said, "rank " + std::to_string(victim) + " of " + std::to_string(count)));
     EXPECT(children[static_cast<size_t>(rank)]->Succeeded());

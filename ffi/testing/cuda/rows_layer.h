@@ -1,4 +1,4 @@
-// A layer that copies token rows between ranks, on stand-in GPUs.
+// A layer copying token rows between ranks, on stand-in GPUs.
 #pragma once
 
 #include <atomic>

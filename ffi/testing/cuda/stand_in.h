@@ -1,4 +1,4 @@
-// A stand-in for the CUDA runtime, to run the GPU handlers without a GPU. It implements the functions that they call on
+// A stand-in for the CUDA runtime, to run the GPU handlers without a GPU. It implements the functions they call on
 // threads (streams.h) and ordinary memory. Linked instead of cudart, with the same object files of the handlers.
 //
 // Not implemented: GPU kernels (tests launch functions instead), graphs, and timing.

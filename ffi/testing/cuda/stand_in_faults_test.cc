@@ -1,4 +1,4 @@
-// Failures on the stand-in: failed calls of the runtime, programs that fail between two calls, and devices that wait
+// Failures on the stand-in: failed calls of the runtime, programs failing between two calls, and devices that wait
 // for each other.
 #include <algorithm>
 #include <atomic>
@@ -47,7 +47,7 @@ void ExpectGoodRun(Layer& layer, const std::vector<std::unique_ptr<Gpu>>& gpus, 
   EXPECT_EQ(layer.num_wrong(), 0);
 }
 
-// XLA reuses the buffers if a program fails between two calls. `UseMemoryAgain` detects copies that still run.
+// XLA reuses the buffers if a program fails between two calls. `UseMemoryAgain` detects copies still running.
 template <typename Layer>
 void NoWritesAfterAFailure(Layer& layer) {
   const auto gpus = Gpus(4);
@@ -127,7 +127,7 @@ void ADeviceThatIsStuckIsNamed() {
   for (const auto& gpu : gpus) Synchronize(gpu->stream());
   for (const Ending& ending : endings) {
     EXPECT_EQ(ending.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
-    // A device that waited as long as the stuck one may time out first.
+    // A device waiting as long as the stuck one may time out first.
     EXPECT(Has(ending.message, "device 2 did not bring its tables") || Has(ending.message, "missing ranks: 2"));
   }
   ExpectGoodRun(layer, gpus, 3);
@@ -311,7 +311,7 @@ void ADriverWithoutBatchesIsNamed() {
 
 }  // namespace
 
-// "old_driver": only that part.
+// "old_driver": only this part.
 int main(int argc, char** argv) {
   if (argc > 1) {
     ADriverWithoutBatchesIsNamed();

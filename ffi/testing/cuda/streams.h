@@ -1,7 +1,7 @@
 // Streams and events: a stream is a queue with a thread.
 //
-// Memory order between threads is that of CUDA alone: from the host to the work that it queues, along a stream, from an
-// event's record to a wait for it, and from a stream or event to the host that synchronizes with it or queries its
+// Memory order between threads is that of CUDA alone: from the host to its queued work, along a stream, from an
+// event's record to a wait for it, and from a stream or event to the host synchronizing with it or querying its
 // completion. Each is an acquire and a release visible to ThreadSanitizer; queue operations are invisible. So it
 // reports a data race if two streams access one location without a wait between them.
 #pragma once
@@ -22,7 +22,7 @@ struct CUevent_st {
   const int device;
   CUevent_st* next = nullptr;  // list of all events, so that none is reported as a leak
   std::atomic<uint64_t> recorded{0};
-  std::atomic<uint64_t> reached{0};  // the last record that its stream has reached
+  std::atomic<uint64_t> reached{0};  // the last record reached by its stream
 };
 
 struct CUstream_st {

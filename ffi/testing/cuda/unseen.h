@@ -1,5 +1,5 @@
-// Communication between threads that is invisible to ThreadSanitizer. CUDA does not guarantee these orders, so a
-// program that relies on them must be reported as a race.
+// Communication between threads, invisible to ThreadSanitizer. CUDA does not guarantee these orders, so a
+// program relying on them must be reported as a race.
 #pragma once
 
 #include <linux/futex.h>
@@ -25,7 +25,7 @@ class Bell {
     return __atomic_load_n(&rings_, __ATOMIC_SEQ_CST);
   }
 
-  // Waits for a ring after `heard`, or 5 ms, because a stream may wait for an event that does not ring.
+  // Waits for a ring after `heard`, or 5 ms, because a stream may wait for an event without a ring.
   MOE_LB_UNSEEN void Wait(uint32_t heard) {
     const timespec limit = {0, 5000000};
     syscall(SYS_futex, &rings_, FUTEX_WAIT_PRIVATE, heard, &limit, nullptr, 0);

@@ -1,7 +1,7 @@
-"""Writes the dumps of this folder, as SGLang's recorder does: run it where there is torch, 2.13 when they were made.
+"""Write the dumps of this folder in the format of SGLang's recorder; requires torch, version 2.13 for these files.
 
-`stat.pt` has 8 steps, of which the last 4 are empty, as in a ring that is not full, and 3 layers, the first empty.
-`passes` has those of two ranks, with two copies more than there are experts, and `received` what came to each.
+`stat.pt` has 8 steps, the last 4 empty as in a partly filled ring buffer, and 3 layers, the first empty. `passes` has
+the passes of two ranks, with two copies more than experts, and `received` the copies received by each.
 """
 
 from pathlib import Path

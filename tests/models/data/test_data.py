@@ -23,12 +23,12 @@ def unmarked(tokens):
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 400, 40_003, 3 * CHUNKS_PER_CYCLE * CHUNK_TOKENS + 123])
 def test_sides_are_disjoint_and_complete(num_tokens):
-    """A token is its own place here, so that it can be traced."""
+    """Each token equals its position, for tracing."""
     stream = Stream(np.arange(num_tokens), np.zeros(0, np.int64))
     train, held_out = (unmarked(whole(stream, side)) for side in (False, True))
     np.testing.assert_array_equal(np.sort(np.concatenate([train, held_out])), np.arange(num_tokens))
     assert num_tokens < 10 or 0.05 < len(held_out) / num_tokens < 0.15
-    # A mark is wherever the text does not go on.
+    # Every discontinuity of the text is marked.
     for side in (train, held_out):
         marked = whole(stream, side is held_out) < 0
         np.testing.assert_array_equal(marked[1:], np.diff(side) != 1)
@@ -109,7 +109,7 @@ def test_a_process_reads_no_row_of_another(corpus, monkeypatch):
 def test_another_state_is_refused(corpus):
     with (
         batches(corpus, [0]) as mine,
-        pytest.raises(ValueError, match=r"the state of the data is {'next': 1}; expected"),
+        pytest.raises(ValueError, match=r"data state is {'next': 1}; expected"),
     ):
         mine.restore({"next": 1})
 
@@ -177,7 +177,7 @@ def test_weights_are_behind_a_colon(tmp_path):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """Words of one letter, and one of two."""
+    """Return a tokenizer with words of one letter, and one of two."""
     words = {"a": 0, "b": 1, "ab": 2, "c": 5}
     tokenizer = Tokenizer(models.BPE(words, [("a", "b")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -198,16 +198,16 @@ def test_a_tokenizer_file_gives_the_vocabulary(tmp_path, tokenizer):
 BAD = {
     "float.npy": (np.ones(9, np.float32), "whose dtype is float32; expected integers"),
     "cube.npy": (np.ones((2, 2, 2), int), r"whose shape is \(2, 2, 2\); expected \[tokens\] or"),
-    "object.npy": (np.array([None]), "which is no array of NumPy; expected one of integers"),
-    "text.npy": (b"text", "which is no array of NumPy; expected one of integers"),
+    "object.npy": (np.array([None]), "which is not a NumPy array; expected one of integers"),
+    "text.npy": (b"text", "which is not a NumPy array; expected one of integers"),
     "negative.npy": (np.array([0, 1, -2]), "whose token 2 is -2; expected 0 to 255, as the vocabulary has 256 words"),
     "beyond.npy": (np.array([0, 256, 1]), "whose token 1 is 256; expected 0 to 255"),
-    "none.npy": (np.zeros(0, int), "which holds no bytes; expected text"),
-    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', "whose line 2 is no JSON; expected an object with the field 'text'"),
-    "bytes.jsonl": (b"\xff\xfe", "whose line 1 is no JSON"),
+    "none.npy": (np.zeros(0, int), "which contains no bytes; expected text"),
+    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', "whose line 2 is not valid JSON; expected an object with the field"),
+    "bytes.jsonl": (b"\xff\xfe", "whose line 1 is not valid JSON"),
     "other.jsonl": (b'\n{"words": "a"}', "whose line 2 lacks the field 'text'; expected"),
     "list.jsonl": (b"[1]", "whose line 1 lacks the field 'text'"),
-    "number.jsonl": (b'{"text": 3}', "whose line 1 has 3 in 'text'; expected a text"),
+    "number.jsonl": (b'{"text": 3}', "whose line 1 has 3 in 'text'; expected a string"),
     "weight": (b"a" * 99, "with weight 0; expected a finite number above 0", ":0"),
     "nan": (b"a" * 99, "with weight nan; expected", ":nan"),
     "no weight": (b"a" * 99, "which does not exist; expected", ":one"),
@@ -229,7 +229,7 @@ def test_bad_data_is_refused_in_one_line(tmp_path, name):
 
 def test_a_bad_tokenizer_is_refused_in_one_line(tmp_path):
     (tmp_path / "text").write_text("text")
-    for path, message in [(tmp_path / "missing", "cannot be read"), (tmp_path / "text", "is no tokenizer")]:
+    for path, message in [(tmp_path / "missing", "cannot be read"), (tmp_path / "text", "is not a tokenizer")]:
         with pytest.raises(ValueError, match=message):
             corpus_from([tmp_path / "text"], TokenizerFile(path))
 

@@ -1,4 +1,4 @@
-"""A run on several kinds of data, from the command line, that is interrupted and resumed."""
+"""A run from the command line on several kinds of data, interrupted and resumed."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ PRESET = dataclasses.replace(
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Options of the command line, for words of a tokenizer's own, JSON lines and an array."""
+    """Return command-line options for a custom tokenizer, JSON lines and an array."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(presets.PRESETS, "tiny", PRESET)
     letters = [chr(letter) for letter in range(ord("a"), ord("z") + 1)]
@@ -67,7 +67,7 @@ def test_it_goes_on_with_the_next_sequence(data, tmp_path):
     assert described["data"]["unit"] == "token"
     whole = RunFolder(tmp_path / "whole").read_counts()
     assert whole["steps"].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
-    # Of the first group, of each microbatch.
+    # Counts of the first group of each microbatch.
     copies = PRESET.tokens_per_step * PRESET.model.experts_per_token // 4
     assert (whole["counts"].sum((1, 2, 3)) == copies).all()
 

@@ -1,4 +1,4 @@
-"""Attention block by block is attention."""
+"""Blockwise attention equals full attention."""
 
 import dataclasses
 import re
@@ -36,7 +36,7 @@ def test_blocks_equal_the_whole(length, dtype, tolerance):
 
     narrow = inputs(length, dtype)
     got = jax.jit(partial(with_gradients, partial(attention_in_blocks, block=4)))(narrow)
-    # The reference is that of float32, from which bfloat16 may differ by its rounding.
+    # The reference is float32, from which bfloat16 differs by rounding.
     want = jax.jit(partial(with_gradients, whole))([part.astype(jnp.float32) for part in narrow])
     for ours, expected in zip(got, want, strict=True):
         assert ours.dtype == dtype
@@ -44,7 +44,7 @@ def test_blocks_equal_the_whole(length, dtype, tolerance):
 
 
 def test_blocks_keep_no_scores():
-    """Between forward and backward there are queries, keys and values, which are inputs, alone."""
+    """The residuals are queries, keys and values, which are inputs."""
     q, k, v, _ = inputs(64, jnp.float32)
     transposed = jax.eval_shape(lambda *qkv: jax.vjp(partial(attention_in_blocks, block=16), *qkv)[1], q, k, v)
     assert {leaf.shape for leaf in jax.tree.leaves(transposed) if leaf.ndim > 1} == {q.shape}
@@ -52,7 +52,7 @@ def test_blocks_keep_no_scores():
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
-    """A block of queries reads the keys up to its end, where query and key of a number belong together."""
+    """A block of queries reads the keys up to its end; query and key positions coincide."""
     q, k, v, upstream = inputs(9, jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(9)[None], q.shape[:2])
     sinks, width = jnp.asarray([0.5, -1.0]), None if window is None else jnp.int32(window)

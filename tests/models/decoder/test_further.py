@@ -1,4 +1,4 @@
-"""Prediction of further tokens: against plain NumPy, saved to the bit, and tuned."""
+"""Multi-token prediction: compared with plain NumPy, saved exactly, and fine-tuned."""
 
 import json
 
@@ -33,7 +33,7 @@ def mesh():
 
 @pytest.fixture(scope="module", params=["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.thorough)])
 def checkpoint(request, tmp_path_factory, all_devices):
-    """A checkpoint whose norms and biases are no ones and zeros."""
+    """Return a checkpoint with random norms and biases."""
     folder = tmp_path_factory.mktemp(request.param) / "tiny"
     text = json.dumps(json.loads(tiny_config(request.param)) | {"num_nextn_predict_layers": 1})
     config = configured(Fields(text), predict_further=True)
@@ -84,7 +84,7 @@ def test_logits_and_loss_are_those_of_plain_numpy(checkpoint):
         shares = log_softmax(np.stack(theirs)[:, : 12 - k], -1)
         losses.append(-np.take_along_axis(shares, tokens[:, 1 + k :, None], -1).mean())
     assert float(loss) == pytest.approx(losses[0] + 0.3 * losses[1], abs=1e-4)
-    # Whoever predicts no further computes the same next token.
+    # A model without multi-token prediction computes the same next token.
     np.testing.assert_array_equal(nnx.jit(lambda model, tokens: model(tokens)[0])(model, tokens[:, :-1]), logits[0])
 
 

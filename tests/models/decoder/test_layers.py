@@ -1,4 +1,4 @@
-"""Layers in a loop are the layers one after the other, and their parameters stay wide."""
+"""Scanned layers equal sequential layers, and parameters keep their dtype."""
 
 import dataclasses
 from functools import partial
@@ -24,7 +24,7 @@ MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=8, num_expe
 
 
 class Seen(nnx.Variable):
-    """No parameter: calls move it."""
+    """Variable that is not a parameter and changes in each call."""
 
 
 class Layer(nnx.Module):
@@ -40,11 +40,11 @@ class Layer(nnx.Module):
 
 
 def with_gradients(model, call, x):
-    """Outputs, gradients and what is remembered."""
+    """Return outputs, gradients and updated variables."""
 
     def loss(model):
         y, stats = call(model, x)
-        # Means, so that gradients are small where outputs are many.
+        # Use means to keep gradients small.
         return jnp.sin(y).mean(), (y, stats)
 
     gradients, (y, stats) = nnx.grad(loss, has_aux=True)(model)

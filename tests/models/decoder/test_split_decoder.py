@@ -1,4 +1,4 @@
-"""A decoder in stacks, split over all devices, computes what the decoder does; a device holds its part alone."""
+"""A stacked, sharded decoder equals the plain decoder, and each device holds only its part."""
 
 import math
 
@@ -25,13 +25,13 @@ TRAIN = TrainConfig(
 
 @pytest.fixture
 def tokens(monkeypatch, all_devices):
-    """The last block of the loss is shorter."""
+    """Use a shorter last block of the loss."""
     monkeypatch.setattr(stacked, "LOSS_BLOCK", 8)
     return np.asarray(jax.random.randint(jax.random.key(1), (8, 21), 0, 256))
 
 
 def of_decoder(config, tokens):
-    """Loss and gradients with everything but experts on each of four devices."""
+    """Return loss and gradients with all parameters except experts replicated on four devices."""
     mesh = make_mesh(ParallelConfig(1, 4))
     model = Decoder(config, mesh=mesh, system=system_named("plain"), rngs=nnx.Rngs(0))
     (loss, stats), gradients = nnx.jit(nnx.value_and_grad(next_token_loss, has_aux=True))(model, tokens)
@@ -49,8 +49,9 @@ def flat(state):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_values_and_gradients_are_those_of_the_decoder(tokens):
-    """It has all that others have, but windows and sinks."""
+    """This architecture covers all features except windows and sinks."""
     config, mesh, programs = programs_of("deepseek_v3")
 
     @jax.jit
@@ -63,7 +64,7 @@ def test_values_and_gradients_are_those_of_the_decoder(tokens):
     np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
     assert np.array_equal(split_stats.counts.sum((1, 2)), stats.counts.sum((1, 2)))
     want = flat(gradients)
-    # Layers without experts are a stack of their own, the first.
+    # Dense layers form the first stack.
     first = len(config.dense_layers)
     for path, value in flat(split_gradients).items():
         if path[0] == "stacks":
@@ -84,7 +85,7 @@ def test_steps_learn_and_every_device_keeps_an_eighth(tokens):
         state, loss, _ = programs.step(state, place_batch(tokens, mesh))
         losses.append(float(loss))
     assert losses[-1] < losses[0] - 0.5
-    # Biases of experts are with their experts alone.
+    # Exclude the biases of experts, which are sharded with their experts.
     leaves = [leaf for path, leaf in jax.tree.leaves_with_path(state) if "_bias" not in jax.tree_util.keystr(path)]
     matrices = [leaf for leaf in leaves if leaf.size >= 512]
     assert len(matrices) == 3 * 10

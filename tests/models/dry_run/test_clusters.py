@@ -1,4 +1,4 @@
-"""The smallest cluster is the first that fits, and none is compiled for that cannot hold its state."""
+"""The smallest cluster is the first that fits; clusters too small for the state are not compiled for."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from models.dry_run.step import PublishedRun
 
 GB = 10**9
 STATE_BYTES = 512 * GB
-"""Of all devices."""
+"""State size over all devices."""
 
 REPORT = ProgramReport(
     target="h100:1x8",
@@ -39,7 +39,7 @@ REPORT = ProgramReport(
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Notes what is compiled; it fits where a device has 20 GB of the state and less."""
+    """Record the compiled targets; a target fits if its devices hold at most 20 GB of the state."""
     targets = []
 
     def compile_for(run, target):
@@ -57,7 +57,7 @@ def test_the_first_that_fits_is_found(compiled):
     run, report = clusters.smallest("mixtral-8x7b", "h100", "plain")
     assert report.target == "h100:4x8"
     assert (run.train.parallel.data_parallel, run.train.parallel.system) == (4, "plain")
-    # One node has no room for parameters, moments and gradients.
+    # One node is too small for parameters, moments and gradients.
     assert compiled == ["h100:2x8", "h100:4x8"]
 
 

@@ -1,4 +1,4 @@
-"""A dry run refuses what does not fit the machine; `ci/accelerators.sh` compiles one."""
+"""A dry run reports runs that do not fit the target; `ci/accelerators.sh` compiles one."""
 
 import jax
 import jax.numpy as jnp
@@ -90,12 +90,12 @@ def test_usual_groups_of_published_models(name, target, given, expected):
 
 
 def test_the_ideal_of_a_published_model():
-    """Three times two for each weight that a token meets, and for each channel of a key and a value that it sees."""
+    """Three times two operations for each active weight, and for each visible channel of keys and values."""
     config = published_config("gpt-oss-120b")
     width, heads = 64 * 64, (64 + 2 * 8) * 64
     layer = 2880 * heads + heads + width * 2880 + 2880 + 64 + 2 * 2880 + 128 * 2881
     layer += 4 * (3 * 2880 * 2880 + 3 * 2880)
-    # Every other layer sees 128 tokens back, the others all before.
+    # Every other layer has a window of 128 tokens, the others none.
     keys = [(128 * 129 / 2 + (4096 - 128) * 128) / 4096, 4097 / 2]
     attention = sum(18 * seen * 64 * 2 * 64 for seen in keys)
     products = 36 * layer + 2880 + 201_088 * 2880
@@ -104,7 +104,7 @@ def test_the_ideal_of_a_published_model():
 
 @pytest.mark.slow
 def test_the_ideal_is_what_a_model_without_waste_computes():
-    """One expert that all tokens take has no router to speak of, and one device no exchanges."""
+    """A single expert makes the router negligible, and a single device has no exchanges."""
     model = ModelConfig(num_layers=1, embed_dim=64, num_heads=2, mlp_dim=256, num_experts=1, experts_per_token=1)
     parallel = ParallelConfig(expert_parallel=1, system="plain", headroom=1.0)
     config = TrainConfig(model=model, parallel=parallel, batch=BatchConfig(2, 64))
@@ -114,8 +114,8 @@ def test_the_ideal_is_what_a_model_without_waste_computes():
     step = programs.step.lower(programs.state_shapes, tokens).compile()
     flops = total(products(parse_module(step.as_text())))
     ideal = module.ideal_flops_per_token(model, 64) * config.tokens_per_step
-    # A CPU runs the experts in custom calls, which count for nothing here.
+    # A CPU runs the experts in custom calls, which are not counted.
     experts = 2 * 3 * 3 * 64 * 256 * config.tokens_per_step
-    # Attention to later tokens is computed, too, and thrown away.
+    # Masked attention scores are computed and discarded.
     masked = 2 * 3 * 64 * 64 * config.tokens_per_step
     assert flops == pytest.approx(ideal - experts + masked, rel=0.05)

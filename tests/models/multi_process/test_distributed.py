@@ -1,4 +1,4 @@
-"""Processes that train together begin together or not at all, and end together, each with a line that says why."""
+"""Processes of a run start together or not at all, and end together with a message."""
 
 import re
 import signal
@@ -19,7 +19,7 @@ from tests.models.kill_training import MAX_WAIT_S, wait_for_steps
 from tests.models.processes import end, free_port, start
 
 PROMISED_S = 20
-"""A process is gone, and so long after all others have ended."""
+"""Maximum seconds until all processes have ended after one is gone."""
 
 JOIN = ("--set", "multi_process.join_timeout_s=120")
 
@@ -42,12 +42,12 @@ def place(port, num_processes, process_id):
 
 
 def multi_process(**given):
-    """Options of the command line for the section `multi_process`."""
+    """Return command-line options of the section `multi_process`."""
     return [word for key, value in given.items() for word in ("--set", f"multi_process.{key}={value}")]
 
 
 def refusal(*arguments):
-    """The last line of a training that does not begin; nothing but that it waits may come before."""
+    """Return the last line of a failed start; only waiting messages may precede it."""
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -122,7 +122,7 @@ def test_a_port_that_is_taken_is_refused():
 
 
 class Shelf:
-    """What one process has written and another is to read."""
+    """Store with values written by another process."""
 
     def __init__(self, **values):
         self.values = values
@@ -247,7 +247,7 @@ def test_schedulers_say_which_process_this_is(monkeypatch, variables, host, num_
 
 
 def joined(port, *whats):
-    """Processes that have joined each other, and do nothing."""
+    """Start processes that join each other and then idle."""
     processes = [
         start("tests.models.processes", str(port), str(len(whats)), str(i), what) for i, what in enumerate(whats)
     ]
@@ -270,7 +270,7 @@ def test_a_process_that_is_killed_is_named_by_all_others():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_killed_coordinator_is_named_by_all_others():
-    """JAX ends processes without a coordinator as well, a tenth of a second later, in more lines."""
+    """JAX also ends processes without a coordinator, a tenth of a second later and with more lines."""
     processes = joined(free_port(), "wait", "wait", "wait")
     processes[0].kill()
     for code, _, errors in end(processes, PROMISED_S)[1:]:
@@ -289,7 +289,7 @@ def test_a_process_that_fails_says_why_to_all_others():
 
 
 def train(folder, *options, of_each=((), ())):
-    """Two processes that train the tiny model."""
+    """Train the tiny model with two processes."""
     port = free_port()
     return [
         start("tests.models.tiny_process", *place(port, 2, i), *JOIN, *options, *of_each[i], folder=folder)
@@ -310,7 +310,7 @@ def test_different_options_are_refused_by_all(tmp_path):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
-    """Neither names a folder, of which the first is taken."""
+    """The default folder is used, of which the first is taken."""
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     RunFolder(tmp_path / "runs" / "tiny").config.write_text("{}")
     folder, endless = RunFolder(tmp_path / "runs" / "tiny-2"), ("--steps", "100000")

@@ -1,4 +1,4 @@
-"""Several processes compute what one does, over gloo: 2 of 4 devices, and 4 of 2."""
+"""Several processes compute the same as one, over gloo: 2 with 4 devices, and 4 with 2."""
 
 import json
 
@@ -15,11 +15,11 @@ MAX_WAIT_S = 600.0
 
 @pytest.fixture(scope="module")
 def of_one_process(all_devices):
-    """Those of plain expert parallelism, which are those of every system."""
+    """Return the losses of plain expert parallelism, which equal those of every system."""
     return losses(["plain"])["plain"]
 
 
-# Each program is compiled by each process.
+# Each process compiles each program.
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_processes", "systems"),
@@ -31,7 +31,7 @@ def test_losses_are_those_of_one_process(of_one_process, num_processes, systems)
     ids = map(str, range(num_processes))
     ended = end([start(program, port, str(num_processes), i, *systems) for i in ids], MAX_WAIT_S)
     assert [code for code, _, _ in ended] == [0] * num_processes, [errors for _, _, errors in ended]
-    # gloo has lines of its own before it.
+    # gloo prints lines before the result.
     found = json.loads(ended[0][1].splitlines()[-1])
     assert list(found) == systems
     assert of_one_process[-1] < of_one_process[0]

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits are the floats that plain arithmetic makes of them, whole or a part at a time."""
+"""Quantized weights equal the floats of a plain conversion, in full or in part."""
 
 import json
 from pathlib import Path
@@ -19,13 +19,13 @@ from models.pretrained.saving import save_pretrained
 from models.tiny_checkpoint import write_tiny
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40]}
-"""Blocks that do not divide the tiny matrices, as 128 does not divide all of the published."""
+"""Blocks that do not divide the tiny matrices, as 128 does not divide all published ones."""
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 BITS = [0.0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def in_fp8(tensors, rng):
-    """Quantizes the linear maps of layers; returns what plain loops make of the bits."""
+    """Quantize the linear maps of layers; return the dequantized weights from plain loops."""
     floats = dict(tensors)
     for name in [name for name in tensors if ".layers." in name and tensors[name].ndim == 2 and ".gate." not in name]:
         bits = rng.standard_normal(tensors[name].shape, np.float32).astype(ml_dtypes.float8_e4m3fn)
@@ -39,7 +39,9 @@ def in_fp8(tensors, rng):
 
 
 def in_mxfp4(tensors, rng):
-    """Quantizes the experts; returns what plain loops make of the bits: `[E, rows, columns]`, bytes along the rows."""
+    """Quantize the experts; return the dequantized weights from plain loops: `[E, rows, columns]`, bytes along the
+    rows.
+    """
     floats = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, rows, columns = tensors.pop(name).shape
@@ -67,7 +69,7 @@ def write(folder, tensors, config, settings):
 
 @pytest.fixture(scope="module", params=CASES)
 def folders(request, tmp_path_factory, all_devices) -> tuple[Path, Path]:
-    """A checkpoint in few bits, and the same one in floats."""
+    """Return a quantized checkpoint, and the same checkpoint in floats."""
     folder = tmp_path_factory.mktemp(request.param)
     write_tiny(request.param, folder / "tiny")
     quantize, settings = CASES[request.param]
@@ -123,8 +125,8 @@ FP4_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
         ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES][1:]}), f"{FP4_SCALES} is U8 [15, 64, 2]; expected"),
         ("gpt_oss", lambda t: t.update({BLOCKS: t[BLOCKS][..., :8]}), f"{BLOCKS} is U8 [16, 64, 2, 8]; expected"),
         ("gpt_oss", lambda t: t.update({BLOCKS: t[BLOCKS].astype(np.int8)}), f"{BLOCKS} is I8"),
-        ("gpt_oss", lambda t: t.update({BLOCKS[:-7]: np.zeros(2, np.float32)}), f"{BLOCKS} is there beside"),
-        ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES] | 255}), f"{FP4_SCALES} has a scale of 255"),
+        ("gpt_oss", lambda t: t.update({BLOCKS[:-7]: np.zeros(2, np.float32)}), f"both {BLOCKS} and"),
+        ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES] | 255}), f"{FP4_SCALES} has a NaN scale (255)"),
     ],
     indirect=["folders"],
 )

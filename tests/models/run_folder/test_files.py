@@ -1,4 +1,4 @@
-"""What a run leaves in its folder is whole, is never removed, and belongs to one training at a time."""
+"""Files of a run are complete, are never deleted, and belong to one training run at a time."""
 
 import json
 import os
@@ -129,7 +129,7 @@ def test_second_signal_ends_at_once_whatever_the_main_thread_does():
         "import hashlib\nfrom models.training.faults import StopRequest\n"
         "with StopRequest():\n"
         "    print('ready', flush=True)\n"
-        # A minute in C, where no handler of Python's runs, as in a compilation.
+        # A minute in C, without Python signal handlers, as in a compilation.
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

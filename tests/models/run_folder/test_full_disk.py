@@ -1,4 +1,4 @@
-"""A disk that is full ends a training with one line; what was whole stays whole, and --resume goes on from it."""
+"""A full disk ends training with one line; complete files stay intact, and --resume continues from them."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ ROOM = 4096
 
 @contextmanager
 def files_of_at_most(num_bytes):
-    """A limit on files fails in the same calls as a full disk, which only root can make."""
+    """Set a file size limit, which fails in the same calls as a full disk but needs no privileges."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -82,7 +82,7 @@ def test_the_checkpoint_before_stays_whole(tmp_path, capfd):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(2, state)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
-    # Neither pages of TensorStore's nor a line about damage.
+    # There is no TensorStore output, and no message about damage.
     assert capfd.readouterr() == ("", "")
 
 

@@ -8,6 +8,7 @@ from models.run_folder.metrics import FIGURES, RunFolder
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough
 def test_report_needs_nothing_else(trained_run):
     page = RunFolder(trained_run).report.read_text()
     assert not re.search(r"https?://|<link|<script|<iframe|@import|url\(", page)

@@ -1,4 +1,4 @@
-"""A folder with a run is touched by nobody but whoever goes on with the run or asks to move it aside."""
+"""The folder of a run is modified only by resuming the run, or on request by moving it aside."""
 
 import dataclasses
 import json
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.slow
 
 
 def contents(folder):
-    """Every file but the lock, which holds nothing."""
+    """Return the content of every file except the empty lock file."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 @pytest.fixture
 def copied(trained_run, tmp_path):
-    """The folder of a finished run, which is the default one in the current folder."""
+    """Return a copy of a finished run in the default folder."""
     return shutil.copytree(trained_run, tmp_path / "runs" / "tiny")
 
 
@@ -68,10 +68,10 @@ def test_a_folder_with_a_run_needs_an_option(copied, command_line):
     result = command_line("--run-dir", "runs/tiny")
     assert result.exit_code == 2
     assert result.stderr == (
-        "error: run_dir is 'runs/tiny', which has a run; expected --resume to go on with it, --overwrite to move it "
+        "error: run_dir is 'runs/tiny', which contains a run; expected --resume to continue it, --overwrite to move it "
         "aside, or another folder\n"
     )
-    assert command_line("--resume", "--overwrite").stderr.startswith("error: overwrite is set, and so is resume;")
+    assert command_line("--resume", "--overwrite").stderr.startswith("error: both overwrite and resume are set;")
     assert contents(copied) == before
 
 
@@ -108,9 +108,9 @@ def test_runs_in_no_named_folder_are_numbered(copied, command_line, monkeypatch)
 
 def test_two_trainings_do_not_share_a_folder(tmp_path):
     run = prepare(CONFIG, CORPUS, tmp_path)
-    message = r"in which another training is under way; expected another folder"
+    message = r"which another training run uses; expected another folder"
     for options in ({"overwrite": True}, {"resume": True}):
-        # As if the first had written a checkpoint already.
+        # As after the first checkpoint of the first run.
         RunFolder(tmp_path).checkpoints.joinpath("4").mkdir(parents=True, exist_ok=True)
         before = contents(tmp_path)
         with pytest.raises(ValueError, match=message) as refused:
@@ -122,7 +122,7 @@ def test_two_trainings_do_not_share_a_folder(tmp_path):
 
 
 def test_a_default_that_is_named_is_the_default(copied):
-    # A run that is older than an option does not name it.
+    # An older run does not contain newer options.
     config = json.loads(RunFolder(copied).config.read_text())
     for option in ("compute_dtype", "scan_layers"):
         del config["config"]["model"][option]
@@ -140,7 +140,7 @@ def test_an_unreadable_config_is_refused_in_one_line(copied):
 
 
 def flip(checkpoint):
-    """Flips a bit in the middle of the largest file."""
+    """Flip a bit in the middle of the largest file."""
     largest = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 4
@@ -157,7 +157,7 @@ def cut_without_checksums(checkpoint):
     cut(checkpoint)
 
 
-# Orbax leaves a coroutine behind when it fails to read.
+# Orbax leaves an unawaited coroutine after a failed read.
 @pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", [flip, pytest.param(cut, marks=pytest.mark.thorough), cut_without_checksums])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(copied, damage):
@@ -237,7 +237,7 @@ def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
 
 @pytest.mark.thorough
 def test_a_signal_ends_with_a_checkpoint_a_line_and_an_exit_code(tmp_path):
-    """`test_files` has the code of an interruption."""
+    """`test_files` checks the exit code of an interruption."""
     process = start(tmp_path, "--steps", "100000")
     wait_for_steps(process, tmp_path)
     process.send_signal(signal.SIGTERM)

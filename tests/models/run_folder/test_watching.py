@@ -1,4 +1,4 @@
-"""What a run tells while it trains, and what ends it: hosts that are slow, numbers that are not finite."""
+"""Messages of a run, and reasons to end it: straggler hosts, and values that are not finite."""
 
 import dataclasses
 import importlib.util
@@ -54,13 +54,13 @@ def test_a_loss_that_is_not_finite_ends_the_run():
 def test_no_checkpoint_is_made_of_what_is_not_finite():
     leaves = {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf]), "n": jnp.arange(2)}
     state = nnx.State({name: nnx.Param(leaf) for name, leaf in leaves.items()})
-    with pytest.raises(UserError, match=r"step 3: b is not finite, of which no checkpoint is made; there is no"):
+    with pytest.raises(UserError, match=r"step 3: b is not finite, so no checkpoint is written; there is no"):
         check_state(3, state, None)
 
 
 @pytest.mark.slow
 def test_a_run_is_watched_and_ends_with_a_nan(tmp_path, monkeypatch):
-    """The loss of step 5 is finite, and parameters are not, which the routers of step 6 find."""
+    """The loss of step 5 is finite, but its parameters are not, which the routers of step 6 detect."""
     folder = RunFolder(tmp_path)
     run = prepare(dataclasses.replace(CONFIG, validation=ValidationConfig(2, 1)), CORPUS, tmp_path)
 

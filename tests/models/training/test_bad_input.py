@@ -12,7 +12,7 @@ from tests.models.small import CORPUS
 
 CASES = {
     "config": (["huge"], "config is 'huge'; expected one of "),
-    "missing file": (["huge.yaml"], "config is 'huge.yaml'; expected a file that can be read"),
+    "missing file": (["huge.yaml"], "config is 'huge.yaml'; expected a readable file"),
     "system": (["--system", "foo"], "system is 'foo'; expected one of "),
     "headroom": (["--system", "exact:headroom=0"], "parallel.headroom is 0.0; expected"),
     "negative headroom": (["--set", "parallel.headroom=-1"], "parallel.headroom is -1.0; expected"),
@@ -27,7 +27,7 @@ CASES = {
     "domains": (["--mesh", "expert=8,domain=3"], "parallel.ranks_per_domain is 3; expected a divisor"),
     "missing data": (["--data", "missing"], "data is 'missing', which does not exist; expected"),
     "data weight": (["--data", "short:0"], "data is 'short' with weight 0; expected a finite number above 0"),
-    "tokenizer": (["--data", "short", "--set", "data.tokenizer=empty"], "empty is no tokenizer"),
+    "tokenizer": (["--data", "short", "--set", "data.tokenizer=empty"], "empty is not a tokenizer"),
     "tokenizer alone": (["--set", "data.tokenizer=tokens"], "tokens cannot be read"),
     "vocabulary": (
         ["--data", "short", "--set", "model.vocab_size=100"],
@@ -42,7 +42,7 @@ CASES = {
     "keep": (["--set", "checkpoints.keep=0"], "checkpoints.keep is 0; expected at least 1"),
     "interval": (["--set", "validation.interval=0"], "validation.interval is 0; expected at least 1"),
     "relocation": (["--set", "relocation.min_gain=1"], "relocation.min_gain is 1.0; expected at least 0"),
-    "empty data": (["--data", "empty"], "data is 'empty', which holds no bytes; expected"),
+    "empty data": (["--data", "empty"], "data is 'empty', which contains no bytes; expected"),
     "short data": (["--data", "short"], "expected more than sequence_length 128"),
     "no checkpoint": (["--resume"], "resume is set, but 'run' has no checkpoint; expected"),
     "run folder": (["--run-dir", "short/run"], "run_dir is 'short/run'; expected a writable folder"),
@@ -76,8 +76,8 @@ CASES = {
     ),
     "file key": (["wrong_key.yaml"], "config 'wrong_key.yaml': key is 'batch.sizes'; expected one of batch.size"),
     "file value": (["wrong_value.yaml"], "config 'wrong_value.yaml': batch.size is 1.5; expected an integer"),
-    "file section": (["wrong_section.yaml"], "config 'wrong_section.yaml': batch is 3; expected keys and their values"),
-    "no YAML": (["none.yaml"], "config 'none.yaml' is no YAML: line 1"),
+    "file section": (["wrong_section.yaml"], "config 'wrong_section.yaml': batch is 3; expected a mapping of keys"),
+    "no YAML": (["none.yaml"], "config 'none.yaml' is not valid YAML: line 1"),
     "file range": (["range.yaml"], "batch.size is 12; expected a multiple of the 8 shards"),
 }
 

@@ -1,4 +1,4 @@
-"""A run goes on with other ranks and another system: what depends on neither is carried over, to the bit."""
+"""A run continues with other ranks and another system, with an exact copy of the independent state."""
 
 import dataclasses
 import json
@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     ) in result.stdout
     assert "balancers begin without the history that they had\n" in result.stdout
 
-    # Two steps more of the run as it was laid out.
+    # Two more steps with the previous layout.
     with monkeypatch.context() as patched:
         patched.setattr("models.training.loop._finish", lambda *arguments: {})
         assert command_line(*["--resume", "--run-dir", "straight", "--steps", "10"]).exit_code == 0
@@ -90,7 +90,7 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     replayed = CliRunner().invoke(tools, ["replay", "run/counts-2.npz", "--balancer", "greedy"])
     assert replayed.exit_code == 0, replayed.output
 
-    # Without options it goes on as it was last; back on the ranks of the checkpoint before, the segment is gone.
+    # Without options it continues with the last layout; on the ranks of the earlier checkpoint, the segment is removed.
     configs = []
     monkeypatch.setattr("models.train.prepare", lambda config, *rest, **options: configs.append(config) or exit(0))
     command_line(*["--resume", "--run-dir", "run", "--steps", "12"])
@@ -144,7 +144,7 @@ def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
-    """Each step consumes the arrays of the one before."""
+    """Each step donates the arrays of the previous one."""
     state = nnx.State({f"layer{i}": nnx.Param(jnp.full((512, 512), i, jnp.float32)) for i in range(8)})
     step = jax.jit(lambda state: jax.tree.map(lambda a: a + 1.0, state), donate_argnums=0)
     shapes, told = jax.eval_shape(lambda: state), []
@@ -160,7 +160,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
                 state = step(state)
             checkpoints.check()
         checkpoints.wait()
-        # The first is kept as one of every 1000 s.
+        # The first is kept as one per 1000 s.
         assert steps_in(tmp_path) == [6, 5, 1]
         for number in (1, 5, 6):
             restored = checkpoints.restore(number, shapes)
@@ -168,7 +168,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
                 assert (np.asarray(restored[f"layer{i}"].get_value()) == i + 10 * (number - 1)).all()
             assert checkpoints.read_kept(number) == CheckpointMetadata({}, {"steps": number})
     assert [number for number, _ in told] == [1, 2, 3, 4, 5, 6]
-    # What is told comes after the checkpoint is there.
+    # The callback follows the completed checkpoint.
     assert all(number in steps for number, steps in told)
 
 

@@ -1,4 +1,4 @@
-"""What an option of training may not change, and what it must."""
+"""Effects of training options: unchanged results, or required changes."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ SMALL = dataclasses.replace(
 
 
 def trained(config, steps=2):
-    """State, losses and the last statistics."""
+    """Return state, losses and the last statistics."""
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, make_system(config.parallel))
     state, losses = programs.init(), []
@@ -61,6 +61,7 @@ def test_microbatches_learn_what_a_batch_does(usual):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_balancers_that_remember_see_each_microbatch():
     state, _, _ = trained(dataclasses.replace(SMALL, parallel=ParallelConfig(1, 2, "eplb"), batch=IN_TWO), steps=1)
     history = state[0]["blocks"][0]["moe"]["state"].get_value().history
@@ -73,11 +74,12 @@ def test_balancers_that_remember_see_each_microbatch():
     [pytest.param({}, marks=pytest.mark.thorough), {"scan_layers": True, "remat": "moe_plan,attention"}],
     ids=str,
 )
+@pytest.mark.thorough
 def test_split_parameters_learn_the_same(usual, changes):
     model = dataclasses.replace(LAYER, **changes)
     split = trained(dataclasses.replace(SMALL, model=model, parallel=dataclasses.replace(ON_8, fsdp=True)))
     assert_same(split, usual)
-    # Of each matrix, and of both of Adam's moments, a device has a quarter, and of the experts' an eighth.
+    # A device has a quarter of each matrix and of both Adam moments, and an eighth of the experts'.
     matrices = [leaf for leaf in jax.tree.leaves(split[0]) if leaf.ndim >= 2]
     assert len(matrices) == 3 * (2 + 3 + 1 + 2)
     for leaf in matrices:
@@ -85,6 +87,7 @@ def test_split_parameters_learn_the_same(usual, changes):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_is_computed_again_is_the_same(usual):
     assert_same(trained(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, remat="full"))), usual)
 
@@ -109,7 +112,7 @@ def test_remat_says_what_is_kept():
 def test_router_losses_and_biases_do_what_they_say(usual):
     model = dataclasses.replace(LAYER, z_loss=1.0, aux_loss=1.0, bias_rate=0.1)
     state, losses, stats = trained(dataclasses.replace(SMALL, model=model))
-    # The first loss is that of the same parameters, without router losses; the second is not.
+    # The first loss has the same parameters and excludes router losses; the second has other parameters.
     assert losses[0] == pytest.approx(usual[1][0], rel=1e-6)
     assert losses[1] != pytest.approx(usual[1][1], rel=1e-6)
     assert (np.asarray(stats.loss) > 1).all()
@@ -127,14 +130,14 @@ def test_beginnings_of_documents_are_not_predicted():
 
     tokens = jnp.array([[1, 5, ~3, 5], [5, ~1, 3, 3]])
     loss, _ = next_token_loss(model, tokens)
-    # Of four tokens that are predicted, none is behind a 5 which foretells it, or one that is wrong.
+    # Four tokens are predicted; none follows a 5 that predicts it, correctly or not.
     assert loss == pytest.approx(np.log(9))
     assert next_token_loss(model, tokens.at[0, 2].set(3))[0] == pytest.approx(np.log(9) * 4 / 5)
     assert next_token_loss(model, ~tokens[:, :1].repeat(4, 1))[0] == 0
 
 
 def test_gradients_are_clipped_by_their_norm_over_all_devices():
-    """Of a parameter that lies split, too."""
+    """This includes a sharded parameter."""
     mesh = make_mesh(ON_8)
     gradient = jax.device_put(jnp.full((8, 4), 3.0), batch_sharding(mesh))
     transform = make_optimizer(updated(SMALL, {"optimizer": {"clip_norm": 2.0}}))

@@ -1,4 +1,4 @@
-"""Training goes on as before when experts move between steps."""
+"""Relocation of experts between steps does not change training."""
 
 import dataclasses
 import shutil
@@ -26,7 +26,7 @@ def losses(folder):
 
 
 def by_expert(folder):
-    """Loads of each step and layer, by expert."""
+    """Return the loads of each step and layer, by expert."""
     with np.load(folder.counts) as arrays:
         loads = arrays["counts"].sum(2)
     for row in folder.rows("relocation"):
@@ -46,7 +46,7 @@ def test_losses_do_not_change_and_a_resumed_run_finds_its_homes(trained_run, tmp
     assert rows[0]["step"] == 2
     assert all(row["experts_moved"] > 0 and row["bytes_moved"] % row["experts_moved"] == 0 for row in rows)
     np.testing.assert_allclose(losses(moving), losses(stayed), rtol=2e-5)
-    # To a few tokens whose two best experts are close.
+    # Equal up to a few tokens with nearly tied experts.
     assert np.abs(by_expert(moving) - by_expert(stayed)).sum() < 0.01 * by_expert(stayed).sum()
 
     killed = RunFolder(tmp_path / "killed")

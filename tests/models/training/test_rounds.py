@@ -1,4 +1,4 @@
-"""Where `max_rounds` limits a step, what needs more is done again, and a run learns what it would without a limit."""
+"""Steps that need more than `max_rounds` are repeated, and a run learns the same as without the limit."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from models.training.step import make_programs
 from tests.models.small import CONFIG, CORPUS
 
 HEADROOM = 2.1
-"""Without balancing, some steps of this run need more than one round, and others do not."""
+"""Without balancing, some steps of this run need more than one round."""
 
 
 def limited(system: str, headroom: float, **options):
@@ -28,7 +28,7 @@ def unlimited(config):
 
 
 def trained(config):
-    """The state, losses and counts of a few steps, which of them were done again, and what was told."""
+    """Return state, losses and counts of a few steps, the repeated steps, and the messages."""
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, make_system(config.parallel))
     told: list[str] = []
@@ -51,7 +51,7 @@ def trained(config):
     "config",
     [
         limited("plain", HEADROOM),
-        # What a balancer remembers, biases and loads are as they were, too.
+        # Balancer state, biases and loads are unchanged, too.
         limited(
             "eplb",
             1.7,
@@ -74,6 +74,7 @@ def test_a_run_learns_the_same(config):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_step_that_is_not_served_changes_nothing():
     config = limited("eplb", 0.5)
     mesh = make_mesh(config.parallel)
@@ -103,7 +104,7 @@ def test_without_a_limit_there_is_one_program():
 
 @pytest.mark.slow
 def test_only_a_lack_of_rounds_is_done_again():
-    """What is wrong with a router is wrong in any program."""
+    """A router fault occurs in any program."""
     config = limited("plain", HEADROOM)
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, make_system(config.parallel))

@@ -1,4 +1,4 @@
-"""Every system trains the same model: whoever serves a token, the losses are those of plain expert parallelism."""
+"""Every system trains the same model, with the losses of plain expert parallelism."""
 
 import dataclasses
 
@@ -17,15 +17,17 @@ pytestmark = pytest.mark.slow
 
 STEPS = 50
 TOLERANCE = 1e-5
-"""Relative. Sums in another order round differently in float32, by some 1e-7 of a loss, and training carries that on
-from step to step; here 2e-7 was seen after 50, and other processors round otherwise."""
+"""Relative tolerance. Sums in another order differ by about 1e-7 of a float32 loss, which training accumulates; 2e-7
+was measured after 50 steps, and other processors round differently.
+"""
 
 MAY_REST = {"rails", "hybridep"}
-"""The one leaves loads as they are; to the other two slots are too few for a domain of two ranks."""
+"""The first does not change loads; the second has too few slots for a domain of two ranks."""
 
 AS_EXACT = {"eplb_plus", "fastermoe", "greedy", "two_tier"}
-"""They differ from `exact` in the plan, or from `ultraep` in that, and `tests/balancers` holds a layer with theirs
-against a dense one."""
+"""These differ from `exact` or `ultraep` only in the plan; `tests/balancers` compares a layer with their plans to a
+dense one.
+"""
 
 TRAINING = dataclasses.replace(
     CONFIG,
@@ -37,7 +39,7 @@ TRAINING = dataclasses.replace(
 
 
 def start(programs, params):
-    """The state before the first step: the parameters given, and zeros in what a balancer and the optimizer keep."""
+    """Return the state before the first step: the given parameters, and zeros as balancer and optimizer state."""
 
     def leaf(path, shape):
         value = params.get(jax.tree_util.keystr(path))
@@ -47,7 +49,7 @@ def start(programs, params):
 
 
 def losses(system, params, config=TRAINING):
-    """`[STEPS]`, and the largest imbalance of any step, as routed and as served."""
+    """Return losses `[STEPS]`, and the largest imbalance of any step, as routed and as served."""
     mesh = make_mesh(TRAINING.parallel)
     programs = make_programs(config, mesh, system_named(system))
     state, rows = start(programs, params), []
@@ -62,7 +64,7 @@ def losses(system, params, config=TRAINING):
 
 @pytest.fixture(scope="module")
 def params(all_devices):
-    """By path, as a program that trains without balancing begins."""
+    """Return the initial parameters by path, from a program without balancing."""
     state = make_programs(TRAINING, make_mesh(TRAINING.parallel), system_named("plain")).init()
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
 
@@ -73,7 +75,7 @@ def plain_losses(params):
 
 
 EVERYDAY = {"feplb"}
-"""One that remembers loads, and one whose weights and rows travel in waves."""
+"""Systems tested by default: one with a load history, and one with waves of weights and rows."""
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,7 @@ EVERYDAY = {"feplb"}
         for name in sorted(set(system_names()) - {"plain", *AS_EXACT})
     ],
 )
+@pytest.mark.thorough
 def test_losses_of_fifty_steps_are_those_of_plain(plain_losses, params, system):
     want, before, _ = plain_losses
     got, _, after = losses(system, params)

@@ -48,6 +48,7 @@ def test_what_a_step_records(trained_run):
     assert [row["step"] for row in RunFolder(trained_run).rows("validation")] == [4, 8]
 
 
+@pytest.mark.thorough
 def test_same_losses_on_a_mesh_with_data_shards(trained_run, tmp_path):
     run(on(data_parallel=2, expert_parallel=4, system="greedy"), tmp_path)
     np.testing.assert_allclose(losses(tmp_path), losses(trained_run), rtol=2e-5)
@@ -71,7 +72,7 @@ def test_counts(trained_run):
 
 
 def test_resumed_run_equals_straight_one(trained_run, tmp_path, monkeypatch):
-    """A run that was killed after its first checkpoint, and had gone on for a while, goes on as if it had not."""
+    """A run killed some steps after its first checkpoint continues from the checkpoint."""
     killed = tmp_path / "killed"
     shutil.copytree(trained_run, killed)
     shutil.rmtree(RunFolder(killed).checkpoints / str(CONFIG.steps))
@@ -89,7 +90,7 @@ def test_resumed_run_equals_straight_one(trained_run, tmp_path, monkeypatch):
 
 
 def test_checkpoint_holds_no_replica(trained_run):
-    """Of each expert's weight there is one, for the parameter and for each of Adam's moments."""
+    """Each expert weight exists once, for the parameter and for each of Adam's moments."""
     _, state = last_state(trained_run)
     model = CONFIG.model
     experts = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 3]
