@@ -18,7 +18,7 @@ install() { "$uv" pip install -q --python "$venv/bin/python" "$@"; }
 install_tunix() { install google-tunix==0.1.7; }
 # MaxText has dependencies only in its extras for accelerators; these are the ones that its layers import.
 install_maxtext() {
-  install drjax einshape grain immutabledict jinja2 ml_collections optax orbax-checkpoint pathwaysutils pillow \
+  install drjax einshape flax grain immutabledict jax jinja2 ml_collections optax orbax-checkpoint pathwaysutils pillow \
     sentencepiece sympy tiktoken transformers xprof
   install --no-deps maxtext==0.2.5 tokamax qwix aqtp omegaconf antlr4-python3-runtime==4.9.3
 }
