@@ -4,6 +4,7 @@ from . import aot as aot
 from . import balancers as balancers
 from . import calibrate as calibrate
 from . import core as core
+from . import integrations as integrations
 from . import kernels as kernels
 from . import layer as layer
 from . import nn as nn
@@ -22,6 +23,7 @@ from .core import Topology as Topology
 from .core import raise_on_fault as raise_on_fault
 from .core import router_loss as router_loss
 from .core import use_virtual_cpu_devices as use_virtual_cpu_devices
+from .integrations import balance as balance
 from .kernels import Experts as Experts
 from .layer import MoEParams as MoEParams
 from .layer import MoEState as MoEState

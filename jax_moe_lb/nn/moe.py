@@ -134,7 +134,7 @@ class MoE(nnx.Module):
         _check_domains(topology, migrate)
         home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
         _check_mesh(mesh, topology)
-        system = _system(system, num_experts, topology.num_ranks).replace(transfer=precision.transfer)
+        system = resolve_system(system, num_experts, topology.num_ranks).replace(transfer=precision.transfer)
         if why := system.no_op_reason(topology, num_experts):
             warnings.warn(f"the system cannot balance anything: {why}", stacklevel=2)
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
@@ -407,7 +407,17 @@ def _is_accelerated(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
-def _system(system: System | str, num_experts: int, num_ranks: int) -> System:
+def resolve_system(system: System | str, num_experts: int, num_ranks: int) -> System:
+    """Return the system of a layer, with at most as many replica slots as other ranks have experts if it is a name.
+
+    Args:
+        system: a system, or the name of a function of `jax_moe_lb.systems`.
+        num_experts: `E`.
+        num_ranks: `R`.
+
+    Raises:
+        ValueError: `system` is another name.
+    """
     if isinstance(system, System):
         return system
     made = system_named(system)

@@ -1,0 +1,165 @@
+"""Execution of one MoE block by `moe`: the block's library routes, this library plans, sends tokens and multiplies."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jax_moe_lb.core.stats import OnFault, Stats
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Tokens
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.layer.moe import MoEParams, moe
+from jax_moe_lb.layer.systems import System
+from jax_moe_lb.nn.sharding import flatten_tokens
+from jax_moe_lb.routing.routers import Routing, TokenInfo
+from jax_moe_lb.transport.fsdp import FsdpExperts
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Static configuration of a balanced block, its attribute `balance_config`; see `balance` for the fields."""
+
+    mesh: Mesh
+    topology: Topology
+    system: System
+    on_fault: OnFault
+    record_stats: bool
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Description of the MoE block of one library.
+
+    Args:
+        balanced: return the subclass of a block's class that computes by `serve`. The subclass has the same name, so
+            that programs which look for blocks by class name still find it.
+        check: raise `ValueError` if a feature of the block is unsupported; called with the block and its path.
+        topology: return the default topology of a block; called with the block, the mesh and its path.
+        num_experts: return the number of routed experts of the block.
+    """
+
+    balanced: Callable[[type], type]
+    check: Callable[[Any, str], None]
+    topology: Callable[[Any, Mesh, str], Topology]
+    num_experts: Callable[[Any], int]
+
+
+def refuse(path: str, argument: str, value: object, expected: str) -> None:
+    """Raise the error of a block that cannot be replaced.
+
+    Args:
+        path: path of the block in the model.
+        argument: attribute of the block, or of its configuration.
+        value: its value.
+        expected: condition on the value.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(f"{path}.{argument} is {value}; expected {expected}")
+
+
+def topology_of(mesh: Mesh, expert_axes: tuple[str, ...], tensor_axes: tuple[str, ...], path: str) -> Topology:
+    """Return the topology of a block whose library names the axes.
+
+    Args:
+        mesh: mesh of the model. Axes that are neither expert nor tensor axes split tokens.
+        expert_axes: mesh axes over which the library shards experts.
+        tensor_axes: mesh axes over which the library shards the inner width of experts; absent ones are ignored.
+        path: path of the block, for the error.
+
+    Raises:
+        ValueError: the mesh lacks an expert axis.
+    """
+    if missing := [axis for axis in expert_axes if axis not in mesh.axis_names]:
+        raise ValueError(
+            f"mesh has the axes {mesh.axis_names}; expected {missing}, the expert axes of {path}. "
+            "Pass topology=Topology.from_mesh(mesh, ...) for other axes."
+        )
+    tensor = tuple(axis for axis in tensor_axes if mesh.shape.get(axis, 1) > 1)
+    return Topology.from_mesh(mesh, expert_axes, tensor_axes=tensor)
+
+
+class _BlockInputs(NamedTuple):
+    # Arrays, or the sharding of each.
+    tokens: Any
+    mask: Any
+    experts_of_tokens: Any
+    weights: Any
+    experts: Any
+
+
+def serve(
+    block: Any,
+    x: Float[Array, "*B H"],
+    experts_of_tokens: Int[Array, "*B K"],
+    weights: Float[Array, "*B K"],
+    experts: Experts,
+) -> Float[Array, "*B H"]:
+    """Compute the weighted outputs of the routed experts of a block.
+
+    Args:
+        block: balanced block, with `balance_config`. With `record_stats` its `Stats` become its `moe_stats`.
+        x: `[..., H]` tokens of all ranks.
+        experts_of_tokens: `[..., K]` integers, the experts of each token; -1 for none.
+        weights: `[..., K]`, the factors of the experts' outputs.
+        experts: weights of all `E` experts, which are cast to the dtype of `x`.
+    """
+    config: BlockConfig = block.balance_config
+    topology, num_dims = config.topology, x.ndim - 1
+    by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
+    shards = math.prod(config.mesh.shape[axis] for axis in topology.data_axes + topology.expert_axes)
+    missing = -math.prod(x.shape[:-1]) % shards
+    mask = jnp.ones(x.shape[:-1], bool) if missing else None
+    tokens, mask, ids, factors = (
+        flatten_tokens(array, num_dims, missing, config.mesh, by_token)
+        for array in (x, mask, experts_of_tokens.astype(jnp.int32), weights.astype(jnp.float32))
+    )
+    experts = jax.tree.map(lambda leaf: leaf.astype(x.dtype), experts)
+    y, stats = _sharded(_BlockInputs(tokens, mask, ids, factors, experts), config=config)
+    if config.record_stats:
+        block.moe_stats = nnx.Intermediate(stats)
+    return y[: y.shape[0] - missing].reshape(x.shape)
+
+
+# Compiled once for all equal blocks, also if the caller does not jit.
+@functools.partial(jax.jit, inline=True, static_argnames=("config",))
+def _sharded(inputs: _BlockInputs, *, config: BlockConfig) -> tuple[Tokens, Stats]:
+    topology = config.topology
+    by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
+    by_group = PartitionSpec(topology.data_axes or None)
+    num_experts = inputs.experts.up.shape[0]
+    specs = _BlockInputs(
+        tokens=by_token,
+        mask=by_token,
+        experts_of_tokens=by_token,
+        weights=by_token,
+        experts=FsdpExperts().specs(inputs.experts, topology.expert_axes, topology.tensor_axes),
+    )
+
+    def one_rank(inputs: _BlockInputs) -> tuple[Tokens, Stats]:
+        def given(logits: Array, *_: Any) -> Routing:
+            return Routing(inputs.experts_of_tokens, inputs.weights, logits, logits)
+
+        # The kernel gives the number of experts. XLA removes its product, as `given` returns other experts and weights.
+        kernel = jnp.zeros((inputs.tokens.shape[1], num_experts), inputs.tokens.dtype)
+        y, stats, _ = moe(
+            inputs.tokens,
+            MoEParams(kernel, inputs.experts),
+            given,
+            config.system,
+            topology,
+            tokens=TokenInfo(inputs.mask),
+            on_fault=config.on_fault,
+        )
+        return y, jax.tree.map(lambda leaf: leaf[None], stats)
+
+    return jax.shard_map(one_rank, mesh=config.mesh, in_specs=(specs,), out_specs=(by_token, by_group))(inputs)

@@ -1,0 +1,131 @@
+"""`balance` without the other libraries; `ci/adoption.sh` compares with them."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import jax_moe_lb
+from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, systems
+
+
+def mesh_of(axis_type=AxisType.Auto):
+    return jax.make_mesh((4,), ("fsdp",), axis_types=(axis_type,), devices=jax.devices()[:4])
+
+
+def moe_layer():
+    """Return a block with the attributes and the module of Tunix' block."""
+
+    class ShdConfig:
+        exp_weight_edf = ("fsdp", None, "tp")
+
+        def __hash__(self):
+            return 0
+
+        def __eq__(self, other):
+            return type(self) is type(other)
+
+    class MoELayer(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.shd_config, self.experts_per_tok, self.num_experts, self.dtype = ShdConfig(), 2, 8, jnp.float32
+            self.router = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+            self.gate_proj = nnx.Param(rngs.params.normal((8, 16, 24)) / 4)
+            self.up_proj = nnx.Param(rngs.params.normal((8, 16, 24)) / 4)
+            self.down_proj = nnx.Param(rngs.params.normal((8, 24, 16)) / 4)
+
+        def __call__(self, x):
+            scores = jax.nn.softmax(self.router(x), -1)
+            weights, chosen = jax.lax.top_k(scores, 2)
+            weights = weights / weights.sum(-1, keepdims=True)
+            hidden = jax.nn.silu(jnp.einsum("bd,edf->bef", x, self.gate_proj[...]))
+            hidden = hidden * jnp.einsum("bd,edf->bef", x, self.up_proj[...])
+            y = jnp.einsum("bef,efd->bed", hidden, self.down_proj[...])
+            return (jnp.take_along_axis(y, chosen[..., None], 1) * weights[..., None]).sum(1)
+
+    MoELayer.__module__ = "tunix.models.qwen3.model"
+    return MoELayer()
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List([moe_layer()])
+
+    def __call__(self, x):
+        return self.blocks[0](x)
+
+
+def test_a_block_is_replaced_and_keeps_its_parameters():
+    model, x = Model(), jax.random.normal(jax.random.key(1), (10, 16))
+    expected, graph = nnx.jit(lambda model, x: model(x))(model, x), list(nnx.to_flat_state(nnx.state(model)).paths)
+    router = model.blocks[0].router
+    assert jax_moe_lb.balance(model, mesh=mesh_of(), system="greedy", record_stats=True) is model
+    y = nnx.jit(lambda model, x: model(x))(model, x)
+    assert float(jnp.abs(y - expected).max()) < 1e-5
+    stats = nnx.pop(model, nnx.Intermediate)["blocks"][0]["moe_stats"].get_value()
+    assert int(stats.counts.sum()) == 20
+    assert list(nnx.to_flat_state(nnx.state(model)).paths) == graph
+    assert model.blocks[0].router is router
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": mesh_of(AxisType.Explicit)}, "mesh has the axis types .*; expected AxisType.Auto"),
+        ({"system": "eplb"}, "system.balancer is EPLB; expected a balancer without state"),
+        ({"system": "two_tier"}, "system.relocates is True; expected None or False"),
+        ({"system": "none"}, "system is 'none'; expected one of"),
+    ],
+)
+def test_unsupported_options_are_refused(options, message):
+    model = Model()
+    with pytest.raises(ValueError, match=message):
+        jax_moe_lb.balance(model, **{"mesh": mesh_of()} | options)
+    assert not hasattr(model.blocks[0], "balance_config")
+
+
+def test_blocks_that_cannot_be_replaced_are_named():
+    model = Model()
+    model.blocks[0].up_proj.set_value(jnp.zeros((8, 16, 24), jnp.int8))
+    with pytest.raises(ValueError, match=r"model\.blocks\.0\.up_proj\.dtype is int8; expected a floating dtype"):
+        jax_moe_lb.balance(model, mesh=mesh_of())
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match=r"mesh has the axes \('data',\); expected \['fsdp'\], .* model\.blocks\.0"):
+        jax_moe_lb.balance(Model(), mesh=mesh)
+
+    class SparseMoe(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.zeros((4, 2, 2)))
+
+    with pytest.raises(ValueError, match=r"model\.0 is a .*SparseMoe; expected one of maxtext\.layers\.moe\.RoutedMoE"):
+        jax_moe_lb.balance(nnx.List([SparseMoe()]), mesh=mesh_of())
+
+
+def test_models_without_blocks_are_left_alone():
+    with pytest.warns(UserWarning, match="Linear without MoE blocks"):
+        jax_moe_lb.balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=mesh_of())
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    layer = MoE(8, 4, TopK(1), mesh=mesh, experts=ExpertConfig(8), rngs=nnx.Rngs(0))
+    with pytest.warns(UserWarning, match="MoE without MoE blocks"):
+        jax_moe_lb.balance(layer, mesh=mesh)
+    assert type(layer) is MoE
+
+
+def test_another_system_replaces_the_first():
+    model = Model()
+    topology = Topology.from_mesh(mesh_of(), "fsdp")
+    jax_moe_lb.balance(model, mesh=mesh_of(), topology=topology)
+    first = type(model.blocks[0])
+    jax_moe_lb.balance(model, mesh=mesh_of(), topology=topology, system=systems.plain())
+    assert type(model.blocks[0]) is first
+    assert model.blocks[0].balance_config.system == systems.plain()
+
+
+def test_no_other_library_is_imported():
+    code = "import jax_moe_lb, sys; jax_moe_lb.balance; print({'tunix', 'maxtext', 'easydel'} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
