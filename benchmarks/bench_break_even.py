@@ -150,7 +150,7 @@ def draw(found: Surface, tokens: tuple[int, ...], path: Path) -> None:
     bar = figure.colorbar(image, ax=figure.axes, ticks=[-1, 0, 1])
     bar.ax.set_yticklabels(["0.5", "1", "2"])
     bar.set_label("time of exact / plain, simulated")
-    # Omit the version of matplotlib, so that equal numbers give an equal file.
+    # Omit the version of matplotlib: equal numbers give an equal file.
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 

@@ -48,5 +48,5 @@ def draw(panels: Mapping[str, Mapping[str, Curve]], labels: Mapping[str, str], p
         axes.tick_params("x", rotation=60)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    # Omit the version of matplotlib, so that equal numbers give an equal file.
+    # Omit the version of matplotlib: equal numbers give an equal file.
     figure.savefig(path, dpi=100, metadata={"Software": None})

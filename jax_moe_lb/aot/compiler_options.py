@@ -1,4 +1,4 @@
-"""Options of XLA's compiler that a program with balanced layers should have on GPUs."""
+"""XLA compiler options for programs with balanced layers on GPUs."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ IN_GRAPHS = (
     "WHILE",
     "COLLECTIVES",
 )
-"""What goes into command buffers. A loop does only if all that is in it may, so the defaults are among them."""
+"""Operations in command buffers. A loop needs all of its operations in this list, so it includes XLA's defaults."""
 
 
 COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
@@ -46,7 +46,7 @@ def compiler_options(mesh: Mesh, others: Mapping[str, str | bool] | None = None)
         The options; `others` alone for devices other than NVIDIA GPUs.
 
     Raises:
-        ValueError: `others` combine options that are known to give wrong results or to have no effect.
+        ValueError: `others` combine options known to give wrong results or to have no effect.
 
     Examples:
         >>> import jax
@@ -77,7 +77,7 @@ def compiler_options(mesh: Mesh, others: Mapping[str, str | bool] | None = None)
 
 
 def _check(options: Mapping[str, str | bool], ranks_in_process: int) -> None:
-    """Refuse combinations of options that are known to be wrong."""
+    """Refuse combinations of options known to be wrong."""
 
     def is_on(name: str) -> bool:
         return str(options.get(name, False)).lower() in ("true", "1")
