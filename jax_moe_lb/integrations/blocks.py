@@ -18,7 +18,7 @@ from jax_moe_lb.core.types import Tokens
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.moe import MoEParams, moe
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.nn.sharding import flatten_tokens
+from jax_moe_lb.nn.sharding import flatten_tokens, remove_padding
 from jax_moe_lb.routing.routers import Routing, TokenInfo
 from jax_moe_lb.transport.fsdp import FsdpExperts
 
@@ -127,7 +127,7 @@ def serve(
     y, stats = _sharded(_BlockInputs(tokens, mask, ids, factors, experts), config=config)
     if config.record_stats:
         block.moe_stats = nnx.Intermediate(stats)
-    return y[: y.shape[0] - missing].reshape(x.shape)
+    return remove_padding(y, y.shape[0] - missing, config.mesh, by_token).reshape(x.shape)
 
 
 # Compiled once for all equal blocks, also if the caller does not jit.

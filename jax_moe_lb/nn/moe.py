@@ -26,6 +26,7 @@ from jax_moe_lb.nn.sharding import (
     fsdp_axes,
     logical_axis_rules,
     place,
+    remove_padding,
     reshaped,
     sharded_known,
     sharded_moe,
@@ -271,8 +272,7 @@ class MoE(nnx.Module):
         for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
             weights.set_value(now)
         # The outputs take the shape and sharding of the input.
-        if missing:
-            y = place(y, NamedSharding(self.mesh, PartitionSpec()), self.mesh)[:num_tokens]
+        y = remove_padding(y, num_tokens, self.mesh, by_token)
         y = reshaped(y, x.shape, jax.typeof(x).sharding, self.mesh)
         if self.shared_expert is not None:
             shared, kernel = jax.tree.map(lambda w: w.astype(x.dtype), (self._shared(), _value(self.shared_kernel)))

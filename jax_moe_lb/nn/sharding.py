@@ -254,9 +254,44 @@ def flatten_tokens(
     shape = (math.prod(array.shape[:num_dims]), *array.shape[num_dims:])
     if not missing:
         return reshaped(array, shape, NamedSharding(mesh, by_token), mesh)
-    # Explicit axes shard only evenly divisible dimensions. Such inputs are small, so replicate them.
+    # Explicit axes shard only evenly divisible dimensions, so replicate them.
     array = reshaped(array, shape, NamedSharding(mesh, PartitionSpec()), mesh)
-    return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
+    return jnp.pad(_evenly_sharded(array, mesh, by_token), ((0, missing), *[(0, 0)] * (array.ndim - 1)))
+
+
+def remove_padding(
+    array: Float[Array, "C H"], num_tokens: int, mesh: Mesh, by_token: PartitionSpec
+) -> Float[Array, "B H"]:
+    """Remove the rows that `flatten_tokens` appended.
+
+    Args:
+        array: `[C, H]`.
+        num_tokens: number of rows without padding.
+        mesh: the mesh of the layer.
+        by_token: sharding of tokens.
+    """
+    if array.shape[0] == num_tokens:
+        return array
+    array = place(array, NamedSharding(mesh, PartitionSpec()), mesh)
+    return _evenly_sharded(array[:num_tokens], mesh, by_token)
+
+
+def _evenly_sharded(array: Array, mesh: Mesh, by_token: PartitionSpec) -> Array:
+    """Constrain Auto axes to shard the rows evenly: by the leading axes of `by_token` that divide their number.
+
+    Without the constraint, XLA also shards these rows unevenly outside the layer, and pads them on each device. If the
+    rows come from `embedding[token_ids]`, XLA (jaxlib 0.10.2 and 0.12.0) adds the gradients of the padding to row 0 of
+    the embedding's gradient. These gradients are arbitrary, and NaN after a division by a sum of zeros.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        return array
+    axes = _axis_names(by_token[0])
+    while array.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
+        axes = axes[:-1]
+    # Inside a shard_map over other axes, the constraint needs the mesh with these axes Manual.
+    around = jax.sharding.get_abstract_mesh()
+    sharding = NamedSharding(around if around.manual_axes else mesh, PartitionSpec(axes or None))
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def fsdp_axes(rules: LogicalAxisRules, topology: Topology) -> FsdpExperts:

@@ -59,11 +59,12 @@ def test_outputs_and_gradients_equal_tunix(axes, system):
         assert_equal(outcome(model, logits, tokens), expected, f"tunix {axes} {system}")
 
 
-def test_tokens_that_the_ranks_do_not_divide():
-    mesh, tokens = mesh_of(fsdp=4, tp=2), tokens_of(5, 5)
+@pytest.mark.parametrize(("batch", "length"), [(5, 5), (1, 3)])
+def test_tokens_that_the_ranks_do_not_divide(batch, length):
+    mesh, tokens = mesh_of(fsdp=4, tp=2), tokens_of(batch, length)
     expected = outcome(model_of(), logits, tokens)
     model = jax_moe_lb.balance(model_of(remat_config=qwen3.RematConfig.DECODER), mesh=mesh, system="greedy")
-    assert_equal(outcome(model, logits, tokens), expected, "tunix, 25 tokens on 8 devices, remat")
+    assert_equal(outcome(model, logits, tokens), expected, f"tunix, {tokens.size} tokens on 8 devices, remat")
 
 
 def test_statistics_show_the_balance():

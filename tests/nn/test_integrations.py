@@ -72,6 +72,21 @@ def test_a_block_is_replaced_and_keeps_its_parameters():
     assert model.blocks[0].router is router
 
 
+@pytest.mark.parametrize("num_tokens", [3, 25])
+def test_embedding_gradients_of_tokens_that_the_ranks_do_not_divide(num_tokens):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    ids, embedding = jnp.arange(63, 63 - num_tokens, -1), jax.random.normal(jax.random.key(1), (64, 16))
+
+    def loss(embedding, model):
+        x = embedding[ids]
+        return jnp.square(x + 1 + model(x)).mean()
+
+    gradient = nnx.jit(nnx.grad(loss))
+    expected = gradient(embedding, Model())
+    found = gradient(embedding, jax_moe_lb.balance(Model(), mesh=mesh, system="plain"))
+    assert float(jnp.abs(found - expected).max()) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -285,6 +285,25 @@ def test_scan_over_stacked_layers_with_remat():
     assert_close(nnx.to_pure_dict(gradient), want_gradient, 1e-5)
 
 
+@pytest.mark.parametrize("num_tokens", [3, 25])
+def test_embedding_gradients_of_any_number_of_tokens(num_tokens):
+    mesh = make_mesh((4, 2), ("expert", "tensor"))
+    topology = Topology.from_mesh(mesh, tensor_axes=("tensor",))
+    layer = MoE(
+        WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, experts=ExpertConfig(INNER), rngs=nnx.Rngs(0)
+    )
+    ids, embedding = jnp.arange(63, 63 - num_tokens, -1), jax.random.normal(jax.random.key(1), (64, WIDTH))
+
+    def loss(embedding, layer, call):
+        x = embedding[ids]
+        # A row of zeros becomes NaN.
+        x = x / jnp.abs(x).sum(-1, keepdims=True)
+        return jnp.square(x + 1 + call(layer, x)).mean()
+
+    gradient = nnx.jit(nnx.grad(loss), static_argnums=2)
+    assert_close(gradient(embedding, layer, forward), gradient(embedding, layer, dense_layer), 1e-5)
+
+
 @pytest.mark.slow
 def test_masked_tokens_get_zero():
     layer, x = make(make_mesh((8,), ("expert",))), tokens()
