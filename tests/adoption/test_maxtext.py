@@ -1,3 +1,4 @@
+import logging
 from pathlib import Path
 
 import jax
@@ -8,8 +9,10 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 from maxtext.configs import pyconfig
+from maxtext.layers import moe
 from maxtext.layers.initializers import nd_dense_init
 from maxtext.layers.moe import RoutedMoE
+from maxtext.trainers.pre_train import train
 from maxtext.utils.model_creation_utils import from_config
 
 import jax_moe_lb
@@ -170,6 +173,40 @@ def test_a_model_equals_maxtext(scan_layers):
     assert paths(model) == before
     assert any(hasattr(module, "balance_config") for _, module in nnx.iter_modules(model))
     assert_equal(run(model, tokens, positions), expected, f"maxtext model, scan_layers={scan_layers}")
+
+
+class BalancedMoE(RoutedMoE):
+    """Block that is balanced at its construction, as the trainer builds its model itself."""
+
+    num_built = 0
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        jax_moe_lb.balance(self, mesh=self.mesh)
+        BalancedMoE.num_built += 1
+
+
+def training_losses(folder, caplog):
+    """Return the printed losses of 30 steps of MaxText's trainer."""
+    options = OPTIONS | DECODERS["mixtral"] | {"base_output_directory": folder, "max_target_length": 64}
+    options |= {f"ici_{name}_parallelism": size for name, size in AXES.items()}
+    options |= {"steps": 30, "learning_rate": 0.01, "dataset_type": "synthetic", "enable_tensorboard": False}
+    base = Path(maxtext.__file__).parent / "configs" / "base.yml"
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="absl"):
+        train.main(["", str(base), *(f"{name}={value}" for name, value in options.items())])
+    lines = [line for line in caplog.messages if "completed step" in line]
+    return [line.split("loss: ")[1].split(",")[0] for line in lines]
+
+
+def test_training_equals_maxtext(tmp_path, caplog, monkeypatch):
+    expected = training_losses(tmp_path, caplog)
+    monkeypatch.setattr(moe, "RoutedMoE", BalancedMoE)
+    found = training_losses(tmp_path, caplog)
+    assert BalancedMoE.num_built > 0
+    assert len(found) == 30
+    assert found == expected
+    assert float(found[-1]) < float(found[0]) / 2
 
 
 @pytest.mark.parametrize(
