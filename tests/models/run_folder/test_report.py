@@ -19,6 +19,7 @@ def test_report_needs_nothing_else(trained_run):
     assert all(image.startswith(b"\x89PNG") for image in images)
 
 
+@pytest.mark.thorough
 def test_report_states_the_result(trained_run):
     folder = RunFolder(trained_run)
     page, validation = folder.report.read_text(), folder.rows("validation")
