@@ -26,7 +26,10 @@ CHEAP = {"install-0", "simulator-0", "traces-0"}
 """Blocks that compile little: they also run in `make check`."""
 
 EVERYDAY = {"tutorial-0"}
-"""Blocks that also run in `make test`. The others are further cases of the same faults: an import, a name or an argument of another version."""
+"""Blocks that also run in `make test`.
+
+The others are further cases of the same faults: an import, a name or an argument of another version.
+"""
 
 
 def marks(block):
