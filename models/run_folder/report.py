@@ -370,7 +370,8 @@ def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: 
     return [
         (
             "Loss",
-            f"Training and validation cross-entropy per {unit}. The dashed line is the unigram entropy of the validation text.",
+            f"Training and validation cross-entropy per {unit}. The dashed line is the unigram entropy of the "
+            "validation text.",
             loss_png(folder.rows("step"), folder.rows("validation"), entropy_nats, unit),
         ),
         (
