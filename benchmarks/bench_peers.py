@@ -112,9 +112,9 @@ def claims(rows: Mapping[float, list[list[Value]]]) -> list[list[Value]]:
     memory, time = skewed["exact"][3] / level["plain"][3], skewed["exact"][1][0] / level["exact"][1][0]
     return [
         ["tokens that differ", "none", f"{skewed['exact'][5]}", _answer(skewed["exact"][5] == 0)],
-        ["memory over what level routing needs (plain)", "1.1 or less", f"{memory:.2f}", _answer(memory <= 1.1)],
+        ["memory over plain under balanced routing", "1.1 or less", f"{memory:.2f}", _answer(memory <= 1.1)],
         [f"speed over the fastest dropless other, {nearest[0]}", "3 or more", f"{faster:.2f}", _answer(faster >= 3)],
-        ["time over that under level routing", "", f"{time:.2f}", ""],
+        ["time over exact under balanced routing", "", f"{time:.2f}", ""],
     ]
 
 

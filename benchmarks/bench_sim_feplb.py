@@ -193,7 +193,7 @@ def overhead(fit: Fit, loads: np.ndarray) -> Comparison:
     return table
 
 
-OURS = ("forward", "backward", "weights that nothing hides, forward", "exchanges, forward")
+OURS = ("forward", "backward", "exposed weight transfer, forward", "exchanges, forward")
 
 
 def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], results.Table]:

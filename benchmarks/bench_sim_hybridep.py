@@ -85,13 +85,15 @@ def table_v(setting: Setting, names: str = "ML") -> list[Comparison]:
     tutel.notes.append(
         f"Fitted: {setting.line_bytes_per_s * 8e-9:.2f} Gbit/s on each line of 10, "
         f"{setting.reduced_bytes * 1e-9:.2f} GB all-reduced by every step beside the MoE layers. The published times "
-        "grow by less than the tokens do (four times the tokens, 24 to 96 MB, take 1.7 to 2.2 times as long), ours "
-        "by a constant: no model of bandwidth bends like that. The paper names noise of a shared cluster."
+        "grow more slowly than the tokens: four times the tokens, 24 to 96 MB, take 1.7 to 2.2 times as long. A "
+        "bandwidth model grows linearly with the tokens. The paper mentions noise of a shared cluster."
     )
-    returned.notes.append("So the published times have no room for them: how gradients return the paper does not say.")
+    returned.notes.append(
+        "The published times do not include them. The paper does not describe the return of gradients."
+    )
     hybrid.notes.append(
-        f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % of a predicted time is one number that was fitted: what "
-        "a step all-reduces beside the MoE layers."
+        f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % of a predicted time is one fitted number: the "
+        "time of all-reduces outside the MoE layers."
     )
     worst = max(abs(row.deviation or 0.0) for row in speedup.rows)
     speedup.notes.append(f"The worst is {worst:.0f} % off.")
@@ -101,7 +103,7 @@ def table_v(setting: Setting, names: str = "ML") -> list[Comparison]:
 def sensitivity() -> Comparison:
     """Return the sensitivity of the prediction to each assumption, with a new fit each time."""
     table = Comparison(
-        "table_v_sensitivity", "Table V, HybridEP: mean of the absolute deviations in %, under other assumptions"
+        "table_v_sensitivity", "Table V, HybridEP: mean absolute deviation in %, under other assumptions"
     )
     others = {
         "as assumed": Assumed(),
@@ -125,10 +127,10 @@ def sensitivity() -> Comparison:
         line = f"{setting.line_bytes_per_s * 8e-9:.1f} Gbit/s, {setting.other_s(DATACENTERS[name]):.2f} s"
         add(f"{name} alone, fitted to its own rows: {line} beside tokens", table_v(setting, name)[1])
     table.notes.append(
-        "HybridEP's rows are nearly what the Tutel rows have beside tokens on the line, so the prediction stands or "
-        "falls with how that is fitted. Here it scales as an all-reduce does, and deviations count in %, which "
-        "gives short steps their due. That was decided with the published rows of HybridEP in view; its two numbers "
-        "were not."
+        "HybridEP's times nearly equal Tutel's times without the tokens on the line, so the prediction depends on the "
+        "fit of this part. Here it scales like an all-reduce, and the fit minimizes deviations in %, so that short "
+        "steps count equally. These two choices were made with HybridEP's published rows in view. The two fitted "
+        "numbers were not."
     )
     return table
 

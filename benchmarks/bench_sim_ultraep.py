@@ -187,11 +187,10 @@ def figure_16(cluster: Cluster, tokens: int) -> list[Comparison]:
                     label += f" for {num_relayed(planned(system, machine, loads))} experts"
                 tables[way].add(label, 1e3 * report.stages["weights"].busy_s, number)
     tables["relays"].notes.append(
-        "At 710 GB/s per rank, which the README's times give. From home that is all there is. With relays it is "
-        "not: here a relay costs what it sends and passes the first chunk on at once; and the rule, that of the "
-        "released code, relays more experts than the figure says of itself (0, 0, 1, 2, 3). The README of that code "
-        "has 0.19 ms for three other loads. torch.distributed and DeepEP, the figure's other lines, are software "
-        "that is not modelled."
+        "The rate of 710 GB/s per rank follows from the README's times. It is the only parameter of the times from "
+        "home. With relays, a relay takes the time of its sends and forwards the first chunk at once. The rule of the "
+        "released code relays more experts than the figure states (0, 0, 1, 2, 3). The README of that code has "
+        "0.19 ms for three other loads. torch.distributed and DeepEP, the figure's other lines, are not modelled."
     )
     return [*tables.values()]
 
