@@ -96,7 +96,7 @@ def table_v(setting: Setting, names: str = "ML") -> list[Comparison]:
         "time of all-reduces outside the MoE layers."
     )
     worst = max(abs(row.deviation or 0.0) for row in speedup.rows)
-    speedup.notes.append(f"The worst is {worst:.0f} % off.")
+    speedup.notes.append(f"The maximum deviation is {worst:.0f} %.")
     return [tutel, hybrid, returned, speedup]
 
 
@@ -161,15 +161,15 @@ def table_vi(setting: Setting) -> Comparison:
             table.add(f"{label}, ratio", alone / both, alone_s / both_s, "x")
             least_s, most_s = window_s(shape, machine, sizes)
             table.notes.append(
-                f"{label}: the stream model chooses {sizes} where computing before experts takes "
+                f"{label}: the stream model chooses {sizes} if the computation before experts takes "
                 f"{1e3 * least_s:.2f} to {1e3 * most_s:.2f} ms; {1e3 * shape.pre_expert_s:.2f} ms are assumed."
             )
     table.notes.append(
         "Compressed, with the lines of Table V, M and L are met. Uncompressed they are not: at 48 & 2 MB the "
         "published times leave 3.4 s (M) and 7.0 s (L) to the gathers of experts, where all of a datacenter's "
-        "experts cross its line once in 0.02 to 0.05 s per layer. If each of 8 GPUs fetched them for itself "
-        "(equation 4 reads so), it would be 8 times as much, and still less than published. S has no line and "
-        "nothing that was fitted to it."
+        "experts cross its line once in 0.02 to 0.05 s per layer. If each of 8 GPUs fetched its own copy, as "
+        "equation 4 suggests, this would take 8 times as long, still less than published. S has no line and no "
+        "fitted number."
     )
     return table
 
@@ -206,9 +206,10 @@ def figure_13(setting: Setting) -> Comparison:
         table.add(f"{name}: least, for 32 MB", speedups[name, 32], 1.18, "x")
         table.add(f"{name}: most, for 2 MB", speedups[name, 2], 2.57, "x")
     table.notes.append(
-        "Which cluster the figure is of is not said, and its points cannot be read: only the range is known. Table "
-        "V's own times between 12 and 24 MB have 1.6 to 3.0, where our fit of its Tutel rows is up to 32 % low, so "
-        "the speedup is. At 32 MB the stream model finds no domain that pays; 1.18 must come from elsewhere."
+        "The paper does not name the cluster of the figure. Its points are unreadable, and only the range is known. "
+        "The times of Table V between 12 and 24 MB have speedups of 1.6 to 3.0. There our fit of the Tutel rows, and "
+        "so the speedup, is up to 32 % low. At 32 MB no domain is faster in the stream model, which does not explain "
+        "1.18."
     )
     return table
 
@@ -234,16 +235,16 @@ def figure_17() -> list[Comparison]:
         for number in MANY:
             trend.add(f"domains of 1/{part} of all, {number:,} datacenters", speedup(number, number // part, 10, 768))
     fixed.notes.append(
-        f"Least and most over {GBIT_PER_S} Gbit/s on the line of a datacenter; its 8 GPUs have one expert each, "
-        "compressed 50 times, and 192 MB of tokens, the most of Table V; no latency. The paper gives none of this, "
-        "nor its domain sizes. A speedup of 1.45 at fixed size needs domains of 310 or more, as tokens for all "
+        f"Minimum and maximum over {GBIT_PER_S} Gbit/s on the line of a datacenter; its 8 GPUs have one expert each, "
+        "compressed 50 times, and 192 MB of tokens, the maximum of Table V; no latency. These values and the domain "
+        "sizes are not in the paper. A speedup of 1.45 at fixed size needs domains of 310 or more, as tokens for all "
         "others cross."
     )
     trend.notes.append(
-        "At a fixed size the speedup falls, as published. At a fixed share it falls too, and the paper's rises: "
-        "here a gather grows with the domain, and the tokens of a rank do not grow with the number of datacenters. "
-        "As links are all that counts at the lowest rate, 3.76 means that at most 0.27 of all tokens cross; between "
-        "equal domains, the paper's own rule, half of them or more cross, or none."
+        "At a fixed size the speedup falls, as published. At a fixed share it falls too, but the paper's rises. Here "
+        "a gather grows with the domain, and the tokens of a rank do not grow with the number of datacenters. At the "
+        "lowest rate only links matter, so 3.76 requires that at most 0.27 of all tokens cross. Between equal "
+        "domains, the paper's own rule, at least half of the tokens cross, or none."
     )
     return [fixed, share, trend]
 

@@ -40,16 +40,16 @@ in its name.
 """
 
 ACCEPT: Mapping[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
-    "receiver < donor before": lambda tokens, giver, taker, mean: taker + tokens < giver,
+    "taker < donor before": lambda tokens, giver, taker, mean: taker + tokens < giver,
     "donor >= mean": lambda tokens, giver, taker, mean: giver - tokens >= mean,
-    "receiver <= donor": lambda tokens, giver, taker, mean: taker + tokens <= giver - tokens,
+    "taker <= donor": lambda tokens, giver, taker, mean: taker + tokens <= giver - tokens,
     "any": lambda tokens, giver, taker, mean: np.ones_like(tokens, bool),
 }
-"""Condition for a useful move, from the tokens of the expert, and donor, receiver and mean load before the move."""
+"""Condition for a useful move, from the tokens of the expert, and donor, taker and mean load before the move."""
 
 BUDGET: Mapping[str, Callable[[int], tuple[int, int]]] = {
-    "8 per receiver": lambda num_dynamic: (8, NO_LIMIT),
-    "dyn per receiver": lambda num_dynamic: (num_dynamic, NO_LIMIT),
+    "8 per taker": lambda num_dynamic: (8, NO_LIMIT),
+    "dyn per taker": lambda num_dynamic: (num_dynamic, NO_LIMIT),
     "8 in total": lambda num_dynamic: (8, 8),
     "dyn in total": lambda num_dynamic: (8, num_dynamic),
 }
@@ -72,10 +72,10 @@ class Reading:
     """
 
     dynamic: str = "busiest"
-    accept: str = "receiver < donor before"
+    accept: str = "taker < donor before"
     skip: bool = False
     tau: int = 1
-    budget: str = "8 per receiver"
+    budget: str = "8 per taker"
     main: int = 4
 
     def __str__(self) -> str:
