@@ -207,7 +207,7 @@ def domains(loads: np.ndarray, cluster: Cluster) -> Comparison:
     """Return the lower bound of plans inside domains of 8, before and after relocation."""
     table = Comparison(
         "domains",
-        "Ours: domains of 8, Qwen3's loads: the busiest domain over the mean, below which no plan inside gets",
+        "Ours: domains of 8, Qwen3's loads: maximum domain load over the mean, a lower bound for plans inside domains",
     )
     machine = in_domains(cluster)
     stay = np.broadcast_to(np.arange(loads.shape[2]), (len(loads), loads.shape[2]))
