@@ -119,7 +119,7 @@ def claims(rows: Mapping[float, list[list[Value]]]) -> list[list[Value]]:
 
 
 def _answer(holds: bool) -> str:
-    return "holds" if holds else "does not hold"
+    return "met" if holds else "not met"
 
 
 def main() -> None:
