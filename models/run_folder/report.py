@@ -86,7 +86,7 @@ def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> b
     with rc_context(STYLE):
         figure, axes = _figure(3.4)
         for values, color, name in (
-            (before, BEFORE, "before: every expert at home"),
+            (before, BEFORE, "before: plain expert parallelism"),
             (after, AFTER, "after balancing"),
         ):
             axes.fill_between(steps, values.min(1), values.max(1), color=color, alpha=0.16, lw=0)
@@ -111,13 +111,13 @@ def speed_png(steps: list[dict]) -> bytes:
         above.plot(numbers, [row["step_time_s"] * 1e3 for row in steps], color=AFTER, lw=1.1)
         above.set(ylabel="step [ms]", xlim=(0, numbers[-1]), ylim=(0, None))
         below.step(numbers, [row["rounds_max"] for row in steps], color=BEFORE, where="mid", lw=1.1)
-        below.set(xlabel="step", ylabel="most rounds", ylim=(0, None))
+        below.set(xlabel="step", ylabel="max. rounds", ylim=(0, None))
         return _png(figure)
 
 
 def counts_png(counts: np.ndarray) -> bytes:
     """Draw heat maps of the copies routed by each rank to each expert, from counts `[layers, R, E]` of a step."""
-    return _heat_maps([(counts, "rank that holds the token")])
+    return _heat_maps([(counts, "source rank")])
 
 
 def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
@@ -338,12 +338,11 @@ class LiveReport:
 def _headline(config: dict, summary: dict) -> str:
     gap = summary["unigram_entropy_nats"] - summary["validation_loss_nats"]
     before, after = summary["imbalance_before"], summary["imbalance_after"]
-    effect = f"makes that {after:.2f}" if f"{after:.2f}" != f"{before:.2f}" else "leaves it so"
     return (
-        f"After {summary['steps']} steps the model needs {summary['validation_loss_nats']:.2f} nats per unseen "
-        f"{summary['unit']}, {abs(gap):.2f} {'less' if gap > 0 else 'more'} than frequencies alone. Its routing loads "
-        f"the busiest of {config['parallel']['expert_parallel']} ranks {before:.2f} times the mean; "
-        f"{config['parallel']['system']} {effect}."
+        f"Validation loss after {summary['steps']} steps is {summary['validation_loss_nats']:.2f} nats per "
+        f"{summary['unit']}, {abs(gap):.2f} {'below' if gap > 0 else 'above'} the unigram entropy. Imbalance (max/mean "
+        f"load of {config['parallel']['expert_parallel']} ranks) is {before:.2f} before balancing and {after:.2f} with "
+        f"{config['parallel']['system']}."
     )
 
 
@@ -353,8 +352,8 @@ def _cards(summary: dict) -> list[tuple[str, str]]:
     return [
         (loss, f"validation loss in nats per {summary['unit']} ({bits} bits)"),
         (balance, f"imbalance before → after, last {RECENT_STEPS} steps"),
-        (f"{summary['one_round_share']:.0%}", "of these steps took one round in every layer"),
-        (f"{summary['tokens_per_s']:,.0f}", f"tokens per second ({summary['step_time_s'] * 1e3:,.0f} ms a step)"),
+        (f"{summary['one_round_share']:.0%}", f"of the last {RECENT_STEPS} steps with one round in each layer"),
+        (f"{summary['tokens_per_s']:,.0f}", f"tokens per second ({summary['step_time_s'] * 1e3:,.0f} ms per step)"),
     ]
 
 
@@ -371,32 +370,33 @@ def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: 
     return [
         (
             "Loss",
-            f"Cross-entropy of the next {unit}. Below the dashed line, more is known than how often each occurs.",
+            f"Training and validation cross-entropy per {unit}. The dashed line is the unigram entropy of the "
+            "validation text.",
             loss_png(folder.rows("step"), folder.rows("validation"), entropy_nats, unit),
         ),
         (
             "Imbalance over training",
-            "Load of the busiest rank over the mean; lines are means over layers, bands span the layers.",
+            "Maximum rank load over the mean. Lines are means over layers; bands are ranges over layers.",
             imbalance_png(*_over_segments(segments)),
         ),
         (
-            "Time and rounds over training",
-            "Seconds of each step, checkpoints included; the rounds of the layer that needed most.",
+            "Step time and rounds over training",
+            "Duration of each step, including checkpoints, and maximum number of rounds over layers.",
             speed_png(folder.rows("step")),
         ),
         (
             f"Load of each rank at step {last}",
-            f"Token copies that a rank{of} serves with every expert at home, and with the balanced plan.",
+            f"Token copies served by each rank{of}, under plain expert parallelism and under the plan.",
             load_png(before[-1], after[-1]),
         ),
         (
-            f"Who serves which expert at step {last}",
-            f"Token copies that a rank{of} serves, by expert: with every expert at home, and by the plan.",
+            f"Serving ranks of each expert at step {last}",
+            f"Token copies of each expert served by each rank{of}, under plain expert parallelism and under the plan.",
             served_png(counts[-1], arrays["quota"][-1]),
         ),
         (
             f"Routing at step {last}",
-            f"Token copies from each rank{of} to each expert; white lines separate the home experts of the ranks.",
+            f"Token copies routed by each rank{of} to each expert. White lines separate the home experts of the ranks.",
             counts_png(counts[-1]),
         ),
     ]
@@ -427,7 +427,7 @@ def _replayed(described: dict, counts: np.ndarray) -> dict[str, float | str]:
     parallel = described["config"]["parallel"]
     found = replay_baselines(counts, parallel["ranks_per_domain"], resolved.get("replica_slots") or 2)
     unused = (counts[-STEPS:].sum((0, 2)) == 0).sum(1)
-    return found | {"experts that no token chose, by layer": " ".join(map(str, unused.tolist()))}
+    return found | {"unused experts, by layer": " ".join(map(str, unused.tolist()))}
 
 
 def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) -> list[tuple[str, dict]]:
@@ -442,8 +442,8 @@ def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) ->
     }
     return [
         ("Result", summary | {"date": described["environment"]["date"]}),
-        (f"Imbalance by system, its last {STEPS} steps planned again", replayed),
-        ("Defaults of the system", described.get("resolved", {})),
+        (f"Imbalance by system, replayed on the last {STEPS} steps", replayed),
+        ("Resolved settings of the system", described.get("resolved", {})),
         ("Training", config),
         ("Model and mesh", model | parallel),
         ("Data and environment", described["data"] | described["environment"]),
@@ -470,4 +470,4 @@ def _text(value: object) -> str:
         return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    return "system's default" if value is None else str(value)
+    return "default of the system" if value is None else str(value)

@@ -24,11 +24,11 @@ def test_report_states_the_result(trained_run):
     folder = RunFolder(trained_run)
     page, validation = folder.report.read_text(), folder.rows("validation")
     headline = re.search(r"<h1>(.*?)</h1>", page).group(1)
-    assert f"After 8 steps the model needs {validation[-1]['loss']:.2f} nats" in headline
-    assert "of 8 ranks" in headline
+    assert f"Validation loss after 8 steps is {validation[-1]['loss']:.2f} nats" in headline
+    assert "load of 8 ranks" in headline
     for word in (
         "commit",
-        "experts that no token chose",
+        "unused experts",
         "eplb plus",
         "replication",
         "unigram entropy [nats]",

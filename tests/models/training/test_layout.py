@@ -69,10 +69,10 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     result = command_line("--resume", "--run-dir", "run", "--steps", "10", *changes)
     assert result.exit_code == 0, result.output
     assert (
-        "going on from step 8 with system 'eplb' instead of 'exact', expert_parallel 4 instead of 8, "
+        "resuming from step 8 with system 'eplb' instead of 'exact', expert_parallel 4 instead of 8, "
         "ranks_per_domain 4 instead of 8"
     ) in result.stdout
-    assert "balancers begin without the history that they had\n" in result.stdout
+    assert "the load history of the balancers is reset\n" in result.stdout
 
     # Two more steps with the previous layout.
     with monkeypatch.context() as patched:
