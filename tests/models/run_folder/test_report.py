@@ -1,9 +1,11 @@
 import base64
 import re
+from pathlib import Path
 
 import pytest
 
 from models.run_folder.metrics import FIGURES, RunFolder
+from models.run_folder.report import PAGE
 
 pytestmark = pytest.mark.slow
 
@@ -17,6 +19,20 @@ def test_report_needs_nothing_else(trained_run):
     images = [base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True) for source in sources]
     assert images == [path.read_bytes() for path in RunFolder(trained_run).figures]
     assert all(image.startswith(b"\x89PNG") for image in images)
+
+
+def test_report_has_the_logo_of_the_site():
+    logo = (Path(__file__).parents[3] / "docs/logo.svg").read_text()
+    shapes = re.findall(r"<(?:rect|path) [^>]*/>", logo)
+    assert len(shapes) > 2
+    assert all(shape in PAGE.template for shape in shapes)
+
+
+def test_report_follows_the_color_scheme_and_the_width_of_the_screen():
+    assert "color-scheme: light dark" in PAGE.template
+    assert "(prefers-color-scheme: dark)" in PAGE.template
+    assert "width=device-width" in PAGE.template
+    assert "(max-width: 720px)" in PAGE.template
 
 
 @pytest.mark.thorough
