@@ -64,7 +64,13 @@ def main() -> None:
         }
         for name, row in results.items():
             rows.setdefault(name, []).append(row)
-    columns = {"balancer": "", "imbalance": ".3f", "replicas": ".1f", "most of one expert": ".2f", "planner us": ".0f"}
+    columns = {
+        "balancer": "",
+        "imbalance": ".3f",
+        "replicas": ".1f",
+        "max. replicas of an expert": ".2f",
+        "planner us": ".0f",
+    }
     means = {name: np.mean(of_cases, axis=0).tolist() for name, of_cases in rows.items()}
     table = Table(columns, [[name, *row[:3], None if np.isnan(row[3]) else row[3]] for name, row in means.items()])
     report({"balancers": table}, out)

@@ -132,8 +132,8 @@ def agreement(rows: list[list]) -> Table:
         worse = sum(row[4] > 1 + WORTH_IT for row in of)
         worst = max((row[4] for row in of), default=None)
         table.append([name, len(of), left, len(of) - left, worse, worst])
-    columns = {"on another draw": "", "points": "d", "advised plain": "d", "advised another": "d"}
-    return Table(columns | {"advice slower than plain by a percent": "d", "advice / plain at worst": ".3f"}, table)
+    columns = {"on another sample": "", "points": "d", "advised plain": "d", "advised another": "d"}
+    return Table(columns | {"advice over 1 % slower than plain": "d", "advice / plain, max.": ".3f"}, table)
 
 
 def draw(found: Surface, tokens: tuple[int, ...], path: Path) -> None:

@@ -76,9 +76,9 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=len(POINTS), help="Number of points, fastest first.")
     out_option(parser)
     given = parser.parse_args()
-    columns = {"tokens per rank": "d", "inner width": "d", "skew asked for": ".2f"}
-    columns |= {"plain ms, predicted": ".1f", "plain ms, measured": ".1f", "plain off %": "+.0f"}
-    columns |= {"ultraep ms, predicted": ".1f", "ultraep ms, measured": ".1f", "ultraep off %": "+.0f"}
+    columns = {"tokens per rank": "d", "inner width": "d", "requested skew": ".2f"}
+    columns |= {"plain ms, predicted": ".1f", "plain ms, measured": ".1f", "plain deviation %": "+.0f"}
+    columns |= {"ultraep ms, predicted": ".1f", "ultraep ms, measured": ".1f", "ultraep deviation %": "+.0f"}
     columns |= {"ultraep / plain, predicted": ".2f", "ultraep / plain, measured": ".2f"}
     report({"two_ranks": Table(columns, list(measured(given.repeats, POINTS[: given.points])))}, given.out)
     print(f"Load averages at the end: {os.getloadavg()}.")

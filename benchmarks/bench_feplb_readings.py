@@ -130,7 +130,7 @@ def baseline(kinds: dict[str, Loads]) -> Table:
     return Table({"FasterMoE, % less": ""} | dict.fromkeys(columns, ".1f"), rows)
 
 
-HEAD = ("dynamic", "useful", "else", "tau", "budget", "main dyn")
+HEAD = ("dynamic", "accepted if", "if rejected", "tau", "budget", "main dyn")
 
 
 def errors(title: str, lines: list[Reading], found: dict[Reading, list[Found]], kinds: Iterable[str]) -> Table:

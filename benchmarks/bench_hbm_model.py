@@ -58,7 +58,7 @@ def main() -> None:
     given = parser.parse_args()
     use_no_accelerators()
     earlier = {row[0]: row[2] for row in load(given.compiled)["traffic"].rows} if given.compiled else {}
-    columns = {"layer": "", "GB": ".2f", "compiled GB": ".2f", "off %": "+.1f"}
+    columns = {"layer": "", "GB": ".2f", "compiled GB": ".2f", "deviation %": "+.1f"}
     report(
         {"traffic": Table(columns, list(rows(earlier)), f"Memory traffic of a rank, {TARGET}, compiled and not run")},
         given.out,

@@ -106,7 +106,7 @@ def buffer_list(buffers: list[Buffer]) -> Table:
         key = ("", "all smaller ones") if small else (one.shape, what)
         loads[key] = loads.get(key, 0) + one.nbytes / MEAN_LOAD_BYTES
     rows = [[of, shape, what.replace("branch_0_fun/", "")] for (shape, what), of in loads.items()]
-    return Table({"times the mean load": ".2f", "shape": "", "made by": ""}, rows=rows)
+    return Table({"times the mean load": ".2f", "shape": "", "operation": ""}, rows=rows)
 
 
 def main() -> None:

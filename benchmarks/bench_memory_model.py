@@ -188,8 +188,8 @@ def main() -> None:
             num_bytes = earlier[case.name] * 1e9 if case.name in earlier else case.compile().total_bytes
         rows.append(compared(case, num_bytes))
         print(rows[-1], flush=True)
-    columns = {"GB": ".2f", "compiled GB": ".2f", "off": "+.1%"}
-    beside = {"beside GB": ".2f", "compiled beside GB": ".2f", "beside off": "+.1%"}
+    columns = {"GB": ".2f", "compiled GB": ".2f", "deviation": "+.1%"}
+    beside = {"beside GB": ".2f", "compiled beside GB": ".2f", "beside deviation": "+.1%"}
     names = {field.name.replace("_", " "): ".2f" for field in fields(Memory)}
     tables = {
         "compared": Table({"layers": "", "target": "", **columns, **beside}, rows),

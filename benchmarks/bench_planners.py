@@ -123,8 +123,8 @@ def table_of(loads: list[np.ndarray], packed: dict[str, Callable], title: str) -
                 spread(np.array(times)) if times else None,
             ]
         )
-    columns = {"planner": "", "max / mean load": ".3f", "at worst": ".3f", "replicas": ".1f"}
-    return Table(columns | {"most of one expert": ".2f", "us, over layers": ".0f"}, rows, title)
+    columns = {"planner": "", "max / mean load": ".3f", "max.": ".3f", "replicas": ".1f"}
+    return Table(columns | {"max. replicas of an expert": ".2f", "us, over layers": ".0f"}, rows, title)
 
 
 def main() -> None:

@@ -241,7 +241,7 @@ def table_of_rails() -> Table:
         even = [load * seconds for load in loads(rails_of(rows, MEMBERS, None), MEMBERS)]
         reached = [float(max(load.max() for load in loads_s)) for loads_s in (told, even)]
         lines.append([name, *(time / best if np.isfinite(time) else "never ends" for time in reached)])
-    columns = {"rail": "", "told its speed": ".3f", "not told": ".3f"}
+    columns = {"rail": "", "speed known": ".3f", "speed unknown": ".3f"}
     return Table(columns, lines, "One rail of eight slower: time over that of the best split")
 
 

@@ -148,7 +148,7 @@ def main() -> None:
                 [[ranks, *_ms(of, ("exact", "plain"))] for (ranks,), of in simulated.items()],
             ),
             "powers": Table(
-                {"what": "", "grows as": "", "a point is off by, times": ".2f", "points": "d"},
+                {"quantity": "", "growth": "", "geometric error": ".2f", "points": "d"},
                 powers(planning, "RE", names)
                 + [[f"layer, {row[0]}", *row[1:]] for row in powers(layer, "T", ("exact", "plain"))]
                 + [[f"simulator, {row[0]}", *row[1:]] for row in powers(simulated, "R", ("exact", "plain"))],

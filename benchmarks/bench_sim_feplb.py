@@ -159,10 +159,10 @@ def stragglers(fit: Fit, number: int, seed: int) -> list[Comparison]:
                 fewer = bench_feplb.feplb(loads, FEPLB(num_dynamic=dynamic))
                 sweep.add(f"{dynamic} dynamic experts", bench_feplb.reduction(fewer, bench_feplb.plain(loads)), percent)
     table.notes.append(
-        "FEPLB comes out better than published, most so on 2 and 4 ranks: how tokens spread over the experts of a "
-        "rank is not known, and small experts even out better. Which experts are dynamic, which moves count and "
-        "when it stops are our readings, selected on the paper's token stragglers (docs/systems/feplb.md); with a "
-        "threshold, `tau=1792`, they fall as published on these loads."
+        "FEPLB is better than published, most on 2 and 4 ranks. The distribution of tokens over the experts of a rank "
+        "is unknown, and smaller experts balance better. The choice of dynamic experts, the condition of a move and "
+        "the end of the loop are our readings, selected on the paper's token stragglers (docs/systems/feplb.md). With "
+        "a threshold, `tau=1792`, the stragglers fall as published on these loads."
     )
     return [table, sweep]
 
@@ -193,7 +193,7 @@ def overhead(fit: Fit, loads: np.ndarray) -> Comparison:
     return table
 
 
-OURS = ("forward", "backward", "weights that nothing hides, forward", "exchanges, forward")
+OURS = ("forward", "backward", "exposed weight transfer, forward", "exchanges, forward")
 
 
 def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], results.Table]:
@@ -217,9 +217,9 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> tuple[list[Comparison], re
             rows.append([f"{ranks} ranks", name, forward, backward, exposed, exchanges])
     times.notes.append(
         f"Fitted: {fit.copies} token copies on a rank, {fit.peak_flops_per_s * 1e-12:.0f} TFLOP/s, "
-        f"{fit.half_rows:.0f} rows, {1e3 * fit.rest_s:.2f} ms. Tutel and Triton Distributed are no systems of this "
-        "library. Published gains are larger. FasterMoE's: here nothing hides its copies; theirs run on copy engines "
-        "beside the products."
+        f"{fit.half_rows:.0f} rows, {1e3 * fit.rest_s:.2f} ms. Tutel and Triton Distributed are not in this "
+        "library. Published gains are larger. FasterMoE's weight copies are exposed here; in the paper they run on "
+        "copy engines beside the products."
     )
     columns = {"ranks": "", "system": ""} | dict.fromkeys(OURS, ".2f")
     return [times, products], results.Table(columns, rows, "Ours: ms of an MoE layer")

@@ -85,23 +85,25 @@ def table_v(setting: Setting, names: str = "ML") -> list[Comparison]:
     tutel.notes.append(
         f"Fitted: {setting.line_bytes_per_s * 8e-9:.2f} Gbit/s on each line of 10, "
         f"{setting.reduced_bytes * 1e-9:.2f} GB all-reduced by every step beside the MoE layers. The published times "
-        "grow by less than the tokens do (four times the tokens, 24 to 96 MB, take 1.7 to 2.2 times as long), ours "
-        "by a constant: no model of bandwidth bends like that. The paper names noise of a shared cluster."
+        "grow more slowly than the tokens: four times the tokens, 24 to 96 MB, take 1.7 to 2.2 times as long. A "
+        "bandwidth model grows linearly with the tokens. The paper mentions noise of a shared cluster."
     )
-    returned.notes.append("So the published times have no room for them: how gradients return the paper does not say.")
+    returned.notes.append(
+        "The published times do not include them. The paper does not describe the return of gradients."
+    )
     hybrid.notes.append(
-        f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % of a predicted time is one number that was fitted: what "
-        "a step all-reduces beside the MoE layers."
+        f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % of a predicted time is one fitted number: the "
+        "time of all-reduces outside the MoE layers."
     )
     worst = max(abs(row.deviation or 0.0) for row in speedup.rows)
-    speedup.notes.append(f"The worst is {worst:.0f} % off.")
+    speedup.notes.append(f"The maximum deviation is {worst:.0f} %.")
     return [tutel, hybrid, returned, speedup]
 
 
 def sensitivity() -> Comparison:
     """Return the sensitivity of the prediction to each assumption, with a new fit each time."""
     table = Comparison(
-        "table_v_sensitivity", "Table V, HybridEP: mean of the absolute deviations in %, under other assumptions"
+        "table_v_sensitivity", "Table V, HybridEP: mean absolute deviation in %, under other assumptions"
     )
     others = {
         "as assumed": Assumed(),
@@ -125,10 +127,10 @@ def sensitivity() -> Comparison:
         line = f"{setting.line_bytes_per_s * 8e-9:.1f} Gbit/s, {setting.other_s(DATACENTERS[name]):.2f} s"
         add(f"{name} alone, fitted to its own rows: {line} beside tokens", table_v(setting, name)[1])
     table.notes.append(
-        "HybridEP's rows are nearly what the Tutel rows have beside tokens on the line, so the prediction stands or "
-        "falls with how that is fitted. Here it scales as an all-reduce does, and deviations count in %, which "
-        "gives short steps their due. That was decided with the published rows of HybridEP in view; its two numbers "
-        "were not."
+        "HybridEP's times nearly equal Tutel's times without the tokens on the line, so the prediction depends on the "
+        "fit of this part. Here it scales like an all-reduce, and the fit minimizes deviations in %, so that short "
+        "steps count equally. These two choices were made with HybridEP's published rows in view. The two fitted "
+        "numbers were not."
     )
     return table
 
@@ -159,15 +161,15 @@ def table_vi(setting: Setting) -> Comparison:
             table.add(f"{label}, ratio", alone / both, alone_s / both_s, "x")
             least_s, most_s = window_s(shape, machine, sizes)
             table.notes.append(
-                f"{label}: the stream model chooses {sizes} where computing before experts takes "
+                f"{label}: the stream model chooses {sizes} if the computation before experts takes "
                 f"{1e3 * least_s:.2f} to {1e3 * most_s:.2f} ms; {1e3 * shape.pre_expert_s:.2f} ms are assumed."
             )
     table.notes.append(
         "Compressed, with the lines of Table V, M and L are met. Uncompressed they are not: at 48 & 2 MB the "
         "published times leave 3.4 s (M) and 7.0 s (L) to the gathers of experts, where all of a datacenter's "
-        "experts cross its line once in 0.02 to 0.05 s per layer. If each of 8 GPUs fetched them for itself "
-        "(equation 4 reads so), it would be 8 times as much, and still less than published. S has no line and "
-        "nothing that was fitted to it."
+        "experts cross its line once in 0.02 to 0.05 s per layer. If each of 8 GPUs fetched its own copy, as "
+        "equation 4 suggests, this would take 8 times as long, still less than published. S has no line and no "
+        "fitted number."
     )
     return table
 
@@ -204,9 +206,10 @@ def figure_13(setting: Setting) -> Comparison:
         table.add(f"{name}: least, for 32 MB", speedups[name, 32], 1.18, "x")
         table.add(f"{name}: most, for 2 MB", speedups[name, 2], 2.57, "x")
     table.notes.append(
-        "Which cluster the figure is of is not said, and its points cannot be read: only the range is known. Table "
-        "V's own times between 12 and 24 MB have 1.6 to 3.0, where our fit of its Tutel rows is up to 32 % low, so "
-        "the speedup is. At 32 MB the stream model finds no domain that pays; 1.18 must come from elsewhere."
+        "The paper does not name the cluster of the figure. Its points are unreadable, and only the range is known. "
+        "The times of Table V between 12 and 24 MB have speedups of 1.6 to 3.0. There our fit of the Tutel rows, and "
+        "so the speedup, is up to 32 % low. At 32 MB no domain is faster in the stream model, which does not explain "
+        "1.18."
     )
     return table
 
@@ -232,16 +235,16 @@ def figure_17() -> list[Comparison]:
         for number in MANY:
             trend.add(f"domains of 1/{part} of all, {number:,} datacenters", speedup(number, number // part, 10, 768))
     fixed.notes.append(
-        f"Least and most over {GBIT_PER_S} Gbit/s on the line of a datacenter; its 8 GPUs have one expert each, "
-        "compressed 50 times, and 192 MB of tokens, the most of Table V; no latency. The paper gives none of this, "
-        "nor its domain sizes. A speedup of 1.45 at fixed size needs domains of 310 or more, as tokens for all "
+        f"Minimum and maximum over {GBIT_PER_S} Gbit/s on the line of a datacenter; its 8 GPUs have one expert each, "
+        "compressed 50 times, and 192 MB of tokens, the maximum of Table V; no latency. These values and the domain "
+        "sizes are not in the paper. A speedup of 1.45 at fixed size needs domains of 310 or more, as tokens for all "
         "others cross."
     )
     trend.notes.append(
-        "At a fixed size the speedup falls, as published. At a fixed share it falls too, and the paper's rises: "
-        "here a gather grows with the domain, and the tokens of a rank do not grow with the number of datacenters. "
-        "As links are all that counts at the lowest rate, 3.76 means that at most 0.27 of all tokens cross; between "
-        "equal domains, the paper's own rule, half of them or more cross, or none."
+        "At a fixed size the speedup falls, as published. At a fixed share it falls too, but the paper's rises. Here "
+        "a gather grows with the domain, and the tokens of a rank do not grow with the number of datacenters. At the "
+        "lowest rate only links matter, so 3.76 requires that at most 0.27 of all tokens cross. Between equal "
+        "domains, the paper's own rule, at least half of the tokens cross, or none."
     )
     return [fixed, share, trend]
 

@@ -242,7 +242,7 @@ def layer(all_results: dict[int, dict[str, Results]]) -> Table:
         columns |= {f"time, %, {100 * share:.0f} % of peak": "+.1f", f"exchanges, %, {100 * share:.0f} %": ".0f"}
     least, most = PUBLISHED_ITERATION
     columns |= {f"exchanges for {least} %": ".0f", f"for {most} %": ".0f"}
-    title = "Mixtral's layer, RailS against ECMP, and how much of it exchanges are with ECMP or would have to be, %"
+    title = "Mixtral's layer, RailS against ECMP, and the share of exchanges with ECMP, simulated and required, %"
     return Table(columns, rows, title)
 
 
@@ -298,7 +298,7 @@ def measure(domains: list[int], seeds: int) -> dict[str, Table]:
         "published": published(found),
         "layer": layer(found),
         "by_rail": times("8 domains, transports that choose the rail", by_ways),
-        "over_subscribed": times("8 domains, sparsity 0.8, links to the spines too slow by", narrow),
+        "over_subscribed": times("8 domains, sparsity 0.8, spine links over-subscribed by", narrow),
         "rounds": times("4 domains, sparsity 0.8, by the length of a round", rounds),
     }
 

@@ -73,8 +73,8 @@ def figure_13(cluster: Cluster, loads: np.ndarray) -> Comparison:
         table.add(f"{name}, sum", total, sum(map(sum, published.values())), fitted=name == "Ideal")
     table.notes.append(
         "Backward is twice forward here, and 1.6 (others) to 2.3 times (MoE) there. Megatron's a2a may hold waiting "
-        "for late ranks in the published trace; here it never does. Which layers the trace is of is not said: its "
-        "MoE forward is 3.1 times ideal, and backward 2.4 times; the imbalance taken here is Qwen3's mean, 2.86."
+        "for late ranks in the published trace; here it does not. The layers of the trace are not published. Its "
+        "MoE forward is 3.1 times ideal, and backward 2.4 times. The imbalance used here is Qwen3's mean, 2.86."
     )
     return table
 
@@ -107,12 +107,12 @@ def figure_11(cluster: Cluster, tokens: int) -> list[Comparison]:
             simulated, known = times_s[name] / times_s["UltraEP"], reached["UltraEP"] / reached[name]
             gain.add(f"{model}, over {name}", 100 * (simulated - 1), 100 * (known - 1))
     speed.notes.append(
-        "EPLB and LPLB place replicas by the load of earlier steps. How routing drifts is not published, so they "
-        "are left out. Pipelines (DSV3), optimizer and embeddings are not modelled; attention is four `H x H` "
-        "products, whatever the model has, without DSV3's shared expert. EPLB+ is "
-        "off by -8 to 9 % in imbalance here and in figure 12: the shape of the popularity is not known. `Exact` copies "
-        "from home: without relays it is behind UltraEP, with them ahead by less than half a percent. Domains of 8 "
-        "without moving homes are worse than both."
+        "EPLB and LPLB place replicas by the load of earlier steps. The drift of routing is not published, so they "
+        "are omitted. Pipelines (DSV3), optimizer and embeddings are not modelled. Attention is four `H x H` products "
+        "for all models, without DSV3's shared expert. The imbalance of EPLB+ deviates by -8 to 9 % here and in "
+        "figure 12, as the shape of the popularity is unknown. `Exact` copies from home: without relays it is slower "
+        "than UltraEP, with relays faster by less than half a percent. Domains of 8 without relocated homes are "
+        "slower than both."
     )
     return [speed, gain, level]
 
@@ -137,8 +137,8 @@ def figure_12(cluster: Cluster, tokens: int) -> Comparison:
             table.add(f"{name} ({case.imbalance}), {balancer_name}", imbalance(after), published)
     table.notes.append(
         "Requests per second at a time to the first token are not simulated: there is no queue of requests here, "
-        "and the lengths of requests are not published. SGLang's and EPLB's imbalances are those of a recorded "
-        "trace."
+        "and the lengths of requests are not published. SGLang's and EPLB's imbalances are from a "
+        "recorded trace."
     )
     return table
 
@@ -187,11 +187,10 @@ def figure_16(cluster: Cluster, tokens: int) -> list[Comparison]:
                     label += f" for {num_relayed(planned(system, machine, loads))} experts"
                 tables[way].add(label, 1e3 * report.stages["weights"].busy_s, number)
     tables["relays"].notes.append(
-        "At 710 GB/s per rank, which the README's times give. From home that is all there is. With relays it is "
-        "not: here a relay costs what it sends and passes the first chunk on at once; and the rule, that of the "
-        "released code, relays more experts than the figure says of itself (0, 0, 1, 2, 3). The README of that code "
-        "has 0.19 ms for three other loads. torch.distributed and DeepEP, the figure's other lines, are software "
-        "that is not modelled."
+        "The rate of 710 GB/s per rank follows from the README's times. It is the only parameter of the times from "
+        "home. With relays, a relay takes the time of its sends and forwards the first chunk at once. The rule of the "
+        "released code relays more experts than the figure states (0, 0, 1, 2, 3). The README of that code has "
+        "0.19 ms for three other loads. torch.distributed and DeepEP, the figure's other lines, are not modelled."
     )
     return [*tables.values()]
 
@@ -208,7 +207,7 @@ def domains(loads: np.ndarray, cluster: Cluster) -> Comparison:
     """Return the lower bound of plans inside domains of 8, before and after relocation."""
     table = Comparison(
         "domains",
-        "Ours: domains of 8, Qwen3's loads: the busiest domain over the mean, below which no plan inside gets",
+        "Ours: domains of 8, Qwen3's loads: maximum domain load over the mean, a lower bound for plans inside domains",
     )
     machine = in_domains(cluster)
     stay = np.broadcast_to(np.arange(loads.shape[2]), (len(loads), loads.shape[2]))

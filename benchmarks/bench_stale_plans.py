@@ -67,7 +67,14 @@ def held_out() -> Table:
         for at, (name, fitted) in enumerate(runs[0].items()):
             other = runs[1][name] if len(runs) > 1 else None
             rows.append([kind, phase, name, fitted, other, spread(found[:, at])])
-    columns = {"training": "", "steps": "", "what": "", "seed 0, fitted": ".3f", "seed 1": ".3f", "drawn": ".3f"}
+    columns = {
+        "training": "",
+        "steps": "",
+        "statistic": "",
+        "seed 0, fitted": ".3f",
+        "seed 1": ".3f",
+        "synthetic": ".3f",
+    }
     return Table(columns, rows)
 
 
@@ -98,12 +105,12 @@ def stale_plans() -> Table:
         of_kind = {kind: balanced(balancer, recorded(kind, -1)) for kind in KINDS}
         found = [[of_kind[kind][PHASES[phase]] for kind, phase in drawn]]
         found += [[balanced(balancer, trace)[PHASES[phase]] for (_, phase), trace in drawn.items()]]
-        for source, row in zip(("recorded", "drawn"), found, strict=True):
+        for source, row in zip(("recorded", "synthetic"), found, strict=True):
             # There are no replicas before the first plan.
             none = [isinstance(balancer, EPLB) and balancer.every > PHASES[phase].start for _, phase in drawn]
             rows.append([name, source, *(None if cold else spread(each) for cold, each in zip(none, row, strict=True))])
     columns = {"planner": "", "loads": ""} | {f"{kind}, {phase}": ".3f" for kind, phase in drawn}
-    return Table(columns, sorted(rows, key=lambda row: row[1], reverse=True))
+    return Table(columns, sorted(rows, key=lambda row: row[1]))
 
 
 def balanced(balancer: Balancer, trace: np.ndarray) -> np.ndarray:

@@ -40,18 +40,18 @@ in its name.
 """
 
 ACCEPT: Mapping[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
-    "taker < giver before": lambda tokens, giver, taker, mean: taker + tokens < giver,
-    "giver >= mean": lambda tokens, giver, taker, mean: giver - tokens >= mean,
-    "taker <= giver": lambda tokens, giver, taker, mean: taker + tokens <= giver - tokens,
+    "taker < donor before": lambda tokens, giver, taker, mean: taker + tokens < giver,
+    "donor >= mean": lambda tokens, giver, taker, mean: giver - tokens >= mean,
+    "taker <= donor": lambda tokens, giver, taker, mean: taker + tokens <= giver - tokens,
     "any": lambda tokens, giver, taker, mean: np.ones_like(tokens, bool),
 }
-"""Condition for a useful move, from the tokens of the expert and the loads of giver, taker and mean before the move."""
+"""Condition for a useful move, from the tokens of the expert, and donor, taker and mean load before the move."""
 
 BUDGET: Mapping[str, Callable[[int], tuple[int, int]]] = {
-    "8 a taker": lambda num_dynamic: (8, NO_LIMIT),
-    "dyn a taker": lambda num_dynamic: (num_dynamic, NO_LIMIT),
-    "8 in all": lambda num_dynamic: (8, 8),
-    "dyn in all": lambda num_dynamic: (8, num_dynamic),
+    "8 per taker": lambda num_dynamic: (8, NO_LIMIT),
+    "dyn per taker": lambda num_dynamic: (num_dynamic, NO_LIMIT),
+    "8 in total": lambda num_dynamic: (8, 8),
+    "dyn in total": lambda num_dynamic: (8, num_dynamic),
 }
 """Maximum experts taken by a rank, and moved per microbatch, by the number of dynamic experts per rank."""
 
@@ -65,17 +65,17 @@ class Reading:
     Args:
         dynamic: key of `DYNAMIC`.
         accept: key of `ACCEPT`.
-        skip: if True, try the giver's next dynamic expert after a rejected move; otherwise stop in this domain.
+        skip: if True, try the donor's next dynamic expert after a rejected move; otherwise stop in this domain.
         tau: minimum tokens of an expert to move.
         budget: key of `BUDGET`.
         main: dynamic experts per rank in the paper's main results: 4, its default, or 8, which matches its result.
     """
 
     dynamic: str = "busiest"
-    accept: str = "taker < giver before"
+    accept: str = "taker < donor before"
     skip: bool = False
     tau: int = 1
-    budget: str = "8 a taker"
+    budget: str = "8 per taker"
     main: int = 4
 
     def __str__(self) -> str:

@@ -67,8 +67,8 @@ class Comparison:
             columns = {"": "", f"simulated{unit}": ".4g"}
             rows = [[name, simulated] for name, _, simulated, _ in rows]
         else:
-            of = " of what was not fitted" if len({row.fitted for row in self.rows}) > 1 else ""
-            rows.append([f"mean of the absolute deviations{of}", None, None, f"{self.mean_deviation:.1f}"])
+            of = ", predictions only" if len({row.fitted for row in self.rows}) > 1 else ""
+            rows.append([f"mean absolute deviation{of}", None, None, f"{self.mean_deviation:.1f}"])
         return Table(columns, rows, self.title, tuple(self.notes))
 
 

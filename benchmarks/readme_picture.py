@@ -47,8 +47,8 @@ class Colors:
 
 
 THEMES = {
-    "light": Colors(text="#1f2328", line="#57606a", fits="#4051b5", above="#d1495b"),
-    "dark": Colors(text="#e6edf3", line="#9da7b3", fits="#8c9eff", above="#ff7b89"),
+    "light": Colors(text="#1f2328", line="#57606a", fits="#17799a", above="#d9622b"),
+    "dark": Colors(text="#e6edf3", line="#9da7b3", fits="#4fb3cc", above="#ff9d5c"),
 }
 
 
@@ -69,7 +69,7 @@ def draw(before: np.ndarray, after: np.ndarray, colors: Colors) -> str:
     """Return an SVG with one panel for each of two loads `[R]`."""
     text = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), colors.text)
     with rc_context({**text, "font.size": 10, "font.family": "sans-serif"}):
-        figure = Figure(figsize=(8, 2.9), layout="constrained")
+        figure = Figure(figsize=(6.4, 2.6), layout="constrained")
         figure.patch.set_alpha(0)
         panels = figure.subplots(1, 2, sharey=True)
         _bars(panels[0], "Before: plain expert parallelism", before, colors)

@@ -135,7 +135,7 @@ def main() -> None:
     if not given.check:
         write_documents()
     elif old := [str(path.relative_to(ROOT)) for path, _ in (*changed(), *old_plots())]:
-        sys.exit(f"{', '.join(old)}: not what the results say; run python -m benchmarks.render")
+        sys.exit(f"{', '.join(old)}: out of date; run python -m benchmarks.render")
 
 
 if __name__ == "__main__":

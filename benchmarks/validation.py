@@ -13,15 +13,15 @@ Pairs = Sequence[tuple[float, float]]
 COLUMNS = {
     "source": "",
     "predicted": "",
-    "known of it": "",
+    "inputs from the source": "",
     "numbers": "d",
-    "off, mean %": ".1f",
-    "off, worst %": "+.1f",
+    "mean deviation %": ".1f",
+    "max. deviation %": "+.1f",
     "over": "",
-    "speed-up off, mean %": ".1f",
-    "speed-up off, worst %": "+.1f",
-    "mean % under other assumptions, least and most": ".1f",
-    "the most under": "",
+    "speed-up, mean deviation %": ".1f",
+    "speed-up, max. deviation %": "+.1f",
+    "mean deviation % under other assumptions, min. and max.": ".1f",
+    "max. under": "",
 }
 
 
@@ -69,7 +69,7 @@ def assumptions_table(checks: Sequence[Check]) -> Table:
     for check in checks:
         under = {"as assumed": check.values, **check.assumptions} if check.assumptions else {}
         rows += [[check.source, check.predicted, name, mean_off(pairs)] for name, pairs in under.items()]
-    return Table({"source": "", "predicted": "", "under": "", "off, mean %": ".1f"}, rows)
+    return Table({"source": "", "predicted": "", "under": "", "mean deviation %": ".1f"}, rows)
 
 
 def percent_off(pairs: Pairs) -> np.ndarray:

@@ -18,6 +18,8 @@ from pymdownx.slugs import slugify
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 """A link to a file, in three groups: the text before its path, the path, and its anchor."""
+PICTURE = re.compile(r'<picture>\s*<source [^>]*dark[^>]*srcset="([^"]+)">\s*(<img src="([^"]+)"[^>]*>)\s*</picture>')
+"""A picture for each color scheme, in three groups: the dark file, the image element, and the light file."""
 NAMED = {
     "benchmarks/RESULTS.md": "results/README.md",
     "CHANGELOG.md": "changelog.md",
@@ -111,7 +113,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{link[1]}{posixpath.relpath(place(target), posixpath.dirname(here) or '.')}{anchor(target, link[3])}"
 
     # HTML comments contain sources of numbers and would break the tables around them.
-    return LINK.sub(led, re.sub("<!--.*?-->", "", markdown, flags=re.DOTALL))
+    return PICTURE.sub(by_scheme, LINK.sub(led, re.sub("<!--.*?-->", "", markdown, flags=re.DOTALL)))
+
+
+def by_scheme(picture: re.Match) -> str:
+    """Return one image per color scheme of the site, as `<picture>` follows the browser and not the site's switch."""
+    dark, image, light = picture.groups()
+    one_each = (image.replace(light, f"{path}#only-{name}") for name, path in (("light", light), ("dark", dark)))
+    return f"<p>{''.join(one_each)}</p>"
 
 
 def anchor(target: str, end: str) -> str:

@@ -213,7 +213,7 @@ def _carry_out(
 ) -> None:
     """Prepare and execute a run, and print its progress."""
     if hidden := shadowed_installation():
-        _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
+        _print(console, f"this folder shadows {hidden} and has no custom calls; run pip install -e .")
     with _user_errors():
         watching = watched()
         run = prepared(partial(_print, console))

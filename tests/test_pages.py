@@ -25,8 +25,11 @@ BLOCKS = [block for page in PAGES if page.stem not in ELSEWHERE for block in blo
 CHEAP = {"install-0", "simulator-0", "traces-0"}
 """Blocks that compile little: they also run in `make check`."""
 
-EVERYDAY = {"tutorial-0", "flax-0"}
-"""The other blocks are further cases of the same faults: an import, a name or an argument of another version."""
+EVERYDAY = {"tutorial-0"}
+"""Blocks that also run in `make test`.
+
+The others are further cases of the same faults: an import, a name or an argument of another version.
+"""
 
 
 def marks(block):

@@ -241,8 +241,8 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         f"Seconds measured over predicted: median {np.median(seconds_off):+.1%}, "
         f"{min(seconds_off):+.1%} to {max(seconds_off):+.1%}.",
         f"The model's domain size across datacenters is that of the fastest in {len(hits)} of the {len(points)} clear "
-        f"points, and in {len(right)} of all {len(found)}. Of sizes and the model's choices for them there are "
-        f"{len(decisions)} pairs: what else changes, changes no choice.",
+        f"points, and in {len(right)} of all {len(found)}. There are {len(decisions)} distinct pairs "
+        "of sizes and chosen domain size; other parameters do not change the choice.",
     ]
     for point in points:
         if point not in hits:

@@ -35,8 +35,7 @@ Status FindOrigin(MatrixView<const int32_t> wanted, MatrixView<const int32_t> re
   const View<const int32_t> held = wanted[static_cast<size_t>(from)];
   const auto* found = std::find(held.begin(), held.end(), expert);
   if (found == held.end()) {
-    return Refuse("relay of rank ", rank, ", slot ", slot, " is ", from, "; expected a rank that holds expert ",
-                  expert);
+    return Refuse("relay of rank ", rank, ", slot ", slot, " is ", from, "; expected a rank holding expert ", expert);
   }
   *origin = {PeerSource::kSlot, static_cast<size_t>(from), static_cast<size_t>(found - held.begin()), 0};
   return Ok();
@@ -53,7 +52,7 @@ Status FindDepths(Origins* origins) {
         // visits a rank once, so it has at most as many relays as there are ranks.
         if (++depth > origins->size()) {
           return Refuse("relay of rank ", rank, ", slot ", slot, " is ", (*origins)[rank][slot].rank,
-                        "; expected a chain that starts at the expert's home, not one that goes round in circles");
+                        "; expected a chain from the expert's home without cycles");
         }
       }
       (*origins)[rank][slot].depth = depth;
@@ -235,7 +234,7 @@ Status PlanPeerTasks(MatrixView<const int32_t> wanted, MatrixView<const int32_t>
   tasks->clear();
   if (weights.chunk_bytes < 1) return Refuse("chunk_bytes is 0; expected at least 1");
   if (relay.rows() != wanted.rows() || relay.columns() != wanted.columns()) {
-    return Refuse("relay has shape [", relay.rows(), ", ", relay.columns(), "]; expected that of wanted, [",
+    return Refuse("relay has shape [", relay.rows(), ", ", relay.columns(), "]; expected the shape of wanted, [",
                   wanted.rows(), ", ", wanted.columns(), "]");
   }
   if (Status bad = CheckWanted(wanted, weights.num_home)) return bad;

@@ -88,13 +88,11 @@ void BadEntriesAreNamed() {
   EXPECT_EQ(Refusal({0, 1, 2, 3}, {-1, 2, -1, -1}, 2),
             "relay of rank 0, slot 1 is 2; expected a rank from 0 to 1, or -1 for the expert's home");
   EXPECT_EQ(Refusal({0, 1, 2, 3}, {1, -1, -1, -1}, 2),
-            "relay of rank 0, slot 0 is 1; expected a rank that holds expert 0");
+            "relay of rank 0, slot 0 is 1; expected a rank holding expert 0");
   EXPECT_EQ(Refusal({5, 0, 0, -1}, {-1, 2, 1, -1}, 4),
-            "relay of rank 1, slot 0 is 2; expected a chain that starts at the expert's home, not one that goes round "
-            "in circles");
+            "relay of rank 1, slot 0 is 2; expected a chain from the expert's home without cycles");
   EXPECT_EQ(Refusal({-1, 0}, {-1, 1}, 2),
-            "relay of rank 1, slot 0 is 1; expected a chain that starts at the expert's home, not one that goes round "
-            "in circles");
+            "relay of rank 1, slot 0 is 1; expected a chain from the expert's home without cycles");
   std::vector<PeerTask> tasks;
   EXPECT_EQ(*PlanPeerTasks(AsMatrix({0, 1}, 2), AsMatrix({-1, -1}, 2), {2, {8}, 0}, &tasks),
             "chunk_bytes is 0; expected at least 1");

@@ -117,7 +117,7 @@ class PeerShareBuilder {
                     " participants");
     }
     if (relay.rows() != wanted.rows() || relay.columns() != wanted.columns()) {
-      return Refuse("relay has shape [", relay.rows(), ", ", relay.columns(), "]; expected that of wanted, [",
+      return Refuse("relay has shape [", relay.rows(), ", ", relay.columns(), "]; expected the shape of wanted, [",
                     wanted.rows(), ", ", wanted.columns(), "]");
     }
     share_.wanted = wanted;

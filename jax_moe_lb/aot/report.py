@@ -141,7 +141,7 @@ def print_report(report: ProgramReport, title: str, console: Console | None = No
 
 def _sums(report: ProgramReport, title: str) -> Table:
     table = Table(title=escape(title), title_justify="left", show_header=False, box=SIMPLE_HEAD)
-    table.caption = f"of each of {report.devices} devices, compiled in {report.compile_s:.0f} s, not run"
+    table.caption = f"per device ({report.devices} devices), compiled in {report.compile_s:.0f} s, not run"
     table.caption_justify = "left"
     for name, value in _facts(report):
         table.add_row(name, escape(value))
@@ -165,7 +165,10 @@ def _facts(report: ProgramReport) -> Iterator[tuple[str, str]]:
 
 
 def _buffers(report: ProgramReport) -> Table:
-    table = _table(f"temporaries at the peak, {decimal(report.peak_bytes)}", ("size", "array", "holds", "line", "name"))
+    table = _table(
+        f"temporaries at the peak, {decimal(report.peak_bytes)}",
+        ("bytes", "shape", "operation", "source", "instruction"),
+    )
     for one in report.buffers[:MOST_ROWS]:
         if one.nbytes >= LEAST_SHARE * report.temp_bytes:
             table.add_row(decimal(one.nbytes), *map(escape, (one.shape, _short(one.holds), one.source, one.name)))
@@ -173,7 +176,7 @@ def _buffers(report: ProgramReport) -> Table:
 
 
 def _operations(report: ProgramReport) -> Table:
-    table = _table("operations that move most", ("moved", "runs", "result", "does", "line", "name"))
+    table = _table("operations by memory traffic", ("bytes", "runs", "shape", "operation", "source", "instruction"))
     for one in report.operations[:MOST_ROWS]:
         if one.nbytes >= LEAST_SHARE * report.hbm_bytes:
             row = (str(one.times), one.shape, _short(one.holds), one.source, one.name)
@@ -182,8 +185,8 @@ def _operations(report: ProgramReport) -> Table:
 
 
 def _collectives(report: ProgramReport) -> Table:
-    headers = ("moved", "runs", "collective", "mesh axes", "updates", "blocks", "path", "asynchronous", "over")
-    table = _table("collectives; updates and thread blocks per peer", headers)
+    headers = ("bytes", "runs", "collective", "mesh axes", "updates", "blocks", "path", "asynchronous", "overlaps")
+    table = _table("collectives, with updates and thread blocks per peer", headers)
     for one in report.collectives:
         beside = ", ".join(one.over[:3]) + (" ..." if len(one.over) > 3 else "")
         row = (str(one.count), one.kind, _axes(one), *_form(one.exchange), str(one.asynchronous or "none"), beside)
@@ -207,7 +210,7 @@ def _axes(one: ProgramCollective) -> str:
 def _table(title: str, headers: tuple[str, ...]) -> Table:
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for header in headers:
-        table.add_column(header, justify="right" if header in ("size", "moved", "runs") else "left", overflow="fold")
+        table.add_column(header, justify="right" if header in ("bytes", "runs") else "left", overflow="fold")
     return table
 
 

@@ -218,7 +218,9 @@ class PeerMonitor:
                 threading.Thread(target=self._follow, args=(message,), daemon=True).start()
         link.ended.set()
         if not explained:
-            self._follow({"line": f"{name} is gone; --resume goes on from the newest checkpoint", "code": FAILED})
+            self._follow(
+                {"line": f"lost connection to {name}; --resume continues from the newest checkpoint", "code": FAILED}
+            )
 
     def _follow(self, message: dict) -> None:
         """End this process because another one ended first."""

@@ -255,8 +255,8 @@ def _missing(place: Place, hosts: Collection[int], timeout_s: float) -> str:
     shown = ", ".join(map(str, ids[:IDS_SHOWN])) + f" and {len(ids) - IDS_SHOWN} more" * (len(ids) > IDS_SHOWN)
     return (
         f"multi_process.num_processes is {place.num_processes}, but process{'es' * (len(ids) > 1)} {shown} did not "
-        f"come to {place.coordinator} within {timeout_s:g} s; expected processes 0 to {place.num_processes - 1}, each "
-        "with an id of its own"
+        f"connect to {place.coordinator} within {timeout_s:g} s; expected processes 0 to {place.num_processes - 1}, "
+        "each with a unique process_id"
     )
 
 

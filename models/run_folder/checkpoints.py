@@ -269,7 +269,7 @@ def restore_newest(
                         raise
                     problem = str(error).partition("\n")[0]
             tell(f"the checkpoint of step {step} in {str(folder)!r} is damaged: {problem}")
-    raise ValueError(f"resume is set, but every checkpoint in {str(folder)!r} is damaged; expected one that is whole")
+    raise ValueError(f"resume is set, but every checkpoint in {str(folder)!r} is damaged; expected an intact one")
 
 
 def without_homes(shapes: nnx.State, state: nnx.State, init: Callable[[], nnx.State]) -> nnx.State:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-RESUMING = "once it can, --resume goes on from the newest checkpoint, if there is one"
+RESUMING = "after a fix, --resume continues from the newest checkpoint, if there is one"
 """End of messages about a failed write."""
 
 

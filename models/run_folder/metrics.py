@@ -322,7 +322,7 @@ class Recorder:
             rows = self.folder.rows("layout")
             missing = first_step - 1 - (rows[-1]["step"] if rows else 0) - len(np.unique(earlier["steps"][kept]))
             if missing > 0:
-                tell(f"counts of {missing} steps are missing: the run ended before it wrote them")
+                tell(f"counts of {missing} steps are missing; the previous run ended before writing them")
 
     def step(
         self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float, accumulate: int = 1
@@ -386,7 +386,7 @@ def _counts_or_none(folder: RunFolder, segment: int, tell: Callable[[str], None]
     try:
         return folder.read_counts(segment)
     except ValueError as error:
-        tell(f"{error}; those of the steps so far are lost")
+        tell(f"{error}; the counts of earlier steps are lost")
         return None
 
 

@@ -23,23 +23,26 @@ from jax_moe_lb.core import imbalance, load, plain_plan
 from models.run_folder.files import write_whole
 from models.run_folder.metrics import RECENT_STEPS, RunFolder, summarise
 
-BEFORE, AFTER, INK, MUTED = "#e07a2f", "#2563a8", "#1f2933", "#7b8794"
+BEFORE, AFTER, INK, MUTED = "#d9622b", "#17799a", "#18262e", "#64757f"
+"""Colors of the site: orange for plain expert parallelism, petrol for the plan."""
 LN_2 = math.log(2)
 MAX_PANELS = 4
-WIDTH_IN = 9.0
-DOTS_PER_INCH = 170
+WIDTH_IN = 5.4
+"""Width of a figure. Its text has 9 pixels on a phone, and 12 in one of the two columns of a wide page."""
+
+DOTS_PER_INCH = 220
 STYLE: dict[Any, Any] = {
     "font.size": 10.0,
     "font.family": "DejaVu Sans",
     "text.color": INK,
-    "axes.edgecolor": "#cbd2d9",
+    "axes.edgecolor": "#c6d1d7",
     "axes.labelcolor": INK,
     "axes.titlesize": 10.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#eef1f4",
+    "grid.color": "#e9eef1",
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
@@ -58,14 +61,14 @@ def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, uni
         unit: name of a token.
     """
     with rc_context(STYLE):
-        figure, axes = _figure(3.8)
-        axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="#a9c1dc", lw=1.1, label="training")
+        figure, axes = _figure(3.2)
+        axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="#5fa3ba", lw=1.1, label="training")
         xs, ys = [r["step"] for r in validation], [r["loss"] for r in validation]
         axes.plot(xs, ys, color=AFTER, marker="o", ms=4, label="validation")
         axes.axhline(entropy_nats, color=MUTED, ls=(0, (4, 3)), lw=1.3)
-        _note(axes, 0.995, entropy_nats, f"{unit}-unigram entropy {entropy_nats:.2f}", MUTED, 4)
+        _note(axes, 0.005, entropy_nats, f"{unit}-unigram entropy {entropy_nats:.2f}", MUTED, 4)
         axes.annotate(f"{ys[-1]:.2f}", (xs[-1], ys[-1]), (6, 0), textcoords="offset points", va="center", color=AFTER)
-        axes.set(xlabel="step", ylabel=f"loss [nats per {unit}]", xlim=(0, 1.05 * xs[-1]))
+        axes.set(xlabel="step", ylabel=f"loss [nats per {unit}]", xlim=(0, 1.1 * xs[-1]))
         in_bits = axes.secondary_yaxis(
             "right", functions=(lambda n: np.divide(n, LN_2), lambda b: np.multiply(b, LN_2))
         )
@@ -84,9 +87,9 @@ def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> b
         after: `[steps, layers]`, imbalance under the plan.
     """
     with rc_context(STYLE):
-        figure, axes = _figure(3.4)
+        figure, axes = _figure(3.2)
         for values, color, name in (
-            (before, BEFORE, "before: every expert at home"),
+            (before, BEFORE, "before: plain expert parallelism"),
             (after, AFTER, "after balancing"),
         ):
             axes.fill_between(steps, values.min(1), values.max(1), color=color, alpha=0.16, lw=0)
@@ -105,19 +108,19 @@ def speed_png(steps: list[dict]) -> bytes:
         steps: recorded steps.
     """
     with rc_context(STYLE):
-        figure = Figure((WIDTH_IN, 3.6), layout="constrained")
+        figure = Figure((WIDTH_IN, 3.2), layout="constrained")
         above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
         numbers = [row["step"] for row in steps]
         above.plot(numbers, [row["step_time_s"] * 1e3 for row in steps], color=AFTER, lw=1.1)
         above.set(ylabel="step [ms]", xlim=(0, numbers[-1]), ylim=(0, None))
         below.step(numbers, [row["rounds_max"] for row in steps], color=BEFORE, where="mid", lw=1.1)
-        below.set(xlabel="step", ylabel="most rounds", ylim=(0, None))
+        below.set(xlabel="step", ylabel="max. rounds", ylim=(0, None))
         return _png(figure)
 
 
 def counts_png(counts: np.ndarray) -> bytes:
     """Draw heat maps of the copies routed by each rank to each expert, from counts `[layers, R, E]` of a step."""
-    return _heat_maps([(counts, "rank that holds the token")])
+    return _heat_maps([(counts, "source rank")])
 
 
 def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
@@ -137,14 +140,15 @@ def _heat_maps(rows: list[tuple[np.ndarray, str]]) -> bytes:
     num_layers, num_ranks, num_experts = rows[0][0].shape
     num_home, top = num_experts // num_ranks, max(values.max() for values, _ in rows)
     with rc_context({**STYLE, "axes.grid": False}):
-        figure, grid = _panels(num_layers, 0.5 + 2.2 * len(rows), len(rows))
+        figure, grid = _panels(num_layers, 3.6, len(rows))
         for (values, label), panels in zip(rows, grid, strict=True):
             for axes, layer in panels:
                 # A step without tokens would give the color scale zero width.
                 image = axes.imshow(values[layer], cmap="Blues", vmin=0, vmax=max(top, 1), aspect="auto")
                 for edge in range(num_home, num_experts, num_home):
-                    axes.axvline(edge - 0.5, color="white", lw=1.6)
+                    axes.axvline(edge - 0.5, color="#c6d1d7", lw=0.8)
                 axes.set_xticks(_ticks(num_experts), labels=map(str, _ticks(num_experts)))
+                axes.set_yticks(_ticks(num_ranks))
             panels[0][0].set_ylabel(label)
         for axes, layer in grid[0]:
             axes.set_title(f"layer {layer + 1}")
@@ -159,7 +163,7 @@ def load_png(before: np.ndarray, after: np.ndarray) -> bytes:
     """Draw the copies served by each rank before and after balancing, from loads `[layers, R]` of a step."""
     ranks = np.arange(before.shape[1])
     with rc_context({**STYLE, "axes.grid.axis": "y"}):
-        figure, (panels,) = _panels(len(before), 2.9)
+        figure, (panels,) = _panels(len(before), 3.2)
         for axes, layer in panels:
             axes.bar(ranks - 0.2, before[layer], 0.4, color=BEFORE, label="before")
             axes.bar(ranks + 0.2, after[layer], 0.4, color=AFTER, label="after")
@@ -185,11 +189,11 @@ def _panels(num_layers: int, height_in: float, num_rows: int = 1) -> tuple[Figur
 
 
 def _ticks(count: int) -> list[int]:
-    return list(range(0, count, max(1, -(-count // 8))))
+    return list(range(0, count, max(1, -(-count // 4))))
 
 
 def _note(axes: Axes, x: float, y: float, text: str, color: str, offset_points: float) -> None:
-    """Write text at the right end of the horizontal line at `y`."""
+    """Write text at the end of the horizontal line at `y` that is nearer to `x`, a fraction of the width."""
     place = axes.get_yaxis_transform()
     axes.annotate(
         text,
@@ -197,7 +201,7 @@ def _note(axes: Axes, x: float, y: float, text: str, color: str, offset_points: 
         (0, offset_points),
         xycoords=place,
         textcoords="offset points",
-        ha="right",
+        ha="left" if x < 0.5 else "right",
         color=color,
         fontsize=9,
     )
@@ -245,21 +249,30 @@ PAGE = Template("""<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-:root { --ink: #1f2933; --muted: #616e7c; --line: #e4e7eb; --accent: #2563a8; }
+:root { color-scheme: light dark; --ink: #18262e; --muted: #546570; --line: #dfe6ea; --accent: #0f5b73; --page: #f4f7f8;
+  --card: #fff; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #dde6ea; --muted: #9fb0b9; --line: #2a3a43; --accent: #63c5dd; --page: #0f181d; --card: #18242b; }
+  img { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }
+}
 * { box-sizing: border-box; }
-body { margin: 0; background: #f7f8fa; color: var(--ink);
+body { margin: 0; background: var(--page); color: var(--ink); -webkit-text-size-adjust: 100%;
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 980px; margin: 0 auto; padding: 48px 24px 72px; }
-.kicker { margin: 0 0 8px; color: var(--accent); font-weight: 600; font-size: 14px; }
-h1 { margin: 0 0 28px; font-size: 25px; line-height: 1.34; font-weight: 600; letter-spacing: -0.01em; }
+main { max-width: 1120px; margin: 0 auto; padding: 40px 24px 64px; }
+.kicker { display: flex; align-items: center; gap: 10px; margin: 0 0 12px; color: var(--accent); font-weight: 600;
+  font-size: 14px; overflow-wrap: anywhere; }
+.kicker svg { flex: none; width: 28px; height: 28px; }
+h1 { max-width: 800px; margin: 0 0 28px; font-size: 25px; line-height: 1.34; font-weight: 600;
+  letter-spacing: -0.01em; }
 h2 { margin: 0 0 2px; font-size: 17px; }
-p.caption { margin: 0 0 14px; color: var(--muted); font-size: 14.5px; }
-.cards { display: grid; grid-template-columns: repeat(4, 1fr); gap: 12px; margin: 0 0 20px; }
-.card, section { background: white; border: 1px solid var(--line); border-radius: 10px; }
+p.caption { margin: 0 0 auto; padding-bottom: 14px; color: var(--muted); font-size: 14.5px; }
+.cards { display: grid; grid-template-columns: repeat(4, 1fr); gap: 16px; margin: 0 0 16px; }
+.card, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 .card { padding: 14px 16px; }
-.card b { display: block; font-size: 22px; font-weight: 650; font-variant-numeric: tabular-nums; }
-.card span { color: var(--muted); font-size: 13.5px; }
-section { margin: 0 0 20px; padding: 22px 24px 20px; }
+.card b { display: block; font-size: 22px; font-weight: 650; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.card span { display: block; color: var(--muted); font-size: 13.5px; line-height: 1.4; }
+.figures { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; margin: 0 0 16px; }
+section { display: flex; flex-direction: column; padding: 20px 22px; }
 img { display: block; width: 100%; height: auto; }
 .tables { columns: 2; column-gap: 36px; }
 table { width: 100%; border-collapse: collapse; font-size: 14px; margin-bottom: 22px; break-inside: avoid; }
@@ -267,14 +280,26 @@ caption { text-align: left; font-weight: 650; font-size: 15px; padding: 0 0 6px;
 th { text-align: left; font-weight: 400; color: var(--muted); padding-right: 12px; white-space: nowrap; }
 td { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 th, td { padding-top: 4px; padding-bottom: 4px; border-bottom: 1px solid var(--line); vertical-align: top; }
-@media (max-width: 720px) { .cards { grid-template-columns: 1fr 1fr; } .tables { columns: 1; } }
+@media (max-width: 720px) {
+  main { padding: 20px 12px 40px; }
+  h1 { font-size: 20px; margin-bottom: 20px; }
+  section { padding: 16px 14px; }
+  .cards { grid-template-columns: 1fr 1fr; gap: 10px; }
+  .figures { grid-template-columns: minmax(0, 1fr); gap: 12px; }
+  .card { padding: 12px 14px; }
+  .card b { font-size: 19px; }
+  .tables { columns: 1; }
+}
 </style>
 </head>
 <body><main>
-<p class="kicker">$kicker</p>
+<p class="kicker"><svg viewBox="0 0 64 64" aria-hidden="true"><rect width="64" height="64" rx="14" fill="#0f5b73"/>
+<path d="M10 9.5h10V21H10z" fill="none" stroke="#ffa564" stroke-width="4"/>
+<path d="M8 27h14v29H8zM25 27h14v29H25zM42 43h14v13H42z" fill="#fff"/><path d="M42 27h14v13H42z" fill="#ffa564"/></svg>
+$kicker</p>
 <h1>$headline</h1>
 <div class="cards">$cards</div>
-$sections
+<div class="figures">$sections</div>
 <section><div class="tables">$tables</div></section>
 </main></body>
 </html>
@@ -338,12 +363,11 @@ class LiveReport:
 def _headline(config: dict, summary: dict) -> str:
     gap = summary["unigram_entropy_nats"] - summary["validation_loss_nats"]
     before, after = summary["imbalance_before"], summary["imbalance_after"]
-    effect = f"makes that {after:.2f}" if f"{after:.2f}" != f"{before:.2f}" else "leaves it so"
     return (
-        f"After {summary['steps']} steps the model needs {summary['validation_loss_nats']:.2f} nats per unseen "
-        f"{summary['unit']}, {abs(gap):.2f} {'less' if gap > 0 else 'more'} than frequencies alone. Its routing loads "
-        f"the busiest of {config['parallel']['expert_parallel']} ranks {before:.2f} times the mean; "
-        f"{config['parallel']['system']} {effect}."
+        f"Validation loss after {summary['steps']} steps is {summary['validation_loss_nats']:.2f} nats per "
+        f"{summary['unit']}, {abs(gap):.2f} {'below' if gap > 0 else 'above'} the unigram entropy. Imbalance (max/mean "
+        f"load of {config['parallel']['expert_parallel']} ranks) is {before:.2f} before balancing and {after:.2f} with "
+        f"{config['parallel']['system']}."
     )
 
 
@@ -353,8 +377,8 @@ def _cards(summary: dict) -> list[tuple[str, str]]:
     return [
         (loss, f"validation loss in nats per {summary['unit']} ({bits} bits)"),
         (balance, f"imbalance before → after, last {RECENT_STEPS} steps"),
-        (f"{summary['one_round_share']:.0%}", "of these steps took one round in every layer"),
-        (f"{summary['tokens_per_s']:,.0f}", f"tokens per second ({summary['step_time_s'] * 1e3:,.0f} ms a step)"),
+        (f"{summary['one_round_share']:.0%}", f"of the last {RECENT_STEPS} steps with one round in each layer"),
+        (f"{summary['tokens_per_s']:,.0f}", f"tokens per second ({summary['step_time_s'] * 1e3:,.0f} ms per step)"),
     ]
 
 
@@ -371,32 +395,33 @@ def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: 
     return [
         (
             "Loss",
-            f"Cross-entropy of the next {unit}. Below the dashed line, more is known than how often each occurs.",
+            f"Training and validation cross-entropy per {unit}. The dashed line is the unigram entropy of the "
+            "validation text.",
             loss_png(folder.rows("step"), folder.rows("validation"), entropy_nats, unit),
         ),
         (
             "Imbalance over training",
-            "Load of the busiest rank over the mean; lines are means over layers, bands span the layers.",
+            "Maximum rank load over the mean. Lines are means over layers; bands are ranges over layers.",
             imbalance_png(*_over_segments(segments)),
         ),
         (
-            "Time and rounds over training",
-            "Seconds of each step, checkpoints included; the rounds of the layer that needed most.",
+            "Step time and rounds over training",
+            "Duration of each step, including checkpoints, and maximum number of rounds over layers.",
             speed_png(folder.rows("step")),
         ),
         (
             f"Load of each rank at step {last}",
-            f"Token copies that a rank{of} serves with every expert at home, and with the balanced plan.",
+            f"Token copies served by each rank{of}, under plain expert parallelism and under the plan.",
             load_png(before[-1], after[-1]),
         ),
         (
-            f"Who serves which expert at step {last}",
-            f"Token copies that a rank{of} serves, by expert: with every expert at home, and by the plan.",
+            f"Serving ranks of each expert at step {last}",
+            f"Token copies of each expert served by each rank{of}, under plain expert parallelism and under the plan.",
             served_png(counts[-1], arrays["quota"][-1]),
         ),
         (
             f"Routing at step {last}",
-            f"Token copies from each rank{of} to each expert; white lines separate the home experts of the ranks.",
+            f"Token copies routed by each rank{of} to each expert. Lines separate the home experts of the ranks.",
             counts_png(counts[-1]),
         ),
     ]
@@ -427,7 +452,7 @@ def _replayed(described: dict, counts: np.ndarray) -> dict[str, float | str]:
     parallel = described["config"]["parallel"]
     found = replay_baselines(counts, parallel["ranks_per_domain"], resolved.get("replica_slots") or 2)
     unused = (counts[-STEPS:].sum((0, 2)) == 0).sum(1)
-    return found | {"experts that no token chose, by layer": " ".join(map(str, unused.tolist()))}
+    return found | {"unused experts, by layer": " ".join(map(str, unused.tolist()))}
 
 
 def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) -> list[tuple[str, dict]]:
@@ -442,8 +467,8 @@ def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) ->
     }
     return [
         ("Result", summary | {"date": described["environment"]["date"]}),
-        (f"Imbalance by system, its last {STEPS} steps planned again", replayed),
-        ("Defaults of the system", described.get("resolved", {})),
+        (f"Imbalance by system, replayed on the last {STEPS} steps", replayed),
+        ("Resolved settings of the system", described.get("resolved", {})),
         ("Training", config),
         ("Model and mesh", model | parallel),
         ("Data and environment", described["data"] | described["environment"]),
@@ -470,4 +495,4 @@ def _text(value: object) -> str:
         return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    return "system's default" if value is None else str(value)
+    return "default of the system" if value is None else str(value)

@@ -54,8 +54,8 @@ class StepRunner:
         self.num_again += 1
         if self.num_again == 1:
             self.tell(
-                f"step {number} needs {np.max(stats.fault.rounds)} rounds, more than max_rounds: it is done again, as "
-                "others will be that do, by a second program, which is compiled now"
+                f"step {number} needs {np.max(stats.fault.rounds)} rounds, more than max_rounds; compiling a "
+                "second program without the limit, to repeat this step and later ones exceeding it"
             )
         return _done(self.step_again, state, tokens)
 
@@ -112,7 +112,7 @@ def _all_finite(state: Any) -> Any:
 def _go_on(good_step: int | None) -> str:
     if good_step is None:
         return "; there is no checkpoint yet"
-    return f"; --resume goes on from the checkpoint of step {good_step}"
+    return f"; --resume continues from the checkpoint of step {good_step}"
 
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}

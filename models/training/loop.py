@@ -211,7 +211,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
                 if writes:
                     recorder.other(layer_row(step, stats, make_system(config.parallel), run.programs.topology))
             if trace := watcher.after(step):
-                tell(f"steps until {step} are traced in {trace}, for Perfetto and TensorBoard")
+                tell(f"wrote the trace of the steps up to {step} to {trace}; open it in Perfetto or TensorBoard")
             if config.relocation.interval is not None and step % config.relocation.interval == 0:
                 state = _moved(run, state, step, recorder)
             if step % config.checkpoints.interval == 0:
@@ -221,7 +221,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
         save(step, state, batches.state())
         checkpoints.wait()
     if step < config.steps:
-        tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume goes on in {run.folder.path}")
+        tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume continues in {run.folder.path}")
         return {}
     return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
 
@@ -366,14 +366,14 @@ def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
     step, state, kept = _restored(run, layout, tell)
     if changed := [name for name, value in layout.items() if value != kept.layout.get(name)]:
         changes = ", ".join(f"{name} {layout[name]!r} instead of {kept.layout.get(name)!r}" for name in changed)
-        begins = "; balancers begin without the history that they had" if parts(state)["mesh"] else ""
-        tell(f"going on from step {step} with {changes}{begins}")
+        begins = "; the load history of the balancers is reset" if parts(state)["mesh"] else ""
+        tell(f"resuming from step {step} with {changes}{begins}")
     for damaged in steps_in(folder.checkpoints):
         if damaged > step and run.lock is not None:
             folder.damaged.mkdir(exist_ok=True)
             aside = free_sibling(folder.damaged / str(damaged), "damaged")
             (folder.checkpoints / str(damaged)).rename(aside)
-            tell(f"going on from step {step}; the checkpoint of step {damaged} is now {str(aside)!r}")
+            tell(f"resuming from step {step}; moved the checkpoint of step {damaged} to {str(aside)!r}")
     return step, state, kept.data
 
 
@@ -401,7 +401,7 @@ def _claim(run: Run, resume: bool, overwrite: bool, tell: Tell) -> None:
         _check_empty(folder)
     try:
         if overwrite and folder.has_run:
-            tell(f"the run in {str(folder.path)!r} is now in {str(folder.move_aside())!r}")
+            tell(f"moved the previous run in {str(folder.path)!r} to {str(folder.move_aside())!r}")
         write_whole(folder.config, (json.dumps(_described(run.config, run.corpus), indent=2) + "\n").encode())
     except OSError as error:
         raise ValueError(_unwritable(folder, error)) from error
@@ -476,5 +476,5 @@ def _finish(run: Run, others: dict[str, float], tell: Tell) -> dict:
     summary = summarise(run.folder) | others
     write_whole(run.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
     if not write_report(run.folder, summary):
-        tell("no counts of any step are left; report.html is not written")
+        tell("the run folder has no counts; report.html is not written")
     return summary

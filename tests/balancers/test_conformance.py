@@ -213,11 +213,10 @@ DTYPES = [("float64", 1e-12, SYSTEMS), ("float32", 1e-5, TRANSPORTS), ("bfloat16
 INTEGRATED = {
     ("greedy in small rounds", "float64"),
     ("ultraep", "float64"),
-    ("exact in two phases", "float64"),
 }
-"""Rounds, relays and two phases, each with one balancer.
+"""Rounds and relays, each with one balancer.
 
-`test_layer_of_every_balancers_plans_equals_dense` covers the other balancers, `test_two_phase` the float32 of `feplb`.
+`test_layer_of_every_balancers_plans_equals_dense` covers the other balancers, `test_two_phase` two phases.
 """
 
 

@@ -29,11 +29,11 @@ def test_the_readings_that_the_library_has_are_its_own(case, tau, skip, num_dyna
     [
         (Reading(), 3, 7),  # 6 to rank 3, then its own 1 to rank 2
         (Reading(tau=2), 3, 8),  # this 1 stays
-        (Reading(accept="giver >= mean"), 3, 7),
-        (Reading(accept="taker <= giver"), 3, 13),  # rank 3 would have 8, above 7
-        (Reading(accept="taker <= giver", skip=True), 3, 6),  # 4 to rank 3, 3 to rank 2
-        (Reading(accept="any", budget="dyn in all"), 1, 8),  # only 6, to rank 3
-        (Reading(accept="any", budget="dyn a taker"), 1, 7),  # then 1 to rank 2; rank 0 has no other expert
+        (Reading(accept="donor >= mean"), 3, 7),
+        (Reading(accept="taker <= donor"), 3, 13),  # rank 3 would have 8, above 7
+        (Reading(accept="taker <= donor", skip=True), 3, 6),  # 4 to rank 3, 3 to rank 2
+        (Reading(accept="any", budget="dyn in total"), 1, 8),  # only 6, to rank 3
+        (Reading(accept="any", budget="dyn per taker"), 1, 7),  # then 1 to rank 2; rank 0 has no other expert
     ],
 )
 def test_a_case_by_hand(reading, num_dynamic, highest):

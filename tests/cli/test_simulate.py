@@ -126,6 +126,7 @@ def one_level(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
     counts = skewed_counts(ModelShape(2, 64, 128, 8, 2, 512), 4, 2.0, 3)
     np.save(tmp_path / "counts.npy", counts[:, None])

@@ -59,8 +59,8 @@ def circle(wanted, relay):
     [
         (no_such_expert, "wanted of rank 3, slot 1 is 24; expected an expert below 24"),
         (no_such_rank, "relay of rank 2, slot 0 is 8; expected a rank from 0 to 7"),
-        (does_not_hold, "relay of rank 2, slot 0 is 5; expected a rank that holds expert 0"),
-        (circle, "relay of rank 2, slot 0 is 3; expected a chain that starts at the expert's home"),
+        (does_not_hold, "relay of rank 2, slot 0 is 5; expected a rank holding expert 0"),
+        (circle, "relay of rank 2, slot 0 is 3; expected a chain from the expert's home"),
     ],
 )
 def test_a_bad_entry_stops_all_ranks_and_the_next_program_works(entry, message):

@@ -65,6 +65,7 @@ def test_what_is_left_to_the_layer_is_derived_from_its_sizes():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_small_layers_of_ultraep_are_level():
     """With 64 copies per rank, the published minimum of 1024 would prevent all moves."""
     mesh = make_mesh((8,), ("expert",))

@@ -80,6 +80,7 @@ def test_every_system_serves_one_microbatch_after_the_other(name):
 @pytest.mark.parametrize(
     "system", [plain(), pytest.param(feplb(2), marks=pytest.mark.thorough)], ids=["plain", "feplb"]
 )
+@pytest.mark.thorough
 def test_weights_may_be_mapped_over_too(system):
     """An ensemble: separate layers for the same tokens."""
     mesh = make_mesh((2, 4), ("data", "expert"))

@@ -164,6 +164,7 @@ def test_a_system_has_a_name_and_a_mesh_a_topology():
         MoE(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, system="exactly", experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
 
 
+@pytest.mark.thorough
 def test_a_decode_step_needs_no_buffers_of_training():
     layer = make(make_mesh((8,), ("expert",)))
     temporaries = []

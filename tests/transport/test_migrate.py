@@ -65,6 +65,7 @@ def with_gradients(layers):
 
 
 @pytest.mark.parametrize("gather_again", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough
 def test_prefetched_layers_equal_dense_ones_and_gathers_do_not_wait(gather_again):
     mesh, domains, *args = setting()
     program = training_step(mesh, domains, gather_again).lower(*args).compile()

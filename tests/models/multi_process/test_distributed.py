@@ -168,7 +168,7 @@ def test_a_process_that_does_not_come_ends_those_that_wait():
     waiting = [start("models.train", *place(port, 3, i), *multi_process(join_timeout_s=3)) for i in range(2)]
     for code, output, errors in end(waiting, MAX_WAIT_S):
         assert (code, output) == (2, "")
-        line = "error: multi_process.num_processes is 3, but process 2 did not come to "
+        line = "error: multi_process.num_processes is 3, but process 2 did not connect to "
         line += f"127.0.0.1:{port} within 3 s; expected "
         assert errors.splitlines() == [
             f"waiting for 3 processes at 127.0.0.1:{port}, at most 3 s",
@@ -191,7 +191,7 @@ def test_a_process_that_does_not_come_is_named_to_those_that_wait():
         thread.start()
     for thread in threads:
         thread.join()
-    said = f"multi_process.num_processes is 3, but process 2 did not come to 127.0.0.1:{port} within 2 s; expected "
+    said = f"multi_process.num_processes is 3, but process 2 did not connect to 127.0.0.1:{port} within 2 s; expected "
     assert [line[: len(said)] for line in lines] == [said] * 2
 
 
@@ -263,7 +263,9 @@ def test_a_process_that_is_killed_is_named_by_all_others():
     *others, _ = end(processes, PROMISED_S)
     for code, _, errors in others:
         assert code == 1
-        assert re.fullmatch(r"error: process 2 \(pid \d+ on \S+\) is gone; --resume .*", errors.splitlines()[-1])
+        assert re.fullmatch(
+            r"error: lost connection to process 2 \(pid \d+ on \S+\); --resume .*", errors.splitlines()[-1]
+        )
         assert len(errors.splitlines()) == 2
 
 
@@ -321,7 +323,7 @@ def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
     processes[1].kill()
     (code, _, errors), _ = end(processes, PROMISED_S)
     assert code == 1, errors
-    assert re.fullmatch(r"error: process 1 \(pid \d+ on \S+\) is gone; --resume .*", errors.splitlines()[-1])
+    assert re.fullmatch(r"error: lost connection to process 1 \(pid \d+ on \S+\); --resume .*", errors.splitlines()[-1])
 
     processes = train(tmp_path, *endless, "--resume")
     wait_for_steps(processes[0], folder.path)
@@ -331,7 +333,7 @@ def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
     for code, _, errors in (first, second):
         assert code == 0, errors
         assert len(errors.splitlines()) == 1
-    assert f"stopped by SIGTERM after step {last} of 100000; --resume goes on in runs/tiny-2" in first[1]
+    assert f"stopped by SIGTERM after step {last} of 100000; --resume continues in runs/tiny-2" in first[1]
     assert steps_in(folder.checkpoints)[0] == last
     assert [row["step"] for row in folder.rows("step")] == list(range(1, last + 1))
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["tiny", "tiny-2"]

@@ -1,9 +1,11 @@
 import base64
 import re
+from pathlib import Path
 
 import pytest
 
 from models.run_folder.metrics import FIGURES, RunFolder
+from models.run_folder.report import PAGE
 
 pytestmark = pytest.mark.slow
 
@@ -19,15 +21,30 @@ def test_report_needs_nothing_else(trained_run):
     assert all(image.startswith(b"\x89PNG") for image in images)
 
 
+def test_report_has_the_logo_of_the_site():
+    logo = (Path(__file__).parents[3] / "docs/logo.svg").read_text()
+    shapes = re.findall(r"<(?:rect|path) [^>]*/>", logo)
+    assert len(shapes) > 2
+    assert all(shape in PAGE.template for shape in shapes)
+
+
+def test_report_follows_the_color_scheme_and_the_width_of_the_screen():
+    assert "color-scheme: light dark" in PAGE.template
+    assert "(prefers-color-scheme: dark)" in PAGE.template
+    assert "width=device-width" in PAGE.template
+    assert "(max-width: 720px)" in PAGE.template
+
+
+@pytest.mark.thorough
 def test_report_states_the_result(trained_run):
     folder = RunFolder(trained_run)
     page, validation = folder.report.read_text(), folder.rows("validation")
     headline = re.search(r"<h1>(.*?)</h1>", page).group(1)
-    assert f"After 8 steps the model needs {validation[-1]['loss']:.2f} nats" in headline
-    assert "of 8 ranks" in headline
+    assert f"Validation loss after 8 steps is {validation[-1]['loss']:.2f} nats" in headline
+    assert "load of 8 ranks" in headline
     for word in (
         "commit",
-        "experts that no token chose",
+        "unused experts",
         "eplb plus",
         "replication",
         "unigram entropy [nats]",

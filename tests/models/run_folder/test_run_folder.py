@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(copied, damage):
     assert [path.name for path in folder.damaged.iterdir()] == ["8.damaged-1"]
     assert "the checkpoint of step 8 in" in lines[0]
     assert "is damaged: " in lines[0]
-    assert "going on from step 4" in lines[1]
+    assert "resuming from step 4" in lines[1]
     with Checkpoints(folder.checkpoints) as checkpoints:
         checkpoints.save(8, run.state)
     assert steps_in(folder.checkpoints) == [8, 4]
@@ -180,7 +180,7 @@ def test_all_checkpoints_damaged_is_refused_and_touches_nothing(copied):
     for step in (4, 8):
         flip(RunFolder(copied).checkpoints / str(step))
     before, lines = contents(copied), []
-    with pytest.raises(ValueError, match=r"every checkpoint in '.*' is damaged; expected one that is whole"):
+    with pytest.raises(ValueError, match=r"every checkpoint in '.*' is damaged; expected an intact one"):
         prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
     assert len(lines) == 2
     assert contents(copied) == before
@@ -246,7 +246,7 @@ def test_a_signal_ends_with_a_checkpoint_a_line_and_an_exit_code(tmp_path):
     folder = RunFolder(tmp_path)
     last = folder.rows("step")[-1]["step"]
     assert output.splitlines()[-1] == (
-        f"stopped by SIGTERM after step {last} of 100000; --resume goes on in {tmp_path}"
+        f"stopped by SIGTERM after step {last} of 100000; --resume continues in {tmp_path}"
     )
     assert steps_in(folder.checkpoints)[0] == last
     assert len(folder.read_counts()["steps"]) == last

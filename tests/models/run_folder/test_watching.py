@@ -47,7 +47,7 @@ def test_what_is_not_installed_or_no_number_is_refused(monkeypatch):
 def test_a_loss_that_is_not_finite_ends_the_run():
     fine = SimpleNamespace(fault=SimpleNamespace(code=np.zeros((2, 1), np.int32)))
     check_step(3, 1.0, fine, None)
-    with pytest.raises(UserError, match=r"step 3: loss is nan, .*; --resume goes on from the checkpoint of step 2"):
+    with pytest.raises(UserError, match=r"step 3: loss is nan, .*; --resume continues from the checkpoint of step 2"):
         check_step(3, float("nan"), fine, 2)
 
 
@@ -78,7 +78,7 @@ def test_a_run_is_watched_and_ends_with_a_nan(tmp_path, monkeypatch):
         execute(run, Console(quiet=True), watching=MetricLoggerConfig(tensorboard=True, profile=1))
     assert re.match(
         r"step 6, layer 1: router logits of rank 0 give weights that are not finite; expected finite logits; "
-        r"--resume goes on from the checkpoint of step 4",
+        r"--resume continues from the checkpoint of step 4",
         str(refused.value),
     )
     assert steps_in(folder.checkpoints) == [4]

@@ -49,6 +49,7 @@ def assert_same(got, want):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_microbatches_learn_what_a_batch_does(usual):
     *_, stats = accumulated = trained(dataclasses.replace(SMALL, batch=IN_TWO))
     assert_same(accumulated, usual)
