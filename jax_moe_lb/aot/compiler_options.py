@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from jax_moe_lb.collectives.exchange_paths import FIRST_DEVICE_KERNEL, MAX_ONE_SHOT_RANKS
+from jax_moe_lb.collectives.exchange_paths import FIRST_DEVICE_KERNEL
+from jax_moe_lb.collectives.one_shot_lists import MAX_ONE_SHOT_RANKS
 
 IN_GRAPHS = (
     "FUSION",

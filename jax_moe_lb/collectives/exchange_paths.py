@@ -12,13 +12,9 @@ from dataclasses import dataclass
 
 import jax
 
+from jax_moe_lb.collectives.one_shot_lists import MAX_ONE_SHOT_RANKS
 from jax_moe_lb.core.custom_calls import is_built
 from jax_moe_lb.core.topology import Topology
-
-MAX_ONE_SHOT_RANKS = 32
-"""Ranks of the one-shot kernel: its barrier has as many slots, and more ranks end in an illegal address
-(openxla/xla#47283). `compiler_options` turns the kernel off for more.
-"""
 
 FIRST_DEVICE_KERNEL = (0, 12)
 """First version of jaxlib with the device kernel."""

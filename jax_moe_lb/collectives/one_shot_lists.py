@@ -11,6 +11,11 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+MAX_ONE_SHOT_RANKS = 32
+"""Ranks of the one-shot kernel: its barrier has as many slots, and more ranks end in an illegal address
+(openxla/xla#47283). `compiler_options` turns the kernel off for more.
+"""
+
 MOST_BLOCKS = 64
 """Blocks per peer: `RunRaggedAllToAllKernelImpl` in XLA's `ragged_all_to_all.cc`, read in jaxlib 0.12.0.1."""
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from jax_moe_lb.collectives.one_shot_lists import for_one_shot_kernel
+from jax_moe_lb.collectives.one_shot_lists import MAX_ONE_SHOT_RANKS, for_one_shot_kernel
 from jax_moe_lb.collectives.permutes import (
     Axes,
     from_wire,
@@ -291,7 +291,7 @@ def ragged_all_to_all(
         return exchange_by_steps(*args, axis_name=axis_name, disjoint=disjoint)
 
     on_cpu = in_process if moves_in_process() else by_steps
-    on_cuda = on_one_shot_kernel if in_one_process else on_accelerators
+    on_cuda = on_one_shot_kernel if in_one_process and num_ranks <= MAX_ONE_SHOT_RANKS else on_accelerators
     return jax.lax.platform_dependent(*args, cpu=on_cpu, cuda=on_cuda, default=on_accelerators)
 
 

@@ -90,21 +90,32 @@ def test_few_rows_are_split_to_feed_all_blocks(shape, dtype, expected):
     assert expected[0] >= MOST_BLOCKS * ROWS_PER_BLOCK or splits == [1]
 
 
+def lowered(in_one_process):
+    """Return the lowered text of an exchange with 18 updates per peer, by platform."""
+
+    def one_rank(operand, output, *updates):
+        return ragged_all_to_all(operand, output, *updates, axis_name=("expert",), in_one_process=in_one_process)
+
+    spec = PartitionSpec("expert")
+    run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(spec,) * 6, out_specs=spec))
+    rows = jnp.zeros((RANKS * 2048, 8))
+    updates = [jnp.zeros(RANKS * RANKS * 18, jnp.int32)] * 4
+    return {
+        platform: run.trace(rows, rows, *updates).lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cuda", "rocm", "tpu")
+    }
+
+
+FILLED = f"tensor<{RANKS * MOST_BLOCKS}xi32>"
+
+
 def test_lists_for_cuda_are_filled_in_one_process_only():
-    def lowered(in_one_process):
-        def one_rank(operand, output, *updates):
-            return ragged_all_to_all(operand, output, *updates, axis_name=("expert",), in_one_process=in_one_process)
-
-        spec = PartitionSpec("expert")
-        run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(spec,) * 6, out_specs=spec))
-        rows = jnp.zeros((RANKS * 2048, 8))
-        updates = [jnp.zeros(RANKS * RANKS * 18, jnp.int32)] * 4
-        return {
-            platform: run.trace(rows, rows, *updates).lower(lowering_platforms=(platform,)).as_text()
-            for platform in ("cuda", "rocm", "tpu")
-        }
-
     apart, together = lowered(False), lowered(True)
-    assert f"tensor<{RANKS * MOST_BLOCKS}xi32>" in together["cuda"]
+    assert FILLED in together["cuda"]
     for text in (*apart.values(), together["rocm"], together["tpu"]):
-        assert f"tensor<{RANKS * MOST_BLOCKS}xi32>" not in text
+        assert FILLED not in text
+
+
+def test_lists_of_more_ranks_than_the_kernel_has_are_not_filled(monkeypatch):
+    monkeypatch.setattr("jax_moe_lb.collectives.ragged_all_to_all.MAX_ONE_SHOT_RANKS", RANKS - 1)
+    assert FILLED not in lowered(True)["cuda"]
