@@ -155,7 +155,7 @@ def main() -> None:
             row = "".join(f"{counts[name]:>8.2f}{'*' if marks[name] else ' '}" for name in names)
             print(f"{part:<28}{kind:<12}{counts['words']:>8.0f}{row}")
     if above:
-        print("", *above, sep="\n")
+        print(*above, sep="\n", file=sys.stderr)
         sys.exit(1)
 
 

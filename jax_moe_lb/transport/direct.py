@@ -64,7 +64,7 @@ class Direct(Dispatch[DirectReceipt]):
             order=order,
             place=inverse_order(order),
             num_going=sent.sum(dtype=jnp.int32),
-            # Of the highest load of any rank, so that all ranks take as many and every exchange finds its partners.
+            # Rounds of the rank with the highest load: all ranks must take part in every exchange.
             rounds=agreed((load(plan).max() + capacity - 1) // capacity, axes),
             follows_plan=None,
             slices=slices.of(sent, arriving, topology),

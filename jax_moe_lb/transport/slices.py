@@ -53,8 +53,8 @@ class SlotSlices:
         first_in_stream = starts(arriving.T.reshape(-1)).reshape(arriving.T.shape).T
         # A rank computes its own part of the split alone, without an array of shape `[E, R, R]`, so the starts on other
         # ranks are exchanged.
-        told = _exchange_starts(jnp.stack([first_in_stream, first_sent], 1), topology)
-        return cls(sent, first_sent, told[:, 0], arriving, first_in_stream, told[:, 1])
+        received = _exchange_starts(jnp.stack([first_in_stream, first_sent], 1), topology)
+        return cls(sent, first_sent, received[:, 0], arriving, first_in_stream, received[:, 1])
 
     def send(self, copies: Copies, i: Int[Array, ""], capacity: int, topology: Topology) -> tuple[Rows, GroupSizes]:
         """Send round `i`; see `Exchange.send`."""
@@ -124,8 +124,8 @@ class RankSlices:
     def of(cls, sent: PerSlot, arriving: PerSlot, topology: Topology) -> "RankSlices":
         """Exchange the starts of all slices; see `SlotSlices.of`."""
         to_rank, from_rank = (sizes.sum(1, dtype=jnp.int32) for sizes in (sent, arriving))
-        told = _exchange_starts(jnp.stack([starts(from_rank), starts(to_rank)], 1), topology)
-        return cls(to_rank, starts(to_rank), told[:, 0], arriving, told[:, 1])
+        received = _exchange_starts(jnp.stack([starts(from_rank), starts(to_rank)], 1), topology)
+        return cls(to_rank, starts(to_rank), received[:, 0], arriving, received[:, 1])
 
     def send(self, copies: Copies, i: Int[Array, ""], capacity: int, topology: Topology) -> tuple[Rows, GroupSizes]:
         """Send round `i`; see `Exchange.send`."""
