@@ -277,7 +277,7 @@ def test_a_killed_coordinator_is_named_by_all_others():
     processes[0].kill()
     for code, _, errors in end(processes, PROMISED_S)[1:]:
         assert code in {1, -signal.SIGABRT}
-        assert "error: process 0 (pid " in errors or "leader task" in errors
+        assert "error: lost connection to process 0 (pid " in errors or "leader task" in errors
 
 
 @pytest.mark.slow
