@@ -12,4 +12,4 @@ install --upgrade --prerelease allow --index-strategy unsafe-best-match --extra-
 # jaxlib accepts custom calls built with its own or older headers.
 install --no-build-isolation --no-deps --reinstall -C build-dir=build/nightly -e .
 "$venv/bin/jax-moe-lb" doctor
-make VENV="$venv" test
+make VENV="$venv" test-all
