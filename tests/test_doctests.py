@@ -19,6 +19,11 @@ ROOMS = sorted(value.__name__ for name in dir(jax_moe_lb) if inspect.ismodule(va
 COMPILED = {"jax_moe_lb.nn.moe", "jax_moe_lb.layer.moe", "jax_moe_lb.transport.fsdp", "jax_moe_lb.routing.routers"}
 """Modules whose examples compile whole layers."""
 
+SLOWEST = {"jax_moe_lb.core.stats", "jax_moe_lb.planners.exact_search", "jax_moe_lb.advise.advise"}
+"""Modules whose examples take 4 CPU seconds or more, and whose functions have other tests."""
+
+MARKS = [(pytest.mark.slow, COMPILED | SLOWEST), (pytest.mark.thorough, SLOWEST)]
+
 WITHOUT_EXAMPLE = {
     "Buffer": "it stands in a `ProgramReport`",
     "ProgramCollective": "it stands in a `ProgramReport`",
@@ -59,7 +64,7 @@ def examples(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ()) for name in modules()]
+    "name", [pytest.param(name, marks=[mark for mark, names in MARKS if name in names]) for name in modules()]
 )
 def test_examples_run(name):
     report = io.StringIO()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-EVERYDAY = {"quickstart", "own_balancer"}
+EVERYDAY = {"own_balancer"}
 BALANCED = r"1\.0\d"
 
 PRINTED = {
@@ -59,6 +59,7 @@ def test_prints_what_it_promises(example):
         assert re.search(pattern, done.stdout), done.stdout
 
 
+@pytest.mark.thorough
 def test_quickstart_systems_learn_the_same():
     losses = [float(loss) for loss in re.findall(r"\d\.\d{6}", run("quickstart").stdout)]
     before, after, before_balanced, after_balanced = losses

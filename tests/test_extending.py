@@ -31,9 +31,10 @@ def all_gather():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dispatch",
-    [pytest.param(Direct(Buffers(0.6)), marks=pytest.mark.thorough), TwoPhase(Buffers(0.6))],
+    [Direct(Buffers(0.6)), TwoPhase(Buffers(0.6))],
     ids=["one wave", "two phases"],
 )
+@pytest.mark.thorough
 def test_a_replication_from_outside_serves_in_every_wave(dispatch):
     """Values, and gradients by its `add_at_home`, equal a dense layer."""
     system = System(Greedy(), all_gather(), dispatch, replica_slots=2)

@@ -23,19 +23,14 @@ ELSEWHERE = {"compiling": "ci/accelerators.sh", "networks": "tests/network/test_
 BLOCKS = [block for page in PAGES if page.stem not in ELSEWHERE for block in blocks(page)]
 
 CHEAP = {"install-0", "simulator-0", "traces-0"}
-"""Blocks that compile little: they also run in `make check`."""
-
-EVERYDAY = {"tutorial-0"}
-"""Blocks that also run in `make test`.
+"""Blocks that compile little: they also run in `make check` and `make test`.
 
 The others are further cases of the same faults: an import, a name or an argument of another version.
 """
 
 
 def marks(block):
-    if block.name in CHEAP:
-        return ()
-    return pytest.mark.slow if block.name in EVERYDAY else (pytest.mark.slow, pytest.mark.thorough)
+    return () if block.name in CHEAP else (pytest.mark.slow, pytest.mark.thorough)
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, marks=marks(block), id=block.name) for block in BLOCKS])
@@ -45,7 +40,7 @@ def test_a_block_runs_alone(block, tmp_path):
 
 
 def test_marked_blocks_exist():
-    assert {block.name for block in BLOCKS} >= CHEAP | EVERYDAY
+    assert {block.name for block in BLOCKS} >= CHEAP
 
 
 @pytest.mark.parametrize(

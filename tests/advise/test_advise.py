@@ -33,6 +33,7 @@ def advice(cluster, loads, step=Step(), ratio=None, planned=True):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_balancing_pays_where_routing_is_skewed():
     judge, answer = advice(machine(), drawn(2.0, 2))
     assert answer.best.choice.replica_slots == 1
@@ -109,6 +110,7 @@ def test_inference_keeps_nothing_for_gradients():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_uniform_routing_compares_expert_domains_alone():
     cluster = Cluster((Links("dc", 100, 1e9), Links("gpu", 8, 1e11)), AnalyticGemm(1e12))
     model = replace(MODEL, experts=800)

@@ -42,6 +42,7 @@ def test_the_winner_is_not_slower_than_any_of_all(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_floors_are_below_what_is_simulated(monkeypatch):
     monkeypatch.setattr(space_module, "HEADROOMS", (None,))
     judge, (_, choices) = Evaluator(MODEL, CLUSTER, Step()), everything(1)

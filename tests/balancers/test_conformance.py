@@ -210,13 +210,11 @@ def test_layer_of_every_balancers_plans_equals_dense(x64):
 # Balancers edit integers, so other dtypes are tested once per transport.
 TRANSPORTS = ("ultraep", "feplb")
 DTYPES = [("float64", 1e-12, SYSTEMS), ("float32", 1e-5, TRANSPORTS), ("bfloat16", 4e-2, TRANSPORTS)]
-INTEGRATED = {
-    ("greedy in small rounds", "float64"),
-    ("ultraep", "float64"),
-}
-"""Rounds and relays, each with one balancer.
+INTEGRATED = {("ultraep", "float64")}
+"""Relays with one balancer.
 
-`test_layer_of_every_balancers_plans_equals_dense` covers the other balancers, `test_two_phase` two phases.
+`test_layer_of_every_balancers_plans_equals_dense` covers the other balancers, `test_rounds` several rounds and
+`test_two_phase` two phases.
 """
 
 

@@ -56,6 +56,7 @@ def test_domains_are_planned_each_for_itself():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_means_of_the_published_simulations():
     """UltraEP's table 3, row EPLB+: 15 loads of 64 ranks, with an eighth of the tokens; reproduces 1.193."""
     results = []

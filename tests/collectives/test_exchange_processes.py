@@ -178,6 +178,7 @@ def one_case(rng, num_ranks):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.thorough
 def test_four_ranks_of_two_processes(results, dtype):
     cases, received = results
     operand, output, *where, _ = (cases[f"flat {i}"] for i in range(6))

@@ -78,6 +78,7 @@ def test_rows_land_where_those_of_the_exchange_do(domain, first_row):
     assert moved > 100
 
 
+@pytest.mark.thorough
 def test_without_custom_calls(monkeypatch):
     for absent in custom_calls.MODULES:
         monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")

@@ -167,6 +167,7 @@ def test_stats_say_what_happened():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_force_balanced_routing_needs_no_balancing():
     case, mesh = Case(), make_mesh((8,), ("expert",))
     router = ForceBalanced(TopK(2))
@@ -393,7 +394,7 @@ def test_explicit_mesh():
         pytest.param(greedy(), marks=pytest.mark.thorough),
         feplb(),
         pytest.param(exact(), marks=pytest.mark.thorough),
-        rails(),
+        pytest.param(rails(), marks=pytest.mark.thorough),
     ],
     ids=["greedy", "feplb", "exact", "rails"],
 )

@@ -139,6 +139,7 @@ def test_exact_keeps_the_bound_that_it_promises():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_exact_in_jnp_keeps_it_too():
     run = jax.jit(lambda counts: exact_in_jax(counts, 4, 8, 0.01, 2**63 - 1, True)[1].sum(0).max())
     for counts, topology, num_home, slots in hard_counts([(8, 2)]):

@@ -31,6 +31,7 @@ def test_a_link_carries_its_rate_and_counts_what_it_carries():
 
 @pytest.mark.slow
 @pytest.mark.netns
+@pytest.mark.thorough
 def test_packets_leave_by_the_nic_that_the_topology_says():
     sent = {name: [round(nic / NUM_BYTES, 1) for nic in nics] for name, nics in run("rails").items()}
     assert [sent[f"spine {to}"] for to in (1, 2, 3)] == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
@@ -56,6 +57,7 @@ def test_ranks_that_fail_are_named_at_once():
 @pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.thorough
 def test_nothing_is_left_when_the_parent_is_killed(number):
     needs_sandbox()
     token = f"{os.getpid()}-{number}"

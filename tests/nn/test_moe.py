@@ -44,7 +44,7 @@ from tests.oracle import dense_moe
     ("axis_type", "sizes", "names", "expert_axis"),
     [
         (AxisType.Auto, (2, 4), ("data", "expert"), "expert"),
-        (AxisType.Explicit, (2, 4), ("data", "expert"), "expert"),
+        pytest.param(AxisType.Explicit, (2, 4), ("data", "expert"), "expert", marks=pytest.mark.thorough),
         pytest.param(AxisType.Auto, (2, 2, 2), ("data", "node", "gpu"), ("node", "gpu"), marks=pytest.mark.thorough),
         pytest.param(AxisType.Explicit, (8,), ("expert",), "expert", marks=pytest.mark.thorough),
     ],
@@ -117,6 +117,7 @@ def test_axes_that_are_neither_the_groups_nor_the_datas_do_the_same(system):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_it_works_where_some_axes_are_manual_already():
     """Two pipeline stages with separate microbatches."""
     mesh = make_mesh((2, 2, 2), ("stage", "data", "expert"))
@@ -286,7 +287,7 @@ def test_scan_over_stacked_layers_with_remat():
     assert_close(nnx.to_pure_dict(gradient), want_gradient, 1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 25])
+@pytest.mark.parametrize("num_tokens", [3, pytest.param(25, marks=pytest.mark.thorough)])
 def test_embedding_gradients_of_any_number_of_tokens(num_tokens):
     mesh = make_mesh((4, 2), ("expert", "tensor"))
     topology = Topology.from_mesh(mesh, tensor_axes=("tensor",))

@@ -50,6 +50,7 @@ def test_parameters_carry_logical_axes_and_are_placed():
 @pytest.mark.parametrize(
     "axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.thorough), AxisType.Explicit], ids=["auto", "explicit"]
 )
+@pytest.mark.thorough
 def test_rules_can_shard_weights_further(axis_type):
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
     rules = (("embed", "data"), *(rule for rule in logical_axis_rules(Topology.from_mesh(mesh)) if rule[0] != "embed"))
@@ -77,6 +78,7 @@ class CountingSteps(Balancer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 4), pytest.param((1, 8), marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.thorough
 def test_balancer_state_lives_outside_the_parameters(sizes):
     layer = make(make_mesh(sizes, ("data", "expert")), System(CountingSteps()), BIASED)
     state = nnx.state(layer)

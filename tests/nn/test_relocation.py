@@ -61,6 +61,7 @@ def train_step(layer, optimizer, x):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_training_goes_on_as_if_nothing_had_moved(mesh):
     """One of two equal layers is relocated between steps.
 

@@ -72,7 +72,7 @@ CASES = {
     ("case", "system"),
     [
         pytest.param("tensor", feplb(2), marks=pytest.mark.thorough),
-        ("fsdp and tensor", exact(2)),
+        pytest.param("fsdp and tensor", exact(2), marks=pytest.mark.thorough),
         pytest.param("context", exact(2), marks=pytest.mark.thorough),
     ],
 )

@@ -95,6 +95,7 @@ def test_the_maximum_is_that_of_the_cpp_planner(shape):
     assert max(above) <= 0.004
 
 
+@pytest.mark.thorough
 def test_a_fan_out_that_binds_costs_no_more_than_in_cpp():
     """Three replicas of a rank's experts suffice if the taking ranks have freed capacity first."""
     above = []
@@ -124,6 +125,7 @@ def test_room_is_made_within_the_fan_out():
         assert (np.asarray(plan.expert) // 3 == 1).sum() == sent
 
 
+@pytest.mark.thorough
 def test_it_needs_about_as_many_replicas_as_the_cpp_planner():
     """If the mean is in reach, both use all of `eps`."""
     ours, theirs = [], []
@@ -204,6 +206,7 @@ def without_custom_calls():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_jitted_is_mapped(no_custom_calls):
     counts, mapped = without_custom_calls()
     for layer in range(2):

@@ -92,7 +92,7 @@ def test_capacity_against_a_loop(limit):
     [
         pytest.param(TopK(2, capacity_factor=0.75), marks=pytest.mark.thorough),
         pytest.param(HashRouter(2), marks=pytest.mark.thorough),
-        ExpertChoice(2, 3),
+        pytest.param(ExpertChoice(2, 3), marks=pytest.mark.thorough),
         pytest.param(NoisyTopK(TopK(2)), marks=pytest.mark.thorough),
     ],
     ids=["capacity", "hash", "expert choice", "noisy"],

@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc):
         )
 
 
-EVERYDAY = 2
+EVERYDAY = 1
 """Number of programs run by default; the others are thorough cases."""
 
 CHOICES = ("system", "layout", "router", "losses", "dtype", "transformation", "headroom", "max_rounds", "on_fault")

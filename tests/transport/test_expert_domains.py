@@ -143,6 +143,7 @@ def compile_all(sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_groups_on_8_devices(capsys):
     compile_all([8])
     assert capsys.readouterr().out == "8 1\n8 2\n8 4\n8 8\n"

@@ -74,12 +74,7 @@ FORMS = {
     "gpu with own kernels": ("gpu", None, True),
     "tpu": ("tpu", None, False),
 }
-DEFAULT_FORMS = {
-    ("home", "gpu"),
-    ("gathered", "gpu in 4 rounds"),
-    ("relayed", "gpu with own kernels"),
-}
-"""Copied experts as one array and in parts."""
+DEFAULT_FORMS = {("gathered", "gpu in 4 rounds")}
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ LAYOUTS = {
     "four nodes, on two axes": ((2, 2, 2), 2, 2),
     "one node": ((8,), 8, 8),
 }
+DEFAULT = "four nodes, on two axes"
 
 
 def layout(name):
@@ -106,7 +107,9 @@ def any_rails(rng, rows, num_rails, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*list(LAYOUTS)[:2], pytest.param("one node", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", [name if name == DEFAULT else pytest.param(name, marks=pytest.mark.thorough) for name in LAYOUTS]
+)
 @settings(max_examples=15, deadline=None)
 @example(seed=0, skew=10.0, how="one rail")
 @given(

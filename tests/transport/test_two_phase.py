@@ -143,6 +143,7 @@ def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products()
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_same_where_it_is_lowered_for_a_gpu():
     """Without host callbacks, which can only be lowered for a backend that is present."""
     traced = with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM, on_fault="record")).trace(*arguments(WORKLOADS[0]))

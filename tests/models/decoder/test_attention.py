@@ -50,7 +50,7 @@ def test_blocks_keep_no_scores():
     assert {leaf.shape for leaf in jax.tree.leaves(transposed) if leaf.ndim > 1} == {q.shape}
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.thorough), 3])
 def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
     """A block of queries reads the keys up to its end; query and key positions coincide."""
     q, k, v, upstream = inputs(9, jnp.float32)
@@ -96,6 +96,7 @@ def test_the_devices_of_the_mesh_choose_the_kernel(kind, dtype, head_dim, has_ke
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_no_array_of_the_reference_has_all_pairs_of_tokens():
     config = preset("reference")
     mesh = make_mesh(config.parallel)

@@ -64,6 +64,7 @@ def test_a_round_trip_keeps_every_bit(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["glm4_moe"], indirect=True)
 def test_logits_and_loss_are_those_of_plain_numpy(checkpoint):
     tensors = {name: value.astype(np.float64) for name, value in load_file(checkpoint / "model.safetensors").items()}

@@ -103,6 +103,7 @@ def test_the_ideal_of_a_published_model():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_ideal_is_what_a_model_without_waste_computes():
     """A single expert makes the router negligible, and a single device has no exchanges."""
     model = ModelConfig(num_layers=1, embed_dim=64, num_heads=2, mlp_dim=256, num_experts=1, experts_per_token=1)

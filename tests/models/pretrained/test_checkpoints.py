@@ -255,6 +255,7 @@ def test_a_folder_with_something_in_it_is_not_written_to(mixtral):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_generating_from_the_command_line(mixtral, tmp_path):
     trace = tmp_path / "counts.npz"
     options = ["--checkpoint", str(mixtral), "--prompt", "abc", "--prompt", "defghij", "--max-new-tokens", "3"]

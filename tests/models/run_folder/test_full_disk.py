@@ -125,6 +125,7 @@ def test_a_run_that_finds_no_room_goes_on_later(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_no_room_for_what_is_printed(tmp_path):
     with Path("/dev/full").open("w") as full:
         ended = train(tmp_path / "run", stdout=full)

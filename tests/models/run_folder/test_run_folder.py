@@ -194,6 +194,7 @@ def test_a_checkpoint_without_checksums_is_used(copied):
     assert (run.done_steps, lines) == (8, [])
 
 
+@pytest.mark.thorough
 def test_a_finished_run_without_readable_counts_is_resumed_with_a_line(copied, command_line):
     folder = RunFolder(copied)
     folder.counts.write_bytes(b"PK\x03\x04")
@@ -221,6 +222,7 @@ def test_a_run_that_is_stopped_has_a_checkpoint_of_its_last_step(tmp_path):
     assert (folder.checkpoints / str(last) / CHECKSUMS).exists()
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
     class Stopped:
         name = "SIGTERM"

@@ -115,6 +115,7 @@ def test_homes_begin_where_a_run_had_none(trained_run):
     np.testing.assert_array_equal(homes, np.arange(16))
 
 
+@pytest.mark.thorough
 def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path, monkeypatch, all_devices):
     """The state of a relocating run in which each expert has moved is restored for EPLB on other ranks."""
     moving, folder = dataclasses.replace(on(1, 8, "exact"), relocation=RelocationConfig(2)), RunFolder(tmp_path)

@@ -110,6 +110,7 @@ def test_remat_says_what_is_kept():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_router_losses_and_biases_do_what_they_say(usual):
     model = dataclasses.replace(LAYER, z_loss=1.0, aux_loss=1.0, bias_rate=0.1)
     state, losses, stats = trained(dataclasses.replace(SMALL, model=model))

@@ -103,6 +103,7 @@ def test_without_a_limit_there_is_one_program():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_only_a_lack_of_rounds_is_done_again():
     """A router fault occurs in any program."""
     config = limited("plain", HEADROOM)
