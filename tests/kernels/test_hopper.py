@@ -68,8 +68,8 @@ def by_group(rows, others, group_sizes):
     return np.stack([rows[e - n : e].T @ others[e - n : e] for n, e in zip(group_sizes, ends, strict=True)])
 
 
-def with_all_sizes_by_default(names, first, *others):
-    """Parametrize with options and sizes; by default only the first options have all sizes."""
+def with_all_sizes(names, *every):
+    """Parametrize with options and sizes; by default sizes are uneven."""
     return pytest.mark.parametrize(
         (*names, "sizes"),
         [
@@ -77,16 +77,16 @@ def with_all_sizes_by_default(names, first, *others):
                 *options,
                 sizes,
                 id=f"{name}-{'-'.join(getattr(option, '__name__', str(option)) for option in options)}",
-                marks=() if options == first or name == "uneven" else pytest.mark.thorough,
+                marks=() if name == "uneven" else pytest.mark.thorough,
             )
-            for options in (first, *others)
+            for options in every
             for name, sizes in SIZES.items()
         ],
     )
 
 
 @pytest.mark.slow
-@with_all_sizes_by_default(
+@with_all_sizes(
     ("num_parts", "transposed", "dtype"),
     (2, False, jnp.bfloat16),
     (1, True, jnp.float16),
@@ -106,7 +106,7 @@ def test_products(sizes, num_parts, transposed, dtype):
 
 
 @pytest.mark.slow
-@with_all_sizes_by_default(("num_parts", "dtype"), (2, jnp.bfloat16), (1, jnp.float16))
+@with_all_sizes(("num_parts", "dtype"), (2, jnp.bfloat16), (1, jnp.float16))
 def test_sums_of_groups(sizes, num_parts, dtype):
     rows, others = draw(NUM_ROWS, INNER, dtype=dtype), draw(NUM_ROWS, OUTER, dtype=dtype, seed=1)
     want, used = by_group(rows, others, sizes), sum(sizes)

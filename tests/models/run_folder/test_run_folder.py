@@ -204,6 +204,7 @@ def test_a_finished_run_without_readable_counts_is_resumed_with_a_line(copied, c
     assert "report.html is not written" in result.stdout
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_has_a_checkpoint_of_its_last_step(tmp_path):
     class StoppedAfterThreeSteps:
         name = "SIGTERM"
