@@ -19,6 +19,7 @@ from jax_moe_lb.core.custom_calls import call, is_built, like
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike, vary_like
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
+from jax_moe_lb.kernels.recorded_rates import RecordedKernel, recorded_tflops
 
 Kind = Literal["product", "transposed", "outer"]
 """Rows times matrices, rows times transposed matrices, or outer sums, the gradients of matrices."""
@@ -102,6 +103,7 @@ class Backend:
             unsupported.
         outer: function for "outer", of the same arguments and `sums`, to which it adds; `sums` may be `None`.
         takes_parts: if True, matrices and sums may be in several arrays. False by default.
+        recorded: kernel of `recorded_rates` with the same tiles; `None` (default) for no record.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Backend:
     matmul: Callable[..., Any] | None
     outer: Callable[..., Any]
     takes_parts: bool = False
+    recorded: RecordedKernel | None = None
 
     def __call__(self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any) -> Any:
         """Compute the product; concatenate matrices in several arrays first if the backend requires it."""
@@ -128,35 +131,52 @@ class BackendChoice(NamedTuple):
     """Backend of a product on one platform.
 
     Args:
-        backend: first row of the table that can compute the product.
+        backend: chosen row of the table.
+        reason: reason for the row.
         rejected: names of earlier rows for this platform, with the reasons against them.
     """
 
     backend: Backend
+    reason: str
     rejected: dict[str, str]
 
     @property
     def why(self) -> str:
         """Reasons for the backend and against the rejected ones, on one line."""
-        return "; ".join([self.backend.why, *(f"not {name} ({reason})" for name, reason in self.rejected.items())])
+        return "; ".join([self.reason, *(f"not {name} ({reason})" for name, reason in self.rejected.items())])
 
 
 def choose_backend(product: Product, platform: str) -> BackendChoice:
-    """Return the backend of a product: the first row of `BACKENDS` that can compute it.
+    """Return the backend of a product.
+
+    It is the first row of `BACKENDS` that can compute the product, or a later one recorded at a higher rate; see
+    `recorded_rates`.
 
     Args:
         product: shapes and dtypes.
         platform: platform of the lowering, by its name in `jax.lax.platform_dependent`.
     """
     rejected: dict[str, str] = {}
+    able: list[Backend] = []
     for backend in BACKENDS:
         if backend.platform in (platform, None):
             has_kernel = product.kind == "outer" or backend.matmul is not None
             reason = backend.why_not(product) if has_kernel else "it has no such kernel"
             if reason is None:
-                return BackendChoice(backend, rejected)
-            rejected[backend.name] = reason
-    raise AssertionError("the last backend computes every product")
+                able.append(backend)
+            elif not able:
+                rejected[backend.name] = reason
+    first, rates = able[0], [_recorded_rate(backend, product.kind) for backend in able]
+    if rates[0] is None:
+        return BackendChoice(first, first.why, rejected)
+    fastest, rate = max(zip(able, rates, strict=True), key=lambda both: both[1] or 0.0)
+    if fastest is not first:
+        rejected[first.name] = f"recorded at {rates[0]:.0f} TFLOP/s"
+    return BackendChoice(fastest, f"{fastest.why}, recorded at {rate:.0f} TFLOP/s", rejected)
+
+
+def _recorded_rate(backend: Backend, kind: Kind) -> float | None:
+    return recorded_tflops(getattr(get_default_device(), "compute_capability", ""), kind, backend.recorded)
 
 
 def has_tokamax() -> bool:
@@ -354,6 +374,7 @@ BACKENDS = (
         why_not=_no_tokamax,
         matmul=_tokamax,
         outer=_then_add(_tokamax),
+        recorded="Mosaic",
     ),
     Backend(
         "Triton kernel",
@@ -362,6 +383,7 @@ BACKENDS = (
         why_not=_no_triton,
         matmul=None,
         outer=_then_add(_triton_outer),
+        recorded="Triton",
     ),
     Backend(
         "lax.ragged_dot",

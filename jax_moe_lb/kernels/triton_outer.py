@@ -1,4 +1,8 @@
-"""Pallas kernel of weight gradients, compiled by Triton for GPUs such as A100, H100 and B200."""
+"""Pallas kernel of weight gradients, compiled by Triton for GPUs such as A100, H100 and B200.
+
+Tiles, warps and stages are those recorded as fastest for most shapes of tokamax's Triton kernel on an H100; see
+`recorded_rates`. Unlike tokamax's Mosaic kernel, it takes rows without a transposed copy.
+"""
 
 from typing import Any
 
@@ -11,10 +15,13 @@ from jaxtyping import Array, Float
 from jax_moe_lb.core.types import DType, GroupSizes, iota
 
 TILE = 128
-"""Rows and columns of the result tile of one program; its 64 KB of sums fit in the registers of 8 warps."""
+"""Rows of the result tile of one program, and columns if their number is no multiple of `WIDE_TILE`."""
 
-ROWS_AT_ONCE = 64
-"""Rows per step of the pipeline; three steps take 96 KB of shared memory."""
+WIDE_TILE = 256
+"""Columns of the result tile; its 128 KB of sums fit in the registers of 8 warps."""
+
+ROWS_AT_ONCE = 32
+"""Rows per step of the pipeline; five steps take 120 KB of shared memory."""
 
 
 def outer(
@@ -30,14 +37,15 @@ def outer(
     """
     shape = group_sizes.size, rows.shape[1], others.shape[1]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    columns = TILE if shape[2] % WIDE_TILE else WIDE_TILE
     varies = jax.typeof(rows).manual_axis_type
     kernel: Any = pl.pallas_call(
         _sum_of_tile,
         # Neighboring programs read the same rows of one group.
-        grid=(shape[1] // TILE, shape[2] // TILE, shape[0]),
-        out_specs=pl.BlockSpec((None, TILE, TILE), lambda i, j, group: (group, i, j)),
+        grid=(shape[1] // TILE, shape[2] // columns, shape[0]),
+        out_specs=pl.BlockSpec((None, TILE, columns), lambda i, j, group: (group, i, j)),
         out_shape=jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies),
-        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=5),
         name="grouped_outer",
     )
     return kernel(ends - group_sizes, ends, rows, others)
@@ -53,14 +61,13 @@ def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, out: Any) -> No
         # Masked rows load as 0: rows of the next group, or uninitialized rows, which may be NaN.
         inside = (first + iota(ROWS_AT_ONCE) < end)[:, None]
 
-        def part(array: Any, tile: Array) -> Array:
-            at = array.at[pl.ds(first, ROWS_AT_ONCE), pl.ds(tile * TILE, TILE)]
+        def part(array: Any, tile: Array, width: int) -> Array:
+            at = array.at[pl.ds(first, ROWS_AT_ONCE), pl.ds(tile * width, width)]
             return triton.load(at, mask=inside, other=0)
 
+        left, right = part(rows, i, out.shape[0]), part(others, j, out.shape[1])
         over_rows = (((0,), (0,)), ((), ()))
-        return total + jax.lax.dot_general(
-            part(rows, i), part(others, j), over_rows, preferred_element_type=jnp.float32
-        )
+        return total + jax.lax.dot_general(left, right, over_rows, preferred_element_type=jnp.float32)
 
-    total = jax.lax.fori_loop(0, pl.cdiv(end - start, ROWS_AT_ONCE), add_rows, jnp.zeros((TILE, TILE), jnp.float32))
+    total = jax.lax.fori_loop(0, pl.cdiv(end - start, ROWS_AT_ONCE), add_rows, jnp.zeros(out.shape, jnp.float32))
     out[:, :] = total.astype(out.dtype)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
+from jax_moe_lb.kernels.triton_outer import WIDE_TILE
 from tests.kernels.backend_cases import outer_of, rejected
 from tests.layer_cases import make_mesh
 
@@ -53,6 +54,14 @@ def test_sums_of_groups(dtype, group_sizes):
     np.testing.assert_allclose(sums, by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
 
 
+def test_tiles_of_both_widths():
+    rows, others = make_operands()
+    group_sizes = (0, 100, 33, 0, 187)
+    sums = triton_outer(others, rows, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
+    assert rows.shape[1] % WIDE_TILE == 0 < others.shape[1] % WIDE_TILE
+    np.testing.assert_allclose(sums, by_group(others, rows, group_sizes), rtol=1e-5, atol=1e-4)
+
+
 def test_a_narrow_result_is_rounded_once():
     rows, others = make_operands()
     group_sizes = jnp.array([100, 200], jnp.int32)
@@ -85,6 +94,26 @@ def test_products_are_left_to_others():
         rejected(TRITON, matmul_product(rows, jnp.zeros((1, INNER, OUTER), rows.dtype), False))
         == "it has no such kernel"
     )
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "backend", "why"),
+    [
+        ("9.0", TRITON, "recorded at 605 TFLOP/s; not Hopper kernel (weights are in one array"),
+        ("9.0", TRITON, "; not tokamax.ragged_dot (recorded at 112 TFLOP/s)"),
+        # Without records, the first row of the table.
+        ("12.0", "tokamax.ragged_dot", "tokamax is installed; not Hopper kernel (weights are in one array"),
+    ],
+)
+def test_the_kernel_recorded_at_the_higher_rate_is_taken(compute_capability, backend, why, monkeypatch):
+    device = SimpleNamespace(platform="gpu", compute_capability=compute_capability)
+    monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: device)
+    monkeypatch.setattr(grouped_kernels, "has_tokamax", lambda: True)
+    monkeypatch.setattr(grouped_kernels, "_tokamax", lambda product, left, *others: left)
+    rows = jnp.zeros((128, 128), jnp.bfloat16)
+    choice = grouped_kernels.choose_backend(outer_product(rows, rows, 2, jnp.float32), "cuda")
+    assert choice.backend.name == backend
+    assert why in choice.why
 
 
 def test_it_is_for_gpus_alone(monkeypatch):
