@@ -14,10 +14,11 @@ from jax_moe_lb.core.manual_axes import varying_axes
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
 from jax_moe_lb.core.stats import Fault, OnFault, Stats, fault_code
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree, wide_dtype
+from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree
 from jax_moe_lb.core.validation import check_homes, check_routed, ensure
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.systems import System
+from jax_moe_lb.routing.logits import router_logits
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import (
@@ -203,12 +204,9 @@ def route(
     if info.mask is not None:
         # Padding may contain NaN, and NaN times a zero logit gradient is NaN in the gradient of the kernel.
         x = jnp.where(info.mask[:, None], x, 0)
-    # Rounding errors in the logits change the choice of experts: compute in float32 or wider, and at full precision,
-    # because accelerators default to a lower one.
-    dtype = wide_dtype(x)
-    logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+    logits = router_logits(x, kernel)
     if logit_bias is not None:
-        logits += logit_bias.astype(dtype)[None]
+        logits += logit_bias.astype(logits.dtype)[None]
     routing = router(logits, bias, info)
     routing = routing if info.mask is None else mask_tokens(routing, info.mask)
     return checkpoint_name(routing, "moe_routing")
