@@ -66,10 +66,14 @@ def compiler_options(mesh: Mesh, others: Mapping[str, str | bool] | None = None)
     processes = {(device.process_index, getattr(device, "slice_index", 0)) for device in devices}
     if len(processes) > 1:
         # The decomposer gathers the copies of all domains on every rank.
-        options |= {MULTI_HOST_DECOMPOSER: False, SYMMETRIC_BUFFERS: True}
+        options |= {MULTI_HOST_DECOMPOSER: False}
         if jax.__version_info__ >= FIRST_DEVICE_KERNEL:
             # NCCL's symmetric memory may be absent: then sends and receives, for which the host waits.
-            options |= {DEVICE_KERNEL: True, SEND_RECEIVE: True}
+            options |= {SEND_RECEIVE: True}
+            if len(processes) == len(devices):
+                # Operands of an exchange, home weights too, are copied into symmetric memory. Only the device kernel
+                # reads it there, and it requires one device per process.
+                options |= {DEVICE_KERNEL: True, SYMMETRIC_BUFFERS: True}
     elif len(devices) > MAX_ONE_SHOT_RANKS:
         options |= {ONE_SHOT: False, SEND_RECEIVE: True}
     options |= given

@@ -24,7 +24,7 @@ class ExchangePath(enum.Enum):
     """Implementation of an exchange of rows."""
 
     ONE_SHOT = "one-shot kernel"
-    """One kernel of XLA, which writes to the memory of all ranks: NVIDIA GPUs of one process."""
+    """One kernel of XLA, which writes to the memory of all ranks: GPUs of one process."""
     DEVICE_KERNEL = "NCCL device kernel"
     """One kernel of XLA on NCCL's symmetric memory: one GPU per process, all in one NVLink domain."""
     SEND_RECEIVE = "NCCL sends and receives"
@@ -70,6 +70,8 @@ def exchange_path(topology: Topology) -> PathChoice:
         return PathChoice(ExchangePath.NATIVE, "TPUs have one implementation")
     if platform == "cpu":
         return _on_cpus(topology)
+    if platform == "rocm":
+        return _on_rocm(topology)
     if topology.in_one_process:
         if ranks <= MAX_ONE_SHOT_RANKS:
             return PathChoice(ExchangePath.ONE_SHOT, f"{ranks} ranks are devices of one process")
@@ -82,6 +84,14 @@ def exchange_path(topology: Topology) -> PathChoice:
         first = ".".join(map(str, FIRST_DEVICE_KERNEL))
         return PathChoice(ExchangePath.SEND_RECEIVE, f"jax {jax.__version__}; the device kernel needs {first}")
     return PathChoice(ExchangePath.DEVICE_KERNEL, "one device per process, in one domain")
+
+
+def _on_rocm(topology: Topology) -> PathChoice:
+    if topology.in_one_process:
+        # AMD's maxtext-slurm turns it off and reports a third of the step time.
+        reason = "devices of one process; its lists are filled on NVIDIA GPUs only"
+        return PathChoice(ExchangePath.ONE_SHOT, reason)
+    return PathChoice(ExchangePath.SEND_RECEIVE, "several processes; the device kernel is NCCL's")
 
 
 def _on_cpus(topology: Topology) -> PathChoice:

@@ -134,7 +134,7 @@ class Topology:
             program.
         processes: process index of each rank, group by group, if every device of the mesh belongs to a process of its
             own; else empty (default). Processes of one machine can copy from each other's memory.
-        platform: `"cpu"`, `"gpu"` or `"tpu"`, the platform of the mesh's devices; None (default) if unknown.
+        platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`, the platform of the mesh's devices; None (default) if unknown.
 
     Raises:
         ValueError: levels are missing or out of order, `ranks_per_domain` does not divide `R`, or a number is not
@@ -312,9 +312,12 @@ class Topology:
 
 
 def _platform(devices: np.ndarray) -> str:
-    # A device of a compile-only topology has the name of the lowering platform.
-    platform = devices.flat[0].platform
-    return "gpu" if platform in ("cuda", "rocm") else platform
+    # JAX names the backend of a present GPU, and the lowering platform of a device to compile for.
+    device = devices.flat[0]
+    if device.platform != "gpu":
+        return device.platform
+    version = getattr(getattr(device, "client", None), "platform_version", "")
+    return "rocm" if "rocm" in version.lower() else "cuda"
 
 
 def _ranks_per_process(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> int:

@@ -43,6 +43,15 @@ def test_other_options_take_precedence():
     assert compiler_options(make_mesh((8,), ("expert",)), {"xla_dump_to": "x"}) == {"xla_dump_to": "x"}
 
 
+@pytest.mark.parametrize(("mesh", "is_on"), [(gpus(0, 1), True), (gpus(0, 0, 1, 1), False)], ids=["one", "two"])
+def test_operands_are_copied_to_symmetric_memory_only_for_the_device_kernel(mesh, is_on, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    options = compiler_options(mesh)
+    assert ("xla_gpu_experimental_enable_nccl_symmetric_buffers" in options) == is_on
+    assert ("xla_gpu_experimental_ragged_all_to_all_use_device_kernel" in options) == is_on
+    assert options["xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"]
+
+
 def test_more_ranks_than_the_one_shot_kernel_has_do_not_use_it():
     one_shot = "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel"
     assert one_shot not in compiler_options(gpus(*[0] * 32))

@@ -1,13 +1,16 @@
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jax_moe_lb import Topology
 from jax_moe_lb.collectives import exchange_paths
 from jax_moe_lb.collectives.exchange_paths import ExchangePath, exchange_path
 from tests.layer_cases import make_mesh
 
-GPUS = replace(Topology.flat(8), platform="gpu", ranks_per_process=8)
+GPUS = replace(Topology.flat(8), platform="cuda", ranks_per_process=8)
 APART = replace(GPUS, ranks_per_process=1, processes=tuple(range(8)))
 
 
@@ -16,10 +19,12 @@ APART = replace(GPUS, ranks_per_process=1, processes=tuple(range(8)))
     [
         (Topology.flat(8), ExchangePath.UNKNOWN, "not read from a mesh"),
         (GPUS, ExchangePath.ONE_SHOT, "one process"),
-        (replace(Topology.flat(64), platform="gpu", ranks_per_process=64), ExchangePath.SEND_RECEIVE, "has 32"),
+        (replace(Topology.flat(64), platform="cuda", ranks_per_process=64), ExchangePath.SEND_RECEIVE, "has 32"),
         (APART, ExchangePath.DEVICE_KERNEL, "one device per process"),
         (replace(APART, ranks_per_domain=4), ExchangePath.SEND_RECEIVE, "2 domains"),
         (replace(GPUS, ranks_per_process=4), ExchangePath.SEND_RECEIVE, "several devices each"),
+        (replace(GPUS, platform="rocm"), ExchangePath.ONE_SHOT, "filled on NVIDIA GPUs only"),
+        (replace(APART, platform="rocm"), ExchangePath.SEND_RECEIVE, "the device kernel is NCCL's"),
         (replace(Topology.flat(8), platform="tpu", ranks_per_process=4), ExchangePath.NATIVE, "TPUs"),
     ],
 )
@@ -33,6 +38,19 @@ def test_each_target_has_its_path_and_a_reason(topology, path, reason, monkeypat
 def test_an_older_jaxlib_has_no_device_kernel(monkeypatch):
     monkeypatch.setattr(exchange_paths.jax, "__version_info__", (0, 11, 9))
     assert exchange_path(APART).path is ExchangePath.SEND_RECEIVE
+
+
+@dataclass(frozen=True, eq=False)
+class Gpu:
+    client: SimpleNamespace
+    platform: str = "gpu"
+    process_index: int = 0
+
+
+@pytest.mark.parametrize(("version", "platform"), [("rocm 70200", "rocm"), ("PJRT C API\ncuda 13000", "cuda")])
+def test_the_platform_of_a_gpu_is_that_of_its_driver(version, platform):
+    devices = np.array([Gpu(SimpleNamespace(platform_version=version))])
+    assert Topology.from_mesh(Mesh(devices, ("expert",))).platform == platform
 
 
 def test_virtual_devices_exchange_by_a_custom_call_if_built(monkeypatch):
