@@ -16,6 +16,12 @@ from jax_moe_lb.collectives.one_shot_lists import MAX_ONE_SHOT_RANKS
 from jax_moe_lb.core.custom_calls import is_built
 from jax_moe_lb.core.topology import Topology
 
+UPDATE_S = 12e-6
+"""Seconds of a send and a receive, also of an empty update (openxla/xla#46982, with jax 0.10)."""
+
+HBM_BYTES_PER_S = 3.35e12
+"""Memory bandwidth of an H100, from its data sheet; later GPUs have more."""
+
 FIRST_DEVICE_KERNEL = (0, 12)
 """First version of jaxlib with the device kernel."""
 
@@ -51,6 +57,20 @@ class PathChoice:
     def costs_per_update(self) -> bool:
         """Whether each update has a cost of its own, so that one slice per rank is fastest."""
         return self.path in (ExchangePath.DEVICE_KERNEL, ExchangePath.SEND_RECEIVE)
+
+    def packs(self, operand_bytes: int, spared_updates: int) -> bool:
+        """Return whether one exchange of operands copied side by side is estimated faster than one for each operand.
+
+        The device kernel requires operands copied into symmetric memory, and this copy can put them side by side.
+
+        Args:
+            operand_bytes: bytes of all operands.
+            spared_updates: number of updates that the copy spares.
+        """
+        if self.path is ExchangePath.DEVICE_KERNEL:
+            return spared_updates > 0
+        # The copy reads and writes all operands.
+        return self.costs_per_update and 2 * operand_bytes / HBM_BYTES_PER_S < spared_updates * UPDATE_S
 
 
 def exchange_path(topology: Topology) -> PathChoice:

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_moe_lb.collectives.exchange_paths import exchange_path
 from jax_moe_lb.collectives.ragged_all_to_all import as_words, empty_buffer_after, moves_in_process, ragged_all_to_all
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
+from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Axes, iota, wide_dtype
 from jax_moe_lb.kernels.operands import usual_layout
 
@@ -164,9 +166,8 @@ def fetch(
 ) -> WeightsOfKind:
     """Return the replicas of this rank from the home weights of all ranks.
 
-    `Gather` calls it for each weight array. A single exchange for all arrays would first copy all home experts side by
-    side, because any of them may be wanted. Gradients of the few replicas return in one exchange. It is differentiable
-    in `home`, by `add_at_home`.
+    `Gather` calls it by `fetch_all`. Gradients of the few replicas return in one exchange for all arrays. It is
+    differentiable in `home`, by `add_at_home`.
 
     Args:
         home: `[L, ...]`, one weight array of this rank's home experts.
@@ -199,6 +200,36 @@ def _backward(
 
 
 fetch.defvjp(_save, _backward)
+
+
+def fetch_all(home: Kinds, wanted: Wanted, num_home: int, topology: Topology) -> Kinds:
+    """Return the replicas of all weight arrays, by one exchange for each of them or by one for all.
+
+    One exchange for all copies the home experts side by side, because any of them may be wanted. `PathChoice.packs`
+    estimates whether this is faster.
+
+    Args:
+        home: `[L, ...]` for each weight array.
+        wanted: `[R, P]` int32; see `fetch`.
+        num_home: `L`, home experts per rank.
+        topology: topology of the layer; its expert axes are the ranks of the exchange.
+
+    Returns:
+        `[P, ...]` for each weight array.
+    """
+    fetch_one = partial(
+        fetch,
+        wanted=wanted,
+        num_home=num_home,
+        axis_name=topology.expert_axes,
+        in_one_process=topology.in_one_process,
+    )
+    spared = (len(home) - 1) * wanted.shape[1] * (wanted.shape[0] - 1)
+    home_bytes = sum(kind.nbytes for kind in home)
+    if len({kind.dtype for kind in home}) > 1 or not exchange_path(topology).packs(home_bytes, spared):
+        return tuple(fetch_one(kind) for kind in home)
+    rows = fetch_one(jnp.concatenate([kind.reshape(num_home, -1) for kind in home], 1))
+    return _split(rows, home)
 
 
 def add_at_home(
@@ -359,10 +390,10 @@ def ragged_add(
     return accumulate_sequentially(sums, wanted, num_home, domain, me, pull, upstream)
 
 
-def _split(row: Float[Array, "W"], like: Kinds) -> Kinds:
-    """Split a row into the weight arrays of one expert, in their own shapes."""
-    parts = jnp.split(row, np.cumsum([kind[0].size for kind in like])[:-1])
-    return tuple(part.reshape(kind.shape[1:]) for part, kind in zip(parts, like, strict=True))
+def _split(rows: Float[Array, "*B W"], like: Kinds) -> Kinds:
+    """Split rows of one expert each into its weight arrays, in their own shapes."""
+    parts = jnp.split(rows, np.cumsum([kind[0].size for kind in like])[:-1], -1)
+    return tuple(part.reshape(*rows.shape[:-1], *kind.shape[1:]) for part, kind in zip(parts, like, strict=True))
 
 
 def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_moe_lb.collectives.expert_gather import Wanted, add_at_home, fetch, max_incoming_replicas, zero_sums
+from jax_moe_lb.collectives.expert_gather import Wanted, add_at_home, fetch_all, max_incoming_replicas, zero_sums
 from jax_moe_lb.collectives.local_processes import can_copy
 from jax_moe_lb.collectives.peer_copy import Pending, Route, add_copies_at_home, join, start
 from jax_moe_lb.core.plan import Plan
@@ -198,8 +198,8 @@ class Gather(Replicate):
         if plan.relay is not None:
             raise ValueError("plan.relay is set; expected None, as Gather copies every slot from home")
         wanted = plan.placement[:, plan.num_home :]
-        axes, in_one_process = topology.expert_axes, topology.in_one_process
-        return jax.tree.map(lambda home: fetch(home, wanted, plan.num_home, axes, in_one_process), experts)
+        home, tree = jax.tree.flatten(experts)
+        return jax.tree.unflatten(tree, fetch_all(tuple(home), wanted, plan.num_home, topology))
 
     def join(self, pending: Experts, after: Any) -> Experts:
         """Return the result of `start`."""

@@ -59,3 +59,27 @@ def test_virtual_devices_exchange_by_a_custom_call_if_built(monkeypatch):
     assert exchange_path(topology).path is ExchangePath.CUSTOM_CALL
     monkeypatch.setattr(exchange_paths, "is_built", lambda platform: False)
     assert exchange_path(topology).path is ExchangePath.STEPS
+
+
+SEND_RECEIVE = replace(GPUS, ranks_per_process=4)
+
+
+@pytest.mark.parametrize(
+    ("topology", "ranks", "expert_bytes", "num_home", "is_packed"),
+    [
+        # Experts of 3 arrays, 2 replicas a rank: Qwen3-30B-A3B on 16 ranks, DeepSeek-V3 on 64 and on 16.
+        (SEND_RECEIVE, 16, 9_437_184, 8, True),
+        (SEND_RECEIVE, 64, 88_080_384, 4, True),
+        (SEND_RECEIVE, 16, 88_080_384, 16, False),
+        # The operands are copied in any case.
+        (APART, 16, 88_080_384, 16, True),
+        (GPUS, 8, 9_437_184, 16, False),
+    ],
+    ids=["Qwen3", "DeepSeek-V3", "many home experts", "device kernel", "one process"],
+)
+def test_weights_are_packed_if_their_copy_takes_less_time_than_the_updates(
+    topology, ranks, expert_bytes, num_home, is_packed, monkeypatch
+):
+    monkeypatch.setattr(exchange_paths.jax, "__version_info__", (0, 12, 0))
+    spared = 2 * 2 * (ranks - 1)
+    assert exchange_path(topology).packs(num_home * expert_bytes, spared) == is_packed

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -115,3 +116,28 @@ def test_relays_are_refused():
     plan = Plan(placement, jnp.zeros((24, 8), jnp.int32), relay=placement, domain=8)
     with pytest.raises(ValueError, match=r"plan.relay is set; expected None"):
         Gather()(Experts(weights("float32"), weights("float32").swapaxes(1, 2)), plan, TOPOLOGY)
+
+
+ONE_PROCESS = replace(TOPOLOGY, platform="cuda", ranks_per_process=RANKS)
+PROCESSES = replace(ONE_PROCESS, ranks_per_process=1, processes=tuple(range(RANKS)))
+
+
+def replicated(topology):
+    def one_rank(home, placement):
+        plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), domain=RANKS)
+        replicas = Gather().start(Experts(home, home.swapaxes(1, 2), home), plan, topology)
+        return replicas.up, replicas.down, replicas.gate
+
+    return jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC))
+
+
+@pytest.mark.parametrize(("topology", "exchanges"), [(ONE_PROCESS, 3), (PROCESSES, 1)])
+def test_all_weight_arrays_travel_in_one_exchange_if_updates_have_a_cost(topology, exchanges):
+    traced = replicated(topology).trace(weights("bfloat16"), jnp.asarray(PLANS["any"]))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@ragged_all_to_all(") == exchanges
+
+
+def test_packed_weights_are_the_same():
+    for placement in map(jnp.asarray, PLANS.values()):
+        together, apart = (replicated(one)(weights("bfloat16"), placement) for one in (PROCESSES, ONE_PROCESS))
+        jax.tree.map(np.testing.assert_array_equal, together, apart)
