@@ -8,7 +8,7 @@ experts, without further accumulators.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -362,32 +362,72 @@ def ragged_add(
     axis_name: Axes,
     in_one_process: bool = False,
 ) -> Kinds:
-    """Compute `add_at_home` by exchanges of exact sizes, usually one."""
-    num_ranks, num_replicas = wanted.shape
+    """Compute `add_at_home` by exchanges of exact sizes, usually one, with one slice per rank."""
+    num_replicas = wanted.shape[1]
     me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
     room = max_incoming_replicas(num_replicas, num_home, domain)
-    to_owner = owner[me][None] == iota(num_ranks)[:, None]
-    slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
-    # Concatenate all weight arrays into one row per replica, for a single exchange.
-    rows = jnp.concatenate([kind.reshape(num_replicas, -1) for kind in upstream], 1)
+    # Concatenate all weight arrays into one row per replica, for a single exchange. Sort the rows by home, and there by
+    # number: those of one turn and home are then contiguous.
+    key = owner[me] * wanted.size + _number_at_home(wanted, num_home)[me]
+    order = jnp.argsort(key)
+    rows = jnp.concatenate([kind[order].reshape(num_replicas, -1) for kind in upstream], 1)
 
     def pull(place: Wanted) -> Callable[[Int[Array, ""]], Kinds]:
-        comes = place >= 0
+        slices = _HomeSlices.of(place, owner, order, me)
         landed = ragged_all_to_all(
             rows,
             empty_buffer_after(rows, room),
-            input_offsets=slot.reshape(-1),
-            send_sizes=_ones(to_owner & comes[me][None]),
-            output_offsets=jnp.broadcast_to(jnp.maximum(place[me], 0), wanted.shape).reshape(-1),
-            recv_sizes=_ones((owner == me) & comes),
+            input_offsets=slices.first_sent,
+            send_sizes=slices.sent,
+            output_offsets=slices.first_landed,
+            recv_sizes=slices.arriving,
             axis_name=axis_name,
             in_one_process=in_one_process,
             site="gradients of replicas",
         )
         words = as_words(landed)
-        return lambda i: _split(words[i].reshape(-1), upstream)
+        at = jnp.zeros(room, jnp.int32).at[jnp.where(slices.row < 0, room, place)].set(slices.row, mode="drop")
+        return lambda i: _split(words[at[i]].reshape(-1), upstream)
 
     return accumulate_sequentially(sums, wanted, num_home, domain, me, pull, upstream)
+
+
+class _HomeSlices(NamedTuple):
+    """Lists of an exchange of replicas' rows with one slice per rank; rows land sorted by source.
+
+    Args:
+        first_sent: `[R]` int32, first row for each rank.
+        sent: `[R]` int32, rows for each rank.
+        first_landed: `[R]` int32, first row of this rank in the buffer of each rank.
+        arriving: `[R]` int32, rows from each rank.
+        row: `[R, P]` int32, row of each replica in the buffer of this rank; -1 for replicas of other ranks or turns.
+    """
+
+    first_sent: Int[Array, "R"]
+    sent: Int[Array, "R"]
+    first_landed: Int[Array, "R"]
+    arriving: Int[Array, "R"]
+    row: Wanted
+
+    @classmethod
+    def of(cls, place: Wanted, owner: Wanted, order: Int[Array, "P"], me: Int[Array, ""]) -> "_HomeSlices":
+        """Derive the lists from the plan, without an exchange.
+
+        Args:
+            place: `[R, P]` int32, position of each replica at home, -1 for those of other turns and for empty slots.
+            owner: `[R, P]` int32, home rank of each replica; `R` for empty slots.
+            order: `[P]` int32, replica of this rank in each row that it sends.
+            me: index of this rank.
+        """
+        comes = place >= 0
+        goes = comes[:, :, None] & (owner[:, :, None] == iota(owner.shape[0])[None, None])
+        sent = goes.sum(1, dtype=jnp.int32)
+        first_landed = sent.cumsum(0, dtype=jnp.int32) - sent
+        mine = goes[:, :, me]
+        earlier = mine[:, None] & (place[:, None] < place[:, :, None])
+        row = jnp.where(mine, first_landed[:, me][:, None] + earlier.sum(2, dtype=jnp.int32), -1)
+        # The index of the first row for each rank; 0 if there is none.
+        return cls(jnp.argmax(goes[me][order], 0).astype(jnp.int32), sent[me], first_landed[me], sent[:, me], row)
 
 
 def _split(rows: Float[Array, "*B W"], like: Kinds) -> Kinds:
