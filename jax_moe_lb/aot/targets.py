@@ -86,7 +86,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Tpu:
-    """Description of one TPU chip; its compiler has the other properties.
+    """Description of one device of a TPU; its compiler has the other properties.
 
     Args:
         memory_bytes: Memory in bytes.
@@ -103,6 +103,8 @@ TPUS = {
     "v5e": Tpu(16 * 1024 * MIB, 0.819e12, 197e12),
     "v5p": Tpu(95 * 1024 * MIB, 2.765e12, 459e12),
     "v6e": Tpu(32 * 1024 * MIB, 1.64e12, 918e12),
+    # Half a chip, which is one device of JAX.
+    "tpu7x": Tpu(96 * 1024 * MIB, 3.69e12, 1153e12),
 }
 """TPUs by their names in targets. Other TPUs can be targets, too, without these properties."""
 

@@ -58,19 +58,19 @@ class PathChoice:
         """Whether each update has a cost of its own, so that one slice per rank is fastest."""
         return self.path in (ExchangePath.DEVICE_KERNEL, ExchangePath.SEND_RECEIVE)
 
-    def packs(self, operand_bytes: int, spared_updates: int) -> bool:
+    def packs(self, copied_bytes: int, spared_updates: int) -> bool:
         """Return whether one exchange of operands copied side by side is estimated faster than one for each operand.
 
         The device kernel requires operands copied into symmetric memory, and this copy can put them side by side.
 
         Args:
-            operand_bytes: bytes of all operands.
-            spared_updates: number of updates that the copy spares.
+            copied_bytes: bytes of the copies before and after the exchange.
+            spared_updates: number of updates that the copies spare.
         """
         if self.path is ExchangePath.DEVICE_KERNEL:
             return spared_updates > 0
-        # The copy reads and writes all operands.
-        return self.costs_per_update and 2 * operand_bytes / HBM_BYTES_PER_S < spared_updates * UPDATE_S
+        # A copy reads and writes.
+        return self.costs_per_update and 2 * copied_bytes / HBM_BYTES_PER_S < spared_updates * UPDATE_S
 
 
 def exchange_path(topology: Topology) -> PathChoice:

@@ -205,8 +205,8 @@ fetch.defvjp(_save, _backward)
 def fetch_all(home: Kinds, wanted: Wanted, num_home: int, topology: Topology) -> Kinds:
     """Return the replicas of all weight arrays, by one exchange for each of them or by one for all.
 
-    One exchange for all copies the home experts side by side, because any of them may be wanted. `PathChoice.packs`
-    estimates whether this is faster.
+    One exchange for all copies the home experts side by side, because any of them may be wanted. A single slice per
+    rank would copy some of them several times. `PathChoice.packs` estimates whether the exchange is faster.
 
     Args:
         home: `[L, ...]` for each weight array.
@@ -225,8 +225,9 @@ def fetch_all(home: Kinds, wanted: Wanted, num_home: int, topology: Topology) ->
         in_one_process=topology.in_one_process,
     )
     spared = (len(home) - 1) * wanted.shape[1] * (wanted.shape[0] - 1)
-    home_bytes = sum(kind.nbytes for kind in home)
-    if len({kind.dtype for kind in home}) > 1 or not exchange_path(topology).packs(home_bytes, spared):
+    # Home experts are copied before the exchange, and replicas are split into their arrays after it.
+    copied_bytes = sum(kind.nbytes for kind in home) // num_home * (num_home + wanted.shape[1])
+    if len({kind.dtype for kind in home}) > 1 or not exchange_path(topology).packs(copied_bytes, spared):
         return tuple(fetch_one(kind) for kind in home)
     rows = fetch_one(jnp.concatenate([kind.reshape(num_home, -1) for kind in home], 1))
     return _split(rows, home)

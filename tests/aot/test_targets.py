@@ -56,7 +56,8 @@ def test_bad_targets_are_refused_with_what_was_expected(text):
 def test_devices_are_described():
     assert Target.parse("h100:1x8").device is GPUS["h100"]
     assert Target.parse("v5e:2x4").device is TPUS["v5e"]
-    assert Target.parse("tpu7x:2x2x1").device is None
+    assert Target.parse("tpu7x:2x2x1").device is TPUS["tpu7x"]
+    assert Target.parse("v4:2x2x1").device is None
 
 
 @pytest.mark.parametrize("name", GPUS)
