@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 MESH = make_mesh((8,), ("expert",))
 BY_SLOT = Topology.from_mesh(MESH, ranks_per_domain=4)
 # As on GPUs with a process each. The rows travel by the custom call of one process all the same.
-BY_RANK = replace(BY_SLOT, platform="gpu", ranks_per_process=1)
+BY_RANK = replace(BY_SLOT, platform="cuda", ranks_per_process=1)
 
 
 def run(topology, system, workload, dtype):
