@@ -168,10 +168,10 @@ def collectives(
     found: dict[Key, list[tuple[OperationCost, list[str]]]] = {}
     for cost in executed(module, lambda computation, one: _nbytes(module, computation, one)):
         beside = _beside(module, cost.computation, cost.instruction, moved)
-        for computation, inner in _exchanges(module, cost.computation, cost.instruction):
+        for computation, inner in exchanges(module, cost.computation, cost.instruction):
             over = axes_of(inner, axes)
             form = _form(computation, inner, over, axes, path_of) if path_of else None
-            found.setdefault((_kind(inner), over, form), []).append((cost, beside))
+            found.setdefault((kind_of(inner), over, form), []).append((cost, beside))
     merged = [_merged(*key, members) for key, members in found.items()]
     return sorted(merged, key=lambda one: one.nbytes, reverse=True)
 
@@ -186,7 +186,7 @@ def _form(
     axes: Mapping[str, int],
     path_of: PathOf,
 ) -> ExchangeForm | None:
-    if _kind(instruction) != RAGGED or not over:
+    if kind_of(instruction) != RAGGED or not over:
         return None
     operands, ranks, choice = computation.operands(instruction), math.prod(axes[name] for name in over), path_of(over)
     rows, updates = operands[0].shapes[0].dims[0], operands[2].shapes[0].dims[0] // ranks
@@ -211,50 +211,51 @@ def _merged(
     )
 
 
-def _kind(instruction: Instruction) -> str:
+def kind_of(instruction: Instruction) -> str:
+    """Return XLA's name of an operation without the mark of its start."""
     return instruction.opcode.removesuffix("-start")
 
 
-def _exchanges(
+def exchanges(
     module: Module, computation: Computation, instruction: Instruction
 ) -> list[tuple[Computation, Instruction]]:
     """Return the collectives executed by an instruction, including those inside a fusion or an asynchronous call."""
-    if _kind(instruction) in KINDS:
+    if kind_of(instruction) in KINDS:
         return [(computation, instruction)]
     if instruction.opcode not in ("fusion", "async-start"):
         return []
     return [
-        found for called in module.called(instruction) for one in called for found in _exchanges(module, called, one)
+        found for called in module.called(instruction) for one in called for found in exchanges(module, called, one)
     ]
 
 
 def _nbytes(module: Module, computation: Computation, instruction: Instruction) -> int:
-    return sum(_own_nbytes(*found) for found in _exchanges(module, computation, instruction))
+    return sum(_own_nbytes(*found) for found in exchanges(module, computation, instruction))
 
 
 def _own_nbytes(computation: Computation, instruction: Instruction) -> int:
     given = computation.operands(instruction)
-    if _kind(instruction) == RAGGED:
+    if kind_of(instruction) == RAGGED:
         # The other operands are the output buffer, offsets and sizes.
         return given[0].nbytes
     # The result of a start also holds the operands and scratch buffers of the transfer.
-    got = _end(computation, instruction) if instruction.opcode.endswith("-start") else instruction
+    got = end_of(computation, instruction) if instruction.opcode.endswith("-start") else instruction
     return max(sum(one.nbytes for one in given), got.nbytes if got else 0)
 
 
-def _end(computation: Computation, instruction: Instruction) -> Instruction | None:
+def end_of(computation: Computation, instruction: Instruction) -> Instruction | None:
     """Return the `-done` instruction of an asynchronous operation."""
     for user, _ in computation.users[instruction.name]:
         if user.opcode.endswith("-done"):
             return user
         if user.opcode.endswith("-update"):
-            return _end(computation, user)
+            return end_of(computation, user)
     return None
 
 
 def _beside(module: Module, computation: Computation, instruction: Instruction, moved: CostOf) -> list[str]:
     """List the work between start and end of a collective, largest first; empty if it is synchronous."""
-    end = _end(computation, instruction)
+    end = end_of(computation, instruction)
     if end is None or not instruction.opcode.endswith("-start"):
         return []
     names = list(computation.instructions)
@@ -267,5 +268,5 @@ def _work(module: Module, computation: Computation, instruction: Instruction, mo
     if instruction.opcode in CONTROL_FLOW:
         return sum(total(executed(module, moved, called.name)) for called in module.called(instruction))
     # Another transfer uses the same links, so it does not overlap.
-    is_transfer = _kind(instruction) in KINDS or instruction.opcode.endswith(("-start", "-done", "-update"))
+    is_transfer = kind_of(instruction) in KINDS or instruction.opcode.endswith(("-start", "-done", "-update"))
     return 0 if is_transfer else moved(computation, instruction)

@@ -21,11 +21,20 @@ from jax.stages import Compiled, Lowered, Wrapped
 
 from jax_moe_lb.aot.collectives import collectives
 from jax_moe_lb.aot.compiler_options import compiler_options
-from jax_moe_lb.aot.execution_counts import answers_from_host, executed, host_waits, total, with_counted_loops
+from jax_moe_lb.aot.execution_counts import (
+    Launches,
+    answers_from_host,
+    executed,
+    host_waits,
+    launches,
+    total,
+    with_counted_loops,
+)
 from jax_moe_lb.aot.flops import products
 from jax_moe_lb.aot.hlo import Module, parse_module
 from jax_moe_lb.aot.memory import MemoryTraffic, peak_buffers, temporary_bytes
 from jax_moe_lb.aot.report import Operation, ProgramReport
+from jax_moe_lb.aot.schedule import scheduled
 from jax_moe_lb.aot.targets import Target
 from jax_moe_lb.collectives.exchange_paths import PathChoice, exchange_path
 from jax_moe_lb.core.topology import Topology
@@ -181,6 +190,7 @@ def read_report(
         custom_calls=_custom_calls(module),
         host_waits=_waits(module, target, folder),
         compile_s=compile_s,
+        schedule=scheduled(module, traffic, dict(mesh.shape), partial(_path, mesh), _launches(target, folder)),
     )
 
 
@@ -191,9 +201,19 @@ def _path(mesh: Mesh, axes: tuple[str, ...]) -> PathChoice:
 def _waits(module: Module, target: Target, folder: Path) -> int | None:
     if target.platform != "cuda":
         return answers_from_host(module)
-    # XLA omits the first dump if its last passes make no change.
-    sequence = _dump(folder, "thunk_sequence_after_thunk_passes") or _dump(folder, "thunk_sequence")
+    sequence = _thunks(folder)
     return host_waits(module, sequence, _dump(folder, "thunk_metadata")) if sequence else None
+
+
+def _launches(target: Target, folder: Path) -> Launches:
+    if target.platform != "cuda":
+        return Launches()
+    return launches(_thunks(folder), _dump(folder, "thunk_metadata"))
+
+
+def _thunks(folder: Path) -> str:
+    # XLA omits the first dump if its last passes make no change.
+    return _dump(folder, "thunk_sequence_after_thunk_passes") or _dump(folder, "thunk_sequence")
 
 
 def _custom_calls(module: Module) -> dict[str, int]:

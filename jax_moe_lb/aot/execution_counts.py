@@ -11,6 +11,7 @@ only.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -202,6 +203,43 @@ class Thunk:
     label: str
     depth: int
     children: list["Thunk"] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Launches of a program's operations by XLA's GPU runtime.
+
+    Args:
+        kernels: Kernels of each instruction, by its name.
+        in_graphs: Names of instructions inside of CUDA graphs.
+    """
+
+    kernels: Mapping[str, int] = field(default_factory=dict)
+    in_graphs: frozenset[str] = frozenset()
+
+
+def launches(sequence: str, metadata: str) -> Launches:
+    """Read the launches of each instruction.
+
+    Args:
+        sequence: XLA's dump of the thunks, `thunk_sequence_after_thunk_passes`.
+        metadata: XLA's dump of their names, `thunk_metadata`.
+    """
+    names = {int(number): name for name, number in NAMED.findall(metadata) if number}
+    kernels: Counter[str] = Counter()
+    inside = set()
+
+    def visit(thunk: Thunk, in_graph: bool) -> None:
+        name = names.get(thunk.number)
+        if name is not None and thunk.kind != "kCommandBuffer":
+            kernels[name] += 1
+            inside.update({name} if in_graph else ())
+        for child in thunk.children:
+            visit(child, in_graph or thunk.kind == "kCommandBuffer")
+
+    for thunk in parse_thunks(sequence):
+        visit(thunk, False)
+    return Launches(kernels, frozenset(inside))
 
 
 def host_waits(module: Module, sequence: str, metadata: str) -> int:

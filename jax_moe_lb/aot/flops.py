@@ -30,13 +30,14 @@ def products(module: Module) -> list[OperationCost]:
     Args:
         module: The program.
     """
-    return executed(module, lambda computation, one: _flops(module, computation, one))
+    return executed(module, lambda computation, one: flops_of(module, computation, one))
 
 
-def _flops(module: Module, computation: Computation, instruction: Instruction) -> int:
+def flops_of(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Count the floating-point operations of one execution of an instruction."""
     opcode = instruction.opcode
     if opcode in ("fusion", "async-start"):
-        return sum(_flops(module, called, one) for called in module.called(instruction) for one in called)
+        return sum(flops_of(module, called, one) for called in module.called(instruction) for one in called)
     operands = computation.operands(instruction)
     if opcode == "dot":
         return _dot(instruction, operands[0].shapes[0], instruction.numbers("lhs_contracting_dims"))

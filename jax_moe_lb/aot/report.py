@@ -1,7 +1,7 @@
 """Report on one device's share of a compiled program, and its printed form."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -13,7 +13,11 @@ from rich.table import Table
 from jax_moe_lb.aot.collectives import ExchangeForm, ProgramCollective
 from jax_moe_lb.aot.execution_counts import OperationCost
 from jax_moe_lb.aot.hlo import Module
+from jax_moe_lb.aot.load import LayerLoad
 from jax_moe_lb.aot.memory import Buffer
+from jax_moe_lb.aot.schedule import ScheduledOperation
+from jax_moe_lb.aot.targets import Target
+from jax_moe_lb.aot.timeline import Timeline, timeline
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class ProgramReport:
         host_waits: Number of waits of a GPU's host for the GPU, or of a TPU for its host; None if the compiler does not
             state it.
         compile_s: Seconds of tracing and compilation.
+        schedule: Operations in the order of execution, for `timeline`.
     """
 
     target: str
@@ -87,6 +92,7 @@ class ProgramReport:
     custom_calls: dict[str, int]
     host_waits: int | None
     compile_s: float
+    schedule: tuple[ScheduledOperation, ...] = field(repr=False, default=())
 
     @property
     def total_bytes(self) -> int:
@@ -102,6 +108,24 @@ class ProgramReport:
     def flops_over_ideal(self) -> float | None:
         """Ratio of the program's floating-point operations to the ideal; None if the ideal is unknown."""
         return self.flops / self.ideal_flops if self.ideal_flops else None
+
+    def timeline(self, load: LayerLoad | None = None) -> Timeline:
+        """Estimate the time of every operation and of the program, which did not run.
+
+        Args:
+            load: Load of the layer, which decides the bytes of exchanges. None (default) is a balanced load of full
+                buffers.
+
+        Raises:
+            ValueError: There are no rates of the target's device in `recordings/devices`.
+
+        Examples:
+            >>> from jax_moe_lb import exact
+            >>> from jax_moe_lb.aot import Target, compile_layer, use_no_accelerators
+            >>> use_no_accelerators()  # doctest: +SKIP
+            >>> compile_layer(exact(), Target.parse("h100:1x8")).timeline().exposed_s  # doctest: +SKIP
+        """
+        return timeline(self.schedule, Target.parse(self.target), load)
 
     def to_json(self) -> dict[str, Any]:
         """Convert all fields to a dictionary for `json.dumps`."""

@@ -1,6 +1,7 @@
 """Targets of compilation: devices from data sheets and drivers, and their meshes."""
 
 import importlib.util
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
+
+from jax_moe_lb.core.topology import Level, Topology
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,13 @@ class Target:
     def fast_spaces(self) -> frozenset[int]:
         """XLA's numbers of memory spaces outside the device's main memory."""
         return GPU_FAST_SPACES if self.platform == "cuda" else TPU_FAST_SPACES
+
+    def topology(self) -> Topology:
+        """Return the topology of all devices as one expert-parallel group, for planning on this host."""
+        domains = self.num_domains
+        inside = math.prod(self.shape) // domains
+        levels = (Level("node", domains), Level("gpu", inside)) if domains > 1 else (Level("gpu", inside),)
+        return Topology(levels, inside, rails_per_node=inside)
 
     def require_compiler(self) -> None:
         """Raise an error if the compiler of the platform is not installed.

@@ -1,7 +1,9 @@
 """Command `compile`, and systems composed by `+`, such as `hybridep+exact` and `ultraep+rails`."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,9 +11,12 @@ import typer
 from jax_moe_lb.advise.advise import chosen_migration
 from jax_moe_lb.advise.choice import Candidate, with_rails
 from jax_moe_lb.aot.compile import quiet_stderr
-from jax_moe_lb.aot.layer import LayerSizes, compile_layer
+from jax_moe_lb.aot.layer import compile_layer
+from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.aot.report import print_report
+from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
+from jax_moe_lb.aot.timeline_report import print_difference, print_timeline, read_timeline, write_timeline
 from jax_moe_lb.cli.output import Json, SystemReplicaSlots, one_line_errors, parse_integer, print_json
 from jax_moe_lb.layer import systems
 from jax_moe_lb.layer.systems import System, system_named, system_names
@@ -146,6 +151,16 @@ def compile_command(
     options: Annotated[
         list[str] | None, typer.Option("--xla", metavar="NAME=VALUE", help="Option of XLA; may be repeated.")
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option("--timeline", metavar="FILE", help="Trace of the estimated step, for ui.perfetto.dev."),
+    ] = None,
+    load: Annotated[
+        str, typer.Option("--load", metavar="LOAD", help="Load of the timeline: uniform, zipf:S or a counts file.")
+    ] = DEFAULT_LOAD,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="FILE", help="Other timeline to compare with.")
+    ] = None,
     logs: Annotated[bool, typer.Option("--logs", help="Show the compiler's log on stderr.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -159,6 +174,9 @@ def compile_command(
         chosen = _system(system, replica_slots, headroom, max_rounds)
         chosen = chosen.replace(kernels=Kernels.OWN) if own_kernels else chosen
         for_xla = _options(options)
+        other = None if against is None else read_timeline(against)
+        wants_timeline = timeline is not None or other is not None
+        counts = counts_of(load, layer, math.prod(machine.shape)) if wants_timeline else None
         machine.require_compiler()
         with nullcontext() if logs else quiet_stderr():
             use_no_accelerators()
@@ -168,8 +186,16 @@ def compile_command(
         title = f"{system} on {target}, {passes}, {shape}"
         if as_json:
             print_json({"title": title, **report.to_json()})
-        else:
+        elif counts is None:
             print_report(report, title)
+        if counts is not None:
+            found = report.timeline(LayerLoad.of(chosen, layer, machine.topology(), counts, load))
+            if timeline is not None:
+                write_timeline(timeline, found, title)
+            if not as_json:
+                print_timeline(found, title)
+            if other is not None and not as_json:
+                print_difference(found, other)
 
 
 def _system(name: str, replica_slots: str | None, headroom: str | None, max_rounds: str | None) -> System:

@@ -1,24 +1,20 @@
 """YAML files of the simulator, and quantities with units.
 
 A file has `version: 1` and any of the keys `cluster`, `model`, `system`, `migration`, `routing` and `step`. The values
-of `cluster` and `model` may be names of presets. `docs/simulator.md` describes the format. Quantities carry a unit, as
-in `400 Gbit/s`, `50 GB/s`, `5 us` or `600 TFLOP/s`; a number without a unit is an error. Prefixes are decimal, except
-the binary `KiB`, `MiB` and `GiB`.
+of `cluster` and `model` may be names of presets. `docs/simulator.md` describes the format. Quantities carry a unit; see
+`recordings/quantities.py`.
 """
 
 import difflib
-import math
-import re
-from fractions import Fraction
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
+from jax_moe_lb.recordings.quantities import RateField, SizeField, SpeedField, TimeField
 from jax_moe_lb.recordings.yaml_file import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, read_yaml, shown
-from jax_moe_lb.sim import config as units
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Communication, Gemm, Links, MeasuredGemm
 from jax_moe_lb.sim.drift import RECORDED, Drift
 from jax_moe_lb.sim.loads import LoadShape
@@ -26,86 +22,12 @@ from jax_moe_lb.sim.model import ModelShape, Parallel, Peers, Step
 from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.compression import Codec, CodecBase
 
-DECIMAL = {prefix: Fraction(1000) ** power for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))}
-"""Factor of each decimal prefix. Fractions are exact, so `10 us` parses to the float nearest to it."""
-
-BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
-    f"{prefix}iB": Fraction(1024) ** power for power, prefix in enumerate("KMG", 1)
-}
-BITS = {f"{prefix}bit": factor / 8 for prefix, factor in DECIMAL.items()}
-
-RATES = {f"{unit}/s": factor for unit, factor in (BYTES | BITS).items()}
-"""Bytes per second of each unit of a rate."""
-
-SIZES = BYTES
-"""Bytes of each unit of a size."""
-
-TIMES = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
-"""Seconds of each unit of time."""
-
-SPEEDS = {f"{prefix}FLOP/s": factor for prefix, factor in DECIMAL.items()}
-"""Floating-point operations per second of each unit of speed."""
-
-
-NUMBER = r"[-+]?[\d.]{1,40}(?:[eE][-+]?\d{1,3})?"
-"""Pattern of a number. It bounds the digits, because the power of a `Fraction` is computed in full."""
-
-LEAST, MOST = 1e-15, 1e30
-"""Bounds of nonzero quantities in base units, so that their sums and quotients stay finite."""
-
-
-def rate(value: Any) -> float:
-    """Parse a rate such as `400 Gbit/s` into bytes per second; raise `ValueError` if it is invalid."""
-    return _parsed(value, RATES, "a rate above 0 with its unit, such as '400 Gbit/s' or '50 GB/s'", least=0.0)
-
-
-def size(value: Any) -> float:
-    """Parse a size such as `80 GB` into bytes; raise `ValueError` if it is invalid."""
-    return _parsed(value, SIZES, "a size above 0 with its unit, such as '80 GB'", least=0.0)
-
-
-def time(value: Any) -> float:
-    """Parse a time such as `5 us` into seconds; raise `ValueError` if it is invalid."""
-    return _parsed(value, TIMES, "a time with its unit, such as '5 us'")
-
-
-def speed(value: Any) -> float:
-    """Parse a speed such as `600 TFLOP/s` into operations per second; raise `ValueError` if it is invalid."""
-    return _parsed(value, SPEEDS, "a speed above 0 with its unit, such as '600 TFLOP/s'", least=0.0)
-
-
-def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float | None = None) -> float:
-    """Parse a quantity into its base unit. It must be above `least`, or at least 0 if `least` is None.
-
-    Raises:
-        ValueError: The number or the unit is missing, unknown or out of range.
-    """
-    # -1 marks unreadable values, so that all mistakes end in the one message below.
-    found = re.fullmatch(rf"\s*({NUMBER})\s*([A-Za-z/]{{1,10}})\s*", value) if isinstance(value, str) else None
-    try:
-        number = float(Fraction(found[1]) * units[found[2]]) if found else -1.0
-    except (ValueError, KeyError):
-        number = -1.0
-    except OverflowError:
-        number = math.inf
-    if number < 0 or (least is not None and number <= least):
-        raise ValueError(f"is {shown(value)}; expected {expected}")
-    if number and not LEAST <= number <= MOST:
-        between = f"from {LEAST:g} to {MOST:g} in units without a prefix"
-        raise ValueError(f"is {shown(value)}; expected {expected}, {between}")
-    return number
-
-
 VERSION = 1
 """Version of the format. Files of another version are rejected."""
 
 MOST_NAME = 60
 """Maximum length of a key in messages, and of a name compared with preset names."""
 
-SizeField = Annotated[float, BeforeValidator(units.size)]
-RateField = Annotated[float, BeforeValidator(units.rate)]
-TimeField = Annotated[float, BeforeValidator(units.time)]
-SpeedField = Annotated[float, BeforeValidator(units.speed)]
 CountField = Annotated[int, Field(strict=True, ge=1, le=INT32_MAX)]
 """Count of 1 to the maximum of int32, because planners count in int32."""
 

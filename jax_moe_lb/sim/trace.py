@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jax_moe_lb.recordings.trace_events import complete_event, name_event, trace
 from jax_moe_lb.sim.events import Task, Timeline
 
 SHOWN_RANKS = 8
@@ -27,14 +28,14 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """
     critical = {id(task): rank for task, rank in timeline.critical_path()}
     ranks = _shown(timeline)
-    events: list[dict[str, Any]] = [_name(rank, f"rank {rank}") for rank in ranks] + [_name(LINKS, "links")]
+    events: list[dict[str, Any]] = [name_event(rank, f"rank {rank}") for rank in ranks] + [name_event(LINKS, "links")]
     # The format numbers threads and names them in separate events.
     threads = {
         stream: number for number, stream in enumerate(dict.fromkeys(s for t in timeline.tasks for s in t.streams))
     }
     for stream, number in threads.items():
         processes = [LINKS] if stream.endswith("links") else ranks
-        events += [_name(process, stream, number) for process in processes]
+        events += [name_event(process, stream, number) for process in processes]
     for task in timeline.tasks:
         for stream in task.streams:
             of_links = stream.endswith("links")
@@ -43,7 +44,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
                 process = LINKS if of_links else rank
                 is_critical = id(task) in critical and (of_links or critical[id(task)] == rank)
                 events.append(_event(task, threads[stream], rank, process, is_critical))
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return trace(events)
 
 
 def write_trace(path: Path, timeline: Timeline) -> None:
@@ -105,11 +106,6 @@ def _slowest(timeline: Timeline) -> int:
     return int(busy.argmax()) if timeline.tasks else 0  # type: ignore[union-attr]
 
 
-def _name(process: int, name: str, thread: int | None = None) -> dict[str, Any]:
-    of = {"name": "process_name"} if thread is None else {"name": "thread_name", "tid": thread}
-    return {"ph": "M", "pid": process, "args": {"name": name}} | of
-
-
 def _event(task: Task, thread: int, rank: int, process: int, is_critical: bool) -> dict[str, Any]:
     start, end = float(task.start[rank]), float(task.end[rank])
     args: dict[str, Any] = {"layer": task.layer}
@@ -119,13 +115,5 @@ def _event(task: Task, thread: int, rank: int, process: int, is_critical: bool) 
         # A single entry stands for all ranks.
         rows = float(task.rows[min(rank, len(task.rows) - 1)])
         args |= {"rows": rows, "load_over_mean": rows / max(float(task.rows.mean()), 1e-9)}
-    return {
-        "ph": "X",
-        "name": task.stage,
-        "cat": "critical" if is_critical else "hidden",
-        "pid": process,
-        "tid": thread,
-        "ts": start * 1e6,
-        "dur": (end - start) * 1e6,
-        "args": args,
-    }
+    category = "critical" if is_critical else "hidden"
+    return complete_event(task.stage, category, (process, thread), start, end, args)

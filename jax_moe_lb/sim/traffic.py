@@ -16,13 +16,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int, Num
 
-from jax_moe_lb.core.plan import Plan, plain_plan
+from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
 
@@ -156,15 +156,8 @@ def plan_layer(
     Raises:
         ValueError: The balancer rejects the counts, or its plan is not legal.
     """
-    topology = group.cluster.topology(group.sizes)
-    # A single rank has all experts at home, and no rank needs an expert twice.
-    slots = num_home + (system.replica_slots if topology.num_ranks > 1 else 0)
-    start = plain_plan(counts, topology, min(slots, counts.shape[1]))
-    plan, state = system.balancer.rebalance(counts, start, topology, state)
-    # A balancer may return JAX arrays; the rest runs on NumPy arrays on the host.
-    plan = jax.tree.map(np.asarray, plan)
-    waves = system.dispatch.cost().waves(counts, start, plan, system.balancer)
-    return system.replicate.plan(plan) if plan.slots > num_home else plan, waves, state
+    found = plan_on_host(system, counts, group.cluster.topology(group.sizes), num_home, state)
+    return found.plan, found.waves, found.state
 
 
 Reach = Num[np.ndarray, "_ _"]

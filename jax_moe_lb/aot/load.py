@@ -1,0 +1,192 @@
+"""Token copies and replicas of one layer under a plan, which decide the bytes of exchanges and the rows of products."""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from jax_moe_lb.aot.sizes import LayerSizes
+from jax_moe_lb.balancers.base import LayerCost
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.split import nearest_first
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts
+from jax_moe_lb.layer.plan_on_host import plan_on_host
+from jax_moe_lb.layer.systems import System
+from jax_moe_lb.recordings.counts_files import read_counts
+from jax_moe_lb.recordings.yaml_file import shown
+
+DEFAULT_LOAD = "zipf:1.0"
+"""Load of a timeline by default: the popularity of an expert falls with its place, at random homes."""
+
+EXPECTED_LOAD = "uniform, zipf:EXPONENT such as zipf:1.0, or a file of counts, .npy or .npz"
+
+Slices = Int[np.ndarray, "R R S"]
+"""Rows, or experts, from rank (first) to each slot (third) of a rank (second)."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerLoad:
+    """Load of one layer under the plan of its system.
+
+    Args:
+        name: Text of the load, such as `zipf:1.0`.
+        waves: Rows of each exchange from home to slots: one exchange, or two phases.
+        copies: Token copies `T * K` of a rank.
+        capacity: Rows `A` of a rank in one round.
+        plan: Plan of the layer.
+    """
+
+    name: str
+    waves: tuple[Slices, ...]
+    copies: int
+    capacity: int
+    plan: Plan
+
+    @classmethod
+    def of(
+        cls, system: System, sizes: LayerSizes, topology: Topology, counts: Counts, name: str = "counts"
+    ) -> "LayerLoad":
+        """Plan for counts on this host, as the program does.
+
+        Args:
+            system: System of the program.
+            sizes: Sizes of the layer.
+            topology: Ranks of the layer.
+            counts: `[R, E]` int32, token copies from each rank to each expert.
+            name: Name in tables.
+
+        Raises:
+            ValueError: The counts do not fit the sizes, or the balancer rejects them.
+        """
+        expected = (topology.num_ranks, sizes.experts)
+        copies = sizes.tokens * sizes.per_token
+        if counts.shape != expected or counts.sum(1).max() > copies:
+            raise ValueError(
+                f"counts has shape {counts.shape} and up to {counts.sum(1).max()} copies of a rank; expected shape "
+                f"{expected} and at most {copies}"
+            )
+        facts = LayerCost(copies, 6 * sizes.hidden * sizes.inner, token_bytes=2 * sizes.hidden)
+        system = replace(system, balancer=system.balancer.sized(facts))
+        found = plan_on_host(system, counts, topology)
+        waves = tuple(slices(wave_counts, plan) for wave_counts, plan in found.waves)
+        return cls(name, waves, copies, system.dispatch.buffers.rows(copies), found.plan)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the receive buffer."""
+        return max(1, -(-int(self.waves[0].sum((0, 2)).max()) // self.capacity))
+
+    @property
+    def imbalance(self) -> float:
+        """`max / mean` of the rows served by ranks."""
+        served = self.rows(0).sum(1) if self.rounds == 1 else sum(self.rows(i).sum(1) for i in range(self.rounds))
+        return float(served.max() / max(served.mean(), 1e-9))
+
+    def sent(self, wave: int, i: int, *, by_rank: bool = False) -> Slices:
+        """Return the rows that travel in round `i`, from rank to slot.
+
+        Args:
+            wave: Number of the wave.
+            i: Number of the round, from 0.
+            by_rank: Whether the stream of a receiver is sorted by source before slots. False by default.
+        """
+        whole = self.waves[wave]
+        if self.rounds == 1 or wave:
+            return whole
+        # The window of a round on the stream of each receiver, by slot and then source, or by source and then slot.
+        order = (1, 0, 2) if by_rank else (1, 2, 0)
+        stream = whole.transpose(order).reshape(len(whole), -1)
+        ends = stream.cumsum(1)
+        first, last = i * self.capacity, (i + 1) * self.capacity
+        inside = np.clip(ends, first, last) - np.clip(ends - stream, first, last)
+        back = np.argsort(order)
+        return inside.reshape([whole.shape[axis] for axis in order]).transpose(back)
+
+    def rows(self, i: int, wave: int | None = None) -> Int[np.ndarray, "R S"]:
+        """Return the rows served by each slot in round `i`: of one wave, or of all."""
+        arriving = [self.sent(at, i).sum(0) for at in range(len(self.waves))]
+        if len(arriving) == 1:
+            return arriving[0]
+        home, moved = arriving
+        # Rows that move on are not served at home.
+        left = self.sent(1, i).sum((1, 2))
+        staying = home * (1 - left / np.maximum(home.sum(1), 1))[:, None]
+        parts = (staying.astype(np.int64), moved)
+        return np.concatenate(parts, 1) if wave is None else parts[wave]
+
+    @cached_property
+    def replicas(self) -> Slices:
+        """Experts copied from home (first) into each replica slot (third) of a rank (second)."""
+        placement, home = self.plan.placement, self.plan.num_home
+        ranks = len(placement)
+        taken = placement[:, home:]
+        found = np.zeros((ranks, ranks, taken.shape[1]), np.int64)
+        for rank, slot in zip(*np.nonzero(taken >= 0), strict=True):
+            found[taken[rank, slot] // home, rank, slot] = 1
+        return found
+
+
+def slices(counts: Counts, plan: Plan) -> Slices:
+    """Count the rows from each rank to each slot of each rank.
+
+    Args:
+        counts: `[R, E]`, token copies from each rank to each expert.
+        plan: Plan in NumPy arrays.
+    """
+    ranks = np.arange(plan.num_ranks)
+    held = np.maximum(plan.placement, 0)
+    going = (np.asarray(nearest_first(counts, plan.quota, rank, plan.domain, plan.split)) for rank in ranks)
+    return np.stack([np.where(plan.placement >= 0, one[held, ranks[:, None]], 0) for one in going]).astype(np.int64)
+
+
+def counts_of(load: str, sizes: LayerSizes, num_ranks: int, seed: int = 0) -> Counts:
+    """Return the counts of a load.
+
+    Args:
+        load: `uniform`, `zipf:EXPONENT`, or a file with `[R, E]` or `[layers, R, E]`, of which the first layer counts.
+        sizes: Sizes of the layer.
+        num_ranks: Number of ranks `R`.
+        seed: Random seed of a Zipf load; 0 by default.
+
+    Raises:
+        ValueError: The text is no load, or the file has invalid counts.
+
+    Examples:
+        >>> counts_of("uniform", LayerSizes(experts=4, tokens=8, per_token=2), 2).tolist()
+        [[4, 4, 4, 4], [4, 4, 4, 4]]
+    """
+    if load == "uniform":
+        base, more = divmod(sizes.tokens * sizes.per_token, sizes.experts)
+        return np.tile(base + (np.arange(sizes.experts) < more), (num_ranks, 1)).astype(np.int32)
+    if found := re.fullmatch(r"zipf:(\d{1,3}(?:\.\d{1,6})?)", load, re.ASCII):
+        return zipf_counts(sizes, num_ranks, float(found[1]), seed)
+    if load.endswith((".npy", ".npz")):
+        return read_counts(Path(load))[0]
+    raise ValueError(f"--load is {shown(load)}; expected {EXPECTED_LOAD}")
+
+
+def zipf_counts(sizes: LayerSizes, num_ranks: int, exponent: float, seed: int = 0) -> Counts:
+    """Sample counts of tokens that choose distinct experts, whose popularity falls as a power of a random place.
+
+    Args:
+        sizes: Sizes of the layer.
+        num_ranks: Number of ranks `R`.
+        exponent: Power of the place; 0 is uniform popularity.
+        seed: Random seed; 0 by default.
+
+    Returns:
+        `[R, E]` int32.
+    """
+    rng = np.random.default_rng(seed)
+    logs = -exponent * np.log(rng.permutation(sizes.experts) + 1.0)
+    counts = np.zeros((num_ranks, sizes.experts), np.int32)
+    for rank in range(num_ranks):
+        # The largest noisy logits are a sample without replacement.
+        noisy = logs + rng.gumbel(size=(sizes.tokens, sizes.experts))
+        chosen = np.argpartition(-noisy, sizes.per_token - 1, axis=1)[:, : sizes.per_token]
+        counts[rank] = np.bincount(chosen.reshape(-1), minlength=sizes.experts)
+    return counts

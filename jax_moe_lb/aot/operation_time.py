@@ -1,0 +1,182 @@
+"""Estimated time of one scheduled operation on a target, from rates and from the load of the layer."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jax_moe_lb.aot.load import LayerLoad
+from jax_moe_lb.aot.product_form import ProductForm
+from jax_moe_lb.aot.schedule import ExchangeShape, Kind, ScheduledOperation
+from jax_moe_lb.aot.targets import Gpu, Target
+from jax_moe_lb.collectives.exchange_paths import ExchangePath
+from jax_moe_lb.collectives.exchange_time import (
+    Estimate,
+    Machine,
+    UpdateBytes,
+    busiest_rank_bytes,
+    collective_time,
+    exchange_time,
+)
+from jax_moe_lb.recordings.device_rates import GpuRates, device_rates
+
+TILE = 128
+"""Rows and columns of a tile of a product; a group of rows ends with a whole tile."""
+
+LEAST_FILLED = 0.5
+"""Least share of the multiprocessors that a product fills: libraries split the sums of small products."""
+
+COMMUNICATION = frozenset({Kind.EXCHANGE, Kind.COLLECTIVE, Kind.COPIES})
+"""Kinds of operations that move data between devices."""
+
+
+@dataclass(frozen=True, eq=False)
+class OperationTime:
+    """Estimator of the time of operations.
+
+    Args:
+        target: Target of the program.
+        load: Load of the layer; None if unknown, and then buffers count as full and exchanges as even.
+    """
+
+    target: Target
+    load: LayerLoad | None = None
+
+    @cached_property
+    def machine(self) -> Machine:
+        """Ranks and rates of the target."""
+        platform = "cuda" if self.target.platform == "cuda" else "tpu"
+        rates = device_rates(self.target.kind, platform)
+        shape = self.target.shape
+        if platform == "tpu":
+            return Machine(rates, math.prod(shape), shape)
+        return Machine(rates, shape[1] * shape[2])
+
+    def of(self, one: ScheduledOperation, i: int) -> Estimate:
+        """Estimate the time of an operation other than a wait or a loop.
+
+        Args:
+            one: The operation.
+            i: Number of the round of the receive buffer.
+        """
+        rates = self.machine.rates
+        if one.kind is Kind.PLANNER:
+            return Estimate(rates.planner, "host")
+        if one.kind is Kind.COPIES:
+            return self._copies(one)
+        if one.exchange is not None:
+            return self._exchange(one, one.exchange, i)
+        return self._kernel(one, i)
+
+    def _kernel(self, one: ScheduledOperation, i: int) -> Estimate:
+        device, rates = self.target.device, self.machine.rates
+        if device is None:
+            raise ValueError(f"target is {self.target.name}; expected a device with known memory bandwidth")
+        flops, nbytes = self._work(one, i)
+        works = [Estimate(nbytes / device.bytes_per_s, "HBM")]
+        if one.product is not None:
+            works.append(Estimate(flops / self._speed(one.product), "FLOPs"))
+        found = max(works, key=lambda estimate: estimate.seconds)
+        least = 0.0 if one.in_graph else rates.launch
+        seconds = max(found.seconds + one.launches * rates.start, one.launches * least)
+        return Estimate(seconds, found.bound if found.seconds >= seconds / 2 else "launch")
+
+    def _work(self, one: ScheduledOperation, i: int) -> tuple[float, float]:
+        """Return the operations and bytes of the busiest rank: a grouped product computes the rows that it serves."""
+        form = one.product
+        if form is None or form.kind == "dense" or self.load is None:
+            return one.flops, one.nbytes
+        share = min(1.0, self._served(form, i) / max(form.rows, 1))
+        return one.flops * share, form.weight_bytes + max(one.nbytes - form.weight_bytes, 0) * share
+
+    def _served(self, form: ProductForm, i: int) -> float:
+        """Return the rows of a grouped product on the busiest rank, each group rounded up to whole tiles."""
+        assert self.load is not None
+        rows = self.load.rows(i)
+        return float((-(-rows // TILE) * TILE).sum(1).max())
+
+    def _speed(self, form: ProductForm) -> float:
+        rates, device = self.machine.rates, self.target.device
+        if form.kind != "dense":
+            by_kernel = {"own": rates.grouped_own, "triton": rates.grouped_triton}.get(form.kernel)
+            return (by_kernel or rates.grouped)[form.kind]
+        speed = rates.float32 if form.dtype in ("f32", "f64") else rates.dense
+        if not isinstance(device, Gpu):
+            return speed
+        tiles = math.ceil(form.rows / TILE) * math.ceil(form.columns / TILE)
+        waves = math.ceil(tiles / device.multiprocessors)
+        return speed * max(tiles / (waves * device.multiprocessors), LEAST_FILLED)
+
+    def _copies(self, one: ScheduledOperation) -> Estimate:
+        """Return the time of peer copies: of weights or of rows, by the busiest rank."""
+        rates = self.machine.rates
+        assert isinstance(rates, GpuRates)
+        fixed = rates.planner if one.name.startswith("post") else rates.start
+        nbytes = float(one.nbytes)
+        if self.load is not None and one.exchange is not None:
+            sent = self._sent(one, one.exchange, 0)
+            nbytes = nbytes if sent is None else busiest_rank_bytes(sent.sum(2))
+        return Estimate(fixed + nbytes / rates.copy_engines, "link")
+
+    def _exchange(self, one: ScheduledOperation, shape: ExchangeShape, i: int) -> Estimate:
+        if not shape.updates:
+            crosses = self.target.num_domains > 1 and (shape.axes is None or shape.axes[:1] == ("node",))
+            return collective_time(shape.kind, shape.nbytes, shape.num_ranks, crosses, self.machine)
+        sent = self._sent(one, shape, i)
+        sent = self._even(shape) if sent is None else sent
+        row_bytes = max(1, shape.nbytes // max(shape.operand_rows, 1))
+        return exchange_time(sent, ExchangePath(shape.path), row_bytes, shape.operand_rows, self._group(shape))
+
+    def _group(self, shape: ExchangeShape) -> Machine:
+        """Return the machine of a group of ranks: those of an outer axis alone are in different domains."""
+        machine = self.machine
+        if shape.axes and self.target.num_domains > 1 and "expert" not in shape.axes:
+            return Machine(machine.rates, 1, ())
+        return machine
+
+    def _even(self, shape: ExchangeShape) -> UpdateBytes:
+        """Return the bytes of an even exchange of the smaller buffer."""
+        nbytes = min(shape.nbytes, shape.result_bytes)
+        slices = (shape.num_ranks, shape.num_ranks, shape.updates)
+        return np.full(slices, nbytes // (shape.num_ranks * shape.updates), np.int64)
+
+    def _sent(self, one: ScheduledOperation, shape: ExchangeShape, i: int) -> UpdateBytes | None:
+        """Return the bytes of each update under the load; None for an exchange of another form."""
+        load = self.load
+        if load is None or shape.num_ranks != load.plan.num_ranks:
+            return None
+        if one.stage.endswith("replicate"):
+            slices, unit = self._replicas(load, shape)
+        else:
+            is_onward = one.stage.endswith(("rows_onward", "rows_back"))
+            wave = min(int(is_onward), len(load.waves) - 1)
+            slices = load.sent(wave, i, by_rank=shape.updates == 1)
+            rows = load.capacity if one.stage.endswith(("combine", "rows_back")) else load.copies
+            if shape.nbytes % rows:
+                return None
+            unit = shape.nbytes // rows
+            if one.stage.endswith(("combine", "rows_back")):
+                slices = slices.transpose(1, 0, 2)
+        if slices is None:
+            return None
+        fitted = _fitted(slices, shape.updates)
+        return None if fitted is None else fitted * unit
+
+    def _replicas(self, load: LayerLoad, shape: ExchangeShape) -> tuple[np.ndarray | None, int]:
+        """Return the experts of each update and the bytes of one: weights from home, or gradients to home."""
+        replicas, home = load.replicas, load.plan.num_home
+        slots = replicas.shape[2]
+        if not slots:
+            return None, 0
+        if shape.nbytes * slots == shape.result_bytes * home:
+            return replicas, shape.nbytes // home
+        return replicas.transpose(1, 0, 2), shape.nbytes // slots
+
+
+def _fitted(slices: np.ndarray, updates: int) -> np.ndarray | None:
+    """Return slices as the updates of a list: summed for one update per peer, else followed by empty ones."""
+    if updates == 1:
+        return slices.sum(2, keepdims=True)
+    missing = updates - slices.shape[2]
+    return None if missing < 0 else np.pad(slices, ((0, 0), (0, 0), (0, missing)))

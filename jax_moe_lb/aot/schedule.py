@@ -1,0 +1,347 @@
+"""Scheduled operations of a compiled program, in the form of a timeline: small, and convertible to JSON.
+
+The entry computation of a compiled program is its schedule. `scheduled` keeps of each operation what decides its time:
+bytes, floating-point operations, the form of a product or an exchange, the named scope, and the place in a loop. Loops
+keep their operations once. `timeline.py` adds times.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jax_moe_lb.aot.collectives import RAGGED, PathOf, axes_of, end_of, exchanges, kind_of
+from jax_moe_lb.aot.execution_counts import IDLE_SCOPE, Launches
+from jax_moe_lb.aot.flops import flops_of
+from jax_moe_lb.aot.hlo import Computation, Instruction, Module
+from jax_moe_lb.aot.memory import FREE, FREE_TARGETS, MemoryTraffic
+from jax_moe_lb.aot.product_form import ProductForm, product_form
+
+SCOPES = (
+    "route",
+    "count",
+    "at_homes",
+    "plan",
+    "address",
+    "replicate",
+    "dispatch",
+    "rows_onward",
+    "rows_back",
+    "experts",
+    "combine",
+)
+"""Named scopes of a layer, which are the stages of its timeline."""
+
+BACKWARD, OTHER = "backward/", "other"
+"""Prefix of stages of the backward pass, and the stage of operations outside of all scopes."""
+
+STREAM = re.compile(r'_xla_stream_annotation="?(\w+)')
+
+
+class Kind(StrEnum):
+    """Kind of an operation.
+
+    Attributes:
+        KERNEL: Operation bound by memory traffic.
+        PRODUCT: Matrix product.
+        EXCHANGE: Ragged exchange.
+        COLLECTIVE: Other collective.
+        PLANNER: Planner on the host.
+        COPIES: Peer copies by copy engines; they run until the next `JOIN`.
+        JOIN: Wait for peer copies.
+        TRANSFER: Asynchronous copy between memories of a device.
+        WAIT: End of an asynchronous operation.
+        LOOP: Loop or branch.
+    """
+
+    KERNEL = "kernel"
+    PRODUCT = "product"
+    EXCHANGE = "exchange"
+    COLLECTIVE = "collective"
+    PLANNER = "planner"
+    COPIES = "copies"
+    JOIN = "join"
+    TRANSFER = "transfer"
+    WAIT = "wait"
+    LOOP = "loop"
+
+
+class Loop(StrEnum):
+    """Number of iterations of a loop.
+
+    Attributes:
+        COUNTED: `trips`.
+        ROUNDS: Overflow rounds: rounds of the load after the first.
+        REPLICAS: Replicas that return to one home.
+    """
+
+    COUNTED = "counted"
+    ROUNDS = "rounds"
+    REPLICAS = "replicas"
+
+
+@dataclass(frozen=True)
+class ExchangeShape:
+    """Shape of a collective.
+
+    Args:
+        kind: XLA's name, such as `ragged-all-to-all`.
+        axes: Mesh axes; None if the groups match no axes.
+        num_ranks: Ranks of a group.
+        nbytes: Larger of sent and received bytes of a rank; for a ragged exchange, the whole operand.
+        result_bytes: Bytes of the result.
+        operand_rows: Rows of the operand.
+        updates: Entries of the lists for each peer; 0 for other collectives.
+        path: Implementation of a ragged exchange, empty for other collectives.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    num_ranks: int
+    nbytes: int
+    result_bytes: int
+    operand_rows: int
+    updates: int
+    path: str
+
+
+@dataclass(frozen=True)
+class ScheduledOperation:
+    """One operation of a schedule.
+
+    Args:
+        name: Name in the compiled program.
+        kind: Kind of the operation.
+        stage: Innermost named scope, after `backward/` in the backward pass.
+        nbytes: Bytes read from and written to device memory.
+        flops: Floating-point operations of its products.
+        product: Form of its largest product, or None.
+        exchange: Shape of its collective, or None.
+        runs_beside: Whether later operations start before it ends.
+        stream: Stream of an asynchronous operation, such as `collective`; empty for the stream of its kind.
+        awaits: Name of the operation that a `WAIT` ends.
+        in_graph: Whether it is launched inside of a CUDA graph.
+        launches: Number of its kernels.
+        loop: Kind of a loop; None for other operations.
+        trips: Iterations of a counted loop.
+        waits_for_host: Whether the host reads the condition of a loop or branch.
+        body: Operations of a loop.
+    """
+
+    name: str
+    kind: Kind
+    stage: str
+    nbytes: int = 0
+    flops: int = 0
+    product: ProductForm | None = None
+    exchange: ExchangeShape | None = None
+    runs_beside: bool = False
+    stream: str = ""
+    awaits: str = ""
+    in_graph: bool = False
+    launches: int = 1
+    loop: Loop | None = None
+    trips: int = 1
+    waits_for_host: bool = False
+    body: "tuple[ScheduledOperation, ...]" = ()
+
+
+def scheduled(
+    module: Module,
+    traffic: MemoryTraffic,
+    axes: Mapping[str, int],
+    path_of: PathOf,
+    launches: Launches = Launches(),
+) -> tuple[ScheduledOperation, ...]:
+    """Return the operations of a program in the order of its schedule.
+
+    Args:
+        module: Scheduled program.
+        traffic: Counter of memory traffic.
+        axes: Names and sizes of the mesh axes, outermost first.
+        path_of: Function from mesh axes to the path of a ragged exchange.
+        launches: Launches by XLA's GPU runtime; none (default) for devices that run a program by themselves.
+    """
+    reader = _Reader(module, traffic, axes, path_of, launches)
+    return tuple(reader.read(module.computations[module.entry]))
+
+
+def stage_of(op_name: str) -> str:
+    """Return the stage of an operation from its name in the traced program.
+
+    Args:
+        op_name: Name with named scopes, such as `transpose(jvp(route))/dot_general`.
+
+    Examples:
+        >>> stage_of("shard_map/experts/dot"), stage_of("shard_map/backward/dispatch/gather")
+        ('experts', 'backward/dispatch')
+    """
+    words = re.findall(r"\w+", op_name)
+    scope = next((word for word in reversed(words) if word in SCOPES), OTHER)
+    is_backward = "backward" in words or "transpose(" in op_name
+    return (BACKWARD if is_backward and scope != OTHER else "") + scope
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    module: Module
+    traffic: MemoryTraffic
+    axes: Mapping[str, int]
+    path_of: PathOf
+    launches: Launches
+
+    def read(self, computation: Computation) -> Iterator[ScheduledOperation]:
+        for instruction in computation:
+            if instruction.opcode == "call":
+                for called in self.module.called(instruction):
+                    yield from self.read(called)
+            elif instruction.opcode in ("while", "conditional"):
+                yield self._loop(instruction)
+            elif not self._is_free(instruction):
+                yield from self._operation(computation, instruction)
+
+    def _is_free(self, instruction: Instruction) -> bool:
+        is_ours = instruction.target.startswith("moe_lb_")
+        return instruction.opcode in FREE or (instruction.target.startswith(FREE_TARGETS) and not is_ours)
+
+    def _stage(self, instruction: Instruction) -> str:
+        found = stage_of(self.module.op_name(instruction))
+        if found != OTHER:
+            return found
+        # An asynchronous call has the scope of its operation.
+        inside = (stage_of(self.module.op_name(one)) for part in self.module.called(instruction) for one in part)
+        return next((stage for stage in inside if stage != OTHER), OTHER)
+
+    def _loop(self, instruction: Instruction) -> ScheduledOperation:
+        name = instruction.text("op_name")
+        stage, loop, trips = self._stage(instruction), Loop.COUNTED, 1
+        parts = [tuple(self.read(part)) for part in self.module.called(instruction)]
+        if instruction.opcode == "conditional":
+            body = max(parts, key=_weight, default=())
+        else:
+            body = tuple(one for part in parts for one in part)
+            known = instruction.trips if instruction.trips is not None else instruction.counted
+            is_replicas = "replicate" in stage
+            if known is not None:
+                trips = known
+            elif IDLE_SCOPE in name:
+                # Replicas that return in several turns are rare; rounds follow from the load.
+                loop, trips = (Loop.COUNTED, 0) if is_replicas else (Loop.ROUNDS, 0)
+            elif is_replicas:
+                loop = Loop.REPLICAS
+        # The host reads the condition of a loop or branch outside of graphs, unless the trip count is stated.
+        waits = self._is_outside(instruction) and instruction.trips is None
+        return ScheduledOperation(
+            instruction.name, Kind.LOOP, stage, loop=loop, trips=trips, waits_for_host=waits, body=body
+        )
+
+    def _is_outside(self, instruction: Instruction) -> bool:
+        return instruction.name in self.launches.kernels and instruction.name not in self.launches.in_graphs
+
+    def _exchange_stage(self, computation: Computation, one: Instruction) -> str:
+        """Return the stage of a ragged exchange, which XLA prints without its own name.
+
+        Its output buffer has the scope, except for outputs on their way back, which come from `experts`.
+        """
+        rows, output = computation.operands(one)[:2]
+        found = self._stage(_made(computation, output))
+        if found.removeprefix(BACKWARD) != OTHER:
+            return found
+        source = self._stage(_made(computation, rows))
+        return source.replace("experts", "combine")
+
+    def _operation(self, computation: Computation, one: Instruction) -> Iterator[ScheduledOperation]:
+        stage, in_graph = self._stage(one), one.name in self.launches.in_graphs
+        if one.opcode.endswith(("-done", "-update")):
+            if one.opcode.endswith("-done"):
+                yield ScheduledOperation(one.name, Kind.WAIT, stage, awaits=_start(computation, one).name)
+            return
+        end = end_of(computation, one) if one.opcode.endswith("-start") else None
+        beside, stream = end is not None, self._stream(one)
+        if found := exchanges(self.module, computation, one):
+            # A fusion may have several; the first one gives its shape.
+            shape = self._shape(*found[0])
+            kind = Kind.EXCHANGE if shape.kind == RAGGED else Kind.COLLECTIVE
+            stage = self._exchange_stage(*found[0]) if kind is Kind.EXCHANGE else stage
+            yield ScheduledOperation(
+                one.name, kind, stage, exchange=shape, runs_beside=beside, stream=stream, in_graph=in_graph
+            )
+            return
+        where, inner = self._inner(computation, one)
+        nbytes = self.traffic.nbytes(computation, end if end is not None else one)
+        flops = flops_of(self.module, computation, one)
+        kind = _kind(one if inner is None else inner, flops)
+        if kind is Kind.KERNEL and not nbytes and not flops and one.opcode not in ("custom-call", "async-start"):
+            return
+        yield ScheduledOperation(
+            one.name,
+            kind,
+            stage,
+            nbytes=nbytes,
+            flops=flops,
+            product=product_form(self.module, where, inner or one) if flops else None,
+            runs_beside=beside,
+            stream=stream,
+            in_graph=in_graph,
+            launches=max(1, self.launches.kernels.get(one.name, 1)),
+        )
+
+    def _inner(self, computation: Computation, one: Instruction) -> tuple[Computation, Instruction | None]:
+        """Return the operation inside of an asynchronous call."""
+        called = self.module.called(one) if one.opcode == "async-start" else []
+        return (called[0], called[0].root) if called else (computation, None)
+
+    def _stream(self, one: Instruction) -> str:
+        inside = [inner for part in self.module.called(one) for inner in part] if one.opcode == "async-start" else []
+        found = (STREAM.search(each.attributes) for each in (one, *inside))
+        return next((match[1] for match in found if match), "")
+
+    def _shape(self, computation: Computation, one: Instruction) -> ExchangeShape:
+        over, operands = axes_of(one, self.axes), computation.operands(one)
+        ranks = math.prod(self.axes[name] for name in (self.axes if over is None else over))
+        is_ragged = kind_of(one) == RAGGED
+        result = end_of(computation, one) if one.opcode.endswith("-start") else one
+        result_bytes = result.nbytes if result is not None else one.nbytes
+        sent = operands[0].nbytes if is_ragged else sum(operand.nbytes for operand in operands)
+        rows = operands[0].shapes[0].dims[0] if operands and operands[0].shapes[0].dims else 1
+        return ExchangeShape(
+            kind=kind_of(one),
+            axes=over,
+            num_ranks=ranks,
+            nbytes=sent if is_ragged else max(sent, result_bytes),
+            result_bytes=result_bytes,
+            operand_rows=rows,
+            updates=operands[2].shapes[0].dims[0] // ranks if is_ragged else 0,
+            path=self.path_of(over if over else tuple(self.axes)).path.value if is_ragged else "",
+        )
+
+
+def _made(computation: Computation, one: Instruction) -> Instruction:
+    """Return the operation behind views and elements of results."""
+    while one.opcode in ("bitcast", "copy", "get-tuple-element") and computation.operands(one):
+        one = computation.operands(one)[0]
+    return one
+
+
+def _start(computation: Computation, end: Instruction) -> Instruction:
+    start = computation.operands(end)[0]
+    while start.opcode.endswith("-update"):
+        start = computation.operands(start)[0]
+    return start
+
+
+def _kind(one: Instruction, flops: int) -> Kind:
+    target = one.target
+    if target.startswith("moe_lb_plan"):
+        return Kind.PLANNER
+    if target.startswith("moe_lb_copy"):
+        return Kind.JOIN if target.endswith("_join") else Kind.COPIES
+    if one.opcode in ("copy-start", "slice-start"):
+        return Kind.TRANSFER
+    return Kind.PRODUCT if flops else Kind.KERNEL
+
+
+def _weight(operations: tuple[ScheduledOperation, ...]) -> int:
+    """Return the bytes of a branch, with the floating-point operations at 300 per byte."""
+    return sum((one.nbytes + one.flops // 300) * one.trips + _weight(one.body) for one in operations)

@@ -1,0 +1,183 @@
+"""Rates of accelerators from YAML files: links, kernels, launches and products.
+
+`devices/KIND.yaml` has the rates of one kind of device. Each value has a `basis`, one of `data sheet`, `measured` and
+`assumed`, and its `source`. A file may name another one as its `base` and override values of it. Peak rates, memory and
+memory bandwidth are in `aot/targets.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from jax_moe_lb.recordings.quantities import rate, speed, time
+from jax_moe_lb.recordings.yaml_file import read_yaml, shown
+
+BASES = ("data sheet", "measured", "assumed")
+"""Origins of a value."""
+
+FOLDER = "devices"
+
+
+def _figure(parse: Callable[[Any], Any]) -> BeforeValidator:
+    """Return a validator for a mapping with `value`, `basis` and `source` that keeps the parsed value."""
+
+    def read(figure: Any) -> Any:
+        if not isinstance(figure, Mapping) or set(figure) != {"value", "basis", "source"}:
+            raise ValueError(f"is {shown(figure)}; expected value, basis and source")
+        if figure["basis"] not in BASES:
+            raise ValueError(f"basis is {shown(figure['basis'])}; expected one of {', '.join(BASES)}")
+        if not isinstance(figure["source"], str) or not figure["source"].strip():
+            raise ValueError(f"source is {shown(figure['source'])}; expected text")
+        return parse(figure["value"])
+
+    return BeforeValidator(read)
+
+
+def _share(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"is {shown(value)}; expected a share above 0 and at most 1")
+    return float(value)
+
+
+def _shares(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(f"is {shown(value)}; expected shares by updates per peer")
+    return {int(updates): _share(share) for updates, share in value.items()}
+
+
+def _speeds(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping) or set(value) != {"product", "transposed", "outer"}:
+        raise ValueError(f"is {shown(value)}; expected product, transposed and outer")
+    return {kind: speed(one) for kind, one in value.items()}
+
+
+Rate = Annotated[float, _figure(rate)]
+Time = Annotated[float, _figure(time)]
+Speed = Annotated[float, _figure(speed)]
+Share = Annotated[float, _figure(_share)]
+Shares = Annotated[dict[int, float], _figure(_shares)]
+Speeds = Annotated[dict[str, float], _figure(_speeds)]
+Count = Annotated[int, _figure(int)]
+
+
+class DeviceRates(BaseModel):
+    """Rates of one kind of device, in bytes, floating-point operations and seconds.
+
+    Args:
+        link: Rate of a link in one direction: all NVLinks of a GPU, or one ICI link of a TPU.
+        link_share: Share of `link` reached by XLA's exchanges.
+        collective: Time of a collective of few bytes.
+        host_wait: Time of a wait of the host for the device, or of a TPU for its host.
+        launch: Least time between two launches by the host, outside of command buffers.
+        start: Time between the end of an operation and the start of the next.
+        planner: Time of a planner on the host, with its copies.
+        dense: Rate of large products in bfloat16.
+        float32: Rate of products in float32 of highest precision.
+        grouped: Rates of grouped products by kind: `product`, `transposed` and `outer`, the gradients of weights.
+        grouped_triton: The same for Triton kernels; None (default) if they equal `grouped`.
+        grouped_own: The same for the kernels of this package; None (default) if they equal `grouped`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    link: Rate
+    link_share: Share
+    collective: Time
+    host_wait: Time
+    launch: Time
+    start: Time
+    planner: Time
+    dense: Speed
+    float32: Speed
+    grouped: Speeds
+    grouped_triton: Speeds | None = None
+    grouped_own: Speeds | None = None
+
+
+class GpuRates(DeviceRates):
+    """Rates of one GPU.
+
+    Args:
+        network: Rate of a GPU's network interface in one direction.
+        network_share: Share of `network` reached by NCCL.
+        network_latency: Time of one message between nodes.
+        copy_engines: Rate of peer copies by copy engines in one direction.
+        block_kib: Time of 1 KiB in a thread block of XLA's one-shot kernel.
+        block_update: Time of one update in a thread block of that kernel.
+        one_shot: Time of that kernel without bytes.
+        nccl_update: Time of the send and the receive of one update by NCCL.
+        device_kernel: Share of `link` reached by NCCL's device kernel, by updates per peer.
+    """
+
+    network: Rate
+    network_share: Share
+    network_latency: Time
+    copy_engines: Rate
+    block_kib: Time
+    block_update: Time
+    one_shot: Time
+    nccl_update: Time
+    device_kernel: Shares
+
+
+class TpuRates(DeviceRates):
+    """Rates of one TPU chip.
+
+    Args:
+        links: Number of links of a chip.
+        hop: Latency of one hop between neighbors.
+    """
+
+    links: Count
+    hop: Time
+
+
+MODELS: dict[Literal["cuda", "tpu"], type[GpuRates] | type[TpuRates]] = {"cuda": GpuRates, "tpu": TpuRates}
+
+
+def device_rates(kind: str, platform: Literal["cuda", "tpu"]) -> GpuRates | TpuRates:
+    """Read the rates of a kind of device.
+
+    Args:
+        kind: Name of the device, such as `h100`.
+        platform: `cuda` or `tpu`.
+
+    Raises:
+        ValueError: There are no rates of this device, or a file is invalid.
+
+    Examples:
+        >>> from jax_moe_lb.recordings.device_rates import device_rates
+        >>> device_rates("h100", "cuda").link
+        450000000000.0
+    """
+    known = rated_devices()
+    if kind not in known:
+        raise ValueError(f"device is {shown(kind)}; expected one with rates: {', '.join(known)}")
+    try:
+        return MODELS[platform].model_validate(_merged(kind))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{FOLDER}/{kind}.yaml: {where} {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def rated_devices() -> list[str]:
+    """List the kinds of devices with rates."""
+    return sorted(name for name, content in _files().items() if "base" in content)
+
+
+def _merged(name: str) -> dict[str, Any]:
+    content = dict(_files()[name])
+    base = content.pop("base", None)
+    return (_merged(base) if base else {}) | content
+
+
+def _files() -> dict[str, dict[str, Any]]:
+    found = {}
+    for file in (resources.files(__package__) / FOLDER).iterdir():
+        if file.name.endswith(".yaml"):
+            with resources.as_file(file) as path:
+                found[file.name.removesuffix(".yaml")] = read_yaml(path)
+    return found
