@@ -38,6 +38,8 @@ class LayerLoad:
         copies: Token copies `T * K` of a rank.
         capacity: Rows `A` of a rank in one round.
         plan: Plan of the layer.
+        moved_on: `[R, S]`, rows of each home slot that the second wave serves, at home or elsewhere; None (default) for
+            one wave.
     """
 
     name: str
@@ -45,6 +47,7 @@ class LayerLoad:
     copies: int
     capacity: int
     plan: Plan
+    moved_on: Int[np.ndarray, "R S"] | None = None
 
     @classmethod
     def of(
@@ -73,7 +76,11 @@ class LayerLoad:
         system = replace(system, balancer=system.balancer.sized(facts))
         found = plan_on_host(system, counts, topology)
         waves = tuple(slices(wave_counts, plan) for wave_counts, plan in found.waves)
-        return cls(name, waves, copies, system.dispatch.buffers.rows(copies), found.plan)
+        moved_on = None
+        if len(waves) > 1:
+            by_home = found.waves[1][0].sum(0).reshape(topology.num_ranks, -1)
+            moved_on = np.pad(by_home, ((0, 0), (0, waves[0].shape[2] - by_home.shape[1]))).astype(np.int64)
+        return cls(name, waves, copies, system.dispatch.buffers.rows(copies), found.plan, moved_on)
 
     @property
     def rounds(self) -> int:
@@ -95,8 +102,10 @@ class LayerLoad:
             by_rank: Whether the stream of a receiver is sorted by source before slots. False by default.
         """
         whole = self.waves[wave]
-        if self.rounds == 1 or wave:
+        if self.rounds == 1:
             return whole
+        if wave:
+            return self._part(whole, i)
         # The window of a round on the stream of each receiver, by slot and then source, or by source and then slot.
         order = (1, 0, 2) if by_rank else (1, 2, 0)
         stream = whole.transpose(order).reshape(len(whole), -1)
@@ -106,27 +115,57 @@ class LayerLoad:
         back = np.argsort(order)
         return inside.reshape([whole.shape[axis] for axis in order]).transpose(back)
 
-    def rows(self, i: int, wave: int | None = None) -> Int[np.ndarray, "R S"]:
-        """Return the rows served by each slot in round `i`: of one wave, or of all."""
-        arriving = [self.sent(at, i).sum(0) for at in range(len(self.waves))]
-        if len(arriving) == 1:
-            return arriving[0]
-        home, moved = arriving
-        # Rows that move on are not served at home.
-        left = self.sent(1, i).sum((1, 2))
-        staying = home * (1 - left / np.maximum(home.sum(1), 1))[:, None]
-        parts = (staying.astype(np.int64), moved)
-        return np.concatenate(parts, 1) if wave is None else parts[wave]
+    def rows(self, i: int, part: str = "all") -> Int[np.ndarray, "R S"]:
+        """Return the rows served by each slot in round `i`.
+
+        Args:
+            i: Number of the round, from 0.
+            part: `all` (default) or a part of two phases: `static_wave`, `dynamic_home`, `home_wave`, which is both of
+                them, and `dynamic_wave` or `moved_wave`, the rows from other ranks.
+        """
+        arriving = self.sent(0, i).sum(0)
+        if self.moved_on is None:
+            return arriving
+        static = np.maximum(arriving - self._part(self.moved_on, i), 0)
+        onward = self.sent(1, i)
+        staying = np.einsum("iis->is", onward)
+        moved = onward.sum(0) - staying
+        return {
+            "static_wave": static,
+            "dynamic_home": staying,
+            "home_wave": static + staying,
+            "dynamic_wave": moved,
+            "moved_wave": moved,
+        }.get(part, static + staying + moved)
+
+    def _part(self, rows: Int[np.ndarray, "..."], i: int) -> Int[np.ndarray, "..."]:
+        """Return the part of the second wave in round `i`, as if it were spread evenly over the rounds."""
+        return rows * (i + 1) // self.rounds - rows * i // self.rounds
 
     @cached_property
     def replicas(self) -> Slices:
-        """Experts copied from home (first) into each replica slot (third) of a rank (second)."""
-        placement, home = self.plan.placement, self.plan.num_home
-        ranks = len(placement)
-        taken = placement[:, home:]
-        found = np.zeros((ranks, ranks, taken.shape[1]), np.int64)
-        for rank, slot in zip(*np.nonzero(taken >= 0), strict=True):
-            found[taken[rank, slot] // home, rank, slot] = 1
+        """Experts copied into each replica slot (third) of a rank (second), from home or from a relay (first)."""
+        if self.plan.relay is None:
+            return self._from(self._homes)
+        relay = self.plan.relay[:, self.plan.num_home :]
+        return self._from(np.where(relay >= 0, relay, self._homes))
+
+    @cached_property
+    def replica_gradients(self) -> Slices:
+        """Gradients from the replica slots (third) of a rank (first) to the homes of their experts (second)."""
+        return self._from(self._homes).transpose(1, 0, 2)
+
+    @property
+    def _homes(self) -> Int[np.ndarray, "R P"]:
+        taken = self.plan.placement[:, self.plan.num_home :]
+        return np.where(taken >= 0, taken // self.plan.num_home, -1)
+
+    def _from(self, source: Int[np.ndarray, "R P"]) -> Slices:
+        """Return one expert from the source of each occupied slot."""
+        ranks, slots = source.shape
+        found = np.zeros((ranks, ranks, slots), np.int64)
+        rank, slot = np.nonzero(source >= 0)
+        found[source[rank, slot], rank, slot] = 1
         return found
 
 
@@ -139,7 +178,7 @@ def slices(counts: Counts, plan: Plan) -> Slices:
     """
     ranks = np.arange(plan.num_ranks)
     held = np.maximum(plan.placement, 0)
-    going = (np.asarray(nearest_first(counts, plan.quota, rank, plan.domain, plan.split)) for rank in ranks)
+    going = (np.asarray(nearest_first(counts, plan.quota, rank, plan.domain, plan.split)) for rank in range(len(ranks)))
     return np.stack([np.where(plan.placement >= 0, one[held, ranks[:, None]], 0) for one in going]).astype(np.int64)
 
 

@@ -86,14 +86,17 @@ class OperationTime:
         """Return the operations and bytes of the busiest rank: a grouped product computes the rows that it serves."""
         form = one.product
         if form is None or form.kind == "dense" or self.load is None:
-            return one.flops, one.nbytes
-        share = min(1.0, self._served(form, i) / max(form.rows, 1))
+            return float(one.flops), float(one.nbytes)
+        share = min(1.0, self._served(one, form, i) / max(form.rows, 1))
         return one.flops * share, form.weight_bytes + max(one.nbytes - form.weight_bytes, 0) * share
 
-    def _served(self, form: ProductForm, i: int) -> float:
+    def _served(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
         """Return the rows of a grouped product on the busiest rank, each group rounded up to whole tiles."""
         assert self.load is not None
-        rows = self.load.rows(i)
+        part = one.wave or "all"
+        if part == "dynamic_wave" and form.rows == self.load.capacity:
+            part = "dynamic_home"
+        rows = self.load.rows(i, part)
         return float((-(-rows // TILE) * TILE).sum(1).max())
 
     def _speed(self, form: ProductForm) -> float:
@@ -110,14 +113,19 @@ class OperationTime:
 
     def _copies(self, one: ScheduledOperation) -> Estimate:
         """Return the time of peer copies: of weights or of rows, by the busiest rank."""
-        rates = self.machine.rates
+        rates, shape, load = self.machine.rates, one.exchange, self.load
         assert isinstance(rates, GpuRates)
-        fixed = rates.planner if one.name.startswith("post") else rates.start
-        nbytes = float(one.nbytes)
-        if self.load is not None and one.exchange is not None:
-            sent = self._sent(one, one.exchange, 0)
-            nbytes = nbytes if sent is None else busiest_rank_bytes(sent.sum(2))
-        return Estimate(fixed + nbytes / rates.copy_engines, "link")
+        assert shape is not None
+        nbytes = float(shape.nbytes)
+        if load is not None:
+            unit = shape.nbytes / shape.operand_rows
+            if one.wave:
+                slices = load.waves[-1]
+            else:
+                slices = load.replicas if shape.operand_rows == load.plan.num_home else load.replica_gradients
+            # Both directions of an exchange have the same busiest rank.
+            nbytes = unit * busiest_rank_bytes(slices.sum(2))
+        return Estimate(rates.start + nbytes / rates.copy_engines, "link")
 
     def _exchange(self, one: ScheduledOperation, shape: ExchangeShape, i: int) -> Estimate:
         if not shape.updates:
@@ -149,15 +157,14 @@ class OperationTime:
         if one.stage.endswith("replicate"):
             slices, unit = self._replicas(load, shape)
         else:
-            is_onward = one.stage.endswith(("rows_onward", "rows_back"))
-            wave = min(int(is_onward), len(load.waves) - 1)
+            wave = len(load.waves) - 1 if one.wave in ("rows_onward", "rows_back") else 0
             slices = load.sent(wave, i, by_rank=shape.updates == 1)
-            rows = load.capacity if one.stage.endswith(("combine", "rows_back")) else load.copies
-            if shape.nbytes % rows:
+            is_back = one.stage.endswith("combine")
+            # The program may view a row as several.
+            unit, rest = divmod(shape.nbytes, load.capacity if is_back else load.copies)
+            if rest:
                 return None
-            unit = shape.nbytes // rows
-            if one.stage.endswith(("combine", "rows_back")):
-                slices = slices.transpose(1, 0, 2)
+            slices = slices.transpose(1, 0, 2) if is_back else slices
         if slices is None:
             return None
         fitted = _fitted(slices, shape.updates)
@@ -165,13 +172,12 @@ class OperationTime:
 
     def _replicas(self, load: LayerLoad, shape: ExchangeShape) -> tuple[np.ndarray | None, int]:
         """Return the experts of each update and the bytes of one: weights from home, or gradients to home."""
-        replicas, home = load.replicas, load.plan.num_home
-        slots = replicas.shape[2]
+        home, slots = load.plan.num_home, load.replicas.shape[2]
         if not slots:
             return None, 0
         if shape.nbytes * slots == shape.result_bytes * home:
-            return replicas, shape.nbytes // home
-        return replicas.transpose(1, 0, 2), shape.nbytes // slots
+            return load.replicas, shape.nbytes // home
+        return load.replica_gradients, shape.nbytes // slots
 
 
 def _fitted(slices: np.ndarray, updates: int) -> np.ndarray | None:

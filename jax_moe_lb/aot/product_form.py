@@ -1,6 +1,7 @@
 """Forms of matrix products in compiled programs: dense or grouped, shapes and kernels."""
 
 import math
+import re
 from dataclasses import dataclass
 
 from jax_moe_lb.aot.flops import flops_of
@@ -43,7 +44,7 @@ def product_form(module: Module, computation: Computation, instruction: Instruct
         if inside:
             return product_form(module, *max(inside, key=lambda found: flops_of(module, *found)))
     operands = [shape for operand in computation.operands(instruction) for shape in operand.shapes]
-    kernel = _kernel(module, instruction)
+    kernel = _kernel(instruction)
     grouped = [shape for shape in (*operands, *instruction.shapes) if len(shape.dims) == 3]
     is_kernel = instruction.opcode == "custom-call" and "lhs_contracting_dimensions" not in instruction.attributes
     if grouped and (instruction.opcode == "ragged-dot" or (is_kernel and "fmha" not in instruction.target)):
@@ -75,10 +76,14 @@ def _grouped(
     return ProductForm("transposed" if is_transposed else "product", kernel, dtype, rows, outer, groups, nbytes)
 
 
-def _kernel(module: Module, instruction: Instruction) -> str:
+OWN = re.compile(r"\bgrouped_(?:product|outer)\b")
+"""Names of the kernels of this package; those of tokamax are `ragged_dot_sm90` and the like."""
+
+
+def _kernel(instruction: Instruction) -> str:
     target = instruction.target
-    if "jax_moe_lb/kernels" in module.source(instruction) or target.startswith("moe_lb_"):
-        return "own"
-    if "triton" in target or "triton" in instruction.attributes:
+    if "triton" in target:
         return "triton"
+    if target.startswith("moe_lb_") or OWN.search(instruction.text("op_name")):
+        return "own"
     return "mosaic" if "mosaic" in target else "library"

@@ -14,7 +14,7 @@ from enum import StrEnum
 from jax_moe_lb.aot.collectives import RAGGED, PathOf, axes_of, end_of, exchanges, kind_of
 from jax_moe_lb.aot.execution_counts import IDLE_SCOPE, Launches
 from jax_moe_lb.aot.flops import flops_of
-from jax_moe_lb.aot.hlo import Computation, Instruction, Module
+from jax_moe_lb.aot.hlo import ArrayShape, Computation, Instruction, Module
 from jax_moe_lb.aot.memory import FREE, FREE_TARGETS, MemoryTraffic
 from jax_moe_lb.aot.product_form import ProductForm, product_form
 
@@ -26,17 +26,22 @@ SCOPES = (
     "address",
     "replicate",
     "dispatch",
-    "rows_onward",
-    "rows_back",
     "experts",
     "combine",
 )
 """Named scopes of a layer, which are the stages of its timeline."""
 
+WAVES = ("rows_onward", "rows_back", "static_wave", "dynamic_wave", "home_wave", "moved_wave")
+"""Named scopes of the second phase of `TwoPhase`, and of the parts of its products."""
+
 BACKWARD, OTHER = "backward/", "other"
 """Prefix of stages of the backward pass, and the stage of operations outside of all scopes."""
 
 STREAM = re.compile(r'_xla_stream_annotation="?(\w+)')
+
+
+PEER_COPIES = "peer copies"
+"""Kind of copies by copy engines, whose rows are weights of experts or token copies."""
 
 
 class Kind(StrEnum):
@@ -49,7 +54,7 @@ class Kind(StrEnum):
         COLLECTIVE: Other collective.
         PLANNER: Planner on the host.
         COPIES: Peer copies by copy engines; they run until the next `JOIN`.
-        JOIN: Wait for peer copies.
+        JOIN: Wait for peer copies, or for the planner of `stream`.
         TRANSFER: Asynchronous copy between memories of a device.
         WAIT: End of an asynchronous operation.
         LOOP: Loop or branch.
@@ -86,7 +91,7 @@ class ExchangeShape:
     """Shape of a collective.
 
     Args:
-        kind: XLA's name, such as `ragged-all-to-all`.
+        kind: XLA's name, such as `ragged-all-to-all`; `PEER_COPIES` for copies by copy engines.
         axes: Mesh axes; None if the groups match no axes.
         num_ranks: Ranks of a group.
         nbytes: Larger of sent and received bytes of a rank; for a ragged exchange, the whole operand.
@@ -114,6 +119,7 @@ class ScheduledOperation:
         name: Name in the compiled program.
         kind: Kind of the operation.
         stage: Innermost named scope, after `backward/` in the backward pass.
+        wave: Innermost named scope of `WAVES`, or empty.
         nbytes: Bytes read from and written to device memory.
         flops: Floating-point operations of its products.
         product: Form of its largest product, or None.
@@ -132,6 +138,7 @@ class ScheduledOperation:
     name: str
     kind: Kind
     stage: str
+    wave: str = ""
     nbytes: int = 0
     flops: int = 0
     product: ProductForm | None = None
@@ -215,7 +222,7 @@ class _Reader:
 
     def _loop(self, instruction: Instruction) -> ScheduledOperation:
         name = instruction.text("op_name")
-        stage, loop, trips = self._stage(instruction), Loop.COUNTED, 1
+        stage, loop, trips = stage_of(name), Loop.COUNTED, 1
         parts = [tuple(self.read(part)) for part in self.module.called(instruction)]
         if instruction.opcode == "conditional":
             body = max(parts, key=_weight, default=())
@@ -249,7 +256,11 @@ class _Reader:
         if found.removeprefix(BACKWARD) != OTHER:
             return found
         source = self._stage(_made(computation, rows))
-        return source.replace("experts", "combine")
+        if source.endswith("experts"):
+            return source.replace("experts", "combine")
+        # The buffer for outputs of all rounds is made outside of all scopes.
+        name = _made(computation, output).text("op_name")
+        return (BACKWARD if "backward" in name else "") + "combine" if name.endswith("/empty") else source
 
     def _operation(self, computation: Computation, one: Instruction) -> Iterator[ScheduledOperation]:
         stage, in_graph = self._stage(one), one.name in self.launches.in_graphs
@@ -268,6 +279,9 @@ class _Reader:
                 one.name, kind, stage, exchange=shape, runs_beside=beside, stream=stream, in_graph=in_graph
             )
             return
+        if one.target.startswith(("moe_lb_copy", "moe_lb_plan")):
+            yield from self._own_call(computation, one, stage)
+            return
         where, inner = self._inner(computation, one)
         nbytes = self.traffic.nbytes(computation, end if end is not None else one)
         flops = flops_of(self.module, computation, one)
@@ -278,6 +292,7 @@ class _Reader:
             one.name,
             kind,
             stage,
+            wave=self._wave(one),
             nbytes=nbytes,
             flops=flops,
             product=product_form(self.module, where, inner or one) if flops else None,
@@ -286,6 +301,27 @@ class _Reader:
             in_graph=in_graph,
             launches=max(1, self.launches.kernels.get(one.name, 1)),
         )
+
+    def _own_call(self, computation: Computation, one: Instruction, stage: str) -> Iterator[ScheduledOperation]:
+        """Yield the parts of a planner or of peer copies of this package."""
+        name, target, wave = one.name, one.target, self._wave(one)
+        if target.endswith("_join"):
+            yield ScheduledOperation(name, Kind.JOIN, stage)
+        elif target.endswith("_post"):
+            # The planner starts with the counts, beside the compute stream.
+            yield ScheduledOperation(name, Kind.PLANNER, stage, runs_beside=True)
+        elif target.startswith("moe_lb_plan") and not target.endswith("_and_copy"):
+            yield ScheduledOperation(name, Kind.PLANNER, stage)
+        else:
+            if target.startswith("moe_lb_plan"):
+                yield ScheduledOperation(name, Kind.JOIN, stage, stream=Kind.PLANNER.value)
+            beside = not target.endswith("_sum")
+            shape = _copied(computation, one)
+            yield ScheduledOperation(name, Kind.COPIES, stage, wave=wave, exchange=shape, runs_beside=beside)
+
+    def _wave(self, one: Instruction) -> str:
+        words = re.findall(r"\w+", self.module.op_name(one))
+        return next((word for word in reversed(words) if word in WAVES), "")
 
     def _inner(self, computation: Computation, one: Instruction) -> tuple[Computation, Instruction | None]:
         """Return the operation inside of an asynchronous call."""
@@ -324,6 +360,25 @@ def _made(computation: Computation, one: Instruction) -> Instruction:
     return one
 
 
+def _copied(computation: Computation, one: Instruction) -> ExchangeShape:
+    """Return the shape of peer copies: of weights `[G, ...]` of experts, or of rows `[A, ...]`."""
+    arrays = [shape for operand in computation.operands(one) for shape in operand.shapes if _is_float(shape)]
+    # Passed operands follow: buffers to write, and arrays for the order of operations.
+    kinds = re.search(r"\bnum_kinds = (\d+)", one.attributes)
+    if kinds:
+        arrays = arrays[: int(kinds[1])]
+    else:
+        weights = [shape for shape in arrays if len(shape.dims) > 2]
+        arrays = [shape for shape in weights if shape.dims[0] == weights[0].dims[0]]
+    rows = arrays[0].dims[0] if arrays else 1
+    nbytes = sum(shape.nbytes for shape in arrays)
+    return ExchangeShape(PEER_COPIES, None, 1, nbytes, one.nbytes, rows, 0, "")
+
+
+def _is_float(shape: ArrayShape) -> bool:
+    return shape.dtype.startswith(("f", "bf"))
+
+
 def _start(computation: Computation, end: Instruction) -> Instruction:
     start = computation.operands(end)[0]
     while start.opcode.endswith("-update"):
@@ -332,11 +387,8 @@ def _start(computation: Computation, end: Instruction) -> Instruction:
 
 
 def _kind(one: Instruction, flops: int) -> Kind:
-    target = one.target
-    if target.startswith("moe_lb_plan"):
+    if one.target.startswith("moe_lb_plan"):
         return Kind.PLANNER
-    if target.startswith("moe_lb_copy"):
-        return Kind.JOIN if target.endswith("_join") else Kind.COPIES
     if one.opcode in ("copy-start", "slice-start"):
         return Kind.TRANSFER
     return Kind.PRODUCT if flops else Kind.KERNEL

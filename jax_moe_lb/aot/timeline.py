@@ -149,7 +149,8 @@ class _Walk:
             elif one.kind is Kind.WAIT:
                 self._wait(one.awaits)
             elif one.kind is Kind.JOIN:
-                for name in [name for name, span in self.running.items() if span.stream == ENGINES]:
+                stream = one.stream or ENGINES
+                for name in [name for name, span in self.running.items() if span.stream == stream]:
                     self._wait(name)
             else:
                 self._start(one, i)

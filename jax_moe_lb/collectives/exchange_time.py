@@ -181,16 +181,17 @@ def _on_torus(between: PeerBytes, rates: DeviceRates, on: Machine) -> Estimate:
 
 def _busiest_of_axis(between: PeerBytes, places: Int[np.ndarray, "R A"], axis: int) -> float:
     """Return the most bytes on a link along an axis, if routes take the axes in order."""
-    source, target = np.meshgrid(np.arange(len(places)), np.arange(len(places)), indexing="ij")
+    ranks, others = np.arange(len(places)), [a for a in range(places.shape[1]) if a != axis]
+    source, target = np.meshgrid(ranks, ranks, indexing="ij")
     # Earlier axes have the target's position already, later ones still have the source's.
-    line = [places[target][..., a] if a < axis else places[source][..., a] for a in range(places.shape[1]) if a != axis]
-    line_of = (
-        np.ravel_multi_index(line, places.max(0)[[a for a in range(places.shape[1]) if a != axis]] + 1) if line else 0
-    )
-    start, end = places[source][..., axis], places[target][..., axis]
+    line = np.zeros_like(source)
+    for other in others:
+        place = places[target if other < axis else source, other]
+        line = line * (places[:, other].max() + 1) + place
+    start, end = places[source, axis], places[target, axis]
     busiest = 0.0
     for cut in range(int(places[:, axis].max())):
         for crosses in ((start <= cut) & (end > cut), (end <= cut) & (start > cut)):
-            loads = np.bincount((line_of + 0 * start)[crosses], weights=between[crosses].astype(float))
+            loads = np.bincount(line[crosses], weights=between[crosses].astype(float))
             busiest = max(busiest, float(loads.max(initial=0.0)))
     return busiest

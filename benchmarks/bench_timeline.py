@@ -1,0 +1,118 @@
+"""Estimated step of one layer per system, target and skew: total, exposed communication and shares of stages.
+
+Programs are compiled for absent GPUs and TPUs, and their times are estimated from the compiled program
+(`jax_moe_lb/aot/timeline.py`); nothing runs. One compilation serves all skews, since only the plan differs. Column
+"before" prices the same schedule with the lists of exchanges that the library had until commit 7df7308: one update per
+slot of each peer, and whole experts as rows. It is priced, not compiled.
+
+Requires the compilers: the extras `cuda` and `tpu`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
+"""
+
+import argparse
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+from benchmarks.results import Table, Value, out_option, report
+from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.aot.load import LayerLoad, counts_of
+from jax_moe_lb.aot.schedule import Kind, ScheduledOperation
+from jax_moe_lb.aot.timeline import Timeline, timeline
+from jax_moe_lb.layer.systems import system_named
+
+SIZES = LayerSizes()
+SKEWS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.2")
+PROGRAMS = (
+    *(("h100:1x8", system) for system in ("plain", "exact", "ultraep", "feplb")),
+    *(("h100:2x8", system) for system in ("plain", "exact", "ultraep", "feplb")),
+    *((target, system) for target in ("b200:1x8", "v5e:2x4") for system in ("plain", "exact")),
+)
+"""Targets and systems, all with gradients and with a loop for overflow rounds."""
+
+PARTS = {
+    "experts %": ("experts",),
+    "exchanges of tokens %": ("dispatch", "combine"),
+    "replicas %": ("replicate",),
+    "plan and addresses %": ("count", "plan", "address"),
+    "router %": ("route",),
+}
+"""Stages of each column, forward and backward; the rest is not listed."""
+
+COLUMNS = {
+    "target": "",
+    "system": "",
+    "load": "",
+    "rounds": "d",
+    "step ms": ".2f",
+    "exposed ms": ".2f",
+    **dict.fromkeys(PARTS, ".0f"),
+    "before: step ms": ".2f",
+    "before: exposed ms": ".2f",
+}
+
+
+def before(schedule: tuple[ScheduledOperation, ...], load: LayerLoad) -> tuple[ScheduledOperation, ...]:
+    """Return a schedule whose exchanges have one update per slot and unsplit rows, as before the one-shot lists."""
+    home, slots = load.plan.num_home, load.replicas.shape[2]
+
+    def old(one: ScheduledOperation) -> ScheduledOperation:
+        shape = one.exchange
+        body = tuple(map(old, one.body))
+        if one.kind is not Kind.EXCHANGE or shape is None or shape.num_ranks != load.plan.num_ranks:
+            return replace(one, body=body)
+        if one.stage.endswith("replicate"):
+            is_fetch = shape.nbytes * slots == shape.result_bytes * home
+            shape = replace(shape, updates=slots, operand_rows=home if is_fetch else slots)
+        else:
+            shape = replace(shape, updates=load.waves[0].shape[2])
+        return replace(one, exchange=shape)
+
+    return tuple(map(old, schedule))
+
+
+def row(target: Target, system_name: str, report: ProgramReport, skew: str) -> list[Value]:
+    """Return one row of the table."""
+    topology = target.topology()
+    counts = counts_of(skew, SIZES, topology.num_ranks)
+    load = LayerLoad.of(system_named(system_name), SIZES, topology, counts, skew)
+    now, then = report.timeline(load), timeline(before(report.schedule, load), target, load)
+    is_gpu = target.platform == "cuda"
+    # TPUs had the same lists.
+    earlier = [then.total_s * 1e3, then.exposed_s * 1e3] if is_gpu else [None, None]
+    first = [f"`{target.name}`", system_name, skew, load.rounds, now.total_s * 1e3, now.exposed_s * 1e3]
+    return [*first, *_shares(now), *earlier]
+
+
+def _shares(found: Timeline) -> Iterator[float]:
+    stages = found.stages()
+    for names in PARTS.values():
+        seconds = sum(value for stage, value in stages.items() if stage.removeprefix("backward/") in names)
+        yield 100 * seconds / found.total_s
+
+
+def rows_of(program: tuple[str, str]) -> list[list[Value]]:
+    """Compile a program and return its rows, one per skew."""
+    name, system_name = program
+    target = Target.parse(name)
+    with quiet_stderr():
+        report = compile_layer(system_named(system_name), target, SIZES, gradients=True)
+    return [row(target, system_name, report, skew) for skew in SKEWS]
+
+
+def main() -> None:
+    """Report the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2, help="Parallel compilations.")
+    out_option(parser)
+    given = parser.parse_args()
+    # Kernel compilers keep the architecture of the first program in a process and reject others.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.processes, context, use_no_accelerators, max_tasks_per_child=1) as pool:
+        found = [row for rows in pool.map(rows_of, PROGRAMS) for row in rows]
+    title = "Step of a layer, forward and gradients, estimated from the compiled program"
+    report({"steps": Table(COLUMNS, found, title)}, given.out)
+
+
+if __name__ == "__main__":
+    main()

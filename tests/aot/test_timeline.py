@@ -1,0 +1,149 @@
+"""Times of a schedule follow its streams, its dependencies and the load."""
+
+from dataclasses import replace
+
+import pytest
+
+from jax_moe_lb.aot import Target
+from jax_moe_lb.aot.execution_counts import Launches
+from jax_moe_lb.aot.operation_time import OperationTime
+from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, ScheduledOperation
+from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
+from jax_moe_lb.collectives.exchange_paths import ExchangePath
+from jax_moe_lb.recordings.device_rates import device_rates
+from tests.aot.scheduled import TEXT, even_counts, load_of, schedule, skewed_counts
+
+TARGET = Target.parse("h100:1x8")
+RATES = device_rates("h100", "cuda")
+
+
+def spans(found, name):
+    return [span for span in found.spans if span.name == name]
+
+
+def with_large_work():
+    """The work beside the exchange takes longer than the exchange."""
+    return schedule(TEXT.replace("[1024,256]", "[1048576,256]"))
+
+
+def test_an_exchange_beside_work_is_hidden():
+    small, large = (timeline(one, TARGET, load_of(even_counts())) for one in (schedule(), with_large_work()))
+    (start,), (shared,) = spans(small, "start"), spans(small, "shared")
+    (wait,) = spans(small, "wait for start")
+    assert (start.stream, shared.stream, wait.stream) == (EXCHANGES, COMPUTE, COMPUTE)
+    assert start.start_s == shared.start_s
+    # The stream waits for the rest of the exchange only.
+    assert wait.seconds == pytest.approx(start.seconds - shared.seconds)
+    assert (wait.stage, wait.kind) == ("dispatch", Kind.EXCHANGE)
+    assert not spans(large, "wait for start")
+    assert large.exposed_s == pytest.approx(small.exposed_s - wait.seconds)
+    assert large.hidden_s == pytest.approx(small.hidden_s + wait.seconds)
+
+
+def test_the_compute_stream_is_gapless_and_stages_share_the_total():
+    found = timeline(schedule(), TARGET, load_of(even_counts()))
+    moment = 0.0
+    for span in found.compute:
+        assert span.start_s == pytest.approx(moment)
+        moment = span.end_s
+    assert found.total_s == pytest.approx(moment)
+    assert sum(found.stages().values()) == pytest.approx(found.total_s)
+    assert sum(found.bounds().values()) == pytest.approx(found.total_s)
+
+
+def test_exchanges_run_one_at_a_time():
+    start, *others = (one for one in schedule() if one.exchange and one.exchange.updates)
+    found = timeline((start, others[-1]), TARGET, load_of(even_counts()))
+    first, wait, second = found.spans
+    assert (wait.name, wait.stage, second.start_s) == ("wait for start", "dispatch", first.end_s)
+
+
+def test_a_loop_takes_as_long_as_its_iterations():
+    (loop,) = (one for one in schedule() if one.loop is Loop.COUNTED)
+    thrice, once = (timeline((replace(loop, trips=trips),), TARGET) for trips in (3, 1))
+    assert thrice.total_s == pytest.approx(3 * once.total_s)
+    assert [span.times for span in thrice.spans] == [3]
+    assert timeline((replace(loop, trips=0),), TARGET).spans == ()
+
+
+def test_overflow_rounds_follow_from_the_load():
+    even, skewed = (load_of(counts()) for counts in (even_counts, skewed_counts))
+    assert (even.rounds, skewed.rounds) == (1, 7)
+    for load in (even, skewed):
+        found = timeline(schedule(), TARGET, load)
+        assert len(spans(found, "again")) == load.rounds - 1 == found.rounds - 1
+    # The last round has what is left of 4096 rows.
+    assert [skewed.sent(0, i).sum() for i in range(7)] == 6 * [640] + [256]
+
+
+def test_a_product_takes_the_rows_that_it_serves():
+    (product,) = (one for one in schedule() if one.name == "hidden")
+    product = replace(product, flops=10**12)
+    full = OperationTime(TARGET).of(product, 0)
+    served = OperationTime(TARGET, load_of(even_counts())).of(product, 0)
+    assert (full.bound, served.bound) == ("FLOPs", "FLOPs")
+    assert full.seconds - RATES.launch < 10**12 / RATES.grouped["product"] <= full.seconds
+    # 512 of the 640 rows of the buffer, in whole tiles.
+    assert (served.seconds - RATES.start) / (full.seconds - RATES.start) == pytest.approx(512 / 640)
+
+
+@pytest.mark.parametrize(("kernel", "kind"), [("mosaic", "outer"), ("triton", "outer"), ("own", "transposed")])
+def test_kernels_have_their_own_rates(kernel, kind):
+    (product,) = (one for one in schedule() if one.name == "hidden")
+    form = replace(product.product, kernel=kernel, kind=kind)
+    found = OperationTime(TARGET).of(replace(product, flops=10**12, product=form), 0)
+    rate = {"mosaic": RATES.grouped, "triton": RATES.grouped_triton, "own": RATES.grouped_own}[kernel][kind]
+    assert found.seconds == pytest.approx(10**12 / rate + RATES.start)
+
+
+def test_small_operations_cost_their_launch():
+    (one,) = (one for one in schedule() if one.name == "counts")
+    time = OperationTime(TARGET)
+    assert time.of(one, 0).seconds == RATES.launch
+    assert time.of(replace(one, in_graph=True), 0).seconds == pytest.approx(RATES.start, rel=0.01)
+    assert time.of(replace(one, in_graph=True, launches=10), 0).seconds == pytest.approx(10 * RATES.start, rel=0.01)
+    assert time.of(one, 0).bound == "launch"
+
+
+def test_the_path_decides_the_time_of_an_exchange():
+    load = load_of(even_counts())
+    seconds = {}
+    for path in (ExchangePath.ONE_SHOT, ExchangePath.SEND_RECEIVE):
+        seconds[path] = spans(timeline(schedule(path=path), TARGET, load), "back")[0].seconds
+    # Two updates for each of 7 peers, and a wait of the host.
+    assert (
+        seconds[ExchangePath.SEND_RECEIVE] > 14 * RATES.nccl_update + RATES.host_wait > seconds[ExchangePath.ONE_SHOT]
+    )
+
+
+def test_the_host_waits_for_conditions_outside_of_graphs():
+    load = load_of(skewed_counts())
+    waiting = timeline(schedule(launches=Launches({"rounds": 1})), TARGET, load)
+    # Before each of 6 rounds, and at the end.
+    assert sum(span.bound == "host" and span.kind is Kind.LOOP for span in waiting.spans) == 7
+    assert not any(span.kind is Kind.LOOP for span in timeline(schedule(), TARGET, load).spans)
+
+
+def test_peer_copies_run_on_copy_engines_until_they_are_joined():
+    shape = ExchangeShape(PEER_COPIES, None, 1, 10**9, 10**9, 2, 0, "")
+    copies = ScheduledOperation("copies", Kind.COPIES, "replicate", exchange=shape, runs_beside=True)
+    join = ScheduledOperation("join", Kind.JOIN, "replicate")
+    (product,) = (one for one in schedule() if one.name == "hidden")
+    found = timeline((copies, product, join), TARGET)
+    assert [span.stream for span in found.spans] == [ENGINES, COMPUTE, COMPUTE]
+    assert found.total_s == pytest.approx(RATES.start + 10**9 / RATES.copy_engines)
+    assert found.exposed_s == pytest.approx(found.total_s - found.spans[1].seconds)
+
+
+def test_devices_without_rates_are_refused():
+    with pytest.raises(ValueError, match=r"^device is 'v4'; expected one with rates: a100, b200, "):
+        timeline(schedule(), Target.parse("v4:2x2x2"))
+
+
+@pytest.mark.parametrize(
+    "target", ["h100:1x8", "h200:1x8", "b200:1x8", "gb200:1x2x4", "a100:1x8", "v5e:2x4", "v6e:2x4"]
+)
+def test_targets_have_a_price(target):
+    path = ExchangePath.NATIVE if target.startswith("v") else ExchangePath.ONE_SHOT
+    found = timeline(schedule(path=path), Target.parse(target), load_of(even_counts()))
+    assert 0 < found.exposed_s < found.total_s < 1e-2
