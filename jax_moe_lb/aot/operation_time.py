@@ -19,7 +19,7 @@ from jax_moe_lb.collectives.exchange_time import (
     collective_time,
     exchange_time,
 )
-from jax_moe_lb.recordings.device_rates import GpuRates, device_rates
+from jax_moe_lb.recordings.device_rates import GpuRates, TpuRates, device_rates
 
 TILE = 128
 """Rows and columns of a tile of a product; a group of rows ends with a whole tile."""
@@ -29,6 +29,15 @@ LEAST_FILLED = 0.5
 
 COMMUNICATION = frozenset({Kind.EXCHANGE, Kind.COLLECTIVE, Kind.COPIES})
 """Kinds of operations that move data between devices."""
+
+
+def rates_of(target: Target) -> GpuRates | TpuRates:
+    """Return the rates of a target's device.
+
+    Raises:
+        ValueError: There are none.
+    """
+    return device_rates(target.kind, "cuda" if target.platform == "cuda" else "tpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +55,8 @@ class OperationTime:
     @cached_property
     def machine(self) -> Machine:
         """Ranks and rates of the target."""
-        platform = "cuda" if self.target.platform == "cuda" else "tpu"
-        rates = device_rates(self.target.kind, platform)
-        shape = self.target.shape
-        if platform == "tpu":
+        shape, rates = self.target.shape, rates_of(self.target)
+        if isinstance(rates, TpuRates):
             return Machine(rates, math.prod(shape), shape)
         return Machine(rates, shape[1] * shape[2])
 

@@ -43,11 +43,16 @@ def write_timeline(path: Path, timeline: Timeline, title: str) -> None:
                 f"{span.stage}: {span.name}", span.kind.value, (0, streams[span.stream]), span.start_s, span.end_s, args
             )
         )
-    path.write_text(json.dumps(trace(events, _summary(timeline, title))))
+    path.write_text(json.dumps(trace(events, summary(timeline, title))))
 
 
-def _summary(timeline: Timeline, title: str) -> dict[str, Any]:
-    """Return the sums of a timeline, which `--against` compares."""
+def summary(timeline: Timeline, title: str) -> dict[str, Any]:
+    """Return the sums of a timeline for `json.dumps`, which `--against` compares.
+
+    Args:
+        timeline: Timeline of a program.
+        title: Name of the program.
+    """
     return {
         "title": title,
         "note": NOTE,

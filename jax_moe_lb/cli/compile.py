@@ -1,6 +1,5 @@
 """Command `compile`, and systems composed by `+`, such as `hybridep+exact` and `ultraep+rails`."""
 
-import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,17 @@ from jax_moe_lb.advise.choice import Candidate, with_rails
 from jax_moe_lb.aot.compile import quiet_stderr
 from jax_moe_lb.aot.layer import compile_layer
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
+from jax_moe_lb.aot.operation_time import rates_of
 from jax_moe_lb.aot.report import print_report
 from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
-from jax_moe_lb.aot.timeline_report import print_difference, print_timeline, read_timeline, write_timeline
+from jax_moe_lb.aot.timeline_report import (
+    print_difference,
+    print_timeline,
+    read_timeline,
+    summary,
+    write_timeline,
+)
 from jax_moe_lb.cli.output import Json, SystemReplicaSlots, one_line_errors, parse_integer, print_json
 from jax_moe_lb.layer import systems
 from jax_moe_lb.layer.systems import System, system_named, system_names
@@ -176,7 +182,7 @@ def compile_command(
         for_xla = _options(options)
         other = None if against is None else read_timeline(against)
         wants_timeline = timeline is not None or other is not None
-        counts = counts_of(load, layer, math.prod(machine.shape)) if wants_timeline else None
+        planned = _planned(machine, layer, chosen, load, timeline) if wants_timeline else None
         machine.require_compiler()
         with nullcontext() if logs else quiet_stderr():
             use_no_accelerators()
@@ -184,18 +190,29 @@ def compile_command(
         passes = "forward and gradients" if train else "forward"
         shape = ", ".join(f"{letter} {value}" for letter, value in layer.by_letter.items())
         title = f"{system} on {target}, {passes}, {shape}"
+        found = report.timeline(planned) if planned is not None else None
+        if found is not None and timeline is not None:
+            write_timeline(timeline, found, title)
         if as_json:
-            print_json({"title": title, **report.to_json()})
-        elif counts is None:
+            sums = {} if found is None else {"timeline": summary(found, title)}
+            print_json({"title": title, **report.to_json(), **sums})
+        elif found is None:
             print_report(report, title)
-        if counts is not None:
-            found = report.timeline(LayerLoad.of(chosen, layer, machine.topology(), counts, load))
-            if timeline is not None:
-                write_timeline(timeline, found, title)
-            if not as_json:
-                print_timeline(found, title)
-            if other is not None and not as_json:
+        else:
+            print_timeline(found, title)
+            if other is not None:
                 print_difference(found, other)
+
+
+def _planned(machine: Target, layer: LayerSizes, system: System, load: str, trace: Path | None) -> LayerLoad:
+    """Return the load of a timeline, after all checks that need no compiler."""
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise ValueError(f"--timeline is {trace}; expected a file in an existing folder")
+    rates_of(machine)
+    topology = machine.topology()
+    if layer.experts % topology.num_ranks:
+        raise ValueError(f"E is {layer.experts}; expected a multiple of the target's {topology.num_ranks} devices")
+    return LayerLoad.of(system, layer, topology, counts_of(load, layer, topology.num_ranks), load)
 
 
 def _system(name: str, replica_slots: str | None, headroom: str | None, max_rounds: str | None) -> System:

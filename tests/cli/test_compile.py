@@ -26,6 +26,12 @@ BAD = {
     "no replicas": (("--target", "h100:1x8", "--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
     "headroom": (("--target", "h100:1x8", "--headroom", "nan"), "--headroom is 'nan'; expected a number above 0"),
     "rounds": (("--target", "h100:1x8", "--max-rounds", "0"), "--max-rounds is '0'; expected an integer, at least 1"),
+    "a load": (("--target", "h100:1x8", "--timeline", "t", "--load", "zipf"), "--load is 'zipf'; expected uniform"),
+    "no timeline": (("--target", "h100:1x8", "--against", "gone.json"), "--against is gone.json: No such file"),
+    "no folder": (
+        ("--target", "h100:1x8", "--timeline", "gone/t.json"),
+        "--timeline is gone/t.json; expected a file in",
+    ),
     "an option": (("--target", "h100:1x8", "--xla", "fast"), "--xla is 'fast'; expected NAME=VALUE"),
 }
 
@@ -69,5 +75,15 @@ def test_after_a_crash_it_comes_out(capfd):
 def test_help_names_every_option(capsys):
     assert main(["compile", "--help"]) == 0
     text = capsys.readouterr().out
-    for option in ("--target", "--system", "--sizes", "--train", "--xla", "--json"):
+    for option in (
+        "--target",
+        "--system",
+        "--sizes",
+        "--train",
+        "--xla",
+        "--json",
+        "--timeline",
+        "--load",
+        "--against",
+    ):
         assert option in text

@@ -1,0 +1,82 @@
+"""Traces contain every span, and two timelines are compared by stage and by operation."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from jax_moe_lb.aot import Target
+from jax_moe_lb.aot.timeline import timeline
+from jax_moe_lb.aot.timeline_report import print_difference, print_timeline, read_timeline, write_timeline
+from jax_moe_lb.collectives.exchange_paths import ExchangePath
+from tests.aot.scheduled import even_counts, load_of, schedule
+
+TARGET = Target.parse("h100:1x8")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return timeline(schedule(), TARGET, load_of(even_counts()))
+
+
+def printed(print_it, *args):
+    console = Console(width=140, file=io.StringIO())
+    print_it(*args, console)
+    return console.file.getvalue()
+
+
+def test_a_trace_has_every_span_on_its_stream(found, tmp_path):
+    write_timeline(tmp_path / "step.json", found, "a program")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M" and "tid" in event}
+    done = [(names[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"]
+    assert done == [(span.stream, pytest.approx(span.seconds * 1e6)) for span in found.spans]
+    assert sum(us for stream, us in done if stream == "compute") == pytest.approx(found.total_s * 1e6)
+
+
+def test_a_timeline_is_read_back(found, tmp_path):
+    write_timeline(tmp_path / "step.json", found, "a program")
+    read = read_timeline(tmp_path / "step.json")
+    assert (read["title"], read["total_s"], read["stages"]) == ("a program", found.total_s, found.stages())
+    assert sum(read["kernels"].values()) == pytest.approx(found.total_s)
+
+
+def test_tables_tell_total_exposed_and_bounds(found):
+    text = printed(print_timeline, found, "a program")
+    assert f"{found.total_s * 1e3:.3f} ms" in text
+    assert f"{found.exposed_s * 1e3:.3f} ms" in text
+    for part in ("a program", "not run", "given", "dispatch", "combine", "launch", "wait for start"):
+        assert part in text
+
+
+def test_the_difference_of_equal_programs_is_zero(found, tmp_path):
+    write_timeline(tmp_path / "step.json", found, "a program")
+    text = printed(print_difference, found, read_timeline(tmp_path / "step.json"))
+    differences = [line.split()[-1] for line in text.splitlines() if "+" in line or "-0." in line]
+    assert differences
+    assert {float(one) for one in differences} == {0.0}
+
+
+def test_a_difference_names_the_stage_and_operation(found, tmp_path):
+    write_timeline(tmp_path / "step.json", found, "a program")
+    other = timeline(schedule(path=ExchangePath.SEND_RECEIVE), TARGET, load_of(even_counts()))
+    lines = printed(print_difference, other, read_timeline(tmp_path / "step.json")).splitlines()
+    combine = other.stages()["combine"] - found.stages()["combine"]
+    rows = [line for line in lines if line.strip().startswith("combine")]
+    assert [row.split()[-1] for row in rows] == [f"{combine * 1e3:+.3f}"] * 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"otherData": {"title": "x"}}', "[" * 10**5, '{"otherData": 1}', "\xff"]
+)
+def test_other_files_are_refused(text, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"^--against is .*, no timeline; expected a file of --timeline$"):
+        read_timeline(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^--against is .*: No such file or directory; expected a file of --timeline"):
+        read_timeline(tmp_path / "nothing.json")
