@@ -10,9 +10,13 @@ Requires the compilers: the extras `cuda` and `tpu`, as installed by `ci/acceler
 
 import argparse
 import multiprocessing
+import pickle
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
 
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
@@ -29,6 +33,8 @@ PROGRAMS = (
     *((target, system) for target in ("b200:1x8", "v5e:2x4") for system in ("plain", "exact")),
 )
 """Targets and systems, all with gradients and with a loop for overflow rounds."""
+
+TARGETS = tuple(dict.fromkeys(target for target, _ in PROGRAMS))
 
 PARTS = {
     "experts %": ("experts",),
@@ -91,25 +97,43 @@ def _shares(found: Timeline) -> Iterator[float]:
         yield 100 * seconds / found.total_s
 
 
-def rows_of(program: tuple[str, str]) -> list[list[Value]]:
-    """Compile a program and return its rows, one per skew."""
+def compiled(program: tuple[str, str], folder: Path) -> ProgramReport:
+    """Return the report of a program, from the folder if it is there."""
     name, system_name = program
-    target = Target.parse(name)
+    path = folder / f"{name.replace(':', '_')}_{system_name}.pickle"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
     with quiet_stderr():
-        report = compile_layer(system_named(system_name), target, SIZES, gradients=True)
-    return [row(target, system_name, report, skew) for skew in SKEWS]
+        report = compile_layer(system_named(system_name), Target.parse(name), SIZES, gradients=True)
+    path.write_bytes(pickle.dumps(report))
+    return report
+
+
+def rows_of(program: tuple[str, str], folder: Path) -> list[list[Value]]:
+    """Return the rows of a program, one per skew."""
+    name, system_name = program
+    report = compiled(program, folder)
+    return [row(Target.parse(name), system_name, report, skew) for skew in SKEWS]
 
 
 def main() -> None:
     """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2, help="Parallel compilations.")
+    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, help="Targets to compile for.")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
     out_option(parser)
     given = parser.parse_args()
+    programs = [program for program in PROGRAMS if program[0] in given.targets]
     # Kernel compilers keep the architecture of the first program in a process and reject others.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.processes, context, use_no_accelerators, max_tasks_per_child=1) as pool:
-        found = [row for rows in pool.map(rows_of, PROGRAMS) for row in rows]
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        ProcessPoolExecutor(given.processes, context, use_no_accelerators, max_tasks_per_child=1) as pool,
+    ):
+        folder = given.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = [row for rows in pool.map(rows_of, programs, repeat(folder)) for row in rows]
     title = "Step of a layer, forward and gradients, estimated from the compiled program"
     report({"steps": Table(COLUMNS, found, title)}, given.out)
 

@@ -15,8 +15,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.collectives.one_shot_lists import MOST_BLOCKS
-from jax_moe_lb.layer.systems import system_named, system_names
+from jax_moe_lb.layer.systems import System, system_named, system_names
 from jax_moe_lb.transport import Kernels
 
 TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
@@ -24,8 +25,13 @@ SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
 TILED = replace(SMALL, tokens=1024)
 """Small sizes with a receive buffer of whole tiles, for which GPUs use kernels of grouped products."""
 
-BETWEEN_NODES = {"plain", "exact", "feplb", "hybridep", "rails", "two_tier"}
+BETWEEN_NODES = {"plain", "exact", "feplb", "hybridep", "rails", "two_tier", "ultraep"}
 """Systems compiled for two nodes: each balancer, replication and dispatch with a rule of its own for domains."""
+
+TIMED = ("plain", "exact", "ultraep", "feplb")
+"""Systems whose estimated times are held, forward and with gradients, on one node and on two."""
+
+TIMED_TARGETS = ("h100:1x8", "h100:2x8")
 
 REFUSED = {("lplb", "cuda"): "calls the host"}
 """Systems without an ahead-of-time form for a platform, and the expected error."""
@@ -95,14 +101,24 @@ class Case:
         what = f"{self.target:11} {self.system:10} {'gradients' if self.train else 'forward':9} {size:9}"
         return f"{what} {rounds:7} {'fused' if self.fused else '':5} {'own kernels' if self.own_kernels else '':11}"
 
-    def compile(self) -> ProgramReport:
-        """Compile the program and return its report."""
+    @property
+    def configured(self) -> System:
+        """System of the program."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         system = system.replace(buffers=buffers)
-        system = system.replace(kernels=Kernels.OWN) if self.own_kernels else system
+        return system.replace(kernels=Kernels.OWN) if self.own_kernels else system
+
+    def compile(self) -> ProgramReport:
+        """Compile the program and return its report."""
         target = Target.parse(self.target)
-        return compile_layer(system, target, self.sizes, gradients=self.train, fused=self.fused)
+        return compile_layer(self.configured, target, self.sizes, gradients=self.train, fused=self.fused)
+
+    def step_ms(self, report: ProgramReport) -> float:
+        """Return the estimated milliseconds of the program under the default load of timelines."""
+        topology = Target.parse(self.target).topology()
+        counts = counts_of(DEFAULT_LOAD, self.sizes, topology.num_ranks)
+        return 1e3 * report.timeline(LayerLoad.of(self.configured, self.sizes, topology, counts)).total_s
 
 
 LIMITS = {
@@ -128,6 +144,18 @@ LIMITS = {
 is reached, else the current value plus 5 %."""
 
 
+STEP_MARGIN = 1.05
+
+STEP_MS = {
+    **{Case(on, name, train, SMALL): 0.0 for on in TIMED_TARGETS for name in TIMED for train in (False, True)},
+}
+"""Estimated milliseconds of a step at Zipf 1.0, of the program when this table was last set (`report.timeline`).
+
+Small sizes hold the structure: launches, exchanges and what runs beside them. The reference sizes hold the cases that
+`LIMITS` compiles.
+"""
+
+
 def cases(system: str | None, target: str | None) -> list[Case]:
     """Return the programs to compile, the longest first.
 
@@ -142,6 +170,7 @@ def cases(system: str | None, target: str | None) -> list[Case]:
         if on != "h100:2x8" or name in BETWEEN_NODES
     ]
     small += [Case("h100:1x8", name, True, SMALL, own_kernels=True) for name in ("feplb", "ultraep")]
+    small += [Case(on, name, sizes=SMALL) for on in TIMED_TARGETS for name in TIMED]
     every = [*sorted(LIMITS, key=lambda case: not case.train), *small]
     return [case for case in every if system in (None, case.system) and target in (None, case.target)]
 
@@ -160,7 +189,12 @@ def faults(case: Case) -> tuple[list[str], str]:
         return [f"it compiles; expected {expected!r}"], _numbers(report)
     limits = LIMITS.get(case)
     found = [*_bad_form(report), *(limits.broken(report) if limits else ())]
-    return found, _numbers(report)
+    if case not in STEP_MS:
+        return found, _numbers(report)
+    step_ms, most = case.step_ms(report), STEP_MARGIN * STEP_MS[case]
+    if step_ms > most:
+        found.append(f"the estimated step is {step_ms:.4g} ms; expected at most {most:.4g}")
+    return found, f"{_numbers(report)}, step {step_ms:.4g} ms"
 
 
 def _bad_form(report: ProgramReport) -> Iterator[str]:
