@@ -227,7 +227,7 @@ def launches(sequence: str, metadata: str) -> Launches:
     """
     names = {int(number): name for name, number in NAMED.findall(metadata) if number}
     kernels: Counter[str] = Counter()
-    inside = set()
+    inside: set[str] = set()
 
     def visit(thunk: Thunk, in_graph: bool) -> None:
         name = names.get(thunk.number)

@@ -90,7 +90,7 @@ class LayerLoad:
     @property
     def imbalance(self) -> float:
         """`max / mean` of the rows served by ranks."""
-        served = self.rows(0).sum(1) if self.rounds == 1 else sum(self.rows(i).sum(1) for i in range(self.rounds))
+        served = np.stack([self.rows(i).sum(1) for i in range(self.rounds)]).sum(0)
         return float(served.max() / max(served.mean(), 1e-9))
 
     def sent(self, wave: int, i: int, *, by_rank: bool = False) -> Slices:

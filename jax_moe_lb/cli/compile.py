@@ -1,9 +1,10 @@
 """Command `compile`, and systems composed by `+`, such as `hybridep+exact` and `ultraep+rails`."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,9 +14,10 @@ from jax_moe_lb.aot.compile import quiet_stderr
 from jax_moe_lb.aot.layer import compile_layer
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.aot.operation_time import rates_of
-from jax_moe_lb.aot.report import print_report
+from jax_moe_lb.aot.report import ProgramReport, print_report
 from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
+from jax_moe_lb.aot.timeline import Timeline
 from jax_moe_lb.aot.timeline_report import (
     print_difference,
     print_timeline,
@@ -181,8 +183,7 @@ def compile_command(
         chosen = chosen.replace(kernels=Kernels.OWN) if own_kernels else chosen
         for_xla = _options(options)
         other = None if against is None else read_timeline(against)
-        wants_timeline = timeline is not None or other is not None
-        planned = _planned(machine, layer, chosen, load, timeline) if wants_timeline else None
+        planned = _planned(machine, layer, chosen, load, timeline) if timeline or other else None
         machine.require_compiler()
         with nullcontext() if logs else quiet_stderr():
             use_no_accelerators()
@@ -193,15 +194,22 @@ def compile_command(
         found = report.timeline(planned) if planned is not None else None
         if found is not None and timeline is not None:
             write_timeline(timeline, found, title)
-        if as_json:
-            sums = {} if found is None else {"timeline": summary(found, title)}
-            print_json({"title": title, **report.to_json(), **sums})
-        elif found is None:
-            print_report(report, title)
-        else:
-            print_timeline(found, title)
-            if other is not None:
-                print_difference(found, other)
+        _show(report, title, found, other, as_json)
+
+
+def _show(
+    report: ProgramReport, title: str, found: Timeline | None, other: Mapping[str, Any] | None, as_json: bool
+) -> None:
+    """Print the report, or the timeline and its difference to another one."""
+    if as_json:
+        sums = {} if found is None else {"timeline": summary(found, title)}
+        print_json({"title": title, **report.to_json(), **sums})
+    elif found is None:
+        print_report(report, title)
+    else:
+        print_timeline(found, title)
+        if other is not None:
+            print_difference(found, other)
 
 
 def _planned(machine: Target, layer: LayerSizes, system: System, load: str, trace: Path | None) -> LayerLoad:

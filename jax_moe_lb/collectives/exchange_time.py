@@ -132,7 +132,7 @@ def one_shot_block_s(sent: UpdateBytes, row_bytes: int, operand_rows: int, rates
     # Vectors are not wider than a row: 128 threads then copy less than a KiB.
     piece = ROW_BYTES * min(VECTOR_BYTES, row_bytes & -row_bytes) // VECTOR_BYTES
     pieces = -(-sent // piece).reshape(ranks, ranks, updates // blocks, blocks)
-    done = np.zeros(pieces.shape, np.int64)
+    done: np.ndarray = np.zeros(pieces.shape, np.int64)
     for update in range(blocks):
         first = (np.arange(blocks) + update) % blocks
         done += np.maximum(0, -(-(pieces[..., update, None] - first) // blocks))

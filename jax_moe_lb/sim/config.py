@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
+from jax_moe_lb.recordings.device_rates import device_rates
 from jax_moe_lb.recordings.quantities import RateField, SizeField, SpeedField, TimeField
 from jax_moe_lb.recordings.yaml_file import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, read_yaml, shown
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Communication, Gemm, Links, MeasuredGemm
@@ -75,13 +76,17 @@ class GemmSection(_Section):
 
 
 class ClusterSection(_Section):
-    """A machine; see `Cluster`."""
+    """A machine; see `Cluster`.
 
+    `device` names a kind of GPU of `recordings/devices`, whose rates replace missing `copy_engines` and `planner`.
+    """
+
+    device: str | None = None
     levels: tuple[LevelSection, ...] = Field(max_length=len(LEVEL_NAMES))
     gemm: GemmSection
     compute: SpeedField
     copy_engines: RateField | None = None
-    planner: TimeField = 0.0
+    planner: TimeField | None = None
     domain_level: Literal["dc", "node", "gpu"] | None = None
     memory: SizeField | None = None
     hbm: RateField | None = None
@@ -90,13 +95,19 @@ class ClusterSection(_Section):
     jitter_seed: int = Field(default=0, ge=0, lt=2**64)
 
     def build(self) -> Cluster:
-        """Build the `Cluster`."""
+        """Build the `Cluster`.
+
+        Raises:
+            ValueError: There are no rates of `device`, or a number is out of range.
+        """
+        rates = None if self.device is None else device_rates(self.device, "cuda")
+        of_device = {"copy_engines": None, "planner": 0.0} if rates is None else rates.model_dump()
         return Cluster(
             levels=tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels),
             gemm=self.gemm.build(),
             flops_per_s=self.compute,
-            copy_bytes_per_s=self.copy_engines,
-            planner_s=self.planner,
+            copy_bytes_per_s=of_device["copy_engines"] if self.copy_engines is None else self.copy_engines,
+            planner_s=of_device["planner"] if self.planner is None else self.planner,
             domain_level=self.domain_level,
             memory_bytes=self.memory,
             hbm_bytes_per_s=self.hbm,

@@ -172,3 +172,14 @@ def test_a_file_says_how_bytes_are_moved_and_how_much_ranks_differ(written):
 def test_a_model_may_have_experts_that_all_tokens_pass(written):
     assert load_config("CONFIG", written(MODEL, shared_inner=96)).model.build().shared_flops == 2 * 3 * 64 * 96
     assert load_config("--model", "deepseek_v3").model.build().shared_inner == 2048
+
+
+def test_a_device_gives_missing_rates_of_copies_and_planner(written):
+    own = load_config("CONFIG", written(("cluster",), device="h100", planner="5 us")).cluster.build()
+    assert (own.copy_bytes_per_s, own.planner_s) == (330e9, 5e-6)
+    node = load_config("CONFIG", "h100_node", "cluster").cluster.build()
+    assert (node.copy_bytes_per_s, node.planner_s) == (330e9, 60e-6)
+    plain = load_config("CONFIG", written()).cluster.build()
+    assert (plain.copy_bytes_per_s, plain.planner_s) == (None, 0.0)
+    with pytest.raises(ValueError, match="device is 'v100'; expected one with rates: a100, "):
+        load_config("CONFIG", written(("cluster",), device="v100"))
