@@ -1,17 +1,22 @@
-"""Time of one layer in the simulator beside its estimate from the compiled program, for the layers of five models.
+"""Time of one layer in the simulator beside its estimate from the compiled program, for the layers of six models.
 
 The simulator runs twice: on its preset of a node of H100, and with the rates of the timeline (link, products, memory,
 planner), which leaves differences of the model. Times are simulated, or estimated from the compiled program; nothing
 runs. Requires the compiler of the extra `cuda`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
 """
 
+import argparse
 import multiprocessing
+import pickle
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from pathlib import Path
 
-from benchmarks.results import Table, Value, out_alone, report
-from jax_moe_lb import Buffers, exact
-from jax_moe_lb.aot import LayerSizes, Target, compile_layer, quiet_stderr, use_no_accelerators
+from benchmarks.results import Table, Value, out_option, report
+from jax_moe_lb import exact
+from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.aot.operation_time import TILE, rates_of
 from jax_moe_lb.aot.targets import GPUS
@@ -21,6 +26,7 @@ from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, simulate
 from jax_moe_lb.sim.config import load_config
 
 SIZES = {
+    "Qwen3-30B-A3B": LayerSizes(),
     "Mixtral-8x7B": LayerSizes(hidden=4096, inner=14336, experts=8, tokens=8192, per_token=2),
     "Qwen3-235B-A22B": LayerSizes(hidden=4096, inner=1536, experts=128, tokens=8192, per_token=8),
     "DeepSeek-V3": LayerSizes(hidden=7168, inner=2048, experts=256, tokens=4096, per_token=8),
@@ -28,7 +34,7 @@ SIZES = {
     "gpt-oss-120b": LayerSizes(hidden=2880, inner=2880, experts=128, tokens=4096, per_token=4),
 }
 TARGET = Target.parse("h100:1x8")
-SYSTEM = exact().replace(buffers=Buffers(max_rounds=1))
+SYSTEM = exact()
 
 PRODUCTS = {"product": 3 + 2 + 3, "outer": 3}
 """Products of a layer by kind: three forward, two for rematerialized hidden rows, three for rows, three for weights.
@@ -88,17 +94,26 @@ def simulated(sizes: LayerSizes, counts: Counts, cluster: Cluster) -> Mapping[st
     return {name: 1e3 * stage.exposed_s for name, stage in stages.items()}
 
 
-def row(name: str) -> list[Value]:
-    """Compile a layer and return its row."""
+def compiled(name: str, folder: Path) -> ProgramReport:
+    """Return the report of a layer, from the folder if it is there."""
+    path = folder / f"{name}.pickle"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    with quiet_stderr():
+        found = compile_layer(SYSTEM, TARGET, SIZES[name], gradients=True)
+    path.write_bytes(pickle.dumps(found))
+    return found
+
+
+def row(name: str, folder: Path) -> list[Value]:
+    """Return the row of a layer."""
     sizes, topology = SIZES[name], TARGET.topology()
     counts = counts_of(DEFAULT_LOAD, sizes, topology.num_ranks)
     node = load_config("preset", "h100_node").cluster
     if node is None:
         raise RuntimeError("h100_node has no cluster; expected one")
     preset, same = (simulated(sizes, counts, cluster) for cluster in (node.build(), same_rates()))
-    with quiet_stderr():
-        program = compile_layer(SYSTEM, TARGET, sizes, gradients=True, fused=True)
-    found = program.timeline(LayerLoad.of(SYSTEM, sizes, topology, counts))
+    found = compiled(name, folder).timeline(LayerLoad.of(SYSTEM, sizes, topology, counts))
     stages = {stage.removeprefix("backward/"): 0.0 for stage in found.stages()}
     for stage, seconds in found.stages().items():
         stages[stage.removeprefix("backward/")] += 1e3 * seconds
@@ -115,14 +130,21 @@ def row(name: str) -> list[Value]:
 
 def main() -> None:
     """Report the table."""
-    out = out_alone(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES), help="Models of the table.")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
+    out_option(parser)
+    given = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, use_no_accelerators, max_tasks_per_child=1) as pool:
-        found = list(pool.map(row, SIZES))
-    title = (
-        "A layer of `exact` with gradients at Zipf 1.0: the simulator against the estimate from the compiled program"
-    )
-    report({"layers": Table(COLUMNS, found, title)}, out)
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        ProcessPoolExecutor(1, context, use_no_accelerators, max_tasks_per_child=1) as pool,
+    ):
+        folder = given.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = list(pool.map(row, given.models, repeat(folder)))
+    title = "A layer of `exact` with gradients at Zipf 1.0: simulated, and estimated from the compiled program"
+    report({"layers": Table(COLUMNS, found, title)}, given.out)
 
 
 if __name__ == "__main__":

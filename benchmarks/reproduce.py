@@ -196,6 +196,7 @@ RUNS = (
     Run("bench_hbm_model", refusal=_compilers),
     Run("bench_memory_model", refusal=_compilers),
     Run("bench_timeline", refusal=_compilers),
+    Run("bench_timeline_simulator", refusal=_compilers),
     Run("bench_copy_engine", refusal=_gpu),
     Run("network.bench_hybridep", refusal=_network, result="network_hybridep", aside=MEASURED),
     Run(
