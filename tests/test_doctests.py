@@ -30,6 +30,8 @@ WITHOUT_EXAMPLE = {
     "Operation": "it stands in a `ProgramReport`",
     "ProgramReport": "only `compile_for` and `compile_layer` make one, and their examples show it",
     "Report": "only `simulate` and `replay` make one, and their examples show it",
+    "Span": "it stands in a `Timeline`",
+    "Timeline": "only `ProgramReport.timeline` makes one, and its example shows it",
     "Stats": "only `moe` makes one, and its example shows it",
 }
 """Public names that are not called, each with the reason."""

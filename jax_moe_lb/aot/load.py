@@ -40,6 +40,14 @@ class LayerLoad:
         plan: Plan of the layer.
         moved_on: `[R, S]`, rows of each home slot that the second wave serves, at home or elsewhere; None (default) for
             one wave.
+
+    Examples:
+        >>> from jax_moe_lb import Topology, exact
+        >>> from jax_moe_lb.aot import LayerLoad, LayerSizes, counts_of
+        >>> sizes, topology = LayerSizes(experts=16, tokens=256, per_token=2), Topology.flat(8)
+        >>> load = LayerLoad.of(exact(), sizes, topology, counts_of("zipf:1.2", sizes, 8))
+        >>> load.rounds, load.imbalance < 1.05
+        (1, True)
     """
 
     name: str
@@ -195,6 +203,7 @@ def counts_of(load: str, sizes: LayerSizes, num_ranks: int, seed: int = 0) -> Co
         ValueError: The text is no load, or the file has invalid counts.
 
     Examples:
+        >>> from jax_moe_lb.aot import LayerSizes, counts_of
         >>> counts_of("uniform", LayerSizes(experts=4, tokens=8, per_token=2), 2).tolist()
         [[4, 4, 4, 4], [4, 4, 4, 4]]
     """

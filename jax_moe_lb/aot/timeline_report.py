@@ -33,6 +33,13 @@ def write_timeline(path: Path, timeline: Timeline, title: str) -> None:
         path: JSON file to write.
         timeline: Timeline of a program.
         title: Name of the program.
+
+    Examples:
+        >>> from jax_moe_lb import exact
+        >>> from jax_moe_lb.aot import Target, compile_layer, write_timeline, use_no_accelerators
+        >>> use_no_accelerators()  # doctest: +SKIP
+        >>> found = compile_layer(exact(), Target.parse("h100:1x8")).timeline()  # doctest: +SKIP
+        >>> write_timeline(Path("step.json"), found, "exact")  # doctest: +SKIP
     """
     streams = {stream: number for number, stream in enumerate(dict.fromkeys(span.stream for span in timeline.spans))}
     events = [name_event(0, title), *(name_event(0, stream, number) for stream, number in streams.items())]
@@ -112,6 +119,13 @@ def print_timeline(timeline: Timeline, title: str, console: Console | None = Non
         timeline: Timeline of a program.
         title: Title of the first table.
         console: Console to print to; stdout by default, with at least 120 columns.
+
+    Examples:
+        >>> from jax_moe_lb import exact
+        >>> from jax_moe_lb.aot import Target, compile_layer, print_timeline, use_no_accelerators
+        >>> use_no_accelerators()  # doctest: +SKIP
+        >>> found = compile_layer(exact(), Target.parse("h100:1x8")).timeline()  # doctest: +SKIP
+        >>> print_timeline(found, "exact")  # doctest: +SKIP
     """
     console = _console(console)
     for table in (_sums(timeline, title), _stages(timeline), _operations(timeline)):

@@ -72,6 +72,7 @@ def exchange_time(sent: UpdateBytes, path: ExchangePath, row_bytes: int, operand
 
     Examples:
         >>> import numpy as np
+        >>> from jax_moe_lb.collectives.exchange_paths import ExchangePath
         >>> from jax_moe_lb.recordings.device_rates import device_rates
         >>> sent = np.full((8, 8, 1), 2**24)
         >>> on = Machine(device_rates("h100", "cuda"), ranks_per_domain=8)

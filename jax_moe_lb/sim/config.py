@@ -101,7 +101,7 @@ class ClusterSection(_Section):
             ValueError: There are no rates of `device`, or a number is out of range.
         """
         rates = None if self.device is None else device_rates(self.device, "cuda")
-        of_device = {"copy_engines": None, "planner": 0.0} if rates is None else rates.model_dump()
+        of_device: dict[str, Any] = {"copy_engines": None, "planner": 0.0} if rates is None else rates.model_dump()
         return Cluster(
             levels=tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels),
             gemm=self.gemm.build(),
