@@ -152,6 +152,8 @@ STEP_MS = {
     Case("h100:1x8", "exact", sizes=SMALL): 0.9357,
     Case("h100:1x8", "ultraep", train=True, sizes=SMALL): 2.793,
     Case("h100:1x8", "ultraep", sizes=SMALL): 0.9540,
+    Case("h100:1x8", "feplb", train=True, sizes=SMALL): 1.117,
+    Case("h100:1x8", "feplb", sizes=SMALL): 0.4235,
 }
 """Estimated milliseconds of a step at Zipf 1.0, of the program when this table was last set.
 
