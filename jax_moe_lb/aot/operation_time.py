@@ -19,6 +19,7 @@ from jax_moe_lb.collectives.exchange_time import (
     collective_time,
     exchange_time,
 )
+from jax_moe_lb.kernels.recorded_rates import RecordedKernel, recorded_tflops
 from jax_moe_lb.recordings.device_rates import GpuRates, TpuRates, device_rates
 
 TILE = 128
@@ -26,6 +27,9 @@ TILE = 128
 
 LEAST_FILLED = 0.5
 """Least share of the multiprocessors that a product fills: libraries split the sums of small products."""
+
+RECORDED: dict[str, RecordedKernel] = {"mosaic": "Mosaic", "triton": "Triton"}
+"""Kernels with recorded rates, by their names in `ProductForm`."""
 
 COMMUNICATION = frozenset({Kind.EXCHANGE, Kind.COLLECTIVE, Kind.COPIES})
 """Kinds of operations that move data between devices."""
@@ -109,8 +113,9 @@ class OperationTime:
     def _speed(self, form: ProductForm) -> float:
         rates, device = self.machine.rates, self.target.device
         if form.kind != "dense":
-            by_kernel = {"own": rates.grouped_own, "triton": rates.grouped_triton}.get(form.kernel)
-            return (by_kernel or rates.grouped)[form.kind]
+            capability = f"{device.compute_capability}.0" if isinstance(device, Gpu) else ""
+            recorded = recorded_tflops(capability, form.kind, RECORDED.get(form.kernel))
+            return rates.grouped[form.kind] if recorded is None else 1e12 * recorded
         speed = rates.float32 if form.dtype in ("f32", "f64") else rates.dense
         if not isinstance(device, Gpu):
             return speed

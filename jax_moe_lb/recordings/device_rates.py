@@ -75,9 +75,8 @@ class DeviceRates(BaseModel):
         planner: Time of a planner on the host, with its copies.
         dense: Rate of large products in bfloat16.
         float32: Rate of products in float32 of highest precision.
-        grouped: Rates of grouped products by kind: `product`, `transposed` and `outer`, the gradients of weights.
-        grouped_triton: The same for Triton kernels; None (default) if they equal `grouped`.
-        grouped_own: The same for the kernels of this package; None (default) if they equal `grouped`.
+        grouped: Rates of grouped products by kind: `product`, `transposed` and `outer`, the gradients of weights. They
+            apply to kernels without a record in `kernels/recorded_rates.py`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -92,8 +91,6 @@ class DeviceRates(BaseModel):
     dense: Speed
     float32: Speed
     grouped: Speeds
-    grouped_triton: Speeds | None = None
-    grouped_own: Speeds | None = None
 
 
 class GpuRates(DeviceRates):

@@ -10,6 +10,7 @@ from jax_moe_lb.aot.operation_time import OperationTime
 from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, ScheduledOperation
 from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
+from jax_moe_lb.kernels.recorded_rates import recorded_tflops
 from jax_moe_lb.recordings.device_rates import device_rates
 from tests.aot.scheduled import TEXT, even_counts, load_of, schedule, skewed_counts
 
@@ -82,7 +83,7 @@ def test_a_product_takes_the_rows_that_it_serves():
     full = OperationTime(TARGET).of(product, 0)
     served = OperationTime(TARGET, load_of(even_counts())).of(product, 0)
     assert (full.bound, served.bound) == ("FLOPs", "FLOPs")
-    assert full.seconds - RATES.launch < 10**12 / RATES.grouped["product"] <= full.seconds
+    assert full.seconds - RATES.launch < 1 / recorded_tflops("9.0", "product", "Mosaic") <= full.seconds
     # 512 of the 640 rows of the buffer, in whole tiles.
     assert (served.seconds - RATES.start) / (full.seconds - RATES.start) == pytest.approx(512 / 640)
 
@@ -92,8 +93,10 @@ def test_kernels_have_their_own_rates(kernel, kind):
     (product,) = (one for one in schedule() if one.name == "hidden")
     form = replace(product.product, kernel=kernel, kind=kind)
     found = OperationTime(TARGET).of(replace(product, flops=10**12, product=form), 0)
-    rate = {"mosaic": RATES.grouped, "triton": RATES.grouped_triton, "own": RATES.grouped_own}[kernel][kind]
-    assert found.seconds == pytest.approx(10**12 / rate + RATES.start)
+    recorded = {"mosaic": "Mosaic", "triton": "Triton", "own": None}[kernel]
+    rate = recorded_tflops("9.0", kind, recorded)
+    assert (rate is None) == (kernel == "own")
+    assert found.seconds == pytest.approx(10**12 / (1e12 * rate if rate else RATES.grouped[kind]) + RATES.start)
 
 
 def test_small_operations_cost_their_launch():
