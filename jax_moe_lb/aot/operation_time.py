@@ -116,7 +116,7 @@ class OperationTime:
             capability = f"{device.compute_capability}.0" if isinstance(device, Gpu) else ""
             recorded = recorded_tflops(capability, form.kind, RECORDED.get(form.kernel))
             return rates.grouped[form.kind] if recorded is None else 1e12 * recorded
-        speed = rates.float32 if form.dtype in ("f32", "f64") else rates.dense
+        speed = (rates.float32 if form.dtype in ("f32", "f64") else rates.dense) / form.passes
         if not isinstance(device, Gpu):
             return speed
         tiles = math.ceil(form.rows / TILE) * math.ceil(form.columns / TILE)

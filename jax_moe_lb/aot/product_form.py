@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from jax_moe_lb.aot.flops import flops_of
 from jax_moe_lb.aot.hlo import ArrayShape, Computation, Instruction, Module
 
+TERMS = re.compile(r"algorithm=dot_bf16_bf16_f32(?:_x(\d))?")
+"""Algorithm of a product of float32 operands split into terms of bfloat16, with the number of products."""
+
 
 @dataclass(frozen=True)
 class ProductForm:
@@ -20,6 +23,7 @@ class ProductForm:
         columns: Columns of the result.
         groups: Groups of a grouped product; 1 for a dense one.
         weight_bytes: Bytes of the weights of all groups, or of their gradients.
+        passes: Products in `dtype` for one product of wider operands, as terms of float32 in bfloat16.
     """
 
     kind: str
@@ -29,6 +33,7 @@ class ProductForm:
     columns: int
     groups: int = 1
     weight_bytes: int = 0
+    passes: int = 1
 
 
 def product_form(module: Module, computation: Computation, instruction: Instruction) -> ProductForm:
@@ -52,6 +57,8 @@ def product_form(module: Module, computation: Computation, instruction: Instruct
     # A batch of a product counts as rows.
     dims = max(instruction.shapes, key=lambda shape: shape.nbytes).dims or (1,)
     dtype = operands[0].dtype if operands else instruction.shapes[0].dtype
+    if terms := TERMS.search(instruction.attributes):
+        return ProductForm("dense", kernel, "bf16", math.prod(dims[:-1]), dims[-1], passes=int(terms[1] or 1))
     return ProductForm("dense", kernel, dtype, math.prod(dims[:-1]), dims[-1])
 
 

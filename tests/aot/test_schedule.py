@@ -159,3 +159,18 @@ def test_planners_and_copies_of_this_package():
     shapes = [one.exchange for one in found if one.exchange]
     weights, rows = 2 * 256 * 128 * 2, 640 * 256 * 2
     assert [(shape.operand_rows, shape.nbytes) for shape in shapes] == [(2, weights), (640, rows), (2, weights)]
+
+
+DOTS = """
+ENTRY %main (x: f32[64,32], w: f32[32,16]) -> f32[64,16] {
+  %x = f32[64,32]{1,0} parameter(0)
+  %w = f32[32,16]{1,0} parameter(1)
+  %exact = f32[64,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, operand_precision={highest,highest}
+  ROOT %terms = f32[64,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, algorithm=dot_bf16_bf16_f32_x6
+}
+"""  # noqa: E501 (XLA's lines)
+
+
+def test_a_product_by_terms_of_bfloat16_has_its_passes():
+    forms = {one.name: (one.product.kind, one.product.dtype, one.product.passes) for one in schedule(DOTS)}
+    assert forms == {"exact": ("dense", "f32", 1), "terms": ("dense", "bf16", 6)}
