@@ -197,6 +197,9 @@ RUNS = (
     Run("bench_memory_model", refusal=_compilers),
     Run("bench_timeline", refusal=_compilers),
     Run("bench_timeline_simulator", refusal=_compilers),
+    Run("bench_reliability", ("files", "--number", "100000"), ("files",), result="reliability_files"),
+    Run("bench_reliability", ("kills", "--number", "200"), result="reliability_kills", aside=LONG),
+    Run("bench_reliability", ("soak",), ("soak", "--steps", "300", "--devices", "8"), result="reliability_soak"),
     Run("bench_copy_engine", refusal=_gpu),
     Run("network.bench_hybridep", refusal=_network, result="network_hybridep", aside=MEASURED),
     Run(

@@ -1,22 +1,25 @@
 """Check the files of an sdist and a wheel: check_archives.py FILES."""
 
+import re
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+PARTS = ("__init__.py", "__init__.pyi", "py.typed", "_ffi.", "_planning.")
+LEGAL = ("LICENSE", "NOTICE", "SECURITY.md")
 NEEDED = {
-    ".whl": tuple(f"jax_moe_lb/{name}" for name in ("__init__.py", "__init__.pyi", "py.typed", "_ffi.", "_planning.")),
-    ".gz": ("CMakeLists.txt", "LICENSE", "README.md", "ffi/ffi_module.cc", "jax_moe_lb/__init__.py", "pyproject.toml"),
+    ".whl": (*(f"jax_moe_lb/{name}" for name in PARTS), *LEGAL),
+    ".gz": ("CMakeLists.txt", *LEGAL, "README.md", "ffi/ffi_module.cc", "jax_moe_lb/__init__.py", "pyproject.toml"),
 }
 REFUSED = {"BUILD", "WORKSPACE", "MODULE.bazel", "mkdocs.yml"}
 REFUSED |= {"tests", "models", "benchmarks", "examples", "ci", "third_party"}
 
 
 def names(archive: Path) -> list[str]:
-    """Return the files of an archive, without the top directory of an sdist."""
+    """Return the files of an archive, without the top directory of an sdist or of the licenses of a wheel."""
     if archive.suffix == ".whl":
-        return zipfile.ZipFile(archive).namelist()
+        return [re.sub(r"^[^/]+\.dist-info/licenses/", "", name) for name in zipfile.ZipFile(archive).namelist()]
     return [name.partition("/")[2] for name in tarfile.open(archive).getnames()]
 
 

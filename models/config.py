@@ -3,7 +3,11 @@
 import math
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
+import typer
+
+from jax_moe_lb.core.file_limits import MOST_FACTOR
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 
 USER_ERRORS = 2
@@ -12,6 +16,11 @@ USER_ERRORS = 2
 
 class UserError(Exception):
     """Invalid request of the user; the program prints it as one line and exits with `USER_ERRORS`."""
+
+
+FileLimitsOption = Annotated[
+    int, typer.Option("--file-limits", min=1, max=MOST_FACTOR, help="Factor on the size limits of input files.")
+]
 
 
 def say(line: str) -> None:

@@ -15,12 +15,14 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from jax_moe_lb import Stats, compiler_options, raise_on_fault
+from jax_moe_lb.core import FileLimits
 from jax_moe_lb.layer.systems import system_names
 from models.architectures.config_json import Fields
 from models.config import (
     COMPUTE_DTYPES,
     USER_ERRORS,
     BatchConfig,
+    FileLimitsOption,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -144,21 +146,24 @@ def main(
     record_counts: Annotated[
         Path | None, typer.Option(help="Output file of the routing trace, for jax-moe-lb replay.")
     ] = None,
+    file_limits: FileLimitsOption = 1,
 ) -> None:
     """Fine-tune all parameters of a checkpoint."""
     try:
+        limits = FileLimits().scaled(file_limits)
         parallel = ParallelConfig(data_parallel, expert_parallel, system)
         batch, optimizer = BatchConfig(batch_size, sequence_length), OptimizerConfig(learning_rate)
         config = TrainConfig(parallel=parallel, batch=batch, optimizer=optimizer, steps=steps, seed=seed)
         check_vacant(out)
         offer_cpu_devices(parallel.num_shards)
-        corpus, trace = corpus_from(data, TokenizerFile(checkpoint / "tokenizer.json")), CountsTrace()
+        tokenizer, trace = TokenizerFile(checkpoint / "tokenizer.json", limits), CountsTrace()
+        corpus = corpus_from(data, tokenizer, limits=limits)
         corpus.check_length(sequence_length)
         mesh = make_mesh(parallel)
         if not 0 <= further_weight < float("inf"):
             raise ValueError(f"further_weight is {further_weight}; expected a finite number of at least 0")
         options: dict[str, Any] = {"compute_dtype": dtype, "scan_layers": True, "predict_further": further_weight > 0}
-        model = from_pretrained(checkpoint, mesh, make_system(parallel), **options)
+        model = from_pretrained(checkpoint, mesh, make_system(parallel), limits=limits, **options)
         if bias_rate and not model.config.router.selection_bias:
             raise ValueError(f"bias_rate is {bias_rate}; expected 0, as the model has no routing biases")
         tuning = make_tuning(model, config, mesh, bias_rate, further_weight)

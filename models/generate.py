@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from jax_moe_lb.core import FileLimits
 from jax_moe_lb.layer.systems import system_names
-from models.config import USER_ERRORS, ParallelConfig, say
+from models.config import USER_ERRORS, FileLimitsOption, ParallelConfig, say
 from models.data.tokenizers import CheckpointTokenizer
 from models.mesh import make_mesh, make_system, offer_cpu_devices
 from models.pretrained.generation import Sampling, generate
@@ -31,14 +32,18 @@ def main(
     record_counts: Annotated[
         Path | None, typer.Option(help="Output file of the routing trace, for jax-moe-lb replay.")
     ] = None,
+    file_limits: FileLimitsOption = 1,
 ) -> None:
     """Print each prompt with its continuation."""
     try:
+        limits = FileLimits().scaled(file_limits)
         parallel, sampling = ParallelConfig(data_parallel, expert_parallel, system), Sampling(temperature, top_p, seed)
         offer_cpu_devices(parallel.num_shards)
-        words, trace = CheckpointTokenizer(checkpoint), CountsTrace()
+        words, trace = CheckpointTokenizer(checkpoint, limits), CountsTrace()
         balancing = make_system(parallel)
-        model = from_pretrained(checkpoint, make_mesh(parallel), balancing, compute_dtype=dtype, param_dtype=dtype)
+        model = from_pretrained(
+            checkpoint, make_mesh(parallel), balancing, compute_dtype=dtype, param_dtype=dtype, limits=limits
+        )
         tokens = [words.tokens(text) for text in prompt]
         new = generate(model, tokens, max_new_tokens, sampling, end_tokens=words.end_tokens, tell=trace.add)
         for text, line in zip(prompt, new, strict=True):

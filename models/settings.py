@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
+from jax_moe_lb.core import FileLimits
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.recordings.yaml_file import read_yaml, shown
 from models.config import ParallelConfig, TrainConfig
@@ -110,14 +111,18 @@ def read_mesh(text: str) -> Given:
     return {"parallel": _pairs(f"--mesh {text}", text, MESH_AXES)}
 
 
-def read_file(path: Path) -> Given:
+def read_file(path: Path, limits: FileLimits = FileLimits()) -> Given:
     """Read a YAML file with the sections of `TrainConfig`, and top-level `steps` and `seed`.
+
+    Args:
+        path: path of the file.
+        limits: limits of its bytes, values and depth.
 
     Raises:
         ValueError: the file cannot be read, a key is unknown, or a value has a wrong type.
     """
     try:
-        found = read_yaml(path)
+        found = read_yaml(path, limits)
     except OSError as error:
         raise ValueError(f"config is {str(path)!r}; expected a readable file: {error.strerror}") from error
     except ValueError as error:

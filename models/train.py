@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 
 from jax_moe_lb.aot import Target
-from jax_moe_lb.core import shadowed_installation
+from jax_moe_lb.core import FileLimits, shadowed_installation
 from jax_moe_lb.layer.systems import system_named, system_names
-from models.config import PRESETS, USER_ERRORS, MultiProcessConfig, TrainConfig, UserError, say
+from models.config import PRESETS, USER_ERRORS, FileLimitsOption, MultiProcessConfig, TrainConfig, UserError, say
 from models.data.corpus import Corpus
 from models.data.sources import corpus_from, default_corpus
 from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile
@@ -80,16 +80,18 @@ def train(
     profile: Annotated[int, typer.Option(metavar="STEPS", help="Steps to trace into the run folder.")] = 0,
     loggers: Annotated[list[str] | None, typer.Option("--logger", metavar="NAME", help=LOGGER)] = None,
     assignments: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help=SET)] = None,
+    file_limits: FileLimitsOption = 1,
 ) -> None:
     """Train a model; write metrics, checkpoints and a report."""
     try:
         with _user_errors():
-            base, in_file = _config_named(config)
+            limits = FileLimits().scaled(file_limits)
+            base, in_file = _config_named(config, limits)
             if LIST in (assignments or ()):
                 typer.echo(list_keys(updated(base, in_file)))
                 raise typer.Exit
             given = layered(in_file, _given(system, mesh, steps, seed, assignments or ()))
-            asked = TrainArgs(config, base, given, data or [], run_dir, resume, overwrite)
+            asked = TrainArgs(config, base, given, data or [], run_dir, resume, overwrite, limits)
             if target is not None:
                 asked.dry_run(target)
                 raise typer.Exit
@@ -117,6 +119,7 @@ class TrainArgs:
         run_dir: run folder; `None` for a numbered one.
         resume: if True, continue a run.
         overwrite: if True, move an earlier run aside.
+        limits: limits of each input file.
     """
 
     name: str
@@ -126,6 +129,7 @@ class TrainArgs:
     run_dir: Path | None
     resume: bool
     overwrite: bool
+    limits: FileLimits
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Validate all inputs and prepare the run; see `models.training.loop.prepare`."""
@@ -133,12 +137,13 @@ class TrainArgs:
         how = {"resume": self.resume, "overwrite": self.overwrite}
         first = Path("runs") / Path(self.name).stem
         folder = self.run_dir or _default_run_dir(first, place, last=any(how.values()))
-        config, tokenizer = self._configured(as_before(RunFolder(folder), self.given) if self.resume else self.given)
-        corpus = _corpus(config, self.data, tokenizer)
+        before = RunFolder(folder, self.limits)
+        config, tokenizer = self._configured(as_before(before, self.given) if self.resume else self.given)
+        corpus = _corpus(config, self.data, tokenizer, self.limits)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
         if place is not None:
             agree(place, Store(), _options(config, corpus, self.run_dir, place) | how)
-        return prepare(config, corpus, folder, **how, tell=tell)
+        return prepare(config, corpus, folder, **how, tell=tell, limits=self.limits)
 
     def dry_run(self, target: str) -> None:
         """Compile a training step for a target machine and print its requirements."""
@@ -150,7 +155,7 @@ class TrainArgs:
     def _configured(self, given: Given) -> tuple[TrainConfig, Tokenizer]:
         """Return the configuration and the tokenizer of the run."""
         path = updated(self.base.data, given.get("data", {}), "data.").tokenizer
-        tokenizer: Tokenizer = Bytes() if path is None else TokenizerFile(Path(path))
+        tokenizer: Tokenizer = Bytes() if path is None else TokenizerFile(Path(path), self.limits)
         words = {} if path is None else {"model": {"vocab_size": tokenizer.vocab_size}}
         parallel = given.get("parallel", {})
         name = parallel.get("system", self.base.parallel.system)
@@ -162,10 +167,10 @@ class TrainArgs:
         return updated(self.base, layered(words, moves, given)), tokenizer
 
 
-def _config_named(name: str) -> tuple[TrainConfig, Given]:
+def _config_named(name: str, limits: FileLimits) -> tuple[TrainConfig, Given]:
     """Return a preset, or the defaults and the fields given by a file."""
     if Path(name).suffix in (".yaml", ".yml"):
-        return TrainConfig(), read_file(Path(name))
+        return TrainConfig(), read_file(Path(name), limits)
     if name in dry_run.PRESETS:
         return TrainConfig(), {}
     if name not in PRESETS:
@@ -226,10 +231,10 @@ def _carry_out(
         raise UserError(in_words(error)) from error
 
 
-def _corpus(config: TrainConfig, data: list[str], tokenizer: Tokenizer) -> Corpus:
+def _corpus(config: TrainConfig, data: list[str], tokenizer: Tokenizer, limits: FileLimits) -> Corpus:
     if data:
         sizes = {"vocab_size": config.model.vocab_size}
-        return corpus_from(data, tokenizer, **sizes, text_field=config.data.text_field)
+        return corpus_from(data, tokenizer, **sizes, text_field=config.data.text_field, limits=limits)
     if tokenizer != Bytes():
         raise ValueError("data is required: data.tokenizer is set. Pass --data")
     return default_corpus(config.data.max_corpus_bytes)

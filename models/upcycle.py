@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from jax_moe_lb.core import FileLimits
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured, pieces_of
-from models.config import USER_ERRORS, say
+from models.config import USER_ERRORS, FileLimitsOption, say
 from models.pretrained.safetensors import FLOATS, TensorFolder
 from models.pretrained.saving import KEPT_FILES, MAX_FILE_BYTES, copy_files, vacant, write_tensors
 from models.run_folder.files import write_whole
@@ -109,6 +110,7 @@ def upcycle(
     share: bool = False,
     seed: int = 0,
     max_file_bytes: int = MAX_FILE_BYTES,
+    limits: FileLimits = FileLimits(),
 ) -> None:
     """Write a mixture checkpoint whose experts are copies of a dense model's network.
 
@@ -120,14 +122,15 @@ def upcycle(
         share: if True, a shared expert is the dense network, and the other experts add 0 initially.
         seed: seed of the routers.
         max_file_bytes: maximum bytes of tensors per file (default 1 GiB), which host memory holds at once.
+        limits: limits of `config.json`, of the index and of the headers.
 
     Raises:
         ValueError: the model is not supported, its tensors do not match its `config.json`, or `out` is not empty.
     """
-    text = upcycled_config(read_fields(folder), num_experts, experts_per_token, share)
-    shapes = {piece.name: piece.shape for piece in pieces_of(configured(Fields(text)))}
+    text = upcycled_config(read_fields(folder, limits), num_experts, experts_per_token, share)
+    shapes = {piece.name: piece.shape for piece in pieces_of(configured(Fields(text, limits)))}
     rng = np.random.default_rng(seed)
-    with TensorFolder(folder) as tensors, vacant(out) as aside:
+    with TensorFolder(folder, limits) as tensors, vacant(out) as aside:
         for name, shape in shapes.items():
             _check(tensors, dense_name(name), shape)
         dtype = tensors.read("model.norm.weight").dtype
@@ -170,10 +173,12 @@ def main(
         bool, typer.Option("--share", help="Add a shared expert, initialized to the dense network.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the routers.")] = 0,
+    file_limits: FileLimitsOption = 1,
 ) -> None:
     """Convert a dense checkpoint into a mixture of experts."""
     try:
-        upcycle(checkpoint, out, num_experts, experts_per_token, share=share, seed=seed)
+        limits = FileLimits().scaled(file_limits)
+        upcycle(checkpoint, out, num_experts, experts_per_token, share=share, seed=seed, limits=limits)
     except (OSError, ValueError) as error:
         say(f"error: {error}")
         raise typer.Exit(USER_ERRORS) from error

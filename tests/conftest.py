@@ -45,6 +45,9 @@ def pytest_addoption(parser):
     group = parser.getgroup("random layer test", "tests/stress")
     group.addoption("--layer-cases", type=int, default=300, help="Number of random inputs for the layer.")
     group.addoption("--layer-case", metavar="P.I", help="Only input I of program P.")
+    group = parser.getgroup("fuzz test of files", "tests/fuzz")
+    group.addoption("--fuzz-files", type=int, default=2000, help="Number of mutated files.")
+    group.addoption("--fuzz-seed", type=int, default=0, help="Seed of the mutations.")
 
 
 MAX_CACHE_BYTES = 2**30

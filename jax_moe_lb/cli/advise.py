@@ -17,7 +17,17 @@ from jax_moe_lb.advise.advise import advise as find
 from jax_moe_lb.advise.choice import Choice, usage
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, recorded_workloads
 from jax_moe_lb.advise.search import FINALISTS, SLOTS, SearchResult, Space, needs
-from jax_moe_lb.cli.output import Json, note, one_line_errors, print_json, print_table, print_text, working
+from jax_moe_lb.cli.output import (
+    FileLimitsOption,
+    Json,
+    note,
+    one_line_errors,
+    parse_limits,
+    print_json,
+    print_table,
+    print_text,
+    working,
+)
 from jax_moe_lb.cli.simulate import (
     Imbalance,
     TokensOption,
@@ -250,6 +260,7 @@ def advise(
             "--ratio", metavar="X", help="Compression ratio of gathered experts, tried beside no compression."
         ),
     ] = 1.0,
+    file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
     """Find the system with the fastest predicted step.
@@ -257,12 +268,14 @@ def advise(
     The search covers systems, their options and their compositions. The baseline is plain expert parallelism.
     """
     with one_line_errors(imbalance=imbalance, tokens=tokens):
-        of_model, of_cluster = load_config("MODEL", model, "model"), load_config("CLUSTER", cluster, "cluster")
+        limits = parse_limits(file_limits)
+        of_model = load_config("MODEL", model, "model", limits=limits)
+        of_cluster = load_config("CLUSTER", cluster, "cluster", limits=limits)
         shape, machine = model_of("MODEL", model, of_model, tokens), cluster_of("CLUSTER", cluster, of_cluster)
         slots = slots_of(replica_slots, None, shape, machine)
         most_slots = shape.experts - shape.experts // machine.num_ranks if slots is None else slots
         if trace is not None:
-            counts = recorded_counts(shape, machine, trace)
+            counts = recorded_counts(shape, machine, trace, limits)
             shape = as_recorded(shape, counts, trace)
             workloads = recorded_workloads(counts, MOST_STEPS, MOST_LAYERS)
             shapes = workloads[:: max(1, len(workloads) - 1)]

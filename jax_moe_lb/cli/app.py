@@ -21,6 +21,7 @@ from jax_moe_lb.cli.output import (
     BAD_INPUT,
     BalancerOption,
     ExpertBytes,
+    FileLimitsOption,
     Head,
     Json,
     Out,
@@ -28,6 +29,7 @@ from jax_moe_lb.cli.output import (
     ReplicaSlots,
     one_line_errors,
     parse_integer,
+    parse_limits,
     parse_replica_slots,
     print_effects,
     print_error,
@@ -86,6 +88,7 @@ def plan(
     replica_slots: ReplicaSlots = None,
     out: Out = None,
     expert_bytes: ExpertBytes = None,
+    file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
     """Plan each layer of one microbatch of recorded counts.
@@ -93,7 +96,8 @@ def plan(
     Counts have the shape [R, E] or [layers, R, E]. The planner time excludes a warm-up call.
     """
     with one_line_errors(ranks_per_domain=ranks_per_domain):
-        counts, one_expert = read_counts(counts_file), parse_integer("--expert-bytes", expert_bytes)
+        counts = read_counts(counts_file, parse_limits(file_limits))
+        one_expert = parse_integer("--expert-bytes", expert_bytes)
         planner = _planner(balancer, counts, ranks_per_domain, replica_slots)
         (planned,) = planner.replay(counts[None])
         if out is not None:
@@ -114,6 +118,7 @@ def replay(
     replica_slots: ReplicaSlots = None,
     out: Out = None,
     expert_bytes: ExpertBytes = None,
+    file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
     """Plan every step of a recorded trace, with history.
@@ -122,7 +127,8 @@ def replay(
     the mean over the layers of a step. The planner time excludes a warm-up call.
     """
     with one_line_errors(ranks_per_domain=ranks_per_domain):
-        (steps, counts), one_expert = read_trace(trace_file), parse_integer("--expert-bytes", expert_bytes)
+        steps, counts = read_trace(trace_file, parse_limits(file_limits))
+        one_expert = parse_integer("--expert-bytes", expert_bytes)
         planner = _planner(balancer, counts, ranks_per_domain, replica_slots)
         effects, plans, changed = [], [], False
         for planned in with_progress(planner.replay(counts), len(steps)):

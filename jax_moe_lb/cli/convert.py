@@ -8,7 +8,15 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from jax_moe_lb.cli.output import Json, one_line_errors, parse_integer, print_json, print_text
+from jax_moe_lb.cli.output import (
+    FileLimitsOption,
+    Json,
+    one_line_errors,
+    parse_integer,
+    parse_limits,
+    print_json,
+    print_text,
+)
 from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.recordings.counts_files import naming, read_trace
@@ -29,6 +37,7 @@ def convert(
         str | None,
         typer.Option("--experts", metavar="E", help="Number of experts; required if the recording does not store it."),
     ] = None,
+    file_limits: FileLimitsOption = None,
 ) -> None:
     """Convert a recording of SGLang or Megatron-LM to a trace.
 
@@ -36,7 +45,7 @@ def convert(
     """
     with one_line_errors():
         num_ranks, num_experts = parse_integer("--ranks", ranks, 2**20), parse_integer("--experts", experts, 2**16)
-        trace = read_recording(recording, num_ranks, num_experts)
+        trace = read_recording(recording, num_ranks, num_experts, parse_limits(file_limits))
         packed = io.BytesIO()
         np.savez_compressed(packed, steps=np.array(trace.steps), counts=trace.counts)
         with naming("--out", out), whole_file(out) as part:
@@ -55,6 +64,7 @@ def drift(
     skip: Annotated[
         str | None, typer.Option("--skip", metavar="N", help="Number of first steps to skip.", show_default="0")
     ] = None,
+    file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
     """Fit the drift of expert popularity to a trace.
@@ -62,7 +72,8 @@ def drift(
     The output has the key `routing: drift` of a configuration file and the autocorrelation of recording and fit.
     """
     with one_line_errors():
-        counts, choices = read_trace(trace_file).counts, parse_integer("--per-token", per_token, INT32_MAX) or 1
+        counts = read_trace(trace_file, parse_limits(file_limits)).counts
+        choices = parse_integer("--per-token", per_token, INT32_MAX) or 1
         counts = counts[parse_integer("--skip", skip, INT32_MAX) or 0 :]
         if choices > counts.shape[3]:
             raise ValueError(f"--per-token is {choices}; expected at most the {counts.shape[3]} experts")

@@ -23,6 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jax_moe_lb.cli.planning import Effect, mean_effect
+from jax_moe_lb.core.file_limits import MOST_FACTOR, FileLimits
 from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.recordings.yaml_file import shown
 
@@ -103,6 +104,10 @@ ExpertBytes = Annotated[
     typer.Option("--expert-bytes", metavar="N", help="Bytes of one expert, to show the weights moved."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="PLAN.npz", help="Output file of all plans, for Plan.load.")]
+FileLimitsOption = Annotated[
+    str | None,
+    typer.Option("--file-limits", metavar="N", help="Factor on the size limits of input files.", show_default="1"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -133,6 +138,15 @@ def parse_integer(argument: str, text: str | None, most: int = MAX_INTEGER, *, l
         wanted = f"from {least} to {most}" if digits not in ("", "0") else f"at least {least}"
         raise ValueError(f"{argument} is {shown(text)}; expected an integer, {wanted}")
     return int(digits)
+
+
+def parse_limits(text: str | None) -> FileLimits:
+    """Return the limits of input files, multiplied by the factor of `--file-limits` if it is given.
+
+    Raises:
+        ValueError: if the factor is not an integer from 1 to 10^6.
+    """
+    return FileLimits().scaled(parse_integer("--file-limits", text, MOST_FACTOR) or 1)
 
 
 def parse_replica_slots(

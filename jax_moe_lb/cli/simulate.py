@@ -14,17 +14,20 @@ from rich.table import Table
 
 from jax_moe_lb.cli.compile import compose
 from jax_moe_lb.cli.output import (
+    FileLimitsOption,
     Json,
     SystemReplicaSlots,
     note,
     one_line_errors,
     parse_integer,
+    parse_limits,
     parse_replica_slots,
     print_json,
     print_table,
     print_text,
     with_progress,
 )
+from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.core.topology import INT32_MAX, home_experts_per_rank
 from jax_moe_lb.recordings.counts_files import naming, read_routing
@@ -78,11 +81,16 @@ def cluster_of(argument: str, source: str, config: SimulationConfig) -> Cluster:
 
 
 def counts_of(
-    config: SimulationConfig, model: ModelShape, cluster: Cluster, trace: Path | None, imbalance: str | None
+    config: SimulationConfig,
+    model: ModelShape,
+    cluster: Cluster,
+    trace: Path | None,
+    imbalance: str | None,
+    limits: FileLimits,
 ) -> CountsOption:
     """Return the recorded counts of a trace, or the synthetic counts of a configuration."""
     if trace is not None:
-        return recorded_counts(model, cluster, trace)
+        return recorded_counts(model, cluster, trace, limits)
     layers = min(config.routing.layers, model.layers)
     wanted = imbalance_of(config, imbalance)
     return skewed_counts(model, cluster.num_ranks, wanted, layers, config.routing.seed, config.routing.shape)[None]
@@ -97,9 +105,9 @@ def drifted_counts_of(
     return drifting_counts(model, cluster.num_ranks, times, layers, routing.drift, wanted, routing.seed, routing.shape)
 
 
-def recorded_counts(model: ModelShape, cluster: Cluster, trace: Path) -> CountsOption:
+def recorded_counts(model: ModelShape, cluster: Cluster, trace: Path, limits: FileLimits) -> CountsOption:
     """Return the counts of a trace with the ranks of the cluster and the experts of the model."""
-    counts = read_routing(trace)
+    counts = read_routing(trace, limits)
     if counts.shape[2:] != (cluster.num_ranks, model.experts):
         raise ValueError(
             f"--trace {trace} has {counts.shape[2]} ranks and {counts.shape[3]} experts; expected the cluster's "
@@ -229,6 +237,7 @@ def simulate(
     png: Annotated[
         Path | None, typer.Option("--png", metavar="OUT.png", help="Output picture of the first layers.")
     ] = None,
+    file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
     """Predict the time, traffic and memory of a training step.
@@ -236,9 +245,10 @@ def simulate(
     The table has the busy and exposed time of each stage, the bytes sent and the memory of a rank.
     """
     with one_line_errors(imbalance=imbalance, tokens=tokens, domain_sizes=domain_sizes):
-        read = load_config("CONFIG", config, "cluster", "model")
+        limits = parse_limits(file_limits)
+        read = load_config("CONFIG", config, "cluster", "model", limits=limits)
         cluster, model = cluster_of("CONFIG", config, read), model_of("CONFIG", config, read, tokens)
-        counts = counts_of(read, model, cluster, trace, imbalance)
+        counts = counts_of(read, model, cluster, trace, imbalance, limits)
         step, name = read.step.build(), system or read.system
         model = step.parallel.share(as_recorded(model, counts, trace), cluster)
         slots = slots_of(replica_slots, read.replica_slots, model, cluster)

@@ -1,6 +1,7 @@
 """Plans, topologies, statistics and validation, shared by all other packages."""
 
 from jax_moe_lb.core.custom_calls import shadowed_installation
+from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, rows_between, straggler, traffic
 from jax_moe_lb.core.split import Split, nearest_first
 from jax_moe_lb.core.stats import Stats, needs_more_rounds, raise_on_fault, router_loss
@@ -10,6 +11,7 @@ from jax_moe_lb.core.virtual_devices import use_virtual_cpu_devices
 
 __all__ = [
     "check_plan",
+    "FileLimits",
     "imbalance",
     "Level",
     "load",

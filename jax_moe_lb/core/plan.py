@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan_file import ARRAYS, read_arrays, write_arrays
 from jax_moe_lb.core.split import Split, kept, nearest_first, rows_of_all
@@ -118,22 +119,23 @@ class Plan:
         write_arrays(Path(path), parts)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+    def load(cls, path: str | os.PathLike[str], limits: FileLimits = FileLimits()) -> "Plan":
         """Read a file written by `save`.
 
         It checks dtypes and shapes. `check_plan` checks whether the plan is legal for some counts.
 
         Args:
             path: path of the file.
+            limits: limits of the declared sizes (default: arrays of 512 MiB in all).
 
         Returns:
             The plan, as NumPy arrays with the saved dimensions.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file is damaged or is not a plan; the message names the file and the fault.
+            ValueError: the file is damaged, too large, or not a plan; the message names the file and the fault.
         """
-        arrays = read_arrays(Path(path))
+        arrays = read_arrays(Path(path), limits)
         tier: Any = str(arrays["split_tier"])  # a member of `Tier`, unknown to the type checker
         split = Split(tier, bool(arrays["split_locality"]))
         fields: dict[str, Any] = {name: arrays[name] for name in ARRAYS if name in arrays}

@@ -1,22 +1,21 @@
 """Plans in .npz files, written atomically and validated on reading.
 
-`read_named` reads untrusted .npz and .npy files. It checks declared sizes before allocating memory.
+`read_named` reads untrusted .npz and .npy files within the limits of `FileLimits`.
 """
 
 import io
 import math
 import os
 import secrets
-import stat
-import struct
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from jax_moe_lb.core.file_limits import BinaryFile, FileLimits, LimitError, check_member, open_archive, open_regular
 from jax_moe_lb.core.split import Tier
 
 ARRAYS = ("placement", "quota", "relay", "rails")
@@ -28,22 +27,6 @@ _SETTINGS = {
     "split_locality": (np.bool_, "a bool"),
 }
 """Scalar fields of a plan file, each with its dtype and the description for error messages."""
-
-BinaryFile = Any
-"""File open for reading bytes. Archive members match none of the file types of `typing`."""
-
-MOST_PLAN_BYTES = 2**32
-"""Maximum size of one array of a plan, in bytes."""
-
-MOST_MEMBERS = 1000
-"""Maximum number of arrays in an archive; usual archives have two to seven."""
-
-MOST_DIRECTORY_BYTES = 2**19
-"""Maximum size of the directory of an archive, in bytes: 46 per member, plus its name."""
-
-
-class LimitError(ValueError):
-    """Error for a valid file exceeding a size limit, with actual and expected size."""
 
 
 def write_arrays(path: Path, parts: dict[str, Any]) -> None:
@@ -96,34 +79,35 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(path: Path, limits: FileLimits) -> dict[str, np.ndarray]:
     """Read a file written by `write_arrays` and check its dtypes and shapes.
 
     Args:
         path: path of the file.
+        limits: limits of the file.
 
     Returns:
         The arrays by field name.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is damaged or is not a plan; the message names the file and the fault.
+        ValueError: the file is damaged, too large, or not a plan; the message names the file and the fault.
     """
-    arrays = _arrays_of(path)
+    arrays = _arrays_of(path, limits)
     _check_arrays(path, arrays)
     return arrays
 
 
-def read_named(path: Path, names: Sequence[str], most_bytes: int) -> tuple[dict[str, np.ndarray], list[str]]:
+def read_named(path: Path, names: Sequence[str], limits: FileLimits) -> tuple[dict[str, np.ndarray], list[str]]:
     """Read arrays of an .npz file by name, or the array of an .npy file under the first name.
 
-    It decompresses the named arrays only, and reads the header of each array first: a small file may declare, or
+    It decompresses the named arrays only, and reads the headers of all of them first: a small file may declare, or
     decompress to, terabytes.
 
     Args:
         path: path of the file.
         names: names of the arrays to read; names missing from the archive are omitted.
-        most_bytes: maximum size of one array, in bytes.
+        limits: limits of the file.
 
     Returns:
         The arrays by name, and the names of all arrays in the file (empty for an .npy file).
@@ -133,88 +117,91 @@ def read_named(path: Path, names: Sequence[str], most_bytes: int) -> tuple[dict[
         LimitError: the file is not a regular file, or exceeds a limit.
         Exception: the file is damaged; NumPy and zipfile raise many types.
     """
-    # Check the file type first: opening a pipe waits for a writer, and a device may never end.
-    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
-        raise LimitError("not a regular file; expected one")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if file.read(2) != b"PK":
             file.seek(0)
-            _check_header(file, most_bytes)
+            _check_sizes([read_header(file)], [size], limits)
             file.seek(0)
             # Unpickling can run arbitrary code from an untrusted file.
             return {names[0]: np.lib.format.read_array(file, allow_pickle=False)}, []
-        _check_directory(file)
-        with zipfile.ZipFile(file) as archive:
-            members = {name.removesuffix(".npy"): name for name in archive.namelist()}
-            wanted = [name for name in names if name in members]
-            return {name: _member(archive, members[name], most_bytes) for name in wanted}, list(members)
+        with open_archive(file, limits) as archive:
+            members = {name.removesuffix(".npy"): archive.getinfo(name) for name in archive.namelist()}
+            wanted = {name: members[name] for name in names if name in members}
+            headers = [_header_of(archive, info, size) for info in wanted.values()]
+            _check_sizes(headers, [info.file_size for info in wanted.values()], limits)
+            return {name: _array_of(archive, info) for name, info in wanted.items()}, list(members)
 
 
-def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> np.ndarray:
-    # NumPy writes only these two methods. Others may allocate memory of a size taken from the file.
-    if archive.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError("another compression")
-    with archive.open(name) as file:
-        _check_header(file, most_bytes)
-    with archive.open(name) as file:
+class Header(NamedTuple):
+    """Declared size of an array.
+
+    Args:
+        start: bytes of the header.
+        num_entries: number of entries.
+        itemsize: bytes of an entry.
+    """
+
+    start: int
+    num_entries: int
+    itemsize: int
+
+
+def read_header(file: BinaryFile) -> Header:
+    """Read the header of an array.
+
+    Args:
+        file: file at the start of the array.
+
+    Returns:
+        The declared size.
+
+    Raises:
+        Exception: the header is damaged; NumPy raises many types.
+    """
+    version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    length = file.read(4 if version == (2, 0) else 2)
+    # A version 2 header can be up to 4 GiB, and NumPy reads it before rejecting more than 10000 characters.
+    if int.from_bytes(length, "little") > 2**16:
+        raise ValueError("a long header")
+    # Version 3 differs in the encoding of field names only; plain numeric dtypes have no fields.
+    rest = io.BytesIO(length + file.read(int.from_bytes(length, "little")))
+    shape, _, dtype = readers[version](rest)
+    if min(shape, default=0) < 0:
+        raise ValueError("a negative dimension")
+    return Header(np.lib.format.MAGIC_LEN + len(rest.getvalue()), math.prod(shape), dtype.itemsize)
+
+
+def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes: int) -> Header:
+    check_member(info, archive_bytes)
+    with archive.open(info) as file:
+        return read_header(file)
+
+
+def _array_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    with archive.open(info) as file:
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def _check_header(file: BinaryFile, most_bytes: int) -> None:
-    """Check the shape and dtype in the header of an array."""
-    version = np.lib.format.read_magic(file)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    start = file.tell()
-    # A version 2 header can be up to 4 GiB, and NumPy reads it before rejecting more than 10000 characters.
-    if version == (2, 0) and int.from_bytes(file.read(4), "little") > 2**16:
-        raise ValueError("a long header")
-    file.seek(start)
-    # Version 3 differs in the encoding of field names only; plain numeric dtypes have no fields.
-    shape, _, dtype = readers[version](file)
+def _check_sizes(headers: Sequence[Header], sizes: Sequence[int], limits: FileLimits) -> None:
+    """Check the declared sizes of arrays against the limit, and against the bytes that contain them."""
     # Entries of zero bytes count as one byte each.
-    num_bytes = math.prod(shape) * max(dtype.itemsize, 1)
-    if min(shape, default=0) < 0:
-        raise ValueError("a negative dimension")
-    if num_bytes > most_bytes:
-        raise LimitError(f"an array of {num_bytes / 2**30:.3g} GiB; expected at most {most_bytes / 2**30:.3g} GiB")
+    num_bytes = sum(header.num_entries * max(header.itemsize, 1) for header in headers)
+    limits.check("array_bytes", num_bytes, "arrays of {} bytes")
+    for header, size in zip(headers, sizes, strict=True):
+        if header.start + header.num_entries * header.itemsize > size:
+            raise ValueError("an array with fewer bytes than its header declares")
 
 
-def directory_end(file: BinaryFile) -> tuple[bytes, int]:
-    """Read the end of an archive.
-
-    Returns:
-        The last bytes of the file, and the offset of the end-of-directory record in them; -1 if there is none. The
-        bytes include the 76 bytes before the record for a 64-bit directory, if the archive is large enough.
-    """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - 2**16 - 22 - 76, 0))
-    tail = file.read()
-    # Only a comment can follow the last end-of-directory signature.
-    at = tail.rfind(b"PK\5\6")
-    return tail, at if len(tail) - at >= 22 else -1
-
-
-def _check_directory(file: BinaryFile) -> None:
-    """Check the size of an archive's directory, because zipfile reads it whole."""
-    tail, at = directory_end(file)
-    if at < 0:
-        raise ValueError("no end of a directory")
-    members, num_bytes = struct.unpack_from("<HL", tail, at + 10)
-    # A 64-bit directory has its own end record before this one. Only archives of 65536 members or 4 GiB need it.
-    if members > MOST_MEMBERS or tail[max(at - 20, 0) :].startswith(b"PK\6\7"):
-        raise LimitError(f"an archive of {members} arrays or more; expected at most {MOST_MEMBERS}")
-    if num_bytes > MOST_DIRECTORY_BYTES:
-        raise LimitError(f"an archive with a directory of {num_bytes} bytes; expected at most {MOST_DIRECTORY_BYTES}")
-
-
-def _arrays_of(path: Path) -> dict[str, np.ndarray]:
+def _arrays_of(path: Path, limits: FileLimits) -> dict[str, np.ndarray]:
     """Read the known arrays of an .npz file without validation, ignoring unknown names."""
     try:
-        found, members = read_named(path, (*ARRAYS, *_SETTINGS), MOST_PLAN_BYTES)
-    except OSError:
+        found, members = read_named(path, (*ARRAYS, *_SETTINGS), limits)
+    except (OSError, MemoryError):
         raise
     except LimitError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise LimitError(f"{path}: {error}") from error
     except Exception as error:  # NumPy and zipfile raise many types for a damaged file
         raise ValueError(f"{path}: damaged or not an .npz file; expected a file written by Plan.save") from error
     # An .npy file holds one unnamed array, hence no plan.

@@ -10,14 +10,12 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jax_moe_lb.core.file_limits import FileLimits, LimitError
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.plan_file import LimitError, read_named
+from jax_moe_lb.core.plan_file import read_named
 from jax_moe_lb.core.topology import home_experts_per_rank
 from jax_moe_lb.core.validation import check_counts
 from jax_moe_lb.recordings.yaml_file import MOST_ENTRIES, shown
-
-MOST_BYTES = 2**30
-"""Maximum size of an array of recorded counts, decompressed, in bytes."""
 
 MOST_LAYERS = 2**17
 """Maximum number of layers of a trace, summed over all steps: 1000 steps of a model with 131 layers."""
@@ -41,11 +39,12 @@ class Trace(NamedTuple):
     counts: Int[np.ndarray, "steps layers R E"]
 
 
-def read_counts(path: Path) -> Int[np.ndarray, "layers R E"]:
+def read_counts(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarray, "layers R E"]:
     """Read the counts of one step, `[R, E]` or `[layers, R, E]`.
 
     Args:
         path: .npy file of integers, or .npz file with an array `counts`.
+        limits: limits of the declared sizes (default: arrays of 512 MiB in all).
 
     Returns:
         `[layers, R, E]` int32, with one layer if the file has no such dimension.
@@ -53,17 +52,18 @@ def read_counts(path: Path) -> Int[np.ndarray, "layers R E"]:
     Raises:
         ValueError: the file cannot be read, or its counts are invalid.
     """
-    counts = _load("COUNTS", path)["counts"]
+    counts = _load("COUNTS", path, limits)["counts"]
     if counts.ndim not in (2, 3):
         raise ValueError(f"COUNTS {path}: counts has shape {counts.shape}; expected [R, E] or [layers, R, E]")
-    return checked("COUNTS", path, counts.reshape(-1, *counts.shape[-2:]) if counts.size else counts)
+    return checked("COUNTS", path, counts.reshape(-1, *counts.shape[-2:]) if counts.size else counts, limits)
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path, limits: FileLimits = FileLimits()) -> Trace:
     """Read the counts of several steps, `[steps, layers, R, E]`, and their step numbers.
 
     Args:
         path: .npy file of integers, or .npz file with `counts` and optionally `steps`, as written by `models.train`.
+        limits: limits of the declared sizes (default: arrays of 512 MiB in all).
 
     Returns:
         The trace. Without `steps`, steps are numbered from 0.
@@ -71,24 +71,27 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ValueError: the file cannot be read, or its counts or steps are invalid.
     """
-    arrays = _load("TRACE", path)
+    arrays = _load("TRACE", path, limits)
     counts = arrays["counts"]
     if counts.ndim != 4:
         raise ValueError(f"TRACE {path}: counts has shape {counts.shape}; expected [steps, layers, R, E]")
+    # Empty counts may declare any number of steps.
+    found = checked("TRACE", path, counts, limits)
     steps = arrays.get("steps", np.arange(len(counts)))
     if steps.shape != counts.shape[:1] or not np.issubdtype(steps.dtype, np.integer):
         raise ValueError(
             f"TRACE {path}: steps has shape {steps.shape} and dtype {steps.dtype}; "
             f"expected an integer for each of the {len(counts)} steps of counts"
         )
-    return Trace(steps.tolist(), checked("TRACE", path, counts))
+    return Trace(steps.tolist(), found)
 
 
-def read_routing(path: Path) -> Int[np.ndarray, "steps layers R E"]:
+def read_routing(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarray, "steps layers R E"]:
     """Read the counts of one step, `[R, E]` or `[layers, R, E]`, or of several, `[steps, layers, R, E]`.
 
     Args:
         path: .npy file of integers, or .npz file with an array `counts`.
+        limits: limits of the declared sizes (default: arrays of 512 MiB in all).
 
     Returns:
         `[steps, layers, R, E]` int32, with one step or layer if the file has no such dimension.
@@ -96,13 +99,13 @@ def read_routing(path: Path) -> Int[np.ndarray, "steps layers R E"]:
     Raises:
         ValueError: the file cannot be read, or its counts are invalid.
     """
-    counts = _load("--trace", path)["counts"]
+    counts = _load("--trace", path, limits)["counts"]
     if counts.ndim not in (2, 3, 4):
         raise ValueError(
             f"--trace {path}: counts has shape {counts.shape}; expected [R, E], [layers, R, E] or [steps, layers, R, E]"
         )
     wide = counts.reshape((1,) * (4 - counts.ndim) + counts.shape)
-    return checked("--trace", path, wide)
+    return checked("--trace", path, wide, limits)
 
 
 def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...]) -> None:
@@ -141,7 +144,7 @@ def naming(argument: str, path: Path) -> Iterator[None]:
         raise ValueError(f"{argument} is {path}: {reason}; expected a writable file") from error
 
 
-def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
+def _load(argument: str, path: Path, limits: FileLimits) -> dict[str, np.ndarray]:
     """Read `counts` and, if present, `steps` of an .npz file, or the array of an .npy file as `counts`."""
     if path.suffix in OTHERS:
         raise ValueError(
@@ -149,11 +152,13 @@ def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
             "jax-moe-lb convert."
         )
     try:
-        arrays, names = read_named(path, ("counts", "steps"), MOST_BYTES)
+        arrays, names = read_named(path, ("counts", "steps"), limits)
     except OSError as error:
         raise ValueError(f"{argument} is {path}: {error.strerror or error}; expected a .npy or .npz file") from error
     except LimitError as error:
-        raise ValueError(f"{argument} is {path}: {error}, in a .npy or .npz file") from error
+        raise LimitError(f"{argument} is {path}: {error}") from error
+    except MemoryError:
+        raise
     except Exception as error:  # NumPy and zipfile raise many types for a damaged file
         raise ValueError(
             f"{argument} is {path}: damaged or not a NumPy file of numbers; expected .npy or .npz"
@@ -169,13 +174,14 @@ def _listed(names: list[str]) -> str:
     return f"[{first}]" if len(names) <= NAMES_SHOWN else f"[{first}, and {len(names) - NAMES_SHOWN} more]"
 
 
-def checked(argument: str, path: Path, counts: np.ndarray) -> Int[np.ndarray, "... R E"]:
+def checked(argument: str, path: Path, counts: np.ndarray, limits: FileLimits) -> Int[np.ndarray, "... R E"]:
     """Check the counts of every layer and step, and return them in int32.
 
     Args:
         argument: name of the command-line argument.
         path: path of the file.
         counts: `[..., R, E]` integers.
+        limits: limits of the file.
 
     Returns:
         `[..., R, E]` int32.
@@ -190,6 +196,7 @@ def checked(argument: str, path: Path, counts: np.ndarray) -> Int[np.ndarray, ".
             f"{argument} {path}: counts has shape {counts.shape}; expected at most {MOST_LAYERS} layers in all "
             f"steps and {MOST_ENTRIES} entries per layer"
         )
+    limits.check("array_bytes", counts.size * 4, f"{argument} {path}: counts of {{}} bytes in int32")
     for index in np.ndindex(counts.shape[:-2]):
         try:
             check_counts(counts[index])

@@ -1,17 +1,16 @@
-"""Size limits of files and arguments, and a reader of untrusted YAML files.
+"""Size limits of arguments, and a reader of untrusted YAML files.
 
 The limits are far above usual sizes and fit into the memory of one machine; larger requests are rejected immediately.
 `simulate_uniform` stores no counts and accepts more ranks and experts. `read_yaml` rejects content with excessive
 expansion, excessive depth or executable tags.
 """
 
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from jax_moe_lb.core.file_limits import FileLimits, LimitError, read_bytes
 from jax_moe_lb.core.topology import INT32_MAX
 
 MOST_LAYERS = 1000
@@ -146,24 +145,12 @@ def forecast(plans: int, layers: int, num_ranks: int, num_experts: int) -> str |
     return f"{num_ranks} ranks and {num_experts} experts: {planning}counts and exchanges take {num_bytes / 1e9:.1f} GB"
 
 
-MOST_BYTES = 2**18
-"""Maximum size of a file in bytes; the presets have less than 1000."""
-
-MOST_NODES = 10_000
-"""Maximum number of values in a file, including repetitions by aliases."""
-
-MOST_DEPTH = 32
-"""Maximum nesting depth of values; the format needs 5."""
-
-MOST_CHARACTERS = 1000
-"""Maximum number of characters in a value; a number of as many digits is still parsed quickly."""
-
-
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, limits: FileLimits = FileLimits()) -> Any:
     """Read a YAML file.
 
     Args:
         path: regular file in UTF-8; pipes and devices are rejected, because they may never end.
+        limits: limits of its bytes, values and depth.
 
     Returns:
         The parsed content.
@@ -173,16 +160,16 @@ def read_yaml(path: Path) -> Any:
         ValueError: the file is not a regular file or not valid YAML, or exceeds a limit; the message does not name the
             file.
     """
-    text = _text(path)
+    text = _text(path, limits)
     try:
-        _check_events(text)
+        _check_events(text, limits)
         # Other YAML loaders can run code named in the file.
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, " if mark else ""
         raise ValueError(f"is not valid YAML: {where}{_shortened(error.problem or error.context)}") from error
-    except _LimitError:
+    except (LimitError, MemoryError):
         raise
     except yaml.YAMLError as error:
         raise ValueError(f"is not valid YAML: {_shortened(error)}") from error
@@ -190,25 +177,20 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(f"is not valid YAML: a value cannot be read, {_shortened(error)}") from error
 
 
-class _LimitError(ValueError):
-    """Error for a file exceeding a limit."""
-
-
-def _text(path: Path) -> str:
-    # Check the file type first: opening a pipe waits for a writer.
-    if not stat.S_ISREG(os.stat(path).st_mode) and not path.is_dir():
-        raise ValueError("is not a regular file; expected a .yaml file")
-    with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"has more than {MOST_BYTES} bytes; expected at most {MOST_BYTES}")
+def _text(path: Path, limits: FileLimits) -> str:
+    try:
+        content = read_bytes(path, limits, "yaml_bytes")
+    except LimitError as error:
+        raise LimitError(
+            f"has {error}" if path.is_file() else "is not a regular file; expected a .yaml file"
+        ) from error
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"is not valid YAML: {error}") from error
 
 
-def _check_events(text: str) -> None:
+def _check_events(text: str, limits: FileLimits) -> None:
     """Check size and depth before constructing any value.
 
     An alias counts as all values of its anchor. A file growing exponentially by nested aliases or merges is therefore
@@ -226,23 +208,19 @@ def _check_events(text: str) -> None:
         if not isinstance(event, yaml.NodeEvent):
             continue
         if isinstance(event, yaml.AliasEvent) and any(anchor == event.anchor for anchor, _ in started):
-            raise _LimitError(
+            raise LimitError(
                 f"repeats {shown(event.anchor)} inside itself in line {_line(event)}; expected no recursion"
             )
         # PyYAML rejects undefined aliases.
         nodes += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
         if isinstance(event, yaml.CollectionStartEvent):
             started.append((event.anchor, nodes - 1))
+        by = f"by line {_line(event)}"
         if isinstance(event, yaml.ScalarEvent):
             sizes[event.anchor] = 1
-            _check("characters in a value", len(event.value), MOST_CHARACTERS, event)
-        _check("values, including repetitions by aliases,", nodes, MOST_NODES, event)
-        _check("nested values", len(started), MOST_DEPTH, event)
-
-
-def _check(what: str, number: int, most: int, event: Any) -> None:
-    if number > most:
-        raise _LimitError(f"has {number} {what} by line {_line(event)}; expected at most {most}")
+            limits.check("yaml_characters", len(event.value), f"has {{}} characters in a value {by}")
+        limits.check("yaml_values", nodes, f"has {{}} values, including repetitions by aliases, {by}")
+        limits.check("yaml_depth", len(started), f"has {{}} nested values {by}")
 
 
 def _line(event: Any) -> int:

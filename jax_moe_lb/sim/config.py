@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
 from jax_moe_lb.recordings.device_rates import device_rates
 from jax_moe_lb.recordings.quantities import RateField, SizeField, SpeedField, TimeField
@@ -233,13 +234,14 @@ def preset_names(*sections: str) -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in found)
 
 
-def load_config(argument: str, source: str, *sections: str) -> SimulationConfig:
+def load_config(argument: str, source: str, *sections: str, limits: FileLimits = FileLimits()) -> SimulationConfig:
     """Read a configuration file or a preset.
 
     Args:
         argument: Name of the option, for messages.
         source: Path with a `/` or the suffix `.yaml` or `.yml`; otherwise the name of a preset.
         *sections: Required keys, `"cluster"` or `"model"`.
+        limits: Limits of the bytes, values and depth of a file.
 
     Returns:
         The validated contents.
@@ -248,7 +250,7 @@ def load_config(argument: str, source: str, *sections: str) -> SimulationConfig:
         ValueError: There is no such file or preset, a required key is missing, or a value is invalid; the message
             names the key, and the presets with the required keys.
     """
-    data = _read(argument, source, sections)
+    data = _read(argument, source, sections, limits)
     missing = [section for section in sections if data.get(section) is None]
     if missing:
         raise ValueError(
@@ -257,7 +259,7 @@ def load_config(argument: str, source: str, *sections: str) -> SimulationConfig:
         )
     for section in ("cluster", "model"):
         if isinstance(data.get(section), str):
-            data = data | {section: _of_preset(argument, source, section, data[section])}
+            data = data | {section: _of_preset(argument, source, section, data[section], limits)}
     try:
         config = SimulationConfig.model_validate(data)
         # `build` checks more than the types, so run it here to find mistakes before a simulation starts.
@@ -274,8 +276,8 @@ def load_config(argument: str, source: str, *sections: str) -> SimulationConfig:
     return config
 
 
-def _of_preset(argument: str, source: str, section: str, name: str) -> Any:
-    found = _read(f"{argument} {source}: {section}", name, (section,)).get(section)
+def _of_preset(argument: str, source: str, section: str, name: str, limits: FileLimits) -> Any:
+    found = _read(f"{argument} {source}: {section}", name, (section,), limits).get(section)
     if found is None:
         raise ValueError(
             f"{argument} {source}: {section} is {shown(name)}; expected a preset with a {section}, one of "
@@ -284,7 +286,7 @@ def _of_preset(argument: str, source: str, section: str, name: str) -> Any:
     return found
 
 
-def _read(argument: str, source: str, sections: tuple[str, ...]) -> dict[str, Any]:
+def _read(argument: str, source: str, sections: tuple[str, ...], limits: FileLimits) -> dict[str, Any]:
     is_file = source.endswith((".yaml", ".yml")) or "/" in source
     if not is_file and source not in preset_names():
         known = preset_names(*sections)
@@ -295,7 +297,7 @@ def _read(argument: str, source: str, sections: tuple[str, ...]) -> dict[str, An
         )
     try:
         if is_file:
-            data = read_yaml(Path(source))
+            data = read_yaml(Path(source), limits)
         else:
             with resources.as_file(resources.files(__package__) / "presets" / f"{source}.yaml") as preset:
                 data = read_yaml(preset)

@@ -1,13 +1,15 @@
 """Reader of the `config.json` of a Hugging Face checkpoint."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
+from jax_moe_lb.recordings.yaml_file import shown
 from models.decoder.rope import Rope, yarn_scale
 
-MOST_BYTES = 2**20
-"""Maximum size of a `config.json`, in bytes."""
+MOST_NUMBER = 1e30
+"""Largest magnitude of a number."""
 
 MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12
 """Maximum number of layers, and of experts per layer."""
@@ -18,26 +20,29 @@ class Fields:
 
     Args:
         text: JSON text of the file.
+        limits: limits of the text.
 
     Raises:
-        ValueError: `text` is not valid JSON, or not a JSON object.
+        ValueError: `text` is not valid JSON, too large, or not a JSON object.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, limits: FileLimits = FileLimits()) -> None:
         try:
-            self.raw = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            self.raw = parse_json(text.encode(), limits)
+        except LimitError as error:
+            raise LimitError(f"config.json: {error}") from error
+        except ValueError as error:
             raise ValueError(f"config.json is not valid JSON: {error}") from error
         if not isinstance(self.raw, dict):
             raise ValueError("config.json is not a JSON object")
-        self.text = text
+        self.text, self.limits = text, limits
 
     def integer(self, name: str, default: int | None = None, most: int = 2**31) -> int:
         """Return an integer field between 0 and `most`; `default` replaces an absent field."""
         value = self.raw.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 <= value <= most:
-            raise ValueError(f"config.json: {name} is {str(value)[:40]!r}; expected an integer, 0 to {most}")
+            raise ValueError(f"config.json: {name} is {shown(value)}; expected an integer, 0 to {most}")
         return value
 
     def num_layers(self) -> int:
@@ -64,7 +69,7 @@ class Fields:
         value = self.raw.get(name)
         value = default if value is None else value
         if type(value) is not bool:
-            raise ValueError(f"config.json: {name} is {value!r}; expected true or false")
+            raise ValueError(f"config.json: {name} is {shown(value)}; expected true or false")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -72,20 +77,20 @@ class Fields:
         value = self.raw.get(name)
         value = [] if value is None else value
         if not isinstance(value, list) or any(type(item) is not int for item in value):
-            raise ValueError(f"config.json: {name} is {value!r}; expected a list of integers")
+            raise ValueError(f"config.json: {name} is {shown(value)}; expected a list of integers")
         return tuple(value)
 
     def require(self, name: str, expected: Any) -> None:
         """Raise `ValueError` if the field is present with a value other than `expected`, the only supported one."""
         value = self.raw.get(name)
         if value is not None and value != expected:
-            raise ValueError(f"config.json: {name} is {value!r}; expected {expected!r}, the only supported value")
+            raise ValueError(f"config.json: {name} is {shown(value)}; expected {expected!r}, the only supported value")
 
     def rope_settings(self) -> dict[str, Any]:
         """Return the rotary-embedding settings; their location depends on the version of `transformers`."""
         settings = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
         if not isinstance(settings, dict):
-            raise ValueError(f"config.json: rope_parameters is {settings!r}; expected an object")
+            raise ValueError(f"config.json: rope_parameters is {shown(settings)}; expected an object")
         named = {"rope_theta": self.raw.get("rope_theta"), "type": "default"}
         return {key: value for key, value in {**named, **settings}.items() if value is not None}
 
@@ -133,31 +138,31 @@ def _attention_factor(settings: dict[str, Any], factor: float) -> float:
 
 def _number(name: str, value: Any, default: float | None) -> float:
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"config.json: {name} is {value!r}; expected a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_NUMBER:
+        raise ValueError(f"config.json: {name} is {shown(value)}; expected a finite number")
     return float(value)
 
 
-def read_fields(folder: Path) -> Fields:
+def read_fields(folder: Path, limits: FileLimits = FileLimits()) -> Fields:
     """Read the `config.json` of a checkpoint folder.
 
     Args:
         folder: folder of the checkpoint.
+        limits: limits of the file.
 
     Raises:
-        ValueError: the file is missing, is not a JSON object, is not UTF-8, or has more than `MOST_BYTES` bytes.
+        ValueError: the file is missing, too large, not a JSON object, or not UTF-8.
     """
     path = folder / "config.json"
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        content = read_bytes(path, limits)
+    except LimitError as error:
+        raise LimitError(f"{path}: {error}") from error
     except OSError as error:
         raise ValueError(
             f"checkpoint is {str(folder)!r}; expected a folder with config.json: {error.strerror}"
         ) from error
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"{path}: expected at most {MOST_BYTES} bytes")
     try:
-        return Fields(content.decode())
+        return Fields(content.decode(), limits)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected UTF-8: {error.reason}") from error

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from jax_moe_lb.core.file_limits import UNLIMITED
+from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures import deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
 from models.architectures.config_json import Fields
 from models.architectures.parameter_map import ParameterSlice
@@ -43,7 +45,9 @@ def architecture_of(fields: Fields) -> Architecture:
     """
     kind = fields.raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise ValueError(f"config.json: model_type is {kind!r}; expected one of {', '.join(sorted(ARCHITECTURES))}")
+        raise ValueError(
+            f"config.json: model_type is {shown(kind)}; expected one of {', '.join(sorted(ARCHITECTURES))}"
+        )
     return ARCHITECTURES[kind]
 
 
@@ -72,8 +76,16 @@ def configured(
     num_further = fields.num_further() if predict_further and architecture.has_further else 0
     if predict_further and not num_further:
         raise ValueError("predict_further is True; expected False, as config.json has no multi-token prediction layers")
+    try:
+        config = architecture.config(fields)
+    except ValueError as error:
+        message = str(error).removeprefix("config.json: ")
+        raise ValueError(f"config.json: {message}") from error
+    # A slice of an expert's tensor has eight values: see `ParameterSlice`.
+    num_values = 8 * 3 * (config.num_layers + num_further) * max(config.num_experts, 1)
+    fields.limits.check("values", num_values, "config.json: expert tensors with {} values")
     return dataclasses.replace(
-        architecture.config(fields),
+        config,
         compute_dtype=compute_dtype,
         param_dtype=param_dtype,
         scan_layers=scan_layers,
@@ -83,4 +95,5 @@ def configured(
 
 def pieces_of(config: DecoderConfig) -> list[ParameterSlice]:
     """Return the slices of all checkpoint tensors of a model."""
-    return list(architecture_of(Fields(config.source)).pieces(config))
+    # The limits have been checked when the file was read.
+    return list(architecture_of(Fields(config.source, UNLIMITED)).pieces(config))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,9 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
+from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json
+from jax_moe_lb.core.plan_file import read_header
 from models.data.corpus import Corpus, Part, Stream, joined
 from models.data.tokenizers import Bytes, Tokenizer
 
@@ -17,17 +21,20 @@ TEXT_FIELD = "text"
 """Default JSON field containing a document."""
 
 
-def read_streams(paths: list[Path], tokenizer: Tokenizer, text_field: str = TEXT_FIELD) -> tuple[list[Stream], int]:
+def read_streams(
+    paths: list[Path], tokenizer: Tokenizer, text_field: str = TEXT_FIELD, limits: FileLimits = FileLimits()
+) -> tuple[list[Stream], int]:
     """Read files, and all non-hidden files of folders, sorted by name.
 
     A `.npy` file is an array of tokens; a `.jsonl` file has one document per line; any other file is one document of
     text. An array `[tokens]` is one document; each row of an array `[documents, tokens]` is one. Arrays are
-    memory-mapped, one stream each. All other documents form one stream in memory.
+    memory-mapped, one stream each. All other documents form one stream in memory, which has no limit.
 
     Args:
         paths: files and folders.
         tokenizer: tokenizer of text.
         text_field: JSON field containing the document (default "text").
+        limits: limits of a line of JSON, and of the starts of the documents of an array.
 
     Returns:
         The non-empty streams, and the number of files.
@@ -39,9 +46,9 @@ def read_streams(paths: list[Path], tokenizer: Tokenizer, text_field: str = TEXT
     documents, mapped = [], []
     for file in files:
         if file.suffix == ".npy":
-            mapped.append(_mapped(file))
+            mapped.append(_mapped(file, limits))
         elif file.suffix == ".jsonl":
-            documents += [tokenizer.tokens(text) for text in _texts(file, text_field)]
+            documents += [tokenizer.tokens(text) for text in _texts(file, text_field, limits)]
         else:
             documents.append(tokenizer.tokens(_bytes(file)))
     streams = [joined(documents), *mapped]
@@ -60,25 +67,30 @@ def _files(path: Path) -> list[Path]:
 
 def _bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        with open_regular(file) as content:
+            return content.read()
     except OSError as error:
         raise _unreadable(file, error) from error
+    except LimitError as error:
+        raise LimitError(f"data is {str(file)!r}: {error}") from error
 
 
 def _unreadable(file: Path, error: OSError) -> ValueError:
     return ValueError(f"data is {str(file)!r}; expected a readable file: {error.strerror}")
 
 
-def _texts(file: Path, field: str) -> Iterator[bytes]:
+def _texts(file: Path, field: str, limits: FileLimits) -> Iterator[bytes]:
     """Yield the document of each non-empty line."""
     for number, line in enumerate(_bytes(file).split(b"\n"), 1):
         if line.strip():
-            yield _text(line, field, f"data is {str(file)!r}, whose line {number}")
+            yield _text(line, field, f"data is {str(file)!r}, whose line {number}", limits)
 
 
-def _text(line: bytes, field: str, where: str) -> bytes:
+def _text(line: bytes, field: str, where: str, limits: FileLimits) -> bytes:
     try:
-        value = json.loads(line)
+        value = parse_json(line, limits)
+    except LimitError as error:
+        raise LimitError(f"{where} is {error}") from error
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON; expected an object with the field {field!r}") from error
     if not isinstance(value, dict) or field not in value:
@@ -89,12 +101,20 @@ def _text(line: bytes, field: str, where: str) -> bytes:
     return value[field].encode(errors="replace")
 
 
-def _mapped(file: Path) -> Stream:
+def _mapped(file: Path, limits: FileLimits) -> Stream:
     try:
+        with open_regular(file) as content:
+            header, size = read_header(content), os.fstat(content.fileno()).st_size
+        if header.start + header.num_entries * header.itemsize > size:
+            raise ValueError("fewer bytes than its header declares")
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise _unreadable(file, error) from error
-    except (EOFError, ValueError) as error:
+    except LimitError as error:
+        raise LimitError(f"data is {str(file)!r}: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # NumPy raises many types for a damaged header
         raise ValueError(f"data is {str(file)!r}, which is not a NumPy array; expected one of integers") from error
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"data is {str(file)!r}, whose dtype is {array.dtype}; expected integers")
@@ -102,8 +122,10 @@ def _mapped(file: Path) -> Stream:
         raise ValueError(
             f"data is {str(file)!r}, whose shape is {array.shape}; expected [tokens] or [documents, tokens]"
         )
-    starts = np.arange(1, len(array), dtype=np.int64) * array.shape[1] if array.ndim == 2 else np.zeros(0, np.int64)
-    return Stream(array.reshape(-1), starts)
+    # An array without tokens may declare any number of documents.
+    num_documents = len(array) if array.ndim == 2 and array.size else 1
+    limits.check("array_bytes", 8 * num_documents, f"data is {str(file)!r}, whose starts of documents have {{}} bytes")
+    return Stream(array.reshape(-1), np.arange(1, num_documents, dtype=np.int64) * array.shape[-1])
 
 
 def default_corpus(max_bytes: int) -> Corpus:
@@ -126,6 +148,7 @@ def corpus_from(
     *,
     vocab_size: int | None = None,
     text_field: str = TEXT_FIELD,
+    limits: FileLimits = FileLimits(),
 ) -> Corpus:
     """Read a corpus from files and folders in the formats of `read_streams`.
 
@@ -135,6 +158,7 @@ def corpus_from(
         tokenizer: tokenizer of text (default bytes).
         vocab_size: size of the vocabulary; `None` (default) takes the size of the tokenizer.
         text_field: JSON field containing the document (default "text").
+        limits: limits of a line of JSON, and of the starts of the documents of an array.
 
     Raises:
         ValueError: a path does not exist or cannot be read, contains no tokens or a token outside the vocabulary, or a
@@ -151,13 +175,15 @@ def corpus_from(
         if len(groups) < len(named):
             missing = next(path for path, weight in named if weight is None)
             raise ValueError(f"data is {str(missing)!r}, without a weight; expected one for all paths or for none")
-    parts = tuple(_part(paths, weight, tokenizer, vocab_size, text_field) for paths, weight in groups)
+    parts = tuple(_part(paths, weight, tokenizer, vocab_size, text_field, limits) for paths, weight in groups)
     has_arrays = any(path.suffix == ".npy" or any(path.rglob("*.npy")) for path, _ in named)
     return Corpus(parts, "token" if has_arrays else tokenizer.unit, vocab_size)
 
 
-def _part(paths: list[Path], weight: float, tokenizer: Tokenizer, vocab_size: int, text_field: str) -> Part:
-    streams, num_files = read_streams(paths, tokenizer, text_field)
+def _part(
+    paths: list[Path], weight: float, tokenizer: Tokenizer, vocab_size: int, text_field: str, limits: FileLimits
+) -> Part:
+    streams, num_files = read_streams(paths, tokenizer, text_field, limits)
     names = ", ".join(str(path) for path in paths)
     if not streams:
         raise ValueError(f"data is {names!r}, which contains no {tokenizer.unit}s; expected text")

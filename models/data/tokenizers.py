@@ -1,6 +1,8 @@
 """Tokenizers: bytes, a tokenizer file, or the tokenizer of a checkpoint."""
 
 import abc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,11 +11,11 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer as FromFile
 
+from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, read_bytes
+from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.config_json import read_fields
 from models.config import NUM_BYTES
-
-MOST_BYTES = 2**28
-"""Maximum size of a `tokenizer.json`, in bytes."""
 
 
 class CheckpointTokenizer:
@@ -21,41 +23,83 @@ class CheckpointTokenizer:
 
     Args:
         folder: folder of the checkpoint.
+        limits: limits of the files.
 
     Raises:
-        ValueError: the file is missing or cannot be read.
+        ValueError: the file is missing, too large, or cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.tokenizer = read_tokenizer(folder / "tokenizer.json")
-        end = read_fields(folder).raw.get("eos_token_id")
+    def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
+        self.tokenizer = read_tokenizer(folder / "tokenizer.json", limits)
+        end = read_fields(folder, limits).raw.get("eos_token_id")
         ends = end if isinstance(end, list) else [end]
         self.end_tokens = tuple(token for token in ends if type(token) is int)
 
     def tokens(self, text: str) -> list[int]:
         """Encode a text, including the special tokens that the tokenizer adds."""
-        return self.tokenizer.encode(text).ids
+        return encoded(self.tokenizer, text)
 
     def text(self, tokens: list[int]) -> str:
         """Decode tokens to text, without special tokens."""
-        return self.tokenizer.decode(tokens)
+        with _rust_errors("tokenizer.json cannot decode tokens"):
+            return self.tokenizer.decode(tokens)
 
 
-def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Read a `tokenizer.json`.
+def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Encode a text.
+
+    Args:
+        tokenizer: return value of `read_tokenizer`.
+        text: text to encode.
 
     Raises:
-        ValueError: the file is missing or cannot be read; the message contains its path.
+        ValueError: the tokenizer has no token for a part of the text.
+    """
+    with _rust_errors("tokenizer.json cannot encode a text"):
+        return tokenizer.encode(text).ids
+
+
+@contextmanager
+def _rust_errors(message: str) -> Iterator[None]:
+    """Convert errors and panics of the tokenizers package into `ValueError`."""
+    try:
+        yield
+    except (OSError, LimitError, MemoryError):
+        raise
+    except BaseException as error:
+        # Rust raises `Exception` itself, and for a panic a class derived from `BaseException`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{message}: {shown(str(error))[1:-1]}") from error
+
+
+def read_tokenizer(path: Path, limits: FileLimits = FileLimits()) -> tokenizers.Tokenizer:
+    """Read a `tokenizer.json`.
+
+    Texts are neither padded nor truncated, independent of the file.
+
+    Args:
+        path: path of the file.
+        limits: limits of its bytes and of its vocabulary.
+
+    Raises:
+        ValueError: the file is missing, too large, or cannot be read; the message contains its path.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"expected at most {MOST_BYTES} bytes")
-        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        with _rust_errors(f"{path} is not a tokenizer"):
+            tokenizer = tokenizers.Tokenizer.from_buffer(read_bytes(path, limits))
+            # Padding may declare any length.
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            words = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not words:
+            raise ValueError(f"{path}: its vocabulary is empty; expected at least one token")
+        limits.check("values", words, "a vocabulary of {} tokens")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; expected a tokenizer") from error
-    except Exception as error:
-        # The Rust parser raises `Exception` itself.
-        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    except LimitError as error:
+        raise LimitError(f"{path}: {error}") from error
+    return tokenizer
 
 
 class Tokenizer(abc.ABC):
@@ -101,13 +145,15 @@ class TokenizerFile(Tokenizer):
 
     Args:
         path: path of the file, read on first use.
+        limits: limits of the file.
     """
 
     path: Path
+    limits: FileLimits = DEFAULT_LIMITS
 
     @cached_property
     def _read(self) -> FromFile:
-        return read_tokenizer(self.path)
+        return read_tokenizer(self.path, self.limits)
 
     @property
     def vocab_size(self) -> int:
@@ -121,4 +167,4 @@ class TokenizerFile(Tokenizer):
 
     def tokens(self, text: bytes) -> np.ndarray:
         """Encode a document, int32, with the special tokens of the file; invalid UTF-8 is replaced."""
-        return np.array(self._read.encode(text.decode(errors="replace")).ids, np.int32)
+        return np.array(encoded(self._read, text.decode(errors="replace")), np.int32)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jax_moe_lb.recordings.yaml_file import shown
+
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -50,7 +52,7 @@ class Rope:
         if self.dim < 2 or self.dim % 2:
             raise ValueError(f"dim is {self.dim}; expected an even number of rotated channels")
         if self.kind not in KINDS:
-            raise ValueError(f"rope_type is {self.kind!r}; expected one of {', '.join(KINDS)}")
+            raise ValueError(f"rope_type is {shown(self.kind)}; expected one of {', '.join(KINDS)}")
 
     def frequencies(self) -> np.ndarray:
         """Return the angle per position of each pair, in radians, float32 `[dim / 2]`."""

@@ -13,13 +13,14 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_moe_lb import System
+from jax_moe_lb.core import FileLimits
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.parameter_map import ParameterSlice
 from models.architectures.registry import configured, pieces_of
 from models.decoder.model import Decoder
 from models.mesh import state_shardings
 from models.pretrained.quantized import CheckpointWeights
-from models.pretrained.safetensors import TensorFolder
+from models.pretrained.safetensors import TensorFolder, short
 
 COMPARED_LINES = 4096
 """Rows of two tensors to compare at a time."""
@@ -37,6 +38,7 @@ def from_pretrained(
     param_dtype: str = "float32",
     scan_layers: bool = False,
     predict_further: bool = False,
+    limits: FileLimits = FileLimits(),
 ) -> Decoder:
     """Load the model of a checkpoint onto the devices of a mesh.
 
@@ -52,6 +54,7 @@ def from_pretrained(
         scan_layers: if True, run layers of equal structure as one `jax.lax.scan`, for training.
         predict_further: if True, also load multi-token prediction layers (DeepSeek-V3 and GLM-4.5), for
             `Decoder.ahead`.
+        limits: limits of `config.json`, of the index and of the headers.
 
     Returns:
         The model.
@@ -60,10 +63,10 @@ def from_pretrained(
         ValueError: the architecture is not supported or has no multi-token prediction layers; tensors are missing,
             unexpected, of a wrong shape or not floats; or a file is damaged.
     """
-    fields = read_fields(folder)
+    fields = read_fields(folder, limits)
     options: dict[str, Any] = {"compute_dtype": compute_dtype, "param_dtype": param_dtype}
     config = configured(fields, scan_layers=scan_layers, predict_further=predict_further, **options)
-    with TensorFolder(folder) as tensors:
+    with TensorFolder(folder, limits) as tensors:
         weights, pieces = CheckpointWeights(tensors, fields), pieces_of(config)
         _check(weights, pieces, _passed_over(fields, config.num_further))
         parts = _grouped(piece for piece in pieces if not piece.is_copy)
@@ -108,7 +111,7 @@ def _check(weights: CheckpointWeights, pieces: list[ParameterSlice], passed_over
     shapes = {piece.name: piece.shape for piece in pieces if not piece.is_copy or piece.name in names}
     for what, differing in (("missing", shapes.keys() - names), ("not of this model", names - shapes.keys())):
         if differing:
-            shown = ", ".join(sorted(differing)[:SHOWN])
+            shown = ", ".join(map(short, sorted(differing)[:SHOWN]))
             more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
             folder = weights.tensors.folder
             raise ValueError(f"{folder}: {what}: {shown}{more}; expected the tensors of config.json's sizes")

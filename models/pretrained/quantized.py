@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.config_json import Fields
 from models.architectures.parameter_map import Index
-from models.pretrained.safetensors import FLOATS, FP8, TensorFolder
+from models.pretrained.safetensors import FLOATS, FP8, TensorFolder, short
 
 SCALE = "_scale_inv"
 """Suffix of the scale of an `fp8` weight."""
@@ -74,7 +75,9 @@ class Fp8(Format):
             if header.dtypes[name] == FP8:
                 shape = header.shapes[name]
                 if len(shape) != 2:
-                    raise ValueError(f"{header.path}: {name} has shape {list(shape)}; expected a matrix of {FP8}")
+                    raise ValueError(
+                        f"{header.path}: {short(name)} has shape {shown(list(shape))}; expected a matrix of {FP8}"
+                    )
                 blocks = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
                 _require(tensors, name, name + SCALE, blocks, FLOATS)
                 found[name] = shape
@@ -88,7 +91,8 @@ class Fp8(Format):
         for line, factors in enumerate(scales):
             at = slice(line * rows, (line + 1) * rows)
             wide[at] = narrow[at]
-            wide[at] *= np.repeat(factors, columns)[: wide.shape[1]]
+            # A block may declare more columns than the matrix has.
+            wide[at] *= np.repeat(factors, min(columns, wide.shape[1]))[: wide.shape[1]]
         return wide[index]
 
 
@@ -107,11 +111,13 @@ class Mxfp4(Format):
             header, name = tensors.home[blocks], blocks.removesuffix(BLOCKS)
             shape = header.shapes[blocks]
             if len(shape) != 4 or shape[-1] * 2 != FP4_GROUP or header.dtypes[blocks] != "U8":
-                what = f"{header.dtypes[blocks]} {list(shape)}"
-                raise ValueError(f"{header.path}: {blocks} is {what}; expected U8 [E, N, G, {FP4_GROUP // 2}]")
+                what = f"{header.dtypes[blocks]} {shown(list(shape))}"
+                raise ValueError(f"{header.path}: {short(blocks)} is {what}; expected U8 [E, N, G, {FP4_GROUP // 2}]")
             _require(tensors, blocks, name + SCALES, shape[:-1], ("U8",))
             if name in tensors.home:
-                raise ValueError(f"{header.path}: both {blocks} and {name} exist; expected one of the two")
+                raise ValueError(
+                    f"{header.path}: both {short(blocks)} and {short(name)} exist; expected one of the two"
+                )
             found[name] = (shape[0], FP4_GROUP * shape[2], shape[1])
         return found, {name + half for name in found for half in (BLOCKS, SCALES)}
 
@@ -121,7 +127,9 @@ class Mxfp4(Format):
         blocks = tensors.read(name + BLOCKS, (experts,))[..., columns, :, :]
         scales = tensors.read(name + SCALES, (experts,))[..., columns, :]
         if (scales == E8M0_NAN).any():
-            raise ValueError(f"{tensors.folder}: {name + SCALES} has a NaN scale ({E8M0_NAN}); expected finite scales")
+            raise ValueError(
+                f"{tensors.folder}: {short(name + SCALES)} has a NaN scale ({E8M0_NAN}); expected finite scales"
+            )
         wide = np.empty((*blocks.shape, 2), np.float32)
         wide[..., 0], wide[..., 1] = FP4_VALUES[blocks & 15], FP4_VALUES[blocks >> 4]
         wide = np.ldexp(wide, scales.astype(np.int32)[..., None, None] - E8M0_BIAS)
@@ -131,11 +139,13 @@ class Mxfp4(Format):
 def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     """Raise `ValueError` if the scales of a weight are missing or have a wrong shape or dtype."""
     if scale not in tensors.home:
-        raise ValueError(f"{tensors.home[weight].path}: {weight} has no scales; expected {scale} {list(shape)}")
+        raise ValueError(
+            f"{tensors.home[weight].path}: {short(weight)} has no scales; expected {short(scale)} {list(shape)}"
+        )
     header = tensors.home[scale]
     if header.shapes[scale] != shape or header.dtypes[scale] not in dtypes:
-        what = f"{header.dtypes[scale]} {list(header.shapes[scale])}"
-        raise ValueError(f"{header.path}: {scale} is {what}; expected {' or '.join(dtypes)} {list(shape)}")
+        what = f"{header.dtypes[scale]} {shown(list(header.shapes[scale]))}"
+        raise ValueError(f"{header.path}: {short(scale)} is {what}; expected {' or '.join(dtypes)} {list(shape)}")
 
 
 def format_of(fields: Fields) -> Format | None:
@@ -153,13 +163,13 @@ def format_of(fields: Fields) -> Format | None:
         return Mxfp4()
     if kind != "fp8":
         raise ValueError(
-            f"config.json: quantization_config.quant_method is {str(kind)[:40]!r}; expected fp8 or mxfp4, or no "
+            f"config.json: quantization_config.quant_method is {shown(kind)}; expected fp8 or mxfp4, or no "
             f"quantization_config"
         )
     sizes = settings.get("weight_block_size")
     if not isinstance(sizes, list) or len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(
-            f"config.json: quantization_config.weight_block_size is {str(sizes)[:40]}; expected [rows, columns]"
+            f"config.json: quantization_config.weight_block_size is {shown(sizes)}; expected [rows, columns]"
         )
     return Fp8((sizes[0], sizes[1]))
 

@@ -3,8 +3,8 @@
 `read_header` rejects a header that describes more bytes than the file contains.
 """
 
-import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,16 +14,19 @@ import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
+from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json, read_bytes
+from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.parameter_map import Index
 
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 DTYPES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """Bytes per number of each supported dtype; other dtypes are rejected by name."""
 
-MOST_HEADER_BYTES = 100_000_000
-"""Maximum header size of the safetensors format, in bytes."""
-
 LENGTH_BYTES = 8
+
+MOST_NAME = 160
+"""Maximum number of characters of a tensor's name in a message."""
 
 
 @dataclass(frozen=True)
@@ -43,32 +46,36 @@ class Header:
     starts: dict[str, int]
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, limits: FileLimits = FileLimits()) -> Header:
     """Read the header of a file, without its tensors.
 
     Args:
         path: a safetensors file.
+        limits: limits of the header; the size of the file limits the tensors.
 
     Raises:
         ValueError: the file is truncated, or its header is inconsistent or violates the format. The message contains
             the file and, if applicable, the tensor.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            most = min(size - LENGTH_BYTES, MOST_HEADER_BYTES)
+            most = max(size - LENGTH_BYTES, 0)
             if length > most:
                 raise ValueError(f"{path}: the header has {length} bytes; expected at most {most}, as the file ends")
+            limits.check("text_bytes", length, f"{path}: a header of {{}} bytes")
             text = file.read(length)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    entries = _entries(path, text)
+    entries = _entries(path, text, limits)
     spans = []
     for name, entry in entries.items():
         start, stop = _span(path, name, entry)
         if stop > size - LENGTH_BYTES - length:
-            raise ValueError(f"{path}: {name} ends at byte {stop}; expected at most {size - LENGTH_BYTES - length}")
+            raise ValueError(
+                f"{path}: {short(name)} ends at byte {stop}; expected at most {size - LENGTH_BYTES - length}"
+            )
         spans.append((start, stop, name))
     _check_apart(path, spans, size - LENGTH_BYTES - length)
     shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
@@ -76,7 +83,7 @@ def read_header(path: Path) -> Header:
     return Header(path, shapes, {name: entry["dtype"] for name, entry in entries.items()}, starts)
 
 
-def _entries(path: Path, text: bytes) -> dict[str, Any]:
+def _entries(path: Path, text: bytes, limits: FileLimits) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         read = dict(pairs)
         if len(read) != len(pairs):
@@ -84,8 +91,10 @@ def _entries(path: Path, text: bytes) -> dict[str, Any]:
         return read
 
     try:
-        entries = json.loads(text.decode(), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
+        entries = parse_json(text, limits, once)
+    except LimitError as error:
+        raise LimitError(f"{path}: {error}") from error
+    except ValueError as error:
         raise ValueError(f"{path}: the header is not valid JSON: {error}") from error
     if not isinstance(entries, dict):
         raise ValueError(f"{path}: the header is not a JSON object")
@@ -96,17 +105,26 @@ def _entries(path: Path, text: bytes) -> dict[str, Any]:
 def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
     """Validate the entry of one tensor, and return its start and end offsets."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
-        raise ValueError(f"{path}: {name} is {str(entry)[:80]!r}; expected dtype, shape and data_offsets")
+        raise ValueError(f"{path}: {short(name)} is {shown(entry)}; expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{path}: {name} has dtype {str(dtype)[:40]!r}; expected one of {', '.join(DTYPES)}")
+        raise ValueError(f"{path}: {short(name)} has dtype {shown(dtype)}; expected one of {', '.join(DTYPES)}")
     if not _are_sizes(shape):
-        raise ValueError(f"{path}: {name} has shape {str(shape)[:80]}; expected sizes of at least 0")
+        raise ValueError(f"{path}: {short(name)} has shape {shown(shape)}; expected sizes of at least 0")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{path}: {name} has offsets {str(offsets)[:80]}; expected a start and an end")
+        raise ValueError(f"{path}: {short(name)} has offsets {shown(offsets)}; expected a start and an end")
     if offsets[1] - offsets[0] != (nbytes := math.prod(shape) * DTYPES[dtype]):
-        raise ValueError(f"{path}: {name} has {offsets[1] - offsets[0]} bytes; expected {nbytes} of {dtype} {shape}")
+        raise ValueError(
+            f"{path}: {short(name)} has {offsets[1] - offsets[0]} bytes; "
+            f"expected {shown(nbytes)} of {dtype} {shown(shape)}"
+        )
     return offsets[0], offsets[1]
+
+
+def short(name: str) -> str:
+    """Return the name of a tensor for a message, with escapes and without the middle of a long one."""
+    text = repr(name)[1:-1]
+    return text if len(text) <= MOST_NAME else f"{text[: MOST_NAME // 2]} ... {text[-MOST_NAME // 4 :]}"
 
 
 def _are_sizes(values: Any) -> bool:
@@ -118,15 +136,15 @@ def _check_apart(path: Path, spans: list[tuple[int, int, str]], size: int) -> No
     for start, stop, name in sorted(spans):
         if start != end:
             how = "overlaps" if start < end else "leaves a gap after"
-            raise ValueError(f"{path}: {name} begins at byte {start} and {how} {before}; expected byte {end}")
+            raise ValueError(
+                f"{path}: {short(name)} begins at byte {start} and {how} {short(before)}; expected byte {end}"
+            )
         end, before = stop, name
     if end != size:
         raise ValueError(f"{path}: {size} bytes follow the header; expected {end}, the size of its tensors")
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-MOST_INDEX_BYTES = 2**28
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -142,19 +160,22 @@ class TensorFolder:
 
     Args:
         folder: folder of the checkpoint.
+        limits: limits of the index and of each header.
 
     Raises:
         ValueError: there are no tensors, or a file is missing, outside the folder or invalid.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.headers = [read_header(path) for path in self._files()]
+    def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
+        self.folder, self.limits = folder, limits
+        self.headers = [read_header(path, limits) for path in self._files()]
         self.home: dict[str, Header] = {}
         for header in self.headers:
             for name in header.shapes:
                 if name in self.home:
-                    raise ValueError(f"{header.path}: {name} is in {self.home[name].path.name}, too; expected it once")
+                    raise ValueError(
+                        f"{header.path}: {short(name)} is in {self.home[name].path.name}, too; expected it once"
+                    )
                 self.home[name] = header
         self._check_index()
         self.open: dict[Path, Any] = {}
@@ -193,24 +214,23 @@ class TensorFolder:
             if not (self.folder / SINGLE).exists():
                 raise ValueError(f"checkpoint is {str(self.folder)!r}; expected {SINGLE} or {INDEX} in it")
             return [self.folder / SINGLE]
-        names = sorted(set(self._weight_map().values()))
+        names, present = sorted(set(self._weight_map().values())), {path.name for path in self.folder.iterdir()}
         for name in names:
-            path = self.folder / name
             if Path(name).name != name or name in (".", ".."):
-                raise ValueError(f"{self.folder / INDEX}: {name!r} is outside the folder; expected the name of a file")
-            if not path.is_file():
-                raise ValueError(f"{self.folder / INDEX}: {name!r} is missing; expected all files of the index")
+                raise ValueError(f"{self.folder / INDEX}: {shown(name)} is outside the folder; expected a file in it")
+            if name not in present:
+                raise ValueError(f"{self.folder / INDEX}: {shown(name)} is missing; expected all files of the index")
         return [self.folder / name for name in names]
 
     def _weight_map(self) -> dict[str, str]:
         path = self.folder / INDEX
         try:
-            if path.stat().st_size > MOST_INDEX_BYTES:
-                raise ValueError(f"expected at most {MOST_INDEX_BYTES} bytes")
-            places = json.loads(path.read_bytes().decode())["weight_map"]
+            places = parse_json(read_bytes(path, self.limits), self.limits)["weight_map"]
             if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
                 raise ValueError("expected weight_map to map names to files")
-        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except LimitError as error:
+            raise LimitError(f"{path}: {error}") from error
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not an index: {error}") from error
         return places
 
@@ -219,7 +239,7 @@ class TensorFolder:
             for name, file in self._weight_map().items():
                 header = self.home.get(name)
                 if header is None or header.path.name != file:
-                    raise ValueError(f"{self.folder / INDEX}: {name} is not in {file!r}; expected it there")
+                    raise ValueError(f"{self.folder / INDEX}: {short(name)} is not in {shown(file)}; expected it there")
 
 
 def _float8(header: Header, name: str) -> np.ndarray:

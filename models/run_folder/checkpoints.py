@@ -26,6 +26,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
+from jax_moe_lb.core import FileLimits
 from jax_moe_lb.nn.moe import ExpertHomes, RunningLoads
 from jax_moe_lb.nn.relocation import OF_ONE_MESH
 from models.config import CheckpointConfig
@@ -240,6 +241,7 @@ def restore_newest(
     tell: Callable[[str], None],
     init: Callable[[], nnx.State] | None = None,
     layout: dict[str, Any] | None = None,
+    limits: FileLimits = FileLimits(),
 ) -> tuple[int, nnx.State, CheckpointMetadata]:
     """Restore the newest intact checkpoint; return its step, state and metadata.
 
@@ -249,13 +251,14 @@ def restore_newest(
         tell: function called with a message about each damaged checkpoint.
         init: see `Checkpoints.restore`.
         layout: ranks and system of this run, compared with those of the checkpoint; `None` if they are the same.
+        limits: limits of the files with the checksums.
 
     Raises:
         ValueError: every checkpoint is damaged, or the state belongs to another model.
     """
     with Checkpoints(folder) as checkpoints:
         for step in steps_in(folder):
-            problem = damage(folder / str(step))
+            problem = damage(folder / str(step), limits)
             # All processes must restore the same step.
             if bool(multihost_utils.broadcast_one_to_all(np.bool_(problem is None))):
                 try:

@@ -10,6 +10,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
+from jax_moe_lb.recordings.yaml_file import shown
+
 RESUMING = "after a fix, --resume continues from the newest checkpoint, if there is one"
 """End of messages about a failed write."""
 
@@ -143,21 +147,27 @@ def has_checksums(checkpoint: Path) -> bool:
     return (checkpoint / CHECKSUMS).exists()
 
 
-def damage(checkpoint: Path) -> str | None:
+def damage(checkpoint: Path, limits: FileLimits = FileLimits()) -> str | None:
     """Describe the damage of a checkpoint; return `None` if its files match their checksums or it has none.
 
     Args:
         checkpoint: folder of the checkpoint.
+        limits: limits of the file with the checksums.
     """
     try:
-        expected, found = dict(json.loads((checkpoint / CHECKSUMS).read_bytes())), _checksums(checkpoint)
+        expected = parse_json(read_bytes(checkpoint / CHECKSUMS, limits), limits)
+        if not isinstance(expected, dict):
+            raise ValueError(f"{CHECKSUMS} is no JSON object; expected one")
+        found = _checksums(checkpoint)
     except FileNotFoundError:
         # The run was killed before it wrote the checksums, or is older than them. The checkpoint is complete.
         return None
-    except (OSError, TypeError, ValueError):
+    except LimitError as error:
+        return f"{CHECKSUMS}: {error}"
+    except (OSError, ValueError):
         return f"{CHECKSUMS} cannot be read"
     differing = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
-    return f"{differing[0]} is not as it was written" if differing else None
+    return f"{shown(differing[0])} is not as it was written" if differing else None
 
 
 def _checksums(checkpoint: Path) -> dict[str, str]:

@@ -8,8 +8,6 @@ import json
 import math
 import os
 import time
-import zipfile
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +20,9 @@ import numpy as np
 
 from jax_moe_lb import Stats, System, Topology
 from jax_moe_lb.balancers import LayerCost
-from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core import FileLimits, plain_plan
+from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, parse_json, read_bytes
+from jax_moe_lb.core.plan_file import read_named
 from models.run_folder.files import free_sibling, move_into, naming, part, write_whole
 
 MEANS = (
@@ -113,9 +113,11 @@ class RunFolder:
 
     Args:
         path: path of the folder.
+        limits: limits of each file read.
     """
 
     path: Path
+    limits: FileLimits = DEFAULT_LIMITS
 
     @property
     def checkpoints(self) -> Path:
@@ -230,17 +232,54 @@ class RunFolder:
         write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
     def _rows(self, last_step: int | None) -> list[dict]:
-        lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        lines = self._metric_lines()
         rows = []
         for number, line in enumerate(lines, 1):
             try:
-                rows.append(json.loads(line))
+                rows.append(_row(line, self.limits))
             except ValueError as error:
                 # A run killed during a write leaves an incomplete last line.
                 if number < len(lines):
                     where = f"line {number} of {str(self.metrics)!r}"
                     raise ValueError(f"{where} is {line[:40]!r}; expected a JSON object") from error
         return [row for row in rows if last_step is None or row["step"] <= last_step]
+
+    def _metric_lines(self) -> list[bytes]:
+        if not self.metrics.exists():
+            return []
+        try:
+            text = read_bytes(self.metrics, self.limits, "array_bytes")
+            self.limits.check("values", sum(map(text.count, (b",", b":", b"[", b"{"))), "rows of {} values")
+        except LimitError as error:
+            raise LimitError(f"{str(self.metrics)!r}: {error}") from error
+        return text.splitlines()
+
+    def described(self) -> dict[str, Any]:
+        """Return the content of `config.json`.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file is not a JSON object, or exceeds a limit.
+        """
+        try:
+            found = parse_json(read_bytes(self.config, self.limits), self.limits)
+        except LimitError as error:
+            raise LimitError(f"{str(self.config)!r}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{str(self.config)!r} is not valid JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{str(self.config)!r} has {type(found).__name__}; expected a JSON object")
+        return found
+
+    def check_limits(self) -> None:
+        """Raise `LimitError` if the counts of a segment exceed the limits; other faults are ignored."""
+        for segment in self.segments:
+            try:
+                self.read_counts(segment)
+            except LimitError:
+                raise
+            except ValueError:
+                continue
 
     def read_counts(self, segment: int = 1) -> dict[str, np.ndarray] | None:
         """Return the arrays of a segment's counts, `None` if there are none.
@@ -255,11 +294,15 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            with np.load(path) as arrays:
-                read = {name: arrays[name] for name in ("steps", *PER_STEP)}
-        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            arrays, _ = read_named(path, ("steps", *PER_STEP), self.limits)
+            read = {name: arrays[name] for name in ("steps", *PER_STEP)}
+        except MemoryError:
+            raise
+        except LimitError as error:
+            raise LimitError(f"counts in {str(path)!r}: {error}") from error
+        except Exception as error:  # NumPy and zipfile raise many types for a damaged file
             raise ValueError(f"counts in {str(path)!r} cannot be read; expected the arrays of the run") from error
-        if len({len(array) for array in read.values()}) != 1:
+        if len({array.shape[:1] for array in read.values()}) != 1 or not read["steps"].ndim:
             raise ValueError(f"counts in {str(path)!r} have different lengths; expected the length of steps")
         return read
 
@@ -382,9 +425,19 @@ class Recorder:
             self.watch(row)
 
 
+def _row(line: bytes, limits: FileLimits) -> dict:
+    row = parse_json(line, limits)
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or type(row.get("step")) is not int:
+        raise ValueError("expected kind and step")
+    return row
+
+
 def _counts_or_none(folder: RunFolder, segment: int, tell: Callable[[str], None]) -> dict[str, np.ndarray] | None:
     try:
         return folder.read_counts(segment)
+    except LimitError:
+        # The file is intact; `--file-limits` reads it.
+        raise
     except ValueError as error:
         tell(f"{error}; the counts of earlier steps are lost")
         return None
@@ -410,7 +463,7 @@ def summarise(folder: RunFolder) -> dict:
     """Return the final loss, balance and speed of a run."""
     steps = folder.rows("step")
     recent, validation = steps[-RECENT_STEPS:], folder.rows("validation")[-1]
-    data = json.loads(folder.config.read_text())["data"]
+    data = folder.described()["data"]
     entropy_nats = data["unigram_entropy_nats"]
 
     def recently(name: str) -> float:

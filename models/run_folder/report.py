@@ -5,7 +5,6 @@ It also replays the planners of other systems on the last recorded loads.
 
 import base64
 import io
-import json
 import math
 import time
 from html import escape
@@ -319,7 +318,7 @@ def write_report(folder: RunFolder, summary: dict) -> bool:
     Returns:
         True if the folder has counts of any step; otherwise no file is written.
     """
-    described = json.loads(folder.config.read_text())
+    described = folder.described()
     segments = folder.all_counts()
     if not segments:
         return False

@@ -25,7 +25,10 @@ from jax.stages import Traced
 from rich.console import Console
 
 from jax_moe_lb import System
+from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.file_limits import UNLIMITED, LimitError
 from jax_moe_lb.planners import moved_experts
+from jax_moe_lb.recordings.yaml_file import shown
 from models.config import BatchConfig, ModelConfig, RelocationConfig, TrainConfig
 from models.data.batches import Batches, place_rows, rows_here
 from models.data.corpus import Corpus
@@ -95,6 +98,7 @@ def prepare(
     resume: bool = False,
     overwrite: bool = False,
     tell: Tell = print,
+    limits: FileLimits = FileLimits(),
 ) -> Run:
     """Check all inputs that can be invalid, and only then modify the run folder.
 
@@ -106,6 +110,7 @@ def prepare(
             is reinitialized.
         overwrite: if True, move an earlier run aside, into a sibling folder.
         tell: function called with messages about restored or moved files.
+        limits: limits of each file of the run to resume.
 
     Returns:
         The run, for `execute`.
@@ -116,7 +121,7 @@ def prepare(
     if resume and overwrite:
         raise ValueError("both overwrite and resume are set; expected one of them")
     corpus.check_length(config.batch.sequence_length)
-    folder, mesh = RunFolder(run_dir), make_mesh(config.parallel)
+    folder, mesh = RunFolder(run_dir, limits), make_mesh(config.parallel)
     with in_section("parallel"):
         system = make_system(config.parallel)
     programs = make_programs(config, mesh, system)
@@ -125,6 +130,7 @@ def prepare(
     # Check before tracing, which takes seconds, and again under the lock, as another run may have started.
     if resume:
         _check_continues(config, corpus, folder)
+        folder.check_limits()
     elif writes:
         _check_place(folder)
         if not overwrite:
@@ -141,6 +147,8 @@ def prepare(
     except BaseException:
         run.release()
         raise
+    # The files are within the limits, and this process writes all later ones.
+    run = dataclasses.replace(run, folder=RunFolder(run_dir, UNLIMITED))
     # Other processes may look for checkpoints only after old ones have been moved.
     multihost_utils.sync_global_devices("run folder")
     return run
@@ -300,12 +308,14 @@ def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> 
     if not steps or not folder.config.exists():
         raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")
     try:
-        before = _fixed(json.loads(folder.config.read_bytes()))
+        before = _fixed(folder.described())
+    except LimitError:
+        raise
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{str(folder.config)!r} cannot be read; expected the config of the run to resume") from error
     for name, value in _fixed(_described(config, corpus)).items():
         if value != before.get(name):
-            raise ValueError(f"{name} is {value!r}; expected {before.get(name)!r}, as in the run to resume")
+            raise ValueError(f"{name} is {value!r}; expected {shown(before.get(name))}, as in the run to resume")
     if steps[0] > config.steps:
         raise ValueError(f"steps is {config.steps}; expected at least {steps[0]}, the step of the checkpoint to resume")
     # Raises if a row cannot be parsed.
@@ -383,13 +393,13 @@ def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.St
     """
     config, programs, folder = run.config, run.programs, run.folder.checkpoints
     moves = config.relocation.interval is not None
-    before = json.loads(run.folder.config.read_bytes())["config"].get("relocation", {})
+    before = run.folder.described()["config"].get("relocation", {})
     if moves or not before.get("interval"):
-        return restore_newest(folder, programs.state_shapes, tell, programs.init, layout)
+        return restore_newest(folder, programs.state_shapes, tell, programs.init, layout, run.folder.limits)
     parallel = dataclasses.replace(config.parallel, system="plain", replica_slots=None, headroom=None)
     config = dataclasses.replace(config, relocation=RelocationConfig(interval=1), parallel=parallel)
     moving = make_programs(config, run.mesh, make_system(parallel))
-    step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, layout)
+    step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, layout, run.folder.limits)
     # Use the homes as the permutation: the expert moved to a place is the one initially there.
     state = moving.move(state, per_layer(state, "homes"))
     return step, without_homes(programs.state_shapes, state, programs.init), kept

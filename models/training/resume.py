@@ -3,7 +3,6 @@
 A layout is the number of ranks and the system balancing their load.
 """
 
-import json
 from typing import Any
 
 import jax
@@ -50,7 +49,7 @@ def as_before(folder: RunFolder, given: Given) -> Given:
     """
     parallel_given = given.get("parallel", {})
     try:
-        before = json.loads(folder.config.read_bytes())["config"]
+        before = folder.described()["config"]
         parallel, moves = dict(before["parallel"]), dict(before.get("relocation", {}))
     except (OSError, AttributeError, KeyError, TypeError, ValueError):
         return given

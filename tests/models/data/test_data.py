@@ -240,7 +240,6 @@ def test_an_unreadable_file_is_refused_in_one_line(tmp_path, monkeypatch, name):
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / name).write_text("text")
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
-    monkeypatch.setattr("numpy.load", lambda path, **_: refuse(path))
+    monkeypatch.setattr("pathlib.Path.open", refuse)
     with pytest.raises(ValueError, match=f"{name}'; expected a readable file: Permission denied$"):
         corpus_from([tmp_path / name])

@@ -146,9 +146,9 @@ def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
     ("settings", "expected"),
     [
         ({"quant_method": "awq"}, "quant_method is 'awq'; expected fp8 or mxfp4"),
-        ({}, "quant_method is 'None'"),
+        ({}, "quant_method is None"),
         ("fp8", "weight_block_size"),
-        ([8], "quant_method is '[8]'"),
+        ([8], "quant_method is [8]"),
         ({"quant_method": "fp8"}, "weight_block_size is None; expected [rows, columns]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
         (None, "has dtype F8_E4M3"),
