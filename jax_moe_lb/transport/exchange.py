@@ -121,7 +121,8 @@ class Kernels(Enum):
 class Exchange(abc.ABC, Generic[ReceiptT]):
     """Interface for moving token copies. `send` and `send_back` are transposes of each other; the gradients rely on it.
 
-    Subclass `Dispatch`, which adds `serve`. This class contains the methods used by `in_rounds`.
+    Subclass `Dispatch`, which adds `serve`. This class contains the methods used by `in_rounds`. A dispatch with rounds
+    of its own, such as `Once`, defines neither `send` nor `send_back`.
 
     Args:
         buffers: size of the receive buffer and number of rounds; see `Buffers`.
@@ -154,7 +155,6 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
             ValueError: the exchange does not support the plan.
         """
 
-    @abc.abstractmethod
     def send(self, copies: Copies, receipt: ReceiptT, i: Int[Array, ""], topology: Topology) -> tuple[Rows, GroupSizes]:
         """Send the copies of round `i`.
 
@@ -168,8 +168,8 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
             Rows `[A, H]` of this rank, sorted by slot, and rows per slot `[S]` int32. Rows after the last slot are
             uninitialized and may contain NaN.
         """
+        raise NotImplementedError(f"{type(self).__name__}.send is not defined; expected a method, as in Direct")
 
-    @abc.abstractmethod
     def send_back(self, rows: Rows, receipt: ReceiptT, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
         """Write the outputs of round `i` into `out`, in sending order; the transpose of `send`.
 
@@ -183,6 +183,7 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
         Returns:
             `out` with the outputs of this round.
         """
+        raise NotImplementedError(f"{type(self).__name__}.send_back is not defined; expected a method, as in Direct")
 
 
 def sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Plan) -> Int[Array, "C"]:
@@ -294,7 +295,7 @@ def to_sending_order(tokens: Tokens, receipt: Receipt, per_token: int) -> Copies
     Returns:
         `[T * K, H]` copies.
     """
-    return _rows_at(tokens, receipt.order // per_token)
+    return rows_at(tokens, receipt.order // per_token)
 
 
 def sum_of_copies(copies: Copies, receipt: Receipt, per_token: int) -> Tokens:
@@ -364,10 +365,20 @@ def weights_by_token(values: CopyWeights, receipt: Receipt, per_token: int) -> R
 def _of_choice(copies: Copies, receipt: Receipt, place: Int[Array, "T"], dtype: DType) -> Tokens:
     """Return the copies at these positions; 0 for unrouted copies, whose rows are uninitialized."""
     # Cast after the gather, which then reads the narrower dtype.
-    return jnp.where((place < receipt.num_going)[:, None], _rows_at(copies, place), 0).astype(dtype)
+    return jnp.where((place < receipt.num_going)[:, None], rows_at(copies, place), 0).astype(dtype)
 
 
-def _rows_at(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
+def rows_at(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
+    """Return `rows[at]`, on TPUs in the layout of exchanges.
+
+    Args:
+        rows: `[A, H]`.
+        at: `[B]` int32.
+
+    Returns:
+        `[B, H]`.
+    """
+
     def as_they_are(rows: Array, at: Array) -> Array:
         return rows[at]
 
