@@ -100,7 +100,16 @@ class Lists:
         by_rank = copies.reshape(num_ranks, num_entries).sum(1, dtype=jnp.int32)
         coded = jnp.where(rank >= 0, code, 0)
         entry, of_rank = cells % max(num_entries, 1), cells // max(num_entries, 1)
-        lists = cls(entry, of_rank, before, row, coded, by_rank, jnp.maximum(steps, 1), jnp.zeros((), jnp.int32))
+        lists = cls(
+            entry,
+            of_rank,
+            before,
+            row,
+            coded,
+            by_rank,
+            jnp.maximum(steps, 1),
+            jnp.zeros((num_ranks, num_ranks), jnp.int32),
+        )
         return replace(lists, table=lists._table(0, group))
 
     def step(self, i: Int[Array, ""] | int, num_sent: int, group: Group) -> "Step":
@@ -118,13 +127,16 @@ class Lists:
     def _table(self, i: Int[Array, ""] | int, group: Group) -> Int[Array, "P P"]:
         return jax.lax.all_gather(self._edge(i + 1) - self._edge(i), group.axes)
 
+    def share(self, i: Int[Array, ""] | int) -> Int[Array, "P"]:
+        """Return the copies of each list before step `i`, `floor(copies * i / steps)`."""
+        i = jnp.minimum(i, self.steps)
+        # Without products above 2^31.
+        return self.copies // self.steps * i + self.copies % self.steps * i // self.steps
+
     def _edge(self, i: Int[Array, ""] | int) -> Int[Array, "P"]:
-        """Return the first row of each list in step `i` or later."""
-        steps = self.steps
-        i = jnp.minimum(i, steps)
-        # `copies * i // steps` without products above 2^31.
-        share = self.copies // steps * i + self.copies % steps * i // steps
-        return (self.before[None] < (starts(self.copies) + share)[:, None]).sum(1, dtype=jnp.int32)
+        """Return the first row of each list in step `i` or later: the first with as many copies before it."""
+        first = starts(self.copies) + self.share(i)
+        return (self.before[None] < first[:, None]).sum(1, dtype=jnp.int32)
 
 
 @dataclass(frozen=True)
