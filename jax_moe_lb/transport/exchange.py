@@ -27,28 +27,37 @@ Copies = Float[Array, "C H"]
 
 
 @pytree
-class Receipt:
-    """Addresses of the copies of a rank, made by `Exchange.address`. Each exchange adds fields in a subclass.
+class RoundsReceipt:
+    """Rounds of a plan, made by `Exchange.address`. Each exchange adds addresses in a subclass.
 
     Args:
-        order: `[C]` int32, copy `token * K + k` at each position of the sending order.
-        place: `[C]` int32, position of each copy in the sending order, the inverse of `order`.
-        num_going: int32, number of routed copies. They come first; the rows of the others, as of padding tokens, are
-            never written.
         rounds: int32, number of rounds, by the load of the busiest rank. If several groups share an exchange, it is the
             maximum over these groups.
         follows_plan: False if the plan contains impossible rails and rows take other ones; `None` if the exchange reads
             no such part of the plan. Equal on all ranks.
     """
 
-    order: Int[Array, "C"]
-    place: Int[Array, "C"]
-    num_going: Int[Array, ""]
     rounds: Int[Array, ""]
     follows_plan: Bool[Array, ""] | None
 
 
-ReceiptT = TypeVar("ReceiptT", bound=Receipt)
+@pytree
+class Receipt(RoundsReceipt):
+    """Addresses of the copies of a rank.
+
+    Args:
+        order: `[C]` int32, copy `token * K + k` at each position of the sending order.
+        place: `[C]` int32, position of each copy in the sending order, the inverse of `order`.
+        num_going: int32, number of routed copies. They come first; the rows of the others, as of padding tokens, are
+            never written.
+    """
+
+    order: Int[Array, "C"]
+    place: Int[Array, "C"]
+    num_going: Int[Array, ""]
+
+
+ReceiptT = TypeVar("ReceiptT", bound=RoundsReceipt)
 
 TILE_ROWS = 128
 """Row multiple of large receive buffers, the tile of accelerator kernels; small buffers have any size."""

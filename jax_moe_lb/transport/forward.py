@@ -20,7 +20,7 @@ from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import RoutingWeights
 from jax_moe_lb.transport.lists import Group, Lists
-from jax_moe_lb.transport.once import check_rails, lists_of, receipt_of
+from jax_moe_lb.transport.once import check_rails, lists_of
 from jax_moe_lb.transport.once_rounds import ListReceipt, Route, serve_lists
 from jax_moe_lb.transport.replicate import Replicate
 
@@ -70,7 +70,7 @@ class Forward(Dispatch[ListReceipt]):
         most = jnp.maximum(load(plan).max(), of_rails.sum(2, dtype=jnp.int32).max())
         rounds = agreed((most + capacity - 1) // capacity, topology.expert_axes)
         held = jnp.where(placement >= 0, placement - node * per_node, -1)
-        return receipt_of(lists_of(codes - 1, going, held, rounds, inside), rounds, first_hop)
+        return ListReceipt(rounds, None, lists_of(codes - 1, going, held, rounds, inside), first_hop)
 
     def serve_plan(
         self,

@@ -53,7 +53,8 @@ class Once(Dispatch[ListReceipt]):
         capacity = self.buffers.rows(experts.size)
         # The rounds of `Direct`: in each, a rank receives at most a receive buffer of copies.
         rounds = agreed((load(plan).max() + capacity - 1) // capacity, axes)
-        return receipt_of(lists_of(experts, going, plan.placement, rounds, Group.of(axes, topology)), rounds)
+        lists = lists_of(experts, going, plan.placement, rounds, Group.of(axes, topology))
+        return ListReceipt(rounds, None, lists, None)
 
     def serve_plan(
         self,
@@ -105,15 +106,3 @@ def lists_of(
     code = code.at[iota(num_ranks)[:, None], held].set(iota(held.shape[1]) + 1, mode="drop")
     code = code[rank, jnp.maximum(experts, 0)]
     return Lists.of(jnp.where(experts < 0, -1, rank), code, steps, group)
-
-
-def receipt_of(lists: Lists, rounds: Int[Array, ""], between: Lists | None = None) -> ListReceipt:
-    """Return the receipt of lists.
-
-    Args:
-        lists: lists of this rank.
-        rounds: int32, number of rounds.
-        between: lists between nodes; `None` (default) for none.
-    """
-    num_rows = (lists.rank < lists.copies.shape[0]).sum(dtype=jnp.int32)
-    return ListReceipt(lists.entry, lists.row.reshape(-1), num_rows, rounds, None, lists, between)

@@ -22,7 +22,7 @@ from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
 from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows
 from jax_moe_lb.transport.compression import packed, unpacked
-from jax_moe_lb.transport.exchange import TILE_ROWS, Exchange, Receipt, RoutingWeights, rows_at
+from jax_moe_lb.transport.exchange import TILE_ROWS, Exchange, RoundsReceipt, RoutingWeights, rows_at
 from jax_moe_lb.transport.lists import Group, Lists, Step
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import (
@@ -41,8 +41,8 @@ Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
 
 
 @pytree
-class ListReceipt(Receipt):
-    """Lists of a rank. `order` is the entry of each row, and `place` the row of each choice.
+class ListReceipt(RoundsReceipt):
+    """Lists of a rank, as returned by the `address` of `Once` and `Forward`.
 
     Args:
         lists: lists for the ranks that serve copies.

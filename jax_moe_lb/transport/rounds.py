@@ -23,6 +23,7 @@ from jax_moe_lb.transport.exchange import (
     Exchange,
     Kernels,
     Receipt,
+    RoundsReceipt,
     RoutingWeights,
     combine,
     sum_of_copies,
@@ -274,7 +275,7 @@ def optimization_barrier(other: Array, tree: Carry) -> Carry:
 
 
 def overflow_rounds(
-    receipt: Receipt,
+    receipt: RoundsReceipt,
     exchange: Exchange,
     one_round: Callable[[Array, tuple[Carry, SumsT]], tuple[Carry, SumsT]],
     carry: tuple[Carry, SumsT],
