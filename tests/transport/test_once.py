@@ -24,8 +24,10 @@ BALANCED = System(Greedy(min_tokens=2), replica_slots=2)
 def special_router(logits, bias, info) -> Routing:
     """Three experts per token: the first expert twice in every other token, and the last choice often without one."""
     routing = TopK(3)(logits, bias, info)
-    token = jnp.arange(logits.shape[0])
-    experts = routing.experts.at[::2, 1].set(routing.experts[::2, 0])
+    # Of all ranks, so that the dense layer has the same routing.
+    token = info.first + jnp.arange(logits.shape[0])
+    experts = routing.experts
+    experts = experts.at[:, 1].set(jnp.where(token % 2 == 0, experts[:, 0], experts[:, 1]))
     return replace(routing, experts=experts.at[:, 2].set(jnp.where(token % 3 == 0, -1, experts[:, 2])))
 
 
@@ -33,7 +35,9 @@ def one_expert(logits, bias, info) -> Routing:
     """All tokens name the same expert in both choices."""
     routing = TopK(2)(logits, bias, info)
     # Different weights: with weights of sum 1, gradients of the router would be 0.
-    return replace(routing, experts=jnp.full_like(routing.experts, 5), weights=routing.weights * jnp.array([1.0, 3.0]))
+    return replace(
+        routing, experts=jnp.full_like(routing.experts, 5), weights=routing.weights * jnp.array([[1.0, 3.0]])
+    )
 
 
 def dense_of(router):
