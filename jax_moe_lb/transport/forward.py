@@ -17,6 +17,7 @@ from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Axes, Counts, Tokens
 from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import RoutingWeights
 from jax_moe_lb.transport.lists import Group, Lists
@@ -86,6 +87,16 @@ class Forward(Dispatch[ListReceipt]):
         outer, inner = axes_of_nodes(topology, plan.domain)
         route = Route(self, Group.of(inner, topology), Group.of(outer, topology))
         return serve_lists(x, weights, experts, plan, receipt, replicate, route, topology)
+
+    def cost(self) -> TransportCost:
+        """Return a hop between nodes and one inside, of rows that are tokens instead of copies."""
+        return _ForwardCost(self.buffers)
+
+
+class _ForwardCost(TransportCost):
+    once_per_member = True
+    by_level = True
+    address_bytes = 4
 
 
 def axes_of_nodes(topology: Topology, domain: int) -> tuple[Axes, Axes]:

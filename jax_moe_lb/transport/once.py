@@ -17,6 +17,7 @@ from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, Placement, Tokens, iota
 from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import RoutingWeights
 from jax_moe_lb.transport.lists import Group, Lists, PerChoice
@@ -69,6 +70,16 @@ class Once(Dispatch[ListReceipt]):
         """Serve all copies of a plan, in rounds of lists; see `Dispatch.serve_plan`."""
         route = Route(self, Group.of(topology.expert_axes, topology), None)
         return serve_lists(x, weights, experts, plan, receipt, replicate, route, topology)
+
+    def cost(self) -> TransportCost:
+        """Return one hop of rows that are tokens instead of copies."""
+        return _OnceCost(self.buffers)
+
+
+class _OnceCost(TransportCost):
+    once_per_member = True
+    # An all-gather of the sizes of all lists: one integer for each pair of ranks.
+    address_bytes = 4
 
 
 def check_rails(plan: Plan, dispatch: Dispatch) -> None:

@@ -25,7 +25,7 @@ def special_router(logits, bias, info) -> Routing:
     """Three experts per token: the first expert twice in every other token, and the last choice often without one."""
     routing = TopK(3)(logits, bias, info)
     # Of all ranks, so that the dense layer has the same routing.
-    token = info.first + jnp.arange(logits.shape[0])
+    token = info.first + jnp.arange(logits.shape[0], dtype=jnp.int32)
     experts = routing.experts
     experts = experts.at[:, 1].set(jnp.where(token % 2 == 0, experts[:, 0], experts[:, 1]))
     return replace(routing, experts=experts.at[:, 2].set(jnp.where(token % 3 == 0, -1, experts[:, 2])))
