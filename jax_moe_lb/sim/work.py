@@ -288,7 +288,13 @@ def _on_the_way(
         sizes = (math.prod(group.sizes[:-1]), group.sizes[-1]) if cost.by_level else (len(group.ranks),)
     # Rails have intermediate ranks, to which each copy is sent separately.
     if (cost.once_per_member or how.once_per_member) and len(matrices) == 1:
-        return (forwarded(tokens_to(rows_by_expert(wave_counts, plan), counts, model.per_token, sizes), sizes),)
+        matrix = forwarded(tokens_to(rows_by_expert(wave_counts, plan), counts, model.per_token, sizes), sizes)
+        if not cost.by_level:
+            return (matrix,)
+        # The hops of a dispatch follow each other; those of a library overlap.
+        node = np.arange(len(matrix)) // group.sizes[-1]
+        far = node[:, None] != node
+        return np.where(far, matrix, 0), np.where(far, 0, matrix)
     if len(sizes) == 1 and not how.by_level:
         return matrices
     return tuple(forwarded(copies_to(matrix, sizes), sizes) for matrix in matrices)

@@ -71,18 +71,20 @@ def test_tokens_with_two_experts_on_a_node_cross_once():
     assert share_in_member(256, 8, 16) == pytest.approx(0.408, abs=1e-3)
 
 
-def test_forward_on_nodes_is_a_library_that_forwards_once_per_member():
-    """The dispatch declares its rows and hops: links, times and hops are those of such a cluster."""
+def test_forward_has_the_rows_of_a_library_in_two_hops():
+    """The dispatch declares its rows and hops: first between nodes, then inside."""
     cluster = Cluster((Links("node", 2, 1e9, links=2, latency_s=1e-5), Links("gpu", 4, 1e10, latency_s=1e-6)))
     counts = np.random.default_rng(1).multinomial(256, np.arange(1, 17) / 136, 8).astype(np.int32)
     straight, forwarding = systems.exact(2, Buffers(1e3)), replace(cluster, communication=ONCE)
     by_library, _ = layer_work(straight, model(), forwarding, counts)
     by_dispatch, _ = layer_work(replace(straight, dispatch=Forward(Buffers(1e3))), model(), cluster, counts)
-    (one,), (other,) = by_library.waves[0].dispatch, by_dispatch.waves[0].dispatch
-    for by_cluster, declared in zip(one.sent, other.sent, strict=True):
-        np.testing.assert_array_equal(by_cluster, declared)
-    assert one.hops == other.hops
-    assert latency_s(other, cluster) == pytest.approx(1e-5 + 1e-6)
+    (whole,), (between, inside) = by_library.waves[0].dispatch, by_dispatch.waves[0].dispatch
+    np.testing.assert_allclose(between.sent[1], 0, atol=1e-6)
+    np.testing.assert_allclose(inside.sent[0], 0, atol=1e-6)
+    np.testing.assert_array_equal(whole.sent[0], between.sent[0])
+    np.testing.assert_array_equal(whole.sent[1], inside.sent[1])
+    assert latency_s(between, cluster) == pytest.approx(1e-5)
+    assert latency_s(inside, cluster) == pytest.approx(1e-6)
 
 
 def test_once_sends_tokens_with_two_experts_on_a_rank_once():
