@@ -458,7 +458,10 @@ def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster, *, by_level:
     how = cluster.communication
     if by_level or how.by_level:
         # Exchanges of different levels run in sequence.
-        used = (sent.any() or received.any() for sent, received in zip(tokens.sent, tokens.received, strict=True))
+        # Less than a byte is a rounding error of a difference of sums.
+        used = (
+            max(sent.max(), received.max()) >= 1 for sent, received in zip(tokens.sent, tokens.received, strict=True)
+        )
         pairs = [size - 1 if how.by_pairs else 1 for size in inside]
         return replace(tokens, hops=tuple(hops if is_used else 0 for hops, is_used in zip(pairs, used, strict=True)))
     return replace(tokens, hops=pair_hops(inside)) if how.by_pairs else tokens
