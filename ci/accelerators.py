@@ -18,7 +18,7 @@ from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, qui
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.collectives.one_shot_lists import MOST_BLOCKS
 from jax_moe_lb.layer.systems import System, system_named, system_names
-from jax_moe_lb.transport import Kernels
+from jax_moe_lb.transport import Forward, Kernels
 
 TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
 SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
@@ -80,6 +80,7 @@ class Case:
         max_rounds: rounds of the program; `None` for a loop.
         fused: if True, experts have gate and up projection in one weight.
         own_kernels: if True, use the grouped matrix products of this library.
+        once_per_node: if True, the dispatch is `Forward`.
     """
 
     target: str
@@ -89,18 +90,21 @@ class Case:
     max_rounds: int | None = None
     fused: bool = False
     own_kernels: bool = False
+    once_per_node: bool = False
 
     def __str__(self) -> str:
         size = {SMALL: "small", TILED: "tiled"}.get(self.sizes, "reference")
         rounds = "a loop" if self.max_rounds is None else f"{self.max_rounds} round"
         what = f"{self.target:11} {self.system:10} {'gradients' if self.train else 'forward':9} {size:9}"
-        return f"{what} {rounds:7} {'fused' if self.fused else '':5} {'own kernels' if self.own_kernels else '':11}"
+        form = "own kernels" if self.own_kernels else "once per node" if self.once_per_node else ""
+        return f"{what} {rounds:7} {'fused' if self.fused else '':5} {form:13}"
 
     @property
     def configured(self) -> System:
         """System of the program."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
+        system = replace(system, dispatch=Forward()) if self.once_per_node else system
         system = system.replace(buffers=buffers)
         return system.replace(kernels=Kernels.OWN) if self.own_kernels else system
 
@@ -176,6 +180,7 @@ def cases(system: str | None, target: str | None) -> list[Case]:
         if on != "h100:2x8" or name in BETWEEN_NODES
     ]
     small += [Case("h100:1x8", name, True, SMALL, own_kernels=True) for name in ("feplb", "ultraep")]
+    small.append(Case("h100:2x8", "exact", True, SMALL, once_per_node=True))
     every = dict.fromkeys([*sorted(LIMITS, key=lambda case: not case.train), *small, *STEP_MS])
     return [case for case in every if system in (None, case.system) and target in (None, case.target)]
 
@@ -194,6 +199,7 @@ def faults(case: Case) -> tuple[list[str], str]:
         return [f"it compiles; expected {expected!r}"], _numbers(report)
     limits = LIMITS.get(case)
     found = [*_bad_form(report), *(limits.broken(report) if limits else ())]
+    found += _not_ragged(report, case.sizes) if case.once_per_node else []
     if case not in STEP_MS:
         return found, _numbers(report)
     step_ms, most = case.step_ms(report), STEP_MARGIN * STEP_MS[case]
@@ -212,6 +218,16 @@ def _bad_form(report: ProgramReport) -> Iterator[str]:
     for one in report.collectives:
         if one.axes is None:
             yield f"{one.kind} goes over groups that are no axes of the mesh"
+
+
+def _not_ragged(report: ProgramReport, sizes: LayerSizes) -> Iterator[str]:
+    """Yield a message for each exchange of rows made of another collective."""
+    ragged = {one.axes for one in report.collectives if one.kind == "ragged-all-to-all"}
+    if not ragged >= {("node",), ("expert",)}:
+        yield f"ragged exchanges are over {sorted(ragged, key=str)}; expected one between and one inside nodes"
+    for one in report.collectives:
+        if one.kind in ("all-gather", "all-to-all") and one.nbytes >= 2 * sizes.tokens * sizes.hidden:
+            yield f"{one.kind} over {one.axes} has {one.nbytes} bytes; expected rows in ragged exchanges alone"
 
 
 def _numbers(report: ProgramReport) -> str:

@@ -22,7 +22,7 @@ FLOORS = [
 ]
 """The rooms of the package. A module imports only from its own room and from lower floors."""
 
-SYSTEMS = {"Direct", "Gather", "MultiRailDispatch", "PeerCopy", "Relay", "TwoPhase"}
+SYSTEMS = {"Direct", "Forward", "Gather", "MultiRailDispatch", "Once", "PeerCopy", "Relay", "TwoPhase"}
 SYSTEMS |= {"Chain", "HybridEP", "Plain", "RailS"}
 """Strategies, by whose class executor and simulator never branch."""
 

@@ -35,6 +35,7 @@ from jax_moe_lb.sim.traffic import (
     tokens_to,
 )
 from jax_moe_lb.transport.compression import Codec
+from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
 
 ERROR_WORDS = 4
@@ -257,8 +258,7 @@ def _part(
         # In 64 bits, because the product of rows and bytes exceeds 32 bits.
         rows = rows_between(wave_counts, wave_plan).astype(np.int64)
         matrices = cost.hops(rows, wave_plan, topology)
-        if group.cluster.communication.by_level:
-            matrices = _by_level(matrices, model, group, counts, wave_counts, wave_plan)
+        matrices = _on_the_way(matrices, cost, model, group, counts, wave_counts, wave_plan)
         # The second phase has as many rounds as the first.
         rounds = moved[0][2] if moved and cost.passes_home else _rounds(system, model, wave_plan)
         if cost.passes_home and at == 0:
@@ -270,15 +270,34 @@ def _part(
     return _Part(group.ranks, moved, weights, gradients, load_after)
 
 
-def _by_level(
-    matrices: tuple[np.ndarray, ...], model: ModelShape, group: Group, counts: Counts, wave_counts: Counts, plan: Plan
+def _on_the_way(
+    matrices: tuple[np.ndarray, ...],
+    cost: TransportCost,
+    model: ModelShape,
+    group: Group,
+    counts: Counts,
+    wave_counts: Counts,
+    plan: Plan,
 ) -> tuple[np.ndarray, ...]:
-    """Split each hop by level; with `once_per_member`, send a token once per member in a dispatch of one hop."""
+    """Return the rows of each hop; split by level, and once per member, if dispatch or cluster forward them so."""
+    how = group.cluster.communication
+    if how.by_level:
+        sizes: tuple[int, ...] = group.sizes
+    else:
+        # A dispatch has two levels, nodes and ranks, or one.
+        sizes = (math.prod(group.sizes[:-1]), group.sizes[-1]) if cost.by_level else (len(group.ranks),)
     # Rails have intermediate ranks, to which each copy is sent separately.
-    if group.cluster.communication.once_per_member and len(matrices) == 1:
-        reach = tokens_to(rows_by_expert(wave_counts, plan), counts, model.per_token, group.sizes)
-        return (forwarded(reach, group.sizes),)
-    return tuple(forwarded(copies_to(matrix, group.sizes), group.sizes) for matrix in matrices)
+    if (cost.once_per_member or how.once_per_member) and len(matrices) == 1:
+        matrix = forwarded(tokens_to(rows_by_expert(wave_counts, plan), counts, model.per_token, sizes), sizes)
+        if not cost.by_level:
+            return (matrix,)
+        # The hops of a dispatch follow each other; those of a library overlap.
+        node = np.arange(len(matrix)) // group.sizes[-1]
+        far = node[:, None] != node
+        return np.where(far, matrix, 0), np.where(far, 0, matrix)
+    if len(sizes) == 1 and not how.by_level:
+        return matrices
+    return tuple(forwarded(copies_to(matrix, sizes), sizes) for matrix in matrices)
 
 
 def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowBytes:
@@ -287,13 +306,15 @@ def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowByt
     Args:
         model: Model with its width and bytes per element.
         cluster: Cluster whose `communication` may override the bytes per element.
-        dispatch: Dispatch whose transfer encodes rows; gradients are not encoded.
+        dispatch: Dispatch whose transfer encodes rows; gradients and partial sums are not encoded.
     """
     plainly = float(model.row_bytes)
     forward = plainly if dispatch.transfer is None else float(dispatch.transfer.row_bytes(model.hidden))
     out, back = cluster.communication.dispatch_bytes, cluster.communication.combine_bytes
     outward = (forward, plainly) if out is None else (model.hidden * out,) * 2
-    inward = (forward, plainly) if back is None else (model.hidden * back,) * 2
+    # Partial sums return unquantized.
+    returned = plainly if dispatch.cost().once_per_member else forward
+    inward = (returned, plainly) if back is None else (model.hidden * back,) * 2
     return RowBytes(outward[0], inward[0], outward[1], inward[1])
 
 
@@ -329,7 +350,8 @@ def _merged(
         for part in parts:
             by_rank[part.ranks] = part.waves[at][1]
         hops = [on_links((p.waves[at][0][hop] for p in parts), widths.out) for hop in range(len(matrices))]
-        dispatch = [exchanged(hop, inside, cluster) for hop in hops]
+        by_level = system.dispatch.cost().by_level
+        dispatch = [exchanged(hop, inside, cluster, by_level=by_level) for hop in hops]
         # Groups share links, so the layer lasts as long as the group with the most rounds.
         rounds = max(part.waves[at][2] for part in parts)
         waves.append(Wave(tuple(dispatch), by_rank, rounds, widths))
@@ -424,18 +446,22 @@ def _one_level(sizes: MessageSizes, at: int) -> MessageSizes:
     return tuple(size if level == at else 1 for level, size in enumerate(sizes))
 
 
-def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster) -> Flow:
+def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster, *, by_level: bool = False) -> Flow:
     """Return the flow of an exchange between the ranks of a group, with its hops.
 
     Args:
         tokens: Bytes on links.
         inside: Members of a group at each level.
         cluster: Cluster with the algorithm of its exchanges.
+        by_level: If True, the dispatch sends level by level, whatever the cluster does. False by default.
     """
     how = cluster.communication
-    if how.by_level:
+    if by_level or how.by_level:
         # Exchanges of different levels run in sequence.
-        used = (sent.any() or received.any() for sent, received in zip(tokens.sent, tokens.received, strict=True))
+        # Less than a byte is a rounding error of a difference of sums.
+        used = (
+            max(sent.max(), received.max()) >= 1 for sent, received in zip(tokens.sent, tokens.received, strict=True)
+        )
         pairs = [size - 1 if how.by_pairs else 1 for size in inside]
         return replace(tokens, hops=tuple(hops if is_used else 0 for hops, is_used in zip(pairs, used, strict=True)))
     return replace(tokens, hops=pair_hops(inside)) if how.by_pairs else tokens

@@ -6,7 +6,9 @@ from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import Buffers, Kernels
 from jax_moe_lb.transport.expert_domains import ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb.transport.forward import Forward
 from jax_moe_lb.transport.fsdp import FsdpExperts, scan_prefetched
+from jax_moe_lb.transport.once import Once
 from jax_moe_lb.transport.replicate import Gather, PeerCopy, Relay, Replicate
 from jax_moe_lb.transport.spray import MultiRailDispatch
 from jax_moe_lb.transport.two_phase import TwoPhase
@@ -18,10 +20,12 @@ __all__ = [
     "Direct",
     "Dispatch",
     "ExpertDomains",
+    "Forward",
     "Gather",
     "hybrid_mesh",
     "Kernels",
     "GatherExpertDomain",
+    "Once",
     "PeerCopy",
     "Relay",
     "Replicate",

@@ -36,6 +36,14 @@ class TransportCost:
 
     The first exchange then sends all rows to the homes. The second counts of `waves` are by home."""
 
+    once_per_member: ClassVar[bool] = False
+    """True if a token with several experts on one rank travels there once, and the sum of their outputs returns.
+
+    With `by_level` the same holds for nodes. A transfer then quantizes tokens only."""
+
+    by_level: ClassVar[bool] = False
+    """True if rows for another node travel to the rank of equal offset first, and then inside the node."""
+
     address_bytes: ClassVar[int] = 8
     """Bytes per layer sent by a rank to each other rank to announce its rows: two integers."""
 

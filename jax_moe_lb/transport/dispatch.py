@@ -150,8 +150,21 @@ class Dispatch(Exchange[ReceiptT]):
             receipt, is_whole = self.within_rounds(receipt, on_fault)
         # Named for policies of `jax.checkpoint`: a saved plan is not computed again in the backward pass.
         plan, receipt = checkpoint_name((plan, receipt), "moe_plan")
-        outputs = in_rounds(x, routed.weights, experts, plan, receipt, replicate, self, topology)
+        outputs = self.serve_plan(x, routed.weights, experts, plan, receipt, replicate, topology)
         return Served(outputs, plan, receipt.rounds, made, None, is_legal, is_whole), state
+
+    def serve_plan(
+        self,
+        x: Tokens,
+        weights: RoutingWeights,
+        experts: Experts,
+        plan: Plan,
+        receipt: ReceiptT,
+        replicate: Replicate,
+        topology: Topology,
+    ) -> Tokens:
+        """Serve all copies of a legal plan; by default by `in_rounds`, whose arguments these are."""
+        return in_rounds(x, weights, experts, plan, receipt, replicate, self, topology)
 
     def within_rounds(self, receipt: ReceiptT, on_fault: OnFault) -> tuple[ReceiptT, Bool[Array, ""]]:
         """Return the receipt and whether `max_rounds` suffices; with `on_fault="raise"`, stop the program if not.

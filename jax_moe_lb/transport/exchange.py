@@ -27,28 +27,37 @@ Copies = Float[Array, "C H"]
 
 
 @pytree
-class Receipt:
-    """Addresses of the copies of a rank, made by `Exchange.address`. Each exchange adds fields in a subclass.
+class RoundsReceipt:
+    """Rounds of a plan, made by `Exchange.address`. Each exchange adds addresses in a subclass.
 
     Args:
-        order: `[C]` int32, copy `token * K + k` at each position of the sending order.
-        place: `[C]` int32, position of each copy in the sending order, the inverse of `order`.
-        num_going: int32, number of routed copies. They come first; the rows of the others, as of padding tokens, are
-            never written.
         rounds: int32, number of rounds, by the load of the busiest rank. If several groups share an exchange, it is the
             maximum over these groups.
         follows_plan: False if the plan contains impossible rails and rows take other ones; `None` if the exchange reads
             no such part of the plan. Equal on all ranks.
     """
 
-    order: Int[Array, "C"]
-    place: Int[Array, "C"]
-    num_going: Int[Array, ""]
     rounds: Int[Array, ""]
     follows_plan: Bool[Array, ""] | None
 
 
-ReceiptT = TypeVar("ReceiptT", bound=Receipt)
+@pytree
+class Receipt(RoundsReceipt):
+    """Addresses of the copies of a rank.
+
+    Args:
+        order: `[C]` int32, copy `token * K + k` at each position of the sending order.
+        place: `[C]` int32, position of each copy in the sending order, the inverse of `order`.
+        num_going: int32, number of routed copies. They come first; the rows of the others, as of padding tokens, are
+            never written.
+    """
+
+    order: Int[Array, "C"]
+    place: Int[Array, "C"]
+    num_going: Int[Array, ""]
+
+
+ReceiptT = TypeVar("ReceiptT", bound=RoundsReceipt)
 
 TILE_ROWS = 128
 """Row multiple of large receive buffers, the tile of accelerator kernels; small buffers have any size."""
@@ -121,7 +130,8 @@ class Kernels(Enum):
 class Exchange(abc.ABC, Generic[ReceiptT]):
     """Interface for moving token copies. `send` and `send_back` are transposes of each other; the gradients rely on it.
 
-    Subclass `Dispatch`, which adds `serve`. This class contains the methods used by `in_rounds`.
+    Subclass `Dispatch`, which adds `serve`. This class contains the methods used by `in_rounds`. A dispatch with rounds
+    of its own, such as `Once`, defines neither `send` nor `send_back`.
 
     Args:
         buffers: size of the receive buffer and number of rounds; see `Buffers`.
@@ -154,7 +164,6 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
             ValueError: the exchange does not support the plan.
         """
 
-    @abc.abstractmethod
     def send(self, copies: Copies, receipt: ReceiptT, i: Int[Array, ""], topology: Topology) -> tuple[Rows, GroupSizes]:
         """Send the copies of round `i`.
 
@@ -168,8 +177,8 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
             Rows `[A, H]` of this rank, sorted by slot, and rows per slot `[S]` int32. Rows after the last slot are
             uninitialized and may contain NaN.
         """
+        raise NotImplementedError(f"{type(self).__name__}.send is not defined; expected a method, as in Direct")
 
-    @abc.abstractmethod
     def send_back(self, rows: Rows, receipt: ReceiptT, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
         """Write the outputs of round `i` into `out`, in sending order; the transpose of `send`.
 
@@ -183,6 +192,7 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
         Returns:
             `out` with the outputs of this round.
         """
+        raise NotImplementedError(f"{type(self).__name__}.send_back is not defined; expected a method, as in Direct")
 
 
 def sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Plan) -> Int[Array, "C"]:
@@ -294,7 +304,7 @@ def to_sending_order(tokens: Tokens, receipt: Receipt, per_token: int) -> Copies
     Returns:
         `[T * K, H]` copies.
     """
-    return _rows_at(tokens, receipt.order // per_token)
+    return rows_at(tokens, receipt.order // per_token)
 
 
 def sum_of_copies(copies: Copies, receipt: Receipt, per_token: int) -> Tokens:
@@ -364,10 +374,20 @@ def weights_by_token(values: CopyWeights, receipt: Receipt, per_token: int) -> R
 def _of_choice(copies: Copies, receipt: Receipt, place: Int[Array, "T"], dtype: DType) -> Tokens:
     """Return the copies at these positions; 0 for unrouted copies, whose rows are uninitialized."""
     # Cast after the gather, which then reads the narrower dtype.
-    return jnp.where((place < receipt.num_going)[:, None], _rows_at(copies, place), 0).astype(dtype)
+    return jnp.where((place < receipt.num_going)[:, None], rows_at(copies, place), 0).astype(dtype)
 
 
-def _rows_at(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
+def rows_at(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
+    """Return `rows[at]`, on TPUs in the layout of exchanges.
+
+    Args:
+        rows: `[A, H]`.
+        at: `[B]` int32.
+
+    Returns:
+        `[B, H]`.
+    """
+
     def as_they_are(rows: Array, at: Array) -> Array:
         return rows[at]
 

@@ -23,6 +23,7 @@ from jax_moe_lb.transport.exchange import (
     Exchange,
     Kernels,
     Receipt,
+    RoundsReceipt,
     RoutingWeights,
     combine,
     sum_of_copies,
@@ -274,7 +275,7 @@ def optimization_barrier(other: Array, tree: Carry) -> Carry:
 
 
 def overflow_rounds(
-    receipt: Receipt,
+    receipt: RoundsReceipt,
     exchange: Exchange,
     one_round: Callable[[Array, tuple[Carry, SumsT]], tuple[Carry, SumsT]],
     carry: tuple[Carry, SumsT],
@@ -362,7 +363,7 @@ def _gradients(
     (of_copies, of_weights), of_slots = gradient_rounds(
         batch, receipt, receipt, pull_back, no_gradients(tokens, weights), exchange, topology
     )
-    of_home, of_replicas = _apart(of_slots, plan.num_home)
+    of_home, of_replicas = apart_by_home(of_slots, plan.num_home)
     if slots.replicas is not None:
         of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_replicas)
         with jax.named_scope("replicate"):
@@ -374,8 +375,13 @@ def _gradients(
         return of_tokens, weights_by_token(of_weights, receipt, per_token), of_experts
 
 
-def _apart(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Experts, Experts | None]:
-    """Split gradients by slot into those of home experts, with possible extra rows, and those of replicas."""
+def apart_by_home(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Experts, Experts | None]:
+    """Split gradients by slot into those of home experts, with possible extra rows, and those of replicas.
+
+    Args:
+        of_slots: gradients by slot, in parts if the experts are.
+        num_home: `L`.
+    """
     if isinstance(of_slots, tuple):
         return of_slots[0], of_slots[1] if len(of_slots) > 1 else None
     return of_slots, jax.tree.map(lambda g: g[num_home:], of_slots)

@@ -33,7 +33,7 @@ from jax_moe_lb import (
 )
 from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, Greedy, HybridEP, Plain, RailS, UltraEP
 from jax_moe_lb.core import check_plan, load, plain_plan, traffic
-from jax_moe_lb.transport import MultiRailDispatch, PeerCopy, Relay, TwoPhase
+from jax_moe_lb.transport import Forward, MultiRailDispatch, Once, PeerCopy, Relay, TwoPhase
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 
@@ -98,9 +98,20 @@ SYSTEMS = {
     "eplb_plus in two phases, along relays": System(
         EPLBPlus(), Relay(min_replicas=3, min_gain=1), TwoPhase(), replica_slots=4
     ),
+    "plain, once in small rounds": System(dispatch=Once(Buffers(0.4))),
+    "ultraep, once": System(
+        UltraEP(min_tokens=4), Relay(min_replicas=3, min_gain=1), Once(Buffers(0.6)), replica_slots=4
+    ),
+    "exact, once, peer copies": System(Exact(), PeerCopy(), Once(), replica_slots=2),
+    "exact, forwarded in small rounds": System(Exact(), dispatch=Forward(Buffers(0.4)), replica_slots=2),
+    "ultraep, forwarded": System(
+        UltraEP(min_tokens=4), Relay(min_replicas=3, min_gain=1), Forward(Buffers(0.6)), replica_slots=4
+    ),
+    "hybridep inside nodes, forwarded": System(HybridEP(2), dispatch=Forward(), replica_slots=2),
 }
 ON_RAILS = {"rails", "exact inside expert domains, sprayed"}
-"""Systems that require mesh axes for domains and rails."""
+ON_NODES = ON_RAILS | {name for name in SYSTEMS if "forwarded" in name}
+"""Systems that require mesh axes for nodes, and some of them rails."""
 
 # ranks, ranks per domain, experts, slots
 SHAPES = [(8, 8, 16, 4), (8, 4, 16, 3), (8, 2, 8, 3), (1, 1, 4, 4), (6, 3, 18, 4)]
@@ -208,10 +219,10 @@ def test_layer_of_every_balancers_plans_equals_dense(x64):
 
 
 # Balancers edit integers, so other dtypes are tested once per transport.
-TRANSPORTS = ("ultraep", "feplb")
+TRANSPORTS = ("ultraep", "feplb", "ultraep, once", "exact, forwarded in small rounds")
 DTYPES = [("float64", 1e-12, SYSTEMS), ("float32", 1e-5, TRANSPORTS), ("bfloat16", 4e-2, TRANSPORTS)]
-INTEGRATED = {("ultraep", "float64")}
-"""Relays with one balancer.
+INTEGRATED = {("ultraep", "float64"), ("exact, forwarded in small rounds", "float64")}
+"""Relays, and lists of rows in several rounds, each with one balancer.
 
 `test_layer_of_every_balancers_plans_equals_dense` covers the other balancers, `test_rounds` several rounds and
 `test_two_phase` two phases.
@@ -229,7 +240,7 @@ INTEGRATED = {("ultraep", "float64")}
 )
 def test_layer_equals_dense(name, dtype, relative, x64):
     """Outputs and gradients of tokens, router and experts; one compilation for all workloads."""
-    sizes, axes = ((2, 4), ("domain", "rail")) if name in ON_RAILS else ((8,), ("expert",))
+    sizes, axes = ((2, 4), ("domain", "rail")) if name in ON_NODES else ((8,), ("expert",))
     case, mesh = Case(), make_mesh(sizes, axes)
     num_rails = 4 if name in ON_RAILS else 1
     topology = Topology.from_mesh(mesh, axes, ranks_per_domain=4, rails_per_node=num_rails)

@@ -11,7 +11,7 @@ from jax_moe_lb.sim import Cluster, Communication, Links, Migration, ModelShape,
 from jax_moe_lb.sim.network import latency_s
 from jax_moe_lb.sim.traffic import copies_to, forwarded, share_in_member, tokens_to
 from jax_moe_lb.sim.work import layer_work
-from jax_moe_lb.transport import QuantizedTransfer
+from jax_moe_lb.transport import Forward, Once, QuantizedTransfer
 
 THREE = Cluster(
     (
@@ -69,6 +69,31 @@ def test_tokens_with_two_experts_on_a_node_cross_once():
     assert share_in_member(4, 2, 2) == pytest.approx(5 / 6)
     # Of DeepSeek-V3's 256 experts 16 are on a node: of 8 choices half a copy goes there, in 0.41 tokens.
     assert share_in_member(256, 8, 16) == pytest.approx(0.408, abs=1e-3)
+
+
+def test_forward_has_the_rows_of_a_library_in_two_hops():
+    """The dispatch declares its rows and hops: first between nodes, then inside."""
+    cluster = Cluster((Links("node", 2, 1e9, links=2, latency_s=1e-5), Links("gpu", 4, 1e10, latency_s=1e-6)))
+    counts = np.random.default_rng(1).multinomial(256, np.arange(1, 17) / 136, 8).astype(np.int32)
+    straight, forwarding = systems.exact(2, Buffers(1e3)), replace(cluster, communication=ONCE)
+    by_library, _ = layer_work(straight, model(), forwarding, counts)
+    by_dispatch, _ = layer_work(replace(straight, dispatch=Forward(Buffers(1e3))), model(), cluster, counts)
+    (whole,), (between, inside) = by_library.waves[0].dispatch, by_dispatch.waves[0].dispatch
+    np.testing.assert_allclose(between.sent[1], 0, atol=1e-6)
+    np.testing.assert_allclose(inside.sent[0], 0, atol=1e-6)
+    np.testing.assert_allclose(between.sent[0], whole.sent[0], rtol=1e-12)
+    np.testing.assert_allclose(inside.sent[1], whole.sent[1], rtol=1e-12)
+    assert latency_s(between, cluster) == pytest.approx(1e-5)
+    assert latency_s(inside, cluster) == pytest.approx(1e-6)
+
+
+def test_once_sends_tokens_with_two_experts_on_a_rank_once():
+    cluster, shape = Cluster((Links("gpu", 2, 1e9),)), model(experts=4, per_token=2, tokens=6)
+    system = System(dispatch=Once(Buffers(1e3), transfer=QuantizedTransfer(block=32)))
+    work, _ = layer_work(system, shape, cluster, np.array([[3, 3, 3, 3]] * 2, np.int32))
+    # 5 of 6 tokens cross, each of 64 bytes and two scales of 4; their sums return in bfloat16.
+    assert work.waves[0].dispatch[0].sent[0][:, 0] / 72 == pytest.approx([5, 5])
+    assert (work.waves[0].widths.out, work.waves[0].widths.back) == (72, 128)
 
 
 def test_tokens_with_uneven_chances_are_estimated_within_five_percent():

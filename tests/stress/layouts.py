@@ -47,6 +47,9 @@ LAYOUTS = {
     "2 centres of 2 nodes of 2": Layout(
         (2, 2, 2), ("dc", "node", "gpu"), ("dc", "node", "gpu"), 4, 2, (("dc", 2), ("node", 1), ("gpu", 1))
     ),
+    "data 2 x 2 nodes of 2, replicas inside": Layout((2, 2, 2), ("data", "node", "gpu"), ("node", "gpu")),
+    "2 centres of 2 nodes of 2, replicas inside": Layout((2, 2, 2), ("dc", "node", "gpu"), ("dc", "node", "gpu")),
 }
+NODES = ("2 nodes of 2", "2 nodes of 4", *(name for name in LAYOUTS if name.endswith("replicas inside")))
 RAILS = ("2 nodes of 2", "2 nodes of 4", "2 centres of 2 nodes of 2")
 SPLIT = tuple(name for name, layout in LAYOUTS.items() if layout.split)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.stress.float64_router import Rules
-from tests.stress.layouts import LAYOUTS, RAILS, SPLIT
+from tests.stress.layouts import LAYOUTS, NODES, RAILS, SPLIT
 
 SEED = 20250101
 INPUTS = 19
@@ -23,7 +23,10 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "any plan in two phases": tuple(LAYOUTS),
     "any plan, along relays": tuple(LAYOUTS),
     "any plan, sprayed": RAILS,
+    "any plan, once, along relays": tuple(LAYOUTS),
+    "any plan, forwarded": NODES,
     "experts gathered, exact": SPLIT,
+    "experts gathered, exact, once": SPLIT,
     "experts gathered, exact, sprayed": ("2 centres of 2 nodes of 2",),
 }
 """Layouts supported by each system."""

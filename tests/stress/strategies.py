@@ -27,8 +27,10 @@ from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, 
 from jax_moe_lb.routing import ForceBalanced, GroupLimit
 from jax_moe_lb.transport import (
     ExpertDomains,
+    Forward,
     GatherExpertDomain,
     MultiRailDispatch,
+    Once,
     PeerCopy,
     Relay,
     TwoPhase,
@@ -102,7 +104,10 @@ def make_system(program: Program) -> System:
         "any plan in two phases": System(any_plan, PeerCopy(), TwoPhase(), slots),
         "any plan, along relays": System(any_plan, relay, replica_slots=more),
         "any plan, sprayed": System(Chain((any_plan, RailS())), dispatch=MultiRailDispatch(), replica_slots=slots),
+        "any plan, once, along relays": System(any_plan, relay, Once(), more),
+        "any plan, forwarded": System(any_plan, dispatch=Forward(), replica_slots=slots),
         "experts gathered, exact": exact(slots),
+        "experts gathered, exact, once": System(Exact(), dispatch=Once(), replica_slots=slots),
         "experts gathered, exact, sprayed": System(Chain((Exact(), RailS())), PeerCopy(), MultiRailDispatch(), slots),
     }
     system = systems[program.system]

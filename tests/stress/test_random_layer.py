@@ -56,7 +56,7 @@ def spread(programs: list[Program]) -> list[int]:
 
 
 def test_the_default_programs_cover_every_choice():
-    programs = draw_programs(-(-300 // INPUTS))
+    programs = draw_programs(-(-380 // INPUTS))
     assert {program.system for program in programs} == set(SYSTEMS)
     assert {program.layout for program in programs} == set(LAYOUTS)
     assert {program.router for program in programs} == set(ROUTERS)

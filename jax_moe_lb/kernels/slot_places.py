@@ -1,0 +1,82 @@
+"""Places of token copies in the order of their slots, and weighted sums of rows at these places.
+
+A rank receives a row once, with the slots of all its copies there. A running sum over slots and rows gives the place of
+every copy in the operand of the grouped products, without a sort.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_moe_lb.core.types import GroupSizes, Rows, iota, wide_dtype
+
+
+class SlotPlaces(NamedTuple):
+    """Copies of received rows, sorted by slot, then by row.
+
+    Args:
+        place: `[B, K]` int32, place of each copy; `A` for none.
+        copy: `[A]` int32, copy `row * K + k` at each place; 0 beyond the copies.
+        group_sizes: `[S]` int32, copies of each slot.
+    """
+
+    place: Int[Array, "B K"]
+    copy: Int[Array, "A"]
+    group_sizes: GroupSizes
+
+
+def slot_places(codes: Int[Array, "B K"], num_slots: int, num_places: int) -> SlotPlaces:
+    """Compute the place of every copy in the order of slots, by a running sum.
+
+    Args:
+        codes: `[B, K]` int32, slot of each copy plus 1; 0 for none. A row may name a slot several times.
+        num_slots: `S`.
+        num_places: `A`, at least the number of copies.
+
+    Examples:
+        >>> places = slot_places(jnp.array([[2, 1], [0, 2], [1, 1]]), num_slots=2, num_places=6)
+        >>> places.place.tolist(), places.group_sizes.tolist()
+        ([[3, 0], [6, 4], [1, 2]], [3, 2])
+        >>> places.copy.tolist()
+        [1, 4, 5, 0, 3, 0]
+    """
+    num_rows, per_row = codes.shape
+    slots = iota(num_slots)[:, None, None] + 1
+    # [S, B]: in this order one running sum gives the start of each slot and the copies of earlier rows.
+    copies = (codes[None] == slots).sum(2, dtype=jnp.int32)
+    before = copies.reshape(-1).cumsum(dtype=jnp.int32) - copies.reshape(-1)
+    first = before[jnp.maximum(codes - 1, 0) * num_rows + iota(num_rows)[:, None]]
+    earlier = [(codes[:, :k] == codes[:, k, None]).sum(1, dtype=jnp.int32) for k in range(per_row)]
+    place = jnp.where(codes > 0, first + jnp.stack(earlier, 1), num_places)
+    copy = jnp.zeros_like(place, shape=num_places).at[place.reshape(-1)].set(iota(num_rows * per_row), mode="drop")
+    return SlotPlaces(place, copy, copies.sum(1, dtype=jnp.int32))
+
+
+def sum_rows(rows: Rows, place: Int[Array, "B K"], weights: Float[Array, "B K"] | None = None) -> Float[Array, "B H"]:
+    """Sum the rows at the places of each entry, in float32 or wider and in the order of choices.
+
+    Args:
+        rows: `[A, H]`; rows at no place may be uninitialized and contain NaN.
+        place: `[B, K]` int32; values out of range add nothing.
+        weights: `[B, K]`, factors of the rows; `None` (default) for 1. Factors of absent rows may be NaN.
+
+    Returns:
+        `[B, H]` in float32 or wider.
+
+    Examples:
+        >>> rows, place = jnp.array([[1.0], [2.0]]), jnp.array([[0, 1], [1, 2]])
+        >>> sum_rows(rows, place, weights=jnp.array([[3.0, 1.0], [0.5, 9.0]])).tolist()
+        [[5.0], [1.0]]
+    """
+    dtype = wide_dtype(rows) if weights is None else jnp.promote_types(wide_dtype(rows), weights.dtype)
+    total = jnp.zeros((place.shape[0], rows.shape[1]), dtype)
+    # Unrolled over the few choices, in their order: equal inputs give equal bits.
+    for k in range(place.shape[1]):
+        at = place[:, k]
+        there = (at >= 0) & (at < rows.shape[0])
+        # Absent rows all read the first row, which stays in a cache.
+        part = rows[jnp.where(there, at, 0)].astype(dtype)
+        part = part if weights is None else part * weights[:, k, None].astype(dtype)
+        total = total + jnp.where(there[:, None], part, 0)
+    return total

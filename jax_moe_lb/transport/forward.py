@@ -1,0 +1,119 @@
+"""`Forward`: a token travels once to each node with its experts, and from there once to each rank.
+
+The first hop leads along the outer expert axes to the rank of equal offset in the other node, its *rail rank*. Replicas
+stay in their node, so this hop follows from the routing alone. It needs no plan: the planner and the copies of weights
+can run beside it. Inside a node the rail ranks are the sources of the tokens, and the rest is `Once` on one node.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jax_moe_lb.collectives.permutes import agreed
+from jax_moe_lb.core.plan import Plan, load
+from jax_moe_lb.core.split import nearest_first
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Axes, Counts, Tokens
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.transport.cost import TransportCost
+from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.exchange import RoutingWeights
+from jax_moe_lb.transport.lists import Group, Lists
+from jax_moe_lb.transport.once import check_rails, lists_of
+from jax_moe_lb.transport.once_rounds import ListReceipt, Route, serve_lists
+from jax_moe_lb.transport.replicate import Replicate
+
+
+@dataclass(frozen=True)
+class Forward(Dispatch[ListReceipt]):
+    """Dispatch of each token once to every node with its experts, and then once to every rank that serves it.
+
+    Use it for several nodes: a row between nodes has all copies of a token in a node, and the sum of their outputs
+    returns. The expert axes are outermost first, and the innermost axis is a node. Replicas must stay in their node:
+    `ranks_per_domain` is at most the size of the innermost axis, which is its default.
+
+    A rail rank stores the tokens of its offset in all nodes, at most `N T` rows for `N` nodes. Inside a node the rounds
+    are those of `Once`; rounds also bound the copies that a rail rank sends.
+
+    Examples:
+        >>> from jax_moe_lb import System
+        >>> from jax_moe_lb.balancers import Exact
+        >>> System(Exact(), dispatch=Forward(), replica_slots=2).dispatch.transfer is None
+        True
+    """
+
+    def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> ListReceipt:
+        """Return the rows of this rank on both hops; see `Dispatch`.
+
+        Raises:
+            ValueError: `plan.rails` is set, the domains of the plan are larger than a node, or the expert axes do not
+                form nodes.
+        """
+        check_rails(plan, self)
+        outer, inner = axes_of_nodes(topology, plan.domain)
+        between, inside = Group.of(outer, topology), Group.of(inner, topology)
+        nodes, members = jax.lax.axis_size(outer), jax.lax.axis_size(inner)
+        node, offset = jax.lax.axis_index(outer), jax.lax.axis_index(inner)
+        per_node = counts.shape[1] // nodes
+        # Experts of other nodes have code 0 on arrival.
+        first_hop = Lists.of(jnp.where(experts < 0, -1, experts // per_node), experts % per_node + 1, 1, between)
+        step = first_hop.step(0, first_hop.entry.shape[0], between)
+        codes = step.clear(step.exchange(step.codes(), nodes * experts.shape[0], "dispatch of experts, between nodes"))
+
+        # [to node, offset, expert of the node]: a rail rank has the tokens of its offset in every node.
+        of_rails = counts.reshape(nodes, members, nodes, per_node).sum(0, dtype=jnp.int32).swapaxes(0, 1)
+        quota = plan.quota.reshape(nodes, per_node, nodes, members)[node, :, node]
+        placement = plan.placement.reshape(nodes, members, plan.slots)[node]
+        going = nearest_first(of_rails[node], quota, offset, plan.domain, plan.split)
+        capacity = self.buffers.rows(experts.size)
+        most = jnp.maximum(load(plan).max(), of_rails.sum(2, dtype=jnp.int32).max())
+        rounds = agreed((most + capacity - 1) // capacity, topology.expert_axes)
+        held = jnp.where(placement >= 0, placement - node * per_node, -1)
+        return ListReceipt(rounds, None, lists_of(codes - 1, going, held, rounds, inside), first_hop)
+
+    def serve_plan(
+        self,
+        x: Tokens,
+        weights: RoutingWeights,
+        experts: Experts,
+        plan: Plan,
+        receipt: ListReceipt,
+        replicate: Replicate,
+        topology: Topology,
+    ) -> Tokens:
+        """Serve all copies of a plan over both hops; see `Dispatch.serve_plan`."""
+        outer, inner = axes_of_nodes(topology, plan.domain)
+        route = Route(self, Group.of(inner, topology), Group.of(outer, topology))
+        return serve_lists(x, weights, experts, plan, receipt, replicate, route, topology)
+
+    def cost(self) -> TransportCost:
+        """Return a hop between nodes and one inside, of rows that are tokens instead of copies."""
+        return _ForwardCost(self.buffers)
+
+
+class _ForwardCost(TransportCost):
+    once_per_member = True
+    by_level = True
+    address_bytes = 4
+
+
+def axes_of_nodes(topology: Topology, domain: int) -> tuple[Axes, Axes]:
+    """Return the expert axes between nodes and inside a node.
+
+    Args:
+        topology: topology of the layer; its innermost expert axis is a node.
+        domain: ranks per domain of the plan.
+
+    Raises:
+        ValueError: there is one expert axis, or a domain is larger than a node.
+    """
+    axes, members = topology.expert_axes, topology.levels[-1].size
+    if len(axes) < 2:
+        raise ValueError(f"expert_axes is {axes}; expected axes of nodes and of the ranks of a node, as for Forward")
+    if domain > members:
+        raise ValueError(
+            f"plan.domain is {domain}; expected at most {members}, the ranks of a node, as Forward plans inside nodes"
+        )
+    return axes[:-1], axes[-1:]

@@ -1,0 +1,261 @@
+"""Lists of rows between the ranks of a group: an entry travels once to each rank that serves copies of it.
+
+An *entry* is a token of this rank, or a row that this rank forwards. A rank sends one list to each rank of the group:
+the entries with copies there, in order. In step `i` of `n`, rows with an even share of the copies of every list travel,
+so no rank receives more than a receive buffer of copies. All ranks learn the sizes of all lists from one all-gather.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jax_moe_lb.collectives.ragged_all_to_all import concatenated, empty_buffer, starts
+from jax_moe_lb.core.topology import INT32_MAX, Topology
+from jax_moe_lb.core.types import Axes, iota, pytree
+from jax_moe_lb.kernels.slot_places import sum_rows
+from jax_moe_lb.transport.exchange import rows_at
+from jax_moe_lb.transport.rail_hops import Hop
+
+PerChoice = Int[Array, "N K"]
+"""One integer for each choice of each entry."""
+
+
+class Group(NamedTuple):
+    """Ranks that exchange lists.
+
+    Args:
+        axes: names of their mesh axes, outermost first.
+        in_one_process: whether they are devices of one process; see `ragged_all_to_all`.
+    """
+
+    axes: Axes
+    in_one_process: bool
+
+    @classmethod
+    def of(cls, axes: Axes, topology: Topology) -> "Group":
+        """Return the group of some expert axes.
+
+        Args:
+            axes: consecutive expert axes of the topology.
+            topology: topology of the layer.
+        """
+        sizes = [level.size for level in topology.levels][-len(topology.expert_axes) :]
+        first = topology.expert_axes.index(axes[0])
+        # Consecutive ranks that differ along these axes.
+        span, per_process = math.prod(sizes[first:]), topology.ranks_per_process
+        return cls(axes, per_process is not None and per_process % span == 0)
+
+
+@pytree
+class Lists:
+    """Lists of a rank for all ranks of its group.
+
+    A *row* is an entry in the list of one rank. `Q = N * min(K, P)` bounds their number.
+
+    Args:
+        entry: `[Q]` int32, entry of each row; rows are sorted by rank, then by entry.
+        rank: `[Q]` int32, rank of each row; the rows of all lists come first, and the others have rank `P`.
+        before: `[Q]` int32, copies of earlier rows; the highest integer for rows of no list.
+        row: `[N, K]` int32, row of each choice; `Q` for none.
+        code: `[N, K]` int32, code of each choice, above 0, such as its slot plus 1; 0 for none.
+        copies: `[P]` int32, copies in each list.
+        steps: int32, number of steps, at least 1 and equal on all ranks.
+        table: `[P, P]` int32, rows from each rank to each rank in the first step.
+    """
+
+    entry: Int[Array, "Q"]
+    rank: Int[Array, "Q"]
+    before: Int[Array, "Q"]
+    row: PerChoice
+    code: PerChoice
+    copies: Int[Array, "P"]
+    steps: Int[Array, ""]
+    table: Int[Array, "P P"]
+
+    @classmethod
+    def of(cls, rank: PerChoice, code: PerChoice, steps: Int[Array, ""] | int, group: Group) -> "Lists":
+        """Make the lists of a rank, and gather the sizes of the lists of all ranks.
+
+        Args:
+            rank: `[N, K]` int32, rank serving each choice; negative for none.
+            code: `[N, K]` int32, code of each choice, above 0.
+            steps: number of steps, equal on all ranks; 0 counts as 1.
+            group: ranks of the lists.
+        """
+        (num_entries, per_entry), num_ranks = rank.shape, jax.lax.axis_size(group.axes)
+        num_rows = num_entries * min(per_entry, num_ranks)
+        copies = (rank[None] == iota(num_ranks)[:, None, None]).sum(2, dtype=jnp.int32).reshape(-1)
+        place = starts((copies > 0).astype(jnp.int32))
+        cell = jnp.maximum(rank, 0) * num_entries + iota(num_entries)[:, None]
+        row = jnp.where(rank >= 0, place[cell], num_rows)
+        # Only the first choice of each row is written, so the indices are unique.
+        first = jnp.where(is_first(row, num_rows), row, num_rows).reshape(-1)
+        cells = jnp.full_like(first, copies.shape[0], shape=num_rows).at[first].set(cell.reshape(-1), mode="drop")
+        # Rows of no list are in no step.
+        before = starts(copies).at[cells].get(mode="fill", fill_value=INT32_MAX)
+        by_rank = copies.reshape(num_ranks, num_entries).sum(1, dtype=jnp.int32)
+        coded = jnp.where(rank >= 0, code, 0)
+        entry, of_rank = cells % max(num_entries, 1), cells // max(num_entries, 1)
+        lists = cls(
+            entry,
+            of_rank,
+            before,
+            row,
+            coded,
+            by_rank,
+            jnp.maximum(steps, 1),
+            jnp.zeros((num_ranks, num_ranks), jnp.int32),
+        )
+        return replace(lists, table=lists._table(0, group))
+
+    def step(self, i: Int[Array, ""] | int, num_sent: int, group: Group) -> "Step":
+        """Return the rows of step `i`.
+
+        Args:
+            i: index of the step. The first step, as a Python integer 0, gathers no sizes.
+            num_sent: rows that this rank can send in a step.
+            group: ranks of the lists.
+        """
+        first = self._edge(i)
+        table = self.table if isinstance(i, int) and i == 0 else self._table(i, group)
+        return Step(self, first, self._edge(i + 1) - first, table, min(num_sent, self.entry.shape[0]), group)
+
+    def _table(self, i: Int[Array, ""] | int, group: Group) -> Int[Array, "P P"]:
+        return jax.lax.all_gather(self._edge(i + 1) - self._edge(i), group.axes)
+
+    def share(self, i: Int[Array, ""] | int) -> Int[Array, "P"]:
+        """Return the copies of each list before step `i`, `floor(copies * i / steps)`."""
+        i = jnp.minimum(i, self.steps)
+        # Without products above 2^31.
+        return self.copies // self.steps * i + self.copies % self.steps * i // self.steps
+
+    def _edge(self, i: Int[Array, ""] | int) -> Int[Array, "P"]:
+        """Return the first row of each list in step `i` or later: the first with as many copies before it."""
+        first = starts(self.copies) + self.share(i)
+        return (self.before[None] < first[:, None]).sum(1, dtype=jnp.int32)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One exchange of parts of all lists; made by `Lists.step`.
+
+    Args:
+        lists: lists of this rank.
+        first: `[P]` int32, first row of each list in this step.
+        size: `[P]` int32, rows of each list in this step.
+        table: `[P, P]` int32, rows from each rank to each rank.
+        num_sent: rows of the operand.
+        group: ranks of the lists.
+    """
+
+    lists: Lists
+    first: Int[Array, "P"]
+    size: Int[Array, "P"]
+    table: Int[Array, "P P"]
+    num_sent: int
+    group: Group
+
+    @property
+    def sent(self) -> Int[Array, "B"]:
+        """Row of the lists at each position of the operand, `[B]` int32."""
+        return concatenated(self.first, self.size, self.num_sent)
+
+    @property
+    def position(self) -> Int[Array, "Q"]:
+        """Position of each row in the operand, `[Q]` int32; negative for rows of other steps."""
+        rank, row = self.lists.rank, iota(self.lists.rank.shape[0])
+        # Rows of no list have a rank out of range: their size is 0.
+        first, size, start = (
+            value.at[rank].get(mode="fill", fill_value=0) for value in (self.first, self.size, starts(self.size))
+        )
+        offset = row - first
+        return jnp.where((offset >= 0) & (offset < size), start + offset, -1)
+
+    def _hop(self) -> Hop:
+        table = self.table
+        first = table.cumsum(1, dtype=jnp.int32) - table
+        lands = table.cumsum(0, dtype=jnp.int32) - table
+        return Hop(self.group.axes, table, first, lands, self.group.in_one_process)
+
+    def send(self, entries: Float[Array, "N W"], num_rows: int, site: str) -> Float[Array, "A W"]:
+        """Send each entry once to the ranks of its rows in this step.
+
+        Args:
+            entries: `[N, W]`.
+            num_rows: `A`, rows of the receive buffer.
+            site: name of the exchange in messages.
+
+        Returns:
+            `[A, W]`, sorted by source, then by entry; rows that were not received are uninitialized.
+        """
+        return self.exchange(rows_at(entries, self.lists.entry[self.sent]), num_rows, site)
+
+    def of_rows(self, values: Shaped[Array, "N K"]) -> Shaped[Array, "B K"]:
+        """Return the values of the entry of each sent row."""
+        return values[self.lists.entry[self.sent]]
+
+    def codes(self) -> Int[Array, "B K"]:
+        """Return the codes of the choices of each sent row; 0 for choices of other ranks."""
+        mine = self.of_rows(self.lists.row) == self.sent[:, None]
+        return jnp.where(mine, self.of_rows(self.lists.code), 0)
+
+    def exchange(self, rows: Shaped[Array, "B W"], num_rows: int, site: str) -> Shaped[Array, "A W"]:
+        """Send one row of an array for each sent row; see `send`."""
+        return self._hop().there(rows, empty_buffer(rows, num_rows), site)
+
+    def clear(self, received: Shaped[Array, "A W"]) -> Shaped[Array, "A W"]:
+        """Return received rows, with 0 in rows that were not received."""
+        num_received = self.table[:, jax.lax.axis_index(self.group.axes)].sum(dtype=jnp.int32)
+        return jnp.where((iota(received.shape[0]) < num_received)[:, None], received, 0)
+
+    def sum_back(self, rows: Float[Array, "A W"], site: str) -> Float[Array, "N W"]:
+        """Return rows to their sources and sum those of each entry; the transpose of `send`.
+
+        Args:
+            rows: `[A, W]`, one for each received row.
+            site: name of the exchange in messages.
+
+        Returns:
+            `[N, W]` in float32 or wider; 0 for entries without rows in this step.
+        """
+        lists, num_ranks = self.lists, self.size.shape[0]
+        at = jnp.append(self.position, -1)[lists.row]
+        if num_ranks < at.shape[1]:
+            ranks = jnp.append(lists.rank, num_ranks)[lists.row]
+            at = jnp.stack([jnp.where(ranks == rank, at, -1).max(1) for rank in range(num_ranks)], 1)
+        else:
+            at = jnp.where(is_first(lists.row, lists.rank.shape[0]), at, -1)
+        return sum_rows(self._back(rows, site), at)
+
+    def choices_back(self, values: Float[Array, "A K"], site: str) -> Float[Array, "N K"]:
+        """Return one number for each choice from the rank that serves it; the transpose of `send_choices`.
+
+        Args:
+            values: `[A, K]`; numbers of choices of other ranks are not read.
+            site: name of the exchange in messages.
+
+        Returns:
+            `[N, K]`; 0 for choices without a row in this step.
+        """
+        back = self._back(values, site)
+        at = jnp.append(self.position, -1)[self.lists.row]
+        choice = iota(values.shape[1])[None]
+        return jnp.where(at >= 0, back[jnp.maximum(at, 0), choice], 0)
+
+    def _back(self, rows: Array, site: str) -> Array:
+        return self._hop().back(rows, empty_buffer(rows, self.num_sent), site)
+
+
+def is_first(row: PerChoice, none: int) -> Bool[Array, "N K"]:
+    """Return whether each choice is the first of its entry with the same row.
+
+    Args:
+        row: `[N, K]` int32, row of each choice.
+        none: row of choices that do not count.
+    """
+    again = [(row[:, :k] == row[:, k, None]).any(1) for k in range(row.shape[1])]
+    return (row != none) & ~jnp.stack(again, 1)

@@ -1,0 +1,306 @@
+"""`serve_lists`: expert computation in rounds of lists, forward and backward, in the memory of one round.
+
+It is `in_rounds` for dispatches whose rows are entries instead of copies: `Once` and `Forward`. The residuals are the
+layer inputs, the plan and the lists, which are integers. Each backward round sends the entries and the gradients of
+their outputs again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from jax_moe_lb.core.manual_axes import first_order
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Rows, Tokens, pytree
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
+from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows
+from jax_moe_lb.transport.compression import packed, unpacked
+from jax_moe_lb.transport.exchange import TILE_ROWS, Exchange, RoundsReceipt, RoutingWeights, rows_at
+from jax_moe_lb.transport.lists import Group, Lists, Step
+from jax_moe_lb.transport.replicate import Replicate
+from jax_moe_lb.transport.rounds import (
+    Slots,
+    SumsT,
+    apart_by_home,
+    dtype_of_sums,
+    fuse_gate_up,
+    gradients_of_round,
+    in_form_of,
+    optimization_barrier,
+    overflow_rounds,
+)
+
+Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
+
+
+@pytree
+class ListReceipt(RoundsReceipt):
+    """Lists of a rank, as returned by the `address` of `Once` and `Forward`.
+
+    Args:
+        lists: lists for the ranks that serve copies.
+        between: lists for the nodes of a first hop, whose received rows are the entries of `lists`; `None` if tokens
+            are the entries.
+    """
+
+    lists: Lists
+    between: Lists | None
+
+
+class Route(NamedTuple):
+    """Static description of the hops of `serve_lists`.
+
+    Args:
+        exchange: exchange with buffers, quantization and kernels.
+        group: ranks of the last hop.
+        between: ranks of the first hop, one in each node; `None` for a single hop.
+    """
+
+    exchange: Exchange
+    group: Group
+    between: Group | None
+
+    def to_entries(self, tokens: Float[Array, "T W"], receipt: ListReceipt) -> Float[Array, "N W"]:
+        """Return the entries of this rank: its tokens, or those forwarded to it by other nodes."""
+        step = self._between(receipt)
+        return tokens if step is None else step.send(tokens, self._num_entries(receipt), "dispatch, between nodes")
+
+    def choices_to_entries(self, values: Shaped[Array, "T K"], receipt: ListReceipt) -> Shaped[Array, "N K"]:
+        """Return one number for each choice of the entries."""
+        step = self._between(receipt)
+        if step is None:
+            return values
+        return step.exchange(step.of_rows(values), self._num_entries(receipt), "dispatch of weights, between nodes")
+
+    def to_tokens(self, entries: Float[Array, "N H"], receipt: ListReceipt, like: Tokens) -> Tokens:
+        """Sum values of the entries of each token, in the dtype of the tokens; the transpose of `to_entries`."""
+        step = self._between(receipt)
+        entries = entries.astype(like.dtype)
+        return entries if step is None else step.sum_back(entries, "combine, between nodes").astype(like.dtype)
+
+    def choices_to_tokens(self, values: Float[Array, "N K"], receipt: ListReceipt) -> RoutingWeights:
+        """Return one number for each choice of the tokens; the transpose of `choices_to_entries`."""
+        step = self._between(receipt)
+        return values if step is None else step.choices_back(values, "combine of weights, between nodes")
+
+    def _between(self, receipt: ListReceipt) -> Step | None:
+        if receipt.between is None or self.between is None:
+            return None
+        return receipt.between.step(0, receipt.between.entry.shape[0], self.between)
+
+    def _num_entries(self, receipt: ListReceipt) -> int:
+        return receipt.lists.row.shape[0]
+
+    def room(self, weights: RoutingWeights) -> int:
+        """Return the rows of a rank's buffers: `A`, and `K` for each source.
+
+        A list has an even share of its copies in a round, rounded up, and the last row may have `K - 1` more.
+
+        Args:
+            weights: `[T, K]`, weights of the choices of a rank's tokens.
+        """
+        rows = self.exchange.buffers.rows(weights.size) + weights.shape[1] * jax.lax.axis_size(self.group.axes)
+        return rows if rows < 8 * TILE_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Exchange of a round, and the copies that it brings.
+
+    Args:
+        step: rows of the round.
+        places: copies of the received rows in the order of slots.
+        weights: `[A, K]`, weights of the choices of each received row; those of other ranks have no place.
+        room: `A`, rows of each buffer.
+    """
+
+    step: Step
+    places: SlotPlaces
+    weights: RoutingWeights
+    room: int
+
+    @classmethod
+    @jax.named_scope("dispatch")
+    def of(
+        cls, i: Int[Array, ""] | int, entry_weights: RoutingWeights, slots: int, room: int, lists: Lists, route: Route
+    ) -> "_Round":
+        # The rounds of a single hop bound the received rows only: as many rows as all lists have may leave at once.
+        step = lists.step(i, lists.entry.shape[0] if route.between is None else room, route.group)
+        # Codes and weights take one exchange: codes are small integers, exact in the dtype of the weights.
+        tail = jnp.concatenate([step.codes().astype(entry_weights.dtype), step.of_rows(entry_weights)], 1)
+        codes, weights = jnp.split(step.exchange(tail, room, "dispatch of weights"), 2, 1)
+        return cls(step, slot_places(step.clear(codes).astype(jnp.int32), slots, room), weights, room)
+
+    @jax.named_scope("dispatch")
+    def send(self, entries: Float[Array, "N W"]) -> Float[Array, "A W"]:
+        return self.step.send(entries, self.room, "dispatch")
+
+    def copies(self, rows: Float[Array, "A H"]) -> Rows:
+        """Return the copies of received rows, in the order of slots."""
+        return rows_at(rows, self.places.copy // self.weights.shape[1])
+
+    def copy_weights(self) -> Float[Array, "A 1"]:
+        return self.weights.reshape(-1, 1)[self.places.copy]
+
+    @jax.named_scope("combine")
+    def sum_back(self, outputs: Rows, weights: RoutingWeights | None) -> Float[Array, "N H"]:
+        """Sum the outputs of each row, then those of each entry."""
+        sums = sum_rows(outputs, self.places.place, weights).astype(outputs.dtype)
+        return self.step.sum_back(sums, "combine")
+
+    @jax.named_scope("combine")
+    def weights_back(self, of_copies: Float[Array, "A 1"]) -> Float[Array, "N K"]:
+        of_rows = of_copies[:, 0].at[self.places.place].get(mode="fill", fill_value=0)
+        return self.step.choices_back(of_rows, "combine of weights")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def serve_lists(
+    tokens: Tokens,
+    weights: RoutingWeights,
+    experts: Experts,
+    plan: Plan,
+    receipt: ListReceipt,
+    replicate: Replicate,
+    route: Route,
+    topology: Topology,
+) -> Tokens:
+    """Send every token once to each rank that serves it, apply its experts there, and sum their weighted outputs.
+
+    Reverse mode runs the same rounds, by a handwritten backward pass, as in `in_rounds`.
+
+    Args:
+        tokens: `[T, H]`, tokens of this rank.
+        weights: `[T, K]`, weights of the outputs of a token's copies.
+        experts: the `L` home experts of this rank.
+        plan: plan, equal on all ranks.
+        receipt: lists of this rank for this plan.
+        replicate: transport of weights.
+        route: hops of the rows.
+        topology: topology of the layer; weights travel between the ranks of its expert axes.
+
+    Returns:
+        `[T, H]`, weighted sums; unrouted choices count as 0.
+    """
+
+    # Under `vmap`, microbatches run sequentially, each with the number of rounds of its own plan.
+    @jax.custom_batching.sequential_vmap
+    def serve(tokens: Tokens, weights: RoutingWeights, experts: Experts, plan: Plan, receipt: ListReceipt) -> Tokens:
+        transfer = route.exchange.transfer
+        slots = Slots.of(experts, plan, replicate, route.exchange, topology)
+        with jax.named_scope("dispatch"):
+            # Encode tokens before the first hop, once per token.
+            entries = route.to_entries(packed(transfer, tokens), receipt)
+            entry_weights = route.choices_to_entries(weights, receipt)
+
+        def one_round(i: Array | int, total: Array | None) -> Array:
+            # The barrier makes every round gather its rows, as in `in_rounds`.
+            now = optimization_barrier(jnp.int32(i), entries)
+            one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route)
+            sizes = one.places.group_sizes
+            rows = one.copies(unpacked(transfer, one.send(now), tokens))
+            with jax.named_scope("experts"):
+                outputs = grouped_ffn(rows, slots.weights(sizes), sizes)
+            sums = one.sum_back(outputs, one.weights)
+            return sums if total is None else total + sums
+
+        total = _rounds(receipt, route, one_round)
+        with jax.named_scope("combine"):
+            return route.to_tokens(total, receipt, tokens)
+
+    return serve(tokens, weights, experts, plan, receipt)
+
+
+def _rounds(receipt: ListReceipt, route: Route, one_round: Callable[[Array | int, Any], SumsT]) -> SumsT:
+    """Run all rounds of a function from round index and sums to sums; the sums are `None` at first."""
+
+    def further(i: Array, carry: tuple[None, SumsT]) -> tuple[None, SumsT]:
+        return None, one_round(i, carry[1])
+
+    # The first round has the static index 0: the sizes of its lists are known.
+    return overflow_rounds(receipt, route.exchange, further, (None, one_round(0, None)))[1]
+
+
+def _save(
+    tokens: Tokens,
+    weights: RoutingWeights,
+    experts: Experts,
+    plan: Plan,
+    receipt: ListReceipt,
+    replicate: Replicate,
+    route: Route,
+    topology: Topology,
+) -> tuple[Tokens, Residuals]:
+    saved = tokens, weights, experts, plan, receipt
+    return serve_lists(*saved, replicate, route, topology), saved
+
+
+def _backward(
+    replicate: Replicate, route: Route, topology: Topology, saved: Residuals, upstream: Tokens
+) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
+    @jax.custom_batching.sequential_vmap
+    def pull_back(saved: Residuals, upstream: Tokens) -> tuple[Tokens, RoutingWeights, Experts]:
+        return _gradients(replicate, route, topology, saved, upstream)
+
+    return *first_order(pull_back)(saved, upstream), None, None
+
+
+@jax.named_scope("backward")
+def _gradients(
+    replicate: Replicate, route: Route, topology: Topology, saved: Residuals, upstream: Tokens
+) -> tuple[Tokens, RoutingWeights, Experts]:
+    """Compute the gradients of tokens, weights and home experts, in the rounds of the forward pass."""
+    tokens, weights, experts, plan, receipt = saved
+    # As in `rounds._gradients`: rematerialize replicas and rows in the backward pass.
+    tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
+    again, transfer = replicate.again(), route.exchange.transfer
+    slots = Slots.of(experts, plan, again, route.exchange, topology)
+    with jax.named_scope("dispatch"):
+        entries, upstreams = (route.to_entries(part, receipt) for part in (packed(transfer, tokens), upstream))
+        entry_weights = route.choices_to_entries(weights, receipt)
+
+    def one_round(i: Array | int, sums: tuple[Array, Array, Any] | None) -> tuple[Array, Array, Any]:
+        now, upstream_now = optimization_barrier(jnp.int32(i), (entries, upstreams))
+        one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route)
+        rows = one.copies(unpacked(transfer, one.send(now), tokens))
+        row_upstream = one.copies(one.send(upstream_now))
+        of_rows, of_weights, of_slots = _of_experts(
+            rows, one, row_upstream, slots, None if sums is None else sums[2], experts, route.exchange
+        )
+        of_entries, of_choices = one.sum_back(of_rows, None), one.weights_back(of_weights)
+        if sums is not None:
+            of_entries, of_choices = sums[0] + of_entries, sums[1] + of_choices
+        return of_entries, of_choices, of_slots
+
+    of_entries, of_choices, of_slots = _rounds(receipt, route, one_round)
+    of_home, of_replicas = apart_by_home(of_slots, plan.num_home)
+    if slots.replicas is not None:
+        of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_replicas)
+        with jax.named_scope("replicate"):
+            of_home = again.add_at_home(of_home, of_replicas, plan, topology)
+    of_home = in_form_of(experts, of_home)
+    of_experts = jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), of_home, experts)
+    with jax.named_scope("combine"):
+        of_tokens = route.to_tokens(of_entries, receipt, tokens)
+        return of_tokens, route.choices_to_tokens(of_choices, receipt), of_experts
+
+
+@jax.named_scope("experts")
+def _of_experts(
+    rows: Rows, one: _Round, upstream: Rows, slots: Slots, sums: Any, experts: Experts, exchange: Exchange
+) -> tuple[Rows, Float[Array, "A 1"], Any]:
+    """Compute the gradients of the copies of a round, of their weights, and of the slots' experts."""
+    sizes = one.places.group_sizes
+    fused = fuse_gate_up(experts, rows, are_joined=slots.replicas is not None and not slots.stay_apart)
+    at, dtype = slots.weights(sizes), dtype_of_sums(experts, exchange)
+    return gradients_of_round(rows, one.copy_weights(), at, slots.again, sizes, upstream, dtype, sums, fused=fused)
+
+
+serve_lists.defvjp(_save, _backward)

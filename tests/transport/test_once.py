@@ -1,0 +1,197 @@
+"""`Once` and `Forward` in a layer: special routings, quantized tokens, `vmap`, counted rows, and refused arguments."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Buffers, System, TopK, Topology, exact, greedy, plain, rails
+from jax_moe_lb.balancers import Greedy, HybridEP
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.routing import Routing
+from jax_moe_lb.transport import Direct, Forward, Once, QuantizedTransfer
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+
+MESH = ("node", "gpu")
+BALANCED = System(Greedy(min_tokens=2), replica_slots=2)
+
+
+def special_router(logits, bias, info) -> Routing:
+    """Three experts per token: the first expert twice in every other token, and the last choice often without one."""
+    routing = TopK(3)(logits, bias, info)
+    # Of all ranks, so that the dense layer has the same routing.
+    token = info.first + jnp.arange(logits.shape[0], dtype=jnp.int32)
+    experts = routing.experts
+    experts = experts.at[:, 1].set(jnp.where(token % 2 == 0, experts[:, 0], experts[:, 1]))
+    return replace(routing, experts=experts.at[:, 2].set(jnp.where(token % 3 == 0, -1, experts[:, 2])))
+
+
+def one_expert(logits, bias, info) -> Routing:
+    """All tokens name the same expert in both choices."""
+    routing = TopK(2)(logits, bias, info)
+    # Different weights: with weights of sum 1, gradients of the router would be 0.
+    return replace(
+        routing, experts=jnp.full_like(routing.experts, 5), weights=routing.weights * jnp.array([[1.0, 3.0]])
+    )
+
+
+def dense_of(router):
+    """Return the dense layer; unrouted choices have weight 0."""
+
+    def weighted(logits, bias, info):
+        routing = router(logits, bias, info)
+        served = routing.experts >= 0
+        return replace(
+            routing,
+            experts=jnp.maximum(routing.experts, 0),
+            weights=jnp.where(served, routing.weights, 0),
+        )
+
+    return dense_with_gradients(weighted)
+
+
+SPECIAL = [
+    (Forward(Buffers(0.7)), special_router, 12),
+    (Once(Buffers(0.7)), special_router, 12),
+    (Forward(), one_expert, 12),
+    (Once(), one_expert, 12),
+    (Forward(Buffers(0.3)), special_router, 1),
+    (Once(Buffers(0.3)), special_router, 1),
+    (Forward(Buffers(8.0, max_rounds=1)), special_router, 12),
+    (Once(Buffers(8.0, max_rounds=1)), special_router, 12),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dispatch", "router", "num_tokens"),
+    [case if not at else pytest.param(*case, marks=pytest.mark.thorough) for at, case in enumerate(SPECIAL)],
+)
+def test_repeated_and_absent_experts_equal_the_dense_layer(dispatch, router, num_tokens, x64):
+    case, mesh = Case(num_tokens, num_experts=8), make_mesh((2, 2), MESH)
+    kernel, experts = case.params("float64")
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh, MESH), replace(BALANCED, dispatch=dispatch), router)
+    layer, dense = with_gradients(layer), dense_of(router)
+    for workload in WORKLOADS[:2]:
+        x, mask = case.tokens(workload, 4, "float64")
+        target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape))
+        (y, stats), gradients = layer(x, mask, kernel, experts, target)
+        (want, _), want_gradients = dense(x, mask, kernel, experts, target)
+        assert_close((y, gradients), (want, want_gradients), 1e-12)
+        if dispatch.buffers.headroom < 1 < num_tokens:
+            assert stats.rounds.max() > 1
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [Once, Forward])
+def test_quantized_tokens_round_outputs_as_the_tokens(kind):
+    """Outputs equal those of a layer on rounded tokens: sums return unquantized."""
+    case, mesh = Case(num_experts=8), make_mesh((2, 2), MESH)
+    topology, transfer = Topology.from_mesh(mesh, MESH), QuantizedTransfer(block=4)
+    kernel, experts = case.params("float32")
+    x, mask = case.tokens(WORKLOADS[1], 4, "float32")
+    fixed = TopK(2)(x @ kernel)
+
+    def layer(dispatch):
+        return jax.jit(sharded_moe(mesh, topology, replace(BALANCED, dispatch=dispatch), partial(_given, fixed, case)))
+
+    got = layer(kind(Buffers(0.6), transfer=transfer))(x, mask, kernel, experts)[0]
+    rounded = transfer.decode(transfer.encode(x), x.dtype)
+    assert_close(got, layer(kind(Buffers(0.6)))(rounded, mask, kernel, experts)[0], 1e-6)
+    error = jnp.linalg.norm(got - layer(Direct())(x, mask, kernel, experts)[0]) / jnp.linalg.norm(got)
+    assert 0 < error < 0.1
+
+
+def _given(fixed, case, logits, bias, info) -> Routing:
+    """Return the routing of the unrounded tokens."""
+    del bias
+    of_rank = jax.tree.map(
+        lambda whole: jax.lax.dynamic_slice_in_dim(whole, info.first, case.num_tokens, 0),
+        (fixed.experts, fixed.weights),
+    )
+    routing = Routing(*of_rank, logits, jax.nn.softmax(logits, -1))
+    return replace(routing, experts=jnp.where(info.mask[:, None], routing.experts, -1))
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [Once, Forward])
+def test_vmap_serves_one_microbatch_after_the_other(kind):
+    case, mesh = Case(num_experts=8), make_mesh((2, 2), MESH)
+    system = replace(BALANCED, dispatch=kind(Buffers(0.4)))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh, MESH), system))
+    kernel, experts = case.params("float32")
+    batches = [case.tokens(workload, 4, "float32") for workload in WORKLOADS[:3]]
+    x, mask = (jnp.stack(parts) for parts in zip(*batches, strict=True))
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+    got = jax.vmap(layer, (0, 0, None, None, 0))(x, mask, kernel, experts, target)
+    for at in range(3):
+        want = layer(x[at], mask[at], kernel, experts, target[at])
+        assert_close(jax.tree.map(lambda leaf, at=at: leaf[at], got), want, 1e-5)
+
+
+def addressed(dispatch, system, shape, experts, counts):
+    """Return the receipts of all ranks, stacked."""
+    mesh = make_mesh(shape, MESH)
+    topology = Topology.from_mesh(mesh, MESH)
+
+    def one_rank(experts):
+        plan = plain_plan(jnp.asarray(counts), topology, counts.shape[1] // topology.num_ranks + system.replica_slots)
+        plan, _ = system.balancer.rebalance(jnp.asarray(counts), plan, topology, ())
+        return jax.tree.map(lambda leaf: leaf[None], dispatch.address(experts, jnp.asarray(counts), plan, topology))
+
+    spec = PartitionSpec(MESH)
+    run = jax.shard_map(one_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(run)(experts)
+
+
+def test_rows_between_nodes_are_distinct_pairs_of_token_and_node():
+    """The table of `Forward` counts each pair of token and node once, also after balancing."""
+    rng, (ranks, tokens, num_experts) = np.random.default_rng(0), (8, 16, 16)
+    experts = rng.integers(-1, num_experts, (ranks, tokens, 3)).astype(np.int32)
+    experts[0, :, 1] = experts[0, :, 0]
+    counts = np.stack([np.bincount(e[e >= 0], minlength=num_experts) for e in experts]).astype(np.int32)
+    receipt = addressed(Forward(), greedy(2), (2, 4), experts.reshape(-1, 3), counts)
+    node = np.where(experts >= 0, experts // 8, -1)
+    visits = np.array([[(of_rank == n).any(1).sum() for n in range(2)] for of_rank in node])
+    # Rank (n, o) has the table of the ranks of offset o.
+    for rank in range(ranks):
+        np.testing.assert_array_equal(receipt.between.table[rank], visits[rank % 4 :: 4])
+    rank_of_row, entry = np.asarray(receipt.lists.rank), np.asarray(receipt.lists.entry)
+    for rank in range(ranks):
+        used = rank_of_row[rank] < 4
+        pairs = list(zip(rank_of_row[rank][used], entry[rank][used], strict=True))
+        assert len(set(pairs)) == len(pairs) == used.sum()
+        assert receipt.lists.copies[rank].sum() == counts.reshape(2, 4, 2, 8)[:, rank % 4, rank // 4].sum()
+
+
+@pytest.mark.parametrize(
+    ("system", "shape", "axes", "domain", "message"),
+    [
+        (rails(), (2, 2), MESH, None, "plan.rails is set; expected None, as Once does not spray"),
+        (rails(), (2, 2), MESH, None, "plan.rails is set; expected None, as Forward does not spray"),
+        (exact(1), (2, 2), MESH, 4, "plan.domain is 4; expected at most 2, the ranks of a node"),
+        (
+            plain(),
+            (4,),
+            ("gpu",),
+            None,
+            r"expert_axes is \('gpu',\); expected axes of nodes and of the ranks of a node",
+        ),
+        (System(HybridEP(4), replica_slots=6), (2, 2), MESH, 4, "plan.domain is 4; expected at most 2"),
+    ],
+)
+def test_unsupported_plans_are_refused(system, shape, axes, domain, message):
+    case, mesh = Case(num_experts=8), make_mesh(shape, axes)
+    topology = Topology.from_mesh(mesh, axes, ranks_per_domain=domain)
+    x, mask = case.tokens(WORKLOADS[0], 4, "float32")
+    dispatch = Once() if "Once" in message else Forward()
+    layer = sharded_moe(mesh, topology, replace(system, dispatch=dispatch))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(layer, x, mask, *case.params("float32"))
