@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_moe_lb.core.stats import OnFault, Stats
+from jax_moe_lb.core.stats import Stats
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Tokens
 from jax_moe_lb.kernels.experts import Experts
@@ -30,7 +30,6 @@ class BlockConfig:
     mesh: Mesh
     topology: Topology
     system: System
-    on_fault: OnFault
     record_stats: bool
 
 
@@ -158,7 +157,6 @@ def _sharded(inputs: _BlockInputs, *, config: BlockConfig) -> tuple[Tokens, Stat
             config.system,
             topology,
             tokens=TokenInfo(inputs.mask),
-            on_fault=config.on_fault,
         )
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 

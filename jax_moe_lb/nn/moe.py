@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jax_moe_lb.core.stats import OnFault, Stats
+from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.systems import System, system_named, system_names
@@ -84,8 +84,6 @@ class MoE(nnx.Module):
         precision: dtypes of arithmetic, parameters and exchanges.
         kernel_init: initializer of all kernels.
         rules: table from logical to mesh axes; `None` (default) uses `logical_axis_rules(topology, system.migrate)`.
-        on_fault: action on bad values, see `moe`: "raise" stops the program, "record" writes them to the statistics;
-            call `raise_on_fault` on those of each step. `None` (default): "raise" on CPUs, "record" on accelerators.
         rngs: random number generators for the parameters.
 
     Warns:
@@ -126,7 +124,6 @@ class MoE(nnx.Module):
         precision: Precision = Precision(),
         kernel_init: nnx.Initializer = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,)),
         rules: LogicalAxisRules | None = None,
-        on_fault: OnFault | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         migrate = _migrate(system)
@@ -141,7 +138,6 @@ class MoE(nnx.Module):
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
         self.expert_config, self.shared_expert = experts, shared
         self.losses, self.precision = losses, precision
-        self.on_fault = on_fault_of(mesh) if on_fault is None else on_fault
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
         self.shards = fsdp_axes(rules, topology)
 
@@ -220,6 +216,10 @@ class MoE(nnx.Module):
 
         Returns:
             Outputs `[..., H]` with the sharding of `x`, and statistics stacked over the `D` groups.
+
+        Raises:
+            ValueError: there is a fault, and the call is outside of `jax.jit` and other transformations. A transformed
+                call returns the fault in the statistics: call `raise_on_fault(stats)` once per step.
         """
         num_tokens = math.prod(x.shape[:-1])
         if jax.typeof(x).sharding.mesh.empty:
@@ -263,10 +263,10 @@ class MoE(nnx.Module):
             shards=self.shards,
             losses=self.losses,
             sequence_length=x.shape[-2] if x.ndim > 2 else None,
-            on_fault=self.on_fault,
             fuse_gate_up=fuse,
         )
         y, stats, state, known = sharded_moe(inputs, layer=layer)
+        raise_if_concrete(stats)
         if self.state is not None:
             self.state.set_value(state)
         for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
@@ -388,15 +388,6 @@ def _linen_signature() -> inspect.Signature:
 
 # Show the signature of `MoE` in `help` and editors in place of `*args`.
 as_linen.__signature__ = _linen_signature()  # type: ignore[attr-defined]
-
-
-def on_fault_of(mesh: Mesh) -> OnFault:
-    """Return the default `on_fault` of a layer: "raise" on CPUs, "record" on accelerators.
-
-    Args:
-        mesh: mesh of the layer.
-    """
-    return "record" if _is_accelerated(mesh) else "raise"
 
 
 def _value(variable: nnx.Variable | None) -> Array | None:

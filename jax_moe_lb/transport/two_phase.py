@@ -10,7 +10,6 @@ import numpy as np
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.stats import OnFault
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import check_plan
@@ -97,7 +96,6 @@ class TwoPhase(Direct):
         balancer: Balancer,
         replicate: Replicate,
         topology: Topology,
-        on_fault: OnFault,
     ) -> tuple[Served, State]:
         """Send all copies home without a plan, then rows of moved experts on; see `Dispatch.serve`.
 
@@ -105,7 +103,7 @@ class TwoPhase(Direct):
             ValueError: `plan.rails` is set.
         """
         dynamic = balancer.dynamic(plan)
-        ways = PhaseConfig.of(self, balancer, replicate, plan, topology, on_fault)
+        ways = PhaseConfig.of(self, balancer, replicate, plan, topology)
         # A planner that runs concurrently with the static wave is stateless: skip the balancer.
         if ways.planner is None:
             with jax.named_scope("plan"):

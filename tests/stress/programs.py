@@ -90,7 +90,6 @@ class Program:
     mlp_dim: int
     headroom: float
     max_rounds: int | None
-    on_fault: str
     check_vma: bool
 
     @property
@@ -181,7 +180,6 @@ def draw_programs(count: int) -> list[Program]:
             mlp_dim=int(rng.choice([1, 3, 8, 16])),
             headroom=headroom,
             max_rounds=max_rounds,
-            on_fault=pick("on_fault", ("raise", "record")),
             check_vma=pick("check_vma", (True, False)),
         )
 

@@ -61,7 +61,7 @@ def make_layer(program: Program, strategies: Strategies) -> Layer:
         params = MoEParams(weights.kernel, experts, selection_bias=bias)
         start = MoEState(jax.tree.map(lambda leaf: leaf[0], state), homes)
         layer = (params, strategies.router, strategies.system, topology, start, TokenInfo(mask, sequence_length=length))
-        y, stats, after = moe(x, *layer, strategies.losses, program.on_fault)
+        y, stats, after = moe(x, *layer, strategies.losses)
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, after.balancer))
 
     sharded = jax.shard_map(
