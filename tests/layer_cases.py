@@ -64,7 +64,7 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
         info = TokenInfo(mask=mask, sequence_length=length)
         params, start = MoEParams(kernel, experts), MoEState(state)
         y, stats, _ = moe(x, params, router, system, topology, start, info, losses or Losses())
-        return y, jax.tree.map(lambda leaf: leaf[None], stats)
+        return y, stats.of_group
 
     return jax.shard_map(
         one_rank,

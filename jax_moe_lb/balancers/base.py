@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.plan_file import ARRAYS
 from jax_moe_lb.core.stats import HostErrors
@@ -21,6 +22,7 @@ from jax_moe_lb.planners.base import NativePlanner
 
 
 @dataclass(frozen=True)
+@checked_fields
 class LayerCost:
     """Sizes of a layer, from which a balancer derives unset options.
 
@@ -177,6 +179,7 @@ class Balancer(abc.ABC):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Chain(Balancer):
     """Sequence of balancers, each editing the plan of its predecessor.
 
@@ -252,6 +255,7 @@ def _legal_or(made: Plan, is_legal: Bool[Array, ""], plan: Plan) -> Plan:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Plain(Balancer):
     """Plain expert parallelism: every expert is served at home.
 

@@ -15,6 +15,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.plan_file import ARRAYS
@@ -31,6 +32,7 @@ FAILED, DIFFERS = -(2**31), 1 - 2**31
 
 
 @dataclass(frozen=True)
+@checked_fields
 class HostCallback(Balancer):
     """Balancer calling a user function on the host, for prototypes; slow.
 

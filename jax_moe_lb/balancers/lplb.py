@@ -10,6 +10,7 @@ from scipy.optimize import linprog
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.eplb import History, check_every, checked, mean, no_history, observe
 from jax_moe_lb.balancers.host_callback import HostCallback
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.stats import HostErrors
@@ -31,6 +32,7 @@ class _State:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class LPLB(Balancer):
     """LPLB: replicas on a fixed graph of ranks, with the split of the lowest maximum load.
 

@@ -186,6 +186,28 @@ class Stats:
     fault: Fault
 
     @property
+    def of_group(self) -> "Stats":
+        """The same statistics with a leading dimension of one group.
+
+        Return them from your own `jax.shard_map`, with `PartitionSpec(topology.data_axes)` in its `out_specs`.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> from jax.sharding import AxisType, PartitionSpec
+            >>> from jax_moe_lb import Experts, MoEParams, TopK, Topology, moe, plain
+            >>> axes = {"axis_names": ("data", "expert"), "axis_types": (AxisType.Auto,) * 2}
+            >>> mesh = jax.make_mesh((2, 2), **axes, devices=jax.devices()[:4])
+            >>> topology = Topology.from_mesh(mesh)
+            >>> params = MoEParams(jnp.eye(4), Experts(jnp.ones((2, 4, 8)), jnp.ones((2, 8, 4))))
+            >>> layer = lambda x: moe(x, params, TopK(1), plain(), topology)[1].of_group
+            >>> specs = {"in_specs": PartitionSpec(("data", "expert")), "out_specs": PartitionSpec(topology.data_axes)}
+            >>> jax.jit(jax.shard_map(layer, mesh=mesh, **specs))(jnp.ones((8, 4))).rounds.tolist()
+            [2, 2]
+        """
+        return jax.tree.map(lambda leaf: leaf[None], self)
+
+    @property
     def overload_factor(self) -> Float[AnyArray, "*D"]:
         """`[*D]`, `max / mean` of the ranks' load as served: the name in Megatron-LM of `imbalance_after`."""
         return self.imbalance_after

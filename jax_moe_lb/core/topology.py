@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jax_moe_lb.core.checks import checked_fields
+
 INT32_MAX = np.iinfo(np.int32).max
 
 
@@ -72,6 +74,7 @@ LEVEL_NAMES = ("dc", "node", "gpu")
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Level:
     """One level of the machine hierarchy, such as the nodes of a datacenter.
 
@@ -111,6 +114,7 @@ class Level:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Topology:
     """Levels, domains, rails and mesh axes of an expert-parallel group.
 

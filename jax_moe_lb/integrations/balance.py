@@ -48,7 +48,7 @@ def balance(
             `jax_moe_lb.systems`; "exact" by default. Its balancer must have no state between steps.
         topology: expert, data and tensor axes of the blocks; by default those over which the library shards experts.
         record_stats: if True, each call sets the attribute `moe_stats` of a block, an `nnx.Intermediate` with its
-            `Stats`; take it by `nnx.pop(model, nnx.Intermediate)`. False by default.
+            `Stats`; take it by `nnx.pop(model, nnx.Intermediate)`, for `raise_on_fault`. False by default.
 
     Returns:
         The model.

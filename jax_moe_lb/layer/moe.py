@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.manual_axes import varying_axes
+from jax_moe_lb.core.manual_axes import vary_like, varying_axes
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
 from jax_moe_lb.core.stats import Fault, Stats, fault_code
 from jax_moe_lb.core.topology import Topology
@@ -155,6 +155,8 @@ def moe(
     fault = _fault(counted, routed.counts, homes, is_homed, served, system)
     dropped = (counted.asked - counted.counts).sum(dtype=jnp.int32)
     stats = _stats(routed.counts, dropped, start, served.plan, served.rounds, experts, loss, fault)
+    # All leaves vary over the same mesh axes, so that one entry of `out_specs` fits all.
+    stats = vary_like(stats, stats)
     return y, stats, MoEState(balancer, homes)
 
 
@@ -201,7 +203,8 @@ def route(
     logits = router_logits(x, kernel)
     if logit_bias is not None:
         logits += logit_bias.astype(logits.dtype)[None]
-    routing = router(logits, bias, info)
+    # A router may return constants, which vary over no mesh axis.
+    routing = vary_like(router(logits, bias, info), logits)
     routing = routing if info.mask is None else mask_tokens(routing, info.mask)
     return checkpoint_name(routing, "moe_routing")
 

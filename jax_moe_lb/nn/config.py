@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_moe_lb.core.checks import check_integer, checked_fields
 from jax_moe_lb.core.types import DType
 from jax_moe_lb.kernels.experts import Activation, Experts
 from jax_moe_lb.kernels.grouped_ffn import dense_ffn
@@ -18,6 +18,7 @@ HiddenStates = Float[Array, "*B H"]
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ExpertConfig:
     """Feed-forward networks of the experts.
 
@@ -47,7 +48,7 @@ class ExpertConfig:
     fuse_gate_up: bool | None = None
 
     def __post_init__(self) -> None:
-        _require_width("experts", self.hidden_dim)
+        check_integer("experts.hidden_dim", self.hidden_dim)
         if self.fuse_gate_up and not self.gated:
             raise ValueError("experts.fuse_gate_up is True; expected False or None if experts.gated is False")
 
@@ -100,6 +101,7 @@ class SharedMix(Enum):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class SharedExpert:
     """Feed-forward network applied to every token, with the activation and gating of the routed experts.
 
@@ -121,10 +123,11 @@ class SharedExpert:
     mix: SharedMix = SharedMix.SUM
 
     def __post_init__(self) -> None:
-        _require_width("shared", self.hidden_dim)
+        check_integer("shared.hidden_dim", self.hidden_dim)
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Precision:
     """Dtypes of the layer's arithmetic, parameters and exchanges.
 
@@ -168,8 +171,3 @@ class Precision:
     def transfer(self) -> QuantizedTransfer | None:
         """Quantization of rows while they travel forward; `None` without `transfer_dtype`."""
         return None if self.transfer_dtype is None else QuantizedTransfer(self.transfer_dtype)
-
-
-def _require_width(argument: str, hidden_dim: Any) -> None:
-    if not isinstance(hidden_dim, int) or hidden_dim < 1:
-        raise ValueError(f"{argument}.hidden_dim is {hidden_dim}; expected a positive integer")

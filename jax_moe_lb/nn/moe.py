@@ -3,6 +3,7 @@
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jax_moe_lb.core.checks import check_integer, check_value, shown
 from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.kernels.experts import Experts
@@ -92,7 +94,7 @@ class MoE(nnx.Module):
     Raises:
         ValueError: `num_experts` is no multiple of the number of ranks, the topology does not match the mesh, or the
             system relocates experts with a balancer that stores loads by place.
-        TypeError: `system` is neither a `System` nor the name of one.
+        TypeError: an argument has another type, or `system` is neither a `System` nor the name of one.
 
     Examples:
         Two ranks, each with half of the tokens and half of the experts:
@@ -126,6 +128,7 @@ class MoE(nnx.Module):
         rules: LogicalAxisRules | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        _check_arguments(locals())
         migrate = _migrate(system)
         if topology is None:
             topology = migrate.domains.between if migrate else Topology.from_mesh(mesh)
@@ -416,11 +419,35 @@ def resolve_system(system: System | str, num_experts: int, num_ranks: int) -> Sy
     return made.replace(replica_slots=min(made.replica_slots, num_experts - num_experts // num_ranks))
 
 
+ARGUMENTS = {
+    "router": Callable,
+    "mesh": Mesh,
+    "topology": Topology | None,
+    "experts": ExpertConfig,
+    "shared": SharedExpert | None,
+    "losses": Losses,
+    "precision": Precision,
+    "kernel_init": Callable,
+    "rules": tuple | list | None,
+    "rngs": nnx.Rngs,
+}
+"""Types of the arguments of `MoE`; `_migrate` checks `system`."""
+
+
+def _check_arguments(values: dict[str, Any]) -> None:
+    for name in ("embed_dim", "num_experts"):
+        check_integer(name, values[name])
+    for name, kind in ARGUMENTS.items():
+        check_value(name, values[name], kind)
+    if isinstance(values["router"], type):
+        raise TypeError(f"router is the class {values['router'].__name__}; expected an instance, such as TopK(2)")
+
+
 def _migrate(system: System | str) -> GatherExpertDomain | None:
     if isinstance(system, System):
         return system.migrate
-    if system not in system_names():
-        raise TypeError(f"system is {system!r}; expected a System, or one of {', '.join(system_names())}")
+    if not isinstance(system, str) or system not in system_names():
+        raise TypeError(f"system is {shown(system)}; expected a System, or one of {', '.join(system_names())}")
     return None
 
 

@@ -201,7 +201,7 @@ def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, St
         TokenInfo(inputs.mask, inputs.token_ids, inputs.key, layer.sequence_length),
         layer.losses,
     )
-    return y, *jax.tree.map(lambda leaf: leaf[None], (stats, after.balancer)), known
+    return y, stats.of_group, jax.tree.map(lambda leaf: leaf[None], after.balancer), known
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))

@@ -11,6 +11,7 @@ from enum import StrEnum
 import numpy as np
 from jaxtyping import Float, Num
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.topology import LEVEL_NAMES, Level, Topology
 
 MOST_BYTES = 8.0
@@ -40,6 +41,7 @@ class Collective(StrEnum):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Communication:
     """Algorithms and formats of the communication library of a cluster; XLA's collectives on GPUs by default.
 
@@ -94,6 +96,7 @@ Seconds = Float[np.ndarray, "R"]
 
 
 @dataclass(frozen=True)
+@checked_fields
 class AnalyticGemm:
     """Analytic model of a grouped FFN: an expert of `n` rows takes as long as `n + half_rows` rows at the peak rate.
 
@@ -145,6 +148,7 @@ class AnalyticGemm:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class MeasuredGemm:
     """Measured rate of a grouped FFN as a function of the rows per expert, as written by `jax-moe-lb calibrate`.
 
@@ -213,6 +217,7 @@ MOST_JITTER = 1.0
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Links:
     """Links of one level: its members, and the links from each member to the others.
 
@@ -260,6 +265,7 @@ class Links:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Cluster:
     """Simulated machine: one expert-parallel group of ranks, numbered row-major over the levels.
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped, UInt32
 
 from jax_moe_lb.collectives.permutes import near_neighbours
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import DType, pytree, wide_dtype
 from jax_moe_lb.kernels.experts import Experts
@@ -58,6 +59,7 @@ class CodecBase(Enum):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Codec:
     """Compression of experts in `GatherExpertDomain`.
 
@@ -223,6 +225,7 @@ PER_WORD = 4
 
 
 @dataclass(frozen=True)
+@checked_fields
 class QuantizedTransfer:
     """Quantization of rows during forward transfers, to experts and back; gradients are not quantized.
 
@@ -289,7 +292,7 @@ class QuantizedTransfer:
         num_rows, width = rows.shape
         if width % self.block:
             raise ValueError(f"QuantizedTransfer.block is {self.block}; expected a divisor of the width, {width}")
-        blocks = rows.reshape(num_rows, -1, self.block).astype(jnp.float32)
+        blocks = rows.reshape(num_rows, width // self.block, self.block).astype(jnp.float32)
         largest = jnp.abs(blocks).max(-1, keepdims=True)
         scales = jnp.where(largest == 0, 1, largest / self._most)
         scaled = blocks / scales
@@ -307,7 +310,8 @@ class QuantizedTransfer:
         num_scales = words.shape[1] * PER_WORD // (self.block + PER_WORD)
         numbers = _numbers(jax.lax.bitcast_convert_type(words[:, :-num_scales], jnp.uint32), self.dtype)
         blocks = numbers.reshape(words.shape[0], num_scales, self.block).astype(jnp.float32)
-        return (blocks * words[:, -num_scales:, None]).reshape(words.shape[0], -1).astype(dtype)
+        rows = blocks * words[:, -num_scales:, None]
+        return rows.reshape(words.shape[0], num_scales * self.block).astype(dtype)
 
     @property
     def _most(self) -> float:

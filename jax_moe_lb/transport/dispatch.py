@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
@@ -57,6 +58,7 @@ class Served(NamedTuple):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Dispatch(Exchange[ReceiptT]):
     """Transport of tokens to their experts and back, in rounds of an `Exchange`.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
@@ -23,6 +24,7 @@ from jax_moe_lb.transport.two_phase_schedule import PhaseConfig, serve_in_phases
 
 
 @dataclass(frozen=True)
+@checked_fields
 class TwoPhase(Direct):
     """FEPLB's Two-Phase Dispatch: plain expert parallelism, except that rows of moved experts go on to other ranks.
 

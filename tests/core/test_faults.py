@@ -189,9 +189,7 @@ def test_places_that_are_no_permutation_make_outputs_nan():
     x, _, kernel, experts, _ = arguments()
 
     def one_rank(x, kernel, experts, homes):
-        y, stats, _ = moe(
-            x, MoEParams(kernel, experts), TopK(2), greedy(2), topology, MoEState(homes=homes), on_fault="record"
-        )
+        y, stats, _ = moe(x, MoEParams(kernel, experts), TopK(2), greedy(2), topology, MoEState(homes=homes))
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 
     ranks, whole = PartitionSpec("expert"), PartitionSpec()

@@ -41,8 +41,9 @@ def test_an_eager_call_raises_once_and_later_calls_work(capfd):
     before, _ = layer()(X)
     for call in (layer(), nnx.grad(lambda layer, x: loss(layer, x)[0])):
         arguments = (bad,) if call is layer() else (layer(), bad)
-        with pytest.raises(ValueError, match=f"^{NOT_FINITE}$"):
+        with pytest.raises(ValueError, match="not finite") as caught:
             call(*arguments)
+        assert str(caught.value) == NOT_FINITE
     np.testing.assert_array_equal(layer()(X)[0], before)
     assert capfd.readouterr() == ("", "")
 
@@ -118,8 +119,7 @@ def test_a_failing_planner_gives_its_own_traceback_once(capfd):
     assert isinstance(cause, ZeroDivisionError)
     assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["failing"]
     printed = "".join(traceback.format_exception(e.value))
-    assert printed.count("no load to divide by") == 2  # in the message and in the cause
-    assert printed.count("in failing\n") == 1
+    assert printed.count("ZeroDivisionError: no load to divide by") == printed.count("in failing\n") == 1
 
 
 @pytest.mark.slow
