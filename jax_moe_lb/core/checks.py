@@ -5,7 +5,7 @@ it, a wrong type fails in a later comparison or in the compiler, and the message
 """
 
 import functools
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -14,10 +14,13 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+import jax.numpy as jnp
 import numpy as np
 
 MOST_INTEGER = 2**63 - 1
 """Largest integer of an option, such as a number of bytes."""
+
+MOST_FLOAT = sys.float_info.max
 
 MOST_SHOWN = 60
 """Maximum length of a value in a message."""
@@ -99,6 +102,32 @@ def check_integer(argument: str, value: Any, least: int = 1, most: int = 2**31 -
         raise ValueError(f"{argument} is {value}; expected an integer from {least} to {most}")
 
 
+def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...]) -> np.dtype:
+    """Return a dtype among some, as `np.dtype`.
+
+    Equal options then compare equal, as required of static arguments of `jax.jit`.
+
+    Args:
+        argument: name of the argument in the message.
+        value: anything accepted by `jnp.dtype`.
+        allowed: accepted dtypes.
+
+    Raises:
+        TypeError: the value is no dtype.
+        ValueError: it is another dtype.
+    """
+    names = [jnp.dtype(dtype).name for dtype in allowed]
+    wanted = f"{', '.join(names[:-1])} or {names[-1]}"
+    try:
+        dtype = jnp.dtype(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{argument} is {shown(value)}; expected {wanted}") from error
+    if dtype.name not in names:
+        # `jnp.dtype` turns unknown classes into "object".
+        raise ValueError(f"{argument} is {shown(value) if dtype.kind == 'O' else dtype.name}; expected {wanted}")
+    return dtype
+
+
 def shown(value: Any) -> str:
     """Return `repr(value)` on one line, without its middle if it is long."""
     if isinstance(value, int) and abs(value) > 10**MOST_SHOWN:
@@ -151,7 +180,8 @@ def _matches(value: Any, kind: Any) -> bool:
         kinds = args[:1] * len(value) if isinstance(value, tuple) and args[-1] is ... else args
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_matches, value, kinds))
     if kind is float:
-        return _is_number(value, Real) and math.isfinite(value) and abs(value) <= float(np.finfo(np.float64).max)
+        # An integer too large for a float fails in `isfinite`, and NaN in every comparison.
+        return _is_number(value, Real) and bool(abs(value) <= MOST_FLOAT)
     if kind is int:
         return _is_number(value, Integral) and abs(value) <= MOST_INTEGER
     if kind in (bool, str, type(None)):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import checked_fields, shown
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -104,7 +104,7 @@ class Level:
 
     def __post_init__(self) -> None:
         if self.name not in LEVEL_NAMES:
-            raise ValueError(f"Level.name is {self.name!r}; expected one of {LEVEL_NAMES}")
+            raise ValueError(f"Level.name is {shown(self.name)}; expected one of {LEVEL_NAMES}")
         _require_positive(f"Level({self.name!r}).size", self.size)
         # NaN fails every comparison, so `not ... > 0` rejects NaN, too.
         if self.bytes_per_s is not None and not self.bytes_per_s > 0:

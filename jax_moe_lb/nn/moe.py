@@ -439,6 +439,9 @@ def _check_arguments(values: dict[str, Any]) -> None:
         check_integer(name, values[name])
     for name, kind in ARGUMENTS.items():
         check_value(name, values[name], kind)
+    for rule in values["rules"] or ():
+        if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise TypeError(f"rules has {shown(rule)}; expected pairs of a logical axis and its mesh axes")
     if isinstance(values["router"], type):
         raise TypeError(f"router is the class {values['router'].__name__}; expected an instance, such as TopK(2)")
 

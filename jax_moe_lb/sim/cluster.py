@@ -11,7 +11,7 @@ from enum import StrEnum
 import numpy as np
 from jaxtyping import Float, Num
 
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import check_integer, checked_fields, shown
 from jax_moe_lb.core.topology import LEVEL_NAMES, Level, Topology
 
 MOST_BYTES = 8.0
@@ -254,7 +254,7 @@ class Links:
 
     def __post_init__(self) -> None:
         if self.name not in LEVEL_NAMES:
-            raise ValueError(f"Links.name is {self.name!r}; expected one of {', '.join(LEVEL_NAMES)}")
+            raise ValueError(f"Links.name is {shown(self.name)}; expected one of {', '.join(LEVEL_NAMES)}")
         for name, value in (("size", self.size), ("links", self.links)):
             if value < 1:
                 raise ValueError(f"Links({self.name!r}).{name} is {value}; expected at least 1")
@@ -318,16 +318,16 @@ class Cluster:
         if not names or names != [name for name in LEVEL_NAMES if name in names]:
             raise ValueError(f"Cluster.levels are {names}; expected some of {LEVEL_NAMES}, in this order")
         if self.domain_level is not None and self.domain_level not in names:
-            raise ValueError(f"Cluster.domain_level is {self.domain_level!r}; expected one of {names}")
+            raise ValueError(f"Cluster.domain_level is {shown(self.domain_level)}; expected one of {names}")
         for name in ("flops_per_s", "copy_bytes_per_s", "memory_bytes", "hbm_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"Cluster.{name} is {value}; expected a finite number above 0")
         if not 0 <= self.planner_s < math.inf:
             raise ValueError(f"Cluster.planner_s is {self.planner_s}; expected at least 0")
-        if not 0 <= self.jitter <= MOST_JITTER or self.jitter_seed < 0:
-            told = f"Cluster.jitter is {self.jitter}, of seed {self.jitter_seed}"
-            raise ValueError(f"{told}; expected a jitter of 0 to {MOST_JITTER} and a seed of at least 0")
+        if not 0 <= self.jitter <= MOST_JITTER:
+            raise ValueError(f"Cluster.jitter is {self.jitter}; expected 0 to {MOST_JITTER}")
+        check_integer("Cluster.jitter_seed", self.jitter_seed, 0)
         for level, inner in zip(self.levels, self.inner, strict=True):
             # Each rank uses one link, and every link serves equally many ranks.
             if inner % level.links:
