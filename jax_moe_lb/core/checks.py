@@ -53,12 +53,11 @@ def checked_fields(cls: ClassT) -> ClassT:
     own = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: Any) -> None:
-        hints = _hints(type(self))
+        kind: Any = type(self)
+        hints = _hints(kind)
         for field in fields(self):
             if field.init:
-                check_value(
-                    f"{type(self).__name__}.{field.name}", getattr(self, field.name), hints.get(field.name, Any)
-                )
+                check_value(f"{kind.__name__}.{field.name}", getattr(self, field.name), hints.get(field.name, Any))
         if own is not None:
             own(self)
 

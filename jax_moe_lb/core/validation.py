@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import Split, rows_of_all
 from jax_moe_lb.core.topology import check_domain, check_total, home_experts_per_rank
-from jax_moe_lb.core.types import AnyArray, Counts, host_iota, iota, saturated
+from jax_moe_lb.core.types import AnyArray, Counts, host_iota, iota, namespace, saturated
 
 
 def check_counts(counts: AnyArray) -> None:
@@ -286,6 +286,32 @@ def _relay_rules(plan: Plan, relay: AnyArray, copies: AnyArray) -> Iterator[tupl
             f"plan.relay of rank {r}, slot {s} is {relay[r, s]}; expected a rank holding expert {placement[r, s]}"
         ),
     )
+    yield (
+        (placement >= 0) & ~_reaches_home(plan, source),
+        lambda r, s: (
+            f"plan.relay of rank {r}, slot {s} is {relay[r, s]}; "
+            f"expected a chain of relays from the home of expert {placement[r, s]}"
+        ),
+    )
+
+
+def _reaches_home(plan: Plan, source: AnyArray) -> AnyArray:
+    """Return whether the relays of each slot lead to the home of its expert, `[R, S]`."""
+    num_ranks, num_experts = plan.num_ranks, plan.num_experts
+    rank, home = host_iota(num_ranks)[:, None], host_iota(num_experts) // plan.num_home
+    expert = plan.placement.clip(-1, num_experts - 1)
+    before: AnyArray = np.repeat(rank, num_experts + 1, 1)
+    # Empty slots write to an extra column, dropped afterwards.
+    if isinstance(source, np.ndarray):
+        before[rank, expert] = source
+    else:
+        before = jnp.asarray(before).at[rank, jnp.where(expert < 0, num_experts, expert)].set(source)
+    xp = namespace(source)
+    before = xp.where(rank == home, rank, before[:, :-1])
+    for _ in range(num_ranks.bit_length()):
+        # Each pass doubles the number of relays followed.
+        before = before[before, host_iota(num_experts)[None]]
+    return before[rank, expert] == xp.asarray(home)[expert]
 
 
 def _copies(expert: AnyArray, num_experts: int) -> AnyArray:

@@ -439,11 +439,18 @@ def _check_arguments(values: dict[str, Any]) -> None:
         check_integer(name, values[name])
     for name, kind in ARGUMENTS.items():
         check_value(name, values[name], kind)
-    for rule in values["rules"] or ():
-        if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
-            raise TypeError(f"rules has {shown(rule)}; expected pairs of a logical axis and its mesh axes")
+    if values["rules"] is not None:
+        _check_rules(values["rules"])
     if isinstance(values["router"], type):
         raise TypeError(f"router is the class {values['router'].__name__}; expected an instance, such as TopK(2)")
+
+
+def _check_rules(rules: Any) -> None:
+    for rule in rules:
+        if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise TypeError(f"rules has {shown(rule)}; expected pairs of a logical axis and its mesh axes")
+    if missing := sorted({"exp", "embed", "mlp"} - {name for name, _ in rules}):
+        raise ValueError(f"rules is {shown(rules)}; expected a pair for each of {missing}, too")
 
 
 def _migrate(system: System | str) -> GatherExpertDomain | None:

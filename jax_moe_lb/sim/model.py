@@ -194,9 +194,7 @@ class Peers:
         if self.size < 1:
             raise ValueError(f"size is {self.size}; expected at least 1")
         if (self.size > 1 or self.bytes_per_s is not None) and not 0 < (self.bytes_per_s or 0.0) < math.inf:
-            raise ValueError(
-                f"bytes_per_s is {self.bytes_per_s}; expected a finite rate above 0, as size is {self.size}"
-            )
+            raise ValueError(f"bytes_per_s is {self.bytes_per_s}; expected a finite rate above 0 of {self.size} ranks")
         if not 0 <= self.latency_s < math.inf:
             raise ValueError(f"latency_s is {self.latency_s}; expected a finite number of seconds, at least 0")
 
