@@ -55,11 +55,20 @@ def checked_fields(cls: ClassT) -> ClassT:
     def __post_init__(self: Any) -> None:
         kind: Any = type(self)
         hints = _hints(kind)
+        last = []
         for field in fields(self):
-            if field.init:
-                check_value(f"{kind.__name__}.{field.name}", getattr(self, field.name), hints.get(field.name, Any))
+            if not field.init:
+                continue
+            case = f"{kind.__name__}.{field.name}", getattr(self, field.name), hints.get(field.name, Any)
+            if _is_infinite_number(*case[1:]):
+                # The class may name the range of the number, too.
+                last.append(case)
+            else:
+                check_value(*case)
         if own is not None:
             own(self)
+        for case in last:
+            check_value(*case)
 
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     return cls
@@ -191,6 +200,10 @@ def _matches(value: Any, kind: Any) -> bool:
     # `Any` is a class; annotations of arrays check shapes, too.
     is_known = isinstance(cls, type) and cls is not Any and not cls.__module__.startswith("jaxtyping")
     return isinstance(value, cls) if is_known else True
+
+
+def _is_infinite_number(value: Any, kind: Any) -> bool:
+    return float in (kind, *get_args(kind)) and isinstance(value, float) and not abs(value) <= MOST_FLOAT
 
 
 def _is_number(value: Any, kind: type) -> bool:

@@ -242,9 +242,6 @@ class MoE(nnx.Module):
         state = self.empty_state if self.state is None else self.state.get_value()
         stored = self._experts()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), stored)
-        fuse = self.expert_config.fuse_gate_up
-        if fuse is None:
-            fuse = self.expert_config.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
         inputs = LayerInputs(
             tokens=tokens,
             mask=mask,
@@ -258,17 +255,7 @@ class MoE(nnx.Module):
             state=state,
             known=jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,
         )
-        layer = LayerConfig(
-            router=self.router,
-            system=self.system,
-            topology=self.topology,
-            mesh=self.mesh,
-            shards=self.shards,
-            losses=self.losses,
-            sequence_length=x.shape[-2] if x.ndim > 2 else None,
-            fuse_gate_up=fuse,
-        )
-        y, stats, state, known = sharded_moe(inputs, layer=layer)
+        y, stats, state, known = sharded_moe(inputs, layer=self._config(x, stored))
         raise_if_concrete(stats)
         if self.state is not None:
             self.state.set_value(state)
@@ -281,6 +268,21 @@ class MoE(nnx.Module):
             shared, kernel = jax.tree.map(lambda w: w.astype(x.dtype), (self._shared(), _value(self.shared_kernel)))
             y = self.shared_expert.mix(x, y, shared, kernel)
         return y, stats
+
+    def _config(self, x: Array, stored: Experts) -> LayerConfig:
+        fuse = self.expert_config.fuse_gate_up
+        if fuse is None:
+            fuse = self.expert_config.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
+        return LayerConfig(
+            router=self.router,
+            system=self.system,
+            topology=self.topology,
+            mesh=self.mesh,
+            shards=self.shards,
+            losses=self.losses,
+            sequence_length=x.shape[-2] if x.ndim > 2 else None,
+            fuse_gate_up=fuse,
+        )
 
     def tell_domains(self) -> None:
         """Send the uncompressed experts to all ranks of their expert domain, to reset the codec state.

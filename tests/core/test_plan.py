@@ -169,9 +169,7 @@ def test_relay_and_rails_are_checked():
     # Experts 2 and 3 live on rank 1, so rank 0 cannot copy expert 2 from itself.
     relay[0, 2] = 0
     looped = Plan(placement, plan.quota, relay=relay, domain=2)
-    with pytest.raises(
-        ValueError, match=r"plan.relay of rank 0, slot 2 is 0; expected a chain of relays from"
-    ):
+    with pytest.raises(ValueError, match=r"plan.relay of rank 0, slot 2 is 0; expected a chain of relays from"):
         check_plan(looped, COUNTS)
     assert not jax.jit(fallback_to_plain)(jax.tree.map(jnp.asarray, looped), jnp.asarray(COUNTS))[1]
     rails = np.stack([split(COUNTS, plan.quota, 2).sum(1)] * 2, -1) // 2
