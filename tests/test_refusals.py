@@ -175,7 +175,7 @@ system: ultraep
 """
 
 TEXTS = ("nan", "inf", "-1", "0", "0.5", "2147483648", "9223372036854775808", "1e400", "", "----", "[1]", "None")
-TEXTS += ("-" * 60_000, "9" * 5000, "x:y", "exact:eps=----", "\x1b[2J\n", "é")
+TEXTS += ("-" * 60_000, "9" * 5000, "x:y", "exact:eps=----", "ultraep:min_tokens=1e9", "\x1b[2J\n", "é")
 
 ARGUMENTS = {
     "plan": ("counts.npy", "--balancer", "ultraep"),
@@ -184,7 +184,7 @@ ARGUMENTS = {
     "drift": ("trace.npz", "--per-token", "2"),
     "simulate": ("config.yaml",),
     "advise": ("config.yaml", "config.yaml"),
-    "calibrate": ("out.yaml",),
+    "calibrate": ("out.yaml", "--coordinator", "localhost:1234", "--processes", "2", "--process", "1"),
     "compile": ("--target", "h100:1x8"),
     "doctor": (),
 }
@@ -192,7 +192,7 @@ ARGUMENTS = {
 
 LONG = {
     "advise": "jax_moe_lb.cli.advise.find",
-    "calibrate": "jax_moe_lb.calibrate.measure.measure",
+    "calibrate": "jax.distributed.initialize",
     "compile": "jax_moe_lb.cli.compile.use_no_accelerators",
     "doctor": "jax_moe_lb.cli.app.diagnosis",
 }

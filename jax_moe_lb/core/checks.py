@@ -21,6 +21,7 @@ MOST_INTEGER = 2**63 - 1
 """Largest integer of an option, such as a number of bytes."""
 
 MOST_FLOAT = sys.float_info.max
+"""Largest finite number."""
 
 MOST_SHOWN = 60
 """Maximum length of a value in a message."""
@@ -152,17 +153,14 @@ def expected(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if get_origin(kind) is tuple:
-        return f"a tuple, each {expected(get_args(kind)[0])}"
+        return f"a tuple with {expected(get_args(kind)[0])} in each place"
     names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}
     if kind in names:
         return names[kind]
     kind = get_origin(kind) or kind
-    if kind is Callable or kind is typing.Callable or kind in _CALLABLES:
+    if kind is Callable:
         return "a function"
     return f"a value of {kind.__name__}" if issubclass(kind, Enum) else f"an instance of {kind.__name__}"
-
-
-_CALLABLES = (Callable, typing.get_origin(typing.Callable[..., Any]))
 
 
 @functools.cache
@@ -188,13 +186,13 @@ def _matches(value: Any, kind: Any) -> bool:
         kinds = args[:1] * len(value) if isinstance(value, tuple) and args[-1] is ... else args
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_matches, value, kinds))
     if kind is float:
-        # An integer too large for a float fails in `isfinite`, and NaN in every comparison.
+        # `math.isfinite` fails on an integer too large for a float; NaN fails every comparison.
         return _is_number(value, Real) and bool(abs(value) <= MOST_FLOAT)
     if kind is int:
         return _is_number(value, Integral) and abs(value) <= MOST_INTEGER
     if kind in (bool, str, type(None)):
         return isinstance(value, (bool, np.bool_) if kind is bool else kind)
-    if origin in _CALLABLES or kind in _CALLABLES:
+    if Callable in (kind, origin):
         return callable(value)
     cls = origin or kind
     # `Any` is a class; annotations of arrays check shapes, too.

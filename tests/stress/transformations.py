@@ -44,7 +44,9 @@ def make_step(program: Program, strategies: Strategies) -> Step:
 
     step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     step = accumulated(step) if program.microbatches > 1 else step
-    return step if program.transformation == "not jitted" else jax.jit(step)
+    if program.transformation == "not jitted":
+        return step
+    return jax.jit(step, donate_argnums=(0, 1) if program.transformation == "jit, donated" else ())
 
 
 def make_layer(program: Program, strategies: Strategies) -> Layer:
@@ -85,6 +87,8 @@ def put(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
 def checkpointed(program: Program, layer: Layer) -> Layer:
     if "names kept" in program.transformation:
         return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES))
+    if program.transformation == "checkpoint, products kept":
+        return jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
     return jax.checkpoint(layer) if program.transformation == "checkpoint" else layer
 
 
