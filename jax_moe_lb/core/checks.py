@@ -172,6 +172,10 @@ def _hints(cls: Any) -> dict[str, Any]:
         return {}
 
 
+def _options(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if _is_union(kind) else (kind,)
+
+
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
 
@@ -201,7 +205,7 @@ def _matches(value: Any, kind: Any) -> bool:
 
 
 def _is_infinite_number(value: Any, kind: Any) -> bool:
-    return float in (kind, *get_args(kind)) and isinstance(value, float) and not abs(value) <= MOST_FLOAT
+    return float in _options(kind) and isinstance(value, float) and not abs(value) <= MOST_FLOAT
 
 
 def _is_number(value: Any, kind: type) -> bool:
@@ -210,8 +214,7 @@ def _is_number(value: Any, kind: type) -> bool:
 
 def _matches_but_for_value(value: Any, kind: Any) -> bool:
     """Return whether only the range of a number, or the choice among literals, is wrong."""
-    options = get_args(kind) if _is_union(kind) else (kind,)
-    for option in options:
+    for option in _options(kind):
         if get_origin(option) is Literal and type(value) in {type(literal) for literal in get_args(option)}:
             return True
         if (option is float and _is_number(value, Real)) or (option is int and _is_number(value, Integral)):
