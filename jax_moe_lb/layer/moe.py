@@ -155,7 +155,7 @@ def moe(
     fault = _fault(counted, routed.counts, homes, is_homed, served, system)
     dropped = (counted.asked - counted.counts).sum(dtype=jnp.int32)
     stats = _stats(routed.counts, dropped, start, served.plan, served.rounds, experts, loss, fault)
-    # All leaves vary over the same mesh axes, so that one entry of `out_specs` fits all.
+    # All leaves vary over the same mesh axes: one entry of `out_specs` fits all.
     stats = vary_like(stats, stats)
     return y, stats, MoEState(balancer, homes)
 
