@@ -110,7 +110,7 @@ def _layer(x: jax.Array, kernel: jax.Array, experts: Experts, *, mesh: Mesh, sys
     topology, ranks = Topology.from_mesh(mesh, mesh.axis_names), PartitionSpec(mesh.axis_names)
 
     def one_rank(x: jax.Array, kernel: jax.Array, experts: Experts) -> jax.Array:
-        return moe(x, MoEParams(kernel, experts), TopK(per_token), system, topology, on_fault="record")[0]
+        return moe(x, MoEParams(kernel, experts), TopK(per_token), system, topology)[0]
 
     run = jax.shard_map(one_rank, mesh=mesh, in_specs=(ranks, PartitionSpec(), ranks), out_specs=ranks)
     return run(x, kernel, experts)

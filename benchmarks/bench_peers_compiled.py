@@ -34,7 +34,7 @@ def layers(mesh: Mesh) -> dict[str, OfRank]:
         "ultraep": ultraep(),
         WORST_CASE: plain(Buffers(headroom=float(mesh.size))),
     }
-    found = {name: ours(system, mesh, "record") for name, system in systems.items()}
+    found = {name: ours(system, mesh) for name, system in systems.items()}
     return found | {GSHARD: gshard, DENSE: dense_one_hot, RAGGED: ragged_dot_ring}
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_moe_lb import Experts, MoEParams, System, TopK, Topology, moe
-from jax_moe_lb.core.stats import OnFault
 
 AXIS = "expert"
 OfRank = Callable[[jax.Array, jax.Array, Experts, int], jax.Array]
@@ -29,12 +28,12 @@ def over_ranks(mesh: Mesh, of_rank: OfRank, per_tok: int) -> Layer:
     )
 
 
-def ours(system: System, mesh: Mesh, on_fault: OnFault = "raise") -> OfRank:
+def ours(system: System, mesh: Mesh) -> OfRank:
     """Return this library's layer."""
     topology = Topology.from_mesh(mesh)
 
     def of_rank(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int) -> jax.Array:
-        return moe(x, MoEParams(kernel, experts), TopK(per_tok), system, topology, on_fault=on_fault)[0]
+        return moe(x, MoEParams(kernel, experts), TopK(per_tok), system, topology)[0]
 
     return of_rank
 

@@ -18,9 +18,7 @@ def make_layers() -> tuple[MoE, MoE]:
     system, topology = plain(Buffers(headroom=1.5)), Topology.from_mesh(mesh)
     fast = plain(Buffers(headroom=1.5, max_rounds=1))
     experts, rngs = ExpertConfig(64), nnx.Rngs(0)
-    layer = MoE(
-        32, 16, TopK(2), mesh=mesh, topology=topology, system=fast, experts=experts, on_fault="record", rngs=rngs
-    )
+    layer = MoE(32, 16, TopK(2), mesh=mesh, topology=topology, system=fast, experts=experts, rngs=rngs)
     graph, variables = nnx.split(layer)
     other = nnx.merge(graph, variables)
     other.system = system

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from benchmarks.workloads import Workload
 from jax_moe_lb import Experts, Losses, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe
+from jax_moe_lb.core.stats import raise_if_concrete
 from tests.oracle import dense_moe
 
 
@@ -51,7 +52,7 @@ def make_mesh(sizes, names, axis_type=AxisType.Auto):
     return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=jax.devices()[: np.prod(sizes)])
 
 
-def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None, on_fault="raise"):
+def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None):
     """Return `(x, mask, kernel, experts) -> (y, stats)` over the mesh, with stats stacked over groups."""
     tokens = PartitionSpec(topology.data_axes + topology.expert_axes)
     groups = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
@@ -62,8 +63,8 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
         state = system.balancer.init((topology.num_ranks, kernel.shape[1]))
         info = TokenInfo(mask=mask, sequence_length=length)
         params, start = MoEParams(kernel, experts), MoEState(state)
-        y, stats, _ = moe(x, params, router, system, topology, start, info, losses or Losses(), on_fault)
-        return y, jax.tree.map(lambda leaf: leaf[None], stats)
+        y, stats, _ = moe(x, params, router, system, topology, start, info, losses or Losses())
+        return y, stats.of_group
 
     return jax.shard_map(
         one_rank,
@@ -74,8 +75,27 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
     )
 
 
-def with_gradients(layer):
-    """Return the jitted `(x, mask, kernel, experts, target) -> ((y, stats), gradients of x, kernel and experts)`."""
+class Checked:
+    """Jitted function `(...) -> ((y, stats), ...)` whose calls raise on a fault."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __call__(self, *args):
+        out = self.run(*args)
+        if (stats := out[0][1]) is not None:
+            raise_if_concrete(stats)
+        return out
+
+    def __getattr__(self, name):
+        return getattr(self.run, name)
+
+
+def with_gradients(layer, checked=True):
+    """Return the jitted `(x, mask, kernel, experts, target) -> ((y, stats), gradients of x, kernel and experts)`.
+
+    It raises on a fault if `checked`: with the plain plan in place of an illegal one, outputs alone would hide it.
+    """
 
     def loss(x, kernel, experts, mask, target):
         y, stats = layer(x, mask, kernel, experts)
@@ -86,7 +106,7 @@ def with_gradients(layer):
         gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, kernel, experts, mask, target)
         return out, gradients
 
-    return run
+    return Checked(run) if checked else run
 
 
 @functools.cache

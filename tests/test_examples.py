@@ -24,7 +24,6 @@ PRINTED = {
     "own_balancer": (
         r"imbalance 1\.\d+ -> 1\.\d+",
         r"refused: plan\.quota of expert 3 sums to \d+ tokens; expected the \d+ of counts",
-        r"refused at run time too: .*plan\.quota of expert 3 sums to",
     ),
     "three_levels": (
         r"loss: plain (\d\.\d{5})\d -> (\d\.\d{5})\d, three levels \1\d -> \2\d",

@@ -85,8 +85,7 @@ def compile_for(
     """Compile a program for a target machine, without the machine, and report memory, work and communication per
     device.
 
-    Call `use_no_accelerators` first. The program must not call the host: use `on_fault="record"` with `moe` and
-    `nn.MoE`, and no `HostCallback`.
+    Call `use_no_accelerators` first. The program must not call the host: use no `HostCallback`.
 
     Args:
         target: Target machine.
@@ -137,7 +136,7 @@ def _lower(target: Target, program: Wrapped, args: tuple[Any, ...]) -> Lowered:
             message = str(error)
             # The error message differs between platforms.
             if "callback" in message or "Unknown backend" in message:
-                message = "it calls the host, which needs the device; expected on_fault='record' and no HostCallback"
+                message = "it calls the host, which needs the device; expected no HostCallback"
             raise ValueError(f"the program has no form for {target.name}: {message}") from error
 
 

@@ -86,7 +86,7 @@ def _layer(
     topology: Topology,
 ) -> tuple[Tokens, Stats, State]:
     params, router = MoEParams(kernel, experts), TopK(per_token)
-    y, stats, after = moe(x, params, router, system, topology, MoEState(state), on_fault="record")
+    y, stats, after = moe(x, params, router, system, topology, MoEState(state))
     return y, stats, after.balancer
 
 

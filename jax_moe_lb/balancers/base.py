@@ -4,18 +4,25 @@ A balancer edits a `Plan`. `LayerCost` has the sizes of the layer, from which ba
 """
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Bool
+import numpy as np
+from jaxtyping import Array, Bool
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.plan_file import ARRAYS
+from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import AnyArray, Counts, State, iota
+from jax_moe_lb.core.types import AnyArray, Counts, State, iota, namespace
+from jax_moe_lb.core.validation import fallback_to_plain
 from jax_moe_lb.planners.base import NativePlanner
 
 
 @dataclass(frozen=True)
+@checked_fields
 class LayerCost:
     """Sizes of a layer, from which a balancer derives unset options.
 
@@ -157,6 +164,11 @@ class Balancer(abc.ABC):
         return None
 
     @property
+    def host_errors(self) -> tuple[HostErrors, ...]:
+        """Planners called on the host, which have the errors behind illegal plans; none by default."""
+        return ()
+
+    @property
     def needs_counts(self) -> bool:
         """Whether the placement depends on the load; True by default.
 
@@ -167,6 +179,7 @@ class Balancer(abc.ABC):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Chain(Balancer):
     """Sequence of balancers, each editing the plan of its predecessor.
 
@@ -205,13 +218,28 @@ class Chain(Balancer):
         return next((reason for reason in reasons if reason), None)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Apply the balancers in order, each to the plan of its predecessor; see `Balancer.rebalance`."""
-        states = []
+        """Apply the balancers in order, each to the plan of its predecessor; see `Balancer.rebalance`.
+
+        In a program, an illegal plan of a balancer is the result, and the later ones get the plain plan.
+        """
+        states, checked = [], []
         # Keep one state per balancer: the structure is then equal in all steps, as required by the carry of a scan.
         for balancer, before in zip(self.balancers, state, strict=True):
             plan, after = balancer.rebalance(counts, plan, topology, before)
             states.append(after)
+            if len(states) < len(self.balancers) and namespace(counts) is not np:
+                # The custom call of a planner would stop the program on an illegal plan.
+                safe, is_legal = fallback_to_plain(plan, counts)
+                checked.append((plan, is_legal))
+                plan = safe
+        for made, is_legal in reversed(checked):
+            plan = _legal_or(made, is_legal, plan)
         return plan, tuple(states)
+
+    @property
+    def host_errors(self) -> tuple[HostErrors, ...]:
+        """Those of its balancers."""
+        return tuple(planner for balancer in self.balancers for planner in balancer.host_errors)
 
     @property
     def needs_counts(self) -> bool:
@@ -219,7 +247,15 @@ class Chain(Balancer):
         return any(balancer.needs_counts for balancer in self.balancers)
 
 
+def _legal_or(made: Plan, is_legal: Bool[Array, ""], plan: Plan) -> Plan:
+    """Return `plan` if `made`, the plan of an earlier balancer, is legal; else `plan` with the arrays of `made`."""
+    fields = [name for name in ARRAYS if getattr(plan, name) is not None and getattr(made, name) is not None]
+    chosen: dict[str, Any] = {name: jnp.where(is_legal, getattr(plan, name), getattr(made, name)) for name in fields}
+    return replace(plan, **chosen)
+
+
 @dataclass(frozen=True)
+@checked_fields
 class Plain(Balancer):
     """Plain expert parallelism: every expert is served at home.
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jax_moe_lb.balancers.base import LayerCost
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import INT32_MAX, Level, Topology
 from jax_moe_lb.core.types import AnyArray, host_iota, namespace
@@ -21,6 +22,7 @@ else:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Cost:
     """Time model of a plan: the load of the busiest rank and the transfer of replicas.
 

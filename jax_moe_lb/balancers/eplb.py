@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
@@ -111,6 +112,7 @@ class _State:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class EPLB(Balancer):
     """EPLB: replicas of the busiest experts of earlier steps, with an even split over copies.
 
@@ -213,6 +215,7 @@ def _fill(placement: Placement, held: Bool[AnyArray, "R E"], domain: int) -> Pla
 
 
 @dataclass(frozen=True)
+@checked_fields
 class EPLBPlus(Balancer):
     """EPLB+: replicas of the experts of the highest load per copy, in all slots, with an even split.
 

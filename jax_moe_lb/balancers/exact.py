@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.balancers.cost import Cost
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
@@ -18,6 +19,7 @@ SEARCH_ENDS = 1 / 4096
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Exact(Balancer):
     """Balancer minimizing the maximum load of every domain, then the number of replicas.
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.balancers.cost import min_saved, slowest_bytes_per_s
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
@@ -17,6 +18,7 @@ NVLINK_BYTES_PER_S, H100_FLOPS_PER_S = 360e9, 500e12
 
 
 @dataclass(frozen=True)
+@checked_fields
 class FasterMoE(Balancer):
     """FasterMoE: replicas of hot experts on every rank of the domain, each serving its own tokens.
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, State, iota
@@ -14,6 +15,7 @@ from jax_moe_lb.planners.feplb import check_options, dynamic_experts, feplb_plan
 
 
 @dataclass(frozen=True)
+@checked_fields
 class FEPLB(Balancer):
     """FEPLB: repeated moves of a whole expert from the busiest to the least loaded rank of a domain.
 

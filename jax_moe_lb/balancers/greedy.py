@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
@@ -11,6 +12,7 @@ from jax_moe_lb.planners.greedy import greedy_planner
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Greedy(Balancer):
     """Greedy balancer moving the surplus of the busiest ranks to idle ranks inside each domain.
 

@@ -2,8 +2,9 @@
 
 import traceback
 import zlib
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,28 +12,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.plan_file import ARRAYS
 from jax_moe_lb.core.split import Split
+from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, namespace
-from jax_moe_lb.core.validation import check_plan, ensure
+from jax_moe_lb.core.validation import check_plan
 
 HostPlanner = Callable[[np.ndarray, Plan, Topology], Plan]
 
-MOST_BYTES = 512
-"""Maximum length of an error message shared between ranks, in bytes."""
+FAILED, DIFFERS = -(2**31), 1 - 2**31
+"""Entries of the plan after a failure on some rank, and after plans that differ between ranks. Both are illegal."""
 
 
 @dataclass(frozen=True)
+@checked_fields
 class HostCallback(Balancer):
     """Balancer calling a user function on the host, for prototypes; slow.
 
     Use it to try a rule before writing it in JAX or C++. Tokens are split by the `split` of the input plan: a planner
-    may omit the split and cannot change it.
+    may omit the split and cannot change it. A planner that raises an error does not stop the program: plain expert
+    parallelism serves the tokens, and `raise_on_fault` raises with the planner's own error as its cause.
 
     Args:
         planner: pure function of the counts `[R, E]`, the current plan (both NumPy) and the topology. Its plan is
@@ -57,6 +63,7 @@ class HostCallback(Balancer):
     """
 
     planner: HostPlanner
+    _errors: deque[ValueError] = field(default_factory=lambda: deque(maxlen=1), init=False, repr=False, compare=False)
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> None:
         """Return `None`: the effect of the function is unknown."""
@@ -64,40 +71,69 @@ class HostCallback(Balancer):
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Call the planner and check its plan; see `Balancer.rebalance`.
 
+        In a program, the plan is illegal if on some rank the planner failed, its plan is illegal, or the plan differs
+        from the first rank's.
+
         Raises:
-            jax.errors.JaxRuntimeError: on some rank the planner failed, its plan is illegal, or the plan differs from
-                the first rank's. All devices stop. The message names the first such rank and ends with the error of
-                `check_plan` or of the planner.
             ValueError: with NumPy arrays, the plan is illegal. Errors of the planner propagate.
         """
         if namespace(counts) is np:
             return _checked(self.planner(counts, plan, topology), counts, plan), state
         so_far, plan_of = ravel_pytree(plan)
-        call = partial(_call, self.planner, topology)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        ranks = tuple(axis for axis in topology.expert_axes if axis in manual)
+        rank = jax.lax.axis_index(ranks).astype(jnp.int32) if ranks else jnp.int32(0)
+        call = partial(self._call, topology, bool(ranks))
         # Return one array: on TPUs JAX gives all results of a callback the sharding of the first, invalid for results
         # with another number of dimensions.
-        result = jax.ShapeDtypeStruct((so_far.size + 1 + MOST_BYTES // 4,), jnp.int32)
-        words = jax.pure_callback(call, result, counts, plan, vmap_method="sequential")
-        answer, fingerprint, problem = jnp.split(words, (so_far.size, so_far.size + 1))
-        stop = _agreed(fingerprint[0], problem, counts, topology)
+        result = jax.ShapeDtypeStruct((so_far.size + 2,), jnp.int32)
+        words = jax.pure_callback(call, result, counts, plan, rank, vmap_method="sequential")
+        answer, ending = words[:-2], vary_like(words[-2:], counts, rank)
+        broken = _broken(ending[0], ending[1], rank, ranks)
         # A callback result has no manual axes. The counts have the axes on which it depends.
-        return jax.tree.map(lambda leaf: leaf + stop, vary_like(plan_of(answer), counts)), state
+        answer = jnp.where(broken == 0, vary_like(answer, counts), broken)
+        return plan_of(answer), state
 
+    @property
+    def host_errors(self) -> tuple[HostErrors, ...]:
+        """Itself."""
+        return (self,)
 
-def _call(planner: HostPlanner, topology: Topology, counts: Counts, plan: Plan) -> np.ndarray:
-    """Return the plan, its checksum and the error text in UTF-8, concatenated in int32.
+    def raise_error_of(self, plan: Plan) -> None:
+        """Raise the error behind a plan; see `HostErrors`.
 
-    It never raises: if one rank stopped alone, the others would wait for it.
-    """
-    counts, plan = jax.tree.map(np.asarray, (counts, plan))
-    answer, problem = plan, ""
-    try:
-        answer = _checked(_asked(planner, counts, plan, topology), counts, plan)
-    except Exception as error:
-        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    content = b"".join(leaf.astype(np.int32).tobytes() for leaf in jax.tree.leaves(answer))
-    fingerprint = np.uint32(zlib.crc32(content)).tobytes()
-    return np.frombuffer(content + fingerprint + problem.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0"), np.int32)
+        Raises:
+            ValueError: on some rank the planner failed, or its plan was illegal or differed from the first rank's. The
+                cause is the error of the planner.
+        """
+        entry = int(np.asarray(plan.placement).flat[0])
+        if entry == DIFFERS:
+            raise ValueError(
+                "HostCallback: planner returned plans differing between ranks; expected a pure function of its input"
+            )
+        if entry == FAILED:
+            if not self._errors:
+                raise ValueError("HostCallback: planner failed in another process; expected a plan")
+            raise ValueError(str(self._errors[-1])) from self._errors[-1].__cause__
+
+    def _call(self, topology: Topology, names_rank: bool, counts: Counts, plan: Plan, rank: Any) -> np.ndarray:
+        """Return the plan, its checksum and whether the planner failed, concatenated in int32.
+
+        It never raises: if one rank stopped alone, the others would wait for it.
+        """
+        counts, plan = jax.tree.map(np.asarray, (counts, plan))
+        answer, has_failed = plan, 0
+        try:
+            answer = _checked(_asked(self.planner, counts, plan, topology), counts, plan)
+        except Exception as error:
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            refusal = ValueError(f"HostCallback{f' on rank {rank}' if names_rank else ''}: {text}")
+            refusal.__cause__ = error.__cause__
+            self._errors.append(refusal)
+            has_failed = 1
+        content = b"".join(leaf.astype(np.int32).tobytes() for leaf in jax.tree.leaves(answer))
+        ending = np.array([zlib.crc32(content), has_failed], np.uint32)
+        return np.frombuffer(content + ending.tobytes(), np.int32)
 
 
 def _asked(planner: HostPlanner, counts: Counts, plan: Plan, topology: Topology) -> Any:
@@ -105,10 +141,11 @@ def _asked(planner: HostPlanner, counts: Counts, plan: Plan, topology: Topology)
         return planner(counts, plan, topology)
     # SystemExit would end this rank alone, too.
     except BaseException as error:
-        # The traceback is not sent to other ranks, so the message names its last line.
         last = traceback.extract_tb(error.__traceback__)[-1]
         where, why = f"{last.filename}, line {last.lineno}", " ".join(str(error).split())
-        raise ValueError(f"planner raised {type(error).__name__} in {where}: {why}") from None
+        # Keep the planner's own frames only.
+        own = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        raise ValueError(f"planner raised {type(error).__name__} in {where}: {why}") from own
 
 
 def _checked(answer: Any, counts: Counts, plan: Plan) -> Plan:
@@ -131,23 +168,15 @@ def _checked(answer: Any, counts: Counts, plan: Plan) -> Plan:
     return jax.tree.map(_same_type, answer, plan)
 
 
-def _agreed(fingerprint: jax.Array, problem: jax.Array, counts: Counts, topology: Topology) -> jax.Array:
-    """Return zero, or stop all ranks if one has no plan or a plan differing from the first rank's."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    ranks = tuple(axis for axis in topology.expert_axes if axis in manual)
-    rank = jax.lax.axis_index(ranks).astype(jnp.int32) if ranks else jnp.int32(0)
-    fingerprint, problem = vary_like((fingerprint, problem), counts, rank)
-    of_first = jnp.where(rank == 0, fingerprint, 0)
-    of_first = jax.lax.psum(of_first, ranks) if ranks else of_first
-    ok = (problem[0] == 0) & (fingerprint == of_first)
-    return ensure(ok, partial(_refuse, bool(ranks)), rank, problem, ranks=ranks)
-
-
-def _refuse(names_rank: bool, rank: np.ndarray, problem: np.ndarray) -> None:
-    where = f" on rank {rank}" if names_rank else ""
-    text = problem.tobytes().rstrip(b"\0").decode(errors="replace")
-    differs = "planner returned a plan differing from rank 0; expected a pure function of its arguments"
-    raise ValueError(f"HostCallback{where}: {text or differs}")
+def _broken(
+    fingerprint: jax.Array, has_failed: jax.Array, rank: jax.Array, ranks: tuple[str, ...]
+) -> Int[jax.Array, ""]:
+    """Return 0 if all ranks have the same plan, else `FAILED` or `DIFFERS`; equal on all ranks."""
+    if not ranks:
+        return jnp.where(has_failed != 0, FAILED, 0)
+    of_first = jax.lax.psum(jnp.where(rank == 0, fingerprint, 0), ranks)
+    problem = jnp.where(has_failed != 0, FAILED, jnp.where(fingerprint == of_first, 0, DIFFERS))
+    return jax.lax.pmin(problem, ranks)
 
 
 def _same_type(answer: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
@@ -12,6 +13,7 @@ from jax_moe_lb.core.types import AnyArray, Counts, State
 
 
 @dataclass(frozen=True)
+@checked_fields
 class HybridEP(Balancer):
     """HybridEP: tokens move between ranks of equal offset, experts inside their expert domain.
 

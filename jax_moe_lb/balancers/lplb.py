@@ -1,6 +1,6 @@
 """LPLB: replicas on a fixed graph of ranks, and a linear program per microbatch for the split of tokens."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -10,8 +10,10 @@ from scipy.optimize import linprog
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.eplb import History, check_every, checked, mean, no_history, observe
 from jax_moe_lb.balancers.host_callback import HostCallback
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota, namespace, pytree
 
@@ -30,6 +32,7 @@ class _State:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class LPLB(Balancer):
     """LPLB: replicas on a fixed graph of ranks, with the split of the lowest maximum load.
 
@@ -67,6 +70,7 @@ class LPLB(Balancer):
 
     every: int = 3
     distances: tuple[int, ...] | None = None
+    _spread: HostCallback = field(default_factory=lambda: HostCallback(spread), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_every(self.every)
@@ -84,8 +88,8 @@ class LPLB(Balancer):
         See `Balancer.rebalance`.
 
         Raises:
-            ValueError: the state does not match the shapes or dtypes of `init`.
-            jax.errors.JaxRuntimeError: HiGHS found no solution; the message ends with its reason.
+            ValueError: the state does not match the shapes or dtypes of `init`. With NumPy arrays, also if HiGHS found
+                no solution; in a program this is a fault, see `HostCallback`.
         """
         state = checked(state, self.init(counts.shape), counts)
         xp = namespace(counts)
@@ -93,9 +97,14 @@ class LPLB(Balancer):
         distances = _distances(plan.domain) if self.distances is None else self.distances
         placement = _add_edges(vary_like(plan.placement, load), load, distances, plan.domain)
         start = replace(plan, placement=placement)
-        plan, _ = HostCallback(spread).rebalance(counts, start, topology, ())
+        plan, _ = self._spread.rebalance(counts, start, topology, ())
         history = observe(state.history, counts.sum(0, dtype=np.int32), self.every)
         return plan, _State(history, load)
+
+    @property
+    def host_errors(self) -> tuple[HostErrors, ...]:
+        """The linear program, solved on the host."""
+        return self._spread.host_errors
 
 
 def _distances(members: int) -> tuple[int, ...]:

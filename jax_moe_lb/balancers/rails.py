@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan, rows_between
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, State, namespace
@@ -14,6 +15,7 @@ from jax_moe_lb.planners.spray import MAX_CHUNKS, MAX_TICKS, spray
 
 
 @dataclass(frozen=True)
+@checked_fields
 class RailS(Balancer):
     """RailS: assignment of token copies between nodes to rails; placement and quota stay unchanged.
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer, LayerCost
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import Split, Tier
 from jax_moe_lb.core.topology import Topology
@@ -17,6 +18,7 @@ COPIES_PER_MIN = 64
 
 
 @dataclass(frozen=True)
+@checked_fields
 class UltraEP(Balancer):
     """UltraEP: load of every rank limited to a search result near the mean of its domain.
 

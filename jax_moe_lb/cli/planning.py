@@ -26,6 +26,9 @@ from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.core.validation import check_plan
 from jax_moe_lb.recordings.yaml_file import shown
 
+MOST_OPTION = 1000
+"""Maximum characters of a value; the parser of Python fails on longer ones without a `SyntaxError`."""
+
 LITERALS = {"true": True, "false": False, "none": None}
 
 
@@ -59,7 +62,11 @@ def _one(text: str) -> Balancer:
     name, _, options = text.partition(":")
     if (found := _classes().get(name)) is None:
         raise ValueError(f"--balancer is {shown(name)}; expected one of {', '.join(balancer_names())}")
-    return found(**dict(_option(found, name, pair) for pair in options.split(",") if options))
+    given = dict(_option(found, name, pair) for pair in options.split(",") if options)
+    try:
+        return found(**given)
+    except TypeError as error:
+        raise ValueError(f"--balancer {name}: {error}") from error
 
 
 def _option(kind: type[Balancer], name: str, pair: str) -> tuple[str, Any]:
@@ -68,7 +75,7 @@ def _option(kind: type[Balancer], name: str, pair: str) -> tuple[str, Any]:
     if key not in known:
         raise ValueError(f"--balancer {name} has no option {shown(key)}; expected one of {', '.join(known)}")
     try:
-        value = LITERALS[text] if text in LITERALS else ast.literal_eval(text)
+        value = LITERALS[text] if text in LITERALS else ast.literal_eval(text[:MOST_OPTION])
     except (ValueError, SyntaxError):
         value = text
     wanted = known[key].default

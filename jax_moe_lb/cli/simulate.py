@@ -341,6 +341,9 @@ def _join(coordinator: str | None, processes: str | None, process: str | None) -
     number, this = given
     if coordinator is None or number is None or this is None or this > number:
         raise ValueError("--coordinator, --processes and --process must be given together, with I at most N")
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
+        raise ValueError(f"--coordinator is {shown(coordinator)}; expected HOST:PORT, the address of process 1")
     import jax
 
     try:

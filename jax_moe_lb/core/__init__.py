@@ -1,6 +1,7 @@
 """Plans, topologies, statistics and validation, shared by all other packages."""
 
 from jax_moe_lb.core.custom_calls import shadowed_installation
+from jax_moe_lb.core.export import prepare_export
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, rows_between, straggler, traffic
 from jax_moe_lb.core.split import Split, nearest_first
@@ -18,6 +19,7 @@ __all__ = [
     "nearest_first",
     "needs_more_rounds",
     "plain_plan",
+    "prepare_export",
     "Plan",
     "raise_on_fault",
     "router_loss",

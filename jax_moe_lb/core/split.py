@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.types import AnyArray, Counts, Quota, host_iota, namespace
 
 SMALL = 2**21
@@ -104,6 +105,7 @@ MOST_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Split:
     """Rule assigning the tokens of each source to the ranks serving their expert.
 

@@ -1,26 +1,37 @@
 """Statistics and faults of one layer and microbatch.
 
-A `Fault` is an error code for the host to read after the step. A program can also stop immediately through a host
-callback (`validation.ensure`). On accelerators, such a callback makes the host wait for the device in every layer.
-There, the program replaces invalid values by harmless ones, and `raise_on_fault` raises the same message on the host.
+A `Fault` is an error code for the host to read after the step. The program replaces invalid values by harmless ones and
+continues, and `raise_on_fault` raises on the host. An error raised inside a program would stop a device while others
+wait for it, and later programs would fail, too.
 """
 
-from typing import Any, Literal
+from dataclasses import field
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.types import AnyArray, namespace, pytree
 from jax_moe_lb.core.validation import check_homes, check_plan, check_routed
 
-OnFault = Literal["raise", "record"]
-"""Handling of faults: stop the program through a host callback, or record the fault in `Stats.fault`."""
-
 NO_FAULT, ROUTING, HOMES, PLAN, ROUNDS = range(5)
 """Fault codes. The lowest of several is reported, because later faults may follow from it."""
+
+
+@runtime_checkable
+class HostErrors(Protocol):
+    """Planner called on the host by a program, which keeps the error of its last failure."""
+
+    def raise_error_of(self, plan: Plan) -> None:
+        """Raise the error behind a plan, with the planner's own error as its cause; return if there is none.
+
+        Args:
+            plan: illegal plan of a balancer, with concrete arrays.
+        """
 
 
 @pytree
@@ -38,6 +49,7 @@ class Fault:
         dynamic: `[*D, E]` bool, False for static experts; `None` if all experts are dynamic.
         rounds: `[*D]` int32, rounds needed by the plan.
         max_rounds: `[*D]` int32, maximum number of rounds of the program; `None` if unlimited.
+        host_errors: planners of the balancer that run on the host, for the error of an illegal plan.
     """
 
     code: Int[AnyArray, "*D"]
@@ -48,6 +60,7 @@ class Fault:
     dynamic: Bool[AnyArray, "*D E"] | None
     rounds: Int[AnyArray, "*D"]
     max_rounds: Int[AnyArray, "*D"] | None
+    host_errors: tuple[HostErrors, ...] = field(default=(), metadata={"static": True})
 
 
 def fault_code(
@@ -88,39 +101,26 @@ def check_rounds(rounds: Any, max_rounds: Any) -> None:
         )
 
 
-def raise_first(fault: Fault) -> None:
-    """Raise the error of the first fault, if any.
-
-    Args:
-        fault: faults of groups, layers and steps, stacked along leading dimensions.
-
-    Raises:
-        ValueError: there is a fault. The message names its index, the rank, the expert and the numbers.
-        RuntimeError: the recorded fault passes its check on the host.
-    """
-    codes = np.asarray(fault.code)
+def _raise_first(fault: Fault) -> None:
+    codes = _on_host(fault.code)
     if not codes.any():
         return
     where = tuple(int(i) for i in np.argwhere(codes)[0])
-    one: Fault = jax.tree.map(lambda leaf: np.asarray(leaf)[where], fault)
+    one: Fault = jax.tree.map(lambda leaf: _on_host(leaf)[where], fault)
     try:
         _check(one)
     except ValueError as error:
-        raise ValueError(f"{_place(where, codes.shape)}{error}") from None
+        raise ValueError(f"{_place(where, codes.shape)}{error}") from error.__cause__
     raise RuntimeError(f"fault {int(one.code)} at {where} passes its check on the host; expected it to fail there too")
 
 
-def is_of_rounds(fault: Fault) -> bool:
-    """Return whether the first fault is `ROUNDS` and all other faults can follow from it.
-
-    A layer exceeding `max_rounds` returns NaN, so the routers of later layers report `ROUTING` faults.
-
-    Args:
-        fault: faults of groups, layers and steps, stacked along leading dimensions in execution order.
-    """
-    codes = np.asarray(fault.code).ravel()
-    faulty = codes[codes != NO_FAULT]
-    return bool(faulty.size and faulty[0] == ROUNDS and np.isin(faulty, (ROUTING, ROUNDS)).all())
+def _on_host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.core.Tracer):
+        raise TypeError("stats is traced; expected concrete arrays: return it from the jitted function")
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        # Other processes have other groups. All processes read the same codes, so all of them get here.
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.asarray(leaf)
 
 
 def _check(fault: Fault) -> None:
@@ -129,6 +129,8 @@ def _check(fault: Fault) -> None:
     elif fault.code == HOMES:
         check_homes(fault.homes)
     elif fault.code == PLAN:
+        for planner in fault.host_errors:
+            planner.raise_error_of(fault.plan)
         check_plan(fault.plan, fault.counts, fault.dynamic)
     else:
         check_rounds(fault.rounds, fault.max_rounds)
@@ -165,7 +167,7 @@ class Stats:
         weight_bytes_moved: `[*D]`, the bytes of expert weights copied into slots of other ranks.
         loss: `[*D]`, the weighted sum of the router losses of a group. Add `router_loss` of the statistics to the
             model's loss.
-        fault: record for `raise_on_fault`; it contains no fault if checks stop the program.
+        fault: record for `raise_on_fault`.
     """
 
     counts: Int[Array, "*D R E"]
@@ -182,6 +184,28 @@ class Stats:
     weight_bytes_moved: Float[Array, "*D"]
     loss: Float[Array, "*D"]
     fault: Fault
+
+    @property
+    def of_group(self) -> "Stats":
+        """The same statistics with a leading dimension of one group.
+
+        Return them from your own `jax.shard_map`, with `PartitionSpec(topology.data_axes)` in its `out_specs`.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> from jax.sharding import AxisType, PartitionSpec
+            >>> from jax_moe_lb import Experts, MoEParams, TopK, Topology, moe, plain
+            >>> axes = {"axis_names": ("data", "expert"), "axis_types": (AxisType.Auto,) * 2}
+            >>> mesh = jax.make_mesh((2, 2), **axes, devices=jax.devices()[:4])
+            >>> topology = Topology.from_mesh(mesh)
+            >>> params = MoEParams(jnp.eye(4), Experts(jnp.ones((2, 4, 8)), jnp.ones((2, 8, 4))))
+            >>> layer = lambda x: moe(x, params, TopK(1), plain(), topology)[1].of_group
+            >>> specs = {"in_specs": PartitionSpec(("data", "expert")), "out_specs": PartitionSpec(topology.data_axes)}
+            >>> jax.jit(jax.shard_map(layer, mesh=mesh, **specs))(jnp.ones((8, 4))).rounds.tolist()
+            [2, 2]
+        """
+        return jax.tree.map(lambda leaf: leaf[None], self)
 
     @property
     def overload_factor(self) -> Float[AnyArray, "*D"]:
@@ -216,16 +240,18 @@ class Stats:
 
 
 def raise_on_fault(stats: Stats) -> None:
-    """Raise the error of a step run with `on_fault="record"`, if any.
+    """Raise the error of the first fault of a step, if any.
 
-    Call it once per step on the returned statistics; it waits for the device. Without a fault it reads one integer per
-    layer and group.
+    Call it once per step on the statistics returned by the jitted step; it waits for the device. Without a fault it
+    reads one integer per layer and group. If the arrays span processes, all processes must call it.
 
     Args:
         stats: statistics of one or several layers, optionally stacked over layers or steps.
 
     Raises:
-        ValueError: there is a fault; the message equals the message under `on_fault="raise"`.
+        ValueError: there is a fault. The message names its index, the rank, the expert and the numbers. If the planner
+            of a `HostCallback` failed in this process, its error is the cause.
+        TypeError: `stats` is traced.
 
     Examples:
         >>> import jax
@@ -234,14 +260,28 @@ def raise_on_fault(stats: Stats) -> None:
         >>> from flax import nnx
         >>> from jax_moe_lb import ExpertConfig, MoE, TopK
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        >>> layer = MoE(8, 4, TopK(2), mesh=mesh, experts=ExpertConfig(16), on_fault="record", rngs=nnx.Rngs(0))
-        >>> raise_on_fault(layer(jnp.ones((6, 8)))[1])
-        >>> raise_on_fault(layer(jnp.full((6, 8), jnp.nan))[1])
+        >>> layer = MoE(8, 4, TopK(2), mesh=mesh, experts=ExpertConfig(16), rngs=nnx.Rngs(0))
+        >>> step = nnx.jit(lambda layer, x: layer(x))
+        >>> raise_on_fault(step(layer, jnp.ones((6, 8)))[1])
+        >>> raise_on_fault(step(layer, jnp.full((6, 8), jnp.nan))[1])
         Traceback (most recent call last):
         ...
         ValueError: router logits of rank 0 give weights that are not finite; expected finite logits
     """
-    raise_first(stats.fault)
+    _raise_first(stats.fault)
+
+
+def raise_if_concrete(stats: Stats) -> None:
+    """Raise the error of the first fault outside of JAX transformations; inside, return.
+
+    Args:
+        stats: statistics of a layer.
+
+    Raises:
+        ValueError: there is a fault.
+    """
+    if not isinstance(stats.fault.code, jax.core.Tracer):
+        raise_on_fault(stats)
 
 
 def router_loss(stats: Stats) -> Float[Array, ""]:
@@ -294,11 +334,12 @@ def needs_more_rounds(stats: Stats) -> bool:
         >>> from jax.sharding import AxisType
         >>> from jax_moe_lb import Buffers, ExpertConfig, MoE, TopK, plain
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        >>> layer = MoE(
-        ...     8, 4, TopK(1), mesh=mesh, system=plain(Buffers(max_rounds=1)), experts=ExpertConfig(16),
-        ...     on_fault="record", rngs=nnx.Rngs(0)
-        ... )
-        >>> needs_more_rounds(layer(jnp.ones((8, 8)))[1])  # equal tokens all go to one rank
+        >>> system = plain(Buffers(max_rounds=1))
+        >>> layer = MoE(8, 4, TopK(1), mesh=mesh, system=system, experts=ExpertConfig(16), rngs=nnx.Rngs(0))
+        >>> step = nnx.jit(lambda layer, x: layer(x))
+        >>> needs_more_rounds(step(layer, jnp.ones((8, 8)))[1])  # equal tokens all go to one rank
         True
     """
-    return is_of_rounds(stats.fault)
+    codes = _on_host(stats.fault.code).ravel()
+    faulty = codes[codes != NO_FAULT]
+    return bool(faulty.size and faulty[0] == ROUNDS and np.isin(faulty, (ROUTING, ROUNDS)).all())

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from jax_moe_lb.core.checks import checked_fields, shown
+
 INT32_MAX = np.iinfo(np.int32).max
 
 
@@ -72,6 +74,7 @@ LEVEL_NAMES = ("dc", "node", "gpu")
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Level:
     """One level of the machine hierarchy, such as the nodes of a datacenter.
 
@@ -101,7 +104,7 @@ class Level:
 
     def __post_init__(self) -> None:
         if self.name not in LEVEL_NAMES:
-            raise ValueError(f"Level.name is {self.name!r}; expected one of {LEVEL_NAMES}")
+            raise ValueError(f"Level.name is {shown(self.name)}; expected one of {LEVEL_NAMES}")
         _require_positive(f"Level({self.name!r}).size", self.size)
         # NaN fails every comparison, so `not ... > 0` rejects NaN, too.
         if self.bytes_per_s is not None and not self.bytes_per_s > 0:
@@ -111,6 +114,7 @@ class Level:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Topology:
     """Levels, domains, rails and mesh axes of an expert-parallel group.
 

@@ -1,12 +1,11 @@
 """Legality checks of plans, on the host and inside jitted programs, before a plan is executed.
 
-Both checks evaluate the same list of rules. The jitted check costs a few integer reductions. It calls the host only if
-a rule is broken, for the error message.
+Both checks evaluate the same list of rules. The check in a program costs a few integer reductions and does not call the
+host. A program returns the result as data; the host then evaluates the same rules for the error message.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb.core.manual_axes import vary_like, varying_axes
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import Split, rows_of_all
 from jax_moe_lb.core.topology import check_domain, check_total, home_experts_per_rank
-from jax_moe_lb.core.types import AnyArray, Counts, host_iota, iota, saturated
+from jax_moe_lb.core.types import AnyArray, Counts, host_iota, iota, namespace, saturated
 
 
 def check_counts(counts: AnyArray) -> None:
@@ -82,17 +80,6 @@ def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) ->
         _check_rails(plan, plan.rails, counts)
 
 
-def ensure_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> Plan:
-    """Return the same plan, or raise the error of `check_plan` at run time.
-
-    It works inside `jax.jit` and `jax.shard_map`. The arguments are those of `check_plan`, equal on all ranks, so all
-    ranks stop or none does.
-    """
-    plan, legal = is_legal(plan, counts, dynamic)
-    stop = ensure(legal, check_plan, plan, counts, dynamic)
-    return jax.tree.map(lambda leaf: leaf + stop, plan)
-
-
 def is_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> tuple[Plan, Bool[Array, ""]]:
     """Return the plan in int32, and whether `check_plan` accepts it, excluding the check of rails.
 
@@ -114,8 +101,8 @@ def fallback_to_plain(
 ) -> tuple[Plan, Bool[Array, ""]]:
     """Return the plan if it is legal, else the plan of plain expert parallelism, and whether it is legal.
 
-    Use it in programs without host callbacks, and report the result to the host. The arguments are those of
-    `check_plan`.
+    The plain plan gives the same outputs. Return the boolean to the host, which raises the error of `check_plan`. The
+    arguments are those of `check_plan`.
     """
     plan, legal = is_legal(plan, counts, dynamic)
     at_home = _at_home(plan, counts)
@@ -190,85 +177,6 @@ def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> 
             f"expected a permutation of 0 to {shape[1] - 1}"
         )
     return permutation.astype(np.int32)
-
-
-def ensure(
-    ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any, ranks: tuple[str, ...] = ()
-) -> Int[jax.Array, ""]:
-    """Return zero, or call `check` on every host if `ok` is False on some rank of the mesh.
-
-    `check` raises there. Add the zero to a value used later, so that XLA does not eliminate the check.
-
-    Args:
-        ok: scalar bool, True if the check passes on this rank; equal on all ranks of its expert-parallel group unless
-            it varies over `ranks`.
-        check: function raising a ValueError for invalid `args`.
-        *args: pytrees of arrays, equal on all ranks of the group unless they vary over `ranks`.
-        ranks: mesh axes inside a group over which `ok` and `args` vary, too; empty by default. `check` then gets the
-            `args` of the first rank with `ok` False.
-
-    Returns:
-        Scalar int32 zero.
-    """
-    groups, names_groups = _group_axes(ok, ranks)
-    axes = groups + ranks
-
-    # Run checks sequentially under vmap: a conditional with a batched predicate would call the host for all entries.
-    @jax.custom_batching.sequential_vmap
-    def checked(ok: Bool[jax.Array, ""], args: Any) -> Int[jax.Array, ""]:
-        # All groups must stop together. Otherwise the remaining groups wait in their next common collective until XLA
-        # aborts the process.
-        everywhere = jax.lax.pmin(ok.astype(jnp.int32), axes) == 1 if axes else ok
-
-        def stop(args: Any) -> jax.Array:
-            # All ranks take this branch, so all of them can receive the arguments of the first fault and raise the same
-            # message.
-            first, shared = _of_first_fault(ok, args, axes) if axes else (jnp.int32(0), args)
-            call = partial(_refuse, check, _size(groups) if names_groups else 1)
-            shape = jax.ShapeDtypeStruct((), jnp.int32)
-            answer = jax.pure_callback(call, shape, first // _size(ranks), *shared, vmap_method="sequential")
-            return vary_like(answer, everywhere)
-
-        # Constants and callback results lack the manual axes of `everywhere`, but both branches must have equal types.
-        zero = vary_like(np.int32(0), everywhere)
-        return jax.lax.cond(everywhere, lambda args: zero, stop, args)
-
-    return checked(ok, args)
-
-
-def _group_axes(ok: Bool[jax.Array, ""], ranks: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-    """Return the manual mesh axes over which `ok` may differ between groups, and whether these identify the groups."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    # Without `check_vma`, types record no varying axes, so every manual axis may be one. With it, a rank's index varies
-    # over its axis, except over an axis of one rank with `jax_remove_size_one_mesh_axis_from_type`.
-    is_checked = any(varying_axes(jax.lax.axis_index(name)) for name in manual)
-    varying = varying_axes(ok) if is_checked else manual
-    return tuple(name for name in manual if name in varying and name not in ranks), is_checked
-
-
-def _size(axes: tuple[str, ...]) -> int:
-    return jax.lax.axis_size(axes) if axes else 1
-
-
-def _of_first_fault(ok: Bool[jax.Array, ""], args: Any, axes: tuple[str, ...]) -> tuple[Int[jax.Array, ""], Any]:
-    """Return the index of the first rank along `axes` with `ok` False, and its arguments."""
-    me = jax.lax.axis_index(axes).astype(jnp.int32)
-    first = jax.lax.pmin(jnp.where(ok, jnp.iinfo(jnp.int32).max, me), axes)
-
-    def shared(leaf: Any) -> jax.Array:
-        # Only one term of the sum is nonzero.
-        leaf = jnp.asarray(leaf)
-        return jax.lax.psum(jnp.where(me == first, leaf.astype(jnp.int32), 0), axes).astype(leaf.dtype)
-
-    return first, jax.tree.map(shared, args)
-
-
-def _refuse(check: Callable[..., None], num_groups: int, group: Any, *args: Any) -> np.ndarray:
-    try:
-        check(*jax.tree.map(np.asarray, args))
-    except ValueError as error:
-        raise ValueError(f"group {int(group)} of {num_groups}: {error}" if num_groups > 1 else str(error)) from None
-    return np.zeros((), np.int32)
 
 
 def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
@@ -378,6 +286,32 @@ def _relay_rules(plan: Plan, relay: AnyArray, copies: AnyArray) -> Iterator[tupl
             f"plan.relay of rank {r}, slot {s} is {relay[r, s]}; expected a rank holding expert {placement[r, s]}"
         ),
     )
+    yield (
+        (placement >= 0) & ~_reaches_home(plan, source),
+        lambda r, s: (
+            f"plan.relay of rank {r}, slot {s} is {relay[r, s]}; "
+            f"expected a chain of relays from the home of expert {placement[r, s]}"
+        ),
+    )
+
+
+def _reaches_home(plan: Plan, source: AnyArray) -> AnyArray:
+    """Return whether the relays of each slot lead to the home of its expert, `[R, S]`."""
+    num_ranks, num_experts = plan.num_ranks, plan.num_experts
+    rank, home = host_iota(num_ranks)[:, None], host_iota(num_experts) // plan.num_home
+    expert = plan.placement.clip(-1, num_experts - 1)
+    before: AnyArray = np.repeat(rank, num_experts + 1, 1)
+    # Empty slots write to an extra column, dropped afterwards.
+    if isinstance(source, np.ndarray):
+        before[rank, expert] = source
+    else:
+        before = jnp.asarray(before).at[rank, jnp.where(expert < 0, num_experts, expert)].set(source)
+    xp = namespace(source)
+    before = xp.where(rank == home, rank, before[:, :-1])
+    for _ in range(num_ranks.bit_length()):
+        # Each pass doubles the number of relays followed.
+        before = before[before, host_iota(num_experts)[None]]
+    return before[rank, expert] == xp.asarray(home)[expert]
 
 
 def _copies(expert: AnyArray, num_experts: int) -> AnyArray:

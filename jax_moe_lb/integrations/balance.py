@@ -9,11 +9,10 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from jax_moe_lb.core.stats import OnFault
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.integrations.blocks import Adapter, BlockConfig
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.nn.moe import on_fault_of, resolve_system
+from jax_moe_lb.nn.moe import resolve_system
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -33,7 +32,6 @@ def balance(
     mesh: Mesh,
     system: System | str = "exact",
     topology: Topology | None = None,
-    on_fault: OnFault | None = None,
     record_stats: bool = False,
 ) -> Model:
     """Replace the MoE blocks of a Flax NNX model of another library by balanced ones.
@@ -49,10 +47,8 @@ def balance(
         system: balancer, weight transport and token dispatch: a `System`, or the name of a function of
             `jax_moe_lb.systems`; "exact" by default. Its balancer must have no state between steps.
         topology: expert, data and tensor axes of the blocks; by default those over which the library shards experts.
-        on_fault: action on bad values, see `moe`: "raise" (default on CPUs) stops the program, "record" (default on
-            accelerators) writes them to the statistics.
         record_stats: if True, each call sets the attribute `moe_stats` of a block, an `nnx.Intermediate` with its
-            `Stats`; take it by `nnx.pop(model, nnx.Intermediate)`. False by default.
+            `Stats`; take it by `nnx.pop(model, nnx.Intermediate)`, for `raise_on_fault`. False by default.
 
     Returns:
         The model.
@@ -79,13 +75,12 @@ def balance(
     """
     if AxisType.Explicit in mesh.axis_types:
         raise ValueError(f"mesh has the axis types {mesh.axis_types}; expected AxisType.Auto for each")
-    on_fault = on_fault_of(mesh) if on_fault is None else on_fault
     configured: list[tuple[Any, Adapter, BlockConfig]] = []
     for name, block, adapter in _blocks(model):
         adapter.check(block, name)
         given = adapter.topology(block, mesh, name) if topology is None else topology
         settings = _system(system, adapter.num_experts(block), given)
-        configured.append((block, adapter, BlockConfig(mesh, given, settings, on_fault, record_stats)))
+        configured.append((block, adapter, BlockConfig(mesh, given, settings, record_stats)))
     if not configured:
         warnings.warn(
             f"model is a {type(model).__name__} without MoE blocks of MaxText, EasyDeL or Tunix; expected one or more",

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_moe_lb.core.stats import OnFault, Stats
+from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Tokens
 from jax_moe_lb.kernels.experts import Experts
@@ -30,7 +30,6 @@ class BlockConfig:
     mesh: Mesh
     topology: Topology
     system: System
-    on_fault: OnFault
     record_stats: bool
 
 
@@ -112,6 +111,9 @@ def serve(
         experts_of_tokens: `[..., K]` integers, the experts of each token; -1 for none.
         weights: `[..., K]`, the factors of the experts' outputs.
         experts: weights of all `E` experts, which are cast to the dtype of `x`.
+
+    Raises:
+        ValueError: there is a fault, and the call is outside of `jax.jit` and other transformations.
     """
     config: BlockConfig = block.balance_config
     topology, num_dims = config.topology, x.ndim - 1
@@ -125,6 +127,7 @@ def serve(
     )
     experts = jax.tree.map(lambda leaf: leaf.astype(x.dtype), experts)
     y, stats = _sharded(_BlockInputs(tokens, mask, ids, factors, experts), config=config)
+    raise_if_concrete(stats)
     if config.record_stats:
         block.moe_stats = nnx.Intermediate(stats)
     return remove_padding(y, y.shape[0] - missing, config.mesh, by_token).reshape(x.shape)
@@ -158,8 +161,7 @@ def _sharded(inputs: _BlockInputs, *, config: BlockConfig) -> tuple[Tokens, Stat
             config.system,
             topology,
             tokens=TokenInfo(inputs.mask),
-            on_fault=config.on_fault,
         )
-        return y, jax.tree.map(lambda leaf: leaf[None], stats)
+        return y, stats.of_group
 
     return jax.shard_map(one_rank, mesh=config.mesh, in_specs=(specs,), out_specs=(by_token, by_group))(inputs)

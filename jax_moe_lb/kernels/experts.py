@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.types import pytree
 
 Hidden = Float[Array, "*B F"]
@@ -94,6 +95,7 @@ def relu_squared(up: Hidden) -> Hidden:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ClampedSwiGLU:
     """Activation `(up + 1) * gate * sigmoid(alpha * gate)` of clamped products: GPT-OSS.
 

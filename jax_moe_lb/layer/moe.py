@@ -5,17 +5,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.manual_axes import varying_axes
+from jax_moe_lb.core.manual_axes import vary_like, varying_axes
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
-from jax_moe_lb.core.stats import Fault, OnFault, Stats, fault_code
+from jax_moe_lb.core.stats import Fault, Stats, fault_code
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree
-from jax_moe_lb.core.validation import check_homes, check_routed, ensure
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing.logits import router_logits
@@ -102,7 +100,6 @@ def moe(
     state: MoEState = MoEState(),
     tokens: TokenInfo = TokenInfo(),
     losses: Losses = Losses(),
-    on_fault: OnFault = "raise",
 ) -> tuple[Tokens, Stats, MoEState]:
     """Compute a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
 
@@ -119,17 +116,14 @@ def moe(
         state: initial state, or the state returned by the last call.
         tokens: mask, ids, random key and sequence length of the tokens.
         losses: coefficients of the router losses; 0 by default.
-        on_fault: action on bad values, such as a logit that is not finite or an illegal plan. "raise" (default) stops
-            the program on all ranks, by a callback to the host. "record", usual on accelerators, has no callback: the
-            layer computes the valid part, and `raise_on_fault` of the statistics raises on the host. See
-            `docs/pipeline.md`.
 
     Returns:
-        Outputs `[T, H]`, statistics and the state for the next call.
+        Outputs `[T, H]`, statistics and the state for the next call. No value stops the program. After a fault, such as
+        a logit that is not finite or an illegal plan, the layer computes the valid part, and `raise_on_fault` of the
+        statistics raises on the host; see `docs/pipeline.md`.
 
     Raises:
-        ValueError: shapes do not match each other or the topology, or a bias required by the router is missing. With
-            `on_fault="raise"`, bad values stop the program with an error of the same form.
+        ValueError: shapes do not match each other or the topology, or a bias required by the router is missing.
 
     Examples:
         >>> from jax.sharding import AxisType, PartitionSpec
@@ -149,18 +143,20 @@ def moe(
     routing = route(x, kernel, router, info, params.selection_bias, params.logit_bias)
     factor = options.capacity_factor
     limit = None if factor is None else capacity(factor, routing.experts.size, kernel.shape[1])
-    counted = count(routing, kernel.shape[1], topology, on_fault, limit)
-    routed, is_homed = permute_to_homes(counted, routing.weights, homes, on_fault)
+    counted = count(routing, kernel.shape[1], topology, limit)
+    routed, is_homed = permute_to_homes(counted, homes)
     # One rank alone has all experts at home.
     num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
     start = plain_plan(routed.counts, topology, num_slots)
-    served, balancer = _served(x, routed, experts, start, state.balancer, system, topology, on_fault)
+    served, balancer = _served(x, routed, experts, start, state.balancer, system, topology)
     max_rounds = system.dispatch.buffers.max_rounds
-    y = _outputs(served, homes, is_homed, max_rounds, topology, on_fault)
+    y = _outputs(served, homes, is_homed, max_rounds, topology)
     loss = losses(routing, counted.asked, topology.expert_axes, tokens.sequence_length)
-    fault = _fault(counted, routed.counts, homes, is_homed, served, max_rounds)
+    fault = _fault(counted, routed.counts, homes, is_homed, served, system)
     dropped = (counted.asked - counted.counts).sum(dtype=jnp.int32)
     stats = _stats(routed.counts, dropped, start, served.plan, served.rounds, experts, loss, fault)
+    # All leaves vary over the same mesh axes: one entry of `out_specs` fits all.
+    stats = vary_like(stats, stats)
     return y, stats, MoEState(balancer, homes)
 
 
@@ -207,7 +203,8 @@ def route(
     logits = router_logits(x, kernel)
     if logit_bias is not None:
         logits += logit_bias.astype(logits.dtype)[None]
-    routing = router(logits, bias, info)
+    # A router may return constants, which vary over no mesh axis.
+    routing = vary_like(router(logits, bias, info), logits)
     routing = routing if info.mask is None else mask_tokens(routing, info.mask)
     return checkpoint_name(routing, "moe_routing")
 
@@ -217,6 +214,8 @@ class RoutingCounts(NamedTuple):
 
     Args:
         experts: `[T, K]` int32, expert of each copy of this rank; `NO_EXPERT` for copies with invalid routing.
+        weights: `[T, K]`, weights of the router; not finite for copies with invalid routing, so that their outputs are
+            not finite.
         counts: `[R, E]` int32, copies routed by each rank to each expert; equal on all ranks.
         asked: `[R, E]` int32, counts before the capacity limit.
         wrong: `[R, 4]` int32, errors of each rank for `validation.check_routed`; equal on all ranks.
@@ -224,6 +223,7 @@ class RoutingCounts(NamedTuple):
     """
 
     experts: Int[Array, "T K"]
+    weights: RoutingWeights
     counts: Counts
     asked: Counts
     wrong: Int[Array, "R 4"]
@@ -231,26 +231,23 @@ class RoutingCounts(NamedTuple):
 
 
 @jax.named_scope("count")
-def count(
-    routing: Routing, num_experts: int, topology: Topology, on_fault: OnFault, capacity: int | None = None
-) -> RoutingCounts:
-    """Gather the counts of this microbatch, equal on all ranks.
-
-    The all-gather includes the routing errors of each rank, so either all ranks stop or none.
+def count(routing: Routing, num_experts: int, topology: Topology, capacity: int | None = None) -> RoutingCounts:
+    """Gather the counts of this microbatch, equal on all ranks, with the routing errors of each rank.
 
     Args:
-        routing: routing of this rank. Its weights are not replaced, so non-finite logits give non-finite outputs.
+        routing: routing of this rank.
         num_experts: `E`.
         topology: topology of the layer; counts are gathered over its expert axes.
-        on_fault: action on invalid routing; "raise" stops the program.
         capacity: maximum number of copies per expert and rank; `None` (default) for no limit.
 
     Returns:
-        Counts `[R, E]`, the experts of this rank's valid copies, and errors.
+        Counts `[R, E]`, the experts and weights of this rank's copies, and errors.
     """
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
     finite = jnp.isfinite(routing.weights)
     experts = jnp.where(valid & finite, routing.experts, NO_EXPERT)
+    # An output of 0 would be a silent loss of the token.
+    weights = jnp.where(valid, routing.weights, jnp.nan)
     # The range of invalid ids has a fixed size and suffices for a message. Valid ids count as 0, which is never
     # invalid.
     bad_ids = jnp.where(valid, 0, routing.experts).reshape(-1)
@@ -261,43 +258,32 @@ def count(
     table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
     asked, wrong = table[:, :num_experts], table[:, num_experts:]
     ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
-    if on_fault == "raise":
-        # `ensure` returns 0 or stops the program. Adding it to the counts keeps it alive and orders it before their
-        # use.
-        asked = asked + ensure(ok, check_routed, wrong, np.int32(num_experts))
     if capacity is None:
-        return RoutingCounts(experts, asked, asked, wrong, ok)
-    return RoutingCounts(
-        within_capacity(experts, num_experts, capacity), jnp.minimum(asked, capacity), asked, wrong, ok
-    )
+        return RoutingCounts(experts, weights, asked, asked, wrong, ok)
+    experts = within_capacity(experts, num_experts, capacity)
+    return RoutingCounts(experts, weights, jnp.minimum(asked, capacity), asked, wrong, ok)
 
 
 @jax.named_scope("at_homes")
-def permute_to_homes(
-    counted: RoutingCounts, weights: RoutingWeights, homes: Int[Array, "E"] | None, on_fault: OnFault
-) -> tuple[Routed, Bool[Array, ""]]:
+def permute_to_homes(counted: RoutingCounts, homes: Int[Array, "E"] | None) -> tuple[Routed, Bool[Array, ""]]:
     """Renumber experts and counts from expert to place; the router keeps expert numbers for ties, groups and losses.
 
     Args:
         counted: return value of `count`.
-        weights: `[T, K]`, weights of the router; returned unchanged.
         homes: `[E]` int32 permutation, place of each expert; `None`: expert `e` is at place `e`.
-        on_fault: action if `homes` is no permutation. "raise" stops the program. "record" leaves experts at their
-            initial places, and `moe` sets the outputs to NaN.
 
     Returns:
-        Routing and counts by place, and whether `homes` is a permutation.
+        Routing and counts by place, and whether `homes` is a permutation. Otherwise experts are at their initial
+        places, and `moe` sets the outputs to NaN.
     """
     if homes is None:
-        return Routed(counted.experts, counted.counts, weights), jnp.bool_(True)
+        return Routed(counted.experts, counted.counts, counted.weights), jnp.bool_(True)
     # A sorted permutation is 0, 1, 2, ...; otherwise two experts would share a place.
     ok = (jnp.sort(homes) == iota(homes.shape[0])).all()
     safe = jnp.where(ok, homes, iota(homes.shape[0]))
     counts = counted.counts[:, jnp.argsort(safe)]
-    if on_fault == "raise":
-        counts = counts + ensure(ok, check_homes, homes)
     places = jnp.where(counted.experts < 0, NO_EXPERT, safe[jnp.maximum(counted.experts, 0)])
-    return Routed(places, counts, weights), ok
+    return Routed(places, counts, counted.weights), ok
 
 
 def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
@@ -327,7 +313,6 @@ def _served(
     state: State,
     system: System,
     topology: Topology,
-    on_fault: OnFault,
 ) -> tuple[Served, State]:
     x, weights, experts = on_tensor_shards(x, routed.weights, vary_like_tokens(experts, topology), topology)
     return system.dispatch.serve(
@@ -339,7 +324,6 @@ def _served(
         balancer=system.balancer.sized(_facts(x, weights, experts)),
         replicate=system.replicate,
         topology=topology,
-        on_fault=on_fault,
     )
 
 
@@ -361,12 +345,11 @@ def _outputs(
     is_homed: Bool[Array, ""],
     max_rounds: int | None,
     topology: Topology,
-    on_fault: OnFault,
 ) -> Tokens:
     # Each tensor shard computes with its part of the inner width. Sum over shards after combine: one row per token is
     # less than `K` copies.
     y = jax.lax.psum(served.outputs, topology.tensor_axes) if topology.tensor_axes else served.outputs
-    if on_fault == "record" and (homes is not None or max_rounds is not None):
+    if homes is not None or max_rounds is not None:
         # Replace outputs of unserved copies or wrong experts by NaN.
         y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
     return y
@@ -434,8 +417,9 @@ def _fault(
     homes: Int[Array, "E"] | None,
     is_homed: Bool[Array, ""],
     served: Served,
-    max_rounds: int | None,
+    system: System,
 ) -> Fault:
+    max_rounds = system.dispatch.buffers.max_rounds
     return Fault(
         code=fault_code(counted.ok, is_homed, served.is_legal, served.is_whole),
         counts=counts,
@@ -445,6 +429,7 @@ def _fault(
         dynamic=served.dynamic,
         rounds=served.rounds,
         max_rounds=None if max_rounds is None else jnp.int32(max_rounds),
+        host_errors=system.balancer.host_errors,
     )
 
 

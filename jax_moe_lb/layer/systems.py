@@ -15,6 +15,7 @@ from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.balancers.lplb import LPLB
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.compression import QuantizedTransfer
 from jax_moe_lb.transport.direct import Direct
@@ -49,6 +50,7 @@ def __dir__() -> list[str]:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class System:
     """Configuration of `moe`: balancer, weight transport and token dispatch.
 

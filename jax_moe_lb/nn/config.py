@@ -2,22 +2,23 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_moe_lb.core.checks import check_integer, checked_dtype, checked_fields
 from jax_moe_lb.core.types import DType
 from jax_moe_lb.kernels.experts import Activation, Experts
 from jax_moe_lb.kernels.grouped_ffn import dense_ffn
 from jax_moe_lb.layer.moe import TOKEN_DTYPES
-from jax_moe_lb.transport.compression import QuantizedTransfer
+from jax_moe_lb.transport.compression import TRANSFER_DTYPES, QuantizedTransfer
 
 HiddenStates = Float[Array, "*B H"]
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ExpertConfig:
     """Feed-forward networks of the experts.
 
@@ -47,7 +48,7 @@ class ExpertConfig:
     fuse_gate_up: bool | None = None
 
     def __post_init__(self) -> None:
-        _require_width("experts", self.hidden_dim)
+        check_integer("experts.hidden_dim", self.hidden_dim)
         if self.fuse_gate_up and not self.gated:
             raise ValueError("experts.fuse_gate_up is True; expected False or None if experts.gated is False")
 
@@ -100,6 +101,7 @@ class SharedMix(Enum):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class SharedExpert:
     """Feed-forward network applied to every token, with the activation and gating of the routed experts.
 
@@ -121,10 +123,11 @@ class SharedExpert:
     mix: SharedMix = SharedMix.SUM
 
     def __post_init__(self) -> None:
-        _require_width("shared", self.hidden_dim)
+        check_integer("shared.hidden_dim", self.hidden_dim)
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Precision:
     """Dtypes of the layer's arithmetic, parameters and exchanges.
 
@@ -150,26 +153,14 @@ class Precision:
     transfer_dtype: DType | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "param_dtype", "transfer_dtype"):
+        allowed = {"dtype": TOKEN_DTYPES, "param_dtype": TOKEN_DTYPES, "transfer_dtype": TRANSFER_DTYPES}
+        for name, dtypes in allowed.items():
             value = getattr(self, name)
-            # Normalize to `np.dtype`: equal precisions must compare equal, as they are static arguments of `jax.jit`.
-            object.__setattr__(self, name, None if value is None else jnp.dtype(value))
-        allowed = tuple(map(jnp.dtype, TOKEN_DTYPES))
-        for name, dtype in (("dtype", self.dtype or jnp.float32), ("param_dtype", self.param_dtype)):
-            if dtype not in allowed:
-                raise ValueError(
-                    f"precision.{name} is {dtype}; expected bfloat16, float32 or float64. "
-                    "Pass transfer_dtype for 8-bit transfers."
-                )
-        if self.transfer_dtype not in (None, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)):
-            raise ValueError(f"precision.transfer_dtype is {self.transfer_dtype}; expected float8_e4m3fn or int8")
+            if value is not None or name == "param_dtype":
+                # A frozen dataclass rejects ordinary assignment.
+                object.__setattr__(self, name, checked_dtype(f"precision.{name}", value, dtypes))
 
     @property
     def transfer(self) -> QuantizedTransfer | None:
         """Quantization of rows while they travel forward; `None` without `transfer_dtype`."""
         return None if self.transfer_dtype is None else QuantizedTransfer(self.transfer_dtype)
-
-
-def _require_width(argument: str, hidden_dim: Any) -> None:
-    if not isinstance(hidden_dim, int) or hidden_dim < 1:
-        raise ValueError(f"{argument}.hidden_dim is {hidden_dim}; expected a positive integer")

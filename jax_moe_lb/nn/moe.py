@@ -3,6 +3,7 @@
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jax_moe_lb.core.stats import OnFault, Stats
+from jax_moe_lb.core.checks import check_integer, check_value, shown
+from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.systems import System, system_named, system_names
@@ -84,8 +86,6 @@ class MoE(nnx.Module):
         precision: dtypes of arithmetic, parameters and exchanges.
         kernel_init: initializer of all kernels.
         rules: table from logical to mesh axes; `None` (default) uses `logical_axis_rules(topology, system.migrate)`.
-        on_fault: action on bad values, see `moe`: "raise" stops the program, "record" writes them to the statistics;
-            call `raise_on_fault` on those of each step. `None` (default): "raise" on CPUs, "record" on accelerators.
         rngs: random number generators for the parameters.
 
     Warns:
@@ -94,7 +94,7 @@ class MoE(nnx.Module):
     Raises:
         ValueError: `num_experts` is no multiple of the number of ranks, the topology does not match the mesh, or the
             system relocates experts with a balancer that stores loads by place.
-        TypeError: `system` is neither a `System` nor the name of one.
+        TypeError: an argument has another type, or `system` is neither a `System` nor the name of one.
 
     Examples:
         Two ranks, each with half of the tokens and half of the experts:
@@ -126,9 +126,9 @@ class MoE(nnx.Module):
         precision: Precision = Precision(),
         kernel_init: nnx.Initializer = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,)),
         rules: LogicalAxisRules | None = None,
-        on_fault: OnFault | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        _check_arguments(locals())
         migrate = _migrate(system)
         if topology is None:
             topology = migrate.domains.between if migrate else Topology.from_mesh(mesh)
@@ -141,7 +141,6 @@ class MoE(nnx.Module):
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
         self.expert_config, self.shared_expert = experts, shared
         self.losses, self.precision = losses, precision
-        self.on_fault = on_fault_of(mesh) if on_fault is None else on_fault
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
         self.shards = fsdp_axes(rules, topology)
 
@@ -220,6 +219,10 @@ class MoE(nnx.Module):
 
         Returns:
             Outputs `[..., H]` with the sharding of `x`, and statistics stacked over the `D` groups.
+
+        Raises:
+            ValueError: there is a fault, and the call is outside of `jax.jit` and other transformations. A transformed
+                call returns the fault in the statistics: call `raise_on_fault(stats)` once per step.
         """
         num_tokens = math.prod(x.shape[:-1])
         if jax.typeof(x).sharding.mesh.empty:
@@ -239,9 +242,6 @@ class MoE(nnx.Module):
         state = self.empty_state if self.state is None else self.state.get_value()
         stored = self._experts()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), stored)
-        fuse = self.expert_config.fuse_gate_up
-        if fuse is None:
-            fuse = self.expert_config.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
         inputs = LayerInputs(
             tokens=tokens,
             mask=mask,
@@ -255,18 +255,8 @@ class MoE(nnx.Module):
             state=state,
             known=jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,
         )
-        layer = LayerConfig(
-            router=self.router,
-            system=self.system,
-            topology=self.topology,
-            mesh=self.mesh,
-            shards=self.shards,
-            losses=self.losses,
-            sequence_length=x.shape[-2] if x.ndim > 2 else None,
-            on_fault=self.on_fault,
-            fuse_gate_up=fuse,
-        )
-        y, stats, state, known = sharded_moe(inputs, layer=layer)
+        y, stats, state, known = sharded_moe(inputs, layer=self._config(x, stored))
+        raise_if_concrete(stats)
         if self.state is not None:
             self.state.set_value(state)
         for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
@@ -278,6 +268,21 @@ class MoE(nnx.Module):
             shared, kernel = jax.tree.map(lambda w: w.astype(x.dtype), (self._shared(), _value(self.shared_kernel)))
             y = self.shared_expert.mix(x, y, shared, kernel)
         return y, stats
+
+    def _config(self, x: Array, stored: Experts) -> LayerConfig:
+        fuse = self.expert_config.fuse_gate_up
+        if fuse is None:
+            fuse = self.expert_config.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
+        return LayerConfig(
+            router=self.router,
+            system=self.system,
+            topology=self.topology,
+            mesh=self.mesh,
+            shards=self.shards,
+            losses=self.losses,
+            sequence_length=x.shape[-2] if x.ndim > 2 else None,
+            fuse_gate_up=fuse,
+        )
 
     def tell_domains(self) -> None:
         """Send the uncompressed experts to all ranks of their expert domain, to reset the codec state.
@@ -390,15 +395,6 @@ def _linen_signature() -> inspect.Signature:
 as_linen.__signature__ = _linen_signature()  # type: ignore[attr-defined]
 
 
-def on_fault_of(mesh: Mesh) -> OnFault:
-    """Return the default `on_fault` of a layer: "raise" on CPUs, "record" on accelerators.
-
-    Args:
-        mesh: mesh of the layer.
-    """
-    return "record" if _is_accelerated(mesh) else "raise"
-
-
 def _value(variable: nnx.Variable | None) -> Array | None:
     return None if variable is None else variable[...]
 
@@ -425,11 +421,45 @@ def resolve_system(system: System | str, num_experts: int, num_ranks: int) -> Sy
     return made.replace(replica_slots=min(made.replica_slots, num_experts - num_experts // num_ranks))
 
 
+ARGUMENTS = {
+    "router": Callable,
+    "mesh": Mesh,
+    "topology": Topology | None,
+    "experts": ExpertConfig,
+    "shared": SharedExpert | None,
+    "losses": Losses,
+    "precision": Precision,
+    "kernel_init": Callable,
+    "rules": tuple | list | None,
+    "rngs": nnx.Rngs,
+}
+"""Types of the arguments of `MoE`; `_migrate` checks `system`."""
+
+
+def _check_arguments(values: dict[str, Any]) -> None:
+    for name in ("embed_dim", "num_experts"):
+        check_integer(name, values[name])
+    for name, kind in ARGUMENTS.items():
+        check_value(name, values[name], kind)
+    if values["rules"] is not None:
+        _check_rules(values["rules"])
+    if isinstance(values["router"], type):
+        raise TypeError(f"router is the class {values['router'].__name__}; expected an instance, such as TopK(2)")
+
+
+def _check_rules(rules: Any) -> None:
+    for rule in rules:
+        if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise TypeError(f"rules has {shown(rule)}; expected pairs of a logical axis and its mesh axes")
+    if missing := sorted({"exp", "embed", "mlp"} - {name for name, _ in rules}):
+        raise ValueError(f"rules is {shown(rules)}; expected a pair for each of {missing}, too")
+
+
 def _migrate(system: System | str) -> GatherExpertDomain | None:
     if isinstance(system, System):
         return system.migrate
-    if system not in system_names():
-        raise TypeError(f"system is {system!r}; expected a System, or one of {', '.join(system_names())}")
+    if not isinstance(system, str) or system not in system_names():
+        raise TypeError(f"system is {shown(system)}; expected a System, or one of {', '.join(system_names())}")
     return None
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.stats import OnFault, Stats
+from jax_moe_lb.core.stats import Stats
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import DType, State
 from jax_moe_lb.kernels.experts import Experts
@@ -111,7 +111,6 @@ class LayerConfig:
     shards: FsdpExperts
     losses: Losses
     sequence_length: int | None
-    on_fault: OnFault
     fuse_gate_up: bool
 
 
@@ -201,9 +200,8 @@ def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, St
         MoEState(state, inputs.homes),
         TokenInfo(inputs.mask, inputs.token_ids, inputs.key, layer.sequence_length),
         layer.losses,
-        layer.on_fault,
     )
-    return y, *jax.tree.map(lambda leaf: leaf[None], (stats, after.balancer)), known
+    return y, stats.of_group, jax.tree.map(lambda leaf: leaf[None], after.balancer), known
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))

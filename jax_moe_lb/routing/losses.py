@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.types import Counts, TokenMask
 from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Routing, tokens_per_expert
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Losses:
     """Coefficients of the optional router losses; 0 (default) disables a loss.
 

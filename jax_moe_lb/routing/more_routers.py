@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.types import iota
 from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Router, Routing, TokenInfo, TopK
 
@@ -52,6 +53,7 @@ def within_capacity(experts: Int[Array, "T K"], num_experts: int, capacity: int)
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ExpertChoice(Router):
     """Expert-choice router: every expert selects an equal number of its highest-scoring tokens.
 
@@ -118,6 +120,7 @@ class ExpertChoice(Router):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class HashRouter(Router):
     """Hash router: the experts of a token depend on a hash of its id.
 
@@ -182,6 +185,7 @@ class HashRouter(Router):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class NoisyTopK(Router):
     """Top-k router with normal noise on the logits for the selection of experts.
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.types import TokenMask, iota, pytree
 
 NO_EXPERT = -1
@@ -83,6 +84,7 @@ RouterFunction = Callable[[Logits, Float[Array, "E"] | None, TokenInfo], Routing
 
 
 @dataclass(frozen=True, kw_only=True)
+@checked_fields
 class Router:
     """Base class of the built-in routers, with routing options of the layer.
 
@@ -128,6 +130,7 @@ def router_options(router: RouterFunction) -> Router:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class GroupLimit:
     """Restriction of each token to the experts of its best groups (DeepSeek-V2/V3 node-limited routing).
 
@@ -188,6 +191,7 @@ class GroupLimit:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class TopK(Router):
     """Top-k router: each token goes to the `K` experts of highest score.
 
@@ -289,6 +293,7 @@ def _log_scores(score: Callable[[Logits], Logits], logits: Logits) -> Logits:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ForceBalanced(Router):
     """Router sending tokens round robin to all experts, the "ideal" of the papers.
 

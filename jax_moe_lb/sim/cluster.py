@@ -11,6 +11,7 @@ from enum import StrEnum
 import numpy as np
 from jaxtyping import Float, Num
 
+from jax_moe_lb.core.checks import check_integer, checked_fields, shown
 from jax_moe_lb.core.topology import LEVEL_NAMES, Level, Topology
 
 MOST_BYTES = 8.0
@@ -40,6 +41,7 @@ class Collective(StrEnum):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Communication:
     """Algorithms and formats of the communication library of a cluster; XLA's collectives on GPUs by default.
 
@@ -94,6 +96,7 @@ Seconds = Float[np.ndarray, "R"]
 
 
 @dataclass(frozen=True)
+@checked_fields
 class AnalyticGemm:
     """Analytic model of a grouped FFN: an expert of `n` rows takes as long as `n + half_rows` rows at the peak rate.
 
@@ -145,6 +148,7 @@ class AnalyticGemm:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class MeasuredGemm:
     """Measured rate of a grouped FFN as a function of the rows per expert, as written by `jax-moe-lb calibrate`.
 
@@ -213,6 +217,7 @@ MOST_JITTER = 1.0
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Links:
     """Links of one level: its members, and the links from each member to the others.
 
@@ -249,7 +254,7 @@ class Links:
 
     def __post_init__(self) -> None:
         if self.name not in LEVEL_NAMES:
-            raise ValueError(f"Links.name is {self.name!r}; expected one of {', '.join(LEVEL_NAMES)}")
+            raise ValueError(f"Links.name is {shown(self.name)}; expected one of {', '.join(LEVEL_NAMES)}")
         for name, value in (("size", self.size), ("links", self.links)):
             if value < 1:
                 raise ValueError(f"Links({self.name!r}).{name} is {value}; expected at least 1")
@@ -260,6 +265,7 @@ class Links:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Cluster:
     """Simulated machine: one expert-parallel group of ranks, numbered row-major over the levels.
 
@@ -312,16 +318,16 @@ class Cluster:
         if not names or names != [name for name in LEVEL_NAMES if name in names]:
             raise ValueError(f"Cluster.levels are {names}; expected some of {LEVEL_NAMES}, in this order")
         if self.domain_level is not None and self.domain_level not in names:
-            raise ValueError(f"Cluster.domain_level is {self.domain_level!r}; expected one of {names}")
+            raise ValueError(f"Cluster.domain_level is {shown(self.domain_level)}; expected one of {names}")
         for name in ("flops_per_s", "copy_bytes_per_s", "memory_bytes", "hbm_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"Cluster.{name} is {value}; expected a finite number above 0")
         if not 0 <= self.planner_s < math.inf:
             raise ValueError(f"Cluster.planner_s is {self.planner_s}; expected at least 0")
-        if not 0 <= self.jitter <= MOST_JITTER or self.jitter_seed < 0:
-            told = f"Cluster.jitter is {self.jitter}, of seed {self.jitter_seed}"
-            raise ValueError(f"{told}; expected a jitter of 0 to {MOST_JITTER} and a seed of at least 0")
+        if not 0 <= self.jitter <= MOST_JITTER:
+            raise ValueError(f"Cluster.jitter is {self.jitter}; expected 0 to {MOST_JITTER}")
+        check_integer("Cluster.jitter_seed", self.jitter_seed, 0)
         for level, inner in zip(self.levels, self.inner, strict=True):
             # Each rank uses one link, and every link serves equally many ranks.
             if inner % level.links:

@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 from scipy.optimize import nnls
 
+from jax_moe_lb.core.checks import checked_fields
+
 LEAST_STEADY = 0.01
 """Minimum steady share of the variance, so that a load shape remains."""
 
@@ -17,6 +19,7 @@ TIMES = 80
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Drift:
     """Shares of expert popularity that are steady, drift between steps, and are new in every step.
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_moe_lb.balancers.base import LayerCost
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.transport.compression import Codec
@@ -28,6 +29,7 @@ ATTENTION_PRODUCTS = 4
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ModelShape:
     """Sizes of a model with identical MoE layers and one microbatch per step.
 
@@ -163,6 +165,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Peers:
     """Ranks of one parallel group, and the link from each rank to the next; a single rank by default.
 
@@ -209,6 +212,7 @@ class Peers:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Parallel:
     """Parallel groups beside the expert-parallel group; none by default.
 
@@ -299,6 +303,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Step:
     """Passes and options of a simulated step; a training step of this library by default.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Num
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan, load, rows_between
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.systems import System
@@ -43,6 +44,7 @@ ERROR_WORDS = 4
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Migration:
     """Gathers of experts inside expert domains, before tokens are known, as in HybridEP.
 

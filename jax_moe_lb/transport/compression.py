@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped, UInt32
 
 from jax_moe_lb.collectives.permutes import near_neighbours
+from jax_moe_lb.core.checks import checked_dtype, checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import DType, pytree, wide_dtype
 from jax_moe_lb.kernels.experts import Experts
@@ -58,6 +59,7 @@ class CodecBase(Enum):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Codec:
     """Compression of experts in `GatherExpertDomain`.
 
@@ -215,6 +217,9 @@ def _index_dtype(num_entries: int) -> np.dtype:
     return np.dtype(np.uint16 if num_entries <= 1 << 16 else np.int32)
 
 
+TRANSFER_DTYPES = (jnp.float8_e4m3fn, jnp.int8)
+"""Dtypes of quantized rows."""
+
 SCALE_BYTES = 4
 """Bytes of the float32 scale of a block."""
 
@@ -223,6 +228,7 @@ PER_WORD = 4
 
 
 @dataclass(frozen=True)
+@checked_fields
 class QuantizedTransfer:
     """Quantization of rows during forward transfers, to experts and back; gradients are not quantized.
 
@@ -259,10 +265,8 @@ class QuantizedTransfer:
     block: int = 128
 
     def __post_init__(self) -> None:
-        if jnp.dtype(self.dtype) not in (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)):
-            raise ValueError(f"QuantizedTransfer.dtype is {jnp.dtype(self.dtype)}; expected float8_e4m3fn or int8")
-        # Normalize to `np.dtype`: equal values must compare equal, as they are static arguments of `jax.jit`.
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        # A frozen dataclass rejects ordinary assignment.
+        object.__setattr__(self, "dtype", checked_dtype("QuantizedTransfer.dtype", self.dtype, TRANSFER_DTYPES))
         if self.block < PER_WORD or self.block % PER_WORD:
             raise ValueError(f"QuantizedTransfer.block is {self.block}; expected a multiple of {PER_WORD}")
 
@@ -289,7 +293,7 @@ class QuantizedTransfer:
         num_rows, width = rows.shape
         if width % self.block:
             raise ValueError(f"QuantizedTransfer.block is {self.block}; expected a divisor of the width, {width}")
-        blocks = rows.reshape(num_rows, -1, self.block).astype(jnp.float32)
+        blocks = rows.reshape(num_rows, width // self.block, self.block).astype(jnp.float32)
         largest = jnp.abs(blocks).max(-1, keepdims=True)
         scales = jnp.where(largest == 0, 1, largest / self._most)
         scaled = blocks / scales
@@ -307,7 +311,8 @@ class QuantizedTransfer:
         num_scales = words.shape[1] * PER_WORD // (self.block + PER_WORD)
         numbers = _numbers(jax.lax.bitcast_convert_type(words[:, :-num_scales], jnp.uint32), self.dtype)
         blocks = numbers.reshape(words.shape[0], num_scales, self.block).astype(jnp.float32)
-        return (blocks * words[:, -num_scales:, None]).reshape(words.shape[0], -1).astype(dtype)
+        rows = blocks * words[:, -num_scales:, None]
+        return rows.reshape(words.shape[0], num_scales * self.block).astype(dtype)
 
     @property
     def _most(self) -> float:

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts
@@ -15,6 +16,7 @@ from jax_moe_lb.transport.exchange import Buffers
 
 
 @dataclass(frozen=True)
+@checked_fields
 class TransportCost:
     """Waves, hops and buffers of a dispatch, as NumPy arrays on a host.
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 
 from jax_moe_lb.collectives.exchange_paths import exchange_path
 from jax_moe_lb.collectives.permutes import agreed
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
@@ -33,6 +34,7 @@ class DirectReceipt(Receipt):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Direct(Dispatch[DirectReceipt]):
     """Dispatch of token copies straight to the ranks that serve them; the default.
 

@@ -1,21 +1,19 @@
 """Base class of dispatches: token copies to their serving ranks, expert networks, and outputs back."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.stats import OnFault, check_rounds
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
-from jax_moe_lb.core.validation import check_plan, ensure, ensure_legal, fallback_to_plain
+from jax_moe_lb.core.validation import fallback_to_plain
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.exchange import Exchange, ReceiptT, RoutingWeights
@@ -46,8 +44,8 @@ class Served(NamedTuple):
         rounds: int32, rounds over all waves; usually 1 with a balanced plan.
         made: plan returned by the balancer.
         dynamic: `[E]` booleans, experts the balancer may move from home; `None`: all.
-        is_legal: whether `made` was legal and served. Always True with `on_fault="raise"`.
-        is_whole: whether all rounds of the plan were run. Always True with `on_fault="raise"`.
+        is_legal: whether `made` was legal and served.
+        is_whole: whether all rounds of the plan were run.
     """
 
     outputs: Tokens
@@ -59,41 +57,8 @@ class Served(NamedTuple):
     is_whole: Bool[Array, ""]
 
 
-def served_plan(
-    made: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None, on_fault: OnFault
-) -> tuple[Plan, Bool[Array, ""]]:
-    """Return a legal plan, and whether it equals the balancer's plan.
-
-    Args:
-        made: plan returned by the balancer.
-        counts: `[R, E]` int32, counts of the plan.
-        dynamic: `[E]`, False for static experts; `None`: all are dynamic.
-        on_fault: action on an illegal plan. "raise" stops the program, "record" returns the plan of plain expert
-            parallelism.
-    """
-    if on_fault == "raise":
-        return ensure_legal(made, counts, dynamic), jnp.bool_(True)
-    return fallback_to_plain(made, counts, dynamic)
-
-
-def abort_unless(
-    ok: Bool[Array, ""], receipt: ReceiptT, on_fault: OnFault, check: Callable[..., None], *args: Any
-) -> ReceiptT:
-    """Return the receipt; with `on_fault="raise"`, stop the program by `check(*args)` if not `ok`.
-
-    Args:
-        ok: boolean, equal on all ranks of a group.
-        receipt: receipt read by all following operations; the check is added to its rounds as a data dependency.
-        on_fault: "record" skips the check.
-        check: function raising a ValueError for `args`.
-        *args: pytrees of arrays, equal on all ranks of the group.
-    """
-    if on_fault == "record":
-        return receipt
-    return replace(receipt, rounds=receipt.rounds + ensure(ok, check, *args))
-
-
 @dataclass(frozen=True)
+@checked_fields
 class Dispatch(Exchange[ReceiptT]):
     """Transport of tokens to their experts and back, in rounds of an `Exchange`.
 
@@ -118,7 +83,6 @@ class Dispatch(Exchange[ReceiptT]):
         balancer: Balancer,
         replicate: Replicate,
         topology: Topology,
-        on_fault: OnFault,
     ) -> tuple[Served, State]:
         """Send every token copy to its expert and return the outputs.
 
@@ -133,7 +97,6 @@ class Dispatch(Exchange[ReceiptT]):
             balancer: strategy that edits the plan.
             replicate: transport of weights into the slots.
             topology: topology of the layer; its expert axes are the ranks of the group.
-            on_fault: action on an illegal plan, or on more rounds than `max_rounds`.
 
         Returns:
             The outputs with the served plan, and the new balancer state.
@@ -141,13 +104,12 @@ class Dispatch(Exchange[ReceiptT]):
         with jax.named_scope("plan"):
             made, state = balancer.rebalance(routed.counts, plan, topology, state)
             # Replace an illegal plan before `address`, which computes copy offsets from it.
-            plan, is_legal = served_plan(made, routed.counts, None, on_fault)
+            plan, is_legal = fallback_to_plain(made, routed.counts)
         with jax.named_scope("address"):
             receipt = self.address(routed.experts, routed.counts, plan, topology)
             if (follows_plan := receipt.follows_plan) is not None:
-                receipt = abort_unless(follows_plan, receipt, on_fault, check_plan, made, routed.counts)
                 is_legal = is_legal & follows_plan
-            receipt, is_whole = self.within_rounds(receipt, on_fault)
+            is_whole = self.within_rounds(receipt)
         # Named for policies of `jax.checkpoint`: a saved plan is not computed again in the backward pass.
         plan, receipt = checkpoint_name((plan, receipt), "moe_plan")
         outputs = self.serve_plan(x, routed.weights, experts, plan, receipt, replicate, topology)
@@ -166,18 +128,14 @@ class Dispatch(Exchange[ReceiptT]):
         """Serve all copies of a legal plan; by default by `in_rounds`, whose arguments these are."""
         return in_rounds(x, weights, experts, plan, receipt, replicate, self, topology)
 
-    def within_rounds(self, receipt: ReceiptT, on_fault: OnFault) -> tuple[ReceiptT, Bool[Array, ""]]:
-        """Return the receipt and whether `max_rounds` suffices; with `on_fault="raise"`, stop the program if not.
+    def within_rounds(self, receipt: ReceiptT) -> Bool[Array, ""]:
+        """Return whether `max_rounds` suffices.
 
         Args:
             receipt: return value of `address`.
-            on_fault: action if `max_rounds` does not suffice.
         """
-        if self.buffers.max_rounds is None:
-            return receipt, jnp.bool_(True)
-        is_whole = receipt.rounds <= self.buffers.max_rounds
-        limit = np.int32(self.buffers.max_rounds)
-        return abort_unless(is_whole, receipt, on_fault, check_rounds, receipt.rounds, limit), is_whole
+        limit = self.buffers.max_rounds
+        return jnp.bool_(True) if limit is None else receipt.rounds <= limit
 
     def cost(self) -> TransportCost:
         """Return the waves, hops and buffers of this dispatch for the simulator; by default one wave of one hop."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, concatenated, starts
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import arrivals
 from jax_moe_lb.core.topology import Topology
@@ -64,6 +65,7 @@ TILE_ROWS = 128
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Buffers:
     """Size of a rank's receive buffer, and the number of times that a layer fills it.
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jax_moe_lb.collectives.permutes import gather_tiles, sum_tiles
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.topology import Level, Topology
 from jax_moe_lb.core.types import pytree
 from jax_moe_lb.kernels.experts import Experts
@@ -75,6 +76,7 @@ def _parts(axis: str, size: int, domain_sizes: Mapping[str, int]) -> dict[str, i
 
 
 @dataclass(frozen=True)
+@checked_fields
 class ExpertDomains:
     """Layout of experts and tokens on a mesh of `hybrid_mesh`.
 
@@ -184,6 +186,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class GatherExpertDomain:
     """Gather of the experts of all ranks of an expert domain, level by level.
 

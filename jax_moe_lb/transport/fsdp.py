@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.types import Axes, Carry
 from jax_moe_lb.kernels.experts import LOGICAL_AXES, Experts
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain, Packed
 
 
 @dataclass(frozen=True)
+@checked_fields
 class FsdpExperts:
     """Gather of the matrices of home experts over data axes: fully sharded data parallelism (FSDP) of experts.
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from jax_moe_lb.collectives.expert_gather import Wanted, add_at_home, fetch_all, max_incoming_replicas, zero_sums
 from jax_moe_lb.collectives.local_processes import can_copy
 from jax_moe_lb.collectives.peer_copy import Pending, Route, add_copies_at_home, join, start
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.kernels.experts import Experts
@@ -176,6 +177,7 @@ _replicas.defvjp(_save, _backward)
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Gather(Replicate):
     """Replication by XLA collectives: every slot is copied from the home of its expert.
 
@@ -218,6 +220,7 @@ class Gather(Replicate):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class PeerCopy(Replicate):
     """Replication by copy engines: every slot is copied from the expert's home, or from its rank in `plan.relay`.
 
@@ -298,6 +301,7 @@ def _of_replicas(slots: Int[Array, "R S"], plan: Plan) -> Wanted:
 
 
 @dataclass(frozen=True)
+@checked_fields
 class Relay(Replicate):
     """Replication by UltraEP's adaptive relays: some replicas of an expert forward its weights to the others.
 

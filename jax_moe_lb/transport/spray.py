@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.collectives.permutes import agreed
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import nearest_first
@@ -113,6 +114,7 @@ class SprayReceipt(Receipt):
 
 
 @dataclass(frozen=True)
+@checked_fields
 class MultiRailDispatch(Dispatch[SprayReceipt]):
     """Dispatch of token copies between nodes over all rails, by `plan.rails`.
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.stats import OnFault
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import check_plan
@@ -24,6 +24,7 @@ from jax_moe_lb.transport.two_phase_schedule import PhaseConfig, serve_in_phases
 
 
 @dataclass(frozen=True)
+@checked_fields
 class TwoPhase(Direct):
     """FEPLB's Two-Phase Dispatch: plain expert parallelism, except that rows of moved experts go on to other ranks.
 
@@ -97,7 +98,6 @@ class TwoPhase(Direct):
         balancer: Balancer,
         replicate: Replicate,
         topology: Topology,
-        on_fault: OnFault,
     ) -> tuple[Served, State]:
         """Send all copies home without a plan, then rows of moved experts on; see `Dispatch.serve`.
 
@@ -105,7 +105,7 @@ class TwoPhase(Direct):
             ValueError: `plan.rails` is set.
         """
         dynamic = balancer.dynamic(plan)
-        ways = PhaseConfig.of(self, balancer, replicate, plan, topology, on_fault)
+        ways = PhaseConfig.of(self, balancer, replicate, plan, topology)
         # A planner that runs concurrently with the static wave is stateless: skip the balancer.
         if ways.planner is None:
             with jax.named_scope("plan"):

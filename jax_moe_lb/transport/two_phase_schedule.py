@@ -28,14 +28,14 @@ from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.stats import OnFault
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens
+from jax_moe_lb.core.validation import fallback_to_plain
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn
 from jax_moe_lb.planners.base import NativePlanner
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
-from jax_moe_lb.transport.dispatch import Routed, served_plan
+from jax_moe_lb.transport.dispatch import Routed
 from jax_moe_lb.transport.exchange import (
     Copies,
     RoutingWeights,
@@ -70,7 +70,6 @@ class PhaseConfig(NamedTuple):
         planner: planner that runs concurrently with the exchange; `None` if the plan already exists.
         route: ranks of the copies of rows and weights that overlap with products; `None` if exchanges move the rows.
         topology: topology of the layer; rows and weights travel between the ranks of its expert axes.
-        on_fault: action on an illegal plan, or on more rounds than `max_rounds`.
     """
 
     direct: Direct
@@ -78,7 +77,6 @@ class PhaseConfig(NamedTuple):
     planner: NativePlanner | None
     route: Route | None
     topology: Topology
-    on_fault: OnFault
 
     @classmethod
     def of(
@@ -88,7 +86,6 @@ class PhaseConfig(NamedTuple):
         replicate: Replicate,
         plan: Plan,
         topology: Topology,
-        on_fault: OnFault,
     ) -> "PhaseConfig":
         """Create the configuration, with a planner if one can run concurrently with the exchange.
 
@@ -100,13 +97,12 @@ class PhaseConfig(NamedTuple):
             replicate: replication of the weights.
             plan: initial plan of the planner.
             topology: topology of the layer; rows and weights travel between the ranks of its expert axes.
-            on_fault: action on an illegal plan, or on more rounds than `max_rounds`.
         """
         route = replicate.route(topology) if plan.slots > plan.num_home else None
         # One planner serves all ranks of its copies.
         alone = route is not None and route.domain is None
         planner = balancer.native_planner(plan.domain) if alone else None
-        return cls(direct, replicate, planner, route, topology, on_fault)
+        return cls(direct, replicate, planner, route, topology)
 
     def operand(self, experts: Experts) -> Experts | ExpertParts:
         """Return experts in the form required by the products.
@@ -224,10 +220,10 @@ class _Arrived(NamedTuple):
 def _serve(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
 ) -> tuple[Tokens, PhaseOutcome]:
-    direct, _, _, _, topology, on_fault = ways
+    direct, topology = ways.direct, ways.topology
     with jax.named_scope("address"):
         receipt, streams = address_home(direct, routed.experts, routed.counts, dynamic, topology)
-        receipt, is_whole = direct.within_rounds(receipt, on_fault)
+        is_whole = direct.within_rounds(receipt)
     first = jnp.int32(0)
     pending: Any
     if ways.planner is not None and ways.route is not None:
@@ -240,11 +236,11 @@ def _serve(
         with jax.named_scope("plan"):
             rows, tables, pending = plan_and_copy(posted, rows)
             made = replace(plan, placement=tables[0], quota=tables[1])
-            plan, is_legal = served_plan(made, routed.counts, dynamic, on_fault)
+            plan, is_legal = fallback_to_plain(made, routed.counts, dynamic)
     else:
         forward, made = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), plan
         with jax.named_scope("plan"):
-            plan, is_legal = served_plan(made, routed.counts, dynamic, on_fault)
+            plan, is_legal = fallback_to_plain(made, routed.counts, dynamic)
         # Start the copies before the wave and join them after it, to overlap them with its products.
         pending = _start(experts, plan, ways)
         rows = forward.come_home(first)

@@ -269,7 +269,5 @@ def _experts(
         shared=shared,
         precision=Precision(config.compute_dtype, config.param_dtype),
         rules=rules,
-        # Training and generation read the statistics of each step.
-        on_fault="record",
         rngs=rngs,
     )

@@ -134,8 +134,6 @@ class Block(nnx.Module):
             losses=Losses(switch=config.aux_loss, z=config.z_loss),
             rules=fsdp.expert_rules(topology) if split else None,
             precision=Precision(config.compute_dtype),
-            # The training loop reads the statistics of each step, so no host callback is needed.
-            on_fault="record",
             rngs=rngs,
         )
 

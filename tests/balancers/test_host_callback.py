@@ -1,7 +1,6 @@
-"""A failing user planner, on one device or on all, stops all devices with one message."""
+"""A failing user planner, on one device or on all, gives all devices an illegal plan, and the host one message."""
 
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -11,13 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import HostCallback, System, Topology
+from jax_moe_lb import HostCallback, System, Topology, raise_on_fault
 from jax_moe_lb.core import plain_plan
 from tests.layer_cases import Case, make_mesh, sharded_moe
 
 COUNTS = np.array([[4, 0], [3, 1]], np.int32)
-MOST_S = 60.0
-"""Exchanges wait 120 s for absent ranks."""
 
 
 def fails(counts, plan, topology):
@@ -76,45 +73,57 @@ BAD = {
 def test_the_message_says_what_the_planner_did(name):
     planner, message = BAD[name]
     start, topology = plain_plan(COUNTS, Topology.flat(2), 2), Topology.flat(2)
-    run = jax.jit(lambda counts: HostCallback(planner).rebalance(counts, start, topology, ())[0].quota)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"ValueError: HostCallback: .*{message}"):
-        jax.block_until_ready(run(COUNTS))
+    balancer = HostCallback(planner)
+    run = jax.jit(lambda counts: balancer.rebalance(counts, start, topology, ())[0])
+    with pytest.raises(ValueError, match=f"^HostCallback: .*{message}"):
+        balancer.raise_error_of(run(COUNTS))
 
 
 @pytest.mark.parametrize("name", ["raises", "illegal", "differs"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_planner_that_fails_on_one_device_stops_all(name, check_vma):
+def test_a_planner_that_fails_on_one_device_gives_all_its_error(name, check_vma):
     other = {"raises": fails, "illegal": loses_a_token, "differs": serves_elsewhere}[name]
     mesh = make_mesh((2, 2), ("data", "expert"))
     topology, balancer = Topology.from_mesh(mesh), HostCallback(Once(other))
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=check_vma)
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=(PartitionSpec("data"), PartitionSpec()),
+        check_vma=check_vma,
+    )
     def run(counts):
         plan, _ = balancer.rebalance(counts[0], plain_plan(counts[0], topology, 2), topology, ())
-        # A device that does not stop would wait here for the stopped one.
-        return jax.lax.psum(plan.quota.sum() + 0 * jax.lax.axis_index("expert"), ("data", "expert"))
+        total = jax.lax.psum(plan.quota.sum() + 0 * jax.lax.axis_index("expert"), ("data", "expert"))
+        return jax.tree.map(lambda leaf: leaf[None], plan), total
 
-    start = time.monotonic()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"HostCallback on rank [01]: \S+") as stopped:
-        jax.block_until_ready(run(jnp.stack([COUNTS, COUNTS])))
-    assert time.monotonic() - start < MOST_S
-    words = {"raises": "ZeroDivisionError", "illegal": "plan.quota of expert 0", "differs": "differing from rank"}
-    assert words[name] in str(stopped.value)
-    # The devices then accept other work.
-    np.testing.assert_array_equal(run(jnp.stack([COUNTS, COUNTS])), 2 * 2 * COUNTS.sum())
+    plans, _ = run(jnp.stack([COUNTS, COUNTS]))
+    legal = [bool((plans.quota[i].sum(1) == COUNTS.sum(0)).all()) for i in range(2)]
+    assert sorted(legal) == [False, True]
+    words = {"raises": "ZeroDivisionError", "illegal": "plan.quota of expert 0", "differs": "differing between ranks"}
+    with pytest.raises(ValueError, match=rf"HostCallback( on rank [01])?: .*{words[name]}"):
+        balancer.raise_error_of(jax.tree.map(lambda leaf: leaf[legal.index(False)], plans))
+    # The planner fails once only.
+    np.testing.assert_array_equal(run(jnp.stack([COUNTS, COUNTS]))[1], 2 * 2 * COUNTS.sum())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [pytest.param((1, 8), marks=pytest.mark.thorough), (2, 4)])
-def test_a_layer_does_not_wait_for_the_device_that_failed(sizes):
+def test_a_layer_goes_on_without_the_planner(sizes):
     case, mesh = Case(), make_mesh(sizes, ("data", "expert"))
     layer = sharded_moe(mesh, Topology.from_mesh(mesh), System(HostCallback(Once(fails)), replica_slots=1))
     x = jnp.ones((8 * case.num_tokens, case.width), jnp.float32)
-    start = time.monotonic()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"HostCallback on rank \d: planner raised ZeroDivisionError"):
-        jax.block_until_ready(jax.jit(layer)(x, jnp.ones(x.shape[0], bool), *case.params("float32")))
-    assert time.monotonic() - start < MOST_S
+    layer, args = jax.jit(layer), (x, jnp.ones(x.shape[0], bool), *case.params("float32"))
+    y, stats = layer(*args)
+    with pytest.raises(ValueError, match=r"HostCallback on rank \d: planner raised ZeroDivisionError") as caught:
+        raise_on_fault(stats)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    # The planner fails once only, and the plain plan gives the same outputs.
+    again, stats = layer(*args)
+    raise_on_fault(stats)
+    np.testing.assert_allclose(y, again, rtol=1e-5, atol=1e-6)
 
 
 def test_on_numpy_arrays_errors_are_the_planners_own():

@@ -46,6 +46,7 @@ OPTIONS = {
     "empty domain": ((*PLAIN, "--ranks-per-domain", "0"), "--ranks-per-domain is '0'"),
     "free experts": ((*PLAIN, "--expert-bytes", "0"), "--expert-bytes is '0'"),
     "unknown option": ((*PLAIN, "--slot", "4"), "--slot"),
+    "endless option": (("--balancer", "exact:eps=" + "-" * 60_000), "--balancer exact:eps is '---"),
     "missing folder": ((*PLAIN, "--out", "no/such/folder/plan.npz"), "--out is no/such/folder/plan.npz"),
     "a folder": ((*PLAIN, "--out", "."), "--out is .: Is a directory"),
 }

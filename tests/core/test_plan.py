@@ -14,9 +14,8 @@ from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.core import Split, check_plan, imbalance, load, nearest_first, plain_plan, straggler, traffic
 from jax_moe_lb.core.split import arrivals
-from jax_moe_lb.core.validation import ensure_legal
+from jax_moe_lb.core.validation import fallback_to_plain
 from tests.oracle import random_plan, split
-from tests.planners.planner_cases import STOPPED
 
 
 @st.composite
@@ -130,15 +129,17 @@ def test_illegal_plans_are_refused_on_the_host_and_in_jit(name):
     plan, message = ILLEGAL[name]
     with pytest.raises(ValueError, match=message):
         check_plan(plan, COUNTS)
-    guarded = jax.jit(ensure_legal)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        jax.block_until_ready(guarded(jax.tree.map(jnp.asarray, plan), jnp.asarray(COUNTS)))
+    plain, legal = jax.jit(fallback_to_plain)(jax.tree.map(jnp.asarray, plan), jnp.asarray(COUNTS))
+    assert not legal
+    check_plan(plain, COUNTS)
+    np.testing.assert_array_equal(load(plain), COUNTS.sum(0).reshape(4, 2).sum(1))
 
 
 @pytest.mark.slow
 def test_a_legal_plan_passes_unchanged_through_jit():
     plan = plain_plan(jnp.asarray(COUNTS), Topology.flat(4, 2), slots=3)
-    guarded = jax.jit(ensure_legal)(plan, jnp.asarray(COUNTS))
+    guarded, legal = jax.jit(fallback_to_plain)(plan, jnp.asarray(COUNTS))
+    assert legal
     assert (guarded.quota == plan.quota).all()
     assert (guarded.placement == plan.placement).all()
 
@@ -165,6 +166,12 @@ def test_relay_and_rails_are_checked():
     relay[0, 2] = 3
     with pytest.raises(ValueError, match=r"plan.relay of rank 0, slot 2 is 3; expected a rank holding expert 2"):
         check_plan(Plan(placement, plan.quota, relay=relay, domain=2), COUNTS)
+    # Experts 2 and 3 live on rank 1, so rank 0 cannot copy expert 2 from itself.
+    relay[0, 2] = 0
+    looped = Plan(placement, plan.quota, relay=relay, domain=2)
+    with pytest.raises(ValueError, match=r"plan.relay of rank 0, slot 2 is 0; expected a chain of relays from"):
+        check_plan(looped, COUNTS)
+    assert not jax.jit(fallback_to_plain)(jax.tree.map(jnp.asarray, looped), jnp.asarray(COUNTS))[1]
     rails = np.stack([split(COUNTS, plan.quota, 2).sum(1)] * 2, -1) // 2
     check_plan(Plan(plan.placement, plan.quota, rails=rails.astype(np.int32), domain=2), COUNTS)
     rails[1, 3, 0] += 1
@@ -343,12 +350,9 @@ def test_quotas_that_wrap_round_in_32_bits_are_refused():
     plan = plain_plan(counts, Topology.flat(4))
     wide = plan.quota.astype(np.int64)
     wide[0, 0] = 2**32 + 8
-    for refuse in (
-        check_plan,
-        lambda plan, counts: jax.block_until_ready(jax.jit(lambda c: ensure_legal(plan, c))(counts)),
-    ):
-        with pytest.raises(STOPPED, match=r"plan.quota of expert 0 sums to \d+ tokens; expected the 8 of counts"):
-            refuse(replace(plan, quota=wide), counts)
+    with pytest.raises(ValueError, match=r"plan.quota of expert 0 sums to \d+ tokens; expected the 8 of counts"):
+        check_plan(replace(plan, quota=wide), counts)
+    assert not jax.jit(lambda c: fallback_to_plain(replace(plan, quota=wide), c)[1])(counts)
 
 
 def test_many_large_quotas_do_not_sum_to_what_is_expected():
@@ -359,9 +363,9 @@ def test_many_large_quotas_do_not_sum_to_what_is_expected():
     quota = np.zeros((8, 8), np.int32)
     quota[0, :5] = 2**30  # 5 * 2**30 is 2**30 in 32 bits
     plan = Plan(placement, quota, domain=8)
-    for refuse in (check_plan, lambda plan, counts: jax.block_until_ready(jax.jit(ensure_legal)(plan, counts))):
-        with pytest.raises(STOPPED, match=r"plan.quota of expert 0 sums to 5368709120 tokens; expected the 1073741824"):
-            refuse(plan, counts)
+    with pytest.raises(ValueError, match=r"plan.quota of expert 0 sums to 5368709120 tokens; expected the 1073741824"):
+        check_plan(plan, counts)
+    assert not jax.jit(fallback_to_plain)(plan, counts)[1]
 
 
 def test_counts_beyond_32_bits_make_no_plan():

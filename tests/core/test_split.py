@@ -156,9 +156,7 @@ def test_balancers_that_come_after_keep_it():
 def test_a_host_planner_cannot_choose_it():
     counts, topology = np.full((4, 4), 6, np.int32), Topology.flat(4)
     choose = HostCallback(lambda counts, plan, topology: Plan(plan.placement, plan.quota, domain=4, split=PROPORTIONAL))
-    with pytest.raises(
-        (jax.errors.JaxRuntimeError, ValueError), match=r"planner returned a plan with Split.*expected Split"
-    ):
+    with pytest.raises(ValueError, match=r"planner returned a plan with Split.*expected Split"):
         choose.rebalance(counts, plain_plan(counts, topology, 2), topology, ())
 
 

@@ -18,7 +18,7 @@ AGAIN = {"replicate", "dispatch", "experts", "combine"}
 def operations(system: str) -> list[tuple[str, list[str]]]:
     """Return the operations of a layer and its gradients, each with its scopes."""
     mesh, case = make_mesh((8,), ("expert",)), Case()
-    run = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system_named(system), on_fault="record"))
+    run = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system_named(system)))
     kernel, experts = jax.eval_shape(lambda: case.params(jnp.float32))
     x = jax.ShapeDtypeStruct((8 * case.num_tokens, case.width), jnp.float32)
     text = run.lower(x, jax.ShapeDtypeStruct(x.shape[:1], bool), kernel, experts, x).as_text(debug_info=True)

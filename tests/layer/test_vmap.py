@@ -13,7 +13,6 @@ from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Buffers, ExpertConfig, MoE, TopK, Topology, feplb, plain
 from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import plain_plan
-from jax_moe_lb.core.validation import ensure
 from jax_moe_lb.layer import CHECKPOINT_NAMES, systems
 from jax_moe_lb.layer.systems import eplb, system_names
 from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
@@ -140,18 +139,3 @@ def test_a_layer_that_remembers_refuses_in_one_line():
     with pytest.raises(TraceContextError, match="Cannot mutate BalancerState from a different trace level") as refused:
         jax.eval_shape(jax.vmap(layer), x)
     assert "\n" not in str(refused.value)
-
-
-def test_a_check_calls_the_host_for_what_is_wrong_alone():
-    called = []
-
-    def check(value):
-        called.append(int(value))
-        raise ValueError(f"value is {value}; expected another")
-
-    run = jax.jit(jax.vmap(lambda value: value + ensure(value < 3, check, value)))
-    np.testing.assert_array_equal(run(jnp.arange(3)), [0, 1, 2])
-    assert not called
-    with pytest.raises(jax.errors.JaxRuntimeError, match="value is 3; expected another"):
-        run(jnp.arange(1, 6)).block_until_ready()
-    assert called == [3]

@@ -25,8 +25,8 @@ from jax_moe_lb.transport import Direct, Kernels, QuantizedTransfer
 from tests.layer_cases import make_mesh
 
 REFUSED = {
-    "width": (lambda: ExpertConfig(-4), r"experts.hidden_dim is -4; expected a positive integer"),
-    "shared width": (lambda: SharedExpert(0), r"shared.hidden_dim is 0; expected a positive integer"),
+    "width": (lambda: ExpertConfig(-4), r"experts.hidden_dim is -4; expected an integer from 1 to"),
+    "shared width": (lambda: SharedExpert(0), r"shared.hidden_dim is 0; expected an integer from 1 to"),
     "fused": (lambda: ExpertConfig(4, gated=False, fuse_gate_up=True), r"experts.fuse_gate_up is True; expected False"),
     "dtype": (lambda: Precision(jnp.float16), r"precision.dtype is float16; expected bfloat16, float32 or float64"),
     "parameters": (lambda: Precision(param_dtype=jnp.int8), r"precision.param_dtype is int8; expected bfloat16"),

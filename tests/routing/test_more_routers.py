@@ -141,3 +141,13 @@ def replace_experts(routing, experts):
     """Return the routing with zero weights for dropped copies."""
     weights = jnp.where(experts == NO_EXPERT, 0, routing.weights)
     return type(routing)(jnp.maximum(experts, 0), weights, routing.logits, routing.scores)
+
+
+def test_constant_weights_of_hash_router_have_gradients_without_a_mask():
+    """Constants vary over no mesh axis, unlike the gradients of the weights."""
+    mesh = make_mesh((4,), ("expert",))
+    layer = MoE(8, 8, HashRouter(2), mesh=mesh, system="plain", experts=ExpertConfig(4), rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    x, ids = jnp.ones((16, 8)), jnp.arange(16)
+    gradients = jax.eval_shape(jax.grad(lambda s: nnx.merge(graph, s)(x, token_ids=ids)[0].sum()), state)
+    assert gradients["up"].shape == (8, 8, 4)

@@ -58,5 +58,6 @@ class Compiled:
 
     def _put(self, tree: Any, spec: PartitionSpec) -> Any:
         if not self.program.explicit:
-            return jax.tree.map(jnp.asarray, tree)
+            # Copies: a donated buffer must not share memory with the inputs of the reference.
+            return jax.tree.map(jnp.array, tree)
         return jax.device_put(tree, NamedSharding(self.mesh, spec))

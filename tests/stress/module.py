@@ -21,7 +21,6 @@ def make_module_step(program: Program, strategies: Strategies) -> Step:
         program.num_experts,
         **strategies._asdict(),
         experts=ExpertConfig(program.mlp_dim, gated=program.gated),
-        on_fault=program.on_fault,
         # Parameters are wide, and rounded at the input of the layer.
         precision=Precision(program.dtype, WIDE_DTYPES[program.dtype]),
         rngs=nnx.Rngs(0),

@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc):
 EVERYDAY = 1
 """Number of programs run by default; the others are thorough cases."""
 
-CHOICES = ("system", "layout", "router", "losses", "dtype", "transformation", "headroom", "max_rounds", "on_fault")
+CHOICES = ("system", "layout", "router", "losses", "dtype", "transformation", "headroom", "max_rounds")
 CHOICES += ("explicit", "gated", "masked", "homes", "check_vma")
 
 
@@ -64,7 +64,6 @@ def test_the_default_programs_cover_every_choice():
     assert {program.dtype for program in programs} == set(DTYPES)
     assert {program.transformation for program in programs} == set(TRANSFORMATIONS)
     assert {(program.headroom, program.max_rounds) for program in programs} == set(ROUNDS)
-    assert {program.on_fault for program in programs} == {"raise", "record"}
     for choice in ("explicit", "gated", "masked", "homes", "check_vma"):
         assert {getattr(program, choice) for program in programs} == {False, True}
     assert len(PATTERNS) <= INPUTS

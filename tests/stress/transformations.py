@@ -44,7 +44,9 @@ def make_step(program: Program, strategies: Strategies) -> Step:
 
     step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     step = accumulated(step) if program.microbatches > 1 else step
-    return step if program.transformation == "not jitted" else jax.jit(step)
+    if program.transformation == "not jitted":
+        return step
+    return jax.jit(step, donate_argnums=(0, 1) if program.transformation == "jit, donated" else ())
 
 
 def make_layer(program: Program, strategies: Strategies) -> Layer:
@@ -61,7 +63,7 @@ def make_layer(program: Program, strategies: Strategies) -> Layer:
         params = MoEParams(weights.kernel, experts, selection_bias=bias)
         start = MoEState(jax.tree.map(lambda leaf: leaf[0], state), homes)
         layer = (params, strategies.router, strategies.system, topology, start, TokenInfo(mask, sequence_length=length))
-        y, stats, after = moe(x, *layer, strategies.losses, program.on_fault)
+        y, stats, after = moe(x, *layer, strategies.losses)
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, after.balancer))
 
     sharded = jax.shard_map(
@@ -85,6 +87,8 @@ def put(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
 def checkpointed(program: Program, layer: Layer) -> Layer:
     if "names kept" in program.transformation:
         return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES))
+    if program.transformation == "checkpoint, products kept":
+        return jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
     return jax.checkpoint(layer) if program.transformation == "checkpoint" else layer
 
 

@@ -287,7 +287,7 @@ def test_no_row_leaves_its_rail_between_nodes_on_a_gpu():
     mesh, topology = layout("two ranks at each rail")
     case = Case()
     system = System(RailS(), dispatch=MultiRailDispatch(Buffers(max_rounds=1)))
-    layer = with_gradients(sharded_moe(mesh, topology, system, on_fault="record"))
+    layer = with_gradients(sharded_moe(mesh, topology, system))
     x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
     text = layer.trace(x, mask, *case.params("float32"), x).lower(lowering_platforms=("cuda",)).as_text()
     groups = re.findall(r"ragged_all_to_all.*?replica_groups = dense<\[(.*?)\]> :", text)

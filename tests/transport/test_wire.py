@@ -40,6 +40,13 @@ def test_numbers_that_are_not_finite_stay_so():
     np.testing.assert_array_equal(got[:, 32:], 1)
 
 
+def test_no_rows():
+    wire = QuantizedTransfer(INT8, block=32)
+    words = wire.encode(jnp.zeros((0, 64)))
+    assert words.shape == (0, wire.row_bytes(64) // 4)
+    assert wire.decode(words, jnp.float32).shape == (0, 64)
+
+
 DIRECT = Direct(Buffers(0.6), transfer=QuantizedTransfer(E4M3, 4))
 SPRAY = MultiRailDispatch(Buffers(3.0), transfer=QuantizedTransfer(INT8, 4))
 

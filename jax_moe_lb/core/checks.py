@@ -1,0 +1,222 @@
+"""Checks of constructor arguments by their annotations.
+
+`@checked_fields` below `@dataclass` checks every field before `__post_init__`, which then checks ranges only. Without
+it, a wrong type fails in a later comparison or in the compiler, and the message does not name the argument.
+"""
+
+import functools
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import fields
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import jax.numpy as jnp
+import numpy as np
+
+MOST_INTEGER = 2**63 - 1
+"""Largest integer of an option, such as a number of bytes."""
+
+MOST_FLOAT = sys.float_info.max
+"""Largest finite number."""
+
+MOST_SHOWN = 60
+"""Maximum length of a value in a message."""
+
+ClassT = TypeVar("ClassT", bound=type)
+
+
+def checked_fields(cls: ClassT) -> ClassT:
+    """Check the fields of a dataclass by their annotations at construction; apply it below `@dataclass`.
+
+    Numbers are finite and integers fit int64. Arrays and annotations unknown at run time are not checked.
+
+    Args:
+        cls: class with annotated fields.
+
+    Returns:
+        The class, whose constructor raises a `TypeError` for a wrong type and a `ValueError` for a number out of range.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... @checked_fields
+        ... class Size:
+        ...     rows: int
+        >>> Size(2.5)
+        Traceback (most recent call last):
+        ...
+        TypeError: Size.rows is 2.5; expected an integer
+    """
+    own = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        kind: Any = type(self)
+        hints = _hints(kind)
+        last = []
+        for field in fields(self):
+            if not field.init:
+                continue
+            case = f"{kind.__name__}.{field.name}", getattr(self, field.name), hints.get(field.name, Any)
+            if _is_infinite_number(*case[1:]):
+                # The class may name the range of the number, too.
+                last.append(case)
+            else:
+                check_value(*case)
+        if own is not None:
+            own(self)
+        for case in last:
+            check_value(*case)
+
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+    return cls
+
+
+def check_value(argument: str, value: Any, kind: Any) -> None:
+    """Check an argument by an annotation.
+
+    Args:
+        argument: name of the argument in the message.
+        value: its value.
+        kind: annotation, such as `int` or `tuple[float, ...] | None`.
+
+    Raises:
+        TypeError: the value has another type.
+        ValueError: the value is a number that is not finite or does not fit int64, or is not among the literals.
+    """
+    if _matches(value, kind):
+        return
+    error = ValueError if _matches_but_for_value(value, kind) else TypeError
+    raise error(f"{argument} is {shown(value)}; expected {expected(kind)}")
+
+
+def check_integer(argument: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> None:
+    """Check an integer and its range.
+
+    Args:
+        argument: name of the argument in the message.
+        value: its value.
+        least: smallest accepted value; 1 by default.
+        most: largest accepted value; that of int32 by default.
+
+    Raises:
+        TypeError: the value is no integer.
+        ValueError: the value is out of range.
+    """
+    check_value(argument, value, int)
+    if not least <= value <= most:
+        raise ValueError(f"{argument} is {value}; expected an integer from {least} to {most}")
+
+
+def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...]) -> np.dtype:
+    """Return a dtype among some, as `np.dtype`.
+
+    Equal options then compare equal, as required of static arguments of `jax.jit`.
+
+    Args:
+        argument: name of the argument in the message.
+        value: anything accepted by `jnp.dtype`.
+        allowed: accepted dtypes.
+
+    Raises:
+        TypeError: the value is no dtype.
+        ValueError: it is another dtype.
+    """
+    names = [jnp.dtype(dtype).name for dtype in allowed]
+    wanted = f"{', '.join(names[:-1])} or {names[-1]}"
+    try:
+        dtype = jnp.dtype(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{argument} is {shown(value)}; expected {wanted}") from error
+    if dtype.name not in names:
+        # `jnp.dtype` turns unknown classes into "object".
+        raise ValueError(f"{argument} is {shown(value) if dtype.kind == 'O' else dtype.name}; expected {wanted}")
+    return dtype
+
+
+def shown(value: Any) -> str:
+    """Return `repr(value)` on one line, without its middle if it is long."""
+    if isinstance(value, int) and abs(value) > 10**MOST_SHOWN:
+        # Python refuses to print integers of thousands of digits.
+        return f"an integer of {value.bit_length()} bits"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]}...{text[-MOST_SHOWN // 2 :]}"
+
+
+def expected(kind: Any) -> str:
+    """Return the condition of an annotation in words."""
+    if _is_union(kind):
+        return " or ".join(dict.fromkeys(map(expected, get_args(kind))))
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"a tuple with {expected(get_args(kind)[0])} in each place"
+    names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}
+    if kind in names:
+        return names[kind]
+    kind = get_origin(kind) or kind
+    if kind is Callable:
+        return "a function"
+    return f"a value of {kind.__name__}" if issubclass(kind, Enum) else f"an instance of {kind.__name__}"
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except (NameError, TypeError):
+        # Annotations of a user's class that exist for type checkers only.
+        return {}
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if _is_union(kind) else (kind,)
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
+
+
+def _matches(value: Any, kind: Any) -> bool:
+    origin, args = get_origin(kind), get_args(kind)
+    if _is_union(kind):
+        return any(_matches(value, option) for option in args)
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in args)
+    if origin is tuple:
+        kinds = args[:1] * len(value) if isinstance(value, tuple) and args[-1] is ... else args
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_matches, value, kinds))
+    if kind is float:
+        # `math.isfinite` fails on an integer too large for a float; NaN fails every comparison.
+        return _is_number(value, Real) and bool(abs(value) <= MOST_FLOAT)
+    if kind is int:
+        return _is_number(value, Integral) and abs(value) <= MOST_INTEGER
+    if kind in (bool, str, type(None)):
+        return isinstance(value, (bool, np.bool_) if kind is bool else kind)
+    if Callable in (kind, origin):
+        return callable(value)
+    cls = origin or kind
+    # `Any` is a class; annotations of arrays check shapes, too.
+    is_known = isinstance(cls, type) and cls is not Any and not cls.__module__.startswith("jaxtyping")
+    return isinstance(value, cls) if is_known else True
+
+
+def _is_infinite_number(value: Any, kind: Any) -> bool:
+    return float in _options(kind) and isinstance(value, float) and not abs(value) <= MOST_FLOAT
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool | np.bool_)
+
+
+def _matches_but_for_value(value: Any, kind: Any) -> bool:
+    """Return whether only the range of a number, or the choice among literals, is wrong."""
+    for option in _options(kind):
+        if get_origin(option) is Literal and type(value) in {type(literal) for literal in get_args(option)}:
+            return True
+        if (option is float and _is_number(value, Real)) or (option is int and _is_number(value, Integral)):
+            return True
+    return False
