@@ -217,6 +217,7 @@ def gradient_rounds(
     of_copies: OfCopies,
     exchange: Exchange,
     topology: Topology,
+    before: Any = (),
 ) -> tuple[OfCopies, Any]:
     """Write the gradients of all copies of a receipt into `of_copies`, in the rounds of the forward pass.
 
@@ -230,6 +231,7 @@ def gradient_rounds(
         of_copies: return value of `no_gradients`, or the gradients of earlier waves.
         exchange: transport of copies.
         topology: topology of the layer; copies travel between the ranks of its expert axes.
+        before: arrays that arrive before the gradients of the outputs are sent on NVIDIA GPUs; `()` by default.
 
     Returns:
         Gradients of copies, and gradients of experts summed over rounds.
@@ -245,12 +247,17 @@ def gradient_rounds(
         with jax.named_scope("dispatch"):
             words, group_sizes = exchange.send(to_sending_order(now, order, per_token), receipt, i, topology)
             rows = unpacked(exchange.transfer, words, tokens)
-            row_upstream, _ = exchange.send(to_sending_order(upstream_now, order, per_token), receipt, i, topology)
             row_weights, _ = exchange.send(weights_in_order(weights, order), receipt, i, topology)
-        *of_rows, sums = pull_back(rows, row_weights, group_sizes, row_upstream, sums)
+            # The gradients come last: they travel beside the products that rematerialize the hidden activations.
+            needed_first = rows, row_weights, before
+            going = after_on_cuda(needed_first, to_sending_order(upstream_now, order, per_token))
+            row_upstream, _ = exchange.send(going, receipt, i, topology)
+        of_rows, of_row_weights, sums = pull_back(rows, row_weights, group_sizes, row_upstream, sums)
         with jax.named_scope("combine"):
-            both = zip(of_rows, of_copies, strict=True)
-            copies, copy_weights = (exchange.send_back(part, receipt, i, out, topology) for part, out in both)
+            # First the gradients of the weights, which are known before those of the rows.
+            copy_weights = exchange.send_back(of_row_weights, receipt, i, of_copies[1], topology)
+            of_rows = after_on_cuda(copy_weights, of_rows)
+            copies = exchange.send_back(of_rows, receipt, i, of_copies[0], topology)
         return (copies, copy_weights), sums
 
     return overflow_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (of_copies, None)))
@@ -361,7 +368,7 @@ def _gradients(
 
     batch = Batch(tokens, weights, upstream)
     (of_copies, of_weights), of_slots = gradient_rounds(
-        batch, receipt, receipt, pull_back, no_gradients(tokens, weights), exchange, topology
+        batch, receipt, receipt, pull_back, no_gradients(tokens, weights), exchange, topology, slots.replicas
     )
     of_home, of_replicas = apart_by_home(of_slots, plan.num_home)
     if slots.replicas is not None:
