@@ -266,6 +266,8 @@ def _gradients_at_once(
         return total if sums is None else jax.tree.map(jnp.add, _kind(sums, kind), total)
 
     inner = _inner_kinds(experts)
+    # On GPUs, gradients of weights follow the last use of the products and of the gradients of the hidden activations.
+    hidden, upstream = after_on_cuda(upstreams, (hidden, upstream))
     of_kinds: dict[str, Any] = {"down": outer("down", hidden, upstream)}
     if down_bias is not None:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
