@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.schedule import after_on_cuda
 from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
 from jax_moe_lb.kernels.backends import products_are_by_group
 from jax_moe_lb.kernels.experts import Experts, swiglu
@@ -265,47 +266,33 @@ def _gradients_at_once(
         return total if sums is None else jax.tree.map(jnp.add, _kind(sums, kind), total)
 
     inner = _inner_kinds(experts)
-    of_kinds: dict[str, Any] = {kind: outer(kind, rows, part) for kind, part in zip(inner, upstreams, strict=True)}
-    of_kinds["down"] = outer("down", hidden, upstream)
-    if _first(experts).up_bias is not None:
-        of_kinds |= {
-            f"{kind}_bias": bias_sum(f"{kind}_bias", part) for kind, part in zip(inner, upstreams, strict=True)
-        }
+    # On GPUs, gradients of weights follow the last use of the products and of the gradients of the hidden activations.
+    hidden, upstream = after_on_cuda(upstreams, (hidden, upstream))
+    of_kinds: dict[str, Any] = {"down": outer("down", hidden, upstream)}
     if down_bias is not None:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
-    upstreams, of_kinds = _in_order(upstreams, of_kinds, rows.nbytes + upstream.nbytes)
+    # On GPUs, `down` comes before the gradients of the rows, if it is smaller than the arrays that it frees for them.
+    if sum(leaf.nbytes for leaf in jax.tree.leaves(of_kinds)) <= upstream.nbytes + hidden.nbytes:
+        upstreams = after_on_cuda(of_kinds, upstreams)
     last = experts if again is None else jax.tree.map(usual_layout, again(upstreams[0]))
     back = [
         grouped_matmul(part, _kind(last, kind), group_sizes, transposed=True)
         for part, kind in zip(upstreams, inner, strict=True)
     ]
-    return sum(back[1:], start=back[0]), of_weights, _with_kinds(experts, of_kinds)
+    of_rows = sum(back[1:], start=back[0])
+    # The other gradients of weights come last: the gradients of the rows travel meanwhile.
+    rows, upstreams = after_on_cuda(of_rows, (rows, upstreams))
+    for kind, part in zip(inner, upstreams, strict=True):
+        of_kinds[kind] = outer(kind, rows, part)
+        if _first(experts).up_bias is not None:
+            of_kinds[f"{kind}_bias"] = bias_sum(f"{kind}_bias", part)
+    return of_rows, of_weights, _with_kinds(experts, of_kinds)
 
 
 def _with_kinds(experts: Experts | ExpertParts, kinds: dict[str, Any]) -> Experts | ExpertParts:
     if not isinstance(experts, tuple):
         return replace(experts, **kinds)
     return tuple(replace(part, **{name: kind[i] for name, kind in kinds.items()}) for i, part in enumerate(experts))
-
-
-def _in_order(upstreams: Any, of_kinds: dict[str, Any], rows_bytes: int) -> tuple[Any, dict[str, Any]]:
-    """Order weight gradients before row gradients on GPUs: row gradients can then reuse the memory of the rows.
-
-    Skip it if weight gradients are far larger, because all of them would be in memory at once. TPUs send row gradients
-    during the products of weight gradients, and CPUs process few rows at a time.
-    """
-    if sum(of_kind.nbytes for of_kind in jax.tree.leaves(of_kinds)) > 2 * rows_bytes:
-        return upstreams, of_kinds
-
-    def weights_first(*both: Any) -> Any:
-        # Dict leaves are sorted by name, and XLA computes barrier operands in order: `down` first frees the hidden
-        # activations. With `up` first a layer took more memory; see `LIMITS` of continuous integration.
-        return jax.lax.optimization_barrier(both)
-
-    def as_they_are(*both: Any) -> Any:
-        return both
-
-    return jax.lax.platform_dependent(upstreams, of_kinds, cuda=weights_first, default=as_they_are)
 
 
 def _backward(

@@ -38,9 +38,9 @@ TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 CHECKPOINT_NAMES = ("moe_routing", "moe_plan")
 """Names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with the destination of each copy.
 
-The layer saves neither token copies nor expert outputs, with or without a policy. Pass these names to
-`save_only_these_names` to save a few integers per token. A layer inside `jax.checkpoint` then neither routes nor plans
-again.
+Pass these names to `save_only_these_names` to save a few integers per token. A layer inside `jax.checkpoint` then
+neither routes nor plans again. The layer saves no expert outputs, and token copies only with `Saved`: add its names
+"moe_dispatched_rows" and "moe_replicas" to the policy.
 """
 
 

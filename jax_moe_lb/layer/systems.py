@@ -20,7 +20,7 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.compression import QuantizedTransfer
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.exchange import Buffers, Kernels
+from jax_moe_lb.transport.exchange import Buffers, Kernels, Saved
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
 from jax_moe_lb.transport.replicate import Gather, PeerCopy, Relay, Replicate
 from jax_moe_lb.transport.spray import MultiRailDispatch
@@ -158,6 +158,7 @@ class System:
         buffers: Buffers | None = None,
         transfer: QuantizedTransfer | None = None,
         kernels: Kernels | None = None,
+        saved: Saved | None = None,
         replica_slots: int | None = None,
         migrate: GatherExpertDomain | None = None,
         relocates: bool | None = None,
@@ -170,6 +171,7 @@ class System:
             buffers: size of the receive buffer and maximum number of rounds.
             transfer: quantization of forward rows during transfers.
             kernels: implementation of the experts' products on Hopper.
+            saved: received arrays saved for the backward pass.
             replica_slots: replica slots per rank.
             migrate: gather of the experts of each expert domain.
             relocates: whether home experts move between steps.
@@ -180,9 +182,9 @@ class System:
         Examples:
             >>> from jax_moe_lb import Buffers, exact
             >>> exact(2).replace(buffers=Buffers(max_rounds=1)).dispatch.buffers
-            Buffers(headroom=1.05, max_rounds=1)
+            Buffers(headroom=1.05, max_rounds=1, chunks=1)
         """
-        of_dispatch = {"buffers": buffers, "transfer": transfer, "kernels": kernels}
+        of_dispatch = {"buffers": buffers, "transfer": transfer, "kernels": kernels, "saved": saved}
         of_system = {"replica_slots": replica_slots, "migrate": migrate, "relocates": relocates}
         dispatch: Any = {name: value for name, value in of_dispatch.items() if value is not None}
         system: Any = {name: value for name, value in of_system.items() if value is not None}

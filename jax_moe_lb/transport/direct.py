@@ -5,6 +5,7 @@ receive buffer of `A` rows fits any load.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,9 @@ class Direct(Dispatch[DirectReceipt]):
         34432
     """
 
+    takes_chunks: ClassVar[bool] = True
+    takes_saved: ClassVar[bool] = True
+
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> DirectReceipt:
         """Return the destination of every copy of this rank; see `Dispatch`.
 
@@ -83,7 +87,7 @@ class Direct(Dispatch[DirectReceipt]):
 
         See `Exchange.send`.
         """
-        return receipt.slices.send(copies, i, self.buffers.rows(copies.shape[0]), topology)
+        return receipt.slices.send(copies, i, self.buffers.chunk_rows(copies.shape[0]), topology)
 
     def send_back(
         self, rows: Rows, receipt: DirectReceipt, i: Int[Array, ""], out: Copies, topology: Topology

@@ -9,7 +9,7 @@ import abc
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ class Buffers:
     """Size of a rank's receive buffer, and the number of times that a layer fills it.
 
     The buffer has `A = ceil(headroom * T * K)` rows, rounded up to a multiple of 128 if it has 1,024 rows or more. Rows
-    beyond `A` travel in further rounds; none are dropped.
+    beyond `A` travel in further rounds; none are dropped. With several chunks, this holds for the rows of each chunk.
 
     Args:
         headroom: rows per round of a rank, relative to the mean load; 1.05 (default) fits balanced loads. More headroom
@@ -78,9 +78,11 @@ class Buffers:
         max_rounds: number of rounds. `None` (default) runs as many as the plan needs, in a loop; the host of a GPU
             waits before each iteration. A number runs exactly that many without a loop, and a plan with more rounds is
             a fault. 1 is usual with balancers that guarantee a load below the headroom.
+        chunks: parts of the buffer with exchanges of their own in the forward pass; 1 by default. With 2, the exchange
+            of one part overlaps with products of the other. Values are equal. Only `Direct` supports more than 1.
 
     Raises:
-        ValueError: `headroom` is not positive and finite, or `max_rounds` is below 1.
+        ValueError: `headroom` is not positive and finite, or `max_rounds` or `chunks` is below 1.
 
     Examples:
         >>> from jax_moe_lb import Buffers
@@ -90,12 +92,15 @@ class Buffers:
 
     headroom: float = 1.05
     max_rounds: int | None = None
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.headroom < math.inf:
             raise ValueError(f"headroom is {self.headroom}; expected a finite number above 0")
         if self.max_rounds is not None and self.max_rounds < 1:
             raise ValueError(f"max_rounds is {self.max_rounds}; expected at least 1, or None for as many as are needed")
+        if self.chunks < 1:
+            raise ValueError(f"chunks is {self.chunks}; expected at least 1")
 
     def rows(self, num_copies: int) -> int:
         """Return `A`, the rows of a rank in one round.
@@ -103,8 +108,24 @@ class Buffers:
         Args:
             num_copies: `T * K`, token copies of a rank, equal to the mean load.
         """
+        return self.chunks * self.chunk_rows(num_copies)
+
+    def in_one_chunk(self, num_copies: int) -> "Buffers":
+        """Return a buffer of one chunk, with at least as many rows.
+
+        Args:
+            num_copies: `T * K`, token copies of a rank.
+        """
+        return self if self.chunks == 1 else Buffers(self.rows(num_copies) / max(1, num_copies), self.max_rounds)
+
+    def chunk_rows(self, num_copies: int) -> int:
+        """Return the rows of a rank in one exchange, `A` divided by the number of chunks.
+
+        Args:
+            num_copies: `T * K`, token copies of a rank, equal to the mean load.
+        """
         # At least 1: the number of rounds is a quotient by this, also for a rank without tokens.
-        rows = max(1, math.ceil(self.headroom * num_copies))
+        rows = max(1, math.ceil(self.headroom * num_copies / self.chunks))
         return rows if rows < 8 * TILE_ROWS else math.ceil(rows / TILE_ROWS) * TILE_ROWS
 
 
@@ -129,6 +150,28 @@ class Kernels(Enum):
 
 
 @dataclass(frozen=True)
+class Saved:
+    """Received arrays that a layer saves for its backward pass, instead of transferring them again.
+
+    Inside `jax.checkpoint`, they are saved if the policy contains their names, and transferred again otherwise.
+
+    Args:
+        replicas: save the weights of the replica slots, `S - L` experts per layer; named "moe_replicas". False by
+            default.
+        rows: save the rows received in the first round, `A` rows of width `H` in transfer format per layer; named
+            "moe_dispatched_rows". Further rounds send their copies again. It requires one chunk. False by default.
+
+    Examples:
+        >>> from jax_moe_lb import exact
+        >>> exact(2).replace(saved=Saved(replicas=True)).dispatch.saved
+        Saved(replicas=True, rows=False)
+    """
+
+    replicas: bool = False
+    rows: bool = False
+
+
+@dataclass(frozen=True)
 class Exchange(abc.ABC, Generic[ReceiptT]):
     """Interface for moving token copies. `send` and `send_back` are transposes of each other; the gradients rely on it.
 
@@ -139,15 +182,33 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
         buffers: size of the receive buffer and number of rounds; see `Buffers`.
         transfer: quantization of forward rows during transfers; `None` (default) keeps their dtype.
         kernels: implementation of the experts' products on Hopper; `Kernels.LIBRARY` by default.
+        saved: received arrays saved for the backward pass; none by default, see `Saved`.
+
+    Raises:
+        ValueError: the class does not support the chunks of `buffers` or the arrays of `saved`.
     """
 
     buffers: Buffers = field(default_factory=Buffers)
     transfer: QuantizedTransfer | None = None
     kernels: Kernels = Kernels.LIBRARY
+    saved: Saved = Saved()
+
+    takes_chunks: ClassVar[bool] = False
+    """True if a round may consist of several exchanges, numbered `round * chunks + chunk`."""
+
+    takes_saved: ClassVar[bool] = False
+    """True if the rounds are those of `in_rounds`, which saves arrays."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.buffers, Buffers):
             raise TypeError(f"buffers is {self.buffers!r}; expected Buffers(headroom=..., max_rounds=...)")
+        name = type(self).__name__
+        if self.buffers.chunks > 1 and not self.takes_chunks:
+            raise ValueError(f"buffers.chunks is {self.buffers.chunks}; expected 1 for {name}")
+        if self.saved != Saved() and not self.takes_saved:
+            raise ValueError(f"saved is {self.saved}; expected Saved() for {name}")
+        if self.saved.rows and self.buffers.chunks > 1:
+            raise ValueError(f"saved.rows is True; expected False with buffers.chunks = {self.buffers.chunks}")
 
     @abc.abstractmethod
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> ReceiptT:
@@ -172,7 +233,7 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
         Args:
             copies: `[C, H]`, copies of this rank in sending order, or gradients of their outputs.
             receipt: return value of `address`.
-            i: int32, index of the round, from 0.
+            i: int32, index of the round, from 0; with chunks, index of the exchange.
             topology: the topology passed to `address`.
 
         Returns:

@@ -1,12 +1,14 @@
 """`in_rounds`: expert computation in the rounds of a plan, forward and backward, in the memory of one round."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
 from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_buffer, empty_buffer_after
 from jax_moe_lb.core.manual_axes import first_order
@@ -18,8 +20,6 @@ from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
-    Copies,
-    CopyWeights,
     Exchange,
     Kernels,
     Receipt,
@@ -31,26 +31,24 @@ from jax_moe_lb.transport.exchange import (
     weights_by_token,
     weights_in_order,
 )
+from jax_moe_lb.transport.one_round import (
+    ArrivedRows,
+    Kept,
+    OfCopies,
+    PullBack,
+    Round,
+    RowWeights,
+    TravellingRows,
+    gradient_round,
+    serve_round,
+)
 from jax_moe_lb.transport.replicate import Replicate, joined
 
 SumsT = TypeVar("SumsT")
 
-Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt]
+Inputs = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt]
 
-TravellingRows = Float[Array, "C W"]
-"""Copies as transferred; narrower than tokens with a `QuantizedTransfer`."""
-
-OfCopies = tuple[Copies, CopyWeights]
-"""Gradients of copies and of their weights, in sending order."""
-
-RowWeights = Float[Array, "A 1"]
-"""Factor of the output of each row."""
-
-PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows, Any], tuple[Rows, RowWeights, Any]]
-"""Backward function of the rows of one round.
-
-It takes rows, row weights, group sizes, gradients of the outputs, and gradient sums of the experts (`None` at first).
-It returns gradients of the rows and of their weights, and the new sums."""
+Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt, Kept]
 
 
 class Batch(NamedTuple):
@@ -134,8 +132,9 @@ def in_rounds(
     rounds. Each round sends the copies and the gradients of their outputs, and returns the gradients of the copies. The
     number of rounds is equal on all ranks, so the exchanges inside the loop stay paired.
 
-    The residuals are the inputs: copies, outputs and replicas are rematerialized by the same plan. The rank of the
-    expert computes the gradient of a copy's weight, because the output is not saved.
+    The residuals are the inputs and the arrays chosen by `exchange.saved`. Outputs, and other copies and replicas, are
+    rematerialized by the same plan. The rank of the expert computes the gradient of a copy's weight, because the output
+    is not saved.
 
     Args:
         tokens: `[T, H]`, tokens of this rank.
@@ -150,10 +149,16 @@ def in_rounds(
     Returns:
         `[T, H]`, weighted sums; unrouted copies count as 0.
     """
+    return _served((tokens, weights, experts, plan, receipt), replicate, exchange, topology)[0]
+
+
+def _served(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: Topology) -> tuple[Tokens, Kept]:
+    """Compute `in_rounds`; also return the arrays to save."""
 
     # Under `vmap`, microbatches run sequentially, each with the number of rounds of its own plan.
     @jax.custom_batching.sequential_vmap
-    def serve(tokens: Tokens, weights: RoutingWeights, experts: Experts, plan: Plan, receipt: Receipt) -> Tokens:
+    def serve(inputs: Inputs) -> tuple[Tokens, Kept]:
+        tokens, weights, experts, plan, receipt = inputs
         slots = Slots.of(experts, plan, replicate, exchange, topology)
 
         @jax.named_scope("experts")
@@ -161,11 +166,13 @@ def in_rounds(
             return grouped_ffn(rows, slots.weights(group_sizes), group_sizes)
 
         nothing = empty_buffer_after(packed(exchange.transfer, tokens), weights.size)
-        out = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
+        out, rows = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
+        saved = exchange.saved
+        kept = Kept(rows if saved.rows else None, slots.replicas if saved.replicas else None)
         with jax.named_scope("combine"):
-            return combine(unpacked(exchange.transfer, out, tokens), weights, receipt)
+            return combine(unpacked(exchange.transfer, out, tokens), weights, receipt), kept
 
-    return serve(tokens, weights, experts, plan, receipt)
+    return serve(inputs)
 
 
 def serve_rounds(
@@ -176,60 +183,62 @@ def serve_rounds(
     out: TravellingRows,
     exchange: Exchange,
     topology: Topology,
-) -> TravellingRows:
+) -> tuple[TravellingRows, ArrivedRows]:
     """Write the outputs of all copies of a receipt into `out`, round by round.
 
     Args:
         tokens: `[T, H]`, tokens of this rank.
         per_token: `K`, experts per token.
         receipt: return value of `exchange.address`.
-        ffn: expert networks, applied to the rows of a round.
+        ffn: expert networks, applied to the rows of a chunk.
         out: `[T * K, H]`, in sending order and transfer format; copies outside the receipt are unchanged.
         exchange: transport of copies.
         topology: topology of the layer; copies travel between the ranks of its expert axes.
 
     Returns:
-        `out` with the outputs.
+        `out` with the outputs, and the rows received in the first chunk of the first round.
     """
-    transfer = exchange.transfer
     # Encode tokens before the gather of their copies, once per token.
-    travelling = packed(transfer, tokens)
+    travelling = packed(exchange.transfer, tokens)
 
-    def one_round(i: Array, carry: tuple[TravellingRows, None]) -> tuple[TravellingRows, None]:
+    def one_round(i: Array, out: TravellingRows) -> tuple[TravellingRows, ArrivedRows]:
         # The barrier makes every round gather its copies. Otherwise XLA hoists the gather, and the copies stay in
         # memory.
         now = optimization_barrier(i, travelling)
         with jax.named_scope("dispatch"):
-            rows, group_sizes = exchange.send(to_sending_order(now, receipt, per_token), receipt, i, topology)
-            rows = unpacked(transfer, rows, tokens)
-        outputs = ffn(rows, group_sizes)
-        with jax.named_scope("combine"):
-            return exchange.send_back(packed(transfer, outputs), receipt, i, carry[0], topology), None
+            copies = to_sending_order(now, receipt, per_token)
+        return serve_round(Round(i, receipt, exchange, topology, tokens), copies, ffn, out)
 
-    return overflow_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (out, None)))[0]
+    def further(i: Array, carry: tuple[TravellingRows, None]) -> tuple[TravellingRows, None]:
+        return one_round(i, carry[0])[0], None
+
+    out, rows = one_round(jnp.int32(0), out)
+    return overflow_rounds(receipt, exchange, further, (out, None))[0], rows
 
 
 def gradient_rounds(
     batch: Batch,
-    order: Receipt,
     receipt: Receipt,
     pull_back: PullBack,
     of_copies: OfCopies,
     exchange: Exchange,
     topology: Topology,
+    saved: ArrivedRows | None = None,
+    before: Any = (),
 ) -> tuple[OfCopies, Any]:
     """Write the gradients of all copies of a receipt into `of_copies`, in the rounds of the forward pass.
 
-    Each round sends the copies again, and the gradients of their outputs.
+    Each round sends the copies again, unless they are saved, and the gradients of their outputs.
 
     Args:
         batch: layer inputs and the gradients of its outputs.
-        order: receipt with the sending order.
-        receipt: return value of `exchange.address`; only positions of its own copies are read.
+        receipt: return value of `exchange.address`.
         pull_back: backward function of the rows of a round.
         of_copies: return value of `no_gradients`, or the gradients of earlier waves.
         exchange: transport of copies.
         topology: topology of the layer; copies travel between the ranks of its expert axes.
+        saved: rows received in the first round; `None` (default) to send the copies again.
+        before: arrays that arrive before the gradients of the outputs are sent on NVIDIA GPUs; `()` by default.
 
     Returns:
         Gradients of copies, and gradients of experts summed over rounds.
@@ -239,21 +248,16 @@ def gradient_rounds(
     # The backward pass rounds the tokens as the forward pass did.
     travelling = packed(exchange.transfer, tokens)
 
-    def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
-        of_copies, sums = carry
+    def one_round(i: Array, carry: tuple[OfCopies, Any], saved: Any = None) -> tuple[OfCopies, Any]:
         now, upstream_now = optimization_barrier(i, (travelling, upstream))
         with jax.named_scope("dispatch"):
-            words, group_sizes = exchange.send(to_sending_order(now, order, per_token), receipt, i, topology)
-            rows = unpacked(exchange.transfer, words, tokens)
-            row_upstream, _ = exchange.send(to_sending_order(upstream_now, order, per_token), receipt, i, topology)
-            row_weights, _ = exchange.send(weights_in_order(weights, order), receipt, i, topology)
-        *of_rows, sums = pull_back(rows, row_weights, group_sizes, row_upstream, sums)
-        with jax.named_scope("combine"):
-            both = zip(of_rows, of_copies, strict=True)
-            copies, copy_weights = (exchange.send_back(part, receipt, i, out, topology) for part, out in both)
-        return (copies, copy_weights), sums
+            copies, going = (to_sending_order(part, receipt, per_token) for part in (now, upstream_now))
+            of_weights = weights_in_order(weights, receipt)
+        one = Round(i, receipt, exchange, topology, tokens)
+        return gradient_round(one, copies, of_weights, going, pull_back, carry, saved, before)
 
-    return overflow_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (of_copies, None)))
+    first = one_round(jnp.int32(0), (of_copies, None), saved)
+    return overflow_rounds(receipt, exchange, one_round, first)
 
 
 def no_gradients(tokens: Tokens, weights: RoutingWeights) -> OfCopies:
@@ -325,7 +329,10 @@ def _save(
     topology: Topology,
 ) -> tuple[Tokens, Residuals]:
     saved = tokens, weights, experts, plan, receipt
-    return in_rounds(*saved, replicate, exchange, topology), saved
+    outputs, kept = _served(saved, replicate, exchange, topology)
+    # Named for policies of `jax.checkpoint`: if a policy does not save them, the backward pass transfers them again.
+    rows, replicas = checkpoint_name(kept.rows, "moe_dispatched_rows"), checkpoint_name(kept.replicas, "moe_replicas")
+    return outputs, (*saved, Kept(rows, replicas))
 
 
 def _backward(
@@ -343,12 +350,15 @@ def _gradients(
     replicate: Replicate, exchange: Exchange, topology: Topology, saved: Residuals, upstream: Tokens
 ) -> tuple[Tokens, RoutingWeights, Experts]:
     """Compute the gradients of tokens, weights and home experts, in the rounds of the forward pass."""
-    tokens, weights, experts, plan, receipt = saved
+    tokens, weights, experts, plan, receipt, kept = saved
     # Without the barrier, XLA merges these replicas and rows with the equal ones of the forward pass and keeps them
     # until now. The barrier ties them to the gradients, which exist only in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     per_token, again = weights.shape[1], replicate.again()
-    slots = Slots.of(experts, plan, again, exchange, topology)
+    if exchange.saved.replicas:
+        slots = Slots(experts, kept.replicas, takes_parts(exchange))
+    else:
+        slots = Slots.of(experts, plan, again, exchange, topology)
     sums_dtype = dtype_of_sums(experts, exchange)
 
     @jax.named_scope("experts")
@@ -360,8 +370,10 @@ def _gradients(
         )
 
     batch = Batch(tokens, weights, upstream)
+    # With chunks, the gradients of weights would have a sum over chunks, which takes longer than it hides.
+    exchange = replace(exchange, buffers=exchange.buffers.in_one_chunk(weights.size))
     (of_copies, of_weights), of_slots = gradient_rounds(
-        batch, receipt, receipt, pull_back, no_gradients(tokens, weights), exchange, topology
+        batch, receipt, pull_back, no_gradients(tokens, weights), exchange, topology, kept.rows, slots.replicas
     )
     of_home, of_replicas = apart_by_home(of_slots, plan.num_home)
     if slots.replicas is not None:

@@ -10,6 +10,7 @@ counts the rows of every hop for the simulator.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,8 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
         >>> system.dispatch.cost().buffer_rows(4096)  # rows for 4096 token copies per rank
         4352
     """
+
+    takes_saved: ClassVar[bool] = True
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> SprayReceipt:
         """Compute the destination and the rail ranks of every copy of this rank; see `Exchange.address`.

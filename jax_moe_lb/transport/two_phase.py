@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,9 @@ class TwoPhase(Direct):
         >>> dispatch.buffers.rows(4096 * 8), dispatch.room(4096 * 8)
         (49152, 32768)
     """
+
+    takes_chunks: ClassVar[bool] = False
+    takes_saved: ClassVar[bool] = False
 
     buffers: Buffers = field(default_factory=lambda: Buffers(headroom=1.5))
     moved_headroom: float = 1.0

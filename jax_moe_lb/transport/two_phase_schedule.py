@@ -45,10 +45,10 @@ from jax_moe_lb.transport.exchange import (
     weights_by_token,
     weights_in_order,
 )
+from jax_moe_lb.transport.one_round import OfCopies
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import (
     Batch,
-    OfCopies,
     dtype_of_sums,
     fuse_gate_up,
     gradients_of_round,

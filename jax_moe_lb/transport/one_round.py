@@ -1,0 +1,154 @@
+"""One round: copies to their ranks, the experts' products, and results back.
+
+On NVIDIA GPUs XLA runs one exchange at a time, beside products that do not read its result. The order of the exchanges
+is therefore part of the design. A forward round may have several chunks. Chunk `c + 1` then travels beside the products
+of chunk `c`, and arrives before the outputs of chunk `c` return. In a backward round the rows arrive first. Gradients
+of their outputs travel beside the products that rematerialize the hidden activations. Gradients of routing weights
+return first, and gradients of rows beside the products for gradients of weights.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jaxtyping import Array, Float
+
+from jax_moe_lb.core.schedule import after_on_cuda
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import GroupSizes, Rows, Tokens
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.transport.compression import packed, unpacked
+from jax_moe_lb.transport.exchange import Copies, CopyWeights, Exchange, Receipt
+
+SumsT = TypeVar("SumsT")
+
+TravellingRows = Float[Array, "C W"]
+"""Copies as transferred; narrower than tokens with a `QuantizedTransfer`."""
+
+ArrivedRows = Float[Array, "_ W"]
+"""Received rows, as transferred."""
+
+OfCopies = tuple[Copies, CopyWeights]
+"""Gradients of copies and of their weights, in sending order."""
+
+RowWeights = Float[Array, "A 1"]
+"""Factor of the output of each row."""
+
+PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows, Any], tuple[Rows, RowWeights, Any]]
+"""Backward function of the rows of one round.
+
+It takes rows, row weights, group sizes, gradients of the outputs, and gradient sums of the experts (`None` at first).
+It returns gradients of the rows and of their weights, and the new sums."""
+
+
+class Kept(NamedTuple):
+    """Arrays saved for the backward pass by `Saved`; `None` if it transfers them again.
+
+    Args:
+        rows: rows received in the first round, in transfer format.
+        replicas: weights of the replica slots.
+    """
+
+    rows: ArrivedRows | None
+    replicas: Experts | None
+
+
+class Round(NamedTuple):
+    """A round of an exchange.
+
+    Args:
+        i: index of the round, from 0.
+        receipt: return value of `exchange.address`.
+        exchange: transport of copies.
+        topology: topology of the layer; copies travel between the ranks of its expert axes.
+        like: array with the shape and dtype of decoded tokens.
+    """
+
+    i: Array
+    receipt: Receipt
+    exchange: Exchange
+    topology: Topology
+    like: Tokens
+
+    @property
+    def chunks(self) -> range:
+        """Numbers of the chunks of this round."""
+        return range(self.exchange.buffers.chunks)
+
+    def send(self, copies: Copies, chunk: int) -> tuple[Rows, GroupSizes]:
+        """Send the copies of a chunk; see `Exchange.send`."""
+        return self.exchange.send(copies, self.receipt, self._index(chunk), self.topology)
+
+    def send_back(self, rows: Rows, chunk: int, out: Copies) -> Copies:
+        """Write results of a chunk into `out`; see `Exchange.send_back`."""
+        return self.exchange.send_back(rows, self.receipt, self._index(chunk), out, self.topology)
+
+    def decoded(self, words: ArrivedRows) -> Rows:
+        """Return received rows in the dtype of tokens."""
+        return unpacked(self.exchange.transfer, words, self.like)
+
+    def _index(self, chunk: int) -> Array:
+        return self.i * len(self.chunks) + chunk
+
+
+def serve_round(
+    one: Round, copies: TravellingRows, ffn: Callable[[Rows, GroupSizes], Rows], out: TravellingRows
+) -> tuple[TravellingRows, ArrivedRows]:
+    """Write the outputs of the copies of a round into `out`.
+
+    Args:
+        one: the round.
+        copies: `[T * K, W]`, copies in sending order and transfer format.
+        ffn: expert networks, applied to the rows of a chunk.
+        out: `[T * K, W]`, outputs of earlier rounds.
+
+    Returns:
+        `out` with the outputs of this round, and the received rows of the first chunk.
+    """
+    with jax.named_scope("dispatch"):
+        arrived = [one.send(copies, chunk) for chunk in one.chunks]
+    for chunk, (words, group_sizes) in enumerate(arrived):
+        outputs = ffn(one.decoded(words), group_sizes)
+        with jax.named_scope("combine"):
+            later = arrived[chunk + 1 : chunk + 2]
+            outputs = after_on_cuda(later, outputs) if later else outputs
+            out = one.send_back(packed(one.exchange.transfer, outputs), chunk, out)
+    return out, arrived[0][0]
+
+
+def gradient_round(
+    one: Round,
+    copies: TravellingRows,
+    weights: CopyWeights,
+    upstream: Copies,
+    pull_back: PullBack,
+    carry: tuple[OfCopies, SumsT],
+    saved: ArrivedRows | None,
+    before: Any,
+) -> tuple[OfCopies, SumsT]:
+    """Write the gradients of the copies of a round.
+
+    Args:
+        one: the round, in one chunk.
+        copies: `[T * K, W]`, copies in sending order and transfer format; not read if rows are saved.
+        weights: `[T * K, 1]`, weights of these copies.
+        upstream: `[T * K, H]`, gradients of their outputs.
+        pull_back: backward function of the rows.
+        carry: gradients of copies in other rounds, and sums of the gradients of experts.
+        saved: received rows; `None` to send the copies again.
+        before: arrays that arrive before the gradients of the outputs are sent on NVIDIA GPUs.
+
+    Returns:
+        The carry with the gradients of this round.
+    """
+    with jax.named_scope("dispatch"):
+        words = one.send(copies, 0)[0] if saved is None else saved
+        row_weights, group_sizes = one.send(weights, 0)
+        going = after_on_cuda((words, row_weights, before), upstream)
+        row_upstream, _ = one.send(going, 0)
+    (of_copies, of_weights), sums = carry
+    of_rows, of_row_weights, sums = pull_back(one.decoded(words), row_weights, group_sizes, row_upstream, sums)
+    with jax.named_scope("combine"):
+        of_weights = one.send_back(of_row_weights, 0, of_weights)
+        of_copies = one.send_back(after_on_cuda(of_weights, of_rows), 0, of_copies)
+    return (of_copies, of_weights), sums

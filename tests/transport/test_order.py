@@ -1,0 +1,222 @@
+"""Order of the exchanges and products of a round, chunks of rounds, and arrays saved for the backward pass."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Buffers, Topology, exact, feplb, rails
+from jax_moe_lb.core.schedule import after_on_cuda
+from jax_moe_lb.kernels import grouped_ffn
+from jax_moe_lb.layer import CHECKPOINT_NAMES
+from jax_moe_lb.transport import Direct, MultiRailDispatch, Saved, TwoPhase, one_round
+from jax_moe_lb.transport.exchange import Exchange, Receipt
+from jax_moe_lb.transport.one_round import Round, gradient_round, serve_round
+from tests.kernels.test_grouped_ffn import case as rows_of_groups
+from tests.layer_cases import Case, assert_close, make_mesh, sharded_moe, with_gradients
+
+
+def barrier(first, then):
+    return jax.lax.optimization_barrier((first, then))[1]
+
+
+class Graph:
+    """Dependencies between the outermost equations of a traced function."""
+
+    def __init__(self, function, *args):
+        self.jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+        self.source = {id(var): eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
+
+    def before(self, var):
+        """Return the equations that run before a value exists, by identity."""
+        found, waiting = {}, [var]
+        while waiting:
+            eqn = self.source.get(id(waiting.pop()))
+            if eqn is not None and id(eqn) not in found:
+                found[id(eqn)] = eqn
+                waiting += eqn.invars
+        return found
+
+    def names_before(self, name):
+        """Return the checkpoint names before the equation of a name."""
+        (eqn,) = (eqn for eqn in self.jaxpr.eqns if eqn.params.get("name") == name)
+        every = {} if not eqn.invars else self.before(eqn.invars[0])
+        return {one.params["name"] for one in every.values() if one.primitive.name == "name"}
+
+
+def test_only_cuda_programs_have_the_barrier():
+    traced = jax.jit(after_on_cuda).trace(jnp.zeros(3), jnp.ones(3))
+    text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "tpu", "cpu")}
+    assert ["optimization_barrier" in text[name] for name in ("cuda", "tpu", "cpu")] == [True, False, False]
+
+
+def test_gradients_of_rows_come_between_gradients_of_weights(monkeypatch):
+    """Gradients of `down` come first, then those of rows, which travel during the products for `up`."""
+    monkeypatch.setattr(grouped_ffn, "after_on_cuda", barrier)
+    rows, experts, upstream = rows_of_groups(jnp.float32, fused=True)
+    sizes, weights = jnp.full(8, 50, jnp.int32), jnp.ones((len(rows), 1))
+
+    def gradients(rows, weights, up, down, upstream):
+        of_rows, of_weights, of_experts = grouped_ffn._gradients_at_once(
+            rows, weights, type(experts)(up, down), sizes, upstream, None, sums_dtype=jnp.float32
+        )
+        return of_rows, of_weights, of_experts.up, of_experts.down
+
+    graph = Graph(gradients, rows, weights, experts.up, experts.down, upstream)
+    of_rows, of_weights, up, down = graph.jaxpr.outvars
+    assert id(graph.source[id(of_rows)]) in graph.before(up)
+    assert id(graph.source[id(down)]) in graph.before(of_rows)
+    assert not {id(graph.source[id(var)]) for var in (of_rows, up, down)} & set(graph.before(of_weights))
+
+
+@dataclass(frozen=True)
+class NamedExchange(Exchange):
+    """An exchange between one rank and itself that names and numbers every transfer.
+
+    In a backward round, `rows 1` are the gradients of the outputs.
+    """
+
+    takes_chunks = True
+    counts: Counter = field(default_factory=Counter)
+
+    def address(self, experts, counts, plan, topology):
+        raise NotImplementedError
+
+    def send(self, copies, receipt, i, topology):
+        return self._named({1: "weights", 2: "rows"}[copies.shape[1]], copies), jnp.ones(1, jnp.int32)
+
+    def send_back(self, rows, receipt, i, out, topology):
+        return self._named({1: "weights back", 2: "rows back"}[rows.shape[1]], out + rows)
+
+    def _named(self, kind, array):
+        self.counts[kind] += 1
+        return checkpoint_name(array, f"{kind} {self.counts[kind] - 1}")
+
+
+def ones(width):
+    return jnp.ones((4, width))
+
+
+def named_round(chunks):
+    order, zero = jnp.arange(4, dtype=jnp.int32), jnp.int32(0)
+    receipt = Receipt(order=order, place=order, num_going=zero, rounds=zero, follows_plan=None)
+    return Round(zero, receipt, NamedExchange(Buffers(chunks=chunks)), Topology.flat(1), ones(2))
+
+
+def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
+    monkeypatch.setattr(one_round, "after_on_cuda", barrier)
+    graph = Graph(
+        lambda copies, out: serve_round(named_round(2), copies, lambda rows, _: rows, out)[0], ones(2), ones(2)
+    )
+    assert graph.names_before("rows 1") == set()
+    assert graph.names_before("rows back 0") == {"rows 0", "rows 1"}
+
+
+def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
+    monkeypatch.setattr(one_round, "after_on_cuda", barrier)
+
+    def pull_back(rows, weights, sizes, upstream, sums):
+        return rows + upstream, weights + upstream[:, :1], None
+
+    def backward(copies, weights, upstream, of_copies, of_weights, replicas):
+        carry = (of_copies, of_weights), None
+        replicas = checkpoint_name(replicas, "replicas")
+        return gradient_round(named_round(1), copies, weights, upstream, pull_back, carry, None, replicas)[0]
+
+    graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(1))
+    first = {"rows 0", "weights 0", "replicas"}
+    assert graph.names_before("rows 1") == first
+    assert graph.names_before("weights back 0") == first | {"rows 1"}
+    assert graph.names_before("rows back 0") == first | {"rows 1", "weights back 0"}
+
+
+# ---- chunks and saved arrays --------------------------------------------------------
+def layer_of(system):
+    mesh = make_mesh((8,), ("expert",))
+    return sharded_moe(mesh, Topology.from_mesh(mesh), system)
+
+
+def arguments():
+    layer_case = Case()
+    kernel, experts = layer_case.params("float32")
+    x, mask = layer_case.tokens(WORKLOADS[1], 8, "float32")
+    return x, mask, kernel, experts, jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+
+
+OPTIONS = {
+    "chunks": (Buffers(headroom=0.4, chunks=2), Saved(replicas=True)),
+    "saved": (Buffers(headroom=0.4), Saved(replicas=True, rows=True)),
+    "chunks without a loop": (Buffers(headroom=0.4, max_rounds=4, chunks=3), Saved()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["chunks", *(pytest.param(name, marks=pytest.mark.thorough) for name in list(OPTIONS)[1:])]
+)
+def test_chunks_and_saved_arrays_leave_values_unchanged(name):
+    """Also in overflow rounds: a buffer has 0.4 of the mean load."""
+    buffers, saved = OPTIONS[name]
+    usual, args = exact(2, Buffers(headroom=0.4)), arguments()
+    (y, stats), (of_x, of_kernel, of_experts) = with_gradients(layer_of(usual))(*args)
+    (got, got_stats), of = with_gradients(layer_of(usual.replace(buffers=buffers, saved=saved)))(*args)
+    assert int(got_stats.rounds[0]) == int(stats.rounds[0]) > 1
+    for one, want in zip((got, *of[:2]), (y, of_x, of_kernel), strict=True):
+        np.testing.assert_array_equal(one, want)
+    # Rounds of other sizes cut the sums over the rows of an expert in other places.
+    assert_close(of[2], of_experts, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("saved", "names", "fewer"),
+    [
+        (Saved(rows=True), ("moe_dispatched_rows",), 1),
+        (Saved(replicas=True), ("moe_replicas",), 3),
+        # Rematerialized; XLA removes one exchange, of the outputs, which are not used.
+        (Saved(rows=True, replicas=True), (), -1),
+    ],
+    ids=["rows", "replicas", "a policy without the names"],
+)
+def test_saved_arrays_are_not_transferred_again(saved, names, fewer):
+    """One exchange of rows, or one for each weight array, less than in a layer that saves its inputs only."""
+
+    def exchanges(system, policy):
+        layer = layer_of(system)
+
+        def loss(x, mask, kernel, experts, target):
+            run = jax.checkpoint(partial(layer, x, mask), policy=policy)
+            return (run(kernel, experts)[0] * target).sum()
+
+        traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 2, 3))).trace(*arguments())
+        return traced.lower().as_text().count("@moe_lb_ragged_exchange(")
+
+    policy = jax.checkpoint_policies.save_only_these_names
+    system = exact(2, Buffers(max_rounds=1))
+    base = exchanges(system, policy(*CHECKPOINT_NAMES))
+    assert exchanges(system.replace(saved=saved), policy(*CHECKPOINT_NAMES, *names)) == base - fewer
+
+
+def test_bad_chunks_and_saved_arrays_are_refused():
+    with pytest.raises(ValueError, match=r"chunks is 0; expected at least 1"):
+        Buffers(chunks=0)
+    for dispatch in (TwoPhase, MultiRailDispatch):
+        with pytest.raises(ValueError, match=rf"buffers.chunks is 2; expected 1 for {dispatch.__name__}"):
+            dispatch(Buffers(chunks=2))
+    with pytest.raises(ValueError, match=r"saved is Saved\(.*\); expected Saved\(\) for TwoPhase"):
+        feplb().replace(saved=Saved(rows=True))
+    with pytest.raises(ValueError, match=r"saved.rows is True; expected False with buffers.chunks = 2"):
+        Direct(Buffers(chunks=2), saved=Saved(rows=True))
+    assert rails().replace(saved=Saved(rows=True)).dispatch.saved.rows
+
+
+def test_chunks_share_the_rows_of_a_round():
+    assert [Direct(Buffers(1.05, chunks=chunks)).buffers.rows(32768) for chunks in (1, 2, 3)] == [34432, 34560, 34560]
+    assert Buffers(0.5, chunks=2).rows(10) == 6
+    for copies in (1, 10, 1000, 32768, 33333):
+        assert Buffers(0.7, chunks=2).in_one_chunk(copies).rows(copies) >= Buffers(0.7, chunks=2).rows(copies)
