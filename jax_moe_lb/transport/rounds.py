@@ -370,10 +370,12 @@ def _gradients(
         )
 
     batch = Batch(tokens, weights, upstream)
+    # Copy engines need no turn among the exchanges, and waiting for their copies would lengthen the life of the slots.
+    before = () if replicate.uses_copy_engines else slots.replicas
     # With chunks, the gradients of weights would have a sum over chunks, which takes longer than it hides.
     exchange = replace(exchange, buffers=exchange.buffers.in_one_chunk(weights.size))
     (of_copies, of_weights), of_slots = gradient_rounds(
-        batch, receipt, pull_back, no_gradients(tokens, weights), exchange, topology, kept.rows, slots.replicas
+        batch, receipt, pull_back, no_gradients(tokens, weights), exchange, topology, kept.rows, before
     )
     of_home, of_replicas = apart_by_home(of_slots, plan.num_home)
     if slots.replicas is not None:
