@@ -33,6 +33,7 @@ def marks(block):
     return () if block.name in CHEAP else (pytest.mark.slow, pytest.mark.thorough)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [pytest.param(block, marks=marks(block), id=block.name) for block in BLOCKS])
 def test_a_block_runs_alone(block, tmp_path):
     printed = run_alone(block, tmp_path)

@@ -64,6 +64,7 @@ def test_code_makes_the_system_that_was_simulated():
         assert eval(system_code(choice), dict(names)) == choice.build_system(), choice.name
 
 
+@pytest.mark.slow
 def test_flags_of_simulate_make_the_same_candidate():
     named = [choice for choice in everything(2)[1] if usage(choice, CLUSTER).simulate]
     assert {choice.system for choice in named} >= {"plain", "exact", "feplb"}

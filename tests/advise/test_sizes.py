@@ -32,6 +32,7 @@ def test_gradients_of_groups_are_summed_over_what_is_between_them():
     assert sum_s(replace(judge, step=Step(backward=False)), half) == 0
 
 
+@pytest.mark.slow
 def test_what_fits_comes_first_and_what_does_not_says_why():
     judge = Evaluator(MODEL, CLUSTER, Step())
     free = other_sizes(judge, [Choice()], LOADS)

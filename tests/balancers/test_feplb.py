@@ -45,6 +45,7 @@ def test_stragglers_fall_at_least_as_far_as_published():
     assert (np.array(cuts(LOADS, FEPLB())) >= published)[:2].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("balancer", [FEPLB(tau=1792), FEPLB(tau=2048, skip=True)], ids=str)
 def test_with_a_threshold_stragglers_fall_further_on_more_ranks(balancer, seed):

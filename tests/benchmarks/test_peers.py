@@ -19,6 +19,7 @@ CASE = Case()
 ZIPF = next(workload for workload in WORKLOADS if workload.name == "zipf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_rank", [dense_one_hot, ragged_dot_ring, functools.partial(gshard, factor=8.0)])
 def test_layers_that_drop_nothing_equal_the_dense_one(of_rank):
     x, kernel, experts = _arguments()

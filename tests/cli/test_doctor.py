@@ -107,6 +107,7 @@ def as_json(capsys):
     return json.loads(captured.out)
 
 
+@pytest.mark.slow
 def test_json(capsys):
     found = as_json(capsys)
     assert list(found) == [
@@ -151,6 +152,7 @@ def test_tables(capsys):
         assert word in captured.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", PLATFORMS)
 def test_planners_of_balancers_are_named(backend):
     native = {"cpu": "custom call moe_lb_plan_greedy", "gpu": "custom call moe_lb_plan_greedy", "tpu": "a loop in jnp"}
@@ -194,6 +196,7 @@ def called(lowered):
     return set(re.findall(r"moe_lb_\w+", lowered))
 
 
+@pytest.mark.slow
 def test_without_custom_calls_it_says_how_to_get_them(monkeypatch):
     remove_custom_calls(monkeypatch)
     for state in (build_states()["jax_moe_lb._absent_cpu"], build_states()["jax_moe_lb._absent_cuda"]):

@@ -110,6 +110,7 @@ def test_replicas_that_find_no_room_come_home_in_turns(room, monkeypatch):
             np.testing.assert_array_equal(sums, expected_sums(slots, TABLES[name]), err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [add_copies_at_home, add_pulled])
 def test_sums_grow_by_what_comes_home_and_what_follows_them_passes_through(how):
     """Narrow sums of many replicas are rounded once: added one by one, addends of 1/256 would not change 1."""

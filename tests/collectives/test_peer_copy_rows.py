@@ -65,6 +65,7 @@ def arguments(seed, domain=RANKS):
     return draw(seed, domain), rows, rows[:, :1].astype(jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domain", [None, 4])
 @pytest.mark.parametrize("first_row", [0, 20], ids=["from the first row", "of a later window"])
 def test_rows_land_where_those_of_the_exchange_do(domain, first_row):

@@ -202,6 +202,7 @@ def test_the_op_is_differentiable_and_float64_stays_float64(x64):
         assert float(jnp.abs(a - b).max()) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [op.grouped_ffn, op.grouped_ffn_gradients])
 def test_temporaries_are_those_of_a_window_whatever_the_number_of_groups(form):
     def temporaries_bytes(num_groups):

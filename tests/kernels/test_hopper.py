@@ -151,6 +151,7 @@ def cuts(num_groups, num_tiles):
     return st.tuples(st.just(num_rows), st.lists(anywhere, min_size=num_groups, max_size=num_groups).map(sorted))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 # Use few shapes, each compiled once.
 @given(st.one_of(cuts(1, 1), cuts(2, 1), cuts(5, 3), cuts(24, 8), cuts(24, 112)))

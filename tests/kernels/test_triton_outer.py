@@ -39,6 +39,7 @@ def by_group(rows, others, group_sizes):
     return np.stack([rows[e - n : e].T @ others[e - n : e] for n, e in zip(group_sizes, ends, strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     "group_sizes",
@@ -62,6 +63,7 @@ def test_tiles_of_both_widths():
     np.testing.assert_allclose(sums, by_group(others, rows, group_sizes), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_narrow_result_is_rounded_once():
     rows, others = make_operands()
     group_sizes = jnp.array([100, 200], jnp.int32)

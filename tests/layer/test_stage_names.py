@@ -29,6 +29,7 @@ def operations(system: str) -> list[tuple[str, list[str]]]:
     return [(kind, re.split(r"[/()]+", names.get(at, ""))) for kind, at in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", ["greedy", pytest.param("feplb", marks=pytest.mark.thorough)])
 def test_every_stage_has_its_name(system):
     found = operations(system)

@@ -47,6 +47,7 @@ def test_a_system_that_can_do_nothing_says_why(system, topology, why):
     assert said == why or said.startswith(why)
 
 
+@pytest.mark.slow
 def test_a_layer_warns_of_it():
     mesh = make_mesh((8,), ("expert",))
     with pytest.warns(UserWarning, match="cannot balance anything: expert domains have one rank each"):

@@ -62,6 +62,7 @@ def test_systems_keep_what_is_not_replaced():
     assert system.replace() == system
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "num_experts", "slots"), [(4, 8, 2), (2, 2, 1), (1, 4, 0)])
 def test_the_default_system_balances_with_slots_that_fit(num_ranks, num_experts, slots):
     mesh = make_mesh((num_ranks,), ("expert",))

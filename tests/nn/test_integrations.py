@@ -59,6 +59,7 @@ class Model(nnx.Module):
         return self.blocks[0](x)
 
 
+@pytest.mark.slow
 def test_a_block_is_replaced_and_keeps_its_parameters():
     model, x = Model(), jax.random.normal(jax.random.key(1), (10, 16))
     expected, graph = nnx.jit(lambda model, x: model(x))(model, x), list(nnx.to_flat_state(nnx.state(model)).paths)
@@ -72,6 +73,7 @@ def test_a_block_is_replaced_and_keeps_its_parameters():
     assert model.blocks[0].router is router
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_tokens", [3, 25])
 def test_embedding_gradients_of_tokens_that_the_ranks_do_not_divide(num_tokens):
@@ -121,6 +123,7 @@ def test_blocks_that_cannot_be_replaced_are_named():
         jax_moe_lb.balance(nnx.List([SparseMoe()]), mesh=mesh_of())
 
 
+@pytest.mark.slow
 def test_models_without_blocks_are_left_alone():
     with pytest.warns(UserWarning, match="Linear without MoE blocks"):
         jax_moe_lb.balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=mesh_of())
@@ -141,6 +144,7 @@ def test_another_system_replaces_the_first():
     assert model.blocks[0].balance_config.system == systems.plain()
 
 
+@pytest.mark.slow
 def test_no_other_library_is_imported():
     code = "import jax_moe_lb, sys; jax_moe_lb.balance; print({'tunix', 'maxtext', 'easydel'} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

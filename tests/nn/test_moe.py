@@ -287,6 +287,7 @@ def test_scan_over_stacked_layers_with_remat():
     assert_close(nnx.to_pure_dict(gradient), want_gradient, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [3, pytest.param(25, marks=pytest.mark.thorough)])
 def test_embedding_gradients_of_any_number_of_tokens(num_tokens):
     mesh = make_mesh((4, 2), ("expert", "tensor"))

@@ -41,6 +41,7 @@ def by_reference(counts, slots, domain, eps, max_fan_out, localize):
     return placement, quota
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scale", [300, 1e6])
 def test_it_equals_the_reference(shape, scale):

@@ -43,6 +43,7 @@ def replicas(placement, num_experts):
     return int((np.asarray(placement) >= 0).sum()) - num_experts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -72,6 +73,7 @@ def test_every_plan_is_legal_and_within_its_limit(shape, options):
     assert maxima[1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -108,6 +110,7 @@ def test_a_fan_out_that_binds_costs_no_more_than_in_cpp():
     assert max(above) <= 0.02
 
 
+@pytest.mark.slow
 def test_room_is_made_on_idle_ranks():
     """Rank 0 may send one replica, of 10 token copies: rank 3 has capacity for them once its own 2 are on rank 1."""
     tokens = jnp.asarray(np.array([[20, 0], [5, 3], [5, 3], [2, 0]], np.int32))
@@ -162,6 +165,7 @@ def test_replicas_go_where_tokens_start():
     assert max(gained) > 0
 
 
+@pytest.mark.slow
 def test_slots_exchange_only_experts_that_the_other_rank_lacks():
     """3 ranks with 2 home experts and 2 slots each: by pairs, against the rule in words."""
     rng, limit, home, slots = np.random.default_rng(0), 40, 2, 2

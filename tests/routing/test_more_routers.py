@@ -15,6 +15,7 @@ LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(32, 8)), jnp.float32)
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
 
 
+@pytest.mark.slow
 def test_every_expert_chooses_its_best_tokens():
     mask = jnp.arange(32) % 5 != 0
     routing = ExpertChoice(2, max_experts_per_tok=8)(LOGITS, info=TokenInfo(mask=mask))
@@ -38,6 +39,7 @@ def test_a_token_has_no_more_experts_than_there_is_room_for():
     assert (routing.experts[4:] == NO_EXPERT).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("per_tok", "num_experts"), [(1, 1), (1, 8), (3, 8), (8, 8), (6, 64)])
 def test_a_hash_gives_different_experts_and_uses_all(per_tok, num_experts):
     ids = jnp.arange(4096, dtype=jnp.int32)
@@ -60,6 +62,7 @@ def test_bad_routers_are_refused():
         TopK(2, capacity_factor=0.0)
 
 
+@pytest.mark.slow
 def test_noise_moves_the_choice_and_not_the_weights():
     router = NoisyTopK(TopK(2, renormalise=False), std=1.0)
     one, other = (router(LOGITS, info=TokenInfo(key=jax.random.key(i))) for i in range(2))

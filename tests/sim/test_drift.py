@@ -45,6 +45,7 @@ def test_the_last_step_has_the_imbalance_and_the_steps_before_drift_to_it(shape)
     np.testing.assert_array_equal(counts, drifting_counts(MODEL, 8, (-100, -50, -1, 0), 2, drift, 1.8, 3, shape))
 
 
+@pytest.mark.slow
 def test_stale_plans_lose_by_drift():
     gains = {}
     for drift in (Drift(), Drift(0.3, 0.7, 2.0)):

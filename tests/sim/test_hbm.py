@@ -22,6 +22,7 @@ def simulated(system, cluster, step=Step()):
     return simulate(system, MODEL, cluster, SKEWED, step=step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", [systems.plain(), feplb(1)], ids=["plain", "feplb"])
 def test_permutations_and_sums_take_the_time_of_their_bytes(system):
     """Copies are read and written in order, backward with their gradients; sums read them and write tokens."""

@@ -41,6 +41,7 @@ def test_wider_words_stay_rows(x64):
     assert as_words(jnp.zeros((3, 256), "float64")).shape == (3, 256)
 
 
+@pytest.mark.slow
 def test_unrouted_copies_come_last_in_the_sending_order():
     plan = Plan(np.array([[0, -1], [1, -1]], np.int32), np.zeros((2, 2), np.int32), domain=2)
     experts = jnp.array([-1, 1, 0, -1, 0, 1], jnp.int32)

@@ -14,6 +14,7 @@ from tests.layer_cases import Case, make_mesh, sharded_moe
 E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "error"), [(E4M3, 2**-4), (INT8, 1 / 254)])
 @pytest.mark.parametrize("rows_dtype", ["float32", "bfloat16"])
 def test_a_number_is_off_by_a_rounding_of_its_block(dtype, error, rows_dtype):

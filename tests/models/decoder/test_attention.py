@@ -26,6 +26,7 @@ def whole(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+@pytest.mark.slow
 # Shorter than a block, whole blocks, a last block of one query.
 @pytest.mark.parametrize("length", [3, 8, 9])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)])
@@ -50,6 +51,7 @@ def test_blocks_keep_no_scores():
     assert {leaf.shape for leaf in jax.tree.leaves(transposed) if leaf.ndim > 1} == {q.shape}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.thorough), 3])
 def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
     """A block of queries reads the keys up to its end; query and key positions coincide."""
@@ -71,6 +73,7 @@ def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
             np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_positions_are_exact_in_narrow_arithmetic():
     x = jnp.ones((1, 1024, 1, 8), jnp.bfloat16)
     got, want = rope(x), rope(x.astype(jnp.float32))

@@ -129,6 +129,7 @@ def test_tensors_that_do_not_fit_are_named(checkpoint, tmp_path, change, expecte
     assert expected in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_a_checkpoint_without_such_layers_is_refused(name, tmp_path):
     write_tiny(name, tmp_path / "tiny")

@@ -55,6 +55,7 @@ def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
+@pytest.mark.slow
 def test_a_loop_equals_its_layers():
     sharding = batch_sharding(make_mesh(PARALLEL))
     x = jax.random.normal(jax.random.key(1), (4, 3, 4))

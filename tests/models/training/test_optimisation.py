@@ -138,6 +138,7 @@ def test_beginnings_of_documents_are_not_predicted():
     assert next_token_loss(model, ~tokens[:, :1].repeat(4, 1))[0] == 0
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped_by_their_norm_over_all_devices():
     """This includes a sharded parameter."""
     mesh = make_mesh(ON_8)
