@@ -111,7 +111,7 @@ def check_integer(argument: str, value: Any, least: int = 1, most: int = 2**31 -
         raise ValueError(f"{argument} is {value}; expected an integer from {least} to {most}")
 
 
-def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...]) -> np.dtype:
+def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...], remedy: str = "") -> np.dtype:
     """Return a dtype among some, as `np.dtype`.
 
     Equal options then compare equal, as required of static arguments of `jax.jit`.
@@ -120,13 +120,14 @@ def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...]) -> np.dty
         argument: name of the argument in the message.
         value: anything accepted by `jnp.dtype`.
         allowed: accepted dtypes.
+        remedy: end of the message, after the accepted dtypes; empty by default.
 
     Raises:
         TypeError: the value is no dtype.
         ValueError: it is another dtype.
     """
     names = [jnp.dtype(dtype).name for dtype in allowed]
-    wanted = f"{', '.join(names[:-1])} or {names[-1]}"
+    wanted = f"{', '.join(names[:-1])} or {names[-1]}{remedy}"
     try:
         dtype = jnp.dtype(value)
     except (TypeError, ValueError) as error:

@@ -156,9 +156,10 @@ class Precision:
         allowed = {"dtype": TOKEN_DTYPES, "param_dtype": TOKEN_DTYPES, "transfer_dtype": TRANSFER_DTYPES}
         for name, dtypes in allowed.items():
             value = getattr(self, name)
+            remedy = "" if name == "transfer_dtype" else ". Pass transfer_dtype for 8-bit transfers."
             if value is not None or name == "param_dtype":
                 # A frozen dataclass rejects ordinary assignment.
-                object.__setattr__(self, name, checked_dtype(f"precision.{name}", value, dtypes))
+                object.__setattr__(self, name, checked_dtype(f"precision.{name}", value, dtypes, remedy))
 
     @property
     def transfer(self) -> QuantizedTransfer | None:

@@ -329,7 +329,9 @@ def _save(
     topology: Topology,
 ) -> tuple[Tokens, Residuals]:
     saved = tokens, weights, experts, plan, receipt
-    outputs, kept = _served(saved, replicate, exchange, topology)
+    # A second derivative differentiates this pass, too.
+    serve = first_order(partial(_served, replicate=replicate, exchange=exchange, topology=topology))
+    outputs, kept = serve(saved)
     # Named for policies of `jax.checkpoint`: if a policy does not save them, the backward pass transfers them again.
     rows, replicas = checkpoint_name(kept.rows, "moe_dispatched_rows"), checkpoint_name(kept.replicas, "moe_replicas")
     return outputs, (*saved, Kept(rows, replicas))

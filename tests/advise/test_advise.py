@@ -75,6 +75,7 @@ def test_it_pays_from_fewer_tokens_on_where_links_are_faster():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_does_not_fit_says_why_by_name():
     judge, answer = advice(machine(), drawn(2.0))
     least = judge.memory(Choice()).total

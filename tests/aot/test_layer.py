@@ -18,7 +18,8 @@ def devices(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradients", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.thorough
 def test_a_layer(gradients):
     report = compile_layer(greedy(), HERE, SIZES, gradients=gradients)
     experts, kernel, tokens = 3 * 2 * 64 * 32, 64 * 16, 32 * 64

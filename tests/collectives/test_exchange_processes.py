@@ -17,7 +17,7 @@ from tests.collectives.test_ragged_all_to_all import draw_case, reference
 from tests.kernels.layer_of_groups import domains_step, layer_step
 from tests.layer_cases import assert_close, make_mesh
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,7 +178,6 @@ def one_case(rng, num_ranks):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.thorough
 def test_four_ranks_of_two_processes(results, dtype):
     cases, received = results
     operand, output, *where, _ = (cases[f"flat {i}"] for i in range(6))

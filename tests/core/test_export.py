@@ -35,6 +35,7 @@ np.savez(f"{folder}/out.npz", y=y, counts=stats.counts, **gradients)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_in_a_fresh_process(tmp_path):
     layer = MoE(
         8, 8, TopK(2), mesh=make_mesh((4,), ("expert",)), system=greedy(1), experts=ExpertConfig(4), rngs=nnx.Rngs(0)

@@ -42,6 +42,7 @@ def test_packets_leave_by_the_nic_that_the_topology_says():
 
 @pytest.mark.slow
 @pytest.mark.netns
+@pytest.mark.thorough
 def test_ranks_that_fail_are_named_at_once():
     killed, raised, late = run("failures")
     assert "rank 1 was ended by SIGKILL" in killed["message"]

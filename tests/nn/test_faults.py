@@ -123,7 +123,8 @@ def test_a_failing_planner_gives_its_own_traceback_once(capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planner", [failing, pytest.param(lose_a_token, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("planner", [failing, lose_a_token])
 def test_a_balancer_after_a_failed_one_gets_a_legal_plan(planner):
     """The custom call of `RailS` stops the program on an illegal plan."""
     mesh = make_mesh((2, 2), ("node", "gpu"))

@@ -72,6 +72,7 @@ SPECIAL = [
     ("dispatch", "router", "num_tokens"),
     [case if not at else pytest.param(*case, marks=pytest.mark.thorough) for at, case in enumerate(SPECIAL)],
 )
+@pytest.mark.thorough
 def test_repeated_and_absent_experts_equal_the_dense_layer(dispatch, router, num_tokens, x64):
     case, mesh = Case(num_tokens, num_experts=8), make_mesh((2, 2), MESH)
     kernel, experts = case.params("float64")

@@ -177,9 +177,9 @@ def test_chunks_and_saved_arrays_leave_values_unchanged(name):
     ("saved", "names", "fewer"),
     [
         (Saved(rows=True), ("moe_dispatched_rows",), 1),
-        (Saved(replicas=True), ("moe_replicas",), 3),
+        pytest.param(Saved(replicas=True), ("moe_replicas",), 3, marks=pytest.mark.thorough),
         # Rematerialized; XLA removes one exchange, of the outputs, which are not used.
-        (Saved(rows=True, replicas=True), (), -1),
+        pytest.param(Saved(rows=True, replicas=True), (), -1, marks=pytest.mark.thorough),
     ],
     ids=["rows", "replicas", "a policy without the names"],
 )

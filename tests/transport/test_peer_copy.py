@@ -103,6 +103,7 @@ def test_a_layer_with_it_equals_one_with_gather():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_replicas_are_copied_again_in_the_backward_pass():
     """Residuals would take memory in every layer, so the compiler must not merge the two copies."""
     case = Case()

@@ -77,11 +77,12 @@ def run(system, with_gradients):
     ("dispatch", "with_gradients"),
     [
         (DIRECT, True),
-        pytest.param(SPRAY, False, marks=pytest.mark.thorough),
-        pytest.param(SPRAY, True, marks=pytest.mark.thorough),
+        (SPRAY, False),
+        (SPRAY, True),
     ],
     ids=["direct", "outputs of spray", "spray"],
 )
+@pytest.mark.thorough
 def test_a_layer_with_it_is_one_whose_tokens_and_outputs_are_rounded(dispatch, with_gradients):
     """Compared with float32, the error is the rounding of tokens and outputs. Gradients pass through, also in several
     rounds.

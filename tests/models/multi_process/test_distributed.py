@@ -281,6 +281,7 @@ def test_a_killed_coordinator_is_named_by_all_others():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_that_fails_says_why_to_all_others():
     first, failed, last = end(joined(free_port(), "wait", "fail", "wait"), PROMISED_S)
     for code, _, errors in (first, last):

@@ -93,6 +93,7 @@ def test_what_is_computed_again_is_the_same(usual):
     assert_same(trained(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, remat="full"))), usual)
 
 
+@pytest.mark.thorough
 def test_remat_says_what_is_kept():
     def residuals(**changes):
         model = dataclasses.replace(LAYER, **changes)
