@@ -1,7 +1,8 @@
-"""Compile every system, forward and gradients, for accelerators not present, and check limits.
+"""Compile layers for accelerators not present, and check limits.
 
-Every system compiles at small sizes, for which only the structure of the program is checked: its memory, its products,
-and collectives over mesh axes. The reference sizes are compiled for the cases of `LIMITS`.
+At small sizes only the structure of a program is checked: its memory, its products, and collectives over mesh axes. A
+run compiles the systems of `SMALL_SYSTEMS` and `STEP_MS`, and with `--nightly` all of them. The reference sizes are
+compiled for the cases of `LIMITS`.
 
 Run `ci/accelerators.sh`, which installs the compilers.
 """
@@ -25,8 +26,16 @@ SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
 TILED = replace(SMALL, tokens=1024)
 """Small sizes with a receive buffer of whole tiles, for which GPUs use kernels of grouped products."""
 
-BETWEEN_NODES = {"plain", "exact", "feplb", "hybridep", "rails", "two_tier"}
-"""Systems compiled for two nodes: each balancer, replication and dispatch with a rule of its own for domains."""
+SMALL_SYSTEMS = {
+    "h100:1x8": {"hybridep", "lplb", "rails"},
+    "h100:2x8": {"plain", "exact", "feplb", "hybridep", "rails", "two_tier"},
+    "v5e:2x4": {"exact", "feplb"},
+}
+"""Systems compiled at small sizes in every run, beside those of `STEP_MS`: each program of another structure.
+
+Two nodes have each balancer, replication and dispatch with a rule of its own for domains. `--nightly` compiles all
+systems for one domain.
+"""
 
 REFUSED = {("lplb", "cuda"): "calls the host"}
 """Systems without an ahead-of-time form for a platform, and the expected error."""
@@ -166,18 +175,19 @@ of `LIMITS`. A new case with 0.0 fails with its estimate.
 """
 
 
-def cases(system: str | None, target: str | None) -> list[Case]:
+def cases(system: str | None, target: str | None, nightly: bool) -> list[Case]:
     """Return the programs to compile, the longest first.
 
     Args:
         system: the only system, or `None` for all.
         target: the only target, or `None` for all.
+        nightly: if True, compile all systems at small sizes for one domain.
     """
     small = [
         Case(on, name, True, SMALL)
         for on in TARGETS
         for name in system_names()
-        if on != "h100:2x8" or name in BETWEEN_NODES
+        if name in SMALL_SYSTEMS[on] or (nightly and on != "h100:2x8")
     ]
     small += [Case("h100:1x8", name, True, SMALL, own_kernels=True) for name in ("feplb", "ultraep")]
     small.append(Case("h100:2x8", "exact", True, SMALL, once_per_node=True))
@@ -251,12 +261,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--system", choices=system_names())
     parser.add_argument("--target", choices=sorted({*TARGETS, *(case.target for case in LIMITS)}))
+    parser.add_argument("--nightly", action="store_true", help="compile all systems")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     args = parser.parse_args()
     start_s, bad = time.monotonic(), 0
     # Do not fork, as JAX has threads.
     context = multiprocessing.get_context("spawn")
-    chosen = cases(args.system, args.target)
+    chosen = cases(args.system, args.target, args.nightly)
     with (
         ProcessPoolExecutor(args.processes, context, use_no_accelerators) as pool,
         # Kernel compilers keep the architecture of the first program in a process and reject others.

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Compile every system for GPUs and TPUs not present, and check limits: see accelerators.py.
+# Compile layers and models for GPUs and TPUs not present, and check limits: see accelerators.py. With --nightly, compile
+# every system, and a training step for a TPU.
 # Installs the compilers, including one for CUDA C++, into a separate venv (5 GB, about a minute).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +15,9 @@ cudart=$(echo "$toolkit"/lib/libcudart.so.*)
 CUDAToolkit_ROOT=$toolkit install --no-build-isolation -C build-dir=build/accelerators \
   -C cmake.define.JAX_MOE_LB_CUDA=ON -C cmake.define.CUDA_CUDART="$cudart" -e '.[cuda,tpu,train]'
 "$venv/bin/python" ci/recorded_rates.py
-"$venv/bin/python" -m tests.models.compile_reference
+nightly=()
+[[ " $* " != *" --nightly "* ]] || nightly=(--nightly)
+"$venv/bin/python" -m tests.models.compile_reference "${nightly[@]}"
 # Run the program of a documentation page unchanged.
 "$venv/bin/python" -c "$(sed -n '/^```python$/,/^```$/{/^```/!p}' docs/compiling.md)"
 exec "$venv/bin/python" ci/accelerators.py "$@"
