@@ -131,14 +131,14 @@ class Case:
 
 LIMITS = {
     Case("h100:1x8", "plain", max_rounds=1, fused=True): Limits(300, 1.7, 1.06, 0),
-    Case("h100:1x8", "plain", train=True, max_rounds=1, fused=True): Limits(760, 5.61, 1.29, 0),
+    Case("h100:1x8", "plain", train=True, max_rounds=1, fused=True): Limits(760, 5.9, 1.29, 0),
     Case("h100:1x8", "exact", train=True): Limits(1180, 7.88, 1.29, 0),
     Case("h100:1x8", "exact", train=True, max_rounds=1): Limits(707, 7.05, 1.29, 0),
     Case("h100:1x8", "exact", fused=True, own_kernels=True): Limits(520, 1.8, 1.06, 0),
     Case("h100:1x8", "exact", train=True, fused=True, own_kernels=True): Limits(1400, 7.3, 1.29, 0),
     Case("h100:1x8", "exact", max_rounds=1, fused=True, own_kernels=True): Limits(300, 1.75, 1.06, 0),
     Case("h100:1x8", "exact", train=True, max_rounds=1, fused=True, own_kernels=True): Limits(760, 6.1, 1.29, 0),
-    Case("h100:1x8", "ultraep", train=True, max_rounds=1, fused=True): Limits(612, 7.19, 1.29, 0),
+    Case("h100:1x8", "ultraep", train=True, max_rounds=1, fused=True): Limits(696, 7.19, 1.29, 0),
     Case("h100:1x8", "feplb", train=True, max_rounds=1): Limits(1690, 14.4, 3.6, 0),
     Case("h100:8x8", "plain", max_rounds=1): Limits(438, 2.33, 1.06, 0),
     Case("h100:8x8", "exact", train=True): Limits(926, 7.31, 1.29, 2),
@@ -155,17 +155,17 @@ is reached, else the current value plus 5 %."""
 STEP_MARGIN = 1.05
 
 STEP_MS = {
-    Case("h100:1x8", "exact", train=True): 6.643,
-    Case("h100:1x8", "exact", train=True, fused=True, own_kernels=True): 6.480,
-    Case("h100:1x8", "ultraep", train=True, max_rounds=1, fused=True): 8.649,
-    Case("h100:1x8", "feplb", train=True, max_rounds=1): 13.56,
-    Case("h100:1x8", "plain", train=True, sizes=SMALL): 5.255,
+    Case("h100:1x8", "exact", train=True): 6.554,
+    Case("h100:1x8", "exact", train=True, fused=True, own_kernels=True): 6.378,
+    Case("h100:1x8", "ultraep", train=True, max_rounds=1, fused=True): 6.138,
+    Case("h100:1x8", "feplb", train=True, max_rounds=1): 9.690,
+    Case("h100:1x8", "plain", train=True, sizes=SMALL): 5.258,
     Case("h100:1x8", "plain", sizes=SMALL): 1.616,
-    Case("h100:1x8", "exact", train=True, sizes=SMALL): 2.855,
+    Case("h100:1x8", "exact", train=True, sizes=SMALL): 1.942,
     Case("h100:1x8", "exact", sizes=SMALL): 0.9357,
-    Case("h100:1x8", "ultraep", train=True, sizes=SMALL): 2.793,
+    Case("h100:1x8", "ultraep", train=True, sizes=SMALL): 1.865,
     Case("h100:1x8", "ultraep", sizes=SMALL): 0.9540,
-    Case("h100:1x8", "feplb", train=True, sizes=SMALL): 1.117,
+    Case("h100:1x8", "feplb", train=True, sizes=SMALL): 1.128,
     Case("h100:1x8", "feplb", sizes=SMALL): 0.4235,
 }
 """Estimated milliseconds of a step at Zipf 1.0, of the program when this table was last set.
