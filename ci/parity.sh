@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Compare the models of models/ with transformers, the newest version and an older one for checkpoints, in a separate
 # environment. It has no binaries, so every operation is plain JAX, and torch may use another Python than .venv.
+# `parity.sh --nightly` also runs the thorough tests: every system, and bfloat16.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+markers=(-m 'not thorough')
+[ "${1:-}" != --nightly ] || markers=()
 venv=.venv-parity
 torch="torch==2.13.0"
 older="transformers==4.57.6"
@@ -25,7 +28,7 @@ trap 'rm -rf "$cache"' EXIT
 export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 run_tests() {
   "$venv/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'
-  JAX_PLATFORMS=cpu "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider tests/parity "$@"
+  JAX_PLATFORMS=cpu "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider tests/parity "${markers[@]}" "$@"
 }
 install "$older"
 run_tests -k saved

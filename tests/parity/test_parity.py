@@ -82,6 +82,7 @@ SPREAD = [
 
 
 @pytest.mark.parametrize(("system", "mesh", "kind", "has_turn"), SPREAD)
+@pytest.mark.thorough
 def test_every_system(reference, system, mesh, kind, has_turn):
     """Each system runs on both meshes with different architectures, as all pairs would take an hour; gradients on one
     mesh.
@@ -90,6 +91,7 @@ def test_every_system(reference, system, mesh, kind, has_turn):
     compared(reference(list(CONFIGS)[kind]), mesh, system, scan_layers=True)
 
 
+@pytest.mark.thorough
 def test_the_other_mesh_of_plain(reference):
     """`test_greedy_generation` covers `exact` on this mesh."""
     compare_logits(reference("gpt_oss"), "1x8", "plain", scan_layers=True)
@@ -108,6 +110,7 @@ def test_mxfp4_is_read_as_transformers_does(tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.thorough
 def test_bfloat16_within_its_rounding(reference, name):
     """The median token differs from float32 as much as `transformers` in bfloat16 does; some tokens change experts."""
     ref = reference(name)
