@@ -189,7 +189,7 @@ def cases(system: str | None, target: str | None, nightly: bool) -> list[Case]:
         for name in system_names()
         if name in SMALL_SYSTEMS[on] or (nightly and on != "h100:2x8")
     ]
-    small += [Case("h100:1x8", name, True, SMALL, own_kernels=True) for name in ("feplb", "ultraep")]
+    small += [Case("h100:1x8", name, True, SMALL, own_kernels=True) for name in ("feplb", "ultraep") if nightly]
     small.append(Case("h100:2x8", "exact", True, SMALL, once_per_node=True))
     every = dict.fromkeys([*sorted(LIMITS, key=lambda case: not case.train), *small, *STEP_MS])
     return [case for case in every if system in (None, case.system) and target in (None, case.target)]
