@@ -330,8 +330,7 @@ def _save(
 ) -> tuple[Tokens, Residuals]:
     saved = tokens, weights, experts, plan, receipt
     # A second derivative differentiates this pass, too.
-    serve = first_order(partial(_served, replicate=replicate, exchange=exchange, topology=topology))
-    outputs, kept = serve(saved)
+    outputs, kept = first_order(partial(_served, replicate=replicate, exchange=exchange, topology=topology))(saved)
     # Named for policies of `jax.checkpoint`: if a policy does not save them, the backward pass transfers them again.
     rows, replicas = checkpoint_name(kept.rows, "moe_dispatched_rows"), checkpoint_name(kept.replicas, "moe_replicas")
     return outputs, (*saved, Kept(rows, replicas))
@@ -372,7 +371,6 @@ def _gradients(
         )
 
     batch = Batch(tokens, weights, upstream)
-    # Copy engines need no turn among the exchanges, and waiting for their copies would lengthen the life of the slots.
     before = () if replicate.uses_copy_engines else slots.replicas
     # With chunks, the gradients of weights would have a sum over chunks, which takes longer than it hides.
     exchange = replace(exchange, buffers=exchange.buffers.in_one_chunk(weights.size))

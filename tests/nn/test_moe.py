@@ -288,7 +288,8 @@ def test_scan_over_stacked_layers_with_remat():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tokens", [3, pytest.param(25, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_tokens", [3, 25])
 def test_embedding_gradients_of_any_number_of_tokens(num_tokens):
     mesh = make_mesh((4, 2), ("expert", "tensor"))
     topology = Topology.from_mesh(mesh, tensor_axes=("tensor",))

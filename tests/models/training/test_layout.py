@@ -107,6 +107,7 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     assert losses(folder.path) == losses(straight)
 
 
+@pytest.mark.thorough
 def test_homes_begin_where_a_run_had_none(trained_run):
     made = programs(dataclasses.replace(on(1, 4, "greedy"), relocation=RelocationConfig(2)))
     _, begun, _ = restore_newest(RunFolder(trained_run).checkpoints, made.state_shapes, print, made.init)
