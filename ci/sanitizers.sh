@@ -19,5 +19,6 @@ for sanitizer in address,undefined thread; do
     -Dnanobind_DIR="$(python -m nanobind --cmake_dir)" -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" \
     > "$build.log" || { cat "$build.log"; exit 1; }
   cmake --build "$build" -j 2 --target cpp_tests
-  ctest --test-dir "$build" -j 2 --output-on-failure --no-tests=error --timeout 300
+  # Three at a time on two cores, as tests of processes mostly wait for time-outs.
+  ctest --test-dir "$build" -j 3 --output-on-failure --no-tests=error --timeout 300
 done

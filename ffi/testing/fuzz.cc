@@ -31,9 +31,9 @@ constexpr bool kSanitized = true;
 constexpr bool kSanitized = false;
 #endif
 #if defined(__SANITIZE_THREAD__)
-constexpr uint64_t kCases = 10000;  // races need fewer cases than bounds, and each takes longer
+constexpr uint64_t kCases = 5000;  // races need fewer cases than bounds, and each takes longer
 #else
-constexpr uint64_t kCases = 40000;  // the run without sanitizers has more
+constexpr uint64_t kCases = 20000;  // the run without sanitizers has more
 #endif
 constexpr uint64_t kCalls = 10000;  // of each handler, by the test of repetition
 

@@ -9,7 +9,7 @@
 namespace moe_lb::testing {
 
 // Main function of a test fuzzing one part of the library.
-//   (no arguments)            40,000 cases, a quarter of it under ThreadSanitizer, `without_sanitizers` without one
+//   (no arguments)            20,000 cases, a quarter of it under ThreadSanitizer, `without_sanitizers` without one
 //   CASES [SEED [CASE]]       CASE: only this case, printed
 //   repeat [CALLS]            memory, file descriptors and threads stay flat (not with sanitizers: they keep it)
 // A failure is printed with its seed and case number. The test also fails for a handler whose broken calls always
