@@ -13,7 +13,7 @@ fi
 outputs=$(mktemp -d)
 run_bazel() { VIRTUAL_ENV=$PWD/.venv bazel --output_user_root="$outputs" "$@"; }
 trap 'run_bazel shutdown; chmod -R u+w "$outputs"; rm -rf "$outputs"' EXIT
-run_bazel test //... --jobs=2 --noshow_progress
-if command -v nvcc > /dev/null; then
-  run_bazel build --config=cuda //jax_moe_lb:_ffi_cuda.so --jobs=2 --noshow_progress
-fi
+# The configuration adds the CUDA module to the targets.
+config=()
+if command -v nvcc > /dev/null; then config=(--config=cuda); fi
+run_bazel test "${config[@]}" //... --jobs=2 --noshow_progress

@@ -5,10 +5,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 checkout=$PWD
+wheels=
+[ "${1:-}" != --wheel ] || wheels=$(realpath "$2")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 git clone -q . "$work/clone"
-"$checkout/.venv/bin/python" -m venv --without-pip "$work/venv"
+base=$checkout/.venv/bin/python
+[ -z "$wheels" ] || base=$(bash ci/oldest_python.sh)
+"$base" -m venv --without-pip "$work/venv"
 python=$work/venv/bin/python
 install() { "$checkout/.venv/bin/uv" pip install -q --python "$python" "$@"; }
 # Outside the clone, which would shadow the installation.
@@ -76,7 +80,12 @@ if CXX=/bin/false install --reinstall --no-deps "$work/clone" > "$work/log" 2>&1
 fi
 
 echo "== with a compiler =="
-install --reinstall --no-deps "$work/clone"
+source=$work/clone
+if [ -n "$wheels" ]; then
+  tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+  source=$(realpath "$wheels"/*-"$tag"-*.whl)
+fi
+install --reinstall --no-deps "$source"
 [ "$(binaries | wc -l)" -ge 2 ] || { echo "no extension modules: $(binaries)"; exit 1; }
 run jax-moe-lb doctor --json > "$work/doctor"
 expect "$work/doctor" '"pure_jax": null'

@@ -9,11 +9,8 @@ markers=(-m 'not thorough')
 venv=.venv-parity
 torch="torch==2.13.0"
 older="transformers==4.57.6"
-# The CPU build is a tenth as large. Python 3.11 comes first, as every torch release supports it.
-base=.venv/bin/python
-for python in python3.11 "$HOME"/.pyenv/versions/3.11.*/bin/python; do
-  if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null; then base=$python; break; fi
-done
+# Every torch release supports Python 3.11. Its CPU build is a tenth as large.
+base=$(bash ci/oldest_python.sh)
 uv=$PWD/.venv/bin/uv
 [ -x "$venv/bin/python" ] || "$base" -m venv --without-pip "$venv"
 install() { "$uv" pip install -q --python "$venv/bin/python" "$@"; }

@@ -7,12 +7,7 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 uv=$PWD/.venv/bin/uv
-is_3_11() { [ "$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)" = 3.11 ]; }
-base=$PWD/.venv/bin/python
-for python in python3.11 "$HOME"/.pyenv/versions/3.11.*/bin/python python3; do
-  if is_3_11 "$python"; then base=$(command -v "$python"); break; fi
-done
-is_3_11 "$base" || echo "no Python 3.11 here: its run is left out"
+base=$(bash ci/oldest_python.sh)
 dist=${1:-$work/dist}
 [ $# -gt 0 ] || { mkdir "$dist"; bash ci/archives.sh "$dist" "$base"; }
 
