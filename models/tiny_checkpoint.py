@@ -56,17 +56,33 @@ LATENT = {
 }
 SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": SIGMOID | LATENT,
+    "dots1": SIGMOID,
+    "ernie4_5_moe": {"moe_num_experts": 16, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
     "glm4_moe": SIGMOID | {"use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": SIGMOID | LATENT,
     "gpt_oss": {"num_local_experts": 16, "sliding_window": 32},
+    "kimi_k2": SIGMOID | LATENT,
+    "minimax_m2": {"num_local_experts": 16},
     "mixtral": {"num_local_experts": 16},
+    "olmoe": {"num_experts": 16},
+    "qwen2_moe": {"num_experts": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
     "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "solar_open": SIGMOID | {"first_k_dense_replace": 0},
 }
 CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "solar_open": "SolarOpenForCausalLM",
 }
 """Class names of the architectures in `transformers`."""
 

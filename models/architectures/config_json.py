@@ -1,5 +1,7 @@
 """Reader of the `config.json` of a Hugging Face checkpoint."""
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,38 @@ from models.decoder.rope import Rope, yarn_scale
 MOST_NUMBER = 1e30
 """Largest magnitude of a number."""
 
+LAYER_TYPES = ("sliding_attention", "full_attention")
+"""Kinds of attention in `layer_types`."""
+
 MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12
 """Maximum number of layers, and of experts per layer."""
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_chunk_size": (0,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (0,),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (0,),
+    "layer_types": (),
+    "lm_head_bias": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "mlp_bias": (),
+    "mlp_layer_types": (),
+    "moe_layer_freq": (1,),
+    "n_shared_experts": (0,),
+    "partial_rotary_factor": (1,),
+    "qkv_bias": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "rotary_dim": (),
+    "shared_expert_intermediate_size": (0,),
+    "use_bias": (),
+    "use_qk_norm": (),
+}
+"""Fields that change the outputs in some architecture, with their values that never do, besides null and false."""
 
 
 class Fields:
@@ -36,10 +68,33 @@ class Fields:
         if not isinstance(self.raw, dict):
             raise ValueError("config.json is not a JSON object")
         self.text, self.limits = text, limits
+        self.defaults: Mapping[str, Any] = {}
+        self._read: set[str] = set()
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
+        """Return the same fields with the architecture's defaults of absent ones; `null` has no default."""
+        fields = copy.copy(self)
+        fields.defaults, fields._read = defaults, set()
+        return fields
+
+    def get(self, name: str) -> Any:
+        """Return the value of a field, or its default in the architecture; `None` if there is neither."""
+        self._read.add(name)
+        return self.raw.get(name, self.defaults.get(name))
+
+    def refuse_unread(self) -> None:
+        """Raise `ValueError` if a field that was never read changes the outputs in some architecture; see `NEUTRAL`."""
+        for name in sorted(NEUTRAL.keys() & self.raw.keys() - self._read):
+            value, neutral = self.raw[name], NEUTRAL[name]
+            is_plain_list = isinstance(value, list) and set(map(str, value)) <= {"full_attention", "sparse"}
+            if value is None or value is False or is_plain_list or value in neutral:
+                continue
+            expected = " or ".join(["no value", *map(str, neutral)])
+            raise ValueError(f"config.json: {name} is {shown(value)}; expected {expected} for this architecture")
 
     def integer(self, name: str, default: int | None = None, most: int = 2**31) -> int:
         """Return an integer field between 0 and `most`; `default` replaces an absent field."""
-        value = self.raw.get(name)
+        value = self.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 <= value <= most:
             raise ValueError(f"config.json: {name} is {shown(value)}; expected an integer, 0 to {most}")
@@ -62,19 +117,37 @@ class Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a number as a float; `default` replaces an absent field."""
-        return _number(name, self.raw.get(name), default)
+        return _number(name, self.get(name), default)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a Boolean field; `default` replaces an absent field."""
-        value = self.raw.get(name)
+        value = self.get(name)
         value = default if value is None else value
         if type(value) is not bool:
             raise ValueError(f"config.json: {name} is {shown(value)}; expected true or false")
         return value
 
+    def head_dim(self) -> int:
+        """Return the channels per head; absent, the heads share the width of the model."""
+        return self.integer("head_dim", self.integer("hidden_size") // max(self.integer("num_attention_heads"), 1))
+
+    def windows(self, kinds: list[str]) -> tuple[int | None, ...]:
+        """Return the attention window of each layer, `None` for full attention; empty if all layers are full.
+
+        Args:
+            kinds: kinds of the layers if the file has no `layer_types`.
+        """
+        num_layers, kinds = self.num_layers(), self.get("layer_types") or kinds
+        if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
+            raise ValueError(f"config.json: layer_types is {str(kinds)[:80]}; expected {num_layers} of {LAYER_TYPES}")
+        if LAYER_TYPES[0] not in kinds:
+            return ()
+        window = self.integer("sliding_window")
+        return tuple(window if kind == LAYER_TYPES[0] else None for kind in kinds)
+
     def integers(self, name: str) -> tuple[int, ...]:
         """Return a list of integers, empty if the field is absent."""
-        value = self.raw.get(name)
+        value = self.get(name)
         value = [] if value is None else value
         if not isinstance(value, list) or any(type(item) is not int for item in value):
             raise ValueError(f"config.json: {name} is {shown(value)}; expected a list of integers")
@@ -82,24 +155,24 @@ class Fields:
 
     def require(self, name: str, expected: Any) -> None:
         """Raise `ValueError` if the field is present with a value other than `expected`, the only supported one."""
-        value = self.raw.get(name)
+        value = self.get(name)
         if value is not None and value != expected:
             raise ValueError(f"config.json: {name} is {shown(value)}; expected {expected!r}, the only supported value")
 
     def rope_settings(self) -> dict[str, Any]:
         """Return the rotary-embedding settings; their location depends on the version of `transformers`."""
-        settings = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        settings = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or self.defaults.get("rope_parameters")
+        settings = settings or {}
         if not isinstance(settings, dict):
             raise ValueError(f"config.json: rope_parameters is {shown(settings)}; expected an object")
-        named = {"rope_theta": self.raw.get("rope_theta"), "type": "default"}
+        named = {"rope_theta": self.get("rope_theta"), "type": "default"}
         return {key: value for key, value in {**named, **settings}.items() if value is not None}
 
-    def rope(self, dim: int, *, base: float, interleaved: bool = False) -> Rope:
+    def rope(self, dim: int, *, interleaved: bool = False) -> Rope:
         """Return the rotary embedding of attention heads with `dim` rotated channels.
 
         Args:
             dim: rotated channels per head.
-            base: base of the frequencies if the file has none.
             interleaved: if True, rotate adjacent channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
         """
         settings = self.rope_settings()
@@ -111,7 +184,7 @@ class Fields:
         factor = number("factor", 1.0)
         return Rope(
             dim=dim,
-            base=number("rope_theta", base),
+            base=number("rope_theta", 1e4),
             kind=kind,
             factor=factor,
             original_positions=int(

@@ -1,6 +1,9 @@
-"""DeepSeek-V3: latent attention, sigmoid routing with a bias and groups, shared experts, dense first layers."""
+"""DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, sigmoid routing with a bias and groups, shared experts,
+dense first layers.
+"""
 
 from collections.abc import Iterator
+from typing import Any
 
 from models.architectures import parameter_map as names
 from models.architectures.config_json import Fields
@@ -9,10 +12,41 @@ from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig, Latent
 from models.decoder.rope import yarn_scale
 
+DEFAULTS: dict[str, Any] = {
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 4096,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 1536,
+    "rms_norm_eps": 1e-6,
+    "rope_interleave": True,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+"""Values of absent fields of DeepSeek-V3."""
+
+GLM_LITE_DEFAULTS = DEFAULTS | {
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 202752,
+    "n_group": 1,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 768,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+}
+"""Values of absent fields of GLM-4.7-Flash."""
+
+KIMI_DEFAULTS = {"max_position_embeddings": 131072, "rope_interleave": True}
+"""Values of absent fields of Kimi-K2: published files have all others."""
+
 
 def config(fields: Fields) -> DecoderConfig:
     """Return the `DecoderConfig` of a DeepSeek-V3 `config.json`."""
     fields.require("hidden_act", "silu")
+    fields.require("moe_layer_freq", 1)
     latent = Latent(
         query_rank=fields.integer("q_lora_rank", 0) or None,
         kv_rank=fields.integer("kv_lora_rank"),
@@ -22,7 +56,7 @@ def config(fields: Fields) -> DecoderConfig:
     )
     num_heads, mlp_dim = fields.integer("num_attention_heads"), fields.integer("moe_intermediate_size")
     has_bias, num_layers = fields.flag("attention_bias", False), fields.num_layers()
-    head_dim = latent.plain_dim + latent.rotated_dim
+    head_dim, dense = latent.plain_dim + latent.rotated_dim, _dense_layers(fields)
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         embed_dim=fields.integer("hidden_size"),
@@ -33,18 +67,27 @@ def config(fields: Fields) -> DecoderConfig:
         mlp_dim=mlp_dim,
         num_experts=fields.num_experts("n_routed_experts"),
         router=sigmoid_router(fields),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=fields.rope(latent.rotated_dim, base=1e4, interleaved=fields.flag("rope_interleave", True)),
+        norm_eps=fields.number("rms_norm_eps"),
+        rope=fields.rope(latent.rotated_dim, interleaved=fields.flag("rope_interleave", True)),
         attention_scale=head_dim**-0.5 * _temperature(fields),
         source=fields.text,
-        dense_mlp_dim=fields.integer("intermediate_size"),
-        dense_layers=tuple(range(min(num_layers, fields.integer("first_k_dense_replace", 3)))),
-        shared_mlp_dim=mlp_dim * fields.integer("n_shared_experts", 1),
+        dense_mlp_dim=fields.integer("intermediate_size") if dense else 0,
+        dense_layers=dense,
+        shared_mlp_dim=mlp_dim * fields.integer("n_shared_experts"),
         qkv_bias=has_bias,
         out_bias=has_bias,
         latent=latent,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
     )
+
+
+def _dense_layers(fields: Fields) -> tuple[int, ...]:
+    num_layers, kinds = fields.num_layers(), fields.get("mlp_layer_types")
+    if kinds is None:
+        return tuple(range(min(num_layers, fields.integer("first_k_dense_replace"))))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise ValueError(f"config.json: mlp_layer_types is {str(kinds)[:80]}; expected {num_layers} of dense, sparse")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 
 def _temperature(fields: Fields) -> float:

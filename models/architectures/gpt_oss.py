@@ -5,21 +5,41 @@ from collections.abc import Iterator
 from jax_moe_lb import TopK
 from jax_moe_lb.kernels import ClampedSwiGLU
 from models.architectures import parameter_map as names
-from models.architectures.config_json import Fields
+from models.architectures.config_json import LAYER_TYPES, Fields
 from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig
 
-LAYER_TYPES = ("sliding_attention", "full_attention")
+DEFAULTS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+"""Values of absent fields."""
 
 
 def config(fields: Fields) -> DecoderConfig:
     """Return the `DecoderConfig` of a GPT-OSS `config.json`."""
+    fields.require("hidden_act", "silu")
     num_layers, has_bias = fields.num_layers(), fields.flag("attention_bias", True)
-    width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", width // max(num_heads, 1))
+    num_heads, head_dim = fields.integer("num_attention_heads"), fields.head_dim()
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
-        embed_dim=width,
+        embed_dim=fields.integer("hidden_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
@@ -28,26 +48,18 @@ def config(fields: Fields) -> DecoderConfig:
         num_experts=fields.num_experts("num_local_experts"),
         # A softmax over the chosen logits equals the renormalised softmax over all logits.
         router=TopK(fields.integer("num_experts_per_tok"), logit_bias=True),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
-        rope=fields.rope(head_dim, base=150_000.0),
+        norm_eps=fields.number("rms_norm_eps"),
+        rope=fields.rope(head_dim),
         attention_scale=head_dim**-0.5,
         source=fields.text,
         expert_bias=True,
         qkv_bias=has_bias,
         out_bias=has_bias,
         sinks=True,
-        windows=_windows(fields, num_layers),
+        windows=fields.windows([LAYER_TYPES[layer % 2] for layer in range(num_layers)]),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        activation=ClampedSwiGLU(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)),
+        activation=ClampedSwiGLU(fields.number("swiglu_limit"), fields.number("swiglu_alpha")),
     )
-
-
-def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    kinds = fields.raw.get("layer_types") or [LAYER_TYPES[layer % 2] for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
-        raise ValueError(f"config.json: layer_types is {str(kinds)[:80]}; expected {num_layers} of {LAYER_TYPES}")
-    window = fields.integer("sliding_window", 128)
-    return tuple(window if kind == LAYER_TYPES[0] else None for kind in kinds)
 
 
 def pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:

@@ -8,25 +8,33 @@ from models.architectures.config_json import Fields
 from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig
 
+DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+"""Values of absent fields."""
+
 
 def config(fields: Fields) -> DecoderConfig:
     """Return the `DecoderConfig` of a Mixtral `config.json`."""
     fields.require("hidden_act", "silu")
-    width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", width // max(num_heads, 1))
+    num_heads, head_dim = fields.integer("num_attention_heads"), fields.head_dim()
     num_layers, window = fields.num_layers(), fields.integer("sliding_window", 0)
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
-        embed_dim=width,
+        embed_dim=fields.integer("hidden_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", 8),
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         mlp_dim=fields.integer("intermediate_size"),
         num_experts=fields.num_experts("num_local_experts"),
-        router=TopK(fields.integer("num_experts_per_tok", 2)),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
-        rope=fields.rope(head_dim, base=1e6),
+        router=TopK(fields.integer("num_experts_per_tok")),
+        norm_eps=fields.number("rms_norm_eps"),
+        rope=fields.rope(head_dim),
         attention_scale=head_dim**-0.5,
         source=fields.text,
         windows=(window,) * num_layers if window else (),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from models.decoder.config import DecoderConfig
+from models.decoder.config import DecoderConfig, HeadNorm
 
 Index = tuple[int | slice, ...]
 
@@ -66,14 +66,19 @@ def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSl
     yield from linear(f"{theirs}.v_proj", f"{ours}.v", width, keys, config.qkv_bias)
     yield from linear(f"{theirs}.o_proj", f"{ours}.out", queries, width, config.out_bias)
     if config.qk_norm:
-        yield scale(f"{theirs}.q_norm", f"{ours}.q_norm", config.head_dim)
-        yield scale(f"{theirs}.k_norm", f"{ours}.k_norm", config.head_dim)
+        is_full = config.qk_norm is HeadNorm.FULL_WIDTH
+        yield scale(f"{theirs}.q_norm", f"{ours}.q_norm", queries if is_full else config.head_dim)
+        yield scale(f"{theirs}.k_norm", f"{ours}.k_norm", keys if is_full else config.head_dim)
     if config.sinks:
         yield ParameterSlice(f"{theirs}.sinks", (config.num_heads,), f"{ours}.sinks")
 
 
 def experts(
-    config: DecoderConfig, layer: int, inside: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    config: DecoderConfig,
+    layer: int,
+    inside: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    bias: str = "gate.e_score_correction_bias",
 ) -> Iterator[ParameterSlice]:
     """Yield the weights of the router and of experts stored in one tensor each.
 
@@ -82,12 +87,13 @@ def experts(
         layer: index of the layer.
         inside: name of the checkpoint module holding the experts, usually `mlp`.
         names: checkpoint names of the gate, up and down projections.
+        bias: checkpoint name of the router's bias.
     """
     theirs, ours = f"model.layers.{layer}.{inside}", f"blocks.{layer}.moe"
     width, inner, (gate, up, down) = config.embed_dim, config.mlp_dim, names
     yield ParameterSlice(f"{theirs}.gate.weight", (config.num_experts, width), f"{ours}.kernel", transposed=True)
     if config.router.selection_bias:
-        yield ParameterSlice(f"{theirs}.gate.e_score_correction_bias", (config.num_experts,), f"{ours}.bias")
+        yield ParameterSlice(f"{theirs}.{bias}", (config.num_experts,), f"{ours}.bias")
     for expert in range(config.num_experts):
         one = f"{theirs}.experts.{expert}"
         for name, path in ((gate, "gate"), (up, "up")):
@@ -97,14 +103,17 @@ def experts(
         yield ParameterSlice(f"{one}.{down}.weight", (width, inner), f"{ours}.down", expert=expert, transposed=True)
 
 
-def shared_expert(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Yield the weights of the shared expert."""
+def shared_expert(config: DecoderConfig, layer: int, name: str = "shared_experts") -> Iterator[ParameterSlice]:
+    """Yield the weights of the shared expert, the checkpoint module `name`."""
     if config.shared_mlp_dim:
-        theirs, ours = f"model.layers.{layer}.mlp.shared_experts", f"blocks.{layer}.moe"
+        theirs, ours = f"model.layers.{layer}.mlp.{name}", f"blocks.{layer}.moe"
         wide, narrow = (config.shared_mlp_dim, config.embed_dim), (config.embed_dim, config.shared_mlp_dim)
         yield ParameterSlice(f"{theirs}.gate_proj.weight", wide, f"{ours}.shared_gate", transposed=True)
         yield ParameterSlice(f"{theirs}.up_proj.weight", wide, f"{ours}.shared_up", transposed=True)
         yield ParameterSlice(f"{theirs}.down_proj.weight", narrow, f"{ours}.shared_down", transposed=True)
+        if config.shared_is_gated:
+            gate = (1, config.embed_dim)
+            yield ParameterSlice(f"{theirs}_gate.weight", gate, f"{ours}.shared_kernel", transposed=True)
 
 
 def dense(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
@@ -115,18 +124,26 @@ def dense(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
     yield from linear(f"{theirs}.down_proj", f"{ours}.down", config.dense_mlp_dim, config.embed_dim)
 
 
-def usual_pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
-    """Yield all slices of a model with grouped attention and per-expert tensors under `mlp`."""
+def usual_pieces(
+    config: DecoderConfig, shared: str = "shared_experts", bias: str = "gate.e_score_correction_bias"
+) -> Iterator[ParameterSlice]:
+    """Yield all slices of a model with grouped attention and per-expert tensors under `mlp`.
+
+    Args:
+        config: sizes of the model.
+        shared: checkpoint name of the shared expert.
+        bias: checkpoint name of the router's bias.
+    """
+
+    def layer_pieces(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
+        yield from layer_norms(config, layer)
+        yield from grouped_attention(config, layer)
+        yield from feed_forward(config, layer, shared, bias)
+
     yield from outside(config)
     for layer in range(config.num_layers):
-        yield from _usual_layer(config, layer)
-    yield from further(config, _usual_layer)
-
-
-def _usual_layer(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    yield from layer_norms(config, layer)
-    yield from grouped_attention(config, layer)
-    yield from feed_forward(config, layer)
+        yield from layer_pieces(config, layer)
+    yield from further(config, layer_pieces)
 
 
 def further(
@@ -156,10 +173,22 @@ def further(
         )
 
 
-def feed_forward(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Yield the weights of a layer's experts, or of its dense network."""
+def feed_forward(
+    config: DecoderConfig,
+    layer: int,
+    shared: str = "shared_experts",
+    bias: str = "gate.e_score_correction_bias",
+) -> Iterator[ParameterSlice]:
+    """Yield the weights of a layer's experts, or of its dense network.
+
+    Args:
+        config: sizes of the model.
+        layer: index of the layer.
+        shared: checkpoint name of the shared expert.
+        bias: checkpoint name of the router's bias.
+    """
     if layer in config.dense_layers:
         yield from dense(config, layer)
     else:
-        yield from experts(config, layer, "mlp")
-        yield from shared_expert(config, layer)
+        yield from experts(config, layer, "mlp", bias=bias)
+        yield from shared_expert(config, layer, shared)

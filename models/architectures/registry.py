@@ -1,12 +1,13 @@
 """Registry of architectures by the `model_type` of a `config.json`."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jax_moe_lb.core.file_limits import UNLIMITED
 from jax_moe_lb.recordings.yaml_file import shown
-from models.architectures import deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
+from models.architectures import deepseek_v3, ernie4_5_moe, glm4_moe, gpt_oss, minimax_m2, mixtral, qwen3_moe
 from models.architectures.config_json import Fields
 from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig
@@ -19,20 +20,30 @@ class Architecture:
     Args:
         config: function from the `config.json` fields to the `DecoderConfig`.
         pieces: function from the `DecoderConfig` to the slices of all checkpoint tensors.
+        defaults: values of absent fields, those of `transformers`. Sizes have none.
         has_further: if True, multi-token prediction layers are supported.
     """
 
     config: Callable[[Fields], DecoderConfig]
     pieces: Callable[[DecoderConfig], Iterable[ParameterSlice]]
+    defaults: Mapping[str, Any]
     has_further: bool = False
 
 
 ARCHITECTURES = {
-    "deepseek_v3": Architecture(deepseek_v3.config, deepseek_v3.pieces, has_further=True),
-    "glm4_moe": Architecture(glm4_moe.config, glm4_moe.pieces, has_further=True),
-    "gpt_oss": Architecture(gpt_oss.config, gpt_oss.pieces),
-    "mixtral": Architecture(mixtral.config, mixtral.pieces),
-    "qwen3_moe": Architecture(qwen3_moe.config, qwen3_moe.pieces),
+    "deepseek_v3": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.DEFAULTS, has_further=True),
+    "dots1": Architecture(glm4_moe.dots1_config, glm4_moe.pieces, glm4_moe.DOTS1_DEFAULTS),
+    "ernie4_5_moe": Architecture(ernie4_5_moe.config, ernie4_5_moe.pieces, ernie4_5_moe.DEFAULTS),
+    "glm4_moe": Architecture(glm4_moe.config, glm4_moe.pieces, glm4_moe.DEFAULTS, has_further=True),
+    "glm4_moe_lite": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.GLM_LITE_DEFAULTS),
+    "gpt_oss": Architecture(gpt_oss.config, gpt_oss.pieces, gpt_oss.DEFAULTS),
+    "kimi_k2": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.KIMI_DEFAULTS),
+    "minimax_m2": Architecture(minimax_m2.config, minimax_m2.pieces, minimax_m2.DEFAULTS),
+    "mixtral": Architecture(mixtral.config, mixtral.pieces, mixtral.DEFAULTS),
+    "olmoe": Architecture(qwen3_moe.olmoe_config, qwen3_moe.pieces, qwen3_moe.OLMOE_DEFAULTS),
+    "qwen2_moe": Architecture(qwen3_moe.qwen2_config, qwen3_moe.pieces, qwen3_moe.QWEN2_DEFAULTS),
+    "qwen3_moe": Architecture(qwen3_moe.config, qwen3_moe.pieces, qwen3_moe.DEFAULTS),
+    "solar_open": Architecture(glm4_moe.config, glm4_moe.pieces, glm4_moe.SOLAR_DEFAULTS),
 }
 """Supported architectures by `model_type`."""
 
@@ -77,7 +88,9 @@ def configured(
     if predict_further and not num_further:
         raise ValueError("predict_further is True; expected False, as config.json has no multi-token prediction layers")
     try:
-        config = architecture.config(fields)
+        known = fields.with_defaults(architecture.defaults)
+        config = architecture.config(known)
+        known.refuse_unread()
     except ValueError as error:
         message = str(error).removeprefix("config.json: ")
         raise ValueError(f"config.json: {message}") from error

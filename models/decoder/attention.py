@@ -14,7 +14,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from models.decoder.config import DecoderConfig, Latent
+from models.decoder.config import DecoderConfig, HeadNorm, Latent
 
 QUERY_BLOCK = 512
 """Maximum number of queries per sequence with materialized scores."""
@@ -187,31 +187,40 @@ class GroupedAttention(nnx.Module):
         self.config, self.mesh = config, mesh
         width, dims, dtypes = config.embed_dim, config.head_dim, {"rngs": rngs} | _dtypes(config)
 
-        def head_norm() -> nnx.RMSNorm | None:
-            if not config.qk_norm:
+        def head_norm(num_heads: int) -> nnx.RMSNorm | None:
+            if config.qk_norm is None:
                 return None
-            return norm(dims, config.norm_eps, config, rngs)
+            normalized = num_heads * dims if config.qk_norm is HeadNorm.FULL_WIDTH else dims
+            return norm(normalized, config.norm_eps, config, rngs)
 
         self.q = nnx.Linear(width, config.num_heads * dims, use_bias=config.qkv_bias, **dtypes)
         self.k = nnx.Linear(width, config.num_kv_heads * dims, use_bias=config.qkv_bias, **dtypes)
         self.v = nnx.Linear(width, config.num_kv_heads * dims, use_bias=config.qkv_bias, **dtypes)
         self.out = nnx.Linear(config.num_heads * dims, width, use_bias=config.out_bias, **dtypes)
-        self.q_norm, self.k_norm = head_norm(), head_norm()
+        self.q_norm, self.k_norm = head_norm(config.num_heads), head_norm(config.num_kv_heads)
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), config.param_dtype)) if config.sinks else None
         is_local = any(config.windows)
         self.window = AttentionWindow(jnp.int32(config.window(layer) or EVERYTHING)) if is_local else None
 
     def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
-        q, k, v = (linear(x).reshape(*x.shape[:2], -1, self.config.head_dim) for linear in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q).astype(x.dtype), self.k_norm(k).astype(x.dtype)
+        q, k, v = self._heads(x)
         q, k = self.config.rope(q, positions), self.config.rope(k, positions)
         q, k, v = checkpoint_name((q, k, v), "attention")
         if cache is not None:
             cache = k, v = remember(cache, (k, v), positions)
         y = checkpoint_name(self._attended(q, k, v, positions, cache is None), "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
+
+    def _heads(self, x: Array) -> tuple[Array, Array, Array]:
+        """Return queries, keys and values `[B, T, heads, C]` before rotation."""
+        flat = [self.q(x), self.k(x), self.v(x)]
+        heads = [part.reshape(*x.shape[:2], -1, self.config.head_dim) for part in flat]
+        if self.q_norm is None or self.k_norm is None:
+            return heads[0], heads[1], heads[2]
+        parts = flat if self.config.qk_norm is HeadNorm.FULL_WIDTH else heads
+        q, k = self.q_norm(parts[0]).astype(x.dtype), self.k_norm(parts[1]).astype(x.dtype)
+        return q.reshape(heads[0].shape), k.reshape(heads[1].shape), heads[2]
 
     def _attended(self, q: Array, k: Array, v: Array, positions: Array, whole: bool) -> Array:
         scale = self.config.attention_scale

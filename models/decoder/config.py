@@ -1,6 +1,7 @@
 """Sizes of a decoder loaded from a checkpoint."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from jax_moe_lb import TopK
 from jax_moe_lb.kernels.experts import Activation
@@ -27,6 +28,15 @@ class Latent:
     value_dim: int
 
 
+class HeadNorm(Enum):
+    """RMS norm of the query and key projections."""
+
+    PER_HEAD = "per head"
+    """Each head on its own: Qwen3, GLM-4.5."""
+    FULL_WIDTH = "full width"
+    """All heads together: OLMoE, MiniMax-M2."""
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes of a decoder, read from a `config.json` by a module of `models.architectures`.
@@ -48,10 +58,11 @@ class DecoderConfig:
         dense_mlp_dim: inner width of layers without experts.
         dense_layers: indices of the layers without experts.
         shared_mlp_dim: inner width of the shared expert; 0 for none.
+        shared_is_gated: if True, weight the shared expert by a sigmoid of a learned product with the token.
         expert_bias: if True, each expert projection has a bias.
         qkv_bias: if True, the query, key and value projections have biases.
         out_bias: if True, the output projection of attention has a bias.
-        qk_norm: if True, normalise the query and key heads.
+        qk_norm: norm of queries and keys; `None` for none.
         sinks: if True, each head has an attention-sink logit.
         windows: number of keys visible to a query, per layer, including its own; `None` is unlimited. Empty for no
             limit in any layer.
@@ -85,10 +96,11 @@ class DecoderConfig:
     dense_mlp_dim: int = 0
     dense_layers: tuple[int, ...] = ()
     shared_mlp_dim: int = 0
+    shared_is_gated: bool = False
     expert_bias: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: HeadNorm | None = None
     sinks: bool = False
     windows: tuple[int | None, ...] = ()
     latent: Latent | None = None

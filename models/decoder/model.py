@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jax_moe_lb import ExpertConfig, MoE, Precision, SharedExpert, Stats, System, Topology
+from jax_moe_lb.nn import SharedMix
 from models.decoder.attention import Cache, GroupedAttention, LatentAttention, norm
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import Rules, scanned
@@ -257,7 +258,8 @@ class Decoder(nnx.Module):
 def _experts(
     config: DecoderConfig, *, mesh: Mesh, topology: Topology, system: System, rules: Rules | None, rngs: nnx.Rngs
 ) -> MoE:
-    shared = SharedExpert(config.shared_mlp_dim) if config.shared_mlp_dim else None
+    mix = SharedMix.SIGMOID if config.shared_is_gated else SharedMix.SUM
+    shared = SharedExpert(config.shared_mlp_dim, mix) if config.shared_mlp_dim else None
     return MoE(
         config.embed_dim,
         config.num_experts,

@@ -68,7 +68,7 @@ def from_pretrained(
     config = configured(fields, scan_layers=scan_layers, predict_further=predict_further, **options)
     with TensorFolder(folder, limits) as tensors:
         weights, pieces = CheckpointWeights(tensors, fields), pieces_of(config)
-        _check(weights, pieces, _passed_over(fields, config.num_further))
+        _check(weights, pieces, _passed_over(fields, config.num_further, config.tie_embeddings))
         parts = _grouped(piece for piece in pieces if not piece.is_copy)
 
         def create() -> Decoder:
@@ -98,11 +98,11 @@ def _grouped(pieces: Iterable[ParameterSlice]) -> dict[str, list[ParameterSlice]
     return parts
 
 
-def _passed_over(fields: Fields, num_further: int) -> tuple[str, ...]:
+def _passed_over(fields: Fields, num_further: int, are_tied: bool) -> tuple[str, ...]:
     """Return name prefixes of tensors to skip: multi-token prediction layers, and a copy of the tied embedding."""
     last = fields.num_layers()
     layers = tuple(f"model.layers.{layer}." for layer in range(last + num_further, last + fields.num_further()))
-    return (*layers, "lm_head.weight") if fields.raw.get("tie_word_embeddings") else layers
+    return (*layers, "lm_head.weight") if are_tied else layers
 
 
 def _check(weights: CheckpointWeights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:

@@ -45,6 +45,16 @@ SIGMOID = {
     "num_nextn_predict_layers": 0,
     "head_dim": 16,
 }
+LATENT = SIGMOID | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+}
 CONFIGS = {
     "mixtral": (
         "MixtralConfig",
@@ -79,19 +89,42 @@ CONFIGS = {
     "glm4_moe": ("Glm4MoeConfig", SIGMOID | {"use_qk_norm": True, "attention_bias": True, "num_hidden_layers": 3}),
     "deepseek_v3": (
         "DeepseekV3Config",
-        SIGMOID
-        | {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 20,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 10,
-            "num_hidden_layers": 3,
-            "head_dim": 8,
-            "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0},
+        LATENT
+        | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0}},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 16,
+            "moe_intermediate_size": 24,
+            "intermediate_size": 40,
+            "shared_expert_intermediate_size": 28,
+            "decoder_sparse_step": 2,
         },
     ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 16, "intermediate_size": 24, "attention_bias": True}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 16, "intermediate_size": 24, "head_dim": 16, "rotary_dim": 8},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "moe_num_experts": 16,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+            "num_hidden_layers": 3,
+            "moe_layer_end_index": 1,
+        },
+    ),
+    "dots1": (
+        "Dots1Config",
+        SIGMOID | {"attention_bias": True, "num_hidden_layers": 3, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "solar_open": ("SolarOpenConfig", SIGMOID | {"attention_bias": True, "first_k_dense_replace": 0}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", LATENT),
     "gpt_oss": (
         "GptOssConfig",
         {
