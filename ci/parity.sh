@@ -28,6 +28,7 @@ run_tests() {
   JAX_PLATFORMS=cpu "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider tests/parity "${markers[@]}" "$@"
 }
 install "$older"
-run_tests -k saved
+# The older version lacks some architectures, whose cases are thorough.
+run_tests -k saved -m 'not thorough'
 install --upgrade transformers
 run_tests

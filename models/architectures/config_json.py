@@ -161,8 +161,8 @@ class Fields:
 
     def rope_settings(self) -> dict[str, Any]:
         """Return the rotary-embedding settings; their location depends on the version of `transformers`."""
-        settings = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or self.defaults.get("rope_parameters")
-        settings = settings or {}
+        found = (self.raw.get("rope_parameters"), self.raw.get("rope_scaling"), self.defaults.get("rope_parameters"))
+        settings: Any = next((given for given in found if given is not None), {})
         if not isinstance(settings, dict):
             raise ValueError(f"config.json: rope_parameters is {shown(settings)}; expected an object")
         named = {"rope_theta": self.get("rope_theta"), "type": "default"}

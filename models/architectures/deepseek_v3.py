@@ -82,11 +82,11 @@ def config(fields: Fields) -> DecoderConfig:
 
 
 def _dense_layers(fields: Fields) -> tuple[int, ...]:
-    num_layers, kinds = fields.num_layers(), fields.get("mlp_layer_types")
+    num_layers, kinds, known = fields.num_layers(), fields.get("mlp_layer_types"), ("dense", "sparse")
     if kinds is None:
         return tuple(range(min(num_layers, fields.integer("first_k_dense_replace"))))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in ("dense", "sparse") for kind in kinds):
-        raise ValueError(f"config.json: mlp_layer_types is {str(kinds)[:80]}; expected {num_layers} of dense, sparse")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise ValueError(f"config.json: mlp_layer_types is {str(kinds)[:80]}; expected {num_layers} of {known}")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 

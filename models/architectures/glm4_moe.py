@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "n_shared_experts": 1,
     "norm_topk_prob": True,
     "num_experts_per_tok": 8,
+    "num_key_value_heads": 8,
     "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-5,
     "routed_scaling_factor": 1.0,

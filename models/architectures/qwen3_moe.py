@@ -9,13 +9,13 @@ from models.architectures.config_json import Fields
 from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig, HeadNorm
 
-DEFAULTS = {"max_position_embeddings": 32768, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
+DEFAULTS = {"max_position_embeddings": 32768, "num_experts_per_tok": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}
 """Values of absent fields of Qwen3-MoE."""
 
-QWEN2_DEFAULTS = DEFAULTS | {"num_experts_per_tok": 4, "qkv_bias": True}
+QWEN2_DEFAULTS = DEFAULTS | {"num_experts_per_tok": 4, "num_key_value_heads": 16, "qkv_bias": True}
 """Values of absent fields of Qwen2-MoE."""
 
-OLMOE_DEFAULTS = DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+OLMOE_DEFAULTS = DEFAULTS | {"max_position_embeddings": 4096, "num_key_value_heads": None, "rms_norm_eps": 1e-5}
 """Values of absent fields of OLMoE."""
 
 

@@ -89,8 +89,7 @@ CONFIGS = {
     "glm4_moe": ("Glm4MoeConfig", SIGMOID | {"use_qk_norm": True, "attention_bias": True, "num_hidden_layers": 3}),
     "deepseek_v3": (
         "DeepseekV3Config",
-        LATENT
-        | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0}},
+        LATENT | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0}},
     ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
