@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from models.decoder.config import DecoderConfig, HeadNorm, Latent
+from models.decoder.cudnn_attention import cudnn_attention
 
 QUERY_BLOCK = 512
 """Maximum number of queries per sequence with materialized scores."""
@@ -22,32 +23,64 @@ QUERY_BLOCK = 512
 CUDNN_HEAD_DIM = 128
 """Maximum head dimension of cuDNN's kernel on every GPU with bfloat16 matrix products; must be a multiple of 8."""
 
+CUDNN_LATENT_DIMS = (192, 128)
+"""Widths of keys and values of cuDNN's kernel for latent attention: those of DeepSeek-V3 and Kimi-K2."""
 
-def causal_attention(q: Array, k: Array, v: Array, mesh: Mesh) -> Array:
-    """Compute causal attention.
 
-    NVIDIA GPUs use cuDNN's kernel for bfloat16 with at most `CUDNN_HEAD_DIM` channels; other cases use
-    `attention_in_blocks`. The mesh decides, not the local devices, so ahead-of-time compilation yields the program of
-    the target.
+def causal_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mesh: Mesh,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Array | None = None,
+) -> Array:
+    """Compute causal attention of whole sequences.
+
+    NVIDIA GPUs use cuDNN's kernel where `has_cudnn_kernel`; other cases compute scores in blocks of queries. The mesh
+    decides, not the local devices, so ahead-of-time compilation yields the program of the target.
 
     Args:
         q: queries `[B, T, N, C]`.
-        k: keys `[B, T, N, C]`.
-        v: values `[B, T, N, C]`.
+        k: keys `[B, T, G, C]`; `G` divides `N`.
+        v: values `[B, T, G, V]`.
         mesh: devices of the computation.
+        scale: factor on the scores; `None` (default) is `C ** -0.5`.
+        window: number of keys visible to a query, including its own; `None` (default) is unlimited.
+        sinks: `[N]`, one attention-sink logit per head; `None` (default) for none.
 
     Returns:
-        Outputs `[B, T, N, C]`, in the dtype of `q`.
+        Outputs `[B, T, N, V]`, in the dtype of `q`.
     """
-    if has_cudnn_kernel(mesh, q):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    return attention_in_blocks(q, k, v)
+    usual = q.shape[-1] ** -0.5
+    scale, is_usual = usual if scale is None else scale, scale in (None, usual)
+    if has_cudnn_kernel(mesh, q, v):
+        if sinks is not None or q.shape[-1] != v.shape[-1]:
+            return cudnn_attention(q, k, v, sinks, scale, window)
+        reach = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, local_window_size=reach, implementation="cudnn"
+        )
+    if is_usual and window is None and sinks is None and q.shape[-1] == v.shape[-1]:
+        return attention_in_blocks(q, k, v)
+    positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])
+    return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks, whole=True)
 
 
-def has_cudnn_kernel(mesh: Mesh, q: Array) -> bool:
-    """Return whether cuDNN has a kernel for queries `[B, T, N, C]` on the devices of a mesh."""
-    narrow = q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0
-    return narrow and mesh.devices.flat[0].device_kind.startswith("NVIDIA")
+def has_cudnn_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
+    """Return whether cuDNN has a kernel for queries `[B, T, N, C]` and values `[B, T, G, V]` on the devices of a mesh.
+
+    Widths differ in latent attention alone, whose kernel needs a Hopper GPU or newer and cuDNN 9.10.
+    """
+    device = mesh.devices.flat[0]
+    if q.dtype != jnp.bfloat16 or not device.device_kind.startswith("NVIDIA"):
+        return False
+    widths = q.shape[-1], v.shape[-1]
+    if widths[0] == widths[1]:
+        return widths[0] <= CUDNN_HEAD_DIM and widths[0] % 8 == 0
+    return widths == CUDNN_LATENT_DIMS and float(getattr(device, "compute_capability", 0)) >= 9
 
 
 def attention_in_blocks(q: Array, k: Array, v: Array, block: int = QUERY_BLOCK) -> Array:
@@ -85,9 +118,6 @@ def _causal_block(q: Array, k: Array, v: Array, *, start: int, stop: int) -> Arr
 Cache = tuple[Array, Array]
 """Cached state of earlier tokens, `[B, S, ...]`: keys and values, or the compressed vectors of latent attention."""
 
-EVERYTHING = 2**30
-"""Window above the length of any sequence."""
-
 
 def attend(
     q: Array,
@@ -96,7 +126,7 @@ def attend(
     positions: Array,
     *,
     scale: float,
-    window: Array | None = None,
+    window: int | None = None,
     sinks: Array | None = None,
     whole: bool = False,
 ) -> Array:
@@ -110,7 +140,7 @@ def attend(
         v: values `[B, S, G, V]`.
         positions: int32 `[B, T]`, positions of the queries.
         scale: factor on the scores.
-        window: int32, number of keys visible to a query, including its own; `None` is unlimited.
+        window: number of keys visible to a query, including its own; `None` is unlimited.
         sinks: `[N]`, one attention-sink logit per head: it takes part in the softmax and has no value.
         whole: if True, query `t` is at position `t`, as in training. Blocks then skip keys after their last query.
 
@@ -118,13 +148,15 @@ def attend(
         `[B, T, N, V]`, in the dtype of `q`.
     """
     if q.shape[1] <= QUERY_BLOCK:
-        return _of_block(q, k, v, positions, window, sinks, scale=scale, start=0, stop=q.shape[1], keys=k.shape[1])
+        whole_block = {"start": 0, "stop": q.shape[1], "keys": k.shape[1]}
+        return _of_block(q, k, v, positions, sinks, window=window, scale=scale, **whole_block)
     parts = []
     for start in range(0, q.shape[1], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, q.shape[1])
-        block = partial(_of_block, scale=scale, start=start, stop=stop, keys=stop if whole else k.shape[1])
+        keys = stop if whole else k.shape[1]
+        block = partial(_of_block, window=window, scale=scale, start=start, stop=stop, keys=keys)
         # Slice inside the checkpointed function; slices passed to it would be stored as residuals.
-        parts.append(jax.checkpoint(block)(q, k, v, positions, window, sinks))
+        parts.append(jax.checkpoint(block)(q, k, v, positions, sinks))
     return jnp.concatenate(parts, 1)
 
 
@@ -133,9 +165,9 @@ def _of_block(
     k: Array,
     v: Array,
     positions: Array,
-    window: Array | None,
     sinks: Array | None,
     *,
+    window: int | None,
     scale: float,
     start: int,
     stop: int,
@@ -169,10 +201,6 @@ def remember(cache: Cache, new: Cache, positions: Array) -> Cache:
     return put(cache[0], new[0]), put(cache[1], new[1])
 
 
-class AttentionWindow(nnx.Variable):
-    """Attention window of a layer. As a variable, it lets layers with different windows share one structure."""
-
-
 class GroupedAttention(nnx.Module):
     """Grouped-query attention with rotary positions, and optional head norms, biases, sinks and sliding windows.
 
@@ -199,8 +227,7 @@ class GroupedAttention(nnx.Module):
         self.out = nnx.Linear(config.num_heads * dims, width, use_bias=config.out_bias, **dtypes)
         self.q_norm, self.k_norm = head_norm(config.num_heads), head_norm(config.num_kv_heads)
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), config.param_dtype)) if config.sinks else None
-        is_local = any(config.windows)
-        self.window = AttentionWindow(jnp.int32(config.window(layer) or EVERYTHING)) if is_local else None
+        self.window = config.window(layer)
 
     def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
@@ -223,12 +250,10 @@ class GroupedAttention(nnx.Module):
         return q.reshape(heads[0].shape), k.reshape(heads[1].shape), heads[2]
 
     def _attended(self, q: Array, k: Array, v: Array, positions: Array, whole: bool) -> Array:
-        scale = self.config.attention_scale
-        if whole and self.window is None and self.sinks is None and scale == q.shape[-1] ** -0.5:
-            return causal_attention(q, k, v, self.mesh)
-        window = None if self.window is None else self.window[...]
-        sinks = None if self.sinks is None else self.sinks[...]
-        return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks, whole=whole)
+        scale, sinks = self.config.attention_scale, None if self.sinks is None else self.sinks[...]
+        if whole:
+            return causal_attention(q, k, v, self.mesh, scale=scale, window=self.window, sinks=sinks)
+        return attend(q, k, v, positions, scale=scale, window=self.window, sinks=sinks)
 
     def empty_cache(self, batch_size: int, length: int) -> Cache:
         """Return an empty cache for `batch_size` sequences of `length` tokens."""
@@ -260,11 +285,12 @@ class LatentAttention(nnx.Module):
     Args:
         config: sizes of the model.
         latent: sizes of the compressed vectors.
+        mesh: devices of the computation, which select the kernel.
         rngs: random number generators of the parameters.
     """
 
-    def __init__(self, config: DecoderConfig, latent: Latent, *, rngs: nnx.Rngs) -> None:
-        self.config, self.latent = config, latent
+    def __init__(self, config: DecoderConfig, latent: Latent, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
+        self.config, self.latent, self.mesh = config, latent, mesh
         width, num_heads, q_width = config.embed_dim, config.num_heads, latent.query_rank
 
         def linear(inner: int, outer: int, use_bias: bool = False) -> nnx.Linear:
@@ -290,7 +316,9 @@ class LatentAttention(nnx.Module):
             cache = small, turned = remember(cache, (small, turned), positions)
         k, v = self._keys_and_values(small, turned)
         q, k, v = checkpoint_name((q, k, v), "attention")
-        y = attend(q, k, v, positions, scale=self.config.attention_scale, whole=cache is None)
+        scale = self.config.attention_scale
+        whole = cache is None
+        y = causal_attention(q, k, v, self.mesh, scale=scale) if whole else attend(q, k, v, positions, scale=scale)
         y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 

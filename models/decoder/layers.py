@@ -169,10 +169,12 @@ def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str
     """Apply the layers to `x` in sequence, with `jax.lax.scan` over their stacked parameters.
 
     Each layer keeps its own parameters and state, and stacking is temporary, so checkpoint names do not depend on it.
-    Weights are cast to the dtype of `x` before stacking, so the copies are small.
+    Weights are cast to the dtype of `x` before stacking, so the copies are small. One step of the loop is a period of
+    layers, so that settings such as attention windows stay constants of the program.
 
     Args:
-        layers: modules of equal structure and sizes; each maps `x` to the next `x` and its statistics.
+        layers: modules of equal sizes, whose settings repeat with some period; each maps `x` to the next `x` and its
+            statistics.
         x: residual stream `[B, T, H]`.
         sharding: sharding of `x` in every layer.
         remat: residuals to keep, see `computed_again` (default: the names in `KEPT`).
@@ -181,20 +183,37 @@ def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str
         The last `x`, and the statistics stacked over the layers.
     """
     graphs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
-    stacked = jax.tree.map_with_path(lambda path, *leaves: jnp.stack(_narrowed(path, leaves, x)), *states)
-    x, (stats, kept) = _loop(graphs[0], stacked, x, sharding, lambda state: state, remat)
+    period = period_of(graphs)
+
+    def stacked(states: Sequence[nnx.State]) -> nnx.State:
+        found: nnx.State = jax.tree.map_with_path(lambda path, *leaves: jnp.stack(_narrowed(path, leaves, x)), *states)
+        return found
+
+    stacks = [stacked(states[place::period]) for place in range(period)]
+    x, stats, kept = _loop(graphs[:period], stacks, x, sharding, lambda state: state, remat)
     for i, layer in enumerate(layers):
-        nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i], kept))
+        nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i // period], kept[i % period]))
     return x, stats
 
 
+def period_of(graphs: Sequence[Any]) -> int:
+    """Return the smallest divisor `p` of the number of layers such that the graphs of layers `i` and `i + p` agree."""
+    sizes = (size for size in range(1, len(graphs)) if len(graphs) % size == 0)
+    return next((size for size in sizes if graphs[size:] == graphs[:-size]), len(graphs))
+
+
 def scan_stacked(
-    stack: Any, x: Array, sharding: NamedSharding, gather: Callable[[nnx.State], nnx.State], kept: Sequence[str] = KEPT
+    stacks: Sequence[Any],
+    x: Array,
+    sharding: NamedSharding,
+    gather: Callable[[nnx.State], nnx.State],
+    kept: Sequence[str] = KEPT,
 ) -> tuple[Array, Any]:
-    """Apply a stack of layers to `x` with `jax.lax.scan`, without copying parameters.
+    """Apply stacks of layers to `x` with `jax.lax.scan`, without copying parameters.
 
     Args:
-        stack: module whose arrays stack those of all layers; it maps `x` to the next `x` and its statistics.
+        stacks: one module for each layer of a period; its arrays stack those of all periods. It maps `x` to the next
+            `x` and its statistics.
         x: residual stream `[B, T, H]`.
         sharding: sharding of `x` in every layer.
         gather: function from the stored state of a layer to the state used in forward and backward passes.
@@ -203,27 +222,46 @@ def scan_stacked(
     Returns:
         The last `x`, and the statistics stacked over the layers.
     """
-    graph, state = nnx.split(stack)
-    x, (stats, moved) = _loop(graph, state, x, sharding, gather, ",".join(kept))
-    nnx.update(stack, moved)
+    graphs, states = zip(*map(nnx.split, stacks), strict=True)
+    x, stats, moved = _loop(graphs, states, x, sharding, gather, ",".join(kept))
+    for stack, state in zip(stacks, moved, strict=True):
+        nnx.update(stack, state)
     return x, stats
 
 
 def _loop(
-    graph: nnx.GraphDef,
-    stacked: nnx.State,
+    graphs: Sequence[nnx.GraphDef],
+    stacks: Sequence[nnx.State],
     x: Array,
     sharding: NamedSharding,
     gather: Callable[[nnx.State], nnx.State],
     remat: str,
-) -> tuple[Array, tuple[Any, nnx.State]]:
-    def run(x: Array, state: nnx.State) -> tuple[Array, tuple[Any, nnx.State]]:
+) -> tuple[Array, Any, list[nnx.State]]:
+    """Return the last `x`, the statistics in the order of the layers, and the changed state of each stack."""
+
+    def run_layer(graph: nnx.GraphDef, x: Array, state: nnx.State) -> tuple[Array, tuple[Any, nnx.State]]:
         layer: Any = nnx.merge(graph, gather(state))
         x, stats = layer(jax.lax.with_sharding_constraint(x, sharding))
         return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
     # The body of a scan shares no expressions with the forward pass, so prevent_cse is not needed.
-    return jax.lax.scan(computed_again(run, remat, prevent_cse=False), x, stacked)
+    runs = [computed_again(partial(run_layer, graph), remat, prevent_cse=False) for graph in graphs]
+
+    def run_period(x: Array, states: Sequence[nnx.State]) -> tuple[Array, list[tuple[Any, nnx.State]]]:
+        per_layer = []
+        for run, state in zip(runs, states, strict=True):
+            x, found = run(x, state)
+            per_layer.append(found)
+        return x, per_layer
+
+    x, per_place = jax.lax.scan(run_period, x, list(stacks))
+    stats, kept = zip(*per_place, strict=True)
+    return x, jax.tree.map(_interleaved, *stats), list(kept)
+
+
+def _interleaved(*stacks: Array) -> Array:
+    """Return the entries of `[periods, ...]` arrays, one per layer of a period, in the order of the layers."""
+    return stacks[0] if len(stacks) == 1 else jnp.stack(stacks, 1).reshape(-1, *stacks[0].shape[1:])
 
 
 def _narrowed(path: Any, leaves: Sequence[Array], x: Array) -> list[Array]:

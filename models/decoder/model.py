@@ -103,7 +103,7 @@ class DecoderBlock(nnx.Module):
         if config.latent is None:
             self.attention = GroupedAttention(config, layer, mesh=mesh, rngs=rngs)
         else:
-            self.attention = LatentAttention(config, config.latent, rngs=rngs)
+            self.attention = LatentAttention(config, config.latent, mesh=mesh, rngs=rngs)
         self.moe_norm = norm(config.embed_dim, config.norm_eps, config, rngs)
         self.dense = FeedForward(config, rngs=rngs) if layer in config.dense_layers else None
         where: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rules": rules}

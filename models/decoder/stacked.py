@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats
-from models.decoder.layers import KEPT, ParameterGather, scan_stacked, split
+from models.decoder.layers import KEPT, ParameterGather, period_of, scan_stacked, split
 from models.decoder.model import Decoder, DecoderBlock
 from models.mesh import batch_sharding
 
@@ -22,10 +22,10 @@ LOSS_BLOCK = 1024
 class StackedDecoder(nnx.Module):
     """`Decoder` with parameters sharded over all devices; values and gradients equal those of `Decoder`.
 
-    Use it if the replicated parameters do not fit. Layers of equal structure form one stack and run as one
-    `jax.lax.scan`. Experts are sharded over the axis `expert`, and their widths over `data`. Every other weight shards
-    one dimension over all devices, and optimizer state is sharded alike. The weights of a layer are gathered for its
-    forward and backward pass. The loss computes logits in blocks of tokens.
+    Use it if the replicated parameters do not fit. Layers of equal structure form one stack for each layer of their
+    period and run as one `jax.lax.scan`. Experts are sharded over the axis `expert`, and their widths over `data`.
+    Every other weight shards one dimension over all devices, and optimizer state is sharded alike. The weights of a
+    layer are gathered for its forward and backward pass. The loss computes logits in blocks of tokens.
 
     Args:
         decoder: model built with `EXPERT_RULES`; its parameters are moved into this one.
@@ -72,10 +72,10 @@ class StackedDecoder(nnx.Module):
 
     def _states(self, tokens: Array) -> tuple[Array, Stats]:
         x, per_stack = self._embedded(tokens), []
-        for stack in self.stacks:
+        for stacks in self.stacks:
             gather = ParameterGather(self.mesh, x.dtype)
-            x, stats = scan_stacked(stack, x, batch_sharding(self.mesh), partial(gather, first=1), self.kept)
-            per_stack += [] if stack.moe is None else [stats]
+            x, stats = scan_stacked(stacks, x, batch_sharding(self.mesh), partial(gather, first=1), self.kept)
+            per_stack += [] if stacks[0].moe is None else [stats]
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_stack)
 
     def _embedded(self, tokens: Array) -> Array:
@@ -97,10 +97,12 @@ class StackedDecoder(nnx.Module):
         return jnp.matmul(self.norm(x).astype(x.dtype), head).astype(jnp.float32)
 
 
-def _stacked(blocks: Sequence[DecoderBlock]) -> DecoderBlock:
-    """Return a block whose arrays stack those of all blocks."""
+def _stacked(blocks: Sequence[DecoderBlock]) -> nnx.List:
+    """Return a block for each layer of a period, whose arrays stack those of all periods."""
     graphs, states = zip(*map(nnx.split, blocks), strict=True)
-    return nnx.merge(graphs[0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+    period = period_of(graphs)
+    stacks = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *states[place::period]) for place in range(period)]
+    return nnx.List([nnx.merge(graph, stack) for graph, stack in zip(graphs[:period], stacks, strict=True)])
 
 
 def _in_blocks(array: Array, mesh: Mesh) -> Array:

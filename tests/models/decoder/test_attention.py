@@ -11,7 +11,9 @@ import pytest
 
 from models.config import preset
 from models.decoder import attention as scores
+from models.decoder import cudnn_attention
 from models.decoder.attention import attention_in_blocks, has_cudnn_kernel
+from models.decoder.layers import period_of
 from models.decoder.tiny import rope
 from models.mesh import batch_sharding, make_mesh, make_system
 from models.training.step import make_programs
@@ -57,11 +59,11 @@ def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
     """A block of queries reads the keys up to its end; query and key positions coincide."""
     q, k, v, upstream = inputs(9, jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(9)[None], q.shape[:2])
-    sinks, width = jnp.asarray([0.5, -1.0]), None if window is None else jnp.int32(window)
+    sinks = jnp.asarray([0.5, -1.0])
 
     def with_gradients(whole):
         def call(q, k, v, sinks):
-            return scores.attend(q, k, v, positions, scale=0.3, window=width, sinks=sinks, whole=whole)
+            return scores.attend(q, k, v, positions, scale=0.3, window=window, sinks=sinks, whole=whole)
 
         out, transposed = jax.vjp(call, q, k, v, sinks)
         return out, *transposed(upstream)
@@ -82,20 +84,101 @@ def test_positions_are_exact_in_narrow_arithmetic():
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "head_dim", "has_kernel"),
+    ("kind", "dtype", "widths", "has_kernel"),
     [
-        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 128, True),
-        ("NVIDIA H100 80GB HBM3", jnp.float32, 128, False),
-        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 256, False),
-        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 4, False),
-        ("AMD Instinct MI300X", jnp.bfloat16, 128, False),
-        ("TPU v5 lite", jnp.bfloat16, 128, False),
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, (128, 128), True),
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, (192, 128), True),
+        ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, (128, 128), True),
+        ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, (192, 128), False),
+        ("NVIDIA H100 80GB HBM3", jnp.float32, (128, 128), False),
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, (256, 256), False),
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, (4, 4), False),
+        ("AMD Instinct MI300X", jnp.bfloat16, (128, 128), False),
+        ("TPU v5 lite", jnp.bfloat16, (128, 128), False),
     ],
 )
-def test_the_devices_of_the_mesh_choose_the_kernel(kind, dtype, head_dim, has_kernel):
-    device = type("Device", (), {"device_kind": kind})()
+def test_the_devices_of_the_mesh_choose_the_kernel(kind, dtype, widths, has_kernel):
+    capability = "9.0" if "H100" in kind else "8.0"
+    device = type("Device", (), {"device_kind": kind, "compute_capability": capability})()
     mesh = type("Mesh", (), {"devices": np.array([[device]])})()
-    assert has_cudnn_kernel(mesh, jax.ShapeDtypeStruct((1, 16, 2, head_dim), dtype)) == has_kernel
+    q, v = (jax.ShapeDtypeStruct((1, 16, 2, width), dtype) for width in widths)
+    assert has_cudnn_kernel(mesh, q, v) == has_kernel
+
+
+def scores_of(q, k, scale, window):
+    """Return masked scores `[B, N, T, S]`, as cuDNN's kernel computes them."""
+    keys = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
+    query, key = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
+    seen = (key <= query) & (key > query - (q.shape[1] if window is None else window))
+    return jnp.where(seen, jnp.einsum("btnc,bsnc->bnts", q, keys) * scale, -jnp.inf)
+
+
+def cudnn_forward(q, k, v, scale, window):
+    """Write out cuDNN's forward primitive."""
+    scores = scores_of(q, k, scale, window)
+    values = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
+    return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores, -1), values), jax.nn.logsumexp(scores, -1)
+
+
+def cudnn_backward(q, k, v, total, out, upstream, scale, window):
+    """Write out cuDNN's backward primitive, which takes the statistics and outputs as given."""
+    groups = q.shape[2] // k.shape[2]
+    keys, values = jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2)
+    shares = jnp.exp(scores_of(q, k, scale, window) - total[..., None])
+    product = jnp.einsum("btnv,btnv->bnt", upstream, out)
+    inner = shares * (jnp.einsum("btnv,bsnv->bnts", upstream, values) - product[..., None]) * scale
+    summed = [jnp.einsum("bnts,btnc->bsnc", *pair) for pair in ((inner, q), (shares, upstream))]
+    dk, dv = (part.reshape(*part.shape[:2], k.shape[2], groups, -1).sum(3) for part in summed)
+    return jnp.einsum("bnts,bsnc->btnc", inner, keys), dk, dv
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_cudnn_attention_equals_plain_attention(has_sinks, window, monkeypatch):
+    """Values and gradients of latent widths, groups, windows and sinks, with the primitives written out."""
+    monkeypatch.setattr(cudnn_attention, "forward", cudnn_forward)
+    monkeypatch.setattr(cudnn_attention, "backward", cudnn_backward)
+    shapes = ((2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6), (2, 9, 4, 6))
+    q, k, v, upstream = (
+        jax.random.normal(key, shape) for key, shape in zip(jax.random.split(jax.random.key(0), 4), shapes, strict=True)
+    )
+    sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0]) if has_sinks else None
+    positions = jnp.broadcast_to(jnp.arange(9)[None], (2, 9))
+
+    def fused(q, k, v, sinks):
+        return cudnn_attention.cudnn_attention(q, k, v, sinks, 0.3, window)
+
+    def plain(q, k, v, sinks):
+        return scores.attend(q, k, v, positions, scale=0.3, window=window, sinks=sinks, whole=True)
+
+    def with_gradients(function):
+        out, transposed = jax.vjp(function, q, k, v, sinks)
+        return out, transposed(upstream)
+
+    ours, want = jax.jit(partial(with_gradients, fused))(), jax.jit(partial(with_gradients, plain))()
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), ours, want)
+
+
+@pytest.mark.parametrize(("widths", "num_calls"), [((192, 128), 2), ((64, 64), 2)])
+def test_cudnn_attention_lowers_to_two_kernels(widths, num_calls):
+    q, k = (jax.ShapeDtypeStruct((1, 64, heads, widths[0]), jnp.bfloat16) for heads in (4, 2))
+    v = jax.ShapeDtypeStruct((1, 64, 2, widths[1]), jnp.bfloat16)
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def loss(q, k, v, sinks):
+        return cudnn_attention.cudnn_attention(q, k, v, sinks, 0.3, 16).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(q, k, v, sinks).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__cudnn$fmhaSoftmax") == num_calls
+    assert "64x64xf32" not in text
+
+
+def test_layers_repeat_with_the_period_of_their_windows():
+    assert period_of("ababab") == 2
+    assert period_of("aaaa") == 1
+    assert period_of("abc") == 3
+    assert period_of("aab") == 3
 
 
 @pytest.mark.slow
