@@ -147,12 +147,14 @@ GPT_OSS_120B: dict[str, Any] = {
     },
     "tie_word_embeddings": False,
 }
+GPT_OSS_20B = GPT_OSS_120B | {"num_hidden_layers": 24, "num_local_experts": 32}
 PUBLISHED = {
     "Mixtral-8x7B": MIXTRAL_8X7B,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "DeepSeek-V3": DEEPSEEK_V3,
     "GLM-4.5": GLM_4_5,
     "gpt-oss-120b": GPT_OSS_120B,
+    "gpt-oss-20b": GPT_OSS_20B,
 }
 """Relevant `config.json` fields of each published model."""
 
