@@ -28,17 +28,18 @@ from models.config import (
     TrainConfig,
     say,
 )
+from models.data.chat import ChatTemplate, has_chat_template
 from models.data.corpus import Corpus
 from models.data.sources import corpus_from
-from models.data.tokenizers import TokenizerFile
+from models.data.tokenizers import CheckpointTokenizer, TokenizerFile
 from models.decoder.model import Decoder
 from models.mesh import make_mesh, make_system, offer_cpu_devices, place_batch, state_shardings
 from models.pretrained.loading import from_pretrained
 from models.pretrained.saving import check_vacant, save_pretrained
 from models.run_folder.metrics import CountsTrace
-from models.training.step import apply_gradients, further_loss, make_optimizer, next_token_loss
+from models.training.step import apply_gradients, decays_weights, further_loss, make_optimizer, packed_loss
 
-DATA = "File or folder of text, JSON lines or token arrays, or PATH:WEIGHT; repeatable."
+DATA = "File or folder of text, JSON lines of text or messages, or token arrays, or PATH:WEIGHT; repeatable."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -72,8 +73,8 @@ def make_tuning(
         bias_rate: step size of the routing biases, see `MoE.update_bias`; 0 (default) leaves them unchanged.
         further_weight: weight of `further_loss`, for a model with multi-token prediction; 0 (default) omits it.
     """
-    loss_of = partial(further_loss, weight=further_weight) if further_weight else next_token_loss
-    graph, state = nnx.split((model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)))
+    loss_of = partial(further_loss, weight=further_weight) if further_weight else packed_loss
+    graph, state = nnx.split((model, nnx.Optimizer(model, make_optimizer(config, decays_weights), wrt=nnx.Param)))
     shardings = state_shardings(state, mesh)
 
     def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
@@ -85,7 +86,7 @@ def make_tuning(
         return nnx.state((model, optimizer)), loss, stats
 
     def evaluate(state: nnx.State, tokens: Array) -> Array:
-        return next_token_loss(nnx.merge(graph, state)[0], tokens)[0]
+        return packed_loss(nnx.merge(graph, state)[0], tokens)[0]
 
     options: dict[str, Any] = {"compiler_options": compiler_options(mesh)}
     return Tuning(
@@ -156,8 +157,10 @@ def main(
         config = TrainConfig(parallel=parallel, batch=batch, optimizer=optimizer, steps=steps, seed=seed)
         check_vacant(out)
         offer_cpu_devices(parallel.num_shards)
-        tokenizer, trace = TokenizerFile(checkpoint / "tokenizer.json", limits), CountsTrace()
-        corpus = corpus_from(data, tokenizer, limits=limits)
+        trace, ends = CountsTrace(), CheckpointTokenizer(checkpoint, limits).end_tokens
+        tokenizer = TokenizerFile(checkpoint / "tokenizer.json", limits, ends[0] if ends else None)
+        chat = ChatTemplate(checkpoint, limits) if has_chat_template(checkpoint, limits) else None
+        corpus = corpus_from(data, tokenizer, limits=limits, chat=chat)
         corpus.check_length(sequence_length)
         mesh = make_mesh(parallel)
         if not 0 <= further_weight < float("inf"):

@@ -233,8 +233,8 @@ def _carry_out(
 
 def _corpus(config: TrainConfig, data: list[str], tokenizer: Tokenizer, limits: FileLimits) -> Corpus:
     if data:
-        sizes = {"vocab_size": config.model.vocab_size}
-        return corpus_from(data, tokenizer, **sizes, text_field=config.data.text_field, limits=limits)
+        words, field = config.model.vocab_size, config.data.text_field
+        return corpus_from(data, tokenizer, vocab_size=words, text_field=field, limits=limits)
     if tokenizer != Bytes():
         raise ValueError("data is required: data.tokenizer is set. Pass --data")
     return default_corpus(config.data.max_corpus_bytes)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 
+from models.data.marks import marked, words
 from models.data.tokenizers import Bytes
 
 CHUNK_TOKENS = 32_768
@@ -30,16 +32,18 @@ class Stream:
     """Concatenated documents, of which the last chunk of every sixteen is held out.
 
     Holding out chunks throughout the stream gives both splits text of all kinds. Each split concatenates its chunks.
-    In a window, a token `t` at the start of a document or after a gap between chunks is stored as `~t` (negative), so
-    that it is not predicted.
+    A window marks the starts of documents, the tokens after a gap between chunks, and the context; see `marks`.
 
     Args:
         tokens: `[tokens]` integers, possibly memory-mapped.
         starts: int64 `[documents - 1]`, start offsets of the documents, ascending, without the first (0).
+        context: `[tokens]` bool, True for tokens that are not predicted, such as questions; `None` (default) predicts
+            all.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
+    context: np.ndarray | None = None
 
     @cached_property
     def _chunks(self) -> tuple[int, int]:
@@ -57,7 +61,7 @@ class Stream:
         return len(self.tokens) - learned if held_out else learned
 
     def window(self, held_out: bool, start: int, length: int) -> np.ndarray:
-        """Return a window of one split, int32 `[length]`, with discontinuities marked.
+        """Return a window of one split, int32 `[length]`, with marks.
 
         Args:
             held_out: if True, read held-out tokens; otherwise training tokens.
@@ -73,7 +77,7 @@ class Stream:
         # Mark all document starts in the window; the first token of a document is not predicted.
         first, last = np.searchsorted(self.starts, (places[0], places[-1] + 1))
         begins |= np.isin(places, self.starts[first:last])
-        return np.where(begins, ~tokens, tokens)
+        return marked(tokens, begins, np.zeros(length, bool) if self.context is None else self.context[places])
 
     def _places(self, held_out: bool, offsets: np.ndarray) -> np.ndarray:
         chunk, per_cycle = self._chunks
@@ -106,14 +110,22 @@ class Stream:
         digest = hashlib.sha256(self.starts.astype("<i8").tobytes())
         for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
             digest.update(self.tokens[start : start + TOKENS_AT_ONCE].astype("<i4").tobytes())
+        if self.context is not None:
+            digest.update(np.packbits(self.context).tobytes())
         return digest.hexdigest()
 
 
-def joined(documents: list[np.ndarray]) -> Stream:
-    """Concatenate documents `[tokens]` in memory, without empty ones."""
+def joined(documents: list[np.ndarray], contexts: list[np.ndarray] | None = None) -> Stream:
+    """Concatenate documents in memory, without empty ones.
+
+    Args:
+        documents: `[tokens]` integers each.
+        contexts: `[tokens]` bool each, see `Stream`; `None` (default) predicts all tokens.
+    """
     documents = [document for document in documents if len(document)]
     ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
-    return Stream(np.concatenate(documents or [np.zeros(0, np.uint8)]), ends[:-1])
+    context = None if contexts is None else np.concatenate([*contexts, np.zeros(0, bool)])
+    return Stream(np.concatenate(documents or [np.zeros(0, np.uint8)]), ends[:-1], context)
 
 
 COUNTED_TOKENS = 2**24
@@ -220,7 +232,7 @@ class Corpus:
             counts = np.zeros(self.vocab_size, np.int64)
             for stream in part.streams:
                 tokens = stream.window(True, 0, min(stream.length(True), counted // len(part.streams)))
-                counts += np.bincount(np.where(tokens < 0, ~tokens, tokens), minlength=self.vocab_size)
+                counts += np.bincount(np.asarray(words(jnp.asarray(tokens))), minlength=self.vocab_size)
             shares = counts[counts > 0] / counts.sum()
             entropy -= share * float((shares * np.log(shares)).sum())
         return entropy

@@ -8,12 +8,14 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json
 from jax_moe_lb.core.plan_file import read_header
+from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in
 from models.data.corpus import Corpus, Part, Stream, joined
 from models.data.tokenizers import Bytes, Tokenizer
 
@@ -22,19 +24,25 @@ TEXT_FIELD = "text"
 
 
 def read_streams(
-    paths: list[Path], tokenizer: Tokenizer, text_field: str = TEXT_FIELD, limits: FileLimits = FileLimits()
+    paths: list[Path],
+    tokenizer: Tokenizer,
+    text_field: str = TEXT_FIELD,
+    limits: FileLimits = FileLimits(),
+    chat: ChatTemplate | None = None,
 ) -> tuple[list[Stream], int]:
     """Read files, and all non-hidden files of folders, sorted by name.
 
-    A `.npy` file is an array of tokens; a `.jsonl` file has one document per line; any other file is one document of
-    text. An array `[tokens]` is one document; each row of an array `[documents, tokens]` is one. Arrays are
-    memory-mapped, one stream each. All other documents form one stream in memory, which has no limit.
+    A `.npy` file is an array of tokens; a `.jsonl` file has one document or conversation per line; any other file is
+    one document of text. Of a conversation only the answers are predicted. An array `[tokens]` is one document; each
+    row of an array `[documents, tokens]` is one. Arrays are memory-mapped, one stream each. All other documents form
+    one stream in memory, which has no limit.
 
     Args:
         paths: files and folders.
         tokenizer: tokenizer of text.
         text_field: JSON field containing the document (default "text").
         limits: limits of a line of JSON, and of the starts of the documents of an array.
+        chat: chat template of conversations; `None` (default) refuses them.
 
     Returns:
         The non-empty streams, and the number of files.
@@ -43,16 +51,27 @@ def read_streams(
         ValueError: a file cannot be read, or its content does not match its suffix.
     """
     files = [file for path in paths for file in _files(path)]
-    documents, mapped = [], []
+    documents: list[Document] = []
+    mapped = []
     for file in files:
         if file.suffix == ".npy":
             mapped.append(_mapped(file, limits))
         elif file.suffix == ".jsonl":
-            documents += [tokenizer.tokens(text) for text in _texts(file, text_field, limits)]
+            documents += _lines(file, text_field, limits, tokenizer, chat)
         else:
-            documents.append(tokenizer.tokens(_bytes(file)))
-    streams = [joined(documents), *mapped]
+            documents.append(_predicted(tokenizer.tokens(_bytes(file))))
+    has_context = any(context.any() for _, context in documents)
+    contexts = [context for _, context in documents] if has_context else None
+    streams = [joined([tokens for tokens, _ in documents], contexts), *mapped]
     return [stream for stream in streams if len(stream.tokens)], len(files)
+
+
+Document = tuple[np.ndarray, np.ndarray]
+"""Tokens, and which of them are context."""
+
+
+def _predicted(tokens: np.ndarray) -> Document:
+    return tokens, np.zeros(len(tokens), bool)
 
 
 def _files(path: Path) -> list[Path]:
@@ -79,22 +98,38 @@ def _unreadable(file: Path, error: OSError) -> ValueError:
     return ValueError(f"data is {str(file)!r}; expected a readable file: {error.strerror}")
 
 
-def _texts(file: Path, field: str, limits: FileLimits) -> Iterator[bytes]:
-    """Yield the document of each non-empty line."""
+def _lines(
+    file: Path, field: str, limits: FileLimits, tokenizer: Tokenizer, chat: ChatTemplate | None
+) -> Iterator[Document]:
+    """Yield the document, or the examples of the conversation, of each non-empty line."""
     for number, line in enumerate(_bytes(file).split(b"\n"), 1):
-        if line.strip():
-            yield _text(line, field, f"data is {str(file)!r}, whose line {number}", limits)
+        if not line.strip():
+            continue
+        where = f"data is {str(file)!r}, whose line {number}"
+        value = _object(line, field, where, limits)
+        if MESSAGES_FIELD in value and field not in value and chat is not None:
+            try:
+                yield from chat.examples(conversation_in(value), value.get("tools"))
+            except ValueError as error:
+                raise ValueError(f"{where} is no conversation: {error}") from error
+        else:
+            yield _predicted(tokenizer.tokens(_text(value, field, where)))
 
 
-def _text(line: bytes, field: str, where: str, limits: FileLimits) -> bytes:
+def _object(line: bytes, field: str, where: str, limits: FileLimits) -> Any:
     try:
         value = parse_json(line, limits)
     except LimitError as error:
         raise LimitError(f"{where} is {error}") from error
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON; expected an object with the field {field!r}") from error
-    if not isinstance(value, dict) or field not in value:
-        raise ValueError(f"{where} lacks the field {field!r}; expected an object with it, or another text_field")
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any, field: str, where: str) -> bytes:
+    if field not in value:
+        chats = f"; {MESSAGES_FIELD} need a chat template" if MESSAGES_FIELD in value else ""
+        raise ValueError(f"{where} lacks the field {field!r}; expected an object with it, or another text_field{chats}")
     if not isinstance(value[field], str):
         raise ValueError(f"{where} has {json.dumps(value[field])[:40]} in {field!r}; expected a string")
     # JSON strings may contain unpaired surrogates, which UTF-8 cannot encode.
@@ -149,6 +184,7 @@ def corpus_from(
     vocab_size: int | None = None,
     text_field: str = TEXT_FIELD,
     limits: FileLimits = FileLimits(),
+    chat: ChatTemplate | None = None,
 ) -> Corpus:
     """Read a corpus from files and folders in the formats of `read_streams`.
 
@@ -159,6 +195,7 @@ def corpus_from(
         vocab_size: size of the vocabulary; `None` (default) takes the size of the tokenizer.
         text_field: JSON field containing the document (default "text").
         limits: limits of a line of JSON, and of the starts of the documents of an array.
+        chat: chat template of conversations; `None` (default) refuses them.
 
     Raises:
         ValueError: a path does not exist or cannot be read, contains no tokens or a token outside the vocabulary, or a
@@ -175,15 +212,21 @@ def corpus_from(
         if len(groups) < len(named):
             missing = next(path for path, weight in named if weight is None)
             raise ValueError(f"data is {str(missing)!r}, without a weight; expected one for all paths or for none")
-    parts = tuple(_part(paths, weight, tokenizer, vocab_size, text_field, limits) for paths, weight in groups)
+    parts = tuple(_part(paths, weight, tokenizer, vocab_size, text_field, limits, chat) for paths, weight in groups)
     has_arrays = any(path.suffix == ".npy" or any(path.rglob("*.npy")) for path, _ in named)
     return Corpus(parts, "token" if has_arrays else tokenizer.unit, vocab_size)
 
 
 def _part(
-    paths: list[Path], weight: float, tokenizer: Tokenizer, vocab_size: int, text_field: str, limits: FileLimits
+    paths: list[Path],
+    weight: float,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    text_field: str,
+    limits: FileLimits,
+    chat: ChatTemplate | None,
 ) -> Part:
-    streams, num_files = read_streams(paths, tokenizer, text_field, limits)
+    streams, num_files = read_streams(paths, tokenizer, text_field, limits, chat)
     names = ", ".join(str(path) for path in paths)
     if not streams:
         raise ValueError(f"data is {names!r}, which contains no {tokenizer.unit}s; expected text")

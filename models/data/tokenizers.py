@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import Tokenizer as FromFile
 
 from jax_moe_lb.core import FileLimits
-from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, read_bytes
+from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, parse_json, read_bytes
 from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.config_json import read_fields
 from models.config import NUM_BYTES
@@ -20,6 +21,8 @@ from models.config import NUM_BYTES
 
 class CheckpointTokenizer:
     """Tokenizer of a checkpoint, read from its `tokenizer.json`.
+
+    Its end tokens are those of `generation_config.json`, or of `config.json`.
 
     Args:
         folder: folder of the checkpoint.
@@ -31,7 +34,8 @@ class CheckpointTokenizer:
 
     def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
         self.tokenizer = read_tokenizer(folder / "tokenizer.json", limits)
-        end = read_fields(folder, limits).raw.get("eos_token_id")
+        end = _generation_settings(folder, limits).get("eos_token_id")
+        end = read_fields(folder, limits).raw.get("eos_token_id") if end is None else end
         ends = end if isinstance(end, list) else [end]
         self.end_tokens = tuple(token for token in ends if type(token) is int)
 
@@ -43,6 +47,19 @@ class CheckpointTokenizer:
         """Decode tokens to text, without special tokens."""
         with _rust_errors("tokenizer.json cannot decode tokens"):
             return self.tokenizer.decode(tokens)
+
+
+def _generation_settings(folder: Path, limits: FileLimits) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        settings = parse_json(read_bytes(path, limits), limits)
+    except LimitError as error:
+        raise LimitError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return settings if isinstance(settings, dict) else {}
 
 
 def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -57,6 +74,21 @@ def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     """
     with _rust_errors("tokenizer.json cannot encode a text"):
         return tokenizer.encode(text).ids
+
+
+def encoded_with_offsets(tokenizer: tokenizers.Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Encode a text that contains its special tokens; return tokens, and their first and last character offsets.
+
+    Args:
+        tokenizer: return value of `read_tokenizer`.
+        text: text to encode.
+
+    Raises:
+        ValueError: the tokenizer has no token for a part of the text.
+    """
+    with _rust_errors("tokenizer.json cannot encode a text"):
+        found = tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
 
 
 @contextmanager
@@ -146,10 +178,12 @@ class TokenizerFile(Tokenizer):
     Args:
         path: path of the file, read on first use.
         limits: limits of the file.
+        end: token appended to every document; `None` (default) for none.
     """
 
     path: Path
     limits: FileLimits = DEFAULT_LIMITS
+    end: int | None = None
 
     @cached_property
     def _read(self) -> FromFile:
@@ -167,4 +201,7 @@ class TokenizerFile(Tokenizer):
 
     def tokens(self, text: bytes) -> np.ndarray:
         """Encode a document, int32, with the special tokens of the file; invalid UTF-8 is replaced."""
-        return np.array(encoded(self._read, text.decode(errors="replace")), np.int32)
+        tokens = encoded(self._read, text.decode(errors="replace"))
+        if self.end is not None and tokens[-1:] != [self.end]:
+            tokens.append(self.end)
+        return np.array(tokens, np.int32)

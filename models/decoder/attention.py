@@ -36,6 +36,7 @@ def causal_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: Array | None = None,
+    segments: Array | None = None,
 ) -> Array:
     """Compute causal attention of whole sequences.
 
@@ -50,6 +51,8 @@ def causal_attention(
         scale: factor on the scores; `None` (default) is `C ** -0.5`.
         window: number of keys visible to a query, including its own; `None` (default) is unlimited.
         sinks: `[N]`, one attention-sink logit per head; `None` (default) for none.
+        segments: int32 `[B, T]`, the number of each token's document; a query sees only its own. `None` (default) for
+            one document per sequence. With sinks or latent attention these scores are computed in blocks.
 
     Returns:
         Outputs `[B, T, N, V]`, in the dtype of `q`.
@@ -57,16 +60,17 @@ def causal_attention(
     usual = q.shape[-1] ** -0.5
     scale, is_usual = usual if scale is None else scale, scale in (None, usual)
     if has_cudnn_kernel(mesh, q, v):
-        if sinks is not None or q.shape[-1] != v.shape[-1]:
+        if sinks is None and q.shape[-1] == v.shape[-1]:
+            reach = None if window is None else (window - 1, 0)
+            mask = None if segments is None else (segments[:, :, None] == segments[:, None])[:, None]
+            options: dict[str, Any] = {"is_causal": True, "local_window_size": reach, "implementation": "cudnn"}
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, **options)
+        if segments is None:
             return cudnn_attention(q, k, v, sinks, scale, window)
-        reach = None if window is None else (window - 1, 0)
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, local_window_size=reach, implementation="cudnn"
-        )
-    if is_usual and window is None and sinks is None and q.shape[-1] == v.shape[-1]:
+    if is_usual and window is None and sinks is None and segments is None and q.shape[-1] == v.shape[-1]:
         return attention_in_blocks(q, k, v)
     positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])
-    return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks, whole=True)
+    return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks, segments=segments, whole=True)
 
 
 def has_cudnn_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
@@ -128,6 +132,7 @@ def attend(
     scale: float,
     window: int | None = None,
     sinks: Array | None = None,
+    segments: Array | None = None,
     whole: bool = False,
 ) -> Array:
     """Compute attention of each query to the keys up to its position, in float32.
@@ -142,6 +147,7 @@ def attend(
         scale: factor on the scores.
         window: number of keys visible to a query, including its own; `None` is unlimited.
         sinks: `[N]`, one attention-sink logit per head: it takes part in the softmax and has no value.
+        segments: int32 `[B, T]`, the number of each token's document, only if `whole`; `None` (default) for one.
         whole: if True, query `t` is at position `t`, as in training. Blocks then skip keys after their last query.
 
     Returns:
@@ -149,14 +155,14 @@ def attend(
     """
     if q.shape[1] <= QUERY_BLOCK:
         whole_block = {"start": 0, "stop": q.shape[1], "keys": k.shape[1]}
-        return _of_block(q, k, v, positions, sinks, window=window, scale=scale, **whole_block)
+        return _of_block(q, k, v, positions, sinks, segments, window=window, scale=scale, **whole_block)
     parts = []
     for start in range(0, q.shape[1], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, q.shape[1])
         keys = stop if whole else k.shape[1]
         block = partial(_of_block, window=window, scale=scale, start=start, stop=stop, keys=keys)
         # Slice inside the checkpointed function; slices passed to it would be stored as residuals.
-        parts.append(jax.checkpoint(block)(q, k, v, positions, sinks))
+        parts.append(jax.checkpoint(block)(q, k, v, positions, sinks, segments))
     return jnp.concatenate(parts, 1)
 
 
@@ -166,6 +172,7 @@ def _of_block(
     v: Array,
     positions: Array,
     sinks: Array | None,
+    segments: Array | None,
     *,
     window: int | None,
     scale: float,
@@ -180,6 +187,8 @@ def _of_block(
     scores = jnp.einsum("btgnc,bsgc->bgnts", grouped, k.astype(jnp.float32)) * scale
     places = jnp.arange(keys, dtype=positions.dtype)[None, None]
     seen = places <= positions[:, :, None]
+    if segments is not None:
+        seen &= segments[:, start:stop, None] == segments[:, None, :keys]
     if window is not None:
         seen &= places > positions[:, :, None] - window
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
@@ -229,14 +238,22 @@ class GroupedAttention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), config.param_dtype)) if config.sinks else None
         self.window = config.window(layer)
 
-    def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
+    def __call__(
+        self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None
+    ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         q, k, v = self._heads(x)
         q, k = self.config.rope(q, positions), self.config.rope(k, positions)
         q, k, v = checkpoint_name((q, k, v), "attention")
         if cache is not None:
             cache = k, v = remember(cache, (k, v), positions)
-        y = checkpoint_name(self._attended(q, k, v, positions, cache is None), "attention")
+        options: dict[str, Any] = {"scale": self.config.attention_scale, "window": self.window}
+        options["sinks"] = None if self.sinks is None else self.sinks[...]
+        if cache is None:
+            y = causal_attention(q, k, v, self.mesh, segments=segments, **options)
+        else:
+            y = attend(q, k, v, positions, **options)
+        y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 
     def _heads(self, x: Array) -> tuple[Array, Array, Array]:
@@ -248,12 +265,6 @@ class GroupedAttention(nnx.Module):
         parts = flat if self.config.qk_norm is HeadNorm.FULL_WIDTH else heads
         q, k = self.q_norm(parts[0]).astype(x.dtype), self.k_norm(parts[1]).astype(x.dtype)
         return q.reshape(heads[0].shape), k.reshape(heads[1].shape), heads[2]
-
-    def _attended(self, q: Array, k: Array, v: Array, positions: Array, whole: bool) -> Array:
-        scale, sinks = self.config.attention_scale, None if self.sinks is None else self.sinks[...]
-        if whole:
-            return causal_attention(q, k, v, self.mesh, scale=scale, window=self.window, sinks=sinks)
-        return attend(q, k, v, positions, scale=scale, window=self.window, sinks=sinks)
 
     def empty_cache(self, batch_size: int, length: int) -> Cache:
         """Return an empty cache for `batch_size` sequences of `length` tokens."""
@@ -305,7 +316,9 @@ class LatentAttention(nnx.Module):
         self.kv_up = linear(latent.kv_rank, num_heads * (latent.plain_dim + latent.value_dim))
         self.out = linear(num_heads * latent.value_dim, width, config.out_bias)
 
-    def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
+    def __call__(
+        self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None
+    ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         q = self._queries(x, positions)
         small, turning = jnp.split(self.kv_down(x), [self.latent.kv_rank], -1)
@@ -317,8 +330,10 @@ class LatentAttention(nnx.Module):
         k, v = self._keys_and_values(small, turned)
         q, k, v = checkpoint_name((q, k, v), "attention")
         scale = self.config.attention_scale
-        whole = cache is None
-        y = causal_attention(q, k, v, self.mesh, scale=scale) if whole else attend(q, k, v, positions, scale=scale)
+        if cache is None:
+            y = causal_attention(q, k, v, self.mesh, scale=scale, segments=segments)
+        else:
+            y = attend(q, k, v, positions, scale=scale)
         y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 

@@ -165,7 +165,13 @@ def computed_again(run: Callable, remat: str, *, prevent_cse: bool) -> Callable:
     return again
 
 
-def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str = ",".join(KEPT)) -> tuple[Array, Any]:
+def scanned(
+    layers: Sequence[Any],
+    x: Array,
+    sharding: NamedSharding,
+    remat: str = ",".join(KEPT),
+    shared: Sequence[Array | None] = (),
+) -> tuple[Array, Any]:
     """Apply the layers to `x` in sequence, with `jax.lax.scan` over their stacked parameters.
 
     Each layer keeps its own parameters and state, and stacking is temporary, so checkpoint names do not depend on it.
@@ -178,6 +184,7 @@ def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str
         x: residual stream `[B, T, H]`.
         sharding: sharding of `x` in every layer.
         remat: residuals to keep, see `computed_again` (default: the names in `KEPT`).
+        shared: further arguments of every layer; none by default.
 
     Returns:
         The last `x`, and the statistics stacked over the layers.
@@ -190,7 +197,7 @@ def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str
         return found
 
     stacks = [stacked(states[place::period]) for place in range(period)]
-    x, stats, kept = _loop(graphs[:period], stacks, x, sharding, lambda state: state, remat)
+    x, stats, kept = _loop(graphs[:period], stacks, x, sharding, lambda state: state, remat, shared)
     for i, layer in enumerate(layers):
         nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i // period], kept[i % period]))
     return x, stats
@@ -236,12 +243,13 @@ def _loop(
     sharding: NamedSharding,
     gather: Callable[[nnx.State], nnx.State],
     remat: str,
+    shared: Sequence[Array | None] = (),
 ) -> tuple[Array, Any, list[nnx.State]]:
     """Return the last `x`, the statistics in the order of the layers, and the changed state of each stack."""
 
     def run_layer(graph: nnx.GraphDef, x: Array, state: nnx.State) -> tuple[Array, tuple[Any, nnx.State]]:
         layer: Any = nnx.merge(graph, gather(state))
-        x, stats = layer(jax.lax.with_sharding_constraint(x, sharding))
+        x, stats = layer(jax.lax.with_sharding_constraint(x, sharding), *shared)
         return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
     # The body of a scan shares no expressions with the forward pass, so prevent_cse is not needed.

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jax_moe_lb import ExpertConfig, MoE, Precision, SharedExpert, Stats, System, Topology
 from jax_moe_lb.nn import SharedMix
+from models.data.marks import positions_in
 from models.decoder.attention import Cache, GroupedAttention, LatentAttention, norm
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import Rules, scanned
@@ -110,7 +111,12 @@ class DecoderBlock(nnx.Module):
         self.moe = None if self.dense else _experts(config, **where, rngs=rngs)
 
     def __call__(
-        self, x: Array, positions: Array | None = None, mask: Array | None = None, cache: Cache | None = None
+        self,
+        x: Array,
+        positions: Array | None = None,
+        mask: Array | None = None,
+        cache: Cache | None = None,
+        segments: Array | None = None,
     ) -> Any:
         """Apply the block to the residual stream `[B, T, H]`.
 
@@ -119,6 +125,7 @@ class DecoderBlock(nnx.Module):
             positions: int32 `[B, T]`; `None` counts from 0 in each sequence.
             mask: `[B, T]`, False for tokens to skip in routing; `None` routes all tokens.
             cache: cache of earlier tokens; `None` if there are none.
+            segments: int32 `[B, T]`, the number of each token's document; `None` for one per sequence.
 
         Returns:
             The residual stream; the statistics of the experts, `None` in a dense block; and the cache, if one was
@@ -127,7 +134,7 @@ class DecoderBlock(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
         # Norms compute in float32; their outputs are cast to the dtype of the stream.
-        y, new = self.attention(self.attention_norm(x).astype(x.dtype), positions, cache)
+        y, new = self.attention(self.attention_norm(x).astype(x.dtype), positions, cache, segments)
         x = x + y
         between = self.moe_norm(x).astype(x.dtype)
         stats: Stats | None = None
@@ -173,53 +180,60 @@ class Decoder(nnx.Module):
         blocks = (DecoderBlock(config, layer, **options) for layer in further)
         self.further = nnx.List([MultiTokenPrediction(config, block, rngs=rngs) for block in blocks])
 
-    def __call__(self, tokens: Array, mask: Array | None = None) -> tuple[Array, Stats]:
+    def __call__(self, tokens: Array, mask: Array | None = None, segments: Array | None = None) -> tuple[Array, Stats]:
         """Compute the logits of whole sequences, for training.
 
         Args:
             tokens: int32 `[B, T]`.
             mask: `[B, T]`, False for padding, which is not routed; `None` if there is none.
+            segments: int32 `[B, T]`, the number of each token's document, ascending. Attention stays within a document,
+                and positions count from its start. `None` for one document per sequence.
 
         Returns:
             Float32 logits `[B, T, vocab_size]`, and statistics of the layers with experts, `[layers, D, ...]`.
         """
-        x, stats = self._stream(tokens, mask)
+        x, stats = self._stream(tokens, mask, segments)
         return self._logits(x), stats
 
-    def ahead(self, tokens: Array, following: Array) -> tuple[list[Array], Stats]:
+    def ahead(self, tokens: Array, following: Array, segments: Array | None = None) -> tuple[list[Array], Stats]:
         """Compute the logits of the next token and of the tokens predicted by `further`, for training.
 
         Args:
             tokens: int32 `[B, T]`.
             following: int32 `[B, T]`, the next token at each position.
+            segments: as for `__call__`.
 
         Returns:
             Float32 logits `[B, T, vocab_size]`: those of `following` first, then those of the tokens `k` positions
             later, invalid at the last `k` positions. Then statistics as in `__call__`, those of `further` last.
         """
-        x, stats = self._stream(tokens, None)
+        x, stats = self._stream(tokens, None, segments)
         logits, per_run = [self._logits(x)], [stats]
         x = self.norm(x).astype(x.dtype)
         for k, further in enumerate(self.further):
             # The roll wraps around, which affects only the last `k` positions, whose logits are invalid.
-            x, stats = self._run([further.block], further.joined(x, self.embed(jnp.roll(following, -k, 1))), None)
+            joined = further.joined(x, self.embed(jnp.roll(following, -k, 1)))
+            x, stats = self._run([further.block], joined, None, segments)
             logits.append(self._words(further.norm(x).astype(x.dtype)))
             per_run.append(stats)
         return logits, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
 
-    def _stream(self, tokens: Array, mask: Array | None) -> tuple[Array, Stats]:
+    def _stream(self, tokens: Array, mask: Array | None, segments: Array | None) -> tuple[Array, Stats]:
         x, per_run = self.embed(tokens), []
         for is_dense, run in itertools.groupby(self.blocks, lambda block: block.moe is None):
-            x, stats = self._run(list(run), x, mask)
+            x, stats = self._run(list(run), x, mask, segments)
             per_run += [] if is_dense else [stats]
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
 
-    def _run(self, blocks: Sequence[DecoderBlock], x: Array, mask: Array | None) -> tuple[Array, Any]:
+    def _run(
+        self, blocks: Sequence[DecoderBlock], x: Array, mask: Array | None, segments: Array | None
+    ) -> tuple[Array, Any]:
+        positions = None if segments is None else positions_in(segments)
         if self.config.scan_layers and mask is None:
-            return scanned(blocks, x, batch_sharding(self.mesh))
+            return scanned(blocks, x, batch_sharding(self.mesh), shared=(positions, None, None, segments))
         per_layer = []
         for block in blocks:
-            x, stats = block(x, None, mask)
+            x, stats = block(x, positions, mask, None, segments)
             per_layer.append(stats)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
 

@@ -168,7 +168,7 @@ class LanguageModel(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.mesh, self.scan_layers = mesh, config.scan_layers
-        self.remat: dict[str, str] = {} if config.remat is None else {"remat": config.remat}
+        self.remat: dict[str, Any] = {} if config.remat is None else {"remat": config.remat}
         table: dict[str, Any] = fsdp.embed_options(mesh) if split else {}
         kernel: dict[str, Any] = fsdp.linear_options(mesh) if split else {}
         words, width = config.vocab_size, config.embed_dim

@@ -21,6 +21,8 @@ class Sampling:
         temperature: divisor of the logits; 0 (default) selects the most likely token.
         top_p: sample from the most likely tokens whose cumulative probability reaches this value; 1 (default) keeps
             all.
+        top_k: sample from this many most likely tokens; 0 (default) keeps all.
+        min_p: sample from tokens with at least this fraction of the largest probability; 0 (default) keeps all.
         seed: seed of the random numbers.
 
     Raises:
@@ -29,6 +31,8 @@ class Sampling:
 
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -36,6 +40,10 @@ class Sampling:
             raise ValueError(f"temperature is {self.temperature}; expected a finite number of at least 0")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; expected at least 0")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; expected 0 to 1")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; expected at least 0")
 
@@ -44,13 +52,20 @@ def choose(logits: Array, sampling: Sampling, key: Array) -> Array:
     """Sample a token for each row of float32 logits `[B, V]`; return int32 `[B]`."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
+    # The order of transformers: temperature, top_k, top_p, min_p.
     scores = logits / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        least = jax.lax.top_k(scores, sampling.top_k)[0][:, -1:]
+        scores = jnp.where(scores >= least, scores, -jnp.inf)
     if sampling.top_p < 1:
         ordered = -jnp.sort(-scores, -1)
         shares = jax.nn.softmax(ordered, -1)
         # Keep a token if the probability of those before it is below top_p, so at least one is kept.
         stays = jnp.cumsum(shares, -1) - shares < sampling.top_p
         least = jnp.min(jnp.where(stays, ordered, jnp.inf), -1, keepdims=True)
+        scores = jnp.where(scores >= least, scores, -jnp.inf)
+    if sampling.min_p > 0:
+        least = jnp.max(scores, -1, keepdims=True) + jnp.log(sampling.min_p)
         scores = jnp.where(scores >= least, scores, -jnp.inf)
     return jax.random.categorical(key, scores, -1).astype(jnp.int32)
 

@@ -25,7 +25,17 @@ from models.run_folder.files import part, write_whole
 MAX_FILE_BYTES = 2**30
 """Maximum bytes of tensors per file, unless one tensor is larger; host memory holds one file at a time."""
 
-KEPT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+KEPT_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
 """Optional checkpoint files, copied unchanged to a fine-tuned checkpoint."""
 
 

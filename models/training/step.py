@@ -20,8 +20,9 @@ from jax.stages import Wrapped
 
 from jax_moe_lb import Stats, System, Topology, compiler_options, router_loss
 from models.config import TrainConfig
+from models.data.marks import are_predicted, segments, words
 from models.decoder.config import DecoderConfig
-from models.decoder.layers import EXPERT_RULES, KEPT
+from models.decoder.layers import EXPERT_RULES, KEPT, ROUTER
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.decoder.tiny import LanguageModel
@@ -35,12 +36,29 @@ STABLE = 0.8
 """Fraction of the steps at which the schedule `wsd` starts to decay."""
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return AdamW with gradients clipped by their global norm over all devices."""
+def make_optimizer(config: TrainConfig, decays: Callable[[Any], Any] | None = None) -> optax.GradientTransformation:
+    """Return AdamW with gradients clipped by their global norm over all devices.
+
+    Args:
+        config: configuration of the run.
+        decays: function from the parameters to Booleans, True where weight decay applies; `None` (default) for all.
+    """
+    decay = config.optimizer.weight_decay
     return optax.chain(
         optax.clip_by_global_norm(config.optimizer.clip_norm),
-        optax.adamw(make_schedule(config), b2=0.95, weight_decay=config.optimizer.weight_decay),
+        optax.adamw(make_schedule(config), b2=0.95, weight_decay=decay, mask=decays),
     )
+
+
+def decays_weights(params: Any) -> Any:
+    """Return True for the matrices of a decoder, False for norms, biases, attention sinks and routers."""
+
+    def is_decayed(path: Any, leaf: Any) -> bool:
+        names = tuple(str(jax.tree_util.keystr((key,), simple=True)) for key in path)
+        names = tuple(name for name in names if name != "value")
+        return leaf.ndim >= 2 and "bias" not in names[-1] and names[-2:] != ROUTER
+
+    return jax.tree.map_with_path(is_decayed, params)
 
 
 def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: nnx.State) -> None:
@@ -77,22 +95,27 @@ def next_token_loss(model: Model, tokens: Array) -> tuple[Array, Stats]:
 
     Args:
         model: function from int32 `[B, T]` to logits `[B, T, vocab_size]` and statistics.
-        tokens: int32 `[B, T + 1]`; the first token `t` of a document is stored as `~t` and is not predicted.
+        tokens: int32 `[B, T + 1]`, with `marks`: starts of documents and context are not predicted.
     """
     return _share_of_loss(model, tokens, num_predicted(tokens))
 
 
+def packed_loss(model: Decoder, tokens: Array) -> tuple[Array, Stats]:
+    """Compute `next_token_loss` with attention and positions within documents; the arguments match."""
+    return next_token_loss(lambda plain: model(plain, segments=segments(tokens[:, :-1])), tokens)
+
+
 def num_predicted(tokens: Array) -> Array:
     """Return the number of predicted tokens of `[B, T + 1]`, at least 1, as float32."""
-    return jnp.maximum((tokens[:, 1:] >= 0).sum(dtype=jnp.int32), 1).astype(jnp.float32)
+    return jnp.maximum(are_predicted(tokens[:, 1:]).sum(dtype=jnp.int32), 1).astype(jnp.float32)
 
 
 def _share_of_loss(model: Model, tokens: Array, count: Array) -> tuple[Array, Stats]:
     """Return the summed cross-entropy of predicted tokens divided by `count`, the number over all microbatches."""
-    words = jnp.where(tokens < 0, ~tokens, tokens)
-    logits, stats = model(words[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:])
-    return jnp.where(tokens[:, 1:] >= 0, losses, 0).sum() / count, stats
+    plain = words(tokens)
+    logits, stats = model(plain[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, plain[:, 1:])
+    return jnp.where(are_predicted(tokens[:, 1:]), losses, 0).sum() / count, stats
 
 
 def further_loss(model: Decoder, tokens: Array, weight: float) -> tuple[Array, Stats]:
@@ -106,14 +129,15 @@ def further_loss(model: Decoder, tokens: Array, weight: float) -> tuple[Array, S
     Reference:
         DeepSeek-V3 technical report, section 2.2.2.
     """
-    words, inside, losses = jnp.where(tokens < 0, ~tokens, tokens), tokens[:, 1:] >= 0, []
-    logits, stats = model.ahead(words[:, :-1], words[:, 1:])
+    plain, inside, losses = words(tokens), tokens[:, 1:] >= 0, []
+    logits, stats = model.ahead(plain[:, :-1], plain[:, 1:], segments(tokens[:, :-1]))
     for k, one in enumerate(logits):
         if k > 0:
             inside = inside[:, :-1] & (tokens[:, 1 + k :] >= 0)
-        each = optax.softmax_cross_entropy_with_integer_labels(one[:, : one.shape[1] - k], words[:, 1 + k :])
-        count = jnp.maximum(inside.sum(dtype=jnp.int32), 1).astype(jnp.float32)
-        losses.append(jnp.where(inside, each, 0).sum() / count)
+        each = optax.softmax_cross_entropy_with_integer_labels(one[:, : one.shape[1] - k], plain[:, 1 + k :])
+        counted = inside & are_predicted(tokens[:, 1 + k :])
+        count = jnp.maximum(counted.sum(dtype=jnp.int32), 1).astype(jnp.float32)
+        losses.append(jnp.where(counted, each, 0).sum() / count)
     return losses[0] + weight * sum(losses[1:]) / len(losses[1:]), stats
 
 

@@ -334,4 +334,5 @@ def test_published_sizes():
         "DeepSeek-V3": (671.0, 37.6),
         "GLM-4.5": (352.8, 33.6),
         "gpt-oss-120b": (116.8, 5.7),
+        "gpt-oss-20b": (20.9, 4.2),
     }

@@ -1,0 +1,46 @@
+"""Marks on the tokens of a batch: starts of documents, and context that is read but not predicted.
+
+One int32 array holds tokens and marks. A token `t` of the context is stored as `t + CONTEXT`, and the first token of a
+document as its complement, which is negative. Neither is predicted.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CONTEXT = 2**29
+"""Added to tokens of the context; above any vocabulary."""
+
+
+def marked(tokens: np.ndarray, starts: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """Return int32 tokens with marks.
+
+    Args:
+        tokens: `[...]` integers below `CONTEXT`.
+        starts: `[...]` bool, True at the first token of each document.
+        context: `[...]` bool, True for tokens of the context.
+    """
+    stored = tokens.astype(np.int32) + np.where(context, np.int32(CONTEXT), np.int32(0))
+    return np.where(starts, ~stored, stored)
+
+
+def words(tokens: jax.Array) -> jax.Array:
+    """Return the tokens without marks, int32."""
+    return jnp.where(tokens < 0, ~tokens, tokens) & (CONTEXT - 1)
+
+
+def are_predicted(tokens: jax.Array) -> jax.Array:
+    """Return which tokens are predicted from those before: all but the context and the starts of documents."""
+    return (tokens >= 0) & (tokens < CONTEXT)
+
+
+def segments(tokens: jax.Array) -> jax.Array:
+    """Number the documents in each row of `[B, T]`, int32, ascending."""
+    return jnp.cumsum(tokens < 0, 1, dtype=jnp.int32)
+
+
+def positions_in(segments: jax.Array) -> jax.Array:
+    """Return the position of each token in its document, for segments `[B, T]`: int32, from 0."""
+    places = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return places - jax.lax.cummax(jnp.where(begins, places, 0), 1)

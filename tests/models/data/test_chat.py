@@ -1,0 +1,172 @@
+"""Conversations: rendering, tokens of answers, and documents that do not see each other."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_moe_lb import plain
+from models.architectures.config_json import Fields
+from models.architectures.registry import configured
+from models.config import ParallelConfig
+from models.data.chat import ChatTemplate
+from models.data.corpus import joined
+from models.data.marks import CONTEXT, are_predicted, marked, positions_in, segments, words
+from models.data.sources import corpus_from
+from models.data.tokenizers import TokenizerFile
+from models.decoder.model import Decoder
+from models.mesh import make_mesh
+from models.tiny_checkpoint import byte_tokenizer, tiny_config
+from models.training.step import decays_weights, next_token_loss, packed_loss
+
+TEMPLATE = """{%- for message in messages %}
+[{{ message.role }}] {{ message.content | trim }}{{ eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+[assistant]
+{%- endif %}"""
+FORGETFUL = TEMPLATE.replace(
+    "message.content", "(message.content if loop.last or message.role == 'user' else 'left out')"
+)
+TALK = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "~"}}))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def shown(tokens):
+    return byte_tokenizer().decode(list(tokens))
+
+
+def test_only_answers_and_their_ends_are_predicted(folder):
+    ((tokens, context),) = ChatTemplate(folder).examples(TALK)
+    assert shown(tokens) == "[user] 1+1?~[assistant] 2~[user] 2+2?~[assistant] 4~"
+    assert shown(tokens[~context]) == " 2~ 4~"
+
+
+def test_each_answer_is_an_example_if_the_template_changes_earlier_ones(folder):
+    (folder / "chat_template.jinja").write_text(FORGETFUL)
+    examples = ChatTemplate(folder).examples(TALK)
+    assert [shown(tokens[~context]) for tokens, context in examples] == [" 2~", " 4~"]
+    assert "left out" in shown(examples[1][0])
+
+
+def test_older_checkpoints_have_the_template_in_their_settings(folder):
+    (folder / "chat_template.jinja").unlink()
+    named = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": TEMPLATE}]
+    for template in (TEMPLATE, named):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "~", "chat_template": template}))
+        assert ChatTemplate(folder).text(TALK[:2]) == "[user] 1+1?~[assistant] 2~"
+
+
+def test_weight_decay_leaves_out_norms_biases_sinks_and_routers(all_devices):
+    config = configured(Fields(tiny_config("gpt_oss")))
+    model = Decoder(config, mesh=make_mesh(ParallelConfig(expert_parallel=8)), system=plain(), rngs=nnx.Rngs(0))
+    found = jax.tree.leaves_with_path(decays_weights(nnx.state(model, nnx.Param)))
+    paths = {jax.tree_util.keystr(path, simple=True, separator="."): decays for path, decays in found}
+    decayed = {re.sub(r"^blocks\.\d+\.|\.value$", "", path) for path, decays in paths.items() if decays}
+    attention = {f"attention.{name}.kernel" for name in ("q", "k", "v", "out")}
+    assert decayed == attention | {"moe.up", "moe.gate", "moe.down", "embed.embedding", "head.kernel"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": []}, r"messages is \[\]; expected a list of objects"),
+        ({"messages": [{"content": "a"}]}, "expected an object with a role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "expected a text as content"),
+        ({"messages": TALK[:1]}, "no message has the role 'assistant'"),
+        ({"other": 1}, "lacks the field 'text'"),
+    ],
+)
+def test_bad_conversations_are_refused_with_their_line(folder, tmp_path, line, message):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=f"whose line 2 .*{message}") as error:
+        corpus_from([data], TokenizerFile(folder / "tokenizer.json"), chat=ChatTemplate(folder))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for", "the chat template is not valid"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses the messages: roles must alternate"),
+        # The sandbox has no attributes of Python's own objects.
+        ("{{ messages.__class__.__mro__ }}", "refuses the messages"),
+        ("{{ messages | length }}", "begins an answer in another way than it asks for one"),
+        ("{{ messages[7].role }}", "refuses the messages"),
+    ],
+)
+def test_bad_templates_are_refused(folder, template, message):
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=message):
+        ChatTemplate(folder).examples(TALK)
+
+
+def test_messages_without_a_template_are_refused(folder, tmp_path):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": TALK}))
+    with pytest.raises(ValueError, match=r"lacks the field 'text'.*messages need a chat template"):
+        corpus_from([tmp_path / "data.jsonl"], TokenizerFile(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"has no chat template; expected chat_template\.jinja"):
+        ChatTemplate(folder)
+
+
+def test_documents_end_with_the_end_token(folder):
+    tokenizer = TokenizerFile(folder / "tokenizer.json", end=7)
+    assert tokenizer.tokens(b"ab").tolist()[-1] == 7
+    assert len(tokenizer.tokens(b"ab")) == 3
+
+
+def test_windows_mark_context():
+    stream = joined(
+        [np.array([5, 6, 7, 8]), np.array([9] * 40)], [np.array([True, True, False, False]), np.zeros(40, bool)]
+    )
+    window = stream.window(False, 0, 6)
+    assert window.tolist() == [5 + CONTEXT, 6 + CONTEXT, 7, 8, ~9, 9]
+    assert words(jnp.asarray(window)).tolist() == [5, 6, 7, 8, 9, 9]
+    assert are_predicted(jnp.asarray(window)).tolist() == [False, False, True, True, False, True]
+
+
+def test_positions_count_from_the_start_of_a_document():
+    tokens = jnp.asarray(marked(np.arange(7)[None], np.array([[0, 0, 1, 0, 0, 1, 1]], bool), np.zeros((1, 7), bool)))
+    assert segments(tokens).tolist() == [[0, 0, 1, 1, 1, 2, 3]]
+    assert positions_in(segments(tokens)).tolist() == [[0, 1, 0, 1, 2, 0, 0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("deepseek_v3", "mixtral"))]
+)
+def test_packed_documents_do_not_see_each_other(name, all_devices):
+    """Their order in a sequence changes nothing, unless attention and positions cross documents."""
+    config = configured(Fields(tiny_config(name)), scan_layers=name != "mixtral")
+    model = Decoder(config, mesh=make_mesh(ParallelConfig(expert_parallel=8)), system=plain(), rngs=nnx.Rngs(0))
+    starts, context = np.zeros((8, 6), bool), np.zeros((8, 6), bool)
+    starts[:, 0] = context[:, 1:3] = True
+    one, other = (marked(words, starts, context) for words in np.random.default_rng(0).integers(0, 200, (2, 8, 6)))
+    orders = jnp.asarray(np.concatenate([one, other], 1)), jnp.asarray(np.concatenate([other, one], 1))
+
+    def losses(loss_of):
+        run = nnx.jit(lambda model, tokens: loss_of(model, tokens)[0])
+        return [float(run(model, tokens)) for tokens in orders]
+
+    apart = losses(packed_loss)
+    assert apart[0] == pytest.approx(apart[1], rel=1e-5)
+    mixed = losses(next_token_loss)
+    assert abs(mixed[0] - mixed[1]) > 1e-4 * mixed[0]

@@ -1,0 +1,66 @@
+"""Chat templates render, and mark answers, as `transformers` does."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from models.data.chat import ChatTemplate
+from models.tiny_checkpoint import byte_tokenizer
+
+GENERATION = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ["system", "user", "assistant"] %}
+        {{- raise_exception("role " + message.role) }}
+    {%- endif %}
+<|{{ message.role }}|>
+{% if message.role == "assistant" %}{% generation %}{{ message.content | trim }}{{ eos_token }}
+{% endgeneration %}{% else %}{{ message.content }}{% if message.extra %}{{ message.extra | tojson }}{% endif %}
+
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+<|assistant|>
+{% endif %}"""
+LOOPS = """{%- for message in messages %}{% if loop.index > 9 %}{% break %}{% endif %}
+{{ '<' + message['role'] + '>' }}{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' }}
+{%- endfor %}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+TALK = [
+    {"role": "system", "content": "Be brief & precise <here>."},
+    {"role": "user", "content": "1+1?", "extra": {"ä": ["<", 1.5]}},
+    {"role": "assistant", "content": " two "},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+@pytest.fixture(params=[GENERATION, LOOPS], ids=["generation", "loops"])
+def both(request, tmp_path):
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="^", eos_token="~")
+    theirs.chat_template = request.param
+    theirs.save_pretrained(tmp_path)
+    return ChatTemplate(tmp_path), theirs
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("tools", [None, [{"name": "add", "text": "a < b & c"}]])
+def test_texts_are_equal(both, asks, tools):
+    ours, theirs = both
+    wanted = theirs.apply_chat_template(TALK, tools=tools, tokenize=False, add_generation_prompt=asks)
+    assert ours.text(TALK, asks=asks, tools=tools) == wanted
+
+
+def test_answers_are_those_marked_by_the_template(both):
+    ours, theirs = both
+    ((tokens, context),) = ours.examples(TALK)
+    wanted = theirs.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    np.testing.assert_array_equal(tokens, wanted["input_ids"])
+    if "{% generation %}" in theirs.chat_template:
+        np.testing.assert_array_equal(~context, np.array(wanted["assistant_masks"], bool))
+
+
+def test_saved_folders_keep_the_template(both, tmp_path):
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (tmp_path / "chat_template.jinja").exists() or "chat_template" in settings
