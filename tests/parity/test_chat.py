@@ -1,14 +1,17 @@
 """Chat templates render, and mark answers, as `transformers` does."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from models.data.chat import ChatTemplate
 from models.tiny_checkpoint import byte_tokenizer
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tune_chat.py"
 GENERATION = """{{- bos_token }}
 {%- for message in messages %}
     {%- if message.role not in ["system", "user", "assistant"] %}
@@ -59,6 +62,21 @@ def test_answers_are_those_marked_by_the_template(both):
     np.testing.assert_array_equal(tokens, wanted["input_ids"])
     if "{% generation %}" in theirs.chat_template:
         np.testing.assert_array_equal(~context, np.array(wanted["assistant_masks"], bool))
+
+
+@pytest.mark.thorough
+def test_a_tuned_model_answers_alike(tmp_path):
+    spec = importlib.util.spec_from_file_location("tune_chat", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.main(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", attn_implementation="eager").eval()
+    words = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tuned" / "tokenizer.json"))
+    words.chat_template = (tmp_path / "tuned" / "chat_template.jinja").read_text()
+    talk = [{"role": "user", "content": example.ASKED[0].format("spider")}]
+    asked = words.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    found = model.generate(asked["input_ids"], max_new_tokens=48, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert words.decode(found).split("\n")[0] == '{"animal": "spider", "legs": 8}'
 
 
 def test_saved_folders_keep_the_template(both, tmp_path):
