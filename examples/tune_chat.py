@@ -21,7 +21,6 @@ from models.pretrained.saving import save_pretrained
 from models.run_folder.metrics import CountsTrace
 from models.tiny_checkpoint import byte_tokenizer, write_tiny
 
-# Every message ends with a newline, and so does an answer.
 TEMPLATE = """{% for message in messages %}{{ message.role[0] + ': ' + message.content + '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'a: ' }}{% endif %}"""
 LEGS = {"cat": 4, "owl": 2, "trout": 0, "spider": 8, "beetle": 6, "frog": 4, "whale": 0, "hen": 2}
@@ -43,7 +42,6 @@ def main(folder):
     write_tiny("qwen3_moe", base)
     (base / "chat_template.jinja").write_text(TEMPLATE)
     (end,) = byte_tokenizer().encode("\n").ids
-
     parallel, batch, optimizer = ParallelConfig(expert_parallel=4), BatchConfig(8, 96), OptimizerConfig(5e-3)
     config = TrainConfig(parallel=parallel, batch=batch, optimizer=optimizer, steps=150)
     mesh, chat = make_mesh(parallel), ChatTemplate(base)
