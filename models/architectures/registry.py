@@ -7,7 +7,16 @@ from typing import Any
 
 from jax_moe_lb.core.file_limits import UNLIMITED
 from jax_moe_lb.recordings.yaml_file import shown
-from models.architectures import deepseek_v3, ernie4_5_moe, glm4_moe, gpt_oss, minimax_m2, mixtral, qwen3_moe
+from models.architectures import (
+    deepseek_v3,
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    granitemoe,
+    minimax_m2,
+    mixtral,
+    qwen3_moe,
+)
 from models.architectures.config_json import Fields
 from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig
@@ -37,6 +46,7 @@ ARCHITECTURES = {
     "glm4_moe": Architecture(glm4_moe.config, glm4_moe.pieces, glm4_moe.DEFAULTS, has_further=True),
     "glm4_moe_lite": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.GLM_LITE_DEFAULTS),
     "gpt_oss": Architecture(gpt_oss.config, gpt_oss.pieces, gpt_oss.DEFAULTS),
+    "granitemoe": Architecture(granitemoe.config, granitemoe.pieces, granitemoe.DEFAULTS),
     "kimi_k2": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.KIMI_DEFAULTS),
     "minimax_m2": Architecture(minimax_m2.config, minimax_m2.pieces, minimax_m2.DEFAULTS),
     "mixtral": Architecture(mixtral.config, mixtral.pieces, mixtral.DEFAULTS),

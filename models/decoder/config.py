@@ -67,6 +67,9 @@ class DecoderConfig:
         windows: number of keys visible to a query, per layer, including its own; `None` is unlimited. Empty for no
             limit in any layer.
         latent: sizes of latent attention; `None` uses grouped-query attention.
+        embed_scale: factor on embeddings.
+        residual_scale: factor on what attention and experts add to the residual stream.
+        logit_scale: factor on logits.
         tie_embeddings: if True, the output layer is the transposed embedding.
         num_further: number of multi-token prediction modules, for training; see `models.decoder.model`.
         activation: activation of the experts; `None` is SwiGLU.
@@ -104,6 +107,9 @@ class DecoderConfig:
     sinks: bool = False
     windows: tuple[int | None, ...] = ()
     latent: Latent | None = None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     num_further: int = 0
     activation: Activation | None = None

@@ -22,6 +22,11 @@ from models.decoder.layers import Rules, scanned
 from models.mesh import batch_sharding
 
 
+def scaled(x: Array, factor: float) -> Array:
+    """Return `x * factor` in the dtype of `x`; 1 adds no operation."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
 class MultiTokenPrediction(nnx.Module):
     """Multi-token prediction module with a block of its own.
 
@@ -99,6 +104,7 @@ class DecoderBlock(nnx.Module):
         rules: Rules | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        self.residual_scale = config.residual_scale
         self.attention_norm = norm(config.embed_dim, config.norm_eps, config, rngs)
         self.attention: GroupedAttention | LatentAttention
         if config.latent is None:
@@ -135,14 +141,15 @@ class DecoderBlock(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
         # Norms compute in float32; their outputs are cast to the dtype of the stream.
         y, new = self.attention(self.attention_norm(x).astype(x.dtype), positions, cache, segments)
-        x = x + y
+        x = x + scaled(y, self.residual_scale)
         between = self.moe_norm(x).astype(x.dtype)
         stats: Stats | None = None
         if self.moe is not None:
             y, stats = self.moe(between, mask)
         elif self.dense is not None:
             y = self.dense(between)
-        return (x + y, stats) if cache is None else (x + y, stats, new)
+        x = x + scaled(y, self.residual_scale)
+        return (x, stats) if cache is None else (x, stats, new)
 
 
 class Decoder(nnx.Module):
@@ -219,7 +226,7 @@ class Decoder(nnx.Module):
         return logits, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
 
     def _stream(self, tokens: Array, mask: Array | None, segments: Array | None) -> tuple[Array, Stats]:
-        x, per_run = self.embed(tokens), []
+        x, per_run = scaled(self.embed(tokens), self.config.embed_scale), []
         for is_dense, run in itertools.groupby(self.blocks, lambda block: block.moe is None):
             x, stats = self._run(list(run), x, mask, segments)
             per_run += [] if is_dense else [stats]
@@ -241,7 +248,8 @@ class Decoder(nnx.Module):
         return self._words(self.norm(x).astype(x.dtype))
 
     def _words(self, x: Array) -> Array:
-        return (self.embed.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
+        logits = self.embed.attend(x) if self.head is None else self.head(x)
+        return scaled(logits.astype(jnp.float32), self.config.logit_scale)
 
     def extend(
         self, tokens: Array, positions: Array, mask: Array, cache: Sequence[Cache]
@@ -257,7 +265,7 @@ class Decoder(nnx.Module):
         Returns:
             Logits `[B, T, vocab_size]`, statistics `[layers, D, ...]`, and the cache including these tokens.
         """
-        x, per_layer, after = self.embed(tokens), [], []
+        x, per_layer, after = scaled(self.embed(tokens), self.config.embed_scale), [], []
         for block, before in zip(self.blocks, cache, strict=True):
             x, stats, new = block(x, positions, mask, before)
             per_layer += [] if stats is None else [stats]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats
 from models.decoder.layers import KEPT, ParameterGather, period_of, scan_stacked, split
-from models.decoder.model import Decoder, DecoderBlock
+from models.decoder.model import Decoder, DecoderBlock, scaled
 from models.mesh import batch_sharding
 
 LOSS_BLOCK = 1024
@@ -82,7 +82,7 @@ class StackedDecoder(nnx.Module):
         """Look up all tokens in the local channels of the table, then exchange for all channels of the local tokens."""
         table, everywhere = self.embed.embedding, NamedSharding(self.mesh, PartitionSpec())
         ids = jax.lax.with_sharding_constraint(tokens, everywhere)
-        x = jnp.take(table[...].astype(self.config.compute_dtype), ids, axis=0)
+        x = scaled(jnp.take(table[...].astype(self.config.compute_dtype), ids, axis=0), self.config.embed_scale)
         channels = PartitionSpec(None, *table.get_metadata("out_sharding"))
         x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, channels))
         return jax.lax.with_sharding_constraint(x, batch_sharding(self.mesh))
@@ -94,7 +94,8 @@ class StackedDecoder(nnx.Module):
         return gather.one(("head", "kernel"), self.head.kernel)
 
     def _logits(self, x: Array, head: Array) -> Array:
-        return jnp.matmul(self.norm(x).astype(x.dtype), head).astype(jnp.float32)
+        logits = jnp.matmul(self.norm(x).astype(x.dtype), head).astype(jnp.float32)
+        return scaled(logits, self.config.logit_scale)
 
 
 def _stacked(blocks: Sequence[DecoderBlock]) -> nnx.List:

@@ -118,6 +118,18 @@ CONFIGS = {
             "moe_layer_end_index": 1,
         },
     ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {
+            "num_local_experts": 8,
+            "intermediate_size": 24,
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
     "dots1": (
         "Dots1Config",
         SIGMOID | {"attention_bias": True, "num_hidden_layers": 3, "sliding_window": 5, "max_window_layers": 2},
