@@ -4,22 +4,26 @@
 
 8 virtual CPU devices form 4 or 2 nodes; 256 experts, 8 per token, as in DeepSeek-V3. The programs compute the lists of
 every rank, and the tables of these lists are the rows of the exchanges. The distinct pairs of tokens and nodes, and of
-tokens and ranks, are counted in NumPy from routing and plan. Rows that stay on their rank are not counted.
+tokens and ranks, are counted in NumPy from routing and plan. Rows that stay on their rank are not counted. Under plans
+with a proportional split, as those of UltraEP, sources choose the copies for each rank (`transport/serving_ranks.py`).
+The last columns compare with copies in the order of tokens.
 """
 
 import argparse
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from benchmarks.results import Table, out_option, report
-from jax_moe_lb import Buffers, Plan, System, Topology, exact, plain, use_virtual_cpu_devices
+from jax_moe_lb import Buffers, Plan, System, Topology, exact, plain, ultraep, use_virtual_cpu_devices
 from jax_moe_lb.core import imbalance, load, nearest_first, plain_plan, rows_between
 from jax_moe_lb.transport import Forward, Once
+from jax_moe_lb.transport.serving_ranks import preferring
 
 AXES = ("node", "gpu")
 SHAPES = ((4, 2), (2, 4))
@@ -75,6 +79,10 @@ def tables_of(dispatch: Once | Forward, shape: tuple[int, int]) -> Callable[...,
     )
 
 
+Choose = Callable[[np.ndarray, np.ndarray], Any]
+"""Function from experts `[N, K]` and copies of each expert to each rank `[E, P]` to the rank of each choice."""
+
+
 @dataclass(frozen=True)
 class Case:
     """Routing and plan of a microbatch.
@@ -106,16 +114,24 @@ class Case:
         node, own = self.experts // (EXPERTS // nodes), np.arange(RANKS)[:, None] // members
         return int(sum(((node == n).any(2) & (own != n)).sum() for n in range(nodes)))
 
-    def rank_pairs(self) -> int:
-        """Return the distinct pairs of a token and another rank that serves it."""
+    def rank_pairs(self, choose: Choose) -> int:
+        """Return the distinct pairs of a token and another rank that serves it.
+
+        Args:
+            choose: ranks of the copies of a source.
+        """
         pairs = 0
         for rank in range(RANKS):
             going = nearest_first(self.counts, self.plan.quota, rank, self.plan.domain, self.plan.split)
-            pairs += _pairs(self.experts[rank], going, rank)
+            pairs += _pairs(choose(self.experts[rank], going), going.shape[1], rank)
         return pairs
 
-    def pairs_inside_nodes(self) -> int:
-        """Return the distinct pairs of a token and a rank other than its rail rank in the node of that rank."""
+    def pairs_inside_nodes(self, choose: Choose) -> int:
+        """Return the distinct pairs of a token and a rank other than its rail rank in the node of that rank.
+
+        Args:
+            choose: ranks of the copies of a rail rank.
+        """
         nodes, members = self.shape
         per_node, pairs = EXPERTS // nodes, 0
         for node in range(nodes):
@@ -125,15 +141,27 @@ class Case:
             for offset in range(members):
                 tokens = self.experts[offset::members].reshape(-1, PER_TOKEN) - node * per_node
                 going = nearest_first(counts, quota, offset, self.plan.domain, self.plan.split)
-                pairs += _pairs(np.where((tokens >= 0) & (tokens < per_node), tokens, -1), going, offset)
+                inside = np.where((tokens >= 0) & (tokens < per_node), tokens, -1)
+                pairs += _pairs(choose(inside, going), members, offset)
         return pairs
 
+    @property
+    def chosen(self) -> Choose:
+        """Ranks of copies under the plan's split, as `lists_of` chooses them."""
+        return jax.jit(preferring) if self.plan.split.tier == "proportional" else _in_order
 
-def _pairs(experts: np.ndarray, going: np.ndarray, own: int) -> int:
-    """Count the pairs of tokens and other ranks, with the copies of each expert sent to ranks in order."""
-    visits = np.zeros((len(experts), going.shape[1]), bool)
+
+def _in_order(experts: np.ndarray, going: np.ndarray) -> np.ndarray:
+    """Return the rank of each choice, with the copies of each expert sent to ranks in order."""
+    rank = np.full(experts.shape, -1)
     for expert, by_rank in enumerate(going):
-        visits[np.nonzero(experts == expert)[0], np.repeat(np.arange(len(by_rank)), by_rank)] = True
+        rank[experts == expert] = np.repeat(np.arange(len(by_rank)), by_rank)
+    return rank
+
+
+def _pairs(rank: np.ndarray, num_ranks: int, own: int) -> int:
+    """Count the pairs of tokens and other ranks."""
+    visits = (np.asarray(rank)[..., None] == np.arange(num_ranks)).any(1)
     visits[:, own] = False
     return int(visits.sum())
 
@@ -162,9 +190,11 @@ def row(kind: str, name: str, system: System, num_tokens: int, shape: tuple[int,
         hop / case.node_pairs(),
         (copies.sum() - np.trace(copies)) / tokens,
         straight / tokens,
-        straight / case.rank_pairs(),
+        straight / case.rank_pairs(case.chosen),
         last / tokens,
-        last / case.pairs_inside_nodes(),
+        last / case.pairs_inside_nodes(case.chosen),
+        100 * (1 - straight / case.rank_pairs(_in_order)),
+        100 * (1 - last / case.pairs_inside_nodes(_in_order)),
     ]
 
 
@@ -181,6 +211,8 @@ COLUMNS = {
     "over (token, rank) pairs": ".3f",
     "inside nodes, Forward": ".2f",
     "over (token, rank) pairs in the node": ".3f",
+    "saved by the choice of ranks, Once %": ".1f",
+    "saved by the choice of ranks, Forward %": ".1f",
 }
 
 
@@ -192,7 +224,7 @@ def main() -> None:
     given = parser.parse_args()
     use_virtual_cpu_devices(RANKS)
     kinds = ("uniform", "Zipf", "uniform, node-limited", "Zipf, node-limited")
-    plans = {"plain": plain(), "exact": exact(SLOTS)}
+    plans = {"plain": plain(), "exact": exact(SLOTS), "ultraep": ultraep(SLOTS)}
     rows = [
         row(kind, name, system, given.tokens, shape)
         for shape in SHAPES

@@ -19,6 +19,7 @@ from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Links
 from jax_moe_lb.sim.network import flow, seconds
+from jax_moe_lb.transport.wave_rows import WaveRows
 
 LONG_S = 0.4
 """Minimum seconds of a step dominated by the link."""
@@ -101,7 +102,8 @@ def _by_links(bits_per_s: float, rate: float) -> dict[tuple[str, str], float]:
         rows = rows_between(counts, plan)
         ways = {"direct": rows, "receiver's rail": _at_receivers_rail(rows), "sprayed": None}
         for way, matrix in ways.items():
-            hops = dispatch.cost().hops(rows, plan, cluster.topology()) if matrix is None else (matrix,)
+            wave = WaveRows(counts, plan, per_token=1)
+            hops = dispatch.cost().hops(wave, cluster.topology()) if matrix is None else (matrix,)
             times[name, way] = sum(seconds(flow(hop * ROW_BYTES, cluster), cluster) for hop in hops)
     return times
 

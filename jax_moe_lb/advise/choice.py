@@ -16,6 +16,9 @@ from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.compression import Codec
 from jax_moe_lb.transport.direct import Direct
+from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.forward import Forward
+from jax_moe_lb.transport.once import Once
 from jax_moe_lb.transport.replicate import Relay
 from jax_moe_lb.transport.spray import MultiRailDispatch
 
@@ -97,7 +100,7 @@ class Choice:
         return number + (self.eps is not None) + (self.headroom is not None), self.replica_slots, sum(self.domain_sizes)
 
     def build_system(self) -> System:
-        """Build the system."""
+        """Build the system, without the rule for its dispatch."""
         system = system_named(self.system)
         system = replace(system, replica_slots=self.replica_slots, relocates=self.relocated)
         if self.eps is not None:
@@ -109,7 +112,9 @@ class Choice:
         return with_rails(system) if self.sprayed else system
 
     def build(self, model: ModelShape, cluster: Cluster, step: Step) -> Candidate:
-        """Build the candidate. Its expert domains gather again in the backward pass if memory is short.
+        """Build the candidate, with the dispatch of `dispatch_by_rule`.
+
+        Its expert domains gather again in the backward pass if memory is short.
 
         Args:
             model: Sizes of the layers.
@@ -117,6 +122,10 @@ class Choice:
             step: Passes of a step.
         """
         system, migration = self.build_system(), Migration()
+        inside = tuple(level.size for level in cluster.levels)
+        if self.domain_sizes:
+            inside = tuple(size // members for size, members in zip(inside, self.domain_sizes, strict=True))
+        system = system.by_rule(cluster.topology(inside), model.experts, model.per_token)
         if self.domain_sizes:
             migration = with_memory(Migration(self.domain_sizes, Codec(self.ratio)), model, cluster, step)
             there = math.inf if cluster.memory_bytes is None else cluster.memory_bytes
@@ -151,11 +160,34 @@ def with_rails(system: System) -> System:
     Raises:
         ValueError: The dispatch is not `Direct`.
     """
-    dispatch = system.dispatch
-    if dispatch != Direct(dispatch.buffers):
-        raise ValueError(f"dispatch is {dispatch}; expected Direct() before rails")
+    _check_direct(dispatch := system.dispatch, "rails")
     balancer = RailS() if system.balancer == plain().balancer else Chain((system.balancer, RailS()))
     return replace(system, balancer=balancer, dispatch=MultiRailDispatch(dispatch.buffers))
+
+
+ONCE = {"once": Once, "forward": Forward}
+"""Dispatches that send a token once, by their names on the command line."""
+
+
+def with_dispatch(system: System, name: str) -> System:
+    """Return the system with another dispatch.
+
+    Args:
+        system: System with a direct dispatch.
+        name: "rails" for tokens sprayed over rails, "once" or "forward".
+
+    Raises:
+        ValueError: The dispatch is not `Direct`.
+    """
+    if name == "rails":
+        return with_rails(system)
+    _check_direct(system.dispatch, name)
+    return replace(system, dispatch=ONCE[name](system.dispatch.buffers))
+
+
+def _check_direct(dispatch: Dispatch, name: str) -> None:
+    if dispatch != Direct(dispatch.buffers):
+        raise ValueError(f"dispatch is {dispatch}; expected Direct() before {name}")
 
 
 RELOCATE_INTERVAL = 50
@@ -178,13 +210,14 @@ class Usage:
     simulate: str | None
 
 
-def usage(choice: Choice, cluster: Cluster, gather_again: bool = False) -> Usage:
+def usage(choice: Choice, cluster: Cluster, gather_again: bool = False, dispatch: str = "Direct") -> Usage:
     """Format the code and flags for a choice.
 
     Args:
         choice: Choice to format.
         cluster: Machine whose levels name the mesh axes, and whose domains bound moves of weights.
         gather_again: If True, the backward pass gathers again. False by default.
+        dispatch: Class of the dispatch that the rule chose; "Direct" (default), "Once" or "Forward" change the code.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links
@@ -198,13 +231,16 @@ def usage(choice: Choice, cluster: Cluster, gather_again: bool = False) -> Usage
         migrate = transport.GatherExpertDomain(domains)
         MoE(..., mesh=mesh, topology=domains.between, system=systems.exact(replica_slots=2).replace(migrate=migrate))
     """
+    once = dispatch.lower() in ONCE
     return Usage(
-        _code(choice, cluster, gather_again), _train(choice, cluster), None if gather_again else _simulate(choice)
+        _code(choice, cluster, gather_again, dispatch),
+        None if once else _train(choice, cluster),
+        None if gather_again else _simulate(choice, dispatch),
     )
 
 
-def _code(choice: Choice, cluster: Cluster, gather_again: bool) -> tuple[str, ...]:
-    system = f"system={system_code(choice)}"
+def _code(choice: Choice, cluster: Cluster, gather_again: bool, dispatch: str) -> tuple[str, ...]:
+    system = f"system={system_code(choice, dispatch)}"
     if not choice.domain_sizes:
         return (f"MoE(..., {system})",)
     levels = zip(cluster.levels, choice.domain_sizes, strict=True)
@@ -219,11 +255,12 @@ def _code(choice: Choice, cluster: Cluster, gather_again: bool) -> tuple[str, ..
     return (*lines, "transport.scan_prefetched(..., gather_again=True)") if gather_again else lines
 
 
-def system_code(choice: Choice) -> str:
+def system_code(choice: Choice, dispatch: str = "Direct") -> str:
     """Format the system as Python.
 
     Args:
         choice: Choice with the system.
+        dispatch: Class of its dispatch by the rule; "Direct" by default.
 
     Examples:
         >>> system_code(Choice(sprayed=True, headroom=1.2))
@@ -232,16 +269,19 @@ def system_code(choice: Choice) -> str:
     buffers = f"Buffers(headroom={choice.headroom})" if choice.headroom is not None else ""
     if replace(choice, headroom=None, domain_sizes=(), ratio=1.0) == Choice(sprayed=True):
         return f"systems.rails({buffers})"
-    if _is_two_tier(choice):
+    if _is_two_tier(choice) and dispatch.lower() not in ONCE:
         return f"systems.two_tier(replica_slots={choice.replica_slots})"
     slots = [f"replica_slots={choice.replica_slots}"] if choice.replica_slots else []
-    options = slots + [f"buffers={buffers}"] * bool(buffers and not choice.sprayed)
+    own_buffers = choice.sprayed or dispatch.lower() in ONCE
+    options = slots + [f"buffers={buffers}"] * bool(buffers and not own_buffers)
     base = f"systems.{choice.system}({', '.join(options)})"
     balancer = f"{base}.balancer" if choice.eps is None else f"balancers.Exact(eps={choice.eps})"
     changes = [f"balancer={balancer}"] if choice.eps is not None else []
     if choice.sprayed:
         after = "balancers.RailS()" if choice.system == "plain" else f"Chain(({balancer}, balancers.RailS()))"
         changes = [f"balancer={after}", f"dispatch=transport.MultiRailDispatch({buffers})"]
+    if dispatch.lower() in ONCE:
+        changes.append(f"dispatch=transport.{dispatch}({buffers})")
     changes += ["replicate=transport.Relay()"] * choice.relayed + ["relocates=True"] * choice.relocated
     return f"replace({base}, {', '.join(changes)})" if changes else base
 
@@ -270,11 +310,12 @@ def _train(choice: Choice, cluster: Cluster) -> str | None:
     return " ".join([f"--system {system}", *domain, *moves])
 
 
-def _simulate(choice: Choice) -> str | None:
+def _simulate(choice: Choice, dispatch: str) -> str | None:
     if choice.relocated or choice.relayed or choice.eps is not None or choice.ratio != 1 or choice.headroom is not None:
         return None
-    inner = [choice.system] if choice.system != "plain" or not (choice.sprayed or choice.domain_sizes) else []
-    parts = ["hybridep"] * bool(choice.domain_sizes) + inner + ["rails"] * choice.sprayed
+    last = ["rails"] * choice.sprayed + [name for name in ONCE if name == dispatch.lower()]
+    inner = [choice.system] if choice.system != "plain" or not (last or choice.domain_sizes) else []
+    parts = ["hybridep"] * bool(choice.domain_sizes) + inner + last
     sizes = [f"--domain-sizes {','.join(map(str, choice.domain_sizes))}"] if choice.domain_sizes else []
     return " ".join([f"--system {'+'.join(parts)}", *_slots(choice), *sizes])
 

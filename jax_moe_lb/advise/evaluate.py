@@ -205,7 +205,8 @@ class Evaluator:
     def _simulated(self, choice: Choice, workload: Workload, model: ModelShape, step: Step) -> Report:
         one = self.candidate(choice)
         if workload.counts is None:
-            return simulate_uniform(model, self.cluster, migration=one.migration, step=step)
+            dispatch = one.system.dispatch
+            return simulate_uniform(model, self.cluster, migration=one.migration, step=step, dispatch=dispatch)
         counts = workload.counts
         if one.system.relocates:
             # Cache the homes: all relocating choices share them, and planning them takes longer than most simulations.

@@ -48,6 +48,7 @@ from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.uniform import experts_of, sample_of
+from jax_moe_lb.transport.rule import dispatch_by_rule
 
 SHOWN = 3
 """Number of choices printed with their usage."""
@@ -63,6 +64,7 @@ def advice_json(answer: Advice, judge: Evaluator, workloads: Sequence[Workload])
     """Return the numbers of an advice as JSON."""
     return {
         "best": answer.best.choice.name,
+        "dispatch": dispatch_by_rule(judge.cluster.topology(), judge.model.experts, judge.model.per_token).reason,
         "leave_off": answer.leave_off,
         "gain": answer.gain,
         "gain_range": [min(answer.gains), max(answer.gains)],
@@ -87,7 +89,9 @@ def _row(one: SearchResult, answer: Advice, judge: Evaluator) -> dict[str, Any]:
 
 
 def _usage(one: SearchResult, judge: Evaluator) -> Any:
-    return usage(one.choice, judge.cluster, judge.candidate(one.choice).migration.gather_again)
+    candidate = judge.candidate(one.choice)
+    dispatch = type(candidate.system.dispatch).__name__
+    return usage(one.choice, judge.cluster, candidate.migration.gather_again, dispatch)
 
 
 def advice_table(title: str, answer: Advice) -> Table:
@@ -124,6 +128,7 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
     """Return the recommendation, the assumptions and the refused choices as lines of text."""
     return [
         *_verdict(answer, judge),
+        _dispatch(judge),
         *_fit(answer, judge),
         *_assumed(answer, judge, workloads),
         *_first_look(answer),
@@ -147,6 +152,13 @@ def _verdict(answer: Advice, judge: Evaluator) -> list[str]:
     if answer.pays_from == SWEPT_TOKENS[0]:
         return [*lines, f"{best} is faster from {SWEPT_TOKENS[0]} tokens per rank, the smallest number tried."]
     return [*lines, f"{best} is faster from {answer.pays_from} tokens per rank."]
+
+
+def _dispatch(judge: Evaluator) -> str:
+    """Return the dispatch of choices without rails and expert domains, by the library's rule."""
+    model, topology = judge.model, judge.cluster.topology()
+    found = dispatch_by_rule(topology, model.experts, model.per_token)
+    return f"Dispatch by rule, {found.reason}."
 
 
 def _fit(answer: Advice, judge: Evaluator) -> list[str]:

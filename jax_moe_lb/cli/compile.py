@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from jax_moe_lb.advise.advise import chosen_migration
-from jax_moe_lb.advise.choice import Candidate, with_rails
+from jax_moe_lb.advise.choice import ONCE, Candidate, with_dispatch
 from jax_moe_lb.aot.compile import quiet_stderr
 from jax_moe_lb.aot.layer import compile_layer
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
@@ -37,6 +37,12 @@ from jax_moe_lb.transport.exchange import Kernels
 GATHERED, SPRAYED = "hybridep", "rails"
 """Parts of a composed name: `hybridep` precedes another system and `rails` follows it."""
 
+DISPATCHES = (SPRAYED, *ONCE)
+"""Last parts of a composed name."""
+
+AFTER = " or ".join(f"+{name}" for name in DISPATCHES)
+"""Last parts in messages."""
+
 
 def compose(
     name: str,
@@ -49,8 +55,8 @@ def compose(
     """Construct the candidate of a composed system name.
 
     Args:
-        name: one of `system_names()`, optionally after `hybridep+` and before `+rails`. `hybridep` gathers the experts
-            of an expert domain, as `GatherExpertDomain` does.
+        name: one of `system_names()`, optionally after `hybridep+` and before `+rails`, `+once` or `+forward`.
+            `hybridep` gathers the experts of an expert domain, as `GatherExpertDomain` does.
         model: model shape, from which `hybridep` chooses expert domains.
         cluster: cluster, from which `hybridep` chooses expert domains.
         step: passes of a step, from which `hybridep` chooses expert domains.
@@ -66,17 +72,17 @@ def compose(
     parts = name.split("+")
     # Drop the first part if it is hybridep: True is index 1.
     middle = parts[parts[0] == GATHERED :]
-    sprayed = middle[-1:] == [SPRAYED]
-    middle = middle[: len(middle) - sprayed]
+    last = [part for part in middle[-1:] if part in DISPATCHES]
+    middle = middle[: len(middle) - len(last)]
     known = [other for other in system_names() if other not in (GATHERED, SPRAYED)]
     if len(middle) > 1 or (middle and middle[0] not in known):
         raise ValueError(
             f"--system is {name!r}; expected one of {', '.join(known)}, optionally after {GATHERED}+ and before "
-            f"+{SPRAYED}, or {GATHERED} or {SPRAYED} alone"
+            f"{AFTER}, or {GATHERED} or one of {', '.join(DISPATCHES)} alone"
         )
     system = with_slots(systems.system_named(middle[0]) if middle else systems.plain(), replica_slots)
-    if sprayed:
-        system = with_spray(name, system)
+    if last:
+        system = with_last_part(name, system)
     if parts[0] == GATHERED and not migration.domain_sizes:
         chosen = chosen_migration(model, cluster, migration.codec, step)
         # A configuration may request a second gather although memory suffices, but not the reverse.
@@ -104,20 +110,21 @@ def with_slots(system: System, replica_slots: int | None) -> System:
     return replace(system, replica_slots=replica_slots)
 
 
-def with_spray(name: str, system: System) -> System:
-    """Return the system with its tokens sprayed over rails.
+def with_last_part(name: str, system: System) -> System:
+    """Return the system with the dispatch named last.
 
     Args:
-        name: name of the system on the command line, for the message.
+        name: name of the system on the command line, which ends with `rails`, `once` or `forward`.
         system: system with direct dispatch.
 
     Raises:
         ValueError: if the system has another dispatch.
     """
+    last = name.rpartition("+")[2]
     try:
-        return with_rails(system)
+        return with_dispatch(system, last)
     except ValueError as error:
-        wanted = f"expected a system with direct dispatch before +{SPRAYED}"
+        wanted = f"expected a system with direct dispatch before +{last}"
         raise ValueError(f"--system is {name!r}; {wanted}") from error
 
 
@@ -225,9 +232,9 @@ def _planned(machine: Target, layer: LayerSizes, system: System, load: str, trac
 
 def _system(name: str, replica_slots: str | None, headroom: str | None, max_rounds: str | None) -> System:
     first, _, rest = name.partition("+")
-    if first not in system_names() or rest not in ("", SPRAYED):
+    if first not in system_names() or rest not in ("", *DISPATCHES):
         raise ValueError(
-            f"--system is {shown(name)}; expected one of {', '.join(system_names())}, optionally before +{SPRAYED}"
+            f"--system is {shown(name)}; expected one of {', '.join(system_names())}, optionally before {AFTER}"
         )
     system = with_slots(system_named(first), parse_integer("--replica-slots", replica_slots))
     if headroom is not None:
@@ -236,7 +243,7 @@ def _system(name: str, replica_slots: str | None, headroom: str | None, max_roun
     if max_rounds is not None:
         buffers = replace(system.dispatch.buffers, max_rounds=parse_integer("--max-rounds", max_rounds))
         system = system.replace(buffers=buffers)
-    return with_spray(name, system) if rest else system
+    return with_last_part(name, system) if rest else system
 
 
 def _number(argument: str, text: str) -> float:

@@ -130,7 +130,7 @@ def _holds_experts(block: nnx.Module) -> bool:
 
 def _system(system: System | str, num_experts: int, topology: Topology) -> System:
     home_experts_per_rank(num_experts, topology.num_ranks)
-    resolved = resolve_system(system, num_experts, topology.num_ranks)
+    resolved = resolve_system(system, num_experts, None, topology)
     for name, value in (("migrate", resolved.migrate), ("relocates", resolved.relocates or None)):
         if value is not None:
             raise ValueError(f"system.{name} is {value}; expected None or False, for blocks of other libraries")

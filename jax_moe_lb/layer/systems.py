@@ -23,6 +23,7 @@ from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import Buffers, Kernels, Saved
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
 from jax_moe_lb.transport.replicate import Gather, PeerCopy, Relay, Replicate
+from jax_moe_lb.transport.rule import dispatch_by_rule
 from jax_moe_lb.transport.spray import MultiRailDispatch
 from jax_moe_lb.transport.two_phase import TwoPhase
 
@@ -189,6 +190,24 @@ class System:
         dispatch: Any = {name: value for name, value in of_dispatch.items() if value is not None}
         system: Any = {name: value for name, value in of_system.items() if value is not None}
         return replace(self, dispatch=replace(self.dispatch, **dispatch), **system)
+
+    def by_rule(self, topology: Topology, num_experts: int, per_token: int | None) -> "System":
+        """Return a copy of the system with the dispatch of `dispatch_by_rule`.
+
+        Args:
+            topology: topology of the layer.
+            num_experts: `E`.
+            per_token: `K`; `None` if unknown.
+
+        Returns:
+            The system, with `Once` or `Forward` in place of `Direct` if the rule chooses it.
+
+        Examples:
+            >>> from jax_moe_lb import Topology
+            >>> [type(exact().by_rule(Topology.flat(8), 64, k).dispatch).__name__ for k in (2, 8)]
+            ['Direct', 'Once']
+        """
+        return replace(self, dispatch=dispatch_by_rule(topology, num_experts, per_token, self.dispatch).dispatch)
 
 
 def system_names() -> list[str]:

@@ -79,7 +79,8 @@ class MoE(nnx.Module):
             `None` (default) uses these, without further options.
         system: balancer, weight transport and token dispatch: a `System`, or the name of a function of
             `jax_moe_lb.systems`. "exact" (default) balances with 2 replica slots per rank, or `E - L` if there are
-            fewer experts. "plain" does not balance.
+            fewer experts. "plain" does not balance. A name leaves the dispatch to `transport.dispatch_by_rule`; a
+            `System` has the dispatch given to it, `Direct()` by default.
         experts: inner width, activation and biases of the experts.
         shared: expert applied to every token; `None` (default) for none.
         losses: coefficients of the router losses; add `router_loss` of the statistics to the loss of the model.
@@ -135,7 +136,9 @@ class MoE(nnx.Module):
         _check_domains(topology, migrate)
         home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
         _check_mesh(mesh, topology)
-        system = resolve_system(system, num_experts, topology.num_ranks).replace(transfer=precision.transfer)
+        # The routers of this package name `K`; for a function it is unknown here.
+        per_token = getattr(router, "num_experts_per_tok", None)
+        system = resolve_system(system, num_experts, per_token, topology).replace(transfer=precision.transfer)
         if why := system.no_op_reason(topology, num_experts):
             warnings.warn(f"the system cannot balance anything: {why}", stacklevel=2)
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
@@ -403,22 +406,25 @@ def _is_accelerated(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
-def resolve_system(system: System | str, num_experts: int, num_ranks: int) -> System:
-    """Return the system of a layer, with at most as many replica slots as other ranks have experts if it is a name.
+def resolve_system(system: System | str, num_experts: int, per_token: int | None, topology: Topology) -> System:
+    """Return the system of a layer.
+
+    A name has the dispatch of `dispatch_by_rule`, and at most as many replica slots as other ranks have experts.
 
     Args:
         system: a system, or the name of a function of `jax_moe_lb.systems`.
         num_experts: `E`.
-        num_ranks: `R`.
+        per_token: `K`; `None` if unknown.
+        topology: topology of the layer.
 
     Raises:
         ValueError: `system` is another name.
     """
     if isinstance(system, System):
         return system
-    made = system_named(system)
+    made = system_named(system).by_rule(topology, num_experts, per_token)
     # A rank needs at most one replica slot per expert of the other ranks.
-    return made.replace(replica_slots=min(made.replica_slots, num_experts - num_experts // num_ranks))
+    return made.replace(replica_slots=min(made.replica_slots, num_experts - num_experts // topology.num_ranks))
 
 
 ARGUMENTS = {

@@ -45,18 +45,14 @@ class Collective(StrEnum):
 class Communication:
     """Algorithms and formats of the communication library of a cluster; XLA's collectives on GPUs by default.
 
-    Pass it to a `Cluster` that uses another library.
+    Pass it to a `Cluster` that uses another library. The dispatch of a system decides the rows and hops of tokens: for
+    DeepEP, which forwards tokens inside nodes, take `Forward`.
 
     Args:
         collectives: Algorithm of all-gathers, reduce-scatters and all-reduces; `RING` by default. It applies to counts,
             gathered experts and their gradients, and the shared expert of a codec.
         by_pairs: If True, an exchange of tokens pays one latency per pair of ranks in sequence, as in MPI's pairwise
             exchange. If False (default), all messages overlap.
-        by_level: If True, tokens travel level by level, as in DeepEP: to the same offset in another node, then inside
-            that node. If False (default), they travel directly to their rank.
-        once_per_member: If True, a token with several experts in one member of a level (a node or a rank) is sent to
-            this member once, and the outputs of these experts are summed before they return. Requires `by_level`;
-            False by default.
         dispatch_bytes: Bytes per element of rows sent to experts: tokens, and gradients of outputs. None (default) is
             the model's `itemsize`; 1.03 is fp8 with one float32 scale per 128 elements.
         combine_bytes: Bytes per element of rows returning from experts: outputs, and gradients of tokens. None
@@ -65,7 +61,7 @@ class Communication:
             XLA's collectives do on their single stream.
 
     Raises:
-        ValueError: A number is out of range, or `once_per_member` is True without `by_level`.
+        ValueError: A number is out of range.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Collective, Communication, Links
@@ -76,15 +72,11 @@ class Communication:
 
     collectives: Collective = Collective.RING
     by_pairs: bool = False
-    by_level: bool = False
-    once_per_member: bool = False
     dispatch_bytes: float | None = None
     combine_bytes: float | None = None
     shares_links: bool = False
 
     def __post_init__(self) -> None:
-        if self.once_per_member and not self.by_level:
-            raise ValueError("once_per_member is True; expected by_level=True, as copies are made on arrival")
         for name in ("dispatch_bytes", "combine_bytes"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= MOST_BYTES:

@@ -8,7 +8,7 @@ per write and once per operation reading it. `benchmarks/bench_hbm_model.py` com
 """
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
@@ -89,15 +89,18 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
         >>> round(traffic_of(plain(), model, Cluster((Links("gpu", 8, 360e9),))).total / 1e9, 1)
         7.2
     """
-    copies = model.tokens * model.per_token
-    rows = system.dispatch.cost().buffer_rows(copies)
+    rows = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology())
     home = model.experts // cluster.num_ranks
     slots = home + system.replica_slots
+    widened = SUMS_BYTES / model.itemsize
     each = _Arrays(
         tokens=float(model.tokens * model.row_bytes),
-        copies=float(copies * model.row_bytes),
-        rows=float(rows * model.row_bytes),
-        hidden=float(rows * model.inner * model.itemsize),
+        gathered=rows.gathered(float(rows.sent)) * model.row_bytes,
+        exchanged=float((rows.sent + (rows.received or rows.computed)) * model.row_bytes),
+        first_hop=float((rows.sent_first + rows.forwarded) * model.row_bytes),
+        carried=float(rows.carried * model.row_bytes) * (3 * widened if rows.carries_sums else 1),
+        rows=float(rows.computed * model.row_bytes),
+        hidden=float(rows.computed * model.inner * model.itemsize),
         kind=float(slots * model.expert_bytes / model.matrices),
     )
     inner, joins, loops = model.matrices - 1, system.needs_contiguous_weights, system.dispatch.buffers.max_rounds != 1
@@ -107,7 +110,6 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
     forward = each.forward(inner, joins, loops) + fetched
     if not backward:
         return forward
-    widened = SUMS_BYTES / model.itemsize
     # Each arriving gradient reads itself and the sum of its home expert; a wide sum is read, written and rounded.
     added = (3 + 4 * widened) * (replicas > 0)
     arriving = HbmTraffic(arriving=(4.0 * replicas + added + 2 * home * joins) * model.expert_bytes)
@@ -116,24 +118,38 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
 
 @dataclass(frozen=True)
 class _Arrays:
-    """Bytes of the arrays of one layer; `kind` is one matrix of all slots."""
+    """Bytes of the arrays of one layer.
+
+    Args:
+        tokens: Tokens of a rank.
+        gathered: Rows gathered in a dispatch.
+        exchanged: Rows sent and received in the last hop.
+        first_hop: Rows sent and received in a first hop.
+        carried: Reads and writes of outputs, or of their sums, carried by a loop.
+        rows: Operand of the products.
+        hidden: One hidden activation.
+        kind: One matrix of all slots.
+    """
 
     tokens: float
-    copies: float
+    gathered: float
+    exchanged: float
+    first_hop: float
+    carried: float
     rows: float
     hidden: float
     kind: float
 
     def forward(self, inner: int, joins: bool, loops: bool) -> HbmTraffic:
         return HbmTraffic(
-            permutation=permuted_bytes(self.copies),
-            sums=summed_bytes(self.copies, self.tokens),
+            permutation=permuted_bytes(self.gathered),
+            sums=summed_bytes(self.gathered, self.tokens),
             joined=joins * joined_bytes((inner + 1) * self.kind, is_backward=False),
-            exchanges=2 * (self.copies + self.rows),
+            exchanges=2 * (self.exchanged + self.first_hop),
             # Rows are read once, by the products of up and gate together, and written once.
             products=2 * self.rows + (inner + 1) * (self.hidden + self.kind),
             activations=(inner + 1) * self.hidden,
-            carried=loops * self.copies,
+            carried=loops * self.carried,
         )
 
     def backward(self, inner: int, joins: bool, turns: bool, loops: bool, widened: float) -> HbmTraffic:
@@ -149,10 +165,10 @@ class _Arrays:
         # joined.
         transposed = turns * (2 * self.rows + self.hidden + (0 if joins else 2 * all_kinds))
         return HbmTraffic(
-            permutation=2 * permuted_bytes(self.copies),
-            sums=summed_bytes(self.copies, self.tokens),
+            permutation=2 * permuted_bytes(self.gathered),
+            sums=summed_bytes(self.gathered, self.tokens),
             joined=joins * joined_bytes(all_kinds, is_backward=True),
-            exchanges=3 * (self.copies + self.rows),
+            exchanges=3 * (self.exchanged + self.first_hop),
             products=again + of_hidden + of_rows + of_weights + transposed,
             activations=2 * (inner + 1) * self.hidden,
             carried=loops * carried,
@@ -280,9 +296,20 @@ def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Mi
         kept=float(step.parallel.in_flight * model.layers * _kept_bytes(model, step)) if step.backward else 0.0,
     )
     layer = _Layer(system, model, cluster, migration)
-    backward = [layer.of_rows(), layer.of_weights(), layer.gradients_come_home()]
+    backward = [layer.of_hidden(), layer.of_rows(), layer.of_weights(), layer.replica_gradients_come_home()]
     phases = backward if step.backward else [layer.forward()]
     return always + max(phases, key=lambda phase: phase.total)
+
+
+class _RowBytes(NamedTuple):
+    """Bytes of the arrays of `RowArrays`, and of one hidden activation."""
+
+    sent: int
+    received: int
+    computed: int
+    hidden: int
+    forwarded: int
+    carried: int
 
 
 @dataclass(frozen=True)
@@ -312,38 +339,46 @@ class _Layer:
 
     def forward(self) -> Memory:
         """Count the forward pass: the exchange beside the outputs of earlier rounds, or the hidden activations."""
-        copies, rows, hidden = self._sizes()
-        sending = copies + rows + copies * self.loops
-        computing = rows + (self.model.matrices - 1) * hidden + copies * self.loops
-        return self._products(1, max(sending, computing, rows + copies))
+        rows = self._rows()
+        held = rows.forwarded + rows.carried * self.loops
+        exchanging = rows.sent + (rows.received or rows.computed)
+        gathering = rows.received + rows.computed
+        computing = rows.computed + (self.model.matrices - 1) * rows.hidden
+        return self._products(1, held + max(exchanging, gathering, computing))
+
+    def of_hidden(self) -> Memory:
+        """Count the gradients of hidden activations: rows, gradients of outputs, and both passes' activations."""
+        rows = self._rows()
+        phase = self._products(2, 2 * rows.computed + 2 * self.model.matrices * rows.hidden + self._held())
+        # In a loop, the sums of earlier rounds exist; the gradient of `down` follows.
+        return replace(phase, sums=self._sums() * (self.loops + 1 / self.model.matrices))
 
     def of_rows(self) -> Memory:
-        """Count the gradients of rows: one array per matrix multiplied with rows, and their sum."""
-        copies, rows, hidden = self._sizes()
-        matrices = self.model.matrices
-        # Usually the gradients of weights are complete, so rows and the gradients of their outputs are free.
-        # If weights are far larger than rows, their gradients come later, and `of_weights` is the peak.
-        buffers = matrices * rows + matrices * hidden + copies * self.loops
-        return replace(self._products(2, buffers), sums=self._sums())
+        """Count the gradients of rows: rows, and a product with each of the inner matrices.
+
+        Rows are needed for the gradients of these matrices, which come last. The gradient of `down` is complete.
+        """
+        rows, matrices = self._rows(), self.model.matrices
+        phase = self._products(2, matrices * rows.computed + (matrices - 1) * rows.hidden + self._held())
+        return replace(phase, sums=self._sums() * (self.loops + 1 / matrices))
 
     def of_weights(self) -> Memory:
-        """Count the gradients of weights: rows, output gradients, hidden activations and their gradients."""
-        copies, rows, hidden = self._sizes()
-        phase = self._products(2, 2 * rows + 2 * self.model.matrices * hidden + copies * self.loops)
+        """Count the gradients of the inner matrices, beside the exchange of the gradients of rows."""
+        rows, matrices = self._rows(), self.model.matrices
+        exchanged = rows.computed + (0 if self.loops and not rows.received else rows.sent)
+        phase = self._products(0, rows.computed + exchanged + (matrices - 1) * rows.hidden + self._held())
         # A loop adds one kind at a time to the carried sums.
-        return replace(phase, sums=self._sums() * (1 + self.loops / self.model.matrices))
+        return replace(phase, sums=self._sums() * (1 + self.loops / matrices))
 
-    def gradients_come_home(self) -> Memory:
-        """Count the gradients of replicas on the way home: one array sent, one received, and the sums accumulating
-        them.
-        """
+    def replica_gradients_come_home(self) -> Memory:
+        """Count the gradients of replicas on the way home: one array sent, one received, and their sums."""
         if not self.replica_slots:
             return Memory()
         model, domain = self.model, self.cluster.topology(self._inside()).ranks_per_domain
         room = self.system.replicate.max_incoming_replicas(self.replica_slots, self.num_home, domain)
         return Memory(
             replicas=float(self.replica_slots * model.expert_bytes),
-            buffers=float(self._sizes()[0] + self._tokens()),
+            buffers=float(self._rows().sent + self._tokens()),
             sums=self._sums(),
             arriving=float(room * model.expert_bytes + model.expert_bytes / model.itemsize * SUMS_BYTES),
         )
@@ -361,11 +396,25 @@ class _Layer:
             in_use=float(joined + home * (model.layers > 1)),
         )
 
-    def _sizes(self) -> tuple[int, int, int]:
-        """Return the bytes of all copies of a rank, of the rows received per round, and of one hidden activation."""
-        model, copies = self.model, self.model.tokens * self.model.per_token
-        rows = self.system.dispatch.cost().buffer_rows(copies)
-        return copies * model.row_bytes, rows * model.row_bytes, rows * model.inner * model.itemsize
+    def _rows(self) -> "_RowBytes":
+        model = self.model
+        rows = self.system.dispatch.cost().row_arrays(
+            model.tokens, model.per_token, self.cluster.topology(self._inside())
+        )
+        return _RowBytes(
+            rows.sent * model.row_bytes,
+            rows.received * model.row_bytes,
+            rows.computed * model.row_bytes,
+            rows.computed * model.inner * model.itemsize,
+            rows.forwarded * model.row_bytes,
+            int(rows.carried * model.row_bytes * (SUMS_BYTES / model.itemsize if rows.carries_sums else 1)),
+        )
+
+    def _held(self) -> int:
+        """Return the bytes held during a backward round: forwarded rows, and carried gradients of rows."""
+        rows = self._rows()
+        # Tokens are forwarded, and the gradients of their outputs.
+        return 2 * rows.forwarded + rows.carried * self.loops
 
     def _tokens(self) -> int:
         """Return the bytes of a layer's tokens and outputs, or of their gradients."""

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Num
 
 from jax_moe_lb.sim.cluster import Cluster, Collective
+from jax_moe_lb.transport.wave_rows import spread_evenly
 
 PerLink = Num[np.ndarray, "_ _"]
 RankBytes = Num[np.ndarray, "R R"]
@@ -111,12 +112,7 @@ def all_to_all(rank_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> F
     Returns:
         The bytes on each link.
     """
-    left, by_level = rank_bytes, []
-    for size in sizes:
-        # The bytes inside a member are spread over the next level.
-        by_level.append(left * (size - 1) / size)
-        left /= size
-    return even_flow(tuple(by_level), cluster)
+    return even_flow(spread_evenly(rank_bytes, sizes), cluster)
 
 
 def seconds(flow: Flow, cluster: Cluster, *, messages: int = 1, copy_engine: bool = False) -> float:

@@ -25,6 +25,8 @@ from jax_moe_lb.sim.network import level_bytes
 from jax_moe_lb.sim.schedule import Scheduler
 from jax_moe_lb.sim.uniform import experts_of, sampled_work, uniform_work
 from jax_moe_lb.sim.work import LayerWork, Migration, layer_work
+from jax_moe_lb.transport.direct import Direct
+from jax_moe_lb.transport.dispatch import Dispatch
 
 BUBBLE = "pipeline bubble"
 """Stage in which a rank waits for the other stages of a pipeline."""
@@ -328,7 +330,12 @@ def mean_report(reports: Sequence[Report]) -> Report:
 
 
 def simulate_uniform(
-    model: ModelShape, cluster: Cluster, *, migration: Migration = Migration(), step: Step = Step()
+    model: ModelShape,
+    cluster: Cluster,
+    *,
+    migration: Migration = Migration(),
+    step: Step = Step(),
+    dispatch: Dispatch = Direct(),
 ) -> Report:
     """Simulate a step of plain expert parallelism, or HybridEP, under uniform routing, on any number of ranks.
 
@@ -339,6 +346,7 @@ def simulate_uniform(
         cluster: Machine.
         migration: Gathers of expert domains (HybridEP); none by default.
         step: Passes of the step; forward and backward by default.
+        dispatch: Transport of tokens, of one wave; `Direct()` by default.
 
     Returns:
         Times, bytes and memory of the step.
@@ -351,8 +359,8 @@ def simulate_uniform(
         >>> plain.level_bytes["dc"] > 0 and "gather" in hybrid.stages
         True
     """
-    work = uniform_work(model, cluster, migration)
-    memory = memory_of(System(), model, cluster, migration, step)
+    work = uniform_work(model, cluster, migration, dispatch)
+    memory = memory_of(System(dispatch=dispatch), model, cluster, migration, step)
     return _report([work] * model.layers, model, cluster, step, 1.0, memory, [])
 
 

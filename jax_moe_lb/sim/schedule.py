@@ -48,7 +48,8 @@ DATA_SUMS = "data sums" + BACKWARD
 def _of_home(work: LayerWork) -> Wave:
     """Merge both waves of a layer in two phases into one wave of all rows at home."""
     first, second = work.waves
-    return replace(first, rows=np.hstack([first.rows, second.rows]))
+    gathered = first.gathered + second.gathered
+    return replace(first, rows=np.hstack([first.rows, second.rows]), gathered=gathered)
 
 
 class _Served(NamedTuple):
@@ -108,17 +109,23 @@ class Scheduler:
         if work.planner_s:
             # The planner runs on the host, in parallel with compute.
             planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
-        served: tuple[Task, ...] = ()
+        served, last = tuple[Task, ...](), work.waves[-1]
         if len(work.waves) > 1:
             # The first wave needs neither plan nor weights; the weights travel during its experts.
             sent = self._dispatch("dispatch", work.waves[0], at, counted)
+        # So do the first exchanges of some dispatches.
+        begun = self._begin(last, at, counted) if last.early else ()
         if not work.early:
             held += self._weights("weights", work, at, planned)
         if len(work.waves) > 1:
             served = self._serve("", work.waves[0], at, sent, 1.0).back
         told = self._exchanges("counts", self._if_counted(work.address), at, (*planned, *served))
-        sent = self._dispatch("dispatch", work.waves[-1], at, (*planned, *served, *told))
-        return self._serve("", work.waves[-1], at, (*sent, *held), 1.0).back
+        ready = (*planned, *served, *told, *begun)
+        if last.early:
+            sent = self._exchanges("dispatch", last.dispatch[last.early :], at, ready, messages=last.rounds) or ready
+        else:
+            sent = self._dispatch("dispatch", last, at, ready)
+        return self._serve("", last, at, (*sent, *held), 1.0).back
 
     def _forward_in_phases(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         routed = self._attention(at, ready)
@@ -260,8 +267,13 @@ class Scheduler:
         """Add the exchange to the experts: tokens if `sends` is 0, else gradients, with tokens if `sends` is 2."""
         flows = wave.gradients_out(sends - 1) if sends else wave.dispatch
         mark, sends = BACKWARD if sends else "", max(sends, 1)
-        after = self._in_memory("permutation" + mark, sends * permuted_bytes(self._copies_bytes(wave)), at, after)
+        after = self._in_memory("permutation" + mark, sends * self._permuted_bytes(wave), at, after)
         return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
+
+    def _begin(self, wave: Wave, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
+        """Add the exchanges of a dispatch that need no plan."""
+        after = self._in_memory("permutation", self._permuted_bytes(wave), at, after)
+        return self._exchanges("dispatch", wave.dispatch[: wave.early], at, after) or after
 
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
         """Add the experts of a wave and the combine of their outputs."""
@@ -271,12 +283,12 @@ class Scheduler:
         return _Served(computed, self._sums_of_tokens(mark, wave, at, back))
 
     def _sums_of_tokens(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
-        summed = summed_bytes(self._copies_bytes(wave), float(self.model.tokens * self.model.row_bytes))
+        summed = summed_bytes(wave.gathered * self.model.row_bytes, float(self.model.tokens * self.model.row_bytes))
         return self._in_memory("sums of copies" + mark, summed, at, after)
 
-    def _copies_bytes(self, wave: Wave) -> float:
-        """Compute the mean bytes of the copies sent by a rank in a wave."""
-        return float(wave.rows.sum() / len(wave.rows) * self.model.row_bytes)
+    def _permuted_bytes(self, wave: Wave) -> float:
+        """Compute the mean bytes read and written by a rank to gather the rows of a wave."""
+        return permuted_bytes(wave.gathered * self.model.row_bytes)
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
         experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))

@@ -1,26 +1,12 @@
-"""Plans of a simulated layer, and the weights, gradients and tokens that they move.
-
-With forwarding, a token travels level by level: to the rank of equal offset in another datacenter, then in another
-node, then to its rank. A token leaving its node also uses the links inside the destination node, as in DeepEP's
-forwarding. A token with several experts on one remote node crosses once and is copied there. Its outputs are summed
-there before they return.
-
-Counts do not record which experts a token combines, so the number of tokens with an expert in a member is an estimate.
-It follows from the probabilities `p` of the experts, if a token samples `K` distinct experts with independent odds `w =
-p / (1 - p)`. The share of tokens without an expert in a member is `e_K(w (1 - f)) / e_K(w)`. Here `e_K` is the
-elementary symmetric polynomial, and `f` the share of each expert's tokens served by the member. The estimate is exact
-for equal probabilities. For uneven ones it was within 5 % of synthetic tokens (`tests/sim/test_forwarding.py`).
-"""
+"""Plans of a simulated layer, and the weights and gradients that they move."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int, Num
+from jaxtyping import Int, Num
 
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.layer.systems import System
@@ -158,113 +144,3 @@ def plan_layer(
     """
     found = plan_on_host(system, counts, group.cluster.topology(group.sizes), num_home, state)
     return found.plan, found.waves, found.state
-
-
-Reach = Num[np.ndarray, "_ _"]
-"""`[R, members]`, amount sent by each rank to each member of a level, counted as if sent directly."""
-
-CERTAIN = 1 - 1e-6
-"""Upper bound of probabilities, so that odds are finite."""
-
-
-def copies_to(rows: Num[np.ndarray, "R R"], sizes: Sequence[int]) -> list[Reach]:
-    """Count the token copies sent by each rank to each member of every level.
-
-    Args:
-        rows: `[R, R]`, copies from rank to rank.
-        sizes: Members of the group at each level, outermost first.
-
-    Returns:
-        One `[R, members]` array per level.
-    """
-    ranks = len(rows)
-    return [rows.reshape(ranks, math.prod(sizes[: at + 1]), -1).sum(2) for at in range(len(sizes))]
-
-
-def tokens_to(rows: Int[np.ndarray, "R E R"], counts: Counts, per_token: int, sizes: Sequence[int]) -> list[Reach]:
-    """Estimate the tokens of each rank with an expert in each member of every level.
-
-    Args:
-        rows: `[R, E, R]`, copies of each rank for each expert by serving rank.
-        counts: `[R, E]`, copies of each rank for each expert.
-        per_token: Distinct experts `K` per token.
-        sizes: Members of the group at each level, outermost first.
-
-    Returns:
-        One `[R, members]` array per level.
-    """
-    ranks, experts, _ = rows.shape
-    tokens = counts.sum(1) / per_token
-    chance = np.minimum(counts / np.maximum(tokens, 1)[:, None], CERTAIN)
-    odds = chance / (1 - chance)
-    anywhere = _symmetric(odds[:, None], per_token)
-    found = []
-    for at in range(len(sizes)):
-        there = rows.reshape(ranks, experts, math.prod(sizes[: at + 1]), -1).sum(3)
-        part = there / np.maximum(counts, 1)[:, :, None]
-        nowhere = _symmetric(odds[:, None] * (1 - part).transpose(0, 2, 1), per_token)
-        # A rank without tokens has no odds.
-        share = 1 - np.divide(nowhere, anywhere, out=np.ones_like(nowhere), where=anywhere > 0)
-        # At most the number of copies, and enough tokens for all copies.
-        copies = there.sum(1)
-        found.append(np.clip(share * tokens[:, None], copies / per_token, copies))
-    return found
-
-
-def rows_by_expert(counts: Counts, plan: Plan) -> Int[np.ndarray, "R E R"]:
-    """Count the token copies of each rank for each expert by serving rank.
-
-    Args:
-        counts: `[R, E]`, copies routed by each rank to each expert.
-        plan: Legal plan for `counts`, in NumPy arrays.
-
-    Returns:
-        `[R, E, R]` copies.
-    """
-    rows = [nearest_first(counts, plan.quota, rank, plan.domain, plan.split) for rank in range(plan.num_ranks)]
-    return np.stack([np.asarray(row) for row in rows])
-
-
-def share_in_member(num_experts: int, per_token: int, members: int) -> float:
-    """Return the share of tokens with an expert in one of several equal members, if all experts are equally popular.
-
-    Args:
-        num_experts: Number of experts `E`.
-        per_token: Number of experts `K` per token.
-        members: Number of members with equally many experts.
-    """
-    others = num_experts - num_experts // members
-    return 1 - math.comb(others, per_token) / math.comb(num_experts, per_token)
-
-
-def forwarded(reach: Sequence[Reach], sizes: Sequence[int]) -> Num[np.ndarray, "R R"]:
-    """Compute the traffic from rank to rank if everything travels level by level; each entry crosses one level only.
-
-    Args:
-        reach: Per level, the amount sent by every rank to each member.
-        sizes: Members of the group at each level, outermost first.
-
-    Returns:
-        `[R, R]` amounts, from rank to rank.
-    """
-    ranks = math.prod(sizes)
-    sent = np.zeros((ranks, ranks), np.result_type(*reach))
-    source, outer = np.arange(ranks)[:, None], 1
-    for size, amount in zip(sizes, reach, strict=True):
-        member = np.arange(outer * size)[None]
-        # Ranks in a member of the outer level, and in a member of this level.
-        around, inside = ranks // outer, ranks // (outer * size)
-        # The rank at the source's offset in the outer member forwards to the rank at the same offset in the inner one.
-        held, to = member // size * around + source % around, member * inside + source % inside
-        np.add.at(sent, (held, to), amount)
-        outer *= size
-    return sent
-
-
-def _symmetric(odds: Float[np.ndarray, "R M E"], degree: int) -> Float[np.ndarray, "R M"]:
-    """Compute the elementary symmetric polynomial of the given degree over the last axis."""
-    found = np.zeros((degree + 1, *odds.shape[:2]))
-    found[0] = 1.0
-    for one in np.moveaxis(odds, 2, 0):
-        found[1:] += one * found[:-1]
-    return found[degree]

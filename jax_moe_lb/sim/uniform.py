@@ -20,19 +20,23 @@ from jax_moe_lb.layer.systems import System
 from jax_moe_lb.recordings.yaml_file import MOST_PLANNED_RANKS
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.network import Flow, all_to_all, even_flow
-from jax_moe_lb.sim.traffic import share_in_member
+from jax_moe_lb.sim.network import Flow, even_flow
 from jax_moe_lb.sim.work import LayerWork, Migration, Wave, exchanged, layer_work, shared_work, widths_of
 from jax_moe_lb.transport.direct import Direct
+from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.wave_rows import EvenRouting
 
 
-def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Migration()) -> LayerWork:
+def uniform_work(
+    model: ModelShape, cluster: Cluster, migration: Migration = Migration(), dispatch: Dispatch = Direct()
+) -> LayerWork:
     """Compute the work of a layer under uniform routing: plain expert parallelism or, with a migration, HybridEP.
 
     Args:
         model: Sizes of the layer.
         cluster: Machine.
         migration: Gathers of expert domains; none by default.
+        dispatch: Transport of tokens, of one wave; `Direct()` by default.
 
     Returns:
         The work, with a single row of slots that stands for all ranks.
@@ -47,31 +51,14 @@ def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Mig
     copies = model.tokens * model.per_token
     # Members of an expert domain hold each other's experts, so a rank serves those of its whole domain.
     held = model.experts // int(np.prod(inside))
-    widths = widths_of(model, cluster, Direct())
-    tokens = _by_level if cluster.communication.by_level else _straight
-    dispatch = exchanged(tokens(model, inside, cluster).times(widths.out), inside, cluster)
-    wave = Wave((dispatch,), np.full((1, held), copies / held), 1, widths)
-    shared = shared_work(model, cluster, migration, model.experts, Direct())
+    widths, cost = widths_of(model, cluster, dispatch), dispatch.cost()
+    hops = cost.even_hops(EvenRouting(model.experts, model.per_token, model.tokens), inside)
+    flows = (even_flow(tuple(widths.out * rows for rows in hop), cluster) for hop in hops)
+    exchanges = tuple(exchanged(one, inside, cluster, by_level=cost.by_level) for one in flows)
+    gathered = cost.row_arrays(model.tokens, model.per_token, cluster.topology(inside)).gathered(float(copies))
+    wave = Wave(exchanges, np.full((1, held), copies / held), 1, widths, gathered, cost.early_hops)
+    shared = shared_work(model, cluster, migration, model.experts, dispatch)
     return replace(shared, waves=(wave,), load=np.array([copies]))
-
-
-def _straight(model: ModelShape, inside: tuple[int, ...], cluster: Cluster) -> Flow:
-    """Return the token copies on links if each goes directly to its rank."""
-    return all_to_all(float(model.tokens * model.per_token), inside, cluster)
-
-
-def _by_level(model: ModelShape, inside: tuple[int, ...], cluster: Cluster) -> Flow:
-    """Return the tokens on links if they travel level by level."""
-    by_level, outer = [], 1
-    for size in inside:
-        members = outer * size
-        # For each rank of its offset in other members, a rank forwards the tokens of its neighbors in this member.
-        share = model.per_token / members
-        if cluster.communication.once_per_member:
-            share = share_in_member(model.experts, model.per_token, members)
-        by_level.append(outer * (size - 1) * model.tokens * share)
-        outer = members
-    return even_flow(tuple(by_level), cluster)
 
 
 def sample_of(cluster: Cluster, most_ranks: int = MOST_PLANNED_RANKS) -> Cluster | None:
@@ -142,13 +129,14 @@ def sampled_work(
         level.size // members for level, members in zip(cluster.levels, migration.sizes(cluster), strict=True)
     )
     leaves = _leaves(inside[0]) / _leaves(sample.levels[0].size // size)
+    by_level = system.dispatch.cost().by_level
     return replace(
         planned,
         gather=whole.gather,
         gather_home=whole.gather_home,
         counts=whole.counts,
         address=whole.address,
-        waves=tuple(_more_outside(wave, leaves, inside, cluster) for wave in planned.waves),
+        waves=tuple(_more_outside(wave, leaves, inside, cluster, by_level) for wave in planned.waves),
     )
 
 
@@ -157,11 +145,11 @@ def _leaves(members: int) -> float:
     return (members - 1) / members
 
 
-def _more_outside(wave: Wave, factor: float, inside: tuple[int, ...], cluster: Cluster) -> Wave:
+def _more_outside(wave: Wave, factor: float, inside: tuple[int, ...], cluster: Cluster, by_level: bool) -> Wave:
     def more(flow: Flow) -> Flow:
         sides = ((side[0] * factor, *side[1:]) for side in (flow.sent, flow.received))
         sent, received = sides
         # The whole machine has more pairs, hence more hops.
-        return exchanged(replace(flow, sent=sent, received=received), inside, cluster)
+        return exchanged(replace(flow, sent=sent, received=received), inside, cluster, by_level=by_level)
 
     return replace(wave, dispatch=tuple(map(more, wave.dispatch)))

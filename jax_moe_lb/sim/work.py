@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.core.checks import checked_fields
-from jax_moe_lb.core.plan import Plan, load, rows_between
+from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
@@ -25,19 +25,15 @@ from jax_moe_lb.sim.network import (
 )
 from jax_moe_lb.sim.traffic import (
     Group,
-    copies_to,
-    forwarded,
     gradients_between,
     groups,
     plan_layer,
     replicas_between,
-    rows_by_expert,
     rows_per_slot,
-    tokens_to,
 )
 from jax_moe_lb.transport.compression import Codec
-from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows
 
 ERROR_WORDS = 4
 """Number of integers with the router's error code, sent beside each rank's counts; see `layer.moe.count`."""
@@ -125,12 +121,17 @@ class Wave:
         rows: `[R, S]`, rows of each slot of each rank; a single row of slots if all ranks have the same.
         rounds: Number of fills of the receive buffer; 1 is usual under a good plan.
         widths: Bytes of a row; those of `dispatch` are `widths.out`.
+        gathered: Mean rows that a rank gathers: for every exchange, and for the products if the received rows are
+            tokens.
+        early: Number of first exchanges that need no plan; 0 by default.
     """
 
     dispatch: tuple[Flow, ...]
     rows: Num[np.ndarray, "R S"]
     rounds: int
     widths: RowBytes
+    gathered: float
+    early: int = 0
 
     @property
     def back(self) -> tuple[Flow, ...]:
@@ -239,12 +240,21 @@ def layer_work(
     return _merged(system, model, cluster, migration, counts, parts), after
 
 
+class _PartOfWave(NamedTuple):
+    """Rows of a wave of one group: between the cluster's ranks in each hop, by slot, and gathered; and rounds."""
+
+    hops: tuple[RowsBetween, ...]
+    rows: np.ndarray
+    gathered: float
+    rounds: int
+
+
 @dataclass(frozen=True)
 class _Part:
     """Work of one group of ranks, in matrices over the cluster's ranks."""
 
     ranks: Int[np.ndarray, "R"]
-    waves: list[tuple[tuple[np.ndarray, ...], np.ndarray, int]]
+    waves: list[_PartOfWave]
     weights: np.ndarray
     gradients: np.ndarray
     load: Int[np.ndarray, "R"]
@@ -254,52 +264,22 @@ def _part(
     system: System, model: ModelShape, group: Group, counts: Counts, plan: Plan, waves: list[tuple[Counts, Plan]]
 ) -> _Part:
     topology, load_after = group.cluster.topology(group.sizes), np.zeros(len(group.ranks), np.int64)
-    cost = system.dispatch.cost()
-    moved: list[tuple[tuple[np.ndarray, ...], np.ndarray, int]] = []
+    cost, num_copies = system.dispatch.cost(), model.tokens * model.per_token
+    moved: list[_PartOfWave] = []
     for at, (wave_counts, wave_plan) in enumerate(waves):
-        # In 64 bits, because the product of rows and bytes exceeds 32 bits.
-        rows = rows_between(wave_counts, wave_plan).astype(np.int64)
-        matrices = cost.hops(rows, wave_plan, topology)
-        matrices = _on_the_way(matrices, cost, model, group, counts, wave_counts, wave_plan)
+        wave = WaveRows(wave_counts, wave_plan, model.per_token)
+        hops = cost.hops(wave, topology)
         # The second phase has as many rounds as the first.
-        rounds = moved[0][2] if moved and cost.passes_home else _rounds(system, model, wave_plan)
+        rounds = moved[0].rounds if moved and cost.passes_home else cost.rounds(wave, topology, num_copies)
         if cost.passes_home and at == 0:
             # The rows of the second wave are not served at home.
             wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.T for later, _ in waves[1:]))
-        moved.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), rounds))
+        rows = rows_per_slot(wave_plan)
+        gathered = cost.row_arrays(model.tokens, model.per_token, topology).gathered(rows.sum() / len(rows))
+        moved.append(_PartOfWave(tuple(map(group.spread, hops)), rows, gathered, rounds))
         load_after += load(wave_plan)
     weights, gradients = group.spread(replicas_between(plan)), group.spread(gradients_between(plan))
     return _Part(group.ranks, moved, weights, gradients, load_after)
-
-
-def _on_the_way(
-    matrices: tuple[np.ndarray, ...],
-    cost: TransportCost,
-    model: ModelShape,
-    group: Group,
-    counts: Counts,
-    wave_counts: Counts,
-    plan: Plan,
-) -> tuple[np.ndarray, ...]:
-    """Return the rows of each hop; split by level, and once per member, if dispatch or cluster forward them so."""
-    how = group.cluster.communication
-    if how.by_level:
-        sizes: tuple[int, ...] = group.sizes
-    else:
-        # A dispatch has two levels, nodes and ranks, or one.
-        sizes = (math.prod(group.sizes[:-1]), group.sizes[-1]) if cost.by_level else (len(group.ranks),)
-    # Rails have intermediate ranks, to which each copy is sent separately.
-    if (cost.once_per_member or how.once_per_member) and len(matrices) == 1:
-        matrix = forwarded(tokens_to(rows_by_expert(wave_counts, plan), counts, model.per_token, sizes), sizes)
-        if not cost.by_level:
-            return (matrix,)
-        # The hops of a dispatch follow each other; those of a library overlap.
-        node = np.arange(len(matrix)) // group.sizes[-1]
-        far = node[:, None] != node
-        return np.where(far, matrix, 0), np.where(far, 0, matrix)
-    if len(sizes) == 1 and not how.by_level:
-        return matrices
-    return tuple(forwarded(copies_to(matrix, sizes), sizes) for matrix in matrices)
 
 
 def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowBytes:
@@ -317,22 +297,9 @@ def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowByt
     # Partial sums return unquantized.
     returned = plainly if dispatch.cost().once_per_member else forward
     inward = (returned, plainly) if back is None else (model.hidden * back,) * 2
-    return RowBytes(outward[0], inward[0], outward[1], inward[1])
-
-
-def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
-    # Ceiling division in integers.
-    return -(-int(load(plan).max()) // receive_capacity(system, model))
-
-
-def receive_capacity(system: System, model: ModelShape) -> int:
-    """Return the number of rows `A` that a rank can receive in one round.
-
-    Args:
-        system: System whose dispatch sizes the buffers.
-        model: Model whose tokens and experts per token give a rank's copies.
-    """
-    return system.dispatch.buffers.rows(model.tokens * model.per_token)
+    # Tokens travel with their choices, and gradients of tokens return with those of the weights.
+    beside = dispatch.cost().choice_bytes(model.per_token)
+    return RowBytes(outward[0] + beside, inward[0], outward[1], inward[1] + beside / 2)
 
 
 def _merged(
@@ -346,17 +313,18 @@ def _merged(
         return flow(sum(matrices) * num_bytes, cluster)
 
     waves = []
-    for at, (matrices, rows, _) in enumerate(parts[0].waves):
+    cost = system.dispatch.cost()
+    for at, first in enumerate(parts[0].waves):
         # Groups have disjoint ranks and rows; on links, their bytes add up.
-        by_rank = np.zeros((cluster.num_ranks, rows.shape[1]), np.int64)
+        by_rank = np.zeros((cluster.num_ranks, first.rows.shape[1]), np.int64)
         for part in parts:
-            by_rank[part.ranks] = part.waves[at][1]
-        hops = [on_links((p.waves[at][0][hop] for p in parts), widths.out) for hop in range(len(matrices))]
-        by_level = system.dispatch.cost().by_level
-        dispatch = [exchanged(hop, inside, cluster, by_level=by_level) for hop in hops]
+            by_rank[part.ranks] = part.waves[at].rows
+        hops = [on_links((p.waves[at].hops[hop] for p in parts), widths.out) for hop in range(len(first.hops))]
+        dispatch = tuple(exchanged(hop, inside, cluster, by_level=cost.by_level) for hop in hops)
         # Groups share links, so the layer lasts as long as the group with the most rounds.
-        rounds = max(part.waves[at][2] for part in parts)
-        waves.append(Wave(tuple(dispatch), by_rank, rounds, widths))
+        rounds = max(part.waves[at].rounds for part in parts)
+        gathered = float(np.mean([part.waves[at].gathered for part in parts]))
+        waves.append(Wave(dispatch, by_rank, rounds, widths, gathered, cost.early_hops))
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
         loads[part.ranks] = part.load
@@ -372,7 +340,7 @@ def _merged(
         engine=system.replicate.uses_copy_engines,
         early=not system.balancer.needs_counts,
         waves=tuple(waves),
-        passes_home=system.dispatch.cost().passes_home,
+        passes_home=cost.passes_home,
         num_home=counts.shape[1] // len(parts[0].ranks),
         load=loads,
     )
@@ -455,15 +423,16 @@ def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster, *, by_level:
         tokens: Bytes on links.
         inside: Members of a group at each level.
         cluster: Cluster with the algorithm of its exchanges.
-        by_level: If True, the dispatch sends level by level, whatever the cluster does. False by default.
+        by_level: If True, the exchange is between nodes or inside nodes, and levels without bytes have no messages.
+            False by default.
     """
-    how = cluster.communication
-    if by_level or how.by_level:
-        # Exchanges of different levels run in sequence.
+    if by_level:
         # Less than a byte is a rounding error of a difference of sums.
-        used = (
-            max(sent.max(), received.max()) >= 1 for sent, received in zip(tokens.sent, tokens.received, strict=True)
+        used = [max(sent.max(), got.max()) >= 1 for sent, got in zip(tokens.sent, tokens.received, strict=True)]
+        sent, received = (
+            tuple(one if is_used else np.zeros_like(one) for one, is_used in zip(side, used, strict=True))
+            for side in (tokens.sent, tokens.received)
         )
-        pairs = [size - 1 if how.by_pairs else 1 for size in inside]
-        return replace(tokens, hops=tuple(hops if is_used else 0 for hops, is_used in zip(pairs, used, strict=True)))
-    return replace(tokens, hops=pair_hops(inside)) if how.by_pairs else tokens
+        tokens = replace(tokens, sent=sent, received=received)
+        inside = tuple(size if is_used else 1 for size, is_used in zip(inside, used, strict=True))
+    return replace(tokens, hops=pair_hops(inside)) if cluster.communication.by_pairs else tokens

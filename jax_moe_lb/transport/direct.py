@@ -18,7 +18,7 @@ from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, GroupSizes, Rows, pytree
-from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.dispatch import CopyDispatch
 from jax_moe_lb.transport.exchange import Copies, Receipt, arriving_rows, inverse_order, sending_order, sent_to_slots
 from jax_moe_lb.transport.slices import RankSlices, SlotSlices
 
@@ -36,7 +36,7 @@ class DirectReceipt(Receipt):
 
 @dataclass(frozen=True)
 @checked_fields
-class Direct(Dispatch[DirectReceipt]):
+class Direct(CopyDispatch[DirectReceipt]):
     """Dispatch of token copies straight to the ranks that serve them; the default.
 
     Take `MultiRailDispatch` if nodes have several network interfaces, and `TwoPhase` if tokens travel before the plan

@@ -1,5 +1,6 @@
 """Base class of dispatches: token copies to their serving ranks, expert networks, and outputs back."""
 
+import abc
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import fallback_to_plain
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.cost import TransportCost
-from jax_moe_lb.transport.exchange import Exchange, ReceiptT, RoutingWeights
+from jax_moe_lb.transport.exchange import DispatchOptions, Exchange, ReceiptT, RoutingWeights
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import in_rounds
 
@@ -59,12 +60,13 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 @checked_fields
-class Dispatch(Exchange[ReceiptT]):
-    """Transport of tokens to their experts and back, in rounds of an `Exchange`.
+class Dispatch(DispatchOptions[ReceiptT]):
+    """Transport of tokens to their experts and back.
 
-    Use `Direct`, `MultiRailDispatch` or `TwoPhase`. To transport rows in another way, write a subclass with the methods
-    of `Exchange`. To compute before the plan exists, override `serve`, as `TwoPhase` does. `cost` describes the traffic
-    to the simulator, which does not depend on the class.
+    Use `Direct`, `Once`, `Forward`, `MultiRailDispatch` or `TwoPhase`. To transport copies in another way, write a
+    subclass of `CopyDispatch`. For rows that are not copies, define `serve_plan`, as `Once` does. To compute before the
+    plan exists, override `serve`, as `TwoPhase` does. `cost` describes the traffic to the simulator, which does not
+    depend on the class.
 
     Examples:
         >>> from jax_moe_lb.transport import Direct, MultiRailDispatch, TwoPhase
@@ -115,6 +117,7 @@ class Dispatch(Exchange[ReceiptT]):
         outputs = self.serve_plan(x, routed.weights, experts, plan, receipt, replicate, topology)
         return Served(outputs, plan, receipt.rounds, made, None, is_legal, is_whole), state
 
+    @abc.abstractmethod
     def serve_plan(
         self,
         x: Tokens,
@@ -125,8 +128,20 @@ class Dispatch(Exchange[ReceiptT]):
         replicate: Replicate,
         topology: Topology,
     ) -> Tokens:
-        """Serve all copies of a legal plan; by default by `in_rounds`, whose arguments these are."""
-        return in_rounds(x, weights, experts, plan, receipt, replicate, self, topology)
+        """Serve all copies of a legal plan.
+
+        Args:
+            x: `[T, H]`, tokens of this rank.
+            weights: `[T, K]`, weights of the outputs of a token's copies.
+            experts: the `L` home experts of this rank.
+            plan: plan, legal and equal on all ranks.
+            receipt: return value of `address` for this plan.
+            replicate: transport of weights into the slots.
+            topology: topology of the layer.
+
+        Returns:
+            `[T, H]`, weighted sums; unrouted choices count as 0.
+        """
 
     def within_rounds(self, receipt: ReceiptT) -> Bool[Array, ""]:
         """Return whether `max_rounds` suffices.
@@ -140,3 +155,28 @@ class Dispatch(Exchange[ReceiptT]):
     def cost(self) -> TransportCost:
         """Return the waves, hops and buffers of this dispatch for the simulator; by default one wave of one hop."""
         return TransportCost(self.buffers)
+
+
+@dataclass(frozen=True)
+@checked_fields
+class CopyDispatch(Dispatch[ReceiptT], Exchange[ReceiptT]):
+    """Dispatch of one row for each token copy, in rounds of `send` and `send_back`.
+
+    Examples:
+        >>> from jax_moe_lb.transport import Direct, MultiRailDispatch, Once
+        >>> [issubclass(kind, CopyDispatch) for kind in (Direct, MultiRailDispatch, Once)]
+        [True, True, False]
+    """
+
+    def serve_plan(
+        self,
+        x: Tokens,
+        weights: RoutingWeights,
+        experts: Experts,
+        plan: Plan,
+        receipt: ReceiptT,
+        replicate: Replicate,
+        topology: Topology,
+    ) -> Tokens:
+        """Serve all copies of a legal plan by `in_rounds`, whose arguments these are."""
+        return in_rounds(x, weights, experts, plan, receipt, replicate, self, topology)

@@ -172,11 +172,8 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Exchange(abc.ABC, Generic[ReceiptT]):
-    """Interface for moving token copies. `send` and `send_back` are transposes of each other; the gradients rely on it.
-
-    Subclass `Dispatch`, which adds `serve`. This class contains the methods used by `in_rounds`. A dispatch with rounds
-    of its own, such as `Once`, defines neither `send` nor `send_back`.
+class DispatchOptions(abc.ABC, Generic[ReceiptT]):
+    """Options of a dispatch, and the addresses of its rows. Base class of `Exchange` and `Dispatch`.
 
     Args:
         buffers: size of the receive buffer and number of rounds; see `Buffers`.
@@ -227,6 +224,16 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
             ValueError: the exchange does not support the plan.
         """
 
+
+@dataclass(frozen=True)
+class Exchange(DispatchOptions[ReceiptT]):
+    """Interface for moving token copies, used by `in_rounds`.
+
+    `send` and `send_back` are transposes of each other; the gradients rely on it. Subclass `CopyDispatch`, which adds
+    `serve`.
+    """
+
+    @abc.abstractmethod
     def send(self, copies: Copies, receipt: ReceiptT, i: Int[Array, ""], topology: Topology) -> tuple[Rows, GroupSizes]:
         """Send the copies of round `i`.
 
@@ -240,8 +247,8 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
             Rows `[A, H]` of this rank, sorted by slot, and rows per slot `[S]` int32. Rows after the last slot are
             uninitialized and may contain NaN.
         """
-        raise NotImplementedError(f"{type(self).__name__}.send is not defined; expected a method, as in Direct")
 
+    @abc.abstractmethod
     def send_back(self, rows: Rows, receipt: ReceiptT, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
         """Write the outputs of round `i` into `out`, in sending order; the transpose of `send`.
 
@@ -255,7 +262,6 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
         Returns:
             `out` with the outputs of this round.
         """
-        raise NotImplementedError(f"{type(self).__name__}.send_back is not defined; expected a method, as in Direct")
 
 
 def sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Plan) -> Int[Array, "C"]:

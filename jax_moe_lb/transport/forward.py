@@ -5,29 +5,28 @@ stay in their node, so this hop follows from the routing alone. It needs no plan
 can run beside it. Inside a node the rail ranks are the sources of the tokens, and the rest is `Once` on one node.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from jax_moe_lb.collectives.permutes import agreed
 from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Axes, Counts, Tokens
-from jax_moe_lb.kernels.experts import Experts
-from jax_moe_lb.transport.cost import TransportCost
-from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.exchange import RoutingWeights
-from jax_moe_lb.transport.lists import Group, Lists
-from jax_moe_lb.transport.once import check_rails, lists_of
-from jax_moe_lb.transport.once_rounds import ListReceipt, Route, serve_lists
-from jax_moe_lb.transport.replicate import Replicate
+from jax_moe_lb.core.types import Axes, Counts
+from jax_moe_lb.transport.cost import RowArrays, TransportCost
+from jax_moe_lb.transport.lists import Group, Lists, rows_with_padding
+from jax_moe_lb.transport.once import ListDispatch, check_rails, lists_of
+from jax_moe_lb.transport.once_rounds import ListReceipt
+from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, spread_evenly
 
 
 @dataclass(frozen=True)
-class Forward(Dispatch[ListReceipt]):
+class Forward(ListDispatch):
     """Dispatch of each token once to every node with its experts, and then once to every rank that serves it.
 
     Use it for several nodes: a row between nodes has all copies of a token in a node, and the sum of their outputs
@@ -52,10 +51,9 @@ class Forward(Dispatch[ListReceipt]):
                 form nodes.
         """
         check_rails(plan, self)
-        outer, inner = axes_of_nodes(topology, plan.domain)
-        between, inside = Group.of(outer, topology), Group.of(inner, topology)
-        nodes, members = jax.lax.axis_size(outer), jax.lax.axis_size(inner)
-        node, offset = jax.lax.axis_index(outer), jax.lax.axis_index(inner)
+        inside, between = self.groups(plan.domain, topology)
+        nodes, members = jax.lax.axis_size(between.axes), jax.lax.axis_size(inside.axes)
+        node, offset = jax.lax.axis_index(between.axes), jax.lax.axis_index(inside.axes)
         per_node = counts.shape[1] // nodes
         # Experts of other nodes have code 0 on arrival.
         first_hop = Lists.of(jnp.where(experts < 0, -1, experts // per_node), experts % per_node + 1, 1, between)
@@ -71,22 +69,12 @@ class Forward(Dispatch[ListReceipt]):
         most = jnp.maximum(load(plan).max(), of_rails.sum(2, dtype=jnp.int32).max())
         rounds = agreed((most + capacity - 1) // capacity, topology.expert_axes)
         held = jnp.where(placement >= 0, placement - node * per_node, -1)
-        return ListReceipt(rounds, None, lists_of(codes - 1, going, held, rounds, inside), first_hop)
+        return ListReceipt(rounds, None, lists_of(codes - 1, going, held, plan.split, rounds, inside), first_hop)
 
-    def serve_plan(
-        self,
-        x: Tokens,
-        weights: RoutingWeights,
-        experts: Experts,
-        plan: Plan,
-        receipt: ListReceipt,
-        replicate: Replicate,
-        topology: Topology,
-    ) -> Tokens:
-        """Serve all copies of a plan over both hops; see `Dispatch.serve_plan`."""
-        outer, inner = axes_of_nodes(topology, plan.domain)
-        route = Route(self, Group.of(inner, topology), Group.of(outer, topology))
-        return serve_lists(x, weights, experts, plan, receipt, replicate, route, topology)
+    def groups(self, domain: int, topology: Topology) -> tuple[Group, Group]:
+        """Return the ranks of a node, and the ranks of equal offset in all nodes; see `ListDispatch`."""
+        outer, inner = axes_of_nodes(topology, domain)
+        return Group.of(inner, topology), Group.of(outer, topology)
 
     def cost(self) -> TransportCost:
         """Return a hop between nodes and one inside, of rows that are tokens instead of copies."""
@@ -96,7 +84,43 @@ class Forward(Dispatch[ListReceipt]):
 class _ForwardCost(TransportCost):
     once_per_member = True
     by_level = True
+    early_hops = 1
     address_bytes = 4
+
+    def hops(self, wave: WaveRows, topology: Topology) -> tuple[RowsBetween, ...]:
+        num_ranks, members = topology.num_ranks, topology.levels[-1].size
+        check_domain_in_node(wave.plan.domain, members)
+        rank, nodes = np.arange(num_ranks), num_ranks // members
+        # [R, N]: the rank of equal offset in each node.
+        rail = np.arange(nodes) * members + rank[:, None] % members
+        between = np.zeros((num_ranks, num_ranks))
+        between[rank[:, None], rail] = wave.tokens(nodes)
+        inside = np.zeros_like(between)
+        np.add.at(inside, (rail.repeat(members, 1), rank[None]), wave.tokens(num_ranks))
+        return between, inside
+
+    def even_hops(self, routing: EvenRouting, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+        num_ranks, members = math.prod(sizes), sizes[-1]
+        nodes = num_ranks // members
+        between = spread_evenly(nodes * routing.tokens(nodes), (*sizes[:-1], 1))
+        # A rail rank forwards the tokens of its offset in all nodes.
+        inside = (*(0.0 for _ in sizes[1:]), nodes * (members - 1) * routing.tokens(num_ranks))
+        return between, inside
+
+    def rounds(self, wave: WaveRows, topology: Topology, num_copies: int) -> int:
+        members = topology.levels[-1].size
+        nodes, capacity = topology.num_ranks // members, self.buffers.rows(num_copies)
+        # [offset, node]: a rail rank sends at most a buffer of copies in a round.
+        of_rails = wave.counts.reshape(nodes, members, nodes, -1).sum((0, 3), dtype=np.int64)
+        return max(super().rounds(wave, topology, num_copies), -(-int(of_rails.max()) // capacity))
+
+    def row_arrays(self, num_tokens: int, per_token: int, topology: Topology) -> RowArrays:
+        members = topology.levels[-1].size
+        nodes = topology.num_ranks // members
+        entries, first = nodes * num_tokens, num_tokens * min(per_token, nodes)
+        room = rows_with_padding(self.buffers, num_tokens * per_token, per_token, members)
+        sent = min(room, entries * min(per_token, members))
+        return RowArrays(sent, room, room, entries, carries_sums=True, sent_first=first, forwarded=entries)
 
 
 def axes_of_nodes(topology: Topology, domain: int) -> tuple[Axes, Axes]:
@@ -112,8 +136,21 @@ def axes_of_nodes(topology: Topology, domain: int) -> tuple[Axes, Axes]:
     axes, members = topology.expert_axes, topology.levels[-1].size
     if len(axes) < 2:
         raise ValueError(f"expert_axes is {axes}; expected axes of nodes and of the ranks of a node, as for Forward")
+    check_domain_in_node(domain, members)
+    return axes[:-1], axes[-1:]
+
+
+def check_domain_in_node(domain: int, members: int) -> None:
+    """Check that replicas stay in their node.
+
+    Args:
+        domain: ranks per domain of the plan.
+        members: ranks of a node.
+
+    Raises:
+        ValueError: a domain is larger than a node.
+    """
     if domain > members:
         raise ValueError(
             f"plan.domain is {domain}; expected at most {members}, the ranks of a node, as Forward plans inside nodes"
         )
-    return axes[:-1], axes[-1:]

@@ -17,7 +17,7 @@ from jax_moe_lb.collectives.ragged_all_to_all import concatenated, empty_buffer,
 from jax_moe_lb.core.topology import INT32_MAX, Topology
 from jax_moe_lb.core.types import Axes, iota, pytree
 from jax_moe_lb.kernels.slot_places import sum_rows
-from jax_moe_lb.transport.exchange import rows_at
+from jax_moe_lb.transport.exchange import TILE_ROWS, Buffers, rows_at
 from jax_moe_lb.transport.rail_hops import Hop
 
 PerChoice = Int[Array, "N K"]
@@ -259,3 +259,18 @@ def is_first(row: PerChoice, none: int) -> Bool[Array, "N K"]:
     """
     again = [(row[:, :k] == row[:, k, None]).any(1) for k in range(row.shape[1])]
     return (row != none) & ~jnp.stack(again, 1)
+
+
+def rows_with_padding(buffers: Buffers, num_copies: int, per_token: int, num_sources: int) -> int:
+    """Return the rows of a rank's buffers for lists: `A`, and `K` for each source.
+
+    A list has an even share of its copies in a round, rounded up, and the last row may have `K - 1` more.
+
+    Args:
+        buffers: buffers of the dispatch.
+        num_copies: `T * K`, token copies of a rank.
+        per_token: `K`, experts per token.
+        num_sources: ranks that send lists to a rank.
+    """
+    rows = buffers.rows(num_copies) + per_token * num_sources
+    return rows if rows < 8 * TILE_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS

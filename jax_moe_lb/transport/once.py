@@ -5,6 +5,8 @@ copies in the order of slots, multiplies their outputs by the weights, and sums 
 of all ranks. Partial sums are computed in float32 or wider and travel in the dtype of the tokens.
 """
 
+import abc
+import math
 from dataclasses import dataclass
 
 import jax
@@ -13,20 +15,53 @@ from jaxtyping import Array, Int
 
 from jax_moe_lb.collectives.permutes import agreed
 from jax_moe_lb.core.plan import Plan, load
-from jax_moe_lb.core.split import nearest_first
+from jax_moe_lb.core.split import Split, nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, Placement, Tokens, iota
 from jax_moe_lb.kernels.experts import Experts
-from jax_moe_lb.transport.cost import TransportCost
+from jax_moe_lb.transport.cost import RowArrays, TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import RoutingWeights
-from jax_moe_lb.transport.lists import Group, Lists, PerChoice
+from jax_moe_lb.transport.lists import Group, Lists, PerChoice, rows_with_padding
 from jax_moe_lb.transport.once_rounds import ListReceipt, Route, serve_lists
 from jax_moe_lb.transport.replicate import Replicate
+from jax_moe_lb.transport.serving_ranks import in_order, preferring
+from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, spread_evenly
 
 
 @dataclass(frozen=True)
-class Once(Dispatch[ListReceipt]):
+class ListDispatch(Dispatch[ListReceipt]):
+    """Base class of dispatches whose rows are tokens in lists: `Once` and `Forward`."""
+
+    @abc.abstractmethod
+    def groups(self, domain: int, topology: Topology) -> tuple[Group, Group | None]:
+        """Return the ranks that exchange lists in the last hop and in the first of two hops.
+
+        Args:
+            domain: ranks per domain of the plan.
+            topology: topology of the layer.
+
+        Raises:
+            ValueError: the dispatch does not support the domain or the axes.
+        """
+
+    def serve_plan(
+        self,
+        x: Tokens,
+        weights: RoutingWeights,
+        experts: Experts,
+        plan: Plan,
+        receipt: ListReceipt,
+        replicate: Replicate,
+        topology: Topology,
+    ) -> Tokens:
+        """Serve all copies of a plan, in rounds of lists; see `Dispatch.serve_plan`."""
+        route = Route(self, *self.groups(plan.domain, topology))
+        return serve_lists(x, weights, experts, plan, receipt, replicate, route, topology)
+
+
+@dataclass(frozen=True)
+class Once(ListDispatch):
     """Dispatch of each token once to every rank that serves copies of it.
 
     Use it if tokens often have several experts on one rank: few ranks, or many experts per token. Of 8 experts per
@@ -54,22 +89,13 @@ class Once(Dispatch[ListReceipt]):
         capacity = self.buffers.rows(experts.size)
         # The rounds of `Direct`: in each, a rank receives at most a receive buffer of copies.
         rounds = agreed((load(plan).max() + capacity - 1) // capacity, axes)
-        lists = lists_of(experts, going, plan.placement, rounds, Group.of(axes, topology))
+        group, _ = self.groups(plan.domain, topology)
+        lists = lists_of(experts, going, plan.placement, plan.split, rounds, group)
         return ListReceipt(rounds, None, lists, None)
 
-    def serve_plan(
-        self,
-        x: Tokens,
-        weights: RoutingWeights,
-        experts: Experts,
-        plan: Plan,
-        receipt: ListReceipt,
-        replicate: Replicate,
-        topology: Topology,
-    ) -> Tokens:
-        """Serve all copies of a plan, in rounds of lists; see `Dispatch.serve_plan`."""
-        route = Route(self, Group.of(topology.expert_axes, topology), None)
-        return serve_lists(x, weights, experts, plan, receipt, replicate, route, topology)
+    def groups(self, domain: int, topology: Topology) -> tuple[Group, Group | None]:
+        """Return all ranks as one group, and no first hop; see `ListDispatch`."""
+        return Group.of(topology.expert_axes, topology), None
 
     def cost(self) -> TransportCost:
         """Return one hop of rows that are tokens instead of copies."""
@@ -80,6 +106,18 @@ class _OnceCost(TransportCost):
     once_per_member = True
     # An all-gather of the sizes of all lists: one integer for each pair of ranks.
     address_bytes = 4
+
+    def hops(self, wave: WaveRows, topology: Topology) -> tuple[RowsBetween, ...]:
+        return (wave.tokens(topology.num_ranks),)
+
+    def even_hops(self, routing: EvenRouting, sizes: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+        num_ranks = math.prod(sizes)
+        return (spread_evenly(num_ranks * routing.tokens(num_ranks), sizes),)
+
+    def row_arrays(self, num_tokens: int, per_token: int, topology: Topology) -> RowArrays:
+        room = rows_with_padding(self.buffers, num_tokens * per_token, per_token, topology.num_ranks)
+        sent = num_tokens * min(per_token, topology.num_ranks)
+        return RowArrays(sent, room, room, num_tokens, carries_sums=True)
 
 
 def check_rails(plan: Plan, dispatch: Dispatch) -> None:
@@ -93,27 +131,30 @@ def check_rails(plan: Plan, dispatch: Dispatch) -> None:
 
 
 def lists_of(
-    experts: PerChoice, going: Int[Array, "E P"], placement: Placement, steps: Int[Array, ""], group: Group
+    experts: PerChoice,
+    going: Int[Array, "E P"],
+    placement: Placement,
+    split: Split,
+    steps: Int[Array, ""],
+    group: Group,
 ) -> Lists:
     """Make the lists of a rank for the ranks that serve its choices.
 
-    In the order of entries, the first copies of an expert go to the lowest rank, as in `exchange.sending_order`.
+    With a proportional split, a source sends copies of an expert to several ranks, and `preferring` chooses among them.
+    With the nearest split, most experts have one rank, so copies take their ranks in the order of entries.
 
     Args:
         experts: `[N, K]` int32, expert of each choice; negative for none.
         going: `[E, P]` int32, copies of each expert to each rank.
         placement: `[P, S]` int32, expert in each slot; -1 for an empty slot.
+        split: rule of the plan.
         steps: int32, number of steps.
         group: ranks of the lists.
     """
-    (num_experts, num_ranks), flat = going.shape, experts.reshape(-1)
-    by_expert = jnp.argsort(jnp.where(flat < 0, num_experts, flat), stable=True)
-    ranks = jnp.tile(iota(num_ranks), num_experts)
-    in_order = jnp.repeat(ranks, going.reshape(-1), total_repeat_length=flat.shape[0])
-    rank = jnp.zeros_like(in_order).at[by_expert].set(in_order, unique_indices=True).reshape(experts.shape)
+    num_experts, num_ranks = going.shape
+    rank = preferring(experts, going) if split.tier == "proportional" else in_order(experts, going)
     # Empty slots have an expert out of range, which the scatter drops.
     held = jnp.where(placement < 0, num_experts, placement)
     code = jnp.zeros_like(held, shape=(num_ranks, num_experts))
     code = code.at[iota(num_ranks)[:, None], held].set(iota(held.shape[1]) + 1, mode="drop")
-    code = code[rank, jnp.maximum(experts, 0)]
-    return Lists.of(jnp.where(experts < 0, -1, rank), code, steps, group)
+    return Lists.of(rank, code[jnp.maximum(rank, 0), jnp.maximum(experts, 0)], steps, group)

@@ -22,20 +22,11 @@ from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
 from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows
 from jax_moe_lb.transport.compression import packed, unpacked
-from jax_moe_lb.transport.exchange import TILE_ROWS, Exchange, RoundsReceipt, RoutingWeights, rows_at
-from jax_moe_lb.transport.lists import Group, Lists, Step
+from jax_moe_lb.transport.exchange import DispatchOptions, RoundsReceipt, RoutingWeights, rows_at
+from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import (
-    Slots,
-    SumsT,
-    apart_by_home,
-    dtype_of_sums,
-    fuse_gate_up,
-    gradients_of_round,
-    in_form_of,
-    optimization_barrier,
-    overflow_rounds,
-)
+from jax_moe_lb.transport.rounds import SumsT, overflow_rounds
+from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier
 
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
 
@@ -58,12 +49,12 @@ class Route(NamedTuple):
     """Static description of the hops of `serve_lists`.
 
     Args:
-        exchange: exchange with buffers, quantization and kernels.
+        options: buffers, quantization and kernels.
         group: ranks of the last hop.
         between: ranks of the first hop, one in each node; `None` for a single hop.
     """
 
-    exchange: Exchange
+    options: DispatchOptions
     group: Group
     between: Group | None
 
@@ -99,15 +90,13 @@ class Route(NamedTuple):
         return receipt.lists.row.shape[0]
 
     def room(self, weights: RoutingWeights) -> int:
-        """Return the rows of a rank's buffers: `A`, and `K` for each source.
-
-        A list has an even share of its copies in a round, rounded up, and the last row may have `K - 1` more.
+        """Return the rows of a rank's buffers; see `rows_with_padding`.
 
         Args:
             weights: `[T, K]`, weights of the choices of a rank's tokens.
         """
-        rows = self.exchange.buffers.rows(weights.size) + weights.shape[1] * jax.lax.axis_size(self.group.axes)
-        return rows if rows < 8 * TILE_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS
+        num_sources = jax.lax.axis_size(self.group.axes)
+        return rows_with_padding(self.options.buffers, weights.size, weights.shape[1], num_sources)
 
 
 @dataclass(frozen=True)
@@ -193,8 +182,8 @@ def serve_lists(
     # Under `vmap`, microbatches run sequentially, each with the number of rounds of its own plan.
     @jax.custom_batching.sequential_vmap
     def serve(tokens: Tokens, weights: RoutingWeights, experts: Experts, plan: Plan, receipt: ListReceipt) -> Tokens:
-        transfer = route.exchange.transfer
-        slots = Slots.of(experts, plan, replicate, route.exchange, topology)
+        transfer = route.options.transfer
+        slots = Slots.of(experts, plan, replicate, route.options, topology)
         with jax.named_scope("dispatch"):
             # Encode tokens before the first hop, once per token.
             entries = route.to_entries(packed(transfer, tokens), receipt)
@@ -225,7 +214,7 @@ def _rounds(receipt: ListReceipt, route: Route, one_round: Callable[[Array | int
         return None, one_round(i, carry[1])
 
     # The first round has the static index 0: the sizes of its lists are known.
-    return overflow_rounds(receipt, route.exchange, further, (None, one_round(0, None)))[1]
+    return overflow_rounds(receipt, route.options, further, (None, one_round(0, None)))[1]
 
 
 def _save(
@@ -260,8 +249,8 @@ def _gradients(
     tokens, weights, experts, plan, receipt = saved
     # As in `rounds._gradients`: rematerialize replicas and rows in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
-    again, transfer = replicate.again(), route.exchange.transfer
-    slots = Slots.of(experts, plan, again, route.exchange, topology)
+    again, transfer = replicate.again(), route.options.transfer
+    slots = Slots.of(experts, plan, again, route.options, topology)
     with jax.named_scope("dispatch"):
         entries, upstreams = (route.to_entries(part, receipt) for part in (packed(transfer, tokens), upstream))
         entry_weights = route.choices_to_entries(weights, receipt)
@@ -271,8 +260,9 @@ def _gradients(
         one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route)
         rows = one.copies(unpacked(transfer, one.send(now), tokens))
         row_upstream = one.copies(one.send(upstream_now))
-        of_rows, of_weights, of_slots = _of_experts(
-            rows, one, row_upstream, slots, None if sums is None else sums[2], experts, route.exchange
+        before = None if sums is None else sums[2]
+        of_rows, of_weights, of_slots = slots.pull_back(
+            rows, one.copy_weights(), one.places.group_sizes, row_upstream, before, exchange=route.options
         )
         of_entries, of_choices = one.sum_back(of_rows, None), one.weights_back(of_weights)
         if sums is not None:
@@ -280,27 +270,10 @@ def _gradients(
         return of_entries, of_choices, of_slots
 
     of_entries, of_choices, of_slots = _rounds(receipt, route, one_round)
-    of_home, of_replicas = apart_by_home(of_slots, plan.num_home)
-    if slots.replicas is not None:
-        of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_replicas)
-        with jax.named_scope("replicate"):
-            of_home = again.add_at_home(of_home, of_replicas, plan, topology)
-    of_home = in_form_of(experts, of_home)
-    of_experts = jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), of_home, experts)
+    of_experts = slots.gradients_at_home(of_slots, plan, again, topology)
     with jax.named_scope("combine"):
         of_tokens = route.to_tokens(of_entries, receipt, tokens)
         return of_tokens, route.choices_to_tokens(of_choices, receipt), of_experts
-
-
-@jax.named_scope("experts")
-def _of_experts(
-    rows: Rows, one: _Round, upstream: Rows, slots: Slots, sums: Any, experts: Experts, exchange: Exchange
-) -> tuple[Rows, Float[Array, "A 1"], Any]:
-    """Compute the gradients of the copies of a round, of their weights, and of the slots' experts."""
-    sizes = one.places.group_sizes
-    fused = fuse_gate_up(experts, rows, are_joined=slots.replicas is not None and not slots.stay_apart)
-    at, dtype = slots.weights(sizes), dtype_of_sums(experts, exchange)
-    return gradients_of_round(rows, one.copy_weights(), at, slots.again, sizes, upstream, dtype, sums, fused=fused)
 
 
 serve_lists.defvjp(_save, _backward)

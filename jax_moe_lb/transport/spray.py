@@ -26,7 +26,7 @@ from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, GroupSizes, Rows, iota, pytree
 from jax_moe_lb.transport.cost import TransportCost
-from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.dispatch import CopyDispatch
 from jax_moe_lb.transport.exchange import (
     Copies,
     Receipt,
@@ -47,6 +47,7 @@ from jax_moe_lb.transport.rail_hops import (
     rail_axes,
     rail_rows_of,
 )
+from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows
 
 RowMatrix = Int[np.ndarray, "R R"]
 """Numbers of rows, from source rank (row of the matrix) to destination rank (column)."""
@@ -116,7 +117,7 @@ class SprayReceipt(Receipt):
 
 @dataclass(frozen=True)
 @checked_fields
-class MultiRailDispatch(Dispatch[SprayReceipt]):
+class MultiRailDispatch(CopyDispatch[SprayReceipt]):
     """Dispatch of token copies between nodes over all rails, by `plan.rails`.
 
     Use it with a plan of `RailS`, on nodes with several network interfaces and unequal traffic per rank. Without
@@ -224,8 +225,8 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
 
 
 class _MultiRailCost(TransportCost):
-    def hops(self, rows: Int[np.ndarray, "R R"], plan: Plan, topology: Topology) -> tuple[Int[np.ndarray, "R R"], ...]:
-        return rows_of_hops(rows, plan, topology.ranks_per_node)
+    def hops(self, wave: WaveRows, topology: Topology) -> tuple[RowsBetween, ...]:
+        return rows_of_hops(wave.copies, wave.plan, topology.ranks_per_node)
 
 
 def _rows_by_rail_rank(

@@ -47,15 +47,13 @@ from jax_moe_lb.transport.exchange import (
 )
 from jax_moe_lb.transport.one_round import OfCopies
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import (
-    Batch,
+from jax_moe_lb.transport.rounds import Batch, no_gradients, overflow_rounds
+from jax_moe_lb.transport.slot_weights import (
+    at_home,
     dtype_of_sums,
     fuse_gate_up,
     gradients_of_round,
-    in_form_of,
-    no_gradients,
     optimization_barrier,
-    overflow_rounds,
     takes_parts,
 )
 from jax_moe_lb.transport.two_phase_receipts import Blocks, Dynamic, Phases, Streams, address_home, window
@@ -453,11 +451,7 @@ def _gradients(
 
     carry = of_copies, (of_home, of_slots)
     (of_copies, of_weights), (home, of_slots) = overflow_rounds(phases.receipt, ways.direct, one_round, carry)
-    if of_slots is not None:
-        of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_slots)
-        with jax.named_scope("replicate"):
-            home = ways.replicate.add_at_home(home, of_replicas, plan, ways.topology)
-    home = jax.tree.map(lambda g, w: g.astype(w.dtype), in_form_of(experts, home), experts)
+    home = at_home(experts, home, of_slots, plan, ways.replicate, ways.topology)
     per_token = weights.shape[1]
     with jax.named_scope("combine"):
         of_tokens = sum_of_copies(of_copies, phases.receipt, per_token)

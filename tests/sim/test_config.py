@@ -154,19 +154,15 @@ def test_no_yaml(tmp_path, content):
 def test_a_file_says_how_bytes_are_moved_and_how_much_ranks_differ(written):
     told = {
         "collectives": "tree",
-        "by_level": True,
-        "once_per_member": True,
         "dispatch_bytes": 1.03,
         "combine_bytes": 2,
     }
     config = load_config("CONFIG", written(("cluster",), communication=told, jitter=0.02, jitter_seed=7))
     cluster = config.cluster.build()
-    assert cluster.communication == Communication(Collective.TREE, False, True, True, 1.03, 2.0)
+    assert cluster.communication == Communication(Collective.TREE, False, 1.03, 2.0)
     assert (cluster.jitter, cluster.jitter_seed) == (0.02, 7)
     with pytest.raises(ValueError, match=r"cluster\.communication\.collectives is 'rings'"):
         load_config("CONFIG", written(("cluster",), communication={"collectives": "rings"}))
-    with pytest.raises(ValueError, match="once_per_member is True; expected by_level=True"):
-        load_config("CONFIG", written(("cluster",), communication={"once_per_member": True}))
 
 
 def test_a_model_may_have_experts_that_all_tokens_pass(written):

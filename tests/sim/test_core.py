@@ -34,6 +34,7 @@ from jax_moe_lb.sim.stream_model import latency
 from jax_moe_lb.sim.traffic import gradients_between, groups, plan_layer, replicas_between, rows_per_slot
 from jax_moe_lb.sim.work import layer_work, shared_work
 from jax_moe_lb.transport import Codec, CodecBase, Direct
+from jax_moe_lb.transport.wave_rows import WaveRows
 
 SYSTEMS = {
     "plain": systems.plain(),
@@ -268,7 +269,7 @@ def test_spraying_evens_out_the_rails_and_brings_every_row_to_its_rank():
     (group,) = groups(cluster, (1, 1))
     plan, _, _ = plan_layer(systems.rails(), group, counts, 2, ())
     rows = rows_between(counts, plan)
-    to_rail, rail, from_rail = systems.rails().dispatch.cost().hops(rows, plan, cluster.topology())
+    to_rail, rail, from_rail = systems.rails().dispatch.cost().hops(WaveRows(counts, plan, 1), cluster.topology())
     np.testing.assert_array_equal(rail[:4, 4:], np.diag([64] * 4))
     np.testing.assert_array_equal(to_rail[0, :4], [64] * 4)
     np.testing.assert_array_equal(from_rail[4:, 4], [64] * 4)
@@ -282,7 +283,7 @@ def test_hops_follow_the_rails_of_any_number(rails):
     (group,) = groups(cluster, (1, 1))
     plan, _, _ = plan_layer(systems.rails(), group, counts, 2, ())
     rows = rows_between(counts, plan)
-    to_rail, rail, from_rail = systems.rails().dispatch.cost().hops(rows, plan, cluster.topology())
+    to_rail, rail, from_rail = systems.rails().dispatch.cost().hops(WaveRows(counts, plan, 1), cluster.topology())
     node = np.arange(8) // 4
     near = np.where(node[:, None] == node[None], rows, 0)
     # Rows leaving a sender and reaching a receiver, inside its node or via a rail rank.

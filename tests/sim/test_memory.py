@@ -7,7 +7,7 @@ import pytest
 from jax_moe_lb import Buffers, exact, plain
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
 from jax_moe_lb.sim.memory import ADDRESS_BYTES, Memory, memory_of
-from jax_moe_lb.transport import Kernels
+from jax_moe_lb.transport import Direct, Forward, Kernels, Once
 
 CLUSTER = Cluster((Links("node", 2, 1e9), Links("gpu", 8, 1e11)))
 MODEL = ModelShape(layers=4, hidden=1024, inner=512, experts=64, per_token=4, tokens=1024, gradient_itemsize=2)
@@ -28,13 +28,43 @@ def test_a_loop_over_rounds_carries_its_sums_in_float32():
 
 
 def test_many_rows_need_most_where_gradients_of_rows_are():
-    many = replace(MODEL, tokens=65536, inner=256)
+    many = replace(MODEL, tokens=65536, inner=128)
     rows = plain().dispatch.cost().buffer_rows(many.tokens * many.per_token)
     found = held(plain(), many)
-    arrays = 3 * rows * many.row_bytes + 3 * rows * many.inner * 2 + many.tokens * many.per_token * many.row_bytes
+    # Rows and two products of that width, the gradients of two hidden activations, and the carried outputs.
+    arrays = 3 * rows * many.row_bytes + 2 * rows * many.inner * 2 + many.tokens * many.per_token * many.row_bytes
     assert found.buffers == arrays + 2 * many.tokens * many.row_bytes
-    # Gradients of weights exist at this time, each kind once.
-    assert found.sums == 4 * 4 * many.expert_bytes / 2
+    # The gradient of `down` is complete, and added to the carried sums of all kinds.
+    assert found.sums == pytest.approx(4 * 4 * many.expert_bytes / 2 * 4 / 3)
+
+
+def test_dispatches_of_tokens_take_other_buffers():
+    """`Once` gathers copies from received rows, and `Forward` keeps the tokens of its offset in all nodes."""
+    model = replace(MODEL, tokens=65536, inner=128)
+    arrays = {
+        kind: kind().cost().row_arrays(model.tokens, model.per_token, CLUSTER.topology())
+        for kind in (Direct, Once, Forward)
+    }
+    copies = model.tokens * model.per_token
+    room = Once().buffers.rows(copies)
+    assert arrays[Direct] == (copies, 0, room, copies, False, 0, 0)
+    assert arrays[Once] == (copies, room + 128, room + 128, model.tokens, True, 0, 0)
+    assert arrays[Forward] == (
+        room + 128,
+        room + 128,
+        room + 128,
+        2 * model.tokens,
+        True,
+        2 * model.tokens,
+        2 * model.tokens,
+    )
+    found = {kind: held(replace(plain(Buffers(max_rounds=1)), dispatch=kind(Buffers(max_rounds=1)))) for kind in arrays}
+    assert found[Direct].buffers < found[Once].buffers < found[Forward].buffers
+    # One round of `Forward` also stores tokens and gradients of outputs of both nodes.
+    both = {kind: memory_of(replace(plain(), dispatch=kind()), model, CLUSTER, Migration(), Step()) for kind in arrays}
+    forwarded = 2 * 2 * model.tokens * model.row_bytes + 2 * model.tokens * model.row_bytes * 2
+    carried = model.tokens * model.row_bytes * 2
+    assert both[Forward].buffers - both[Once].buffers == forwarded - carried
 
 
 def test_layers_keep_tokens_and_addresses_or_all_that_they_computed():

@@ -59,8 +59,8 @@ class ByTheFirst(Direct):
 
 
 class ByTheFirstCost(TransportCost):
-    def hops(self, rows, plan, topology):
-        members = topology.ranks_per_node
+    def hops(self, wave, topology):
+        members, rows = topology.ranks_per_node, wave.copies
         node = np.arange(len(rows)) // members
         far = np.where(node[:, None] != node[None], rows, 0)
         there, onward = rows - far, np.zeros_like(rows)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.workloads import WORKLOADS, Workload
 from jax_moe_lb import Buffers, Experts, HostCallback, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
 from jax_moe_lb.kernels import grouped_ffn
-from jax_moe_lb.transport import Direct, Kernels, rounds
+from jax_moe_lb.transport import Direct, Kernels, slot_weights
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
@@ -87,8 +87,8 @@ DEFAULT_FORMS = {("gathered", "gpu in 4 rounds")}
 def test_forms_of_accelerators_equal_dense(system, form, monkeypatch, x64):
     """Gate and up are adjacent in the backward pass, and experts are in parts for own kernels; includes biases."""
     platform, max_rounds, own_kernels = FORMS[form]
-    monkeypatch.setattr(rounds, "_platform", lambda: platform)
-    monkeypatch.setattr(rounds, "has_hopper_kernels", lambda: own_kernels)
+    monkeypatch.setattr(slot_weights, "_platform", lambda: platform)
+    monkeypatch.setattr(slot_weights, "has_hopper_kernels", lambda: own_kernels)
     monkeypatch.setattr(grouped_ffn, "products_are_by_group", lambda: False)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
     system = FORM_SYSTEMS[system]
@@ -117,7 +117,7 @@ def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, goes, monkeyp
     """Two kinds of 128 words would be read and written, more than five times rows of 4 words."""
     experts = Experts(up=jnp.zeros((2, 4, 16)), down=jnp.zeros((2, 16, 4)), gate=jnp.zeros((2, 4, 16)))
     rows = jnp.zeros((num_rows, 4))
-    assert not rounds.fuse_gate_up(experts, rows, are_joined=are_joined)
-    monkeypatch.setattr(rounds, "_platform", lambda: "tpu")
-    assert rounds.fuse_gate_up(experts, rows, are_joined=are_joined) == goes
-    assert not rounds.fuse_gate_up(experts.fused(), rows, are_joined=are_joined)
+    assert not slot_weights.fuse_gate_up(experts, rows, are_joined=are_joined)
+    monkeypatch.setattr(slot_weights, "_platform", lambda: "tpu")
+    assert slot_weights.fuse_gate_up(experts, rows, are_joined=are_joined) == goes
+    assert not slot_weights.fuse_gate_up(experts.fused(), rows, are_joined=are_joined)

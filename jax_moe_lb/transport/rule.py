@@ -1,0 +1,70 @@
+"""Rule that chooses `Direct`, `Once` or `Forward` for a layer."""
+
+from typing import NamedTuple
+
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.transport.direct import Direct
+from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.exchange import Saved
+from jax_moe_lb.transport.forward import Forward
+from jax_moe_lb.transport.once import Once
+from jax_moe_lb.transport.wave_rows import share_in_member
+
+LEAST_SAVED = 0.25
+"""Share of rows that `Once` must save under uniform routing to be chosen."""
+
+
+class DispatchChoice(NamedTuple):
+    """Dispatch of a layer, and why.
+
+    Args:
+        dispatch: chosen dispatch, with the options of the given one.
+        reason: condition of the rule, as text.
+    """
+
+    dispatch: Dispatch
+    reason: str
+
+
+def dispatch_by_rule(
+    topology: Topology, num_experts: int, per_token: int | None, given: Dispatch = Direct()
+) -> DispatchChoice:
+    """Choose the dispatch of a layer.
+
+    The first rule that holds decides:
+
+    1. Another dispatch than `Direct`, chunks, or saved arrays: the given dispatch.
+    2. Several nodes of several ranks, and domains inside nodes: `Forward`.
+    3. Under uniform routing a token visits so few ranks that `Once` sends 25 % less rows or more: `Once`.
+    4. `Direct`.
+
+    `nn.MoE` applies it to a system given by name. Pass a `System` to decide otherwise.
+
+    Args:
+        topology: ranks, nodes and domains of the layer. The innermost level is a node.
+        num_experts: `E`.
+        per_token: `K`; `None` if unknown, which rules out `Once`.
+        given: dispatch of the system; `Direct()` by default.
+
+    Examples:
+        >>> from jax_moe_lb.core import Level
+        >>> nodes = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
+        >>> dispatch_by_rule(nodes, 256, 8).reason
+        'Forward: 4 nodes of 8 ranks, and domains inside nodes'
+        >>> [dispatch_by_rule(Topology.flat(ranks), 256, 8).reason for ranks in (8, 32)]
+        ['Once: 5.3 of 8 rows per token, uniformly routed', 'Direct: Once would send 7.3 of 8 rows per token']
+    """
+    if type(given) is not Direct or given.buffers.chunks > 1 or given.saved != Saved():
+        return DispatchChoice(given, f"{type(given).__name__}: requested, or required by its options")
+    options = given.buffers, given.transfer, given.kernels
+    members, ranks = topology.levels[-1].size, topology.num_ranks
+    nodes = ranks // members
+    if nodes > 1 and members > 1 and topology.ranks_per_domain <= members:
+        return DispatchChoice(Forward(*options), f"Forward: {nodes} nodes of {members} ranks, and domains inside nodes")
+    if per_token is None or ranks == 1:
+        return DispatchChoice(given, "Direct: one rank, or an unknown number of experts per token")
+    rows = ranks * share_in_member(num_experts, per_token, ranks)
+    of_all = f"{rows:.1f} of {per_token} rows per token"
+    if rows < (1 - LEAST_SAVED) * per_token:
+        return DispatchChoice(Once(*options), f"Once: {of_all}, uniformly routed")
+    return DispatchChoice(given, f"Direct: Once would send {of_all}")

@@ -1,0 +1,256 @@
+"""Weights of a rank's slots as operands of products, and their gradients on the way home.
+
+All rounds share them: those of copies (`rounds.py`), of lists (`once_rounds.py`) and of two phases.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jaxtyping import Array
+
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, wide_dtype
+from jax_moe_lb.kernels.backends import has_hopper_kernels
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn_gradients
+from jax_moe_lb.transport.exchange import DispatchOptions, Kernels
+from jax_moe_lb.transport.one_round import RowWeights
+from jax_moe_lb.transport.replicate import Replicate, joined
+
+
+class Slots(NamedTuple):
+    """Weights of a rank's slots, in two parts.
+
+    Args:
+        home: the `L` home experts.
+        replicas: the `S - L` replicas; `None` without replica slots.
+        stay_apart: whether products read both parts in place.
+    """
+
+    home: Experts
+    replicas: Experts | None
+    stay_apart: bool
+
+    @classmethod
+    @jax.named_scope("replicate")
+    def of(
+        cls, experts: Experts, plan: Plan, replicate: Replicate, exchange: DispatchOptions, topology: Topology
+    ) -> "Slots":
+        """Fill the slots of a plan; see `Replicate`."""
+        stay_apart = takes_parts(exchange)
+        # Without replica slots, skip the exchange on all ranks.
+        if plan.slots == plan.num_home:
+            return cls(experts, None, stay_apart)
+        return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()), stay_apart)
+
+    def weights(self, group_sizes: Array) -> Experts | ExpertParts:
+        """Return the weights of all slots, for a product of rows with these group sizes."""
+        if self.stay_apart:
+            return (self.home,) if self.replicas is None else (self.home, self.replicas)
+        if self.replicas is None:
+            return self.home
+        # The library kernels require one array. Build it in each round and free it after the product: built before the
+        # loop of further rounds, the arrays of all weights would stay in memory.
+        return joined(*optimization_barrier(group_sizes, (self.home, self.replicas)))
+
+    def again(self, after: Array) -> Experts | ExpertParts:
+        """Return the same weights, built after `after` is computed."""
+        home, replicas = optimization_barrier(after, (self.home, self.replicas))
+        return Slots(home, replicas, self.stay_apart).weights(after)
+
+    @jax.named_scope("experts")
+    def pull_back(
+        self,
+        rows: Rows,
+        row_weights: RowWeights,
+        group_sizes: GroupSizes,
+        upstream: Rows,
+        sums: Experts | ExpertParts | None,
+        *,
+        exchange: DispatchOptions,
+    ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
+        """Compute the gradients of the rows of a round, of their weights, and of the experts of all slots.
+
+        Args:
+            rows: `[A, H]`, sorted by slot.
+            row_weights: `[A, 1]`, factors of their outputs.
+            group_sizes: `[S]` int32, rows of each slot.
+            upstream: `[A, H]`, gradients of the weighted outputs.
+            sums: gradients of the experts in earlier rounds; `None` in the first round.
+            exchange: exchange with `max_rounds`, for the dtype of the sums.
+        """
+        at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange)
+        are_joined = self.replicas is not None and not self.stay_apart
+        fused = fuse_gate_up(self.home, rows, are_joined=are_joined)
+        return gradients_of_round(rows, row_weights, at, self.again, group_sizes, upstream, dtype, sums, fused=fused)
+
+    def gradients_at_home(
+        self, of_slots: Experts | ExpertParts, plan: Plan, replicate: Replicate, topology: Topology
+    ) -> Experts:
+        """Return the gradients of the home experts, after those of replicas came home.
+
+        Args:
+            of_slots: sums of `pull_back`.
+            plan: plan of the layer.
+            replicate: transport of weights, in its backward form.
+            topology: topology of the layer.
+        """
+        of_home, of_replicas = apart_by_home(of_slots, plan.num_home)
+        return at_home(self.home, of_home, None if self.replicas is None else of_replicas, plan, replicate, topology)
+
+
+def at_home(
+    experts: Experts,
+    of_home: Experts,
+    of_replicas: Experts | None,
+    plan: Plan,
+    replicate: Replicate,
+    topology: Topology,
+) -> Experts:
+    """Add the gradients of replicas to those of their home experts, in the form and dtypes of the experts.
+
+    Args:
+        experts: the `L` home experts of this rank.
+        of_home: their gradients, with possible extra rows, in the dtype of the sums.
+        of_replicas: gradients of the replica slots; `None` without replicas.
+        plan: plan of the layer.
+        replicate: transport of weights, in its backward form.
+        topology: topology of the layer.
+    """
+    if of_replicas is not None:
+        of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_replicas)
+        with jax.named_scope("replicate"):
+            of_home = replicate.add_at_home(of_home, of_replicas, plan, topology)
+    return jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), in_form_of(experts, of_home), experts)
+
+
+def takes_parts(exchange: DispatchOptions) -> bool:
+    """Return whether products read home experts and replicas in place, as the kernels of this package do.
+
+    Args:
+        exchange: exchange with the choice of kernels.
+    """
+    return exchange.kernels is Kernels.OWN and has_hopper_kernels()
+
+
+def optimization_barrier(other: Array, tree: Carry) -> Carry:
+    """Add an optimization barrier so that XLA does not hoist these arrays out of the loop.
+
+    Args:
+        other: round index, or an array computed before.
+        tree: inputs of the copies.
+
+    Returns:
+        `tree`, dependent on `other`.
+    """
+    return jax.lax.optimization_barrier((other, tree))[1]
+
+
+def apart_by_home(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Experts, Experts | None]:
+    """Split gradients by slot into those of home experts, with possible extra rows, and those of replicas.
+
+    Args:
+        of_slots: gradients by slot, in parts if the experts are.
+        num_home: `L`.
+    """
+    if isinstance(of_slots, tuple):
+        return of_slots[0], of_slots[1] if len(of_slots) > 1 else None
+    return of_slots, jax.tree.map(lambda g: g[num_home:], of_slots)
+
+
+def fuse_gate_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
+    """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic.
+
+    The forward pass does not, because both forms at once would raise peak memory.
+
+    Args:
+        experts: home experts.
+        rows: `[A, H]`, rows of the round.
+        are_joined: whether the experts are already a copy, so fusing needs no other.
+    """
+    if experts.gate is None or _platform() not in ("gpu", "tpu"):
+        return False
+    copied_bytes = 0 if are_joined else 2 * (experts.up.nbytes + experts.gate.nbytes)
+    # Unfused, the rows are read once more for the forward products and once more for the weight gradients. Both terms
+    # of the row gradient are written and read, and their sum is written.
+    return copied_bytes <= 5 * rows.nbytes
+
+
+def gradients_of_round(
+    rows: Rows,
+    row_weights: RowWeights,
+    experts: Experts | ExpertParts,
+    again: Callable[[Array], Experts | ExpertParts],
+    group_sizes: GroupSizes,
+    upstream: Rows,
+    sums_dtype: DType,
+    sums: Experts | ExpertParts | None = None,
+    *,
+    fused: bool,
+) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
+    """Compute `grouped_ffn_gradients`, with the gate in `up` if `fused`.
+
+    On GPUs the last products use rematerialized weights. On TPUs this would increase memory traffic.
+
+    Args:
+        rows: `[A, H]`; see `grouped_ffn_gradients` for this and the other arrays.
+        row_weights: `[A, 1]`.
+        experts: weights of the `S` groups, or parts of them.
+        again: function that rebuilds the same weights after the given array.
+        group_sizes: `[S]`.
+        upstream: `[A, H]`.
+        sums_dtype: dtype of the gradients of the experts.
+        sums: accumulators of the experts' gradients; `None` (default) in the first round.
+        fused: return value of `fuse_gate_up`.
+
+    Returns:
+        Results of `grouped_ffn_gradients`; `in_form_of` converts expert gradients to the form of `experts`.
+    """
+
+    def in_form(experts: Experts | ExpertParts) -> Experts | ExpertParts:
+        return jax.tree.map(Experts.fused, experts, is_leaf=_are_experts) if fused else experts
+
+    def of_last_products(after: Array) -> Experts | ExpertParts:
+        return in_form(again(after))
+
+    at, last = in_form(experts), of_last_products if _platform() == "gpu" else None
+    return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last)
+
+
+def _are_experts(node: Any) -> bool:
+    return isinstance(node, Experts)
+
+
+def _platform() -> Literal["cpu", "tpu", "gpu"] | None:
+    # A program traced for an abstract mesh without devices has no platform.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return None
+    if device.device_kind.startswith("cpu"):
+        return "cpu"
+    return "tpu" if device.device_kind.startswith("TPU") else "gpu"
+
+
+def in_form_of(experts: Experts, sums: Experts) -> Experts:
+    """Convert expert gradients to the form of `experts`, with the gate beside `up` or in it.
+
+    Args:
+        experts: experts as passed to the layer.
+        sums: gradients in the same form, or with the gate in `up`.
+    """
+    return sums if experts.is_fused else sums.apart()
+
+
+def dtype_of_sums(experts: Experts, exchange: DispatchOptions) -> DType:
+    """Return the dtype of the expert gradients summed over rounds.
+
+    It is float32 or wider, because bfloat16 sums lose small addends. With a single round there is no sum, and the
+    gradients have the dtype of the parameters.
+
+    Args:
+        experts: home experts.
+        exchange: exchange with `max_rounds`.
+    """
+    return experts.up.dtype if exchange.buffers.max_rounds == 1 else wide_dtype(experts.up)

@@ -1,0 +1,73 @@
+"""The rule that chooses a dispatch, and layers that apply it."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+from jax_moe_lb import Buffers, ExpertConfig, MoE, System, TopK, Topology, exact, rails
+from jax_moe_lb.core import Level
+from jax_moe_lb.transport import Direct, Forward, Kernels, Once, QuantizedTransfer, Saved, TwoPhase, dispatch_by_rule
+
+NODES = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
+
+
+@pytest.mark.parametrize(
+    ("topology", "experts", "per_token", "kind"),
+    [
+        (NODES, 256, 8, Forward),
+        (NODES, 256, None, Forward),
+        (replace(NODES, ranks_per_domain=4), 256, 8, Forward),
+        # Replicas would leave their node.
+        (replace(NODES, ranks_per_domain=32), 256, 8, Direct),
+        (replace(NODES, ranks_per_domain=32), 256, 64, Once),
+        # Nodes of one rank each are one level.
+        (Topology((Level("node", 8), Level("gpu", 1)), ranks_per_domain=1), 256, 2, Direct),
+        (Topology((Level("node", 1), Level("gpu", 8)), ranks_per_domain=8), 256, 8, Once),
+        # 5.3 of 8 rows, 3.3 of 4, and 7.3 of 8.
+        (Topology.flat(8), 256, 8, Once),
+        (Topology.flat(8), 256, 4, Direct),
+        (Topology.flat(32), 256, 8, Direct),
+        (Topology.flat(8), 256, None, Direct),
+        (Topology.flat(1), 256, 8, Direct),
+    ],
+)
+def test_nodes_and_expected_rows_decide(topology, experts, per_token, kind):
+    found = dispatch_by_rule(topology, experts, per_token)
+    assert type(found.dispatch) is kind
+    assert found.reason.startswith(f"{kind.__name__}: ")
+
+
+@pytest.mark.parametrize(
+    "given", [Once(), TwoPhase(), rails().dispatch, Direct(Buffers(chunks=2)), Direct(saved=Saved(replicas=True))]
+)
+def test_requested_dispatches_and_options_stay(given):
+    assert dispatch_by_rule(NODES, 256, 8, given).dispatch == given
+
+
+def test_options_carry_over():
+    given = Direct(Buffers(1.3, max_rounds=1), QuantizedTransfer(block=32), Kernels.OWN)
+    found = dispatch_by_rule(NODES, 256, 8, given).dispatch
+    assert found == Forward(given.buffers, given.transfer, given.kernels)
+
+
+def test_a_layer_named_by_its_system_follows_the_rule_and_a_system_does_not():
+    mesh = jax.make_mesh((2, 2), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    topology = Topology.from_mesh(mesh, ("node", "gpu"))
+
+    def dispatch(system, topology, per_token=2):
+        experts = ExpertConfig(8)
+        layer = MoE(
+            8, 8, TopK(per_token), mesh=mesh, topology=topology, system=system, experts=experts, rngs=nnx.Rngs(0)
+        )
+        return layer.system.dispatch
+
+    assert dispatch("exact", topology) == Forward()
+    assert dispatch(exact(2), topology) == Direct()
+    assert dispatch(System(), topology) == Direct()
+    one_axis = Topology.from_mesh(mesh, "gpu", data_axes="node")
+    assert dispatch("plain", one_axis) == Direct()
+    assert dispatch("plain", one_axis, per_token=4) == Once()
+    assert dispatch("feplb", topology) == TwoPhase(Buffers(headroom=1.5))
