@@ -171,6 +171,7 @@ RUNS = (
     Run("bench_planning", quick=()),
     Run("bench_exchange", quick=()),
     Run("bench_once", quick=("--tokens", "64")),
+    Run("bench_sim_once"),
     Run("bench_memory", quick=(), unread=("peak_plain",)),
     Run("bench_grouped_ffn"),
     Run("bench_two_ranks", quick=("--repeats", "3", "--tokens", "2048")),
