@@ -14,12 +14,10 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import System, exact, plain
-from jax_moe_lb.sim import Cluster, Communication, Links, ModelShape, simulate, skewed_counts
+from jax_moe_lb import Buffers, System, exact, plain
+from jax_moe_lb.sim import Cluster, Communication, Links, ModelShape, Step, simulate, skewed_counts
 from jax_moe_lb.sim.config import load_config
-from jax_moe_lb.sim.network import Flow, seconds
-from jax_moe_lb.sim.work import layer_work
-from jax_moe_lb.transport import Direct, Dispatch, Forward, Once
+from jax_moe_lb.transport import Direct, Forward, Once
 from jax_moe_lb.transport.wave_rows import share_in_member
 
 NODES, MEMBERS = 4, 8
@@ -33,7 +31,14 @@ FP8 = replace(H800, communication=Communication(dispatch_bytes=1.03125, combine_
 PUBLISHED_BYTES_PER_S = (58e9, 57e9)
 """DeepEP's bandwidth between nodes with 32 ranks, dispatch and combine: its README, normal kernels, H800."""
 
-DISPATCHES = (Direct(), Once(), Forward())
+ONE_ROUND = Buffers(max_rounds=1)
+CHUNKS = 8
+DISPATCHES = {
+    "Direct": Direct(ONE_ROUND),
+    "Once": Once(ONE_ROUND),
+    "Forward": Forward(ONE_ROUND),
+    f"Forward, {CHUNKS} chunks": Forward(replace(ONE_ROUND, chunks=CHUNKS)),
+}
 IMBALANCE, LAYERS = 2.0, 4
 
 
@@ -53,14 +58,11 @@ def exchanges() -> Iterator[list[Value]]:
     widths = 1.03125 * shape.hidden, 2.0 * shape.hidden
     published = [1e3 * rows * width / rate for width, rate in zip(widths, PUBLISHED_BYTES_PER_S, strict=True)]
     yield ["DeepEP, published", *published, 1.0, 1.0]
-    for dispatch in DISPATCHES:
-        (wave,) = layer_work(System(dispatch=dispatch), shape, FP8, even)[0].waves
-        times = [_ms(wave.dispatch), _ms(wave.back)]
-        yield [_name(dispatch), *times, *(mine / its for mine, its in zip(times, published, strict=True))]
-
-
-def _ms(flows: tuple[Flow, ...]) -> float:
-    return 1e3 * sum(seconds(flow, FP8) for flow in flows)
+    layer, step = replace(shape, layers=1, pre_expert_s=0.0), Step(backward=False, exchange_counts=False)
+    for name, dispatch in DISPATCHES.items():
+        stages = simulate(System(dispatch=dispatch), layer, FP8, even, step=step).stages
+        times = [1e3 * stages[stage].exposed_s for stage in ("dispatch", "combine")]
+        yield [name, *times, *(mine / its for mine, its in zip(times, published, strict=True))]
 
 
 def steps() -> Iterator[list[Value]]:
@@ -68,16 +70,12 @@ def steps() -> Iterator[list[Value]]:
     shape = model("qwen3_235b")
     counts = skewed_counts(shape, NODES * MEMBERS, IMBALANCE, LAYERS, 0)
     for name, system in (("plain", plain()), ("exact", exact())):
-        for dispatch in DISPATCHES:
+        for kind, dispatch in DISPATCHES.items():
             found = simulate(replace(system, dispatch=dispatch), shape, H800, counts)
             exposed = sum(
                 stage.exposed_s for name, stage in found.stages.items() if name.split()[0] in ("dispatch", "combine")
             )
-            yield [name, _name(dispatch), found.imbalance_after, found.step_s, exposed]
-
-
-def _name(dispatch: Dispatch) -> str:
-    return type(dispatch).__name__
+            yield [name, kind, found.imbalance_after, found.step_s, exposed]
 
 
 def main() -> None:

@@ -52,6 +52,10 @@ def _of_home(work: LayerWork) -> Wave:
     return replace(first, rows=np.hstack([first.rows, second.rows]), gathered=gathered)
 
 
+def _parts(flows: tuple[Flow, ...], chunks: int) -> tuple[Flow, ...]:
+    return tuple(flow.times(1 / chunks) for flow in flows)
+
+
 class _Served(NamedTuple):
     """Expert tasks of a wave, and the last task of the combine."""
 
@@ -114,15 +118,17 @@ class Scheduler:
             # The first wave needs neither plan nor weights; the weights travel during its experts.
             sent = self._dispatch("dispatch", work.waves[0], at, counted)
         # So do the first exchanges of some dispatches.
-        begun = self._begin(last, at, counted) if last.early else ()
+        begun = self._begin(last, at, counted)
         if not work.early:
             held += self._weights("weights", work, at, planned)
         if len(work.waves) > 1:
             served = self._serve("", work.waves[0], at, sent, 1.0).back
         told = self._exchanges("counts", self._if_counted(work.address), at, (*planned, *served))
-        ready = (*planned, *served, *told, *begun)
-        if last.early:
-            sent = self._exchanges("dispatch", last.dispatch[last.early :], at, ready, messages=last.rounds) or ready
+        ready = (*planned, *served, *told)
+        if begun:
+            sent = self._in_chunks(
+                "dispatch", last.dispatch[last.early :], at, [(*ready, *one) for one in begun], last.rounds
+            )
         else:
             sent = self._dispatch("dispatch", last, at, ready)
         return self._serve("", last, at, (*sent, *held), 1.0).back
@@ -268,18 +274,36 @@ class Scheduler:
         flows = wave.gradients_out(sends - 1) if sends else wave.dispatch
         mark, sends = BACKWARD if sends else "", max(sends, 1)
         after = self._in_memory("permutation" + mark, sends * self._permuted_bytes(wave), at, after)
+        if wave.chunks[0] > 1:
+            return self._in_chunks(stage, flows, at, [after] * wave.chunks[0], sends * wave.rounds)
         return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
 
-    def _begin(self, wave: Wave, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
-        """Add the exchanges of a dispatch that need no plan."""
+    def _begin(self, wave: Wave, at: int, after: tuple[Task, ...]) -> list[tuple[Task, ...]]:
+        """Add the exchanges of a dispatch that need no plan; return the last task of each chunk."""
+        if not wave.early:
+            return []
         after = self._in_memory("permutation", self._permuted_bytes(wave), at, after)
-        return self._exchanges("dispatch", wave.dispatch[: wave.early], at, after) or after
+        flows, chunks = wave.dispatch[: wave.early], wave.chunks[0]
+        return [self._exchanges("dispatch", _parts(flows, chunks), at, after) or after for _ in range(chunks)]
+
+    def _in_chunks(
+        self, stage: str, flows: tuple[Flow, ...], at: int, after: list[tuple[Task, ...]], messages: int
+    ) -> tuple[Task, ...]:
+        """Add hops in chunks, each after its own tasks; return the last task of all chunks.
+
+        Hops of different levels overlap: while a chunk is on its second hop, the next one is on its first.
+        """
+        done: tuple[Task, ...] = ()
+        for one in after:
+            parts = _parts(flows, len(after))
+            done = (*done, *(self._exchanges(stage, parts, at, one, messages=messages) or one))
+        return done
 
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
         """Add the experts of a wave and the combine of their outputs."""
         computed = self._experts(mark, wave, at, after, factor)
         flows = wave.gradients_back if mark else wave.back
-        back = self._exchanges("combine" + mark, flows, at, computed, messages=wave.rounds) or computed
+        back = self._in_chunks("combine" + mark, flows, at, [computed] * wave.chunks[1], wave.rounds)
         return _Served(computed, self._sums_of_tokens(mark, wave, at, back))
 
     def _sums_of_tokens(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:

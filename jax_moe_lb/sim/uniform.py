@@ -56,7 +56,8 @@ def uniform_work(
     flows = (even_flow(tuple(widths.out * rows for rows in hop), cluster) for hop in hops)
     exchanges = tuple(exchanged(one, inside, cluster, by_level=cost.by_level) for one in flows)
     gathered = cost.row_arrays(model.tokens, model.per_token, cluster.topology(inside)).gathered(float(copies))
-    wave = Wave(exchanges, np.full((1, held), copies / held), 1, widths, gathered, cost.early_hops)
+    rows = np.full((1, held), copies / held)
+    wave = Wave(exchanges, rows, 1, widths, gathered, cost.early_hops, cost.chunks_of_hops())
     shared = shared_work(model, cluster, migration, model.experts, dispatch)
     return replace(shared, waves=(wave,), load=np.array([copies]))
 

@@ -124,6 +124,7 @@ class Wave:
         gathered: Mean rows that a rank gathers: for every exchange, and for the products if the received rows are
             tokens.
         early: Number of first exchanges that need no plan; 0 by default.
+        chunks: Exchanges per hop, on the way out and back; see `TransportCost.chunks_of_hops`.
     """
 
     dispatch: tuple[Flow, ...]
@@ -132,6 +133,7 @@ class Wave:
     widths: RowBytes
     gathered: float
     early: int = 0
+    chunks: tuple[int, int] = (1, 1)
 
     @property
     def back(self) -> tuple[Flow, ...]:
@@ -275,7 +277,7 @@ def _part(
             # The rows of the second wave are not served at home.
             wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.T for later, _ in waves[1:]))
         rows = rows_per_slot(wave_plan)
-        gathered = cost.row_arrays(model.tokens, model.per_token, topology).gathered(rows.sum() / len(rows))
+        gathered = cost.row_arrays(model.tokens, model.per_token, topology).gathered(float(rows.sum()) / len(rows))
         moved.append(_PartOfWave(tuple(map(group.spread, hops)), rows, gathered, rounds))
         load_after += load(wave_plan)
     weights, gradients = group.spread(replicas_between(plan)), group.spread(gradients_between(plan))
@@ -324,7 +326,7 @@ def _merged(
         # Groups share links, so the layer lasts as long as the group with the most rounds.
         rounds = max(part.waves[at].rounds for part in parts)
         gathered = float(np.mean([part.waves[at].gathered for part in parts]))
-        waves.append(Wave(dispatch, by_rank, rounds, widths, gathered, cost.early_hops))
+        waves.append(Wave(dispatch, by_rank, rounds, widths, gathered, cost.early_hops, cost.chunks_of_hops()))
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
         loads[part.ranks] = part.load

@@ -3,7 +3,7 @@
 from jax_moe_lb.transport.compression import Codec, CodecBase, QuantizedTransfer
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.direct import Direct
-from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.dispatch import CopyDispatch, Dispatch
 from jax_moe_lb.transport.exchange import Buffers, Kernels, Saved
 from jax_moe_lb.transport.expert_domains import ExpertDomains, GatherExpertDomain, hybrid_mesh
 from jax_moe_lb.transport.forward import Forward
@@ -18,6 +18,7 @@ __all__ = [
     "Buffers",
     "Codec",
     "CodecBase",
+    "CopyDispatch",
     "Direct",
     "Dispatch",
     "DispatchChoice",

@@ -151,6 +151,13 @@ class TransportCost:
         copies = num_tokens * per_token
         return RowArrays(copies, 0, self.buffer_rows(copies), copies)
 
+    def chunks_of_hops(self) -> tuple[int, int]:
+        """Return the exchanges per hop, on the way out and back; a chunk's first hop runs beside the last one's second.
+
+        By default 1: each hop waits for the whole hop before it.
+        """
+        return 1, 1
+
     def choice_bytes(self, per_token: int) -> int:
         """Return the bytes sent beside each row: with `once_per_member`, the slot and the weight of every choice.
 

@@ -7,6 +7,7 @@ can run beside it. Inside a node the rail ranks are the sources of the tokens, a
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jax_moe_lb.core.types import Axes, Counts
 from jax_moe_lb.transport.cost import RowArrays, TransportCost
 from jax_moe_lb.transport.lists import Group, Lists, rows_with_padding
 from jax_moe_lb.transport.once import ListDispatch, check_rails, lists_of
-from jax_moe_lb.transport.once_rounds import ListReceipt
+from jax_moe_lb.transport.once_rounds import ListReceipt, chunks_between
 from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, spread_evenly
 
 
@@ -36,12 +37,18 @@ class Forward(ListDispatch):
     A rail rank stores the tokens of its offset in all nodes, at most `N T` rows for `N` nodes. Inside a node the rounds
     are those of `Once`; rounds also bound the copies that a rail rank sends.
 
+    With `Buffers(chunks=n)` both hops are `n` exchanges, each with a part of the tokens. The hop between nodes of one
+    chunk then depends on no hop inside of another, and may run beside it. Outputs return in the same way if
+    `max_rounds` is 1; a loop of rounds carries the sums of all chunks.
+
     Examples:
         >>> from jax_moe_lb import System
         >>> from jax_moe_lb.balancers import Exact
         >>> System(Exact(), dispatch=Forward(), replica_slots=2).dispatch.transfer is None
         True
     """
+
+    takes_chunks: ClassVar[bool] = True
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> ListReceipt:
         """Return the rows of this rank on both hops; see `Dispatch`.
@@ -57,8 +64,9 @@ class Forward(ListDispatch):
         per_node = counts.shape[1] // nodes
         # Experts of other nodes have code 0 on arrival.
         first_hop = Lists.of(jnp.where(experts < 0, -1, experts // per_node), experts % per_node + 1, 1, between)
-        step = first_hop.step(0, first_hop.entry.shape[0], between)
-        codes = step.clear(step.exchange(step.codes(), nodes * experts.shape[0], "dispatch of experts, between nodes"))
+        steps = chunks_between(first_hop, self.buffers, between)
+        num_rows, site = nodes * -(-experts.shape[0] // len(steps)), "dispatch of experts, between nodes"
+        codes = jnp.concatenate([step.clear(step.exchange(step.codes(), num_rows, site)) for step in steps])
 
         # [to node, offset, expert of the node]: a rail rank has the tokens of its offset in every node.
         of_rails = counts.reshape(nodes, members, nodes, per_node).sum(0, dtype=jnp.int32).swapaxes(0, 1)
@@ -106,6 +114,10 @@ class _ForwardCost(TransportCost):
         # A rail rank forwards the tokens of its offset in all nodes.
         inside = (*(0.0 for _ in sizes[1:]), nodes * (members - 1) * routing.tokens(num_ranks))
         return between, inside
+
+    def chunks_of_hops(self) -> tuple[int, int]:
+        # A loop over rounds carries the sums of all chunks, so the way back begins with the last round.
+        return self.buffers.chunks, self.buffers.chunks if self.buffers.max_rounds == 1 else 1
 
     def rounds(self, wave: WaveRows, topology: Topology, num_copies: int) -> int:
         members = topology.levels[-1].size

@@ -5,6 +5,7 @@ the entries with copies there, in order. In step `i` of `n`, rows with an even s
 so no rank receives more than a receive buffer of copies. All ranks learn the sizes of all lists from one all-gather.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -150,6 +151,9 @@ class Step:
         table: `[P, P]` int32, rows from each rank to each rank.
         num_sent: rows of the operand.
         group: ranks of the lists.
+        entries: first entry of the step, and the one after the last; `None` (default) for all entries.
+        lands: `[P, P]` int32, first row of each block in the receive buffer; `None` (default) if the buffer has only
+            the rows of this step.
     """
 
     lists: Lists
@@ -158,6 +162,45 @@ class Step:
     table: Int[Array, "P P"]
     num_sent: int
     group: Group
+    entries: tuple[int, int] | None = None
+    lands: Int[Array, "P P"] | None = None
+
+    def chunks(self, number: int, num_sent: int, *, in_one_buffer: bool) -> tuple["Step", ...]:
+        """Split the step by entries, into exchanges of their own.
+
+        Args:
+            number: number of chunks, each with an equal part of the entries, rounded up.
+            num_sent: rows that this rank can send in a chunk.
+            in_one_buffer: if True, the chunks of a source land one after the other, as the rows of the whole step.
+                If False, each chunk has its own receive buffer.
+        """
+        if number == 1:
+            return (self,)
+        lists, num_ranks = self.lists, self.size.shape[0]
+        num_entries = lists.row.shape[0]
+        part = -(-num_entries // number)
+        bounds = [min(at * part, num_entries) for at in range(number + 1)]
+        # [P, Q]: rows of each list; those of no list have a rank out of range.
+        mine = lists.rank[None] == iota(num_ranks)[:, None]
+        starts_of = starts(mine.sum(1, dtype=jnp.int32))
+        edges = [starts_of + (mine & (lists.entry < bound)[None]).sum(1, dtype=jnp.int32) for bound in bounds]
+        edges = [jnp.clip(edge, self.first, self.first + self.size) for edge in edges]
+        sizes = [last - first for first, last in itertools.pairwise(edges)]
+        tables = jax.lax.all_gather(jnp.stack(sizes), self.group.axes, axis=1)
+        earlier = tables.cumsum(0, dtype=jnp.int32) - tables
+        whole = self.table.cumsum(0, dtype=jnp.int32) - self.table
+        return tuple(
+            replace(
+                self,
+                first=edges[at],
+                size=sizes[at],
+                table=tables[at],
+                num_sent=min(num_sent, lists.entry.shape[0]),
+                entries=(bounds[at], bounds[at + 1]),
+                lands=whole + earlier[at] if in_one_buffer else None,
+            )
+            for at in range(number)
+        )
 
     @property
     def sent(self) -> Int[Array, "B"]:
@@ -178,21 +221,23 @@ class Step:
     def _hop(self) -> Hop:
         table = self.table
         first = table.cumsum(1, dtype=jnp.int32) - table
-        lands = table.cumsum(0, dtype=jnp.int32) - table
+        lands = table.cumsum(0, dtype=jnp.int32) - table if self.lands is None else self.lands
         return Hop(self.group.axes, table, first, lands, self.group.in_one_process)
 
-    def send(self, entries: Float[Array, "N W"], num_rows: int, site: str) -> Float[Array, "A W"]:
+    def send(self, entries: Float[Array, "N W"], into: Float[Array, "A W"], site: str) -> Float[Array, "A W"]:
         """Send each entry once to the ranks of its rows in this step.
 
         Args:
-            entries: `[N, W]`.
-            num_rows: `A`, rows of the receive buffer.
+            entries: `[N, W]`, the entries of this step.
+            into: `[A, W]`, receive buffer; rows of other steps are unchanged.
             site: name of the exchange in messages.
 
         Returns:
-            `[A, W]`, sorted by source, then by entry; rows that were not received are uninitialized.
+            `into` with the received rows, sorted by source, then by entry; see `empty_buffer`.
         """
-        return self.exchange(rows_at(entries, self.lists.entry[self.sent]), num_rows, site)
+        first = 0 if self.entries is None else self.entries[0]
+        rows = rows_at(entries, self.lists.entry[self.sent] - first)
+        return self._hop().there(rows, into, site)
 
     def of_rows(self, values: Shaped[Array, "N K"]) -> Shaped[Array, "B K"]:
         """Return the values of the entry of each sent row."""
@@ -204,7 +249,7 @@ class Step:
         return jnp.where(mine, self.of_rows(self.lists.code), 0)
 
     def exchange(self, rows: Shaped[Array, "B W"], num_rows: int, site: str) -> Shaped[Array, "A W"]:
-        """Send one row of an array for each sent row; see `send`."""
+        """Send one row of an array for each sent row, into a new buffer; see `send`."""
         return self._hop().there(rows, empty_buffer(rows, num_rows), site)
 
     def clear(self, received: Shaped[Array, "A W"]) -> Shaped[Array, "A W"]:
@@ -220,15 +265,16 @@ class Step:
             site: name of the exchange in messages.
 
         Returns:
-            `[N, W]` in float32 or wider; 0 for entries without rows in this step.
+            `[N, W]` for the entries of this step, in float32 or wider; 0 for entries without rows.
         """
         lists, num_ranks = self.lists, self.size.shape[0]
-        at = jnp.append(self.position, -1)[lists.row]
+        row = lists.row if self.entries is None else lists.row[slice(*self.entries)]
+        at = jnp.append(self.position, -1)[row]
         if num_ranks < at.shape[1]:
-            ranks = jnp.append(lists.rank, num_ranks)[lists.row]
+            ranks = jnp.append(lists.rank, num_ranks)[row]
             at = jnp.stack([jnp.where(ranks == rank, at, -1).max(1) for rank in range(num_ranks)], 1)
         else:
-            at = jnp.where(is_first(lists.row, lists.rank.shape[0]), at, -1)
+            at = jnp.where(is_first(row, lists.rank.shape[0]), at, -1)
         return sum_rows(self._back(rows, site), at)
 
     def choices_back(self, values: Float[Array, "A K"], site: str) -> Float[Array, "N K"]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
@@ -22,13 +23,16 @@ from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
 from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows
 from jax_moe_lb.transport.compression import packed, unpacked
-from jax_moe_lb.transport.exchange import DispatchOptions, RoundsReceipt, RoutingWeights, rows_at
+from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, rows_at
 from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import SumsT, overflow_rounds
 from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier
 
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
+
+Entries = tuple[Float[Array, "_ W"], ...]
+"""Entries of a rank by chunk; one chunk without a first hop."""
 
 
 @pytree
@@ -45,6 +49,26 @@ class ListReceipt(RoundsReceipt):
     between: Lists | None
 
 
+def chunks_between(lists: Lists, buffers: Buffers, group: Group) -> tuple[Step, ...]:
+    """Return the chunks of a first hop, each with an equal part of the tokens.
+
+    Args:
+        lists: lists of tokens for the nodes.
+        buffers: buffers with the number of chunks.
+        group: ranks of the hop.
+    """
+    num_tokens, per_token = lists.row.shape
+    part = -(-num_tokens // buffers.chunks)
+    # Without empty chunks, if there are few tokens.
+    number = -(-num_tokens // max(part, 1)) or 1
+    num_sent = part * min(per_token, lists.copies.shape[0])
+    return lists.step(0, lists.entry.shape[0], group).chunks(number, num_sent, in_one_buffer=False)
+
+
+def _of_step(entries: Float[Array, "N W"], step: Step) -> Float[Array, "_ W"]:
+    return entries if step.entries is None else entries[slice(*step.entries)]
+
+
 class Route(NamedTuple):
     """Static description of the hops of `serve_lists`.
 
@@ -58,36 +82,42 @@ class Route(NamedTuple):
     group: Group
     between: Group | None
 
-    def to_entries(self, tokens: Float[Array, "T W"], receipt: ListReceipt) -> Float[Array, "N W"]:
-        """Return the entries of this rank: its tokens, or those forwarded to it by other nodes."""
-        step = self._between(receipt)
-        return tokens if step is None else step.send(tokens, self._num_entries(receipt), "dispatch, between nodes")
+    def to_entries(self, tokens: Float[Array, "T W"], receipt: ListReceipt) -> Entries:
+        """Return the entries of this rank by chunk: its tokens, or those forwarded to it by other nodes."""
+        if (steps := self.first_hop(receipt)) is None:
+            return (tokens,)
+        site, rows = "dispatch, between nodes", receipt.lists.row.shape[0] // len(steps)
+        return tuple(step.send(_of_step(tokens, step), empty_buffer(tokens, rows), site) for step in steps)
 
     def choices_to_entries(self, values: Shaped[Array, "T K"], receipt: ListReceipt) -> Shaped[Array, "N K"]:
         """Return one number for each choice of the entries."""
-        step = self._between(receipt)
-        if step is None:
+        if (steps := self.first_hop(receipt)) is None:
             return values
-        return step.exchange(step.of_rows(values), self._num_entries(receipt), "dispatch of weights, between nodes")
+        site, rows = "dispatch of weights, between nodes", receipt.lists.row.shape[0] // len(steps)
+        return jnp.concatenate([step.exchange(step.of_rows(values), rows, site) for step in steps])
 
-    def to_tokens(self, entries: Float[Array, "N H"], receipt: ListReceipt, like: Tokens) -> Tokens:
+    def to_tokens(self, entries: Entries, receipt: ListReceipt, like: Tokens) -> Tokens:
         """Sum values of the entries of each token, in the dtype of the tokens; the transpose of `to_entries`."""
-        step = self._between(receipt)
-        entries = entries.astype(like.dtype)
-        return entries if step is None else step.sum_back(entries, "combine, between nodes").astype(like.dtype)
+        entries = tuple(part.astype(like.dtype) for part in entries)
+        if (steps := self.first_hop(receipt)) is None:
+            return entries[0]
+        parts = [step.sum_back(part, "combine, between nodes") for step, part in zip(steps, entries, strict=True)]
+        return jnp.concatenate([part.astype(like.dtype) for part in parts])
 
     def choices_to_tokens(self, values: Float[Array, "N K"], receipt: ListReceipt) -> RoutingWeights:
         """Return one number for each choice of the tokens; the transpose of `choices_to_entries`."""
-        step = self._between(receipt)
-        return values if step is None else step.choices_back(values, "combine of weights, between nodes")
+        if (steps := self.first_hop(receipt)) is None:
+            return values
+        site, parts = "combine of weights, between nodes", jnp.split(values, len(steps))
+        back = [step.choices_back(part, site) for step, part in zip(steps, parts, strict=True)]
+        # A choice is in one chunk, and 0 in the others.
+        return sum(back[1:], start=back[0])
 
-    def _between(self, receipt: ListReceipt) -> Step | None:
+    def first_hop(self, receipt: ListReceipt) -> tuple[Step, ...] | None:
+        """Return the chunks of the hop between nodes; `None` without such a hop."""
         if receipt.between is None or self.between is None:
             return None
-        return receipt.between.step(0, receipt.between.entry.shape[0], self.between)
-
-    def _num_entries(self, receipt: ListReceipt) -> int:
-        return receipt.lists.row.shape[0]
+        return chunks_between(receipt.between, self.options.buffers, self.between)
 
     def room(self, weights: RoutingWeights) -> int:
         """Return the rows of a rank's buffers; see `rows_with_padding`.
@@ -104,32 +134,45 @@ class _Round:
     """Exchange of a round, and the copies that it brings.
 
     Args:
-        step: rows of the round.
+        steps: rows of the round, by chunk of entries.
         places: copies of the received rows in the order of slots.
         weights: `[A, K]`, weights of the choices of each received row; those of other ranks have no place.
-        room: `A`, rows of each buffer.
+        whole: rows of all chunks.
     """
 
-    step: Step
+    steps: tuple[Step, ...]
     places: SlotPlaces
     weights: RoutingWeights
-    room: int
+    whole: Step
 
     @classmethod
     @jax.named_scope("dispatch")
     def of(
-        cls, i: Int[Array, ""] | int, entry_weights: RoutingWeights, slots: int, room: int, lists: Lists, route: Route
+        cls,
+        i: Int[Array, ""] | int,
+        entry_weights: RoutingWeights,
+        slots: int,
+        room: int,
+        lists: Lists,
+        route: Route,
+        chunks: int,
     ) -> "_Round":
         # The rounds of a single hop bound the received rows only: as many rows as all lists have may leave at once.
         step = lists.step(i, lists.entry.shape[0] if route.between is None else room, route.group)
         # Codes and weights take one exchange: codes are small integers, exact in the dtype of the weights.
         tail = jnp.concatenate([step.codes().astype(entry_weights.dtype), step.of_rows(entry_weights)], 1)
         codes, weights = jnp.split(step.exchange(tail, room, "dispatch of weights"), 2, 1)
-        return cls(step, slot_places(step.clear(codes).astype(jnp.int32), slots, room), weights, room)
+        part = lists.row.shape[0] // chunks * min(lists.row.shape[1], lists.copies.shape[0])
+        steps = step.chunks(chunks, min(room, part), in_one_buffer=True)
+        return cls(steps, slot_places(step.clear(codes).astype(jnp.int32), slots, room), weights, step)
 
     @jax.named_scope("dispatch")
-    def send(self, entries: Float[Array, "N W"]) -> Float[Array, "A W"]:
-        return self.step.send(entries, self.room, "dispatch")
+    def send(self, entries: Entries) -> Float[Array, "A W"]:
+        rows = empty_buffer(entries[0], self.weights.shape[0])
+        # The chunks of a source land one after the other, as in one exchange.
+        for step, part in zip(self.steps, entries, strict=True):
+            rows = step.send(part, rows, "dispatch")
+        return rows
 
     def copies(self, rows: Float[Array, "A H"]) -> Rows:
         """Return the copies of received rows, in the order of slots."""
@@ -139,15 +182,15 @@ class _Round:
         return self.weights.reshape(-1, 1)[self.places.copy]
 
     @jax.named_scope("combine")
-    def sum_back(self, outputs: Rows, weights: RoutingWeights | None) -> Float[Array, "N H"]:
+    def sum_back(self, outputs: Rows, weights: RoutingWeights | None) -> Entries:
         """Sum the outputs of each row, then those of each entry."""
         sums = sum_rows(outputs, self.places.place, weights).astype(outputs.dtype)
-        return self.step.sum_back(sums, "combine")
+        return tuple(step.sum_back(sums, "combine") for step in self.steps)
 
     @jax.named_scope("combine")
     def weights_back(self, of_copies: Float[Array, "A 1"]) -> Float[Array, "N K"]:
         of_rows = of_copies[:, 0].at[self.places.place].get(mode="fill", fill_value=0)
-        return self.step.choices_back(of_rows, "combine of weights")
+        return self.whole.choices_back(of_rows, "combine of weights")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -189,16 +232,16 @@ def serve_lists(
             entries = route.to_entries(packed(transfer, tokens), receipt)
             entry_weights = route.choices_to_entries(weights, receipt)
 
-        def one_round(i: Array | int, total: Array | None) -> Array:
-            # The barrier makes every round gather its rows, as in `in_rounds`.
-            now = optimization_barrier(jnp.int32(i), entries)
-            one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route)
+        def one_round(i: Array | int, total: Entries | None) -> Entries:
+            # The barrier makes every round gather its rows, as in `in_rounds`. A chunk does not wait for the others.
+            now = tuple(optimization_barrier(jnp.int32(i), part) for part in entries)
+            one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(entries))
             sizes = one.places.group_sizes
             rows = one.copies(unpacked(transfer, one.send(now), tokens))
             with jax.named_scope("experts"):
                 outputs = grouped_ffn(rows, slots.weights(sizes), sizes)
             sums = one.sum_back(outputs, one.weights)
-            return sums if total is None else total + sums
+            return sums if total is None else jax.tree.map(jnp.add, total, sums)
 
         total = _rounds(receipt, route, one_round)
         with jax.named_scope("combine"):
@@ -255,9 +298,10 @@ def _gradients(
         entries, upstreams = (route.to_entries(part, receipt) for part in (packed(transfer, tokens), upstream))
         entry_weights = route.choices_to_entries(weights, receipt)
 
-    def one_round(i: Array | int, sums: tuple[Array, Array, Any] | None) -> tuple[Array, Array, Any]:
-        now, upstream_now = optimization_barrier(jnp.int32(i), (entries, upstreams))
-        one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route)
+    def one_round(i: Array | int, sums: tuple[Entries, Array, Any] | None) -> tuple[Entries, Array, Any]:
+        pairs = [optimization_barrier(jnp.int32(i), pair) for pair in zip(entries, upstreams, strict=True)]
+        now, upstream_now = (tuple(part) for part in zip(*pairs, strict=True))
+        one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(entries))
         rows = one.copies(unpacked(transfer, one.send(now), tokens))
         row_upstream = one.copies(one.send(upstream_now))
         before = None if sums is None else sums[2]
@@ -266,7 +310,7 @@ def _gradients(
         )
         of_entries, of_choices = one.sum_back(of_rows, None), one.weights_back(of_weights)
         if sums is not None:
-            of_entries, of_choices = sums[0] + of_entries, sums[1] + of_choices
+            of_entries, of_choices = jax.tree.map(jnp.add, sums[:2], (of_entries, of_choices))
         return of_entries, of_choices, of_slots
 
     of_entries, of_choices, of_slots = _rounds(receipt, route, one_round)

@@ -103,7 +103,7 @@ SYSTEMS = {
         UltraEP(min_tokens=4), Relay(min_replicas=3, min_gain=1), Once(Buffers(0.6)), replica_slots=4
     ),
     "exact, once, peer copies": System(Exact(), PeerCopy(), Once(), replica_slots=2),
-    "exact, forwarded in small rounds": System(Exact(), dispatch=Forward(Buffers(0.4)), replica_slots=2),
+    "exact, forwarded in small rounds": System(Exact(), dispatch=Forward(Buffers(0.4, chunks=2)), replica_slots=2),
     "ultraep, forwarded": System(
         UltraEP(min_tokens=4), Relay(min_replicas=3, min_gain=1), Forward(Buffers(0.6)), replica_slots=4
     ),

@@ -8,7 +8,7 @@ import pytest
 from jax_moe_lb import Buffers, System
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Communication, Links, Migration, ModelShape, Step, simulate, simulate_uniform
-from jax_moe_lb.sim.network import latency_s
+from jax_moe_lb.sim.network import latency_s, seconds
 from jax_moe_lb.sim.work import layer_work
 from jax_moe_lb.transport import Direct, Forward, Once, QuantizedTransfer
 
@@ -74,6 +74,26 @@ def test_the_first_hop_of_forward_runs_beside_the_planner():
     straight = simulate(systems.exact(2, Buffers(1e3)), model(), cluster, counts, step=FORWARD)
     (hop,) = [task for task in straight.timeline.tasks if task.stage == "dispatch"]
     assert hop.start.min() >= 1.0
+
+
+def test_the_hops_of_chunks_overlap():
+    """With n chunks the longer hop takes its whole time, and the shorter one an n-th of it."""
+    cluster = Cluster((Links("node", 2, 1e8, links=2), Links("gpu", 2, 1e8)))
+    even = np.full((4, 16), 16, np.int32)
+
+    def exposed(buffers):
+        stages = simulate(System(dispatch=Forward(buffers)), model(), cluster, even, step=FORWARD).stages
+        return np.array([stages["dispatch"].exposed_s, stages["combine"].exposed_s])
+
+    work, _ = layer_work(System(dispatch=Forward()), model(), cluster, even)
+    hops = np.array(
+        [[seconds(flow, cluster) for flow in side] for side in (work.waves[0].dispatch, work.waves[0].back)]
+    )
+    pipelined = hops.max(1) + hops.min(1) / 4
+    np.testing.assert_allclose(exposed(Buffers()), hops.sum(1))
+    np.testing.assert_allclose(exposed(Buffers(chunks=4, max_rounds=1)), pipelined)
+    # A loop over rounds carries the sums of all chunks.
+    np.testing.assert_allclose(exposed(Buffers(chunks=4)), [pipelined[0], hops[1].sum()])
 
 
 def test_forward_bounds_the_copies_of_rail_ranks_by_rounds():

@@ -14,7 +14,16 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Chain, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe, plain
 from jax_moe_lb.balancers import Exact, HybridEP, RailS
-from jax_moe_lb.transport import Codec, Direct, ExpertDomains, GatherExpertDomain, MultiRailDispatch, hybrid_mesh
+from jax_moe_lb.transport import (
+    Codec,
+    Direct,
+    ExpertDomains,
+    Forward,
+    GatherExpertDomain,
+    MultiRailDispatch,
+    Once,
+    hybrid_mesh,
+)
 from tests.algorithm_1 import collectives, connected, links, pairs
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
@@ -173,6 +182,18 @@ def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
     assert_close((y, gradients), (want, want_gradients), 1e-6)
     # Loads by domain and offset, and by offset and domain.
     np.testing.assert_array_equal(stats.load_after.reshape(4, 2), between_stats.load_after.T)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", [Once(Buffers(0.6)), Forward(Buffers(0.6))])
+def test_tokens_sent_once_between_expert_domains_equal_dense(dispatch):
+    """Experts are gathered across datacenters; tokens travel once to each rank, or node, of the group that remains."""
+    mesh, domains = domains_of((2, 2, 2), (2, 1, 1))
+    system = System(Exact(), dispatch=dispatch, replica_slots=2)
+    (y, _), gradients = with_gradients(hybrid_moe(mesh, domains, system))(*inputs())
+    (want, _), want_gradients = dense()
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
 
 
 @pytest.mark.thorough

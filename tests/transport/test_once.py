@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Buffers, System, TopK, Topology, exact, greedy, plain, rails
+from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.balancers import Greedy, HybridEP
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.routing import Routing
@@ -63,6 +64,10 @@ SPECIAL = [
     (Forward(Buffers(0.3)), special_router, 1),
     (Once(Buffers(0.3)), special_router, 1),
     (Forward(Buffers(8.0, max_rounds=1)), special_router, 12),
+    (Forward(Buffers(0.7, chunks=3)), special_router, 12),
+    # The last chunk has one token, and with one token there is one chunk.
+    (Forward(Buffers(8.0, max_rounds=1, chunks=5)), special_router, 11),
+    (Forward(Buffers(0.3, chunks=2)), special_router, 1),
     (Once(Buffers(8.0, max_rounds=1)), special_router, 12),
 ]
 
@@ -135,6 +140,42 @@ def test_vmap_serves_one_microbatch_after_the_other(kind):
     for at in range(3):
         want = layer(x[at], mask[at], kernel, experts, target[at])
         assert_close(jax.tree.map(lambda leaf, at=at: leaf[at], got), want, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_exchanges_between_nodes_do_not_wait_for_other_chunks():
+    """In the compiled program a hop between nodes depends on no hop inside nodes of another chunk, out and back."""
+    case, mesh = Case(num_experts=8), make_mesh((2, 2), MESH)
+    system = replace(BALANCED, dispatch=Forward(Buffers(8.0, max_rounds=1, chunks=2)))
+    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh, MESH), system))
+    operands = *case.tokens(WORKLOADS[1], 4, "float32"), *case.params("float32")
+    module = parse_module(layer.lower(*operands).compile().as_text())
+    entry = module.computations[module.entry]
+    found = {"dispatch": [], "combine": []}
+    for one in entry:
+        if "exchange" in one.target and one.shapes[0].dims[1:] == (case.width,):
+            found["dispatch" if "dispatch" in module.op_name(one) else "combine"].append(one)
+
+    def before(one):
+        seen, waiting = set(), [one]
+        while waiting:
+            waiting += [other for other in entry.operands(waiting.pop()) if other.name not in seen]
+            seen |= {other.name for other in waiting}
+        return seen
+
+    # A rail rank receives the tokens of two ranks in half of a chunk each, and has one buffer inside its node.
+    forwarded = 2 * case.num_tokens // 2
+    out, inside = (
+        [one for one in found["dispatch"] if (one.shapes[0].dims[0] == forwarded) == is_out] for is_out in (True, False)
+    )
+    assert (len(out), len(inside), len(found["combine"])) == (2, 2, 4)
+    for one in out:
+        assert not {other.name for other in (*out, *inside)} & before(one)
+    first, second = (len({other.name for other in out} & before(one)) for one in inside)
+    assert sorted((first, second)) == [1, 2]
+    names = {one.name for one in found["combine"]}
+    assert sorted(len(names & before(one)) for one in found["combine"]) == [0, 0, 1, 1]
 
 
 def addressed(dispatch, system, shape, experts, counts):

@@ -32,6 +32,8 @@ NODES = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
         (Topology.flat(32), 256, 8, Direct),
         (Topology.flat(8), 256, None, Direct),
         (Topology.flat(1), 256, 8, Direct),
+        (replace(NODES, platform="tpu"), 256, 8, Direct),
+        (replace(NODES, platform="cuda"), 256, 8, Forward),
     ],
 )
 def test_nodes_and_expected_rows_decide(topology, experts, per_token, kind):
