@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <limits>
+#include <mutex>
 #include <random>
 #include <thread>
 #include <utility>
@@ -223,6 +226,51 @@ void EachTaskIsDoneOnceAndFailuresAreReported() {
   EXPECT(ForEachTask(threads.pool(), 0, count));
 }
 
+// Sanitizers have memory of their own for each thread.
+#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define MOE_LB_MEASURES_MEMORY
+size_t ResidentBytes() {
+  size_t total = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> total >> resident;
+  return resident * 4096;
+}
+
+// XLA has several threads for each device, and each of them runs a product at some time.
+void LivingThreadsKeepNoMemory() {
+  constexpr size_t kThreads = 48;
+  const Shape shape = {300, 1030, 70, {256}};  // fills all operands in the scratch memory, of at least 98 KB
+  const Case<float> c(shape);
+  std::vector<float> out(shape.num_rows * shape.columns);
+  std::mutex mutex;
+  std::condition_variable changed;
+  size_t turn = 0;
+  const auto work = [&](size_t i) {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return turn == i + 1; });
+    const Status bad = GroupedMatmul<float>(c.Rows(), {c.weights.data(), c.weights.size()}, false, c.sizes(),
+                                            {out.data(), shape.num_rows, shape.columns}, kAlone, BestInstructions());
+    EXPECT_EQ(bad.value_or(""), "");
+    ++turn;
+    changed.notify_all();
+    changed.wait(lock, [&] { return turn > kThreads + 1; });
+  };
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < kThreads; ++i) threads.emplace_back(work, i);
+  const auto next = [&](size_t until) {
+    std::unique_lock<std::mutex> lock(mutex);
+    ++turn;
+    changed.notify_all();
+    changed.wait(lock, [&] { return turn >= until; });
+  };
+  const size_t before = ResidentBytes();
+  next(kThreads + 1);
+  const size_t growth = ResidentBytes() - before;
+  next(0);
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(growth < kThreads * 98304 / 2);
+}
+#endif
+
 void BadSizesAreNamed() {
   const auto refusal = [](std::vector<int32_t> sizes) {
     std::vector<float> rows(12), weights(18), out(8);
@@ -263,6 +311,9 @@ int main() {
   ThreadsChangeNoBit<Bf16>();
   APoolThatIsBusyIsNotWaitedFor();
   EachTaskIsDoneOnceAndFailuresAreReported();
+#ifdef MOE_LB_MEASURES_MEMORY
+  LivingThreadsKeepNoMemory();
+#endif
   BadSizesAreNamed();
   ShapesThatDoNotFitAreRefused();
 }

@@ -1,6 +1,11 @@
 // The kernel, once per instruction set. Compiler flags would also apply to inline functions of the standard library,
 // and the linker might keep those for all callers; a pragma and a namespace apply only to the kernel.
-#include <cstdlib>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 #include "ffi/gemm/kernel_api.h"
 #include "ffi/gemm/prefetch.h"
@@ -74,30 +79,52 @@ using Accumulator = std::conditional_t<std::is_same_v<Elem, Pair>, float, Elem>;
 namespace moe_lb {
 namespace {
 
-// Returns memory of this thread, or null if there is none. It is kept for the thread's next block: XLA's threads return
-// with every product, and fresh memory would page-fault each time. It is aligned, so that no vector of a packed operand
-// crosses a cache line.
-void* Scratch(size_t bytes) {
-  struct Memory {
-    ~Memory() { std::free(data); }
-    void* data = nullptr;
-    size_t size = 0;
-  };
-  thread_local Memory memory;
-  if (memory.size < bytes) {
-    constexpr size_t kPage = 4096;
-    std::free(memory.data);
-    memory.data = std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage);
-    memory.size = memory.data == nullptr ? 0 : bytes;
+// Memory for packed operands, page-aligned, so that no vector crosses a cache line. Blocks share a few pieces: fresh
+// memory would page-fault in each block, and memory of each thread would grow until every thread of XLA's pools, of
+// which each device has several, has run a product. It is mapped, because a piece freed on another thread would leave a
+// hole in the heap of its first one.
+class ScratchPool {
+ public:
+  explicit ScratchPool(size_t bytes) : bytes_(bytes) {}
+
+  // Returns null if there is no memory.
+  void* Take() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!free_.empty()) {
+        void* const piece = free_.back();  // the last one used is in a cache
+        free_.pop_back();
+        return piece;
+      }
+    }
+    void* const piece = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return piece == MAP_FAILED ? nullptr : piece;
   }
-  return memory.data;
-}
+
+  void Give(void* piece) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (free_.size() < kMost) return free_.push_back(piece);
+    }
+    munmap(piece, bytes_);
+  }
+
+ private:
+  // More threads than cores hold a piece at once only if the system suspends some of them.
+  const size_t kMost = 2 * std::max<size_t>(1, std::thread::hardware_concurrency());
+  const size_t bytes_;
+  std::mutex mutex_;
+  std::vector<void*> free_;
+};
 
 template <typename Kernel, typename T, typename Out>
 bool MultiplyWith(const Block<T, Out>& block) {
-  void* scratch = Scratch(Kernel::kScratchBytes);
+  // Never destroyed: threads may run products while the process exits.
+  static ScratchPool& pool = *new ScratchPool(Kernel::kScratchBytes);
+  void* const scratch = pool.Take();
   if (scratch == nullptr) return false;
   Kernel(block, scratch).Run();
+  pool.Give(scratch);
   return true;
 }
 
