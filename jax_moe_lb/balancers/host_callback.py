@@ -172,10 +172,12 @@ def _broken(
     fingerprint: jax.Array, has_failed: jax.Array, rank: jax.Array, ranks: tuple[str, ...]
 ) -> Int[jax.Array, ""]:
     """Return 0 if all ranks have the same plan, else `FAILED` or `DIFFERS`; equal on all ranks."""
+    # With 64-bit types enabled, two Python integers would make an int64.
+    good, failed, differs = (jnp.int32(code) for code in (0, FAILED, DIFFERS))
     if not ranks:
-        return jnp.where(has_failed != 0, FAILED, 0)
+        return jnp.where(has_failed != 0, failed, good)
     of_first = jax.lax.psum(jnp.where(rank == 0, fingerprint, 0), ranks)
-    problem = jnp.where(has_failed != 0, FAILED, jnp.where(fingerprint == of_first, 0, DIFFERS))
+    problem = jnp.where(has_failed != 0, failed, jnp.where(fingerprint == of_first, good, differs))
     return jax.lax.pmin(problem, ranks)
 
 
