@@ -111,3 +111,11 @@ def test_what_cannot_travel_so_is_refused():
         QuantizedTransfer().encode(jnp.ones((2, 64)))
     with pytest.raises(ValueError, match="expected None, as peer copies do not quantize rows"):
         TwoPhase(Buffers(1.5), transfer=QuantizedTransfer())
+
+
+@pytest.mark.parametrize("dtype", [E4M3, INT8])
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-40, 1e-37])
+def test_the_smallest_numbers_become_no_nan(dtype, largest):
+    rows = jnp.full((1, 32), largest)
+    got = QuantizedTransfer(dtype, block=32).decode(QuantizedTransfer(dtype, block=32).encode(rows), jnp.float32)
+    np.testing.assert_allclose(got, rows, atol=1.2e-38)
