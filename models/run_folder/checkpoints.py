@@ -30,6 +30,7 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.nn.moe import ExpertHomes, RunningLoads
 from jax_moe_lb.nn.relocation import OF_ONE_MESH
 from models.config import CheckpointConfig
+from models.run_folder.checkpoint_limits import check_arrays, check_texts
 from models.run_folder.files import damage, has_checksums, naming, write_checksums
 
 
@@ -97,11 +98,20 @@ class Checkpoints:
     Args:
         folder: folder of the checkpoints; created if missing.
         config: retention of checkpoints.
+        limits: limits of the JSON files of a checkpoint.
+
+    Raises:
+        LimitError: a JSON file of a checkpoint exceeds a limit.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig = CheckpointConfig()) -> None:
+    def __init__(
+        self, folder: Path, config: CheckpointConfig = CheckpointConfig(), limits: FileLimits = FileLimits()
+    ) -> None:
         keep_quiet()
-        self.folder = folder.absolute()
+        self.folder, self.limits = folder.absolute(), limits
+        # The manager may read metadata of any checkpoint.
+        for step in steps_in(self.folder):
+            check_texts(self.folder / str(step), limits)
         # Remove incomplete checkpoints of a killed run.
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy(config), cleanup_tmp_directories=True
@@ -214,6 +224,7 @@ class Checkpoints:
             same_mesh: if True, also restore state specific to the mesh and system of the checkpoint.
 
         Raises:
+            LimitError: an array declares more memory than allowed.
             ValueError: a part is absent and `init` is `None`, or the state belongs to another model.
         """
         wanted = parts(shapes)
@@ -223,6 +234,8 @@ class Checkpoints:
         if missing and init is None:
             raise ValueError(f"the checkpoint of step {step} in {str(self.folder)!r} lacks {missing[0]}")
         named = _only(missing, init()) if missing and init else {}
+        for item in fits:
+            check_arrays(self.folder / str(step) / item, wanted[item], self.limits)
         arrays = {item: ocp.args.StandardRestore(wanted[item]) for item in fits}
         restored = self.manager.restore(step, args=ocp.args.Composite(**arrays))
         for item in fits:
@@ -251,12 +264,12 @@ def restore_newest(
         tell: function called with a message about each damaged checkpoint.
         init: see `Checkpoints.restore`.
         layout: ranks and system of this run, compared with those of the checkpoint; `None` if they are the same.
-        limits: limits of the files with the checksums.
+        limits: limits of the JSON files of the checkpoints.
 
     Raises:
         ValueError: every checkpoint is damaged, or the state belongs to another model.
     """
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder, limits=limits) as checkpoints:
         for step in steps_in(folder):
             problem = damage(folder / str(step), limits)
             # All processes must restore the same step.
