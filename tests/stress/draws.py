@@ -1,13 +1,15 @@
 """Random inputs of a program: expert preferences, magnitudes, and padding."""
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from tests.stress.float64_experts import Weights
-from tests.stress.float64_layer import Network, Setting, network
+from tests.stress.float64_layer import Network, Rounding, Setting, identity, network
+from tests.stress.float64_transfer import transferred
 from tests.stress.patterns import PATTERNS, Pattern
 from tests.stress.programs import SEED, Program
 
@@ -95,6 +97,14 @@ def residual(program: Program) -> np.ndarray | None:
     return 0.5 * (np.arange(program.width) < program.features) if program.scans else None
 
 
+def roundings(program: Program) -> tuple[Rounding, Rounding]:
+    """Return the rounding of tokens and of outputs by the transfer of a program."""
+    if program.transfer == "none":
+        return identity, identity
+    rounding = partial(transferred, NUMPY_DTYPES[program.dtype], program.transfer, program.block)
+    return rounding, rounding if program.quantizes_outputs else identity
+
+
 def reference(program: Program, inputs: Inputs) -> list[Network]:
     def weights_of(layer: int) -> Weights:
         stacked = layer if program.own_weights else 0
@@ -104,7 +114,14 @@ def reference(program: Program, inputs: Inputs) -> list[Network]:
     for x, mask, target in zip(inputs.x, inputs.mask, inputs.target, strict=True):
         bias = None if inputs.bias is None else inputs.bias.astype(np.float64)
         setting = Setting(
-            program.rules(), program.num_groups, program.num_ranks, mask, bias, inputs.homes, residual(program)
+            program.rules(),
+            program.num_groups,
+            program.num_ranks,
+            mask,
+            bias,
+            inputs.homes,
+            residual(program),
+            *roundings(program),
         )
         layers = [weights_of(layer) for layer in range(program.layers)]
         answers.append(network(setting, x.astype(np.float64), layers, target.astype(np.float64)))

@@ -1,5 +1,6 @@
 """Dense mixture of experts in NumPy and float64, with a manual backward pass, independent of jax and the package."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,6 +8,13 @@ import numpy as np
 
 from tests.stress.float64_experts import Sized, Weights, add_expert_gradients, add_product, expert_output
 from tests.stress.float64_router import Routed, Rules, pull_back, route
+
+Rounding = Callable[[np.ndarray], np.ndarray]
+"""`[N, H] -> [N, H]`."""
+
+
+def identity(rows: np.ndarray) -> np.ndarray:
+    return rows
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,8 @@ class Setting:
     bias: np.ndarray | None = None
     homes: np.ndarray | None = None  # the place of each expert
     residual: np.ndarray | None = None  # [H], `x + residual * y` of a layer is the next input; None for a single layer
+    tokens: Rounding = identity  # rounding of tokens on their way to experts; its derivative counts as 1
+    outputs: Rounding = identity  # the same for outputs; gradients of router weights use outputs before rounding
 
     def places(self, num_experts: int) -> np.ndarray:
         return np.arange(num_experts) if self.homes is None else self.homes
@@ -62,16 +72,18 @@ def forward(setting: Setting, x: np.ndarray, weights: Weights) -> Layer:
     logits, num_ranks = x @ weights.kernel, setting.num_ranks
     routed = [route(setting.rules, logits[block], setting.bias, setting.mask[block]) for block in setting.blocks()]
     chosen = Sized(*np.zeros((2, len(x), setting.rules.per_tok, x.shape[1])))
+    sent = setting.tokens(x)
     counts = np.zeros((setting.num_groups, num_ranks, num_experts), int)
     for group, (block, told) in enumerate(zip(setting.blocks(), routed, strict=True)):
         ranks = np.arange(len(told.active)) // max(len(told.active) // num_ranks, 1)
         for expert, place in enumerate(places):
             tokens, choices = np.nonzero((told.experts == expert) & told.active[:, None])
-            output = expert_output(x[block][tokens], weights, place)
+            output = expert_output(sent[block][tokens], weights, place)
             chosen.value[block][tokens, choices], chosen.size[block][tokens, choices] = output
             counts[group, :, place] = np.bincount(ranks[tokens], minlength=num_ranks)
     factors = np.concatenate([told.weights for told in routed])[:, :, None]
-    y = Sized((factors * chosen.value).sum(1), (factors * chosen.size).sum(1))
+    returned = setting.outputs(chosen.value.reshape(-1, x.shape[1])).reshape(chosen.value.shape)
+    y = Sized((factors * returned).sum(1), (factors * chosen.size).sum(1))
     return Layer(x, weights, routed, chosen, y, counts)
 
 
@@ -79,12 +91,12 @@ def backward(setting: Setting, layer: Layer, by_y: np.ndarray, by_loss: float) -
     """Return the gradients, from those of the outputs and of each group's loss."""
     x, weights = layer.x, layer.weights
     sums, sizes = (Weights(*(None if array is None else np.zeros_like(array) for array in weights)) for _ in range(2))
-    by_x, x_sizes = np.zeros_like(x), np.zeros_like(x)
+    by_x, x_sizes, sent = np.zeros_like(x), np.zeros_like(x), setting.tokens(x)
     for block, told in zip(setting.blocks(), layer.routed, strict=True):
         for expert, place in enumerate(setting.places(weights.kernel.shape[1])):
             tokens, choices = np.nonzero((told.experts == expert) & told.active[:, None])
             upstream = told.weights[tokens, choices, None] * by_y[block][tokens]
-            by_rows = add_expert_gradients(x[block][tokens], weights, place, upstream, sums, sizes)
+            by_rows = add_expert_gradients(sent[block][tokens], weights, place, upstream, sums, sizes)
             # A token may choose an expert once.
             by_x[block][tokens] += by_rows.value
             x_sizes[block][tokens] += by_rows.size

@@ -1,10 +1,12 @@
 """Meshes, systems, routers and losses named by programs of the random layer test."""
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -24,6 +26,7 @@ from jax_moe_lb import (
     rails,
 )
 from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, RailS, UltraEP
+from jax_moe_lb.layer.systems import two_tier
 from jax_moe_lb.routing import ForceBalanced, GroupLimit
 from jax_moe_lb.transport import (
     ExpertDomains,
@@ -32,11 +35,12 @@ from jax_moe_lb.transport import (
     MultiRailDispatch,
     Once,
     PeerCopy,
+    QuantizedTransfer,
     Relay,
+    Saved,
     TwoPhase,
     hybrid_mesh,
 )
-from tests.layer_cases import make_mesh
 from tests.oracle import random_plan
 from tests.stress.float64_router import Rules
 from tests.stress.layouts import LAYOUTS
@@ -53,19 +57,29 @@ class Strategies(NamedTuple):
     losses: Losses
 
 
-def strategies_of(program: Program) -> Strategies:
+def strategies_of(program: Program, devices: Sequence[jax.Device]) -> Strategies:
     rules = program.rules()
     losses = Losses(rules.switch, rules.sequence, rules.z)
-    mesh, topology, migrate = make_topology(program)
+    mesh, topology, migrate = make_topology(program, devices)
     system = make_system(program).replace(migrate=migrate, relocates=program.homes)
     return Strategies(mesh, topology, system, make_router(rules, program.has_bias), losses)
 
 
-def make_topology(program: Program) -> tuple[Mesh, Topology, GatherExpertDomain | None]:
+def make_topology(program: Program, devices: Sequence[jax.Device]) -> tuple[Mesh, Topology, GatherExpertDomain | None]:
+    """Return the mesh of the first of the devices, and the topology of the layer on it."""
     layout = LAYOUTS[program.layout]
-    mesh = make_mesh(layout.sizes, layout.names, AxisType.Explicit if program.explicit else AxisType.Auto)
+    axis_type = AxisType.Explicit if program.explicit else AxisType.Auto
+    mesh = Mesh(
+        np.reshape(devices[: layout.shards], layout.sizes), layout.names, axis_types=(axis_type,) * len(layout.names)
+    )
+    # Data axes of a surrounding `shard_map` are no axes of the layer.
+    around = () if program.transformation == "nested" else None
     topology = Topology.from_mesh(
-        mesh, layout.expert_axes, ranks_per_domain=layout.ranks_per_domain, rails_per_node=layout.rails_per_node
+        mesh,
+        layout.expert_axes,
+        data_axes=around,
+        ranks_per_domain=layout.ranks_per_domain,
+        rails_per_node=layout.rails_per_node,
     )
     if not program.gathers:
         return mesh, topology, None
@@ -94,10 +108,12 @@ def make_system(program: Program) -> System:
         "greedy": greedy(slots),
         "ultraep": System(UltraEP(min_tokens=2), relay, replica_slots=more),
         "exact": exact(slots),
+        "two_tier": two_tier(slots),
         "hybridep": hybridep(min(home, slots)),
         "feplb": System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(), slots),
         "fastermoe": System(shadows, replica_slots=slots),
         "eplb": System(EPLB(every=2), replica_slots=slots),
+        "eplb_plus": System(EPLBPlus(), replica_slots=slots),
         "lplb": System(LPLB(every=2), replica_slots=slots),
         "rails": rails(),
         "eplb_plus in two phases, along relays": System(EPLBPlus(), relay, TwoPhase(), slots),
@@ -111,7 +127,16 @@ def make_system(program: Program) -> System:
         "experts gathered, exact, sprayed": System(Chain((Exact(), RailS())), PeerCopy(), MultiRailDispatch(), slots),
     }
     system = systems[program.system]
-    return system.replace(buffers=Buffers(program.headroom, program.max_rounds))
+    return system.replace(
+        buffers=Buffers(program.headroom, program.max_rounds, program.chunks),
+        transfer=make_transfer(program),
+        saved=Saved("replicas" in program.saved, "rows" in program.saved),
+    )
+
+
+def make_transfer(program: Program) -> QuantizedTransfer | None:
+    dtypes = {"float8": jnp.float8_e4m3fn, "int8": jnp.int8}
+    return None if program.transfer == "none" else QuantizedTransfer(dtypes[program.transfer], program.block)
 
 
 def make_router(rules: Rules, has_bias: bool) -> TopK | ForceBalanced:

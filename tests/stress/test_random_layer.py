@@ -4,14 +4,10 @@
 numbers of its program and input.
 """
 
-import contextlib
-
-import jax
 import pytest
 
-from tests.stress.compared import faults_of
-from tests.stress.compiled import Compiled
-from tests.stress.draws import PATTERNS, draw_inputs
+from jax_moe_lb.layer.systems import system_names
+from tests.stress.patterns import PATTERNS
 from tests.stress.programs import (
     DTYPES,
     INPUTS,
@@ -19,11 +15,14 @@ from tests.stress.programs import (
     LOSSES,
     ROUNDS,
     ROUTERS,
+    SAVED,
     SYSTEMS,
+    TRANSFERS,
     TRANSFORMATIONS,
     Program,
     draw_programs,
 )
+from tests.stress.run import run_program
 
 
 def pytest_generate_tests(metafunc):
@@ -42,7 +41,7 @@ EVERYDAY = 1
 """Number of programs run by default; the others are thorough cases."""
 
 CHOICES = ("system", "layout", "router", "losses", "dtype", "transformation", "headroom", "max_rounds")
-CHOICES += ("explicit", "gated", "masked", "homes", "check_vma")
+CHOICES += ("explicit", "gated", "masked", "homes", "check_vma", "transfer", "saved", "chunks")
 
 
 def spread(programs: list[Program]) -> list[int]:
@@ -56,13 +55,18 @@ def spread(programs: list[Program]) -> list[int]:
 
 
 def test_the_default_programs_cover_every_choice():
-    programs = draw_programs(-(-380 // INPUTS))
+    programs = draw_programs(-(-396 // INPUTS))
+    assert set(system_names()) < set(SYSTEMS)
     assert {program.system for program in programs} == set(SYSTEMS)
     assert {program.layout for program in programs} == set(LAYOUTS)
     assert {program.router for program in programs} == set(ROUTERS)
     assert {program.losses for program in programs} == set(LOSSES)
     assert {program.dtype for program in programs} == set(DTYPES)
     assert {program.transformation for program in programs} == set(TRANSFORMATIONS)
+    assert {program.transfer for program in programs} == set(TRANSFERS)
+    assert {program.saved for program in programs} == set(SAVED)
+    assert {program.chunks for program in programs} == {1, 2}
+    assert {program.width % 2 for program in programs} == {0, 1}
     assert {(program.headroom, program.max_rounds) for program in programs} == set(ROUNDS)
     for choice in ("explicit", "gated", "masked", "homes", "check_vma"):
         assert {getattr(program, choice) for program in programs} == {False, True}
@@ -75,18 +79,10 @@ def test_the_layer_equals_float64(number, request):
     # Shown if the test fails, also with an error.
     print(program)
     faults = []
-    with jax.enable_x64(True) if program.dtype == "float64" else contextlib.nullcontext():
-        compiled = Compiled(program)
-        state = compiled.state
-        for at in inputs_of(number, request.config):
-            pattern, inputs, answers = draw_inputs(program, at)
-            print(f"--layer-case {number}.{at}: {pattern}")
-            outcome = compiled.run(inputs, state)
-            state = outcome.state
-            faults += [f"--layer-case {number}.{at}: {fault}" for fault in faults_of(program, outcome, answers)]
+    for case in run_program(program, inputs_of(number, request.config)):
+        print(f"--layer-case {number}.{case.number}: {case.pattern}")
+        faults += [f"--layer-case {number}.{case.number}: {fault}" for fault in case.faults]
     assert not faults, "\n".join(faults)
-    if program.transformation != "not jitted" and not program.transformation.startswith("module"):
-        assert compiled.step._cache_size() == 1
 
 
 def inputs_of(number: int, config: pytest.Config) -> range:

@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Experts, MoEParams, MoEState, TokenInfo, moe
+from jax_moe_lb.core import prepare_export
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from tests.stress.draws import residual
 from tests.stress.float64_experts import Weights
@@ -56,6 +57,7 @@ def make_layer(program: Program, strategies: Strategies) -> Layer:
     by_expert = PartitionSpec(topology.expert_axes if migrate is None else migrate.domains.expert_axes)
     by_group, whole = PartitionSpec(topology.data_axes or None), PartitionSpec()
     specs = (by_token, by_token, Weights(whole, by_expert, by_expert, by_expert), whole, whole, by_group)
+    around = {"data"} if program.transformation == "nested" else set()
     length = program.rules().sequence_length
 
     def one_rank(x: Array, mask: Array, weights: Weights, bias: Array, homes: Array, state: Any) -> tuple:
@@ -67,8 +69,15 @@ def make_layer(program: Program, strategies: Strategies) -> Layer:
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, after.balancer))
 
     sharded = jax.shard_map(
-        one_rank, mesh=mesh, in_specs=specs, out_specs=(by_token, by_group, by_group), check_vma=program.check_vma
+        one_rank,
+        mesh=None if around else mesh,
+        in_specs=specs,
+        out_specs=(by_token, by_group, by_group),
+        axis_names=set(mesh.axis_names) - around,
+        check_vma=program.check_vma,
     )
+    if around:
+        sharded = over_groups(mesh, sharded)
 
     def layer(x: Array, weights: Weights, given: Given, state: Any) -> tuple:
         arrays = (x, given.mask, weights, given.bias, given.homes, state)
@@ -80,16 +89,64 @@ def make_layer(program: Program, strategies: Strategies) -> Layer:
     return jax.jit(layer) if program.transformation == "not jitted" else layer
 
 
+def over_groups(mesh: Mesh, layer: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Return the layer of all groups, with a `shard_map` over the data axis around that of one group."""
+    by_group, whole = PartitionSpec("data"), PartitionSpec()
+    return jax.shard_map(
+        layer,
+        mesh=mesh,
+        in_specs=(by_group, by_group, whole, whole, whole, by_group),
+        out_specs=by_group,
+        axis_names={"data"},
+        check_vma=False,
+    )
+
+
 def put(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
     return jax.sharding.reshard(tree, NamedSharding(mesh, spec))
 
 
+RECEIVED = ("moe_dispatched_rows", "moe_replicas")
+"""Names of the received arrays that `Saved` keeps."""
+
+
 def checkpointed(program: Program, layer: Layer) -> Layer:
+    policies = jax.checkpoint_policies
     if "names kept" in program.transformation:
-        return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES))
-    if program.transformation == "checkpoint, products kept":
-        return jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
-    return jax.checkpoint(layer) if program.transformation == "checkpoint" else layer
+        return jax.checkpoint(layer, policy=policies.save_only_these_names(*CHECKPOINT_NAMES))
+    named = {
+        "checkpoint": None,
+        "checkpoint, products kept": policies.dots_saveable,
+        "checkpoint, received arrays kept": policies.save_only_these_names(*CHECKPOINT_NAMES, *RECEIVED),
+        "checkpoint, everything kept": policies.everything_saveable,
+    }
+    if program.transformation not in named:
+        return layer
+    return jax.checkpoint(layer, policy=named[program.transformation])
+
+
+def exported(step: Step, arguments: tuple) -> Step:
+    """Return the step after serialization for these arguments."""
+    # Trees of types that `jax.export` does not serialize stay outside.
+    leaves, tree = jax.tree.flatten(arguments)
+    out_trees = []
+
+    @jax.jit
+    def flat(*leaves: Array) -> tuple:
+        (value, (y, stats, state)), gradients = step(*jax.tree.unflatten(tree, leaves))
+        rest, out_tree = jax.tree.flatten((state, gradients))
+        out_trees.append(out_tree)
+        return value, y, stats, rest
+
+    program = jax.export.export(flat, disabled_checks=prepare_export())(*leaves)
+    call = jax.jit(jax.export.deserialize(program.serialize()).call)
+
+    def run(*arguments: Any) -> tuple:
+        value, y, stats, rest = call(*jax.tree.leaves(arguments))
+        state, gradients = jax.tree.unflatten(out_trees[0], rest)
+        return (value, (y, stats, state)), gradients
+
+    return run
 
 
 def over_layers(program: Program, layer: Layer) -> Layer:
