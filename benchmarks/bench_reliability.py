@@ -1,18 +1,25 @@
-"""Inputs and faults tried on readers of files, training runs and a layer in a long loop.
+"""Inputs and faults tried on plans, layers, readers of files, training runs and a layer in a long loop.
 
+    python -m benchmarks.bench_reliability plans --number 60000    # plans of every balancer for random counts
+    python -m benchmarks.bench_reliability layers --number 10000   # random layers against a float64 reference
     python -m benchmarks.bench_reliability files --number 100000   # mutated files of every kind
     python -m benchmarks.bench_reliability kills --number 200      # SIGKILL at random times, then --resume
     python -m benchmarks.bench_reliability soak --steps 2000       # memory, threads and files of a layer on 64 devices
 
 Each run has a table `summary` with the same columns: the input or fault, the number tried, the number held, and the
-condition for holding.
+condition for holding. `--log FILE` appends the results of layers and kills to a file, and continues after those in it.
 """
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +27,7 @@ from benchmarks.results import Table, Value, out_option, report
 from tests.fuzz.run import by_kind, failures, fuzzed
 from tests.fuzz.worker import HELD, MOST_BYTES, MOST_S
 
+ROOT = Path(__file__).parents[1]
 COLUMNS = {"input or fault": "", "tried": "d", "held": "d", "condition": ""}
 """Columns of every table `summary`."""
 
@@ -46,20 +54,120 @@ def files(number: int, seed: int) -> dict[str, Table]:
     }
 
 
-def kills(number: int, seed: int, per_run: int) -> dict[str, Table]:
+def plans(number: int, seed: int) -> dict[str, Table]:
+    """Plan for random counts with every balancer."""
+    from tests.stress.plans import random_plans
+
+    tried: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    notes = [f"Seed {seed}; plans on the host, for up to 32 ranks and 128 experts."]
+    for case in random_plans(seed, number):
+        tried[case.balancer] += 1
+        held[case.balancer] += not case.fault
+        notes += [f"{case.balancer}, {case.fault[:200]}."] if case.fault else []
+    rows: list[list[Value]] = [[name, tried[name], held[name]] for name in sorted(tried)]
+    condition = "legal plan: all tokens are served, by slots with their expert, inside the domain"
+    return {
+        "summary": summary("random plans", tried.total(), held.total(), condition, notes[:9]),
+        "balancers": Table({"balancer": "", "plans": "d", "legal": "d"}, rows),
+    }
+
+
+PER_PROCESS = 4
+"""Programs of one process."""
+
+AXES = ("system", "layout", "router", "losses", "dtype", "transformation", "transfer", "saved", "chunks")
+"""Fields of a program in the table of a recorded run."""
+
+
+def layers(number: int, per_program: int, log: Path | None) -> dict[str, Table]:
+    """Compare random layers with a float64 reference, in processes of `PER_PROCESS` programs."""
+    from tests.stress.programs import SEED, draw_programs
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = log or Path(folder) / "layers.jsonl"
+        log.touch()
+        total = number // per_program
+        left = [at for at in range(total) if at not in logged(log, per_program)]
+        for at in range(0, len(left), PER_PROCESS):
+            run_layers(per_program, left[at : at + PER_PROCESS], log)
+        done = logged(log, per_program)
+    programs = draw_programs(total)
+    rows: list[list[Value]] = []
+    bad: list[str] = []
+    for at, faults in sorted(done.items()):
+        fields = [str(getattr(programs[at], name)) for name in AXES]
+        rows.append([at, *fields, per_program, per_program - len(faults)])
+        bad += faults
+    tried = per_program * len(done)
+    condition = "values and all gradients equal those of a dense float64 layer, counts exactly"
+    notes = [f"Seed {SEED}; {len(done)} compiled layers of {per_program} inputs each.", *bad[:9]]
+    columns = {"layer": "d", **dict.fromkeys(AXES, ""), "cases": "d", "held": "d"}
+    return {
+        "summary": summary("random layers", tried, tried - len(bad), condition, notes),
+        "layers": Table(columns, rows),
+    }
+
+
+def logged(log: Path, per_program: int) -> dict[int, list[str]]:
+    """Return the failed cases of each finished program of a log, one line each."""
+    cases: dict[int, list[dict[str, Any]]] = {}
+    for line in log.read_text().splitlines():
+        case = json.loads(line)
+        cases.setdefault(case["program"], []).append(case)
+    found = {}
+    for program, ended in cases.items():
+        if len(ended) >= per_program:
+            failed = [case for case in ended[:per_program] if case["faults"]]
+            found[program] = [f"Case {program}.{case['number']}: {case['faults'][0][:200]}." for case in failed]
+    return found
+
+
+def run_layers(per_program: int, numbers: list[int], log: Path) -> None:
+    """Run programs in one process and append the results to a log; all cases of a program that ends it have failed."""
+    command = [sys.executable, "-m", "tests.stress.worker", str(per_program), *map(str, numbers)]
+    with log.open("ab") as file:
+        process = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE)
+        if process.returncode == 0:
+            return
+        done = logged(log, per_program)
+        fault = process.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
+        broken = next(number for number in numbers if number not in done)
+        for number in range(per_program):
+            case = {"program": broken, "number": number, "pattern": "", "faults": [fault]}
+            file.write(json.dumps(case).encode() + b"\n")
+    run_layers(per_program, numbers[numbers.index(broken) + 1 :], log)
+
+
+STEPS_PER_KILL = 10
+"""Mean number of training steps between two kills; a checkpoint is written every two steps."""
+
+
+def kills(number: int, seed: int, per_run: int, log: Path | None) -> dict[str, Table]:
     """Kill training runs, `per_run` times each, and compare their losses with those of uninterrupted runs."""
     from tests.models.kill_training import kill_and_compare
 
-    held, notes = 0, [f"Seeds from {seed}; {per_run} kills of each run."]
-    for run in range(number // per_run):
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        # Starts take most of the time. Resumed runs load the program compiled by the uninterrupted one.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder) / "compiled")
+        log = log or Path(folder) / "kills.jsonl"
+        log.touch()
+        ended = [json.loads(line) for line in log.read_text().splitlines()]
+        for run in range(len(ended), number // per_run):
+            fault = ""
             try:
-                kill_and_compare(Path(folder), per_run, seed + run)
-                held += per_run
+                kill_and_compare(Path(folder) / str(run), per_run, seed + run, STEPS_PER_KILL)
             except (AssertionError, RuntimeError) as error:
-                notes.append(f"Seed {seed + run}: {' '.join(str(error).split())[:100]}.")
+                fault = " ".join(str(error).split())[:100]
+            ended.append({"seed": seed + run, "fault": fault})
+            with log.open("a") as file:
+                file.write(json.dumps(ended[-1]) + "\n")
+    bad = [one for one in ended if one["fault"]]
+    notes = [f"Seeds {seed} to {seed + len(ended) - 1}; {per_run} kills of each run."]
+    notes += [f"Seed {one['seed']}: {one['fault']}." for one in bad]
+    tried, held = len(ended) * per_run, (len(ended) - len(bad)) * per_run
     condition = "all losses equal those of an uninterrupted run, bit for bit"
-    return {"summary": summary("SIGKILL of a training run", number // per_run * per_run, held, condition, notes)}
+    return {"summary": summary("SIGKILL of a training run", tried, held, condition, notes)}
 
 
 WARM_UP = 200
@@ -134,17 +242,21 @@ def soak(num_steps: int, num_devices: int) -> dict[str, Table]:
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["files", "kills", "soak"])
-    parser.add_argument("--number", type=int, default=200, help="Files or kills.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of mutations, or of the first run to kill.")
+    parser.add_argument("part", choices=["plans", "layers", "files", "kills", "soak"])
+    parser.add_argument("--number", type=int, default=200, help="Plans, cases of layers, files or kills.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of plans and mutations, or of the first run to kill.")
+    parser.add_argument("--per-program", type=int, default=40, help="Cases of each compiled layer.")
     parser.add_argument("--per-run", type=int, default=5, help="Kills of each training run.")
+    parser.add_argument("--log", type=Path, help="File of finished layers or runs, appended to and not repeated.")
     parser.add_argument("--steps", type=int, default=2000, help="Steps of the soak.")
     parser.add_argument("--devices", type=int, default=64, help="Virtual devices of the soak.")
     out_option(parser)
     given = parser.parse_args()
     parts = {
+        "plans": lambda: plans(given.number, given.seed),
+        "layers": lambda: layers(given.number, given.per_program, given.log),
         "files": lambda: files(given.number, given.seed),
-        "kills": lambda: kills(given.number, given.seed, given.per_run),
+        "kills": lambda: kills(given.number, given.seed, given.per_run, given.log),
         "soak": lambda: soak(given.steps, given.devices),
     }
     report(parts[given.part](), given.out)

@@ -69,9 +69,11 @@ def losses(folder: Path) -> list[tuple[str, int, float]]:
     return [(kind, row["step"], row["loss"]) for kind in kinds for row in RunFolder(folder).rows(kind)]
 
 
-def kill_and_compare(folder: Path, kills: int, seed: int) -> list[tuple[str, int, float]]:
+def kill_and_compare(
+    folder: Path, kills: int, seed: int, steps_per_kill: int = STEPS_PER_KILL
+) -> list[tuple[str, int, float]]:
     """Train twice, once with kills, assert equal losses, and return them."""
-    generator, steps = random.Random(seed), ["--steps", str(STEPS_PER_KILL * max(kills, 1))]
+    generator, steps = random.Random(seed), ["--steps", str(steps_per_kill * max(kills, 1))]
     straight, killed = folder / "straight", folder / "killed"
     process, began = start(straight, *steps), time.monotonic()
     wait_for_steps(process, straight)
