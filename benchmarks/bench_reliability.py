@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,19 +178,32 @@ MOST_GROWTH = 0.01
 """Largest relative growth of the resident memory."""
 
 
+TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=2"
+"""Allocator without caches of freed memory for each thread, which grow until every thread has freed every size."""
+
+
+def without_caches() -> None:
+    """Start this command in place of the process, with `TUNABLES`."""
+    if os.environ.get("GLIBC_TUNABLES") != TUNABLES:
+        command = [sys.executable, "-m", "benchmarks.bench_reliability", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"GLIBC_TUNABLES": TUNABLES})
+
+
 def resources() -> dict[str, float]:
     """Return resident memory in MB, open file descriptors and threads of this process."""
     status = Path("/proc/self/status").read_text().split("\n")
     fields = dict(line.split(":", 1) for line in status if ":" in line)
     return {
-        "resident memory, MB": int(fields["VmRSS"].split()[0]) * 1024 / 1e6,
+        # Pages of files come and go with the page cache of the system.
+        "resident memory without files, MB": int(fields["RssAnon"].split()[0]) * 1024 / 1e6,
         "file descriptors": float(len(os.listdir("/proc/self/fd"))),
         "threads": float(fields["Threads"]),
     }
 
 
 def soak(num_steps: int, num_devices: int) -> dict[str, Table]:
-    """Take training steps of a small layer on virtual devices."""
+    """Take training steps of a small layer on virtual devices; Ctrl-C ends them early."""
+    without_caches()
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -214,13 +228,15 @@ def soak(num_steps: int, num_devices: int) -> dict[str, Table]:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
     found: list[dict[str, float]] = []
-    for number in range(num_steps):
-        params, value = step(params, jax.random.key(number))
-        if not np.isfinite(float(value)):
-            raise RuntimeError(f"the loss of step {number} is {float(value)}; expected a finite number")
-        if number >= WARM_UP and number % 50 == 49:
-            found.append(resources())
-            print(f"step {number + 1}: {found[-1]}", flush=True)
+    with suppress(KeyboardInterrupt):
+        for number in range(num_steps):
+            params, value = step(params, jax.random.key(number))
+            if not np.isfinite(float(value)):
+                raise RuntimeError(f"the loss of step {number} is {float(value)}; expected a finite number")
+            if number >= WARM_UP and number % 50 == 49:
+                found.append(resources())
+                print(f"step {number + 1}: {found[-1]}", flush=True)
+    num_steps = WARM_UP + 50 * len(found)
     rows: list[list[Value]] = []
     held = 0
     for name, first in found[0].items():
@@ -229,7 +245,7 @@ def soak(num_steps: int, num_devices: int) -> dict[str, Table]:
         held += last <= most
         rows.append([name, first, max(one[name] for one in found), last, most])
     condition = f"memory, file descriptors and threads do not grow after {WARM_UP} steps; memory by at most 1 %"
-    note = f"Resources of {num_steps} training steps of a layer on {num_devices} virtual devices."
+    note = f"Training steps of a layer on {num_devices} virtual devices, with GLIBC_TUNABLES={TUNABLES}."
     columns = {"resource": "", "first": ".1f", "maximum": ".1f", "last": ".1f", "largest last": ".1f"}
     return {
         "summary": summary(

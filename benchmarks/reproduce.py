@@ -200,6 +200,13 @@ RUNS = (
     Run("bench_timeline", refusal=_compilers),
     Run("bench_timeline_simulator", refusal=_compilers),
     Run("bench_reliability", ("files", "--number", "100000"), ("files",), result="reliability_files"),
+    Run(
+        "bench_reliability",
+        ("files", "--number", "20000", "--seed", "1"),
+        ("files", "--seed", "1"),
+        result="reliability_files_again",
+        unread=("kinds",),
+    ),
     Run("bench_reliability", ("plans", "--number", "20000"), ("plans",), result="reliability_plans"),
     Run(
         "bench_reliability",
