@@ -1,6 +1,6 @@
 """Inputs and faults tried on plans, layers, readers of files, training runs and a layer in a long loop.
 
-    python -m benchmarks.bench_reliability plans --number 60000    # plans of every balancer for random counts
+    python -m benchmarks.bench_reliability plans --number 20000    # plans of every balancer for random counts
     python -m benchmarks.bench_reliability layers --number 10000   # random layers against a float64 reference
     python -m benchmarks.bench_reliability files --number 100000   # mutated files of every kind
     python -m benchmarks.bench_reliability kills --number 200      # SIGKILL at random times, then --resume
@@ -112,14 +112,15 @@ def layers(number: int, per_program: int, log: Path | None) -> dict[str, Table]:
 
 def logged(log: Path, per_program: int) -> dict[int, list[str]]:
     """Return the failed cases of each finished program of a log, one line each."""
-    cases: dict[int, list[dict[str, Any]]] = {}
+    cases: dict[int, dict[int, dict[str, Any]]] = {}
     for line in log.read_text().splitlines():
         case = json.loads(line)
-        cases.setdefault(case["program"], []).append(case)
+        # The last result counts: an interrupted program starts again.
+        cases.setdefault(case["program"], {})[case["number"]] = case
     found = {}
     for program, ended in cases.items():
         if len(ended) >= per_program:
-            failed = [case for case in ended[:per_program] if case["faults"]]
+            failed = [case for case in ended.values() if case["faults"]]
             found[program] = [f"Case {program}.{case['number']}: {case['faults'][0][:200]}." for case in failed]
     return found
 
@@ -164,7 +165,7 @@ def kills(number: int, seed: int, per_run: int, log: Path | None) -> dict[str, T
             with log.open("a") as file:
                 file.write(json.dumps(ended[-1]) + "\n")
     bad = [one for one in ended if one["fault"]]
-    notes = [f"Seeds {seed} to {seed + len(ended) - 1}; {per_run} kills of each run."]
+    notes = [f"Seeds from {seed}; {per_run} kills of each run."]
     notes += [f"Seed {one['seed']}: {one['fault']}." for one in bad]
     tried, held = len(ended) * per_run, (len(ended) - len(bad)) * per_run
     condition = "all losses equal those of an uninterrupted run, bit for bit"
