@@ -295,10 +295,10 @@ class QuantizedTransfer:
             raise ValueError(f"QuantizedTransfer.block is {self.block}; expected a divisor of the width, {width}")
         blocks = rows.reshape(num_rows, width // self.block, self.block).astype(jnp.float32)
         largest = jnp.abs(blocks).max(-1, keepdims=True)
-        # Multiply: XLA replaces a division by a constant in some programs only, and a scale with another last bit can
-        # round a number to another neighbor. A smaller scale could be 0.
+        # Multiply by reciprocals: XLA replaces divisions in some programs only, and another last bit can round a number
+        # to another neighbor. A smaller scale could be 0.
         scales = jnp.maximum(largest * jnp.float32(1 / self._most), jnp.finfo(jnp.float32).tiny)
-        scaled = blocks / scales
+        scaled = blocks * (1 / scales)
         numbers = jnp.round(scaled) if self.dtype == jnp.int8 else scaled
         words = _words(numbers.astype(self.dtype).reshape(num_rows, width))
         return jnp.concatenate([jax.lax.bitcast_convert_type(words, jnp.float32), scales[..., 0]], 1)

@@ -72,8 +72,11 @@ def _check_declaration(declared: Any, want: list[int]) -> None:
     shape, chunks = fields.get("shape"), fields.get("chunks")
     if shape != want:
         raise ValueError(f"shape {shown(shape)}; expected {want}")
-    is_small = isinstance(chunks, list) and len(chunks) == len(want) and all(type(size) is int for size in chunks)
-    if not is_small or any(not 1 <= size <= most for size, most in zip(chunks, want, strict=True)):
+    if (
+        not isinstance(chunks, list)
+        or len(chunks) != len(want)
+        or any(type(size) is not int or not 1 <= size <= most for size, most in zip(chunks, want, strict=True))
+    ):
         raise ValueError(f"chunks {shown(chunks)}; expected at most {want}")
     # Other compressors allocate memory of a size taken from the file.
     compressor = fields.get("compressor")

@@ -21,6 +21,6 @@ def transferred(dtype: type, transfer: str, block: int, rows: np.ndarray) -> np.
     blocks = rows.astype(dtype).astype(np.float32).reshape(len(rows), rows.shape[1] // block, block)
     largest = np.abs(blocks).max(2, keepdims=True)
     scales = np.maximum(largest * np.float32(1 / LARGEST[transfer]), np.finfo(np.float32).tiny)
-    scaled = blocks / scales
+    scaled = blocks * (np.float32(1) / scales)
     numbers = np.rint(scaled) if transfer == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return (numbers * scales).reshape(rows.shape).astype(dtype).astype(np.float64)
