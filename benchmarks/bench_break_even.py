@@ -32,7 +32,8 @@ INNER = (512, 2048, 8192)
 SKEWS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 REPLICA_SLOTS = 2
 ADVISED_TOKENS = (64, 1024, 16384)
-EXACT = Candidate("exact", exact(REPLICA_SLOTS))
+# Without a cost, for the break-even point; `exact()` itself has one.
+EXACT = Candidate("exact", replace(exact(REPLICA_SLOTS), balancer=Exact()))
 GUARDED = Candidate("exact with Cost()", replace(EXACT.system, balancer=Exact(cost=Cost())))
 
 DARK = 0.7

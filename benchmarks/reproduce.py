@@ -128,6 +128,8 @@ RUNS = (
         unread=("fastermoe", "best", "best_without_tau", "points_zipf_16384", "points_zipf_32768"),
     ),
     Run("bench_baselines"),
+    Run("bench_planner_times", quick=("--quick",)),
+    Run("bench_advice_regret", quick=("--quick",)),
     Run("bench_planners", ("--loads", "LOADS"), ("--tokens", "256", "--step", "29"), _loads),
     Run(
         "bench_planners",

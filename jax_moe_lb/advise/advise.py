@@ -6,14 +6,15 @@ return, each rank holds more experts, whose gradients are summed over the groups
 only one is simulated, with the counts of its own ranks. Times are per layer and token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jax_moe_lb.advise.choice import Candidate, Choice, with_memory
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, permute_to_homes
-from jax_moe_lb.advise.search import SearchResult, SearchResults, Space, fits_in_memory, needs, search
+from jax_moe_lb.advise.fit import fits_in_memory, groups_of, needs
+from jax_moe_lb.advise.search import SearchResult, SearchResults, Space, search
 from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape, Step
@@ -81,25 +82,6 @@ def other_sizes(judge: Evaluator, choices: Sequence[Choice], workloads: Sequence
             if 0 < tokens * judge.model.per_token * cluster.num_ranks <= INT32_MAX:
                 found.append(_size(judge, cluster, tokens, tried, workloads))
     return sorted(found, key=lambda size: (size.refused is not None, size.token_s))
-
-
-def groups_of(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield the machine, then groups of half of it, a quarter and so on, bounded by nodes and datacenters.
-
-    Args:
-        cluster: Machine.
-    """
-    yield cluster
-    for at, level in enumerate(cluster.levels[:-1]):
-        size = level.size
-        while size % 2 == 0 and size > 1:
-            size //= 2
-            outer = tuple(replace(one, size=1) for one in cluster.levels[:at])
-            yield replace(cluster, levels=(*outer, replace(level, size=size), *cluster.levels[at + 1 :]))
-        if size > 1:
-            # An odd number of members cannot be halved, so continue with a single member.
-            outer = tuple(replace(one, size=1) for one in cluster.levels[: at + 1])
-            yield replace(cluster, levels=(*outer, *cluster.levels[at + 1 :]))
 
 
 def _size(
@@ -232,6 +214,9 @@ def advise(
 
     Returns:
         The results of the search and the recommendation.
+
+    Raises:
+        ValueError: No choice fits into memory; `fit.remedies` lists changes with which plain does.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step

@@ -3,7 +3,8 @@
 A `Workload` is a step of synthetic counts in one of several shapes, or of a recorded trace.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -140,12 +141,15 @@ class Evaluator:
         cluster: Machine.
         step: Passes of a step.
         sample: Part of the machine whose counts the workloads have; None (default) for counts of all ranks.
+        tell: Function called with the progress, as text, before every simulation; None (default) for none.
     """
 
     model: ModelShape
     cluster: Cluster
     step: Step
     sample: Cluster | None = None
+    tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+    _simulations: int = field(default=0, repr=False, compare=False)
     _seen: dict[tuple[Choice, str], float] = field(default_factory=dict, repr=False)
     _placed: dict[tuple[str, int], Int[np.ndarray, "X R E"]] = field(default_factory=dict, repr=False)
 
@@ -199,11 +203,20 @@ class Evaluator:
         work = shared_work(model, self.cluster, one.migration, model.experts, one.system.dispatch)
         flows = [*work.gather, *(work.gather * (step.backward and work.gather_again))]
         flows += work.gather_home if step.backward else ()
+        # Tokens wait for the planner, if it runs at any load.
+        always = one.system.balancer.needs_counts and choice.system != "exact"
+        planner_s = (self.cluster.planner_s or 0.0) if always else 0.0
+        if always and self.cluster.planner_s is None:
+            ranks = self.cluster.num_ranks // math.prod(one.migration.sizes(self.cluster))
+            planner_s = one.system.balancer.planning_s(ranks, model.experts, self.cluster.host_wait_s)
         # Experts wait for the gathers before them, and gradients go home after them.
-        return experts_s + max(before_s, sum(seconds(flow, self.cluster) for flow in flows))
+        return planner_s + experts_s + max(before_s, sum(seconds(flow, self.cluster) for flow in flows))
 
     def _simulated(self, choice: Choice, workload: Workload, model: ModelShape, step: Step) -> Report:
         one = self.candidate(choice)
+        self._simulations += 1
+        if self.tell is not None:
+            self.tell(f"{self._simulations} simulations, {choice.name} on {workload.name}")
         if workload.counts is None:
             dispatch = one.system.dispatch
             return simulate_uniform(model, self.cluster, migration=one.migration, step=step, dispatch=dispatch)

@@ -1,7 +1,8 @@
 """Search for the fastest choices of a `Space`.
 
-The search has three stages. On one workload of every shape, it simulates one layer of the first choices of the space.
-Then it repeatedly simulates all neighbors of the fastest families, until no neighbor is faster. The second stage
+The search has three stages. On the workload of the first shape, it simulates one layer of the first choices of the
+space. Then it repeatedly simulates all neighbors of the fastest families, until no neighbor is faster. On the other
+shapes it continues from the fastest families of the shapes before. The second stage
 simulates one layer of the fastest choices on every shape. The third stage simulates whole steps of the best ones on all
 workloads. A choice with a lower bound above the time of others is not simulated. The first two stages are a heuristic:
 a choice that is slow on the first workloads is not simulated on the others.
@@ -15,6 +16,7 @@ import numpy as np
 
 from jax_moe_lb.advise.choice import Choice
 from jax_moe_lb.advise.evaluate import Evaluator, Workload
+from jax_moe_lb.advise.fit import fits_in_memory, needs
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.run import Report, mean_report
 
@@ -220,7 +222,7 @@ class SearchResults:
             ratios to plain on the same workload.
         glances: Every choice simulated with one layer, and its seconds, median over its shapes.
         refused: Choices that exceed the memory, each with its required and available memory.
-        fits: True if plain fits into memory. If it does not, no choice is excluded for its memory.
+        fits: True if plain fits into memory. If it does not, it is the last of `outcomes`, as the baseline only.
     """
 
     outcomes: tuple[SearchResult, ...]
@@ -240,15 +242,25 @@ def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads
 
     Returns:
         The best choices with their times.
+
+    Raises:
+        ValueError: No choice fits into memory.
     """
-    fits, refused = fits_in_memory(judge, Choice()), dict[Choice, str]()
+    refused = dict[Choice, str]()
 
     def may(choice: Choice) -> bool:
-        if fits and not fits_in_memory(judge, choice):
+        if choice not in refused and not fits_in_memory(judge, choice):
             refused[choice] = needs(judge, choice)
         return choice not in refused
 
-    explored = [_explored(space, judge, workload, may) for workload in shapes]
+    fits = may(Choice())
+    explored: list[dict[Choice, float]] = []
+    for workload in shapes:
+        # The best choices of one shape are among those of the others as a rule, so further shapes start from them.
+        best = [choice for times in explored for choice in _best_of_families(times, FAMILIES)]
+        explored.append(_explored(space, judge, workload, may, list(dict.fromkeys(best)) or space.first()))
+    if not any(explored):
+        raise ValueError(f"no choice fits into memory: plain {needs(judge, Choice())}")
     chosen = {choice for times in explored for choice in _best_of_families(times, FINALISTS)} | {Choice()}
     # Simulate all of them on every shape, so that a favorite of one shape is compared on the others.
     middle = {choice: float(np.median([judge.glance(choice, workload) for workload in shapes])) for choice in chosen}
@@ -256,7 +268,7 @@ def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads
     outcomes = [judged(choice, judge, workloads) for choice in finalists]
     plain = next(one for one in outcomes if one.choice == Choice())
     # Compare per workload, because workloads differ; ties go to the simplest choice.
-    outcomes.sort(key=lambda one: (float(np.median(one.ratios(plain))), one.choice.parts))
+    outcomes.sort(key=lambda one: (one.choice in refused, float(np.median(one.ratios(plain))), one.choice.parts))
     glances = {c: float(np.median([t[c] for t in explored if c in t])) for c in dict.fromkeys(_all(explored))} | middle
     return SearchResults(tuple(outcomes), glances, refused, fits)
 
@@ -273,19 +285,9 @@ def judged(choice: Choice, judge: Evaluator, workloads: Iterable[Workload]) -> S
     return SearchResult(choice, mean_report(reports), tuple(report.step_s for report in reports))
 
 
-def fits_in_memory(judge: Evaluator, choice: Choice) -> bool:
-    """Return whether a choice fits into a rank's memory; True if the memory is unknown."""
-    there = judge.cluster.memory_bytes
-    return there is None or judge.memory(choice).total <= there
-
-
-def needs(judge: Evaluator, choice: Choice) -> str:
-    """Describe required and available memory of a choice, by part."""
-    memory, there = judge.memory(choice), judge.cluster.memory_bytes or 0.0
-    return f"needs {memory.total / 1e9:.1f} GB of {there / 1e9:.1f}: {memory.words}"
-
-
-def _explored(space: Space, judge: Evaluator, workload: Workload, may: Callable[[Choice], bool]) -> dict[Choice, float]:
+def _explored(
+    space: Space, judge: Evaluator, workload: Workload, may: Callable[[Choice], bool], first: list[Choice]
+) -> dict[Choice, float]:
     """Simulate one layer of the first choices and of the neighbors of the fastest ones."""
     times: dict[Choice, float] = {}
 
@@ -296,7 +298,7 @@ def _explored(space: Space, judge: Evaluator, workload: Workload, may: Callable[
             if choice not in times and may(choice) and judge.floor_s(choice) <= limit:
                 times[choice] = judge.glance(choice, workload)
 
-    look(space.first())
+    look(first)
     for _ in range(MOST_MOVES):
         before = len(times)
         for choice in _best_of_families(times, FAMILIES):

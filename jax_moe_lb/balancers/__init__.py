@@ -9,7 +9,9 @@ from jax_moe_lb.balancers.feplb import FEPLB
 from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.host_callback import HostCallback
 from jax_moe_lb.balancers.hybridep import HybridEP
+from jax_moe_lb.balancers.llep import LLEP
 from jax_moe_lb.balancers.lplb import LPLB
+from jax_moe_lb.balancers.moonep import MoonEP
 from jax_moe_lb.balancers.rails import RailS, interface_rows
 from jax_moe_lb.balancers.ultraep import UltraEP
 
@@ -27,7 +29,9 @@ __all__ = [
     "HybridEP",
     "interface_rows",
     "LayerCost",
+    "LLEP",
     "LPLB",
+    "MoonEP",
     "Plain",
     "RailS",
     "UltraEP",

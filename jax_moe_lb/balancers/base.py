@@ -19,6 +19,7 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, State, iota, namespace
 from jax_moe_lb.core.validation import fallback_to_plain
 from jax_moe_lb.planners.base import NativePlanner
+from jax_moe_lb.recordings.planner_times import Place, planner_time
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class LayerCost:
         gradient_bytes: bytes of the gradients of one expert.
         token_bytes: bytes of one transferred token copy.
         token_flops: forward floating-point operations per token copy in its expert, twice the parameters of the expert.
+        between_s: seconds of the forward pass between the experts of two layers, such as attention. Gradients of
+            replicas travel beside twice this time.
+        slot_copies: time of the products of a slot beyond its tokens, in token copies.
+        max_rows: maximum number of token copies that a rank can serve, in all its rounds; `None` for any number.
 
     Examples:
         >>> from jax_moe_lb.balancers import LayerCost, UltraEP
@@ -47,6 +52,9 @@ class LayerCost:
     gradient_bytes: int | None = None
     token_bytes: int | None = None
     token_flops: int | None = None
+    between_s: float | None = None
+    slot_copies: int | None = None
+    max_rows: int | None = None
 
 
 class Balancer(abc.ABC):
@@ -137,6 +145,38 @@ class Balancer(abc.ABC):
         Returns:
             A plan of the same shapes, legal for `counts` (see `check_plan`), and the new state.
         """
+
+    @property
+    def place(self) -> Place:
+        """Place where the balancer plans on GPUs; by default operations of the program."""
+        return Place.JNP if self.needs_counts else Place.NOWHERE
+
+    def planning_s(self, num_ranks: int, num_experts: int, host_wait_s: float) -> float:
+        """Return the seconds from counts to plan where the balancer plans, by the table of `recordings`.
+
+        Args:
+            num_ranks: `R`.
+            num_experts: `E`.
+            host_wait_s: seconds in which the device copies counts to the host and waits for it, for planners there.
+        """
+        place = self.place
+        if place is Place.NOWHERE:
+            return 0.0
+        row = planner_time(type(self).__name__, place, num_ranks, num_experts)
+        return row.time + host_wait_s * place.waits_for_host
+
+    def plans(self, counts: Counts, plan: Plan, topology: Topology) -> bool:
+        """Return whether `rebalance` runs its planner for these counts; by default `needs_counts`.
+
+        The simulator uses it.
+
+        Args:
+            counts: `[R, E]` int32, as for `rebalance`, a NumPy array.
+            plan: plan passed to `rebalance`.
+            topology: topology of the group.
+        """
+        del counts, plan, topology
+        return self.needs_counts
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
         """Return the experts movable by `rebalance`, before it runs; all by default.
@@ -235,6 +275,10 @@ class Chain(Balancer):
         for made, is_legal in reversed(checked):
             plan = _legal_or(made, is_legal, plan)
         return plan, tuple(states)
+
+    def planning_s(self, num_ranks: int, num_experts: int, host_wait_s: float) -> float:
+        """Return the sum over its balancers."""
+        return sum(balancer.planning_s(num_ranks, num_experts, host_wait_s) for balancer in self.balancers)
 
     @property
     def host_errors(self) -> tuple[HostErrors, ...]:

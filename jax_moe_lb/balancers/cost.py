@@ -3,49 +3,76 @@
 import math
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.checks import checked_fields, shown
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import INT32_MAX, Level, Topology
-from jax_moe_lb.core.types import AnyArray, host_iota, namespace
+from jax_moe_lb.core.types import AnyArray, Counts, host_iota, namespace
+from jax_moe_lb.recordings.device_rates import device_rates, rated_devices
 
-if TYPE_CHECKING:
-    Answer = Any
-else:
-    Answer = Bool[AnyArray, ""] | np.bool_
-    """Boolean array in a jitted program, NumPy boolean on the host."""
+SIZES = ("expert_bytes", "token_flops", "token_bytes", "gradient_bytes", "overlap_s")
+"""Fields of `Cost` derived from the layer."""
+
+TRAINING_PASSES = 4
+"""Operations of training relative to the forward pass, which the backward pass repeats."""
+
+TRAINING_EXCHANGES = 5
+"""Exchanges of rows in training: copies, outputs, gradients of outputs, copies again, and gradients of copies."""
+
+WEIGHT_TRANSFERS = 2
+"""Transfers of a replica's weights in training: for the forward and for the backward pass."""
+
+MOST_COPIES = INT32_MAX // 4
+"""Largest time in token copies, so that a sum of a load and a few times fits int32."""
 
 
 @dataclass(frozen=True)
 @checked_fields
 class Cost:
-    """Time model of a plan: the load of the busiest rank and the transfer of replicas.
+    """Time model of a plan, in seconds of the slowest rank: the load and the transfer of replicas.
 
-    Pass it to `Exact(cost=...)` if routing is often nearly balanced or links are slow. `Exact` then keeps the old plan
-    if the new one does not save time.
+    `exact()` uses it by default; pass it to `Exact(cost=...)` with other options. `Exact` then limits the replicas sent
+    and received by a rank to the number with the least time, and keeps the old plan if no new one saves time.
 
-    A plan takes `max(load)` times `token_s` seconds, plus `busiest` times `replica_s` seconds. `busiest` is the maximum
-    number of replicas sent or received by one rank, because a rank sends and receives at the same time. The comparison
-    of two plans uses integers: the token copies saved against a precomputed minimum per number of further replicas
-    (`min_saved`). All ranks, in NumPy and in jitted programs, therefore decide equally.
+    A plan takes `max(load)` times `token_s` seconds, plus the time to transfer `busiest` replicas. `busiest` is the
+    maximum number of replicas sent or received by one rank, because a rank sends and receives at the same time. Times
+    are compared as integers: `table` gives the time of a transfer in token copies. All ranks, in NumPy and in jitted
+    programs, therefore decide equally.
 
-    The rates come from the topology: `flops_per_s`, and the lowest `bytes_per_s` of the levels spanned by a domain.
+    The rates come from the topology: `flops_per_s`, and the `bytes_per_s` of its levels. Replicas use the slowest level
+    inside a domain.
 
     Args:
         expert_bytes: bytes moved per replica: the weights of an expert and, in training, its gradients. If weights are
             transferred again for the backward pass, they count twice. `None` (default) takes these three for the
             experts of the layer.
         token_flops: floating-point operations per token copy: twice the parameters of the expert for the forward pass,
-            and three times as many for training. `None` (default) takes the operations of training.
+            and four times as many for training with rematerialization. `None` (default) takes these.
         planner_s: seconds the layer waits for the planner; 0 (default) if planning overlaps with other work.
+        token_bytes: bytes moved per token copy in all exchanges. `None` (default) takes five exchanges of the layer's
+            rows, those of training.
+        gradient_bytes: part of `expert_bytes` that travels beside the work after the experts. `None` (default) takes
+            the gradients of the layer's experts.
+        overlap_s: seconds of that work, the overlap budget: gradients take no time up to it. `None` (default) takes
+            twice `LayerCost.between_s`; 0 if it is unknown.
+        max_bytes: maximum bytes of weights sent or received by one rank in a pass, such as the bytes hidden by other
+            work; `None` (default) for no bound.
+        max_rows: maximum number of token copies that a rank can serve in all its rounds. A plan above it is replaced at
+            any price. `None` (default) takes that of the layer.
+        slot_copies: time of the products of a replica beyond its tokens, in token copies: kernels read its weights, and
+            fill their last tile. `None` (default) takes that of the layer; 0 if it is unknown.
+        device: kind of device whose rates replace missing rates of the topology, such as `"h100"`; a file of
+            `recordings/devices`. `None` (default) for no replacement.
+        required: if True (default), a missing rate or size is an error. If False, as in `exact()`, `Exact` then plans
+            without a cost.
 
     Raises:
-        ValueError: `expert_bytes` or `token_flops` is not positive and finite, or `planner_s` is negative or infinite.
+        ValueError: a number is out of range, or there are no rates of `device`.
 
     Examples:
         >>> import numpy as np
@@ -66,13 +93,26 @@ class Cost:
     expert_bytes: float | None = None
     token_flops: float | None = None
     planner_s: float = 0.0
+    token_bytes: float | None = None
+    gradient_bytes: float | None = None
+    overlap_s: float | None = None
+    max_bytes: float | None = None
+    max_rows: int | None = None
+    slot_copies: int | None = None
+    device: str | None = None
+    required: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in (("expert_bytes", self.expert_bytes), ("token_flops", self.token_flops)):
+        for name in ("expert_bytes", "token_flops", "max_bytes"):
+            value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a finite number above 0")
-        if not 0 <= self.planner_s < math.inf:
-            raise ValueError(f"planner_s is {self.planner_s}; expected a finite number, at least 0")
+        for name in ("planner_s", "token_bytes", "gradient_bytes", "overlap_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; expected a finite number, at least 0")
+        if self.device is not None and self.device not in rated_devices():
+            raise ValueError(f"device is {shown(self.device)}; expected one with rates: {', '.join(rated_devices())}")
 
     def sized(self, facts: LayerCost) -> "Cost":
         """Return the cost with unset sizes derived from training the layer.
@@ -80,62 +120,115 @@ class Cost:
         Args:
             facts: sizes of the layer.
         """
-        expert_bytes, token_flops = self.expert_bytes, self.token_flops
-        if expert_bytes is None and facts.expert_bytes is not None:
-            expert_bytes = float(2 * facts.expert_bytes + (facts.gradient_bytes or facts.expert_bytes))
-        if token_flops is None and facts.token_flops is not None:
-            token_flops = float(3 * facts.token_flops)
-        return replace(self, expert_bytes=expert_bytes, token_flops=token_flops)
+        found: dict[str, Any] = {name: getattr(self, name) for name in SIZES}
+        if found["expert_bytes"] is None and facts.expert_bytes is not None:
+            gradients = facts.gradient_bytes or facts.expert_bytes
+            found["expert_bytes"] = float(2 * facts.expert_bytes + gradients)
+            if found["gradient_bytes"] is None:
+                found["gradient_bytes"] = float(gradients)
+        if found["token_flops"] is None and facts.token_flops is not None:
+            found["token_flops"] = float(TRAINING_PASSES * facts.token_flops)
+        if found["token_bytes"] is None and facts.token_bytes is not None:
+            found["token_bytes"] = float(TRAINING_EXCHANGES * facts.token_bytes)
+        if found["overlap_s"] is None and facts.between_s is not None:
+            found["overlap_s"] = 2 * facts.between_s
+        max_rows = facts.max_rows if self.max_rows is None else self.max_rows
+        slot_copies = facts.slot_copies if self.slot_copies is None else self.slot_copies
+        return replace(self, max_rows=max_rows, slot_copies=slot_copies, **found)
 
-    def may_pay(self, plan: Plan, topology: Topology) -> Answer:
-        """Return whether the best possible plan would save more time than its planner and one replica take.
-
-        The best possible plan brings the busiest rank to the mean. If False, no plan in these slots pays for its
-        planner.
+    def is_known(self, topology: Topology, domain: int) -> bool:
+        """Return whether all sizes and rates are known; always True if `required`, as a missing one is then an error.
 
         Args:
-            plan: the current plan.
             topology: topology with the rates.
+            domain: ranks per domain.
+        """
+        if self.required:
+            return True
+        try:
+            self.table(topology, domain, 1)
+        except ValueError:
+            return False
+        return True
+
+    def table(self, topology: Topology, domain: int, most: int) -> Int[np.ndarray, "N"]:
+        """Return the time of a transfer by the maximum number of replicas of one rank, in token copies.
+
+        Args:
+            topology: topology with the rates.
+            domain: ranks per domain.
+            most: largest number.
 
         Returns:
-            Boolean scalar.
+            `[most + 1]` int32, ascending from 0. Numbers beyond `max_bytes` have the int32 maximum over 4.
 
         Raises:
             ValueError: the topology lacks a rate, or a size is `None`.
         """
-        # Without replicas a plan saves no tokens, unless existing replicas can be removed.
-        there = busiest(plan)
-        replicas = namespace(plan.quota).where(there == 0, np.int32(1), -there)
-        return load(plan).max() - lowest_max_load(plan) >= self._min_saved(replicas, plan, topology, self.planner_s)
-
-    def pays(self, plan: Plan, other: Plan, topology: Topology) -> Answer:
-        """Return whether `other` takes less time than `plan`, excluding the planner, which has already run.
-
-        Args:
-            plan: the current plan.
-            other: the candidate plan, for the same counts.
-            topology: topology with the rates.
-
-        Returns:
-            Boolean scalar.
-
-        Raises:
-            ValueError: the topology lacks a rate, or a size is `None`.
-        """
-        replicas = busiest(other) - busiest(plan)
-        return load(plan).max() - load(other).max() >= self._min_saved(replicas, plan, topology)
-
-    def _min_saved(self, replicas: IntScalar, plan: Plan, topology: Topology, once_s: float = 0.0) -> IntScalar:
-        """Return the minimum number of saved token copies worth more than `replicas` replicas and `once_s` seconds."""
-        expert_bytes = _known("expert_bytes", self.expert_bytes)
-        token_flops = _known("token_flops", self.token_flops)
-        replica_s = expert_bytes / slowest_bytes_per_s(topology, plan.domain)
-        token_s = token_flops / _rate("Topology.flops_per_s", topology.flops_per_s)
-        most = plan.domain * (plan.slots - plan.num_home)  # upper bound: one rank sends all replicas of a domain
         # Compute the table in Python, once, and look it up in the program. Floating point may round differently on
         # different devices, and ranks deciding differently would deadlock.
-        table = [min_saved(once_s + number * replica_s, token_s) for number in range(-most, most + 2)]
-        return namespace(plan.quota).asarray(np.array(table, np.int32))[replicas + most]
+        token_s, found = self._token_s(topology), []
+        rate = slowest_bytes_per_s(self._rated(topology), domain)
+        for number in range(most + 1):
+            hidden_s = min(number * (self.gradient_bytes or 0.0) / rate, self.overlap_s or 0.0)
+            found.append(in_copies(number * _known("expert_bytes", self.expert_bytes) / rate - hidden_s, token_s))
+        return np.where(np.arange(most + 1) <= self._most_replicas(most), np.array(found), MOST_COPIES).astype(np.int32)
+
+    def slot_time(self, topology: Topology) -> int:
+        """Return the time of the products of a replica beyond its tokens, in token copies.
+
+        Args:
+            topology: topology with the rates.
+        """
+        rated, flops = self._rated(topology), _known("token_flops", self.token_flops)
+        compute_s = flops / _rate("Topology.flops_per_s", rated.flops_per_s)
+        return in_copies((self.slot_copies or 0) * compute_s, self._token_s(topology))
+
+    def planner_copies(self, topology: Topology) -> int:
+        """Return the time of the planner in token copies.
+
+        Args:
+            topology: topology with the rates.
+        """
+        return in_copies(self.planner_s, self._token_s(topology))
+
+    def _most_replicas(self, most: int) -> int:
+        """Return the maximum number of replicas of one rank within `max_bytes`, at most `most`."""
+        if self.max_bytes is None:
+            return most
+        weights = (_known("expert_bytes", self.expert_bytes) - (self.gradient_bytes or 0.0)) / WEIGHT_TRANSFERS
+        return math.floor(min(self.max_bytes / max(weights, 1.0), most))
+
+    def _token_s(self, topology: Topology) -> float:
+        """Return the seconds of a token copy on the busiest rank: in its expert, and in the exchanges."""
+        topology = self._rated(topology)
+        flops = _known("token_flops", self.token_flops)
+        compute_s = flops / _rate("Topology.flops_per_s", topology.flops_per_s)
+        return compute_s + ((self.token_bytes or 0.0) * slowest_share_s(topology) if self.token_bytes else 0.0)
+
+    def _rated(self, topology: Topology) -> Topology:
+        """Return the topology with the rates of `device` in place of missing ones."""
+        if self.device is None:
+            return topology
+        rates = device_rates(self.device, "tpu" if self.device.startswith("v") else "cuda")
+        network = getattr(rates, "network", rates.link) * getattr(rates, "network_share", 1.0)
+        levels = tuple(
+            level
+            if level.bytes_per_s is not None
+            else replace(level, bytes_per_s=rates.link * rates.link_share if level.name == "gpu" else network)
+            for level in topology.levels
+        )
+        flops = rates.grouped["product"] if topology.flops_per_s is None else topology.flops_per_s
+        return replace(topology, levels=levels, flops_per_s=flops)
+
+
+def in_copies(seconds: float, token_s: float) -> int:
+    """Return a time in token copies of `token_s` seconds, rounded down, at most `MOST_COPIES`.
+
+    A number of saved copies above it is worth more than the time.
+    """
+    # A token can take no time at some rates.
+    return math.floor(min(max(seconds, 0.0) / max(token_s, sys.float_info.min), MOST_COPIES))
 
 
 def min_saved(cost_s: float, token_s: float) -> int:
@@ -143,6 +236,24 @@ def min_saved(cost_s: float, token_s: float) -> int:
     # A token can take no time at some rates.
     worth = cost_s / max(token_s, sys.float_info.min)
     return math.floor(min(max(worth, -INT32_MAX), INT32_MAX - 1)) + 1
+
+
+def slowest_share_s(topology: Topology) -> float:
+    """Return the seconds per byte of an even exchange on its slowest level, which a served copy adds to its rank.
+
+    Args:
+        topology: topology with the rates of its levels.
+
+    Raises:
+        ValueError: a level of several members has no rate.
+    """
+    found, outer = [0.0], 1
+    for level in topology.levels:
+        if level.size > 1:
+            # The share of rows that come from another member of this level, but from the same member of outer levels.
+            found.append((1 / outer - 1 / (outer * level.size)) / _rate(_name(level), level.bytes_per_s))
+        outer *= level.size
+    return max(found)
 
 
 def slowest_bytes_per_s(topology: Topology, domain: int) -> float:
@@ -166,19 +277,63 @@ def slowest_bytes_per_s(topology: Topology, domain: int) -> float:
     return min(rates)
 
 
+def received(plan: Plan) -> Int[AnyArray, "R"]:
+    """Return the number of replicas of each rank, int32."""
+    return (plan.placement[:, plan.num_home :] >= 0).sum(1, dtype=np.int32)
+
+
 def busiest(plan: Plan) -> IntScalar:
     """Return the maximum number of replicas sent or received by one rank, an int32 scalar."""
     replicas = plan.placement[:, plan.num_home :]
-    received = (replicas >= 0).sum(1, dtype=np.int32).max()
     homes = namespace(plan.quota).where(replicas >= 0, replicas // np.int32(plan.num_home), np.int32(-1))
     sent = (homes[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32).max()
-    return namespace(plan.quota).maximum(received, sent)
+    return namespace(plan.quota).maximum(received(plan).max(), sent)
 
 
 def lowest_max_load(plan: Plan) -> IntScalar:
     """Return a lower bound on the maximum load: the mean load of the busiest domain, rounded up."""
     tokens = load(plan).reshape(-1, plan.domain).sum(1, dtype=np.int32).max()
     return (tokens - np.int32(1)) // np.int32(plan.domain) + np.int32(1)
+
+
+def expected_max_loads(counts: Counts, plan: Plan, limits: tuple[int, ...]) -> Int[AnyArray, "N"]:
+    """Return estimates of the maximum load, if at most some number of replicas leave each home rank.
+
+    `n` replicas take at most the `n` hottest experts of a rank, and leave at least the `n + 1`-th part of its load: a
+    bound. The `k` busiest ranks give to at most `n k` others, at best the least busy ones; the mean over these is often
+    reached, but receivers may give tokens of their own to further ranks. The result is halfway between the two.
+
+    Args:
+        counts: `[R, E]` int32, token copies from each rank to each expert.
+        plan: plan with the domains.
+        limits: numbers of replicas, at least 1.
+
+    Returns:
+        `[len(limits)]` int32, token copies.
+
+    Examples:
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.core import plain_plan
+        >>> counts = np.diag([12, 15, 7, 6]).astype(np.int32)
+        >>> print(expected_max_loads(counts, plain_plan(counts, Topology.flat(4)), (1, 2, 4)))
+        [10 10 10]
+    """
+    tokens = counts.sum(0, dtype=np.int32).reshape(-1, plan.domain, plan.num_home)
+    xp = namespace(tokens)
+    hottest = xp.flip(xp.sort(tokens, axis=2), axis=2).cumsum(2, dtype=np.int32)
+    whole = hottest[:, :, -1]
+    load = xp.sort(whole, axis=1)
+    least, most = load.cumsum(1, dtype=np.int32), xp.flip(load, axis=1).cumsum(1, dtype=np.int32)
+    busy, mean, found = np.arange(1, plan.domain), lowest_max_load(plan), []
+    for limit in limits:
+        kept = whole - hottest[:, :, min(limit, plan.num_home) - 1]
+        part = (whole - np.int32(1)) // np.int32(limit + 1) + np.int32(1)
+        helpers = np.minimum(limit * busy, plan.domain - busy)
+        shared = most[:, busy - 1] + least[:, helpers - 1] - np.int32(1)
+        shared = shared // (busy + helpers).astype(np.int32)[None] + np.int32(1)
+        bound = xp.maximum(xp.maximum(kept, part).max(), mean)
+        found.append(bound + (xp.maximum(shared.max(), bound) - bound) // np.int32(2))
+    return xp.stack(found)
 
 
 def _known(name: str, value: float | None) -> float:

@@ -1,21 +1,29 @@
 """Balancer minimizing the maximum load by a search of bounded length, then the number of replicas."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_moe_lb.balancers.base import Balancer, LayerCost
-from jax_moe_lb.balancers.cost import Cost
+from jax_moe_lb.balancers.cost import Cost, busiest, expected_max_loads, received
 from jax_moe_lb.core.checks import checked_fields
-from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.core.types import Counts, State, namespace
 from jax_moe_lb.planners.base import alike, is_on_host
 from jax_moe_lb.planners.exact import check_exact, exact
+from jax_moe_lb.recordings.planner_times import Place
 
 SEARCH_ENDS = 1 / 4096
 """Relative distance to the mean load at which the planner stops its search."""
+
+LIMITS = (1, 2, 4, 8)
+"""Numbers of replicas sent and received by a rank that `Exact` with a cost tries, beside any number."""
 
 
 @dataclass(frozen=True)
@@ -86,48 +94,124 @@ class Exact(Balancer):
 
         A rank above the limit has an expert with more than the `L`-th part of its load. A receiver taking such experts
         whole, the hottest of a rank each time, is full before it has taken `L`. There is no such bound with fewer
-        slots, with `max_fan_out` or with `cost`. Domains are balanced separately, and one may have all tokens.
+        slots, with `max_fan_out` or with a required `cost`. Domains are balanced separately, and one may have all
+        tokens. With the cost of `exact()`, the bound holds if `Buffers.max_rounds` is set to the rounds that it allows:
+        no plan above them is kept.
         """
         enough = slots - num_home >= min(num_home, num_home * (topology.ranks_per_domain - 1))
-        if not enough or self.max_fan_out is not None or self.cost is not None:
+        weighs = self.cost is not None and self.cost.required
+        if not enough or self.max_fan_out is not None or weighs:
             return super().bound(topology, num_home, slots)
         # The search stops at this distance from the mean.
         return topology.num_domains * (1 + max(self.eps, SEARCH_ENDS))
+
+    def plans(self, counts: Counts, plan: Plan, topology: Topology) -> bool:
+        """Return whether the planner runs for these counts, NumPy arrays; with a `cost` it may not pay."""
+        if self.cost is None or not self._weighs(plan, topology):
+            return True
+        return int(self._choice(self.cost, counts, plan, topology)) > 0
+
+    @property
+    def place(self) -> Place:
+        """C++ on the host."""
+        return Place.NATIVE
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan each domain separately; see `Balancer.rebalance`.
 
         Raises:
-            ValueError: with a `cost`, the topology lacks a rate, or the plan has relays or rails.
+            ValueError: with a required `cost`, the topology lacks a rate, or the plan has relays or rails.
             RuntimeError: with `call_host`, the C++ planner is not built.
         """
-        if self.cost is None:
+        if self.cost is None or not self._weighs(plan, topology):
             return self._planned(counts, plan), state
-        if plan.relay is not None or plan.rails is not None:
-            name = "relay" if plan.relay is not None else "rails"
-            raise ValueError(f"plan.{name} is set; expected None before Exact with a cost, which may keep the plan")
-        return self._declining(self.cost, counts, plan, topology), state
+        return self._weighed(self.cost, counts, plan, topology), state
 
-    def _planned(self, counts: Counts, plan: Plan) -> Plan:
-        placement, quota = exact(
-            counts, plan.slots, plan.domain, self.eps, self.max_fan_out, self.localize, self.call_host
-        )
+    def _weighs(self, plan: Plan, topology: Topology) -> bool:
+        """Return whether plans are weighed by time: a cost is given, and its sizes and rates are known."""
+        cost = self.cost
+        if cost is None:
+            return False
+        name = "relay" if plan.relay is not None else "rails" if plan.rails is not None else None
+        if name is not None and cost.required:
+            raise ValueError(f"plan.{name} is set; expected None before Exact with a cost, which may keep the plan")
+        may_move = plan.slots > plan.num_home and plan.domain > 1
+        return name is None and may_move and cost.is_known(topology, plan.domain)
+
+    def _planned(self, counts: Counts, plan: Plan, most: int | None = None) -> Plan:
+        """Plan with at most `most` replicas sent and received by a rank; `None` for any number."""
+        slots, fan_out = plan.slots, self.max_fan_out
+        if most is not None:
+            slots = plan.num_home + min(plan.slots - plan.num_home, most)
+            fan_out = most if fan_out is None else min(most, fan_out)
+        placement, quota = exact(counts, slots, plan.domain, self.eps, fan_out, self.localize, self.call_host)
+        if slots < plan.slots:
+            placement = namespace(placement).pad(placement, ((0, 0), (0, plan.slots - slots)), constant_values=-1)
         return replace(plan, placement=placement, quota=quota, relay=None, rails=None)
 
-    def _declining(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Plan:
-        # All ranks take the same branch: counts and plan are equal on all ranks, and thresholds are integers.
-        may_pay = cost.may_pay(plan, topology)
-        if is_on_host(counts, plan.placement, plan.quota):
-            other = self._planned(counts, plan) if may_pay else plan
-            return other if cost.pays(plan, other, topology) else plan
+    def _limits(self, plan: Plan) -> tuple[int, ...]:
+        """Return the numbers of replicas of a rank to try, ascending; the last one is no limit."""
+        most = plan.domain * (plan.slots - plan.num_home)
+        most = most if self.max_fan_out is None else min(most, self.max_fan_out)
+        return (*(limit for limit in LIMITS if limit < most), most)
 
-        def weigh(counts: Counts, plan: Plan) -> Plan:
-            other = self._planned(counts, plan)
-            pays = cost.pays(plan, other, topology)
+    def _choice(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> IntScalar:
+        """Return the index of the limit with the least expected time, plus one; 0 if none saves time."""
+        limits, most_received = self._limits(plan), plan.slots - plan.num_home
+        table, slot_time = cost.table(topology, plan.domain, limits[-1]), cost.slot_time(topology)
+        # Without a limit, a rank sends as many replicas as it receives, unless all are of its experts.
+        fixed = [
+            table[limit if at + 1 < len(limits) else most_received] + slot_time * min(limit, most_received)
+            for at, limit in enumerate(limits)
+        ]
+        times = expected_max_loads(counts, plan, limits) + np.array(fixed, np.int32)
+        xp = namespace(times)
+        # A plan without replicas serves the loads of the homes.
+        homes = counts.sum(0, dtype=np.int32).reshape(plan.num_ranks, plan.num_home).sum(1, dtype=np.int32)
+        times = xp.minimum(times, homes.max())
+        time = self._time(cost, plan, topology) - np.int32(cost.planner_copies(topology))
+        choice = xp.where(times.min() < time, times.argmin().astype(np.int32) + np.int32(1), np.int32(0))
+        if cost.max_rows is not None:
+            # A rank cannot serve its load at home, so save rows at any price.
+            choice = xp.where(load(plan).max() > cost.max_rows, np.int32(len(limits)), choice)
+        return choice
+
+    def _time(self, cost: Cost, plan: Plan, topology: Topology) -> IntScalar:
+        """Return the time of a plan in token copies."""
+        most = plan.domain * (plan.slots - plan.num_home)
+        table = namespace(plan.quota).asarray(cost.table(topology, plan.domain, most))
+        served = load(plan) + np.int32(cost.slot_time(topology)) * received(plan)
+        return served.max() + table[busiest(plan)]
+
+    def _weighed(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Plan:
+        """Return the plan under the best limit, or the old one if it takes less time."""
+        limits = self._limits(plan)
+
+        def better(other: Plan, plan: Plan) -> Any:
+            pays = self._time(cost, other, topology) < self._time(cost, plan, topology)
+            if cost.max_rows is None:
+                return pays
+            most, were = load(other).max(), load(plan).max()
+            return namespace(most).where((most > cost.max_rows) | (were > cost.max_rows), most < were, pays)
+
+        # All ranks take the same branch: counts and plan are equal on all ranks, and times are integers.
+        choice = self._choice(cost, counts, plan, topology)
+        if is_on_host(counts, plan.placement, plan.quota):
+            other = self._planned(counts, plan, limits[choice - 1]) if choice else plan
+            return other if better(other, plan) else plan
+
+        def keep(counts: Counts, plan: Plan) -> Plan:
+            del counts
+            return plan
+
+        def weigh(limit: int, counts: Counts, plan: Plan) -> Plan:
+            other = self._planned(counts, plan, limit)
+            pays = better(other, plan)
             # The planner has already run, so a conditional would save no time.
             return jax.tree.map(lambda new, old: jnp.where(pays, new, old), other, plan)
 
-        # Both branches must return arrays varying over the same mesh axes.
+        # All branches must return arrays varying over the same mesh axes.
         counts, placement, quota = alike(counts, plan.placement, plan.quota)
         plan = replace(plan, placement=placement, quota=quota)
-        return jax.lax.cond(may_pay, weigh, lambda counts, plan: plan, counts, plan)
+        branches: list[Callable[..., Any]] = [keep, *(partial(weigh, limit) for limit in limits)]
+        return jax.lax.switch(choice, branches, counts, plan)

@@ -24,6 +24,7 @@ from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, namespace
 from jax_moe_lb.core.validation import check_plan
+from jax_moe_lb.recordings.planner_times import Place
 
 HostPlanner = Callable[[np.ndarray, Plan, Topology], Plan]
 
@@ -67,6 +68,11 @@ class HostCallback(Balancer):
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> None:
         """Return `None`: the effect of the function is unknown."""
+
+    @property
+    def place(self) -> Place:
+        """Python on the host."""
+        return Place.PYTHON
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Call the planner and check its plan; see `Balancer.rebalance`.

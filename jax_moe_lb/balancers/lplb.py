@@ -16,6 +16,7 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota, namespace, pytree
+from jax_moe_lb.recordings.planner_times import Place
 
 
 @pytree
@@ -81,6 +82,11 @@ class LPLB(Balancer):
     def init(self, counts_shape: tuple[int, int]) -> _State:
         """Return the state before the first step, without history."""
         return _State(no_history(counts_shape[1]), np.zeros(counts_shape[1], np.int32))
+
+    @property
+    def place(self) -> Place:
+        """Python on the host, a linear program."""
+        return Place.PYTHON
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, _State]:
         """Return the replicas of the last ranking with the quota of this microbatch's linear program.

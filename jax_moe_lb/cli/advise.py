@@ -16,7 +16,8 @@ from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Advice
 from jax_moe_lb.advise.advise import advise as find
 from jax_moe_lb.advise.choice import Choice, usage
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, recorded_workloads
-from jax_moe_lb.advise.search import FINALISTS, SLOTS, SearchResult, Space, needs
+from jax_moe_lb.advise.fit import expert_group, fits_in_memory, needs, remedies
+from jax_moe_lb.advise.search import FINALISTS, SLOTS, SearchResult, Space
 from jax_moe_lb.cli.output import (
     FileLimitsOption,
     Json,
@@ -53,6 +54,11 @@ from jax_moe_lb.transport.rule import dispatch_by_rule
 SHOWN = 3
 """Number of choices printed with their usage."""
 
+NOTHING_FITS = 1
+"""Exit code if no choice fits into memory."""
+
+NO_REMEDY = "No single change of cluster, pipeline stages, optimizer or tokens suffices; combine them."
+
 SHOWN_SIZES = 4
 """Number of other sizes printed; the JSON has all."""
 
@@ -77,6 +83,7 @@ def advice_json(answer: Advice, judge: Evaluator, workloads: Sequence[Workload])
         "refused": {choice.name: why for choice, why in answer.found.refused.items()},
         "sizes": [asdict(size) | {"system": size.choice.name} for size in answer.sizes],
         "glances_s": {choice.name: took for choice, took in answer.found.glances.items()},
+        "summary": summary_lines(answer, judge),
     }
 
 
@@ -135,7 +142,37 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
         *_sizes(answer, judge),
         *_how(answer, judge),
         *_refused(answer),
+        *summary_lines(answer, judge),
     ]
+
+
+def summary_lines(answer: Advice, judge: Evaluator) -> list[str]:
+    """Return five lines: the best choice, its certainty, its memory, its code, and the next best choice."""
+    one = answer.plain if answer.leave_off and answer.found.fits else answer.best
+    faster, number = sum(ratio < 1 for ratio in one.ratios(answer.plain)), len(one.times_s)
+    sure = f"faster than plain on {faster} of {number} workloads, by {answer.gain:.1%} of a step at the median"
+    if one is answer.plain:
+        sure = f"no choice saves {WORTH_IT:.0%} of a step on the median of {number} workloads"
+    total, there = judge.memory(one.choice).total / 1e9, judge.cluster.memory_bytes
+    room = "" if there is None else f" of {there / 1e9:.1f}"
+    return [
+        f"Best: {one.choice.name}.",
+        f"Sure: {sure}; {len(answer.alike)} others are as fast. Simulated, not measured.",
+        f"Memory: {total:.1f}{room} GB of a rank for these layers, without attention.",
+        f"Code: {'; '.join(_usage(one, judge).code)}",
+        f"Next: {_next_best(one, answer)}",
+    ]
+
+
+def _next_best(one: SearchResult, answer: Advice) -> str:
+    """Return the next best choice that fits, and its time over that of the recommended one."""
+    others = [other for other in answer.found.outcomes if other is not one and other.choice not in answer.found.refused]
+    if not others:
+        return "none; no other choice fits into memory."
+    other = others[0]
+    ratio = float(np.median(other.ratios(one)))
+    why = f"{ratio - 1:.1%} slower" if ratio > 1 else f"{1 - ratio:.1%} faster, too little for its parts"
+    return f"{other.choice.name}, {why}."
 
 
 def _verdict(answer: Advice, judge: Evaluator) -> list[str]:
@@ -164,11 +201,20 @@ def _dispatch(judge: Evaluator) -> str:
 def _fit(answer: Advice, judge: Evaluator) -> list[str]:
     if answer.found.fits:
         return []
-    return [
-        f"No choice fits in memory: plain {needs(judge, answer.plain.choice)}. Times assume more memory per rank. "
-        "Reduce the layers per rank (pipeline parallelism), or shard the optimizer state over groups and set "
-        "step: {optimizer_bytes: 0}."
-    ]
+    return [f"Plain is the baseline only: it {needs(judge, Choice())}."]
+
+
+def misfit_lines(judge: Evaluator) -> list[str]:
+    """Return the reason why nothing fits into memory, and the smallest changes with which plain does."""
+    lines = [f"Nothing fits: plain, the smallest choice, {needs(judge, Choice())}."]
+    found = remedies(judge)
+    return [*lines, *(f"It fits with {one.what}." for one in found)] if found else [*lines, NO_REMEDY]
+
+
+def misfit_json(judge: Evaluator) -> dict[str, Any]:
+    """Return the required memory of plain and the changes with which it fits as JSON."""
+    memory = asdict(judge.memory(Choice()))
+    return {"fits": False, "memory_bytes": memory, "fits_with": [one.what for one in remedies(judge)]}
 
 
 def _assumed(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) -> list[str]:
@@ -283,7 +329,8 @@ def advise(
         limits = parse_limits(file_limits)
         of_model = load_config("MODEL", model, "model", limits=limits)
         of_cluster = load_config("CLUSTER", cluster, "cluster", limits=limits)
-        shape, machine = model_of("MODEL", model, of_model, tokens), cluster_of("CLUSTER", cluster, of_cluster)
+        shape, whole = model_of("MODEL", model, of_model, tokens), cluster_of("CLUSTER", cluster, of_cluster)
+        machine, step = expert_group(shape, whole, of_cluster.step.build())
         slots = slots_of(replica_slots, None, shape, machine)
         most_slots = shape.experts - shape.experts // machine.num_ranks if slots is None else slots
         if trace is not None:
@@ -306,10 +353,18 @@ def advise(
             sampled=sample is not None,
             with_history=sample is None and all(workload.before is not None for workload in workloads),
         )
-        _note_forecast(workloads, shapes)
-        step = of_cluster.step.build()
         judge = Evaluator(step.parallel.share(shape, machine), machine, step, sample)
-        with working("searching"):
+        if not any(fits_in_memory(judge, choice) for choice in space.first()):
+            if as_json:
+                print_json(misfit_json(judge))
+            for line in () if as_json else misfit_lines(judge):
+                print_text(line)
+            raise typer.Exit(NOTHING_FITS)
+        if machine != whole:
+            note(f"{shape.experts} experts: groups of {machine.num_ranks} of the {whole.num_ranks} ranks share them")
+        _note_forecast(workloads, shapes)
+        with working("searching") as tell:
+            judge.tell = tell
             answer = find(judge, space, shapes, workloads, ratio)
         if as_json:
             print_json(advice_json(answer, judge, workloads))

@@ -8,8 +8,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -253,11 +253,22 @@ def note(message: str | None) -> None:
 
 
 @contextmanager
-def working(label: str) -> Iterator[None]:
-    """Show a spinner on stderr while the block runs, if stderr is a terminal."""
-    console = Console(stderr=True)
-    with console.status(label) if console.is_terminal else nullcontext():
-        yield
+def working(label: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner on stderr while the block runs, if stderr is a terminal; yield a function adding text to it.
+
+    The text appears after `BAR_AFTER_S` seconds.
+    """
+    console, start = Console(stderr=True), time.monotonic()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(label) as status:
+
+        def tell(text: str) -> None:
+            if time.monotonic() - start > BAR_AFTER_S:
+                status.update(f"{label}: {text}")
+
+        yield tell
 
 
 def with_progress(items: Iterable[Item], num_items: int, label: str = "planning") -> Iterator[Item]:

@@ -30,7 +30,7 @@ from jax_moe_lb.routing.routers import (
     tokens_per_expert,
 )
 from jax_moe_lb.transport.dispatch import Routed, Served
-from jax_moe_lb.transport.exchange import RoutingWeights
+from jax_moe_lb.transport.exchange import Buffers, RoutingWeights
 
 TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 """Supported dtypes of tokens; the custom calls and the accelerator kernels have no versions for others."""
@@ -321,21 +321,31 @@ def _served(
         experts,
         start,
         state,
-        balancer=system.balancer.sized(_facts(x, weights, experts)),
+        balancer=system.balancer.sized(_facts(x, weights, experts, system.dispatch.buffers, topology)),
         replicate=system.replicate,
         topology=topology,
     )
 
 
-def _facts(x: Tokens, weights: RoutingWeights, experts: Experts) -> LayerCost:
+SLOT_COPIES = 256
+"""Token copies whose products take as long as reading an expert's weights in bfloat16: the ratio of operations to bytes
+of memory, about 180 to 300 on GPUs and TPUs."""
+
+
+def _facts(x: Tokens, weights: RoutingWeights, experts: Experts, buffers: Buffers, topology: Topology) -> LayerCost:
     # Static values, derived from shapes and dtypes.
-    expert_bytes = experts.nbytes // experts.up.shape[0]
+    expert_bytes, (num_tokens, hidden) = experts.nbytes // experts.up.shape[0], x.shape
+    # The layer does not see the attention before the next one, so assume its four projections alone.
+    between_flops = 8.0 * num_tokens * hidden**2
     return LayerCost(
         num_copies=weights.size,
         expert_bytes=expert_bytes,
         gradient_bytes=expert_bytes,
         token_bytes=x.shape[1] * x.dtype.itemsize,
         token_flops=2 * expert_bytes // experts.up.dtype.itemsize,
+        between_s=None if topology.flops_per_s is None else between_flops / topology.flops_per_s,
+        slot_copies=SLOT_COPIES,
+        max_rows=None if buffers.max_rounds is None else buffers.max_rounds * buffers.rows(weights.size),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_moe_lb.balancers.base import Balancer, Plain
+from jax_moe_lb.balancers.cost import Cost
 from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.fastermoe import FasterMoE
@@ -302,6 +303,10 @@ def exact(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     Use it for a receive buffer near the mean load. With enough slots, the maximum is within `eps` (0.01) of the lowest
     one found. It plans in C++ if the custom calls are built, otherwise, as on TPUs, in jnp.
 
+    If the topology has rates (`flops_per_s` and `bytes_per_s`), plans are weighed in seconds (`Cost`): replicas are
+    limited if they take longer than the tokens they save, and no plan is made if none saves time. Without rates, as on
+    CPUs, every plan is used. `System(Exact(eps=0.0), replica_slots=2)` minimizes tokens alone.
+
     Args:
         replica_slots: replica slots per rank; 2 by default.
         buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
@@ -311,7 +316,7 @@ def exact(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('Exact', 'Direct', 2)
     """
-    return System(Exact(), dispatch=Direct(buffers), replica_slots=replica_slots)
+    return System(Exact(cost=Cost(required=False)), dispatch=Direct(buffers), replica_slots=replica_slots)
 
 
 def two_tier(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
@@ -330,7 +335,7 @@ def two_tier(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
         >>> type(system.balancer).__name__, type(system.replicate).__name__, system.relocates
         ('Exact', 'Relay', True)
     """
-    return System(Exact(), Relay(), Direct(buffers), replica_slots, relocates=True)
+    return System(Exact(cost=Cost(required=False)), Relay(), Direct(buffers), replica_slots, relocates=True)
 
 
 def hybridep(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:

@@ -7,6 +7,7 @@ of a rank from the rows of its slots.
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float, Num
@@ -271,8 +272,10 @@ class Cluster:
             default. Usually a half to two thirds of the experts' peak.
         copy_bytes_per_s: Rate of a rank's copy engines in each direction, in bytes per second. None (default) is the
             rate of its links.
-        planner_s: Seconds from counts to plan, for planners that read the counts; 0 by default, usually 60e-6 to
-            100e-6.
+        planner_s: Seconds from counts to plan, for every planner that reads the counts; 0 by default. None is the time
+            of each planner by `recordings/planner_times.yaml`, and `host_wait_s` if it plans on the host.
+        host_wait_s: Seconds in which a device copies a few numbers to its host and waits for it; 20e-6 by default. A
+            layer that decides against planning waits as long.
         domain_level: Outermost level inside a domain, in which plans may move expert weights. None (default) is the
             innermost level.
         memory_bytes: Memory of one rank, in bytes. None (default) disables the check of its capacity.
@@ -297,7 +300,8 @@ class Cluster:
     gemm: Gemm = field(default_factory=AnalyticGemm)
     flops_per_s: float = 400e12
     copy_bytes_per_s: float | None = None
-    planner_s: float = 0.0
+    planner_s: float | None = 0.0
+    host_wait_s: float = 20e-6
     domain_level: str | None = None
     memory_bytes: float | None = None
     hbm_bytes_per_s: float | None = None
@@ -315,8 +319,10 @@ class Cluster:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"Cluster.{name} is {value}; expected a finite number above 0")
-        if not 0 <= self.planner_s < math.inf:
-            raise ValueError(f"Cluster.planner_s is {self.planner_s}; expected at least 0")
+        for name in ("planner_s", "host_wait_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"Cluster.{name} is {value}; expected at least 0")
         if not 0 <= self.jitter <= MOST_JITTER:
             raise ValueError(f"Cluster.jitter is {self.jitter}; expected 0 to {MOST_JITTER}")
         check_integer("Cluster.jitter_seed", self.jitter_seed, 0)
@@ -342,10 +348,11 @@ class Cluster:
     @property
     def ranks_per_domain(self) -> int:
         """Number of ranks of a domain, `M`."""
-        return math.prod(level.size for level in self.levels[self._first_inside :])
+        return math.prod(level.size for level in self.levels[self.first_inside :])
 
     @property
-    def _first_inside(self) -> int:
+    def first_inside(self) -> int:
+        """Index of the outermost level inside a domain."""
         names = [level.name for level in self.levels]
         return len(names) - 1 if self.domain_level is None else names.index(self.domain_level)
 
@@ -359,13 +366,18 @@ class Cluster:
         Returns:
             Topology with each rank's share of the links, domains and rails.
         """
-        sizes = tuple(level.size for level in self.levels) if sizes is None else sizes
-        levels = tuple(
-            # Give each rank its share of the links, as if all ranks of a member sent at once.
-            Level(level.name, size, level.bytes_per_s * level.links / inner, level.latency_s)
-            for level, size, inner in zip(self.levels, sizes, self.inner, strict=True)
-        )
-        domain = math.prod(sizes[self._first_inside :])
-        # A group of fewer ranks has fewer rails of a node.
-        rails = math.gcd(self.levels[-2].links, sizes[-1], domain) if len(sizes) > 1 else 1
-        return Topology(levels, domain, rails, flops_per_s=self.gemm.peak_flops_per_s)
+        return _topology(self, tuple(level.size for level in self.levels) if sizes is None else sizes)
+
+
+@lru_cache(maxsize=256)
+def _topology(cluster: Cluster, sizes: tuple[int, ...]) -> Topology:
+    """Build the topology of a group, once for all layers and choices of a search."""
+    levels = tuple(
+        # Give each rank its share of the links, as if all ranks of a member sent at once.
+        Level(level.name, size, level.bytes_per_s * level.links / inner, level.latency_s)
+        for level, size, inner in zip(cluster.levels, sizes, cluster.inner, strict=True)
+    )
+    domain = math.prod(sizes[cluster.first_inside :])
+    # A group of fewer ranks has fewer rails of a node.
+    rails = math.gcd(cluster.levels[-2].links, sizes[-1], domain) if len(sizes) > 1 else 1
+    return Topology(levels, domain, rails, flops_per_s=cluster.gemm.peak_flops_per_s)

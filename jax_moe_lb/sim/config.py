@@ -79,7 +79,8 @@ class GemmSection(_Section):
 class ClusterSection(_Section):
     """A machine; see `Cluster`.
 
-    `device` names a kind of GPU of `recordings/devices`, whose rates replace missing `copy_engines` and `planner`.
+    `device` names a kind of GPU of `recordings/devices`, whose rates replace missing `copy_engines`, and give the wait
+    for the host. Without `planner`, each planner takes the time of `recordings/planner_times.yaml`.
     """
 
     device: str | None = None
@@ -102,13 +103,15 @@ class ClusterSection(_Section):
             ValueError: There are no rates of `device`, or a number is out of range.
         """
         rates = None if self.device is None else device_rates(self.device, "cuda")
-        of_device: dict[str, Any] = {"copy_engines": None, "planner": 0.0} if rates is None else rates.model_dump()
+        of_device: dict[str, Any] = {"copy_engines": None} if rates is None else rates.model_dump()
+        waits = {} if rates is None else {"host_wait_s": rates.host_wait}
         return Cluster(
             levels=tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels),
             gemm=self.gemm.build(),
             flops_per_s=self.compute,
             copy_bytes_per_s=of_device["copy_engines"] if self.copy_engines is None else self.copy_engines,
-            planner_s=of_device["planner"] if self.planner is None else self.planner,
+            planner_s=self.planner,
+            **waits,
             domain_level=self.domain_level,
             memory_bytes=self.memory,
             hbm_bytes_per_s=self.hbm,

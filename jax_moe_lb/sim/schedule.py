@@ -254,11 +254,11 @@ class Scheduler:
         return flows if self.step.exchange_counts else ()
 
     def _weights(self, stage: str, work: LayerWork, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
-        if work.replicate is None:
-            return ()
-        held = self._exchanges(stage, (work.replicate,), at, after, work.engine)
+        held = () if work.replicate is None else self._exchanges(stage, (work.replicate,), at, after, work.engine)
         if not work.joins:
             return held
+        # Shapes are static, so empty slots are joined, too.
+        held = held or after
         weights_bytes = float(work.waves[-1].rows.shape[1] * self.model.expert_bytes)
         is_backward = stage.endswith(BACKWARD)
         joined = joined_bytes(weights_bytes, is_backward=is_backward)

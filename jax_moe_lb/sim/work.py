@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Num
 
+from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.core.checks import checked_fields
-from jax_moe_lb.core.plan import Plan, load
+from jax_moe_lb.core.plan import Plan, load, plain_plan
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
@@ -230,7 +231,7 @@ def layer_work(
         The work, and the new states.
     """
     sizes = migration.sizes(cluster)
-    system = replace(system, balancer=system.balancer.sized(model.facts))
+    system = replace(system, balancer=system.balancer.sized(_facts(system, model, cluster)))
     parts, after = [], []
     found = groups(cluster, sizes)
     for group, state in zip(found, states or [None] * len(found), strict=True):
@@ -240,6 +241,15 @@ def layer_work(
         parts.append(_part(system, model, group, mine, plan, waves))
         after.append(state)
     return _merged(system, model, cluster, migration, counts, parts), after
+
+
+def _facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
+    """Return the sizes of a layer, with the time between layers and the rows of all rounds of a rank."""
+    rounds = system.dispatch.buffers.max_rounds
+    max_rows = None if rounds is None else rounds * receive_capacity(system, model)
+    slot_copies = round(getattr(cluster.gemm, "half_rows", 0.0))
+    between_s = model.before_experts_s(cluster)
+    return replace(model.facts, between_s=between_s, slot_copies=slot_copies, max_rows=max_rows)
 
 
 class _PartOfWave(NamedTuple):
@@ -260,6 +270,7 @@ class _Part:
     weights: np.ndarray
     gradients: np.ndarray
     load: Int[np.ndarray, "R"]
+    planner_s: float
 
 
 def _part(
@@ -281,7 +292,23 @@ def _part(
         moved.append(_PartOfWave(tuple(map(group.spread, hops)), rows, gathered, rounds))
         load_after += load(wave_plan)
     weights, gradients = group.spread(replicas_between(plan)), group.spread(gradients_between(plan))
-    return _Part(group.ranks, moved, weights, gradients, load_after)
+    return _Part(group.ranks, moved, weights, gradients, load_after, _planner_s(system, group, counts, plan))
+
+
+def _planner_s(system: System, group: Group, counts: Counts, plan: Plan) -> float:
+    """Return the seconds of a group from counts to plan."""
+    # Without counts, the placement is fixed before the layer, so no planning time is needed.
+    if not system.balancer.needs_counts:
+        return 0.0
+    cluster = group.cluster
+    planner_s = cluster.planner_s
+    if planner_s is None:
+        planner_s = system.balancer.planning_s(counts.shape[0], counts.shape[1], cluster.host_wait_s)
+    topology = cluster.topology(group.sizes)
+    if system.balancer.plans(counts, plain_plan(counts, topology, plan.slots), topology):
+        return planner_s
+    # The branch waits for the host, as XLA evaluates it there.
+    return min(planner_s, cluster.host_wait_s)
 
 
 def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowBytes:
@@ -334,8 +361,7 @@ def _merged(
     gradients = on_links((part.gradients for part in parts), float(model.expert_gradient_bytes))
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
-        # Without counts, the placement is fixed before the layer, so no planning time is needed.
-        planner_s=cluster.planner_s if system.balancer.needs_counts else 0.0,
+        planner_s=max(part.planner_s for part in parts),
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
         joins=system.needs_contiguous_weights,

@@ -86,11 +86,9 @@ def test_what_does_not_fit_says_why_by_name():
     assert f"needs {judge.memory(answer.best.choice).total / 1e9:.1f} GB of {least / 1e9:.1f}: weights 0.0" in why
     assert "optimizer" in why
     assert "sums of gradients" in why
-    # If plain does not fit either, a ranking is more useful than an empty result.
-    _, none = advice(machine(memory_bytes=1e6), drawn(2.0))
-    assert not none.found.fits
-    assert not none.found.refused
-    assert none.best.choice == answer.best.choice
+    # If plain does not fit either, nothing is recommended; tests/advise/test_fit.py has the changes named instead.
+    with pytest.raises(ValueError, match=r"^no choice fits into memory: plain needs"):
+        advice(machine(memory_bytes=1e6), drawn(2.0))
 
 
 def test_inference_keeps_nothing_for_gradients():

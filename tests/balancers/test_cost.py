@@ -9,12 +9,12 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_moe_lb import Chain, Cost, Plan, Topology
 from jax_moe_lb.balancers import Exact, Greedy
-from jax_moe_lb.balancers.cost import busiest, lowest_max_load, min_saved, slowest_bytes_per_s
+from jax_moe_lb.balancers.cost import busiest, expected_max_loads, lowest_max_load, min_saved, slowest_bytes_per_s
 from jax_moe_lb.core import Level, check_plan, load, plain_plan
 from tests.layer_cases import make_mesh
 
-# The example of docs/systems/exact.md. Rank 1 falls from 15 token copies to the mean, 10, and sends two replicas, the
-# most of any rank. At 100 bytes and 1000 operations per second, a replica takes `expert_bytes / 100` seconds and a
+# The example of docs/systems/exact.md. Rank 1 falls from 15 token copies to the mean, 10, with one replica from each of
+# three ranks. At 100 bytes and 1000 operations per second, a replica takes `expert_bytes / 100` seconds and a
 # token copy one.
 COUNTS = np.diag([12, 15, 7, 6]).astype(np.int32)
 TOPOLOGY = Topology((Level("gpu", 4, bytes_per_s=100.0),), 4, flops_per_s=1000.0)
@@ -42,10 +42,10 @@ def max_loads(cost, counts=COUNTS, **options):
 @pytest.mark.parametrize(
     ("cost", "max_load"),
     [
-        # Two replicas against the five saved token copies, 5 s.
-        (Cost(249.0, 1000.0), 10),
-        (Cost(250.0, 1000.0), 15),
-        # Planner and one replica of 1 s against the same, before planning; 2 s of replicas afterwards.
+        # One replica of each busy rank against the five saved token copies, 5 s.
+        (Cost(499.0, 1000.0), 10),
+        (Cost(500.0, 1000.0), 15),
+        # Planner and replicas of 1 s against the same, before planning.
         (Cost(100.0, 1000.0, planner_s=3.99), 10),
         (Cost(100.0, 1000.0, planner_s=4.0), 15),
     ],
@@ -54,10 +54,35 @@ def test_it_declines_what_does_not_pay(cost, max_load):
     assert max_loads(cost) == max_load
 
 
+@pytest.mark.parametrize(
+    ("cost", "max_load"),
+    [
+        # Two seconds of seven are hidden.
+        (Cost(699.0, 1000.0, gradient_bytes=200.0, overlap_s=3.0), 10),
+        (Cost(700.0, 1000.0, gradient_bytes=200.0, overlap_s=3.0), 15),
+        (Cost(699.0, 1000.0, gradient_bytes=200.0, overlap_s=1.9), 15),
+        # A copy takes 0.5 s in its expert, and 0.495 s in exchanges of three quarters of its bytes.
+        (Cost(497.0, 500.0, token_bytes=66.0), 10),
+        (Cost(498.0, 500.0, token_bytes=66.0), 15),
+        # The weights of a replica, without gradients, travel twice.
+        (Cost(200.0, 1000.0, gradient_bytes=50.0, max_bytes=75.0), 10),
+        (Cost(200.0, 1000.0, gradient_bytes=50.0, max_bytes=74.0), 15),
+        # Products of a replica beyond its tokens.
+        (Cost(1.0, 1000.0, slot_copies=4), 10),
+        (Cost(1.0, 1000.0, slot_copies=5), 15),
+        # A rank cannot serve more than 14, so replicas have no price.
+        (Cost(1e6, 1000.0, max_rows=14), 10),
+        (Cost(1e6, 1000.0, max_rows=15), 15),
+    ],
+)
+def test_what_else_a_plan_costs(cost, max_load):
+    assert load(rebalance(COUNTS, cost)).max() == max_load
+
+
 def test_a_declined_plan_keeps_what_another_balancer_left():
     start = Greedy().rebalance(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), TOPOLOGY, ())[0]
     assert load(start).max() == 11
-    for cost, max_load in ((FREE, 10), (Cost(1e6, 1000.0), 11)):
+    for cost, max_load in ((FREE, 10), (dataclasses.replace(FREE, planner_s=1.0), 11)):
         chain = Chain((Greedy(), Exact(eps=0.0, cost=cost)))
         plan, _ = chain.rebalance(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), TOPOLOGY, chain.init((4, 4)))
         assert load(plan).max() == max_load
@@ -69,7 +94,7 @@ def test_replicas_that_go_pay_for_planning():
     counts = np.diag([5, 5]).astype(np.int32)
     start = Plan(np.array([[0, 1], [1, 0]], np.int32), counts.copy(), domain=2)
     topology = dataclasses.replace(TOPOLOGY, levels=(Level("gpu", 2, bytes_per_s=100.0),), ranks_per_domain=2)
-    plan, _ = Exact(cost=FREE).rebalance(counts, start, topology, ())
+    plan, _ = Exact(cost=dataclasses.replace(FREE, expert_bytes=100.0)).rebalance(counts, start, topology, ())
     assert busiest(start) == 1
     assert busiest(plan) == 0
 
@@ -96,7 +121,7 @@ def test_the_planner_does_not_run_in_vain():
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_in_shard_map_vmap_and_scan(axis_type):
-    cost, mesh, spec = Cost(249.0, 1000.0), make_mesh((4,), ("x",), axis_type), PartitionSpec("x")
+    cost, mesh, spec = Cost(499.0, 1000.0), make_mesh((4,), ("x",), axis_type), PartitionSpec("x")
     counts = np.stack([COUNTS, np.diag([10, 10, 10, 10]), np.diag([12, 13, 9, 6]), COUNTS]).astype(np.int32)
     want = np.stack([rebalance(each, cost).quota for each in counts])
     assert (want[1:3] == counts.transpose(0, 2, 1)[1:3]).all()
@@ -153,6 +178,34 @@ def test_missing_rates_are_named(change, message):
     for plan in (rebalance, JITTED):
         with pytest.raises(ValueError, match=message):
             plan(COUNTS, FREE, topology)
+
+
+def test_plans_are_not_weighed_without_rates_unless_it_is_required():
+    topology = dataclasses.replace(TOPOLOGY, flops_per_s=None)
+    counts = COUNTS
+    for cost in (Cost(1e6, 1000.0, required=False), Cost(required=False)):
+        assert load(rebalance(counts, cost, topology)).max() == 10
+    assert load(rebalance(counts, Cost(1e6, 1000.0, required=False))).max() == 15
+    # The rates of a named device: 270 GB/s of link, 450 TFLOP/s.
+    named = Cost(270e9, 450e12, device="h100", required=False)
+    bare = dataclasses.replace(topology, levels=(Level("gpu", 4),))
+    assert load(rebalance(counts, named, bare)).max() == 10
+    assert load(rebalance(counts, dataclasses.replace(named, expert_bytes=10 * 270e9), bare)).max() == 15
+    with pytest.raises(ValueError, match=r"device is 'h1000'; expected one with rates: a100"):
+        Cost(device="h1000")
+
+
+def test_expected_maxima_are_between_the_bound_and_the_mean_of_the_busiest():
+    start = plain_plan(COUNTS, TOPOLOGY, 2)
+    # One replica: rank 1 with the emptiest rank has a mean of 10.5; two busy ranks and two helpers have the mean.
+    assert expected_max_loads(COUNTS, start, (1, 2, 3)).tolist() == [10, 10, 10]
+    # A rank keeps what its hottest expert leaves.
+    counts = np.zeros((2, 4), np.int32)
+    counts[0] = 50, 40, 5, 5
+    assert expected_max_loads(counts, plain_plan(counts, Topology.flat(2), 3), (1, 2)).tolist() == [50, 50]
+    counts[0] = 30, 30, 30, 0
+    # Rank 0 has 60 of 90 and gives one expert of 30.
+    assert expected_max_loads(counts, plain_plan(counts, Topology.flat(2), 3), (1,)).tolist() == [45]
 
 
 @pytest.mark.parametrize(("part", "shape"), [("relay", (4, 2)), ("rails", (4, 4, 1))])

@@ -132,7 +132,7 @@ def test_every_preset_can_be_read():
     for name in preset_names():
         config = load_config("CONFIG", name)
         assert config.model.build().layers > 0
-    assert load_config("CONFIG", "nvl72").cluster.build().num_ranks == 72
+    assert load_config("CONFIG", "nvl72").cluster.build().num_ranks == 64
     assert load_config("CONFIG", "dc4_10gbit").cluster.build().levels[0].bytes_per_s == 1.25e9
 
 
@@ -174,8 +174,9 @@ def test_a_device_gives_missing_rates_of_copies_and_planner(written):
     own = load_config("CONFIG", written(("cluster",), device="h100", planner="5 us")).cluster.build()
     assert (own.copy_bytes_per_s, own.planner_s) == (330e9, 5e-6)
     node = load_config("CONFIG", "h100_node", "cluster").cluster.build()
-    assert (node.copy_bytes_per_s, node.planner_s) == (330e9, 60e-6)
+    # Without a constant, each planner takes its own time.
+    assert (node.copy_bytes_per_s, node.planner_s, node.host_wait_s) == (330e9, None, 20e-6)
     plain = load_config("CONFIG", written()).cluster.build()
-    assert (plain.copy_bytes_per_s, plain.planner_s) == (None, 0.0)
+    assert (plain.copy_bytes_per_s, plain.planner_s) == (None, None)
     with pytest.raises(ValueError, match="device is 'v100'; expected one with rates: a100, "):
         load_config("CONFIG", written(("cluster",), device="v100"))

@@ -1,0 +1,181 @@
+"""Regret of the advice: time of the recommended choice over that of the best of all choices, simulated.
+
+    python -m benchmarks.bench_advice_regret [--pairs 200] [--first 0] [--quick] [--out FILE.json]
+
+Each pair is a model and a cluster with sizes between those of published ones, and three routings, each of another load
+shape. `advise` searches on two of them. Then every choice of its space that fits into memory is simulated on all three.
+The regret of a pair is the time of the recommended choice over that of the best one, both summed over the routings. A
+choice whose lower bound exceeds the least sum is not simulated. A pair is infeasible if `advise` recommends a choice
+that does not fit, and slower than plain if plain takes less time on the three routings by more than 1 %.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.results import Table, Value, out_option, report
+from jax_moe_lb.advise.advise import advise
+from jax_moe_lb.advise.choice import Choice
+from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads
+from jax_moe_lb.advise.fit import fits_in_memory
+from jax_moe_lb.advise.search import Space
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, LoadShape, ModelShape, Step
+
+PAIRS = 200
+SLOWER = 0.01
+"""Fraction of plain's time by which a recommendation may be slower, the resolution of `advise`."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Advice for one pair.
+
+    Args:
+        ranks: Number of ranks.
+        experts: Number of experts.
+        expert_mb: Bytes of an expert, in MB.
+        imbalance: Imbalance without balancing.
+        advised: Name of the recommended choice.
+        best: Name of the best choice.
+        regret: Time of the recommended choice over that of the best, minus 1.
+        of_plain: Time of the recommended choice over that of plain.
+        fits: True if the recommended choice fits into memory.
+        choices: Number of choices that fit.
+    """
+
+    ranks: int
+    experts: int
+    expert_mb: float
+    imbalance: float
+    advised: str
+    best: str
+    regret: float
+    of_plain: float
+    fits: bool
+    choices: int
+
+
+def drawn_pair(rng: np.random.Generator) -> tuple[ModelShape, Cluster]:
+    """Return a random model and cluster: one or several nodes of H100, or a part of a rack, with assumed rates."""
+    kind = rng.choice(["node", "nodes", "rack"], p=[0.5, 0.3, 0.2])
+    peak = float(rng.uniform(300e12, 1000e12))
+    gemm = AnalyticGemm(peak, half_rows=float(rng.uniform(100, 320)), launch_s=10e-6)
+    inside = Links("gpu", 8, float(rng.uniform(100e9, 450e9)), latency_s=3e-6)
+    levels: tuple[Links, ...] = (inside,)
+    if kind == "nodes":
+        levels = Links("node", 2, float(rng.uniform(12e9, 50e9)), links=8, latency_s=10e-6), inside
+    if kind == "rack":
+        levels = (replace(inside, size=int(rng.choice([16, 32])), bytes_per_s=float(rng.uniform(400e9, 900e9))),)
+    cluster = Cluster(levels, gemm, flops_per_s=peak / 1.5, planner_s=None, memory_bytes=80e9, hbm_bytes_per_s=3.35e12)
+    experts = max(int(rng.choice([8, 16, 32, 64, 128, 256])), cluster.num_ranks)
+    hidden = 256 * int(rng.integers(8, 29))
+    inner = 256 * int(rng.integers(2, 57 if experts <= 16 else 17))
+    per_token = int(min(rng.choice([1, 2, 4, 8]), experts // 2))
+    tokens = int(rng.choice([2048, 4096, 8192]))
+    model = ModelShape(1, hidden, inner, experts, per_token, tokens, sequence=4096)
+    # As many layers as half the memory holds, with the optimizer sharded as usual.
+    each = experts // cluster.num_ranks * model.expert_bytes * 9
+    return replace(model, layers=int(np.clip(40e9 // each, 1, 60))), cluster
+
+
+def advised(number: int) -> Found | None:
+    """Return the advice for a pair and its regret; None if no choice fits or no load shape has the imbalance."""
+    rng = np.random.default_rng((45, number))
+    model, cluster = drawn_pair(rng)
+    imbalance = float(1 + rng.exponential(0.6))
+    shapes = [list(LoadShape)[at] for at in rng.permutation(len(LoadShape))[:3]]
+    try:
+        loads = drawn_workloads(model, cluster.num_ranks, imbalance, 1, shapes, 1, number)
+    except ValueError:
+        return None
+    judge = Evaluator(model, cluster, Step())
+    num_home = experts_at_home(model, cluster)
+    space = Space(cluster, min(8, model.experts - num_home), with_relocation=False)
+    if not any(fits_in_memory(judge, choice) for choice in space.first()):
+        return None
+    seen = loads[:2]
+    answer = advise(judge, space, seen, seen)
+    choice = Choice() if answer.leave_off and answer.found.fits else answer.best.choice
+    return regret_of(choice, judge, space, loads)
+
+
+def experts_at_home(model: ModelShape, cluster: Cluster) -> int:
+    """Return the home experts of a rank."""
+    return model.experts // cluster.num_ranks
+
+
+def regret_of(choice: Choice, judge: Evaluator, space: Space, loads: list[Workload]) -> Found:
+    """Simulate every choice that fits, and compare the recommended one with the best."""
+
+    def sum_s(one: Choice) -> float:
+        return sum(judge.glance(one, load) for load in loads)
+
+    mine_s, plain_s = sum_s(choice), sum_s(Choice())
+    best, best_s, number = choice, mine_s, 0
+    for one in dict.fromkeys(space.every()):
+        if not fits_in_memory(judge, one):
+            continue
+        number += 1
+        if len(loads) * judge.floor_s(one) < best_s and (took := sum_s(one)) < best_s:
+            best, best_s = one, took
+    counts = loads[0].counts
+    if counts is None:
+        raise ValueError("the first workload has no counts; expected some")
+    load = counts[0].sum(0).reshape(judge.cluster.num_ranks, -1).sum(1)
+    return Found(
+        judge.cluster.num_ranks,
+        judge.model.experts,
+        judge.model.expert_bytes / 1e6,
+        float(load.max() / load.mean()),
+        choice.name,
+        best.name,
+        mine_s / best_s - 1,
+        mine_s / plain_s,
+        fits_in_memory(judge, choice),
+        number,
+    )
+
+
+def all_pairs(first: int, number: int) -> Iterator[Found]:
+    """Yield the advice for a number of pairs, from the first one on."""
+    at, done = first, 0
+    while done < number:
+        found, at = advised(at), at + 1
+        if found is not None:
+            done += 1
+            yield found
+
+
+def tables(found: list[Found]) -> dict[str, Table]:
+    """Return the regret over all pairs, and the pairs with the largest regret."""
+    regrets = np.array([one.regret for one in found])
+    slower = sum(one.of_plain > 1 + SLOWER for one in found)
+    unfit = sum(not one.fits for one in found)
+    row: list[Value] = [len(found), float(np.median(regrets)), float(np.quantile(regrets, 0.9)), float(regrets.max())]
+    columns = {"pairs": "d", "median regret": ".2%", "of nine in ten": ".2%", "worst regret": ".2%"}
+    summary = Table(columns | {"infeasible": "d", "slower than plain": "d"}, [[*row, unfit, slower]])
+    worst = sorted(found, key=lambda one: -one.regret)[:10]
+    lines: list[list[Value]] = [
+        [o.ranks, o.experts, o.expert_mb, o.imbalance, o.advised, o.best, o.regret, o.of_plain, o.choices]
+        for o in worst
+    ]
+    sizes = {"ranks": "d", "experts": "d", "an expert, MB": ".0f", "skew": ".2f", "advised": "", "best": ""}
+    ends = {"regret": ".2%", "advised / plain": ".3f", "choices": "d"}
+    return {"regret": summary, "worst": Table(sizes | ends, lines, "pairs with the largest regret")}
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="Number of pairs.")
+    parser.add_argument("--first", type=int, default=0, help="Seed of the first pair.")
+    parser.add_argument("--quick", action="store_true", help="Use few pairs.")
+    out_option(parser)
+    given = parser.parse_args()
+    report(tables(list(all_pairs(given.first, 2 if given.quick else given.pairs))), given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Planning times of all balancers where they plan, for the simulator.
+
+    python -m benchmarks.bench_planner_times [--quick] [--write] [--out FILE.json]
+
+A row is the median over six synthetic loads, and the least of 5 calls for each, with NumPy arrays and two replica slots
+per rank in one domain. `--write` writes the rows to `recordings/planner_times.yaml`. Rows of `exact` in jnp are jitted
+programs on a CPU. `EPLB` plans in every third step; its time is the mean over three steps. A planner as one kernel of a
+GPU is not measured here: its row is an estimate, the time of C++ without the copies between device and host.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks.results import Table, Value, out_option, report
+from jax_moe_lb import Topology
+from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, Greedy, RailS, UltraEP
+from jax_moe_lb.balancers.base import Balancer, LayerCost
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.types import Counts
+from jax_moe_lb.planners.exact_search import exact_in_jax
+from jax_moe_lb.recordings import planner_times
+from jax_moe_lb.recordings.planner_times import Place
+
+SIZES = ((8, 8), (8, 64), (8, 256), (32, 128), (64, 256), (128, 256), (256, 256))
+JNP_SIZES = ((8, 64), (32, 128))
+BALANCERS: tuple[Balancer, ...] = (
+    Exact(),
+    Greedy(),
+    UltraEP(),
+    EPLBPlus(),
+    EPLB(),
+    FasterMoE(),
+    FEPLB(),
+    RailS(),
+    LPLB(),
+)
+SLOTS, LOADS, REPEATS, TOKENS = 2, 6, 5, 8192
+SPREAD = 0.8
+"""Standard deviation of the logarithm of the popularity of experts."""
+
+ESTIMATED_KERNEL = "one kernel, estimated"
+
+
+def loads(num_ranks: int, num_experts: int) -> Iterator[Counts]:
+    """Yield counts of lognormal popularity."""
+    for seed in range(LOADS):
+        rng = np.random.default_rng(seed)
+        chances = np.exp(SPREAD * rng.standard_normal(num_experts))
+        yield rng.multinomial(TOKENS, chances / chances.sum(), num_ranks).astype(np.int32)
+
+
+def least_s(call: Callable[[], object], repeats: int) -> float:
+    """Return the least seconds of a call."""
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def on_host_s(balancer: Balancer, counts: Counts) -> float:
+    """Return the seconds of a plan on NumPy arrays; of several steps the mean, if plans are kept for some."""
+    num_ranks, num_experts = counts.shape
+    # Rails need several nodes.
+    topology = Topology.flat(num_ranks) if not isinstance(balancer, RailS) else Topology.flat(num_ranks, 4)
+    start = plain_plan(counts, topology, min(num_experts // num_ranks + SLOTS, num_experts))
+    sized, state = balancer.sized(LayerCost(TOKENS, 10**7, 2 * 10**7, 10**4, 10**7)), balancer.init(counts.shape)
+    for _ in range(3):
+        _, state = sized.rebalance(counts, start, topology, state)
+    every = getattr(balancer, "every", 1) if balancer.place is Place.NATIVE else 1
+    repeats = 2 if balancer.place is Place.PYTHON else REPEATS
+
+    def steps() -> None:
+        after = state
+        for _ in range(every):
+            _, after = sized.rebalance(counts, start, topology, after)
+
+    return least_s(steps, repeats) / every
+
+
+def in_jnp_s(counts: Counts) -> float:
+    """Return the seconds of `exact` in jnp, jitted on a CPU."""
+    num_ranks, num_experts = counts.shape
+    run = jax.jit(lambda c: exact_in_jax(c, num_experts // num_ranks + SLOTS, num_ranks, 0.01, 2**31, True))
+    jax.block_until_ready(run(counts))
+    return least_s(lambda: jax.block_until_ready(run(counts)), 2)
+
+
+def rows(sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, Place, str, int, int, float]]:
+    """Yield planner, place, basis, ranks, experts and seconds."""
+    for balancer in BALANCERS:
+        name = type(balancer).__name__
+        for ranks, experts in sizes:
+            seconds = float(np.median([on_host_s(balancer, counts) for counts in loads(ranks, experts)]))
+            yield name, balancer.place, "measured", ranks, experts, seconds
+            if name == "Exact":
+                yield name, Place.KERNEL, "estimated", ranks, experts, seconds
+    for ranks, experts in JNP_SIZES:
+        if (ranks, experts) in sizes:
+            yield "Exact", Place.JNP, "measured", ranks, experts, in_jnp_s(next(loads(ranks, experts)))
+
+
+def written(found: list[tuple[str, Place, str, int, int, float]]) -> str:
+    """Return the rows as YAML."""
+    head = "# Written by `python -m benchmarks.bench_planner_times --write`; see recordings/planner_times.py.\nrows:\n"
+    lines = (
+        f"  - {{planner: {name}, place: {place.value}, basis: {basis}, ranks: {ranks}, experts: {experts}, "
+        f"slots: {SLOTS}, time: {seconds * 1e6:.3g} us}}\n"
+        for name, place, basis, ranks, experts, seconds in found
+    )
+    return head + "".join(lines)
+
+
+def table(found: list[tuple[str, Place, str, int, int, float]], sizes: tuple[tuple[int, int], ...]) -> Table:
+    """Return one row per planner and place, with a column per size."""
+    by_size: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+    for name, place, basis, ranks, experts, seconds in found:
+        where = ESTIMATED_KERNEL if place is Place.KERNEL else f"{place.value}, {basis}"
+        by_size.setdefault((name, where), {})[ranks, experts] = seconds * 1e6
+    columns = {"planner": "", "where": ""} | {f"{ranks} x {experts}": ".0f" for ranks, experts in sizes}
+    lines: list[list[Value]] = [[*key, *(times.get(size) for size in sizes)] for key, times in by_size.items()]
+    return Table(columns, lines, "us of a plan, ranks x experts, two replica slots per rank")
+
+
+def main() -> None:
+    """Print the table, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="Use few sizes.")
+    parser.add_argument("--write", action="store_true", help="Write the rows to the package.")
+    out_option(parser)
+    given = parser.parse_args()
+    sizes = SIZES[1:2] if given.quick else SIZES
+    found = list(rows(sizes))
+    if given.write:
+        Path(str(resources.files(planner_times.__package__) / planner_times.FILE)).write_text(written(found))
+    report({"planners": table(found, sizes)}, given.out)
+
+
+if __name__ == "__main__":
+    main()

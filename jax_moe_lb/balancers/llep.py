@@ -1,0 +1,156 @@
+"""LLEP: tokens beyond a rank's capacity spill to the least loaded ranks."""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.host_callback import HostCallback
+from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.stats import HostErrors
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.recordings.planner_times import Place
+
+
+@dataclass(frozen=True)
+@checked_fields
+class LLEP(Balancer):
+    """Least-loaded expert parallelism: tokens beyond a capacity spill to the ranks with the least load.
+
+    Use it as a baseline. Experts are assigned from the hottest on. A home rank keeps as many tokens as its capacity
+    allows, if all its colder experts stay. The rest goes to the least loaded rank with room, and so on. Domains below
+    `min_imbalance` are left alone.
+
+    The original has no replica slots: helpers receive any number of experts, and a rank beyond its capacity gives the
+    rest to the least loaded helper. Here tokens that find no slot stay at home. It plans in Python on the host.
+
+    Args:
+        capacity: load that a rank may have, relative to the mean; at least 1, 1.1 by default.
+        min_tokens: minimum tokens of a part given to a helper, unless they are the last; 1024 by default.
+        min_imbalance: imbalance from which a domain is balanced; 1.3 by default.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import LLEP
+        >>> from jax_moe_lb.core import load, plain_plan
+        >>> counts = np.diag([12, 15, 7, 6]).astype(np.int32)
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> balancer = LLEP(capacity=1.0, min_tokens=1)
+        >>> plan, _ = balancer.rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
+        >>> print(load(plan), plan.placement[:, 1])
+        [12 10  8 10] [-1 -1  1  1]
+
+    Reference:
+        LLEP, arXiv 2601.17111, and the authors' code (Apache-2.0), whose defaults are these options.
+    """
+
+    capacity: float = 1.1
+    min_tokens: int = 1024
+    min_imbalance: float = 1.3
+    _host: HostCallback = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "min_imbalance"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number, at least 1")
+        if self.min_tokens < 1:
+            raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
+        planner = partial(spill, capacity=self.capacity, min_tokens=self.min_tokens, min_imbalance=self.min_imbalance)
+        object.__setattr__(self, "_host", HostCallback(planner))
+
+    @property
+    def place(self) -> Place:
+        """Python on the host."""
+        return Place.PYTHON
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
+        """Plan each domain separately, from the counts alone; see `Balancer.rebalance`."""
+        return self._host.rebalance(counts, plan, topology, state)
+
+    @property
+    def host_errors(self) -> tuple[HostErrors, ...]:
+        """Its host callback."""
+        return self._host.host_errors
+
+
+def spill(
+    counts: np.ndarray,
+    plan: Plan,
+    topology: Topology,
+    capacity: float = 1.1,
+    min_tokens: int = 1024,
+    min_imbalance: float = 1.3,
+) -> Plan:
+    """Return LLEP's plan for the slots of a plan; the planner of a `HostCallback`.
+
+    Args:
+        counts: `[R, E]` int32.
+        plan: plan with placement and domains; its replicas are dropped.
+        topology: unused; the plan has the domain.
+        capacity: as for `LLEP`.
+        min_tokens: as for `LLEP`.
+        min_imbalance: as for `LLEP`.
+    """
+    del topology
+    tokens = counts.sum(0).astype(np.int64)
+    placement, quota = plan.placement.copy(), np.zeros((plan.num_experts, plan.num_ranks), np.int64)
+    placement[:, plan.num_home :] = -1
+    quota[np.arange(plan.num_experts), np.arange(plan.num_experts) // plan.num_home] = tokens
+    for first in range(0, plan.num_ranks, plan.domain):
+        ranks = np.arange(first, first + plan.domain)
+        load: np.ndarray = quota[:, ranks].sum(0)
+        if load.max() * plan.domain >= min_imbalance * load.sum() and load.sum():
+            most = max(int(capacity * (load.sum() // plan.domain)), 1)
+            _spill_domain(ranks, most, min_tokens, placement, quota)
+    return replace(plan, placement=placement, quota=quota.astype(np.int32))
+
+
+def _spill_domain(ranks: np.ndarray, most: int, min_tokens: int, placement: np.ndarray, quota: np.ndarray) -> None:
+    num_home = len(quota) // len(placement)
+    own = np.arange(ranks[0] * num_home, (ranks[-1] + 1) * num_home)
+    tokens = quota[own].sum(1)
+    # Load of a rank: assigned tokens, and those of its experts that are not assigned yet.
+    load = tokens.reshape(len(ranks), num_home).sum(1)
+    for at in np.argsort(-tokens, kind="stable"):
+        expert, home = int(own[at]), int(at) // num_home
+        left = int(min(max(load[home] - most, 0), tokens[at]))
+        while left:
+            part, helper = _helper(expert, home, left, ranks, most, min_tokens, load, placement)
+            if not part:
+                break
+            quota[expert, ranks[home]] -= part
+            quota[expert, ranks[helper]] += part
+            load[home] -= part
+            load[helper] += part
+            left -= part
+
+
+def _helper(
+    expert: int,
+    home: int,
+    left: int,
+    ranks: np.ndarray,
+    most: int,
+    min_tokens: int,
+    load: np.ndarray,
+    placement: np.ndarray,
+) -> tuple[int, int]:
+    """Return the tokens for the least loaded rank with room and a slot, and this rank; 0 tokens if there is none."""
+    for helper in np.argsort(load, kind="stable").tolist():
+        part, slots = int(min(left, most - load[helper])), placement[ranks[helper]]
+        if helper == home or part <= 0 or (part < min_tokens and part < left):
+            continue
+        free = np.flatnonzero(slots < 0)
+        if expert in slots or len(free):
+            if expert not in slots:
+                slots[free[0]] = expert
+            return part, helper
+    return 0, home

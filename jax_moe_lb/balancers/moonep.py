@@ -1,0 +1,128 @@
+"""MoonEP: every rank serves exactly the mean load, with the most overloaded rank filling the emptiest one."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.host_callback import HostCallback
+from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.stats import HostErrors
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.recordings.planner_times import Place
+
+
+@dataclass(frozen=True)
+@checked_fields
+class MoonEP(Balancer):
+    """MoonEP's plan: each rank of a domain serves the mean load exactly.
+
+    Use it as a baseline. The most overloaded home rank fills the rank with the most room, even beyond its own surplus,
+    until no rank is above the mean. It then gives its hottest experts first, to its largest receivers first. With as
+    many replica slots as home experts, every rank serves the mean load.
+
+    The original plans in a kernel and needs `E / R` replica slots. This one plans in Python on the host. With fewer
+    slots, tokens that find no slot stay at home. If the mean is no integer, the first ranks serve one token more.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import MoonEP
+        >>> from jax_moe_lb.core import load, plain_plan
+        >>> counts = np.diag([12, 15, 7, 6]).astype(np.int32)
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> plan, _ = MoonEP().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
+        >>> print(load(plan), plan.placement[:, 1])
+        [10 10 10 10] [ 1 -1  0  1]
+
+    Reference:
+        MoonEP, github.com/MoonshotAI/MoonEP, the reference of its planning kernel.
+    """
+
+    _host: HostCallback = field(default_factory=lambda: HostCallback(plan), init=False, repr=False, compare=False)
+
+    @property
+    def place(self) -> Place:
+        """Python on the host."""
+        return Place.PYTHON
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
+        """Plan each domain separately, from the counts alone; see `Balancer.rebalance`."""
+        return self._host.rebalance(counts, plan, topology, state)
+
+    @property
+    def host_errors(self) -> tuple[HostErrors, ...]:
+        """Its host callback."""
+        return self._host.host_errors
+
+
+def plan(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
+    """Return MoonEP's plan for the slots of a plan; the planner of a `HostCallback`.
+
+    Args:
+        counts: `[R, E]` int32.
+        plan: plan with placement and domains; its replicas are dropped.
+        topology: unused; the plan has the domain.
+    """
+    del topology
+    tokens, size = counts.sum(0).astype(np.int64), plan.domain
+    placement, quota = plan.placement.copy(), np.zeros((plan.num_experts, plan.num_ranks), np.int64)
+    placement[:, plan.num_home :] = -1
+    quota[np.arange(plan.num_experts), np.arange(plan.num_experts) // plan.num_home] = tokens
+    for first in range(0, plan.num_ranks, size):
+        ranks = slice(first, first + size)
+        moved = receive_quotas(quota[:, ranks].sum(0))
+        for home in range(size):
+            _give(first + home, moved[home], first, placement, quota)
+    return replace(plan, placement=placement, quota=quota.astype(np.int32))
+
+
+def receive_quotas(load: np.ndarray) -> np.ndarray:
+    """Return the tokens that each rank gives to each other one, so that all have the mean load.
+
+    Args:
+        load: `[M]`, token copies at home.
+
+    Returns:
+        `[M, M]` token copies, from rank to rank.
+
+    Examples:
+        >>> print(receive_quotas(np.array([12, 15, 7, 6])))
+        [[0 0 3 0]
+         [1 0 0 4]
+         [0 0 0 0]
+         [0 0 0 0]]
+    """
+    ranks = np.arange(len(load))
+    balance: Any = load - (load.sum() + len(load) - 1 - ranks) // len(load)
+    moved = np.zeros((len(load), len(load)), np.int64)
+    while balance.max() > 0:
+        giver, taker = int(balance.argmax()), int(balance.argmin())
+        moved[giver, taker] = -balance[taker]
+        balance[giver] += balance[taker]
+        balance[taker] = 0
+    return moved
+
+
+def _give(home: int, wanted: np.ndarray, first: int, placement: np.ndarray, quota: np.ndarray) -> None:
+    """Give tokens of the hottest experts of a rank to its receivers, the largest first, as far as slots allow."""
+    num_home = len(quota) // len(placement)
+    own: Any = np.arange(home * num_home, (home + 1) * num_home)
+    to_give: Any = wanted.copy()
+    while to_give.max() > 0:
+        left: Any = quota[own, home]
+        taker, expert = int(to_give.argmax()), int(own[left.argmax()])
+        slots = placement[first + taker]
+        if expert not in slots:
+            free = np.flatnonzero(slots < 0)
+            if not len(free):
+                to_give[taker] = 0
+                continue
+            slots[free[0]] = expert
+        part = min(quota[expert, home], to_give[taker])
+        quota[expert, home] -= part
+        quota[expert, first + taker] += part
+        to_give[taker] -= part
