@@ -245,8 +245,9 @@ def layer_work(
 
 def _facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
     """Return the sizes of a layer, with the time between layers and the rows of all rounds of a rank."""
-    rounds = system.dispatch.buffers.max_rounds
-    max_rows = None if rounds is None else rounds * receive_capacity(system, model)
+    buffers = system.dispatch.buffers
+    most = buffers.max_rounds
+    max_rows = None if most is None else most * buffers.rows(model.tokens * model.per_token)
     slot_copies = round(getattr(cluster.gemm, "half_rows", 0.0))
     between_s = model.before_experts_s(cluster)
     return replace(model.facts, between_s=between_s, slot_copies=slot_copies, max_rows=max_rows)
