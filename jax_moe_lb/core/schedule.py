@@ -1,34 +1,37 @@
 """Order of operations in compiled programs.
 
-XLA runs the exchanges of a program one after another. `after_on_cuda` decides which one comes first, and so which
+XLA runs the exchanges of a program one after another. `in_order_on_cuda` decides which one comes first, and so which
 products remain to run beside it.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
-TreeT = TypeVar("TreeT")
+FirstT = TypeVar("FirstT")
+ThenT = TypeVar("ThenT")
 
 
-def after_on_cuda(first: Any, then: TreeT) -> TreeT:
-    """Return `then`, in programs for NVIDIA GPUs behind an optimization barrier after `first`.
+def in_order_on_cuda(first: FirstT, then: ThenT) -> tuple[FirstT, ThenT]:
+    """Return both arguments; in programs for NVIDIA GPUs, operations that use `then` run after `first` is computed.
+
+    Use the returned arrays instead of the arguments. An argument used otherwise, too, is copied before an operation
+    updates it in place, since the optimization barrier still reads it.
 
     Other programs are unchanged. TPU compilers find an order of their own, and CPUs process few rows at a time.
 
     Args:
         first: pytree of arrays.
-        then: pytree of arrays; operations that use the result run after `first` is computed.
+        then: pytree of arrays.
 
     Returns:
-        `then`, with equal values.
+        `first` and `then`, with equal values.
     """
 
-    def barrier(first: Any, then: TreeT) -> TreeT:
-        return jax.lax.optimization_barrier((first, then))[1]
+    def barrier(first: FirstT, then: ThenT) -> tuple[FirstT, ThenT]:
+        return jax.lax.optimization_barrier((first, then))
 
-    def as_it_is(first: Any, then: TreeT) -> TreeT:
-        del first
-        return then
+    def as_they_are(first: FirstT, then: ThenT) -> tuple[FirstT, ThenT]:
+        return first, then
 
-    return jax.lax.platform_dependent(first, then, cuda=barrier, default=as_it_is)
+    return jax.lax.platform_dependent(first, then, cuda=barrier, default=as_they_are)

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.manual_axes import vary_like
-from jax_moe_lb.core.schedule import after_on_cuda
+from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
 from jax_moe_lb.kernels.backends import products_are_by_group
 from jax_moe_lb.kernels.experts import Experts, swiglu
@@ -267,13 +267,13 @@ def _gradients_at_once(
 
     inner = _inner_kinds(experts)
     # On GPUs, gradients of weights follow the last use of the products and of the gradients of the hidden activations.
-    hidden, upstream = after_on_cuda(upstreams, (hidden, upstream))
+    upstreams, (hidden, upstream) = in_order_on_cuda(upstreams, (hidden, upstream))
     of_kinds: dict[str, Any] = {"down": outer("down", hidden, upstream)}
     if down_bias is not None:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
     # On GPUs, `down` comes before the gradients of the rows, if it is smaller than the arrays that it frees for them.
     if sum(leaf.nbytes for leaf in jax.tree.leaves(of_kinds)) <= upstream.nbytes + hidden.nbytes:
-        upstreams = after_on_cuda(of_kinds, upstreams)
+        of_kinds, upstreams = in_order_on_cuda(of_kinds, upstreams)
     last = experts if again is None else jax.tree.map(usual_layout, again(upstreams[0]))
     back = [
         grouped_matmul(part, _kind(last, kind), group_sizes, transposed=True)
@@ -281,7 +281,7 @@ def _gradients_at_once(
     ]
     of_rows = sum(back[1:], start=back[0])
     # The other gradients of weights come last: the gradients of the rows travel meanwhile.
-    rows, upstreams = after_on_cuda(of_rows, (rows, upstreams))
+    of_rows, (rows, upstreams) = in_order_on_cuda(of_rows, (rows, upstreams))
     for kind, part in zip(inner, upstreams, strict=True):
         of_kinds[kind] = outer(kind, rows, part)
         if _first(experts).up_bias is not None:

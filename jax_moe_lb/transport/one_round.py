@@ -2,9 +2,9 @@
 
 On NVIDIA GPUs XLA runs one exchange at a time, beside products that do not read its result. The order of the exchanges
 is therefore part of the design. A forward round may have several chunks. Chunk `c + 1` then travels beside the products
-of chunk `c`, and arrives before the outputs of chunk `c` return. In a backward round the rows arrive first. Gradients
-of their outputs travel beside the products that rematerialize the hidden activations. Gradients of routing weights
-return first, and gradients of rows beside the products for gradients of weights.
+of chunk `c`, and arrives before the outputs of chunk `c` return. In a backward round routing weights arrive first, then
+the rows. Gradients of their outputs travel beside the products that rematerialize the hidden activations. Gradients of
+routing weights return first, and gradients of rows beside the products for gradients of weights.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,20 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.schedule import after_on_cuda
+from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import GroupSizes, Rows, Tokens
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.compression import packed, unpacked
-from jax_moe_lb.transport.exchange import Copies, CopyWeights, Exchange, Receipt
+from jax_moe_lb.transport.exchange import (
+    Copies,
+    CopyWeights,
+    Exchange,
+    Receipt,
+    RoutingWeights,
+    to_sending_order,
+    weights_in_order,
+)
 
 SumsT = TypeVar("SumsT")
 
@@ -39,6 +47,20 @@ PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows, Any], tuple[Rows, RowWe
 
 It takes rows, row weights, group sizes, gradients of the outputs, and gradient sums of the experts (`None` at first).
 It returns gradients of the rows and of their weights, and the new sums."""
+
+
+class Batch(NamedTuple):
+    """Layer inputs and the gradients of its outputs.
+
+    Args:
+        tokens: `[T, H]`, tokens of this rank.
+        weights: `[T, K]`, weights of the outputs of a token's copies.
+        upstream: `[T, H]`, gradients of the layer outputs.
+    """
+
+    tokens: Tokens
+    weights: RoutingWeights
+    upstream: Tokens
 
 
 class Kept(NamedTuple):
@@ -107,20 +129,19 @@ def serve_round(
     """
     with jax.named_scope("dispatch"):
         arrived = [one.send(copies, chunk) for chunk in one.chunks]
-    for chunk, (words, group_sizes) in enumerate(arrived):
+    for chunk in one.chunks:
+        words, group_sizes = arrived[chunk]
         outputs = ffn(one.decoded(words), group_sizes)
         with jax.named_scope("combine"):
-            later = arrived[chunk + 1 : chunk + 2]
-            outputs = after_on_cuda(later, outputs) if later else outputs
+            if chunk + 1 < len(arrived):
+                arrived[chunk + 1], outputs = in_order_on_cuda(arrived[chunk + 1], outputs)
             out = one.send_back(packed(one.exchange.transfer, outputs), chunk, out)
     return out, arrived[0][0]
 
 
 def gradient_round(
     one: Round,
-    copies: TravellingRows,
-    weights: CopyWeights,
-    upstream: Copies,
+    batch: Batch,
     pull_back: PullBack,
     carry: tuple[OfCopies, SumsT],
     saved: ArrivedRows | None,
@@ -130,9 +151,8 @@ def gradient_round(
 
     Args:
         one: the round, in one chunk.
-        copies: `[T * K, W]`, copies in sending order and transfer format; not read if rows are saved.
-        weights: `[T * K, 1]`, weights of these copies.
-        upstream: `[T * K, H]`, gradients of their outputs.
+        batch: tokens in transfer format, their weights, and the gradients of the layer outputs. Tokens are not read if
+            rows are saved.
         pull_back: backward function of the rows.
         carry: gradients of copies in other rounds, and sums of the gradients of experts.
         saved: received rows; `None` to send the copies again.
@@ -141,14 +161,18 @@ def gradient_round(
     Returns:
         The carry with the gradients of this round.
     """
+    per_token = batch.weights.shape[1]
     with jax.named_scope("dispatch"):
+        copies = to_sending_order(batch.tokens, one.receipt, per_token)
+        row_weights, group_sizes = one.send(weights_in_order(batch.weights, one.receipt), 0)
+        row_weights, copies = in_order_on_cuda(row_weights, copies)
         words = one.send(copies, 0)[0] if saved is None else saved
-        row_weights, group_sizes = one.send(weights, 0)
-        going = after_on_cuda((words, row_weights, before), upstream)
-        row_upstream, _ = one.send(going, 0)
+        # The gradients are gathered after the copies are sent, into the same memory.
+        (words, _), upstream = in_order_on_cuda((words, before), batch.upstream)
+        row_upstream, _ = one.send(to_sending_order(upstream, one.receipt, per_token), 0)
     (of_copies, of_weights), sums = carry
     of_rows, of_row_weights, sums = pull_back(one.decoded(words), row_weights, group_sizes, row_upstream, sums)
     with jax.named_scope("combine"):
-        of_weights = one.send_back(of_row_weights, 0, of_weights)
-        of_copies = one.send_back(after_on_cuda(of_weights, of_rows), 0, of_copies)
+        of_weights, of_rows = in_order_on_cuda(one.send_back(of_row_weights, 0, of_weights), of_rows)
+        of_copies = one.send_back(of_rows, 0, of_copies)
     return (of_copies, of_weights), sums

@@ -28,10 +28,10 @@ from jax_moe_lb.transport.exchange import (
     sum_of_copies,
     to_sending_order,
     weights_by_token,
-    weights_in_order,
 )
 from jax_moe_lb.transport.one_round import (
     ArrivedRows,
+    Batch,
     Kept,
     OfCopies,
     PullBack,
@@ -48,20 +48,6 @@ SumsT = TypeVar("SumsT")
 Inputs = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt]
 
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt, Kept]
-
-
-class Batch(NamedTuple):
-    """Layer inputs and the gradients of its outputs.
-
-    Args:
-        tokens: `[T, H]`, tokens of this rank.
-        weights: `[T, K]`, weights of the outputs of a token's copies.
-        upstream: `[T, H]`, gradients of the layer outputs.
-    """
-
-    tokens: Tokens
-    weights: RoutingWeights
-    upstream: Tokens
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -195,17 +181,13 @@ def gradient_rounds(
         Gradients of copies, and gradients of experts summed over rounds.
     """
     tokens, weights, upstream = batch
-    per_token = weights.shape[1]
     # The backward pass rounds the tokens as the forward pass did.
     travelling = packed(exchange.transfer, tokens)
 
     def one_round(i: Array, carry: tuple[OfCopies, Any], saved: Any = None) -> tuple[OfCopies, Any]:
         now, upstream_now = optimization_barrier(i, (travelling, upstream))
-        with jax.named_scope("dispatch"):
-            copies, going = (to_sending_order(part, receipt, per_token) for part in (now, upstream_now))
-            of_weights = weights_in_order(weights, receipt)
         one = Round(i, receipt, exchange, topology, tokens)
-        return gradient_round(one, copies, of_weights, going, pull_back, carry, saved, before)
+        return gradient_round(one, Batch(now, weights, upstream_now), pull_back, carry, saved, before)
 
     first = one_round(jnp.int32(0), (of_copies, None), saved)
     return overflow_rounds(receipt, exchange, one_round, first)

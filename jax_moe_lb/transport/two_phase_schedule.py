@@ -45,9 +45,9 @@ from jax_moe_lb.transport.exchange import (
     weights_by_token,
     weights_in_order,
 )
-from jax_moe_lb.transport.one_round import OfCopies
+from jax_moe_lb.transport.one_round import Batch, OfCopies
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import Batch, no_gradients, overflow_rounds
+from jax_moe_lb.transport.rounds import no_gradients, overflow_rounds
 from jax_moe_lb.transport.slot_weights import (
     at_home,
     dtype_of_sums,

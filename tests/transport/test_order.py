@@ -12,18 +12,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Topology, exact, feplb, rails
-from jax_moe_lb.core.schedule import after_on_cuda
+from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.kernels import grouped_ffn
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.transport import Direct, MultiRailDispatch, Saved, TwoPhase, one_round
 from jax_moe_lb.transport.exchange import Exchange, Receipt
-from jax_moe_lb.transport.one_round import Round, gradient_round, serve_round
+from jax_moe_lb.transport.one_round import Batch, Round, gradient_round, serve_round
 from tests.kernels.test_grouped_ffn import case as rows_of_groups
 from tests.layer_cases import Case, assert_close, make_mesh, sharded_moe, with_gradients
 
 
 def barrier(first, then):
-    return jax.lax.optimization_barrier((first, then))[1]
+    return jax.lax.optimization_barrier((first, then))
 
 
 class Graph:
@@ -51,14 +51,14 @@ class Graph:
 
 
 def test_only_cuda_programs_have_the_barrier():
-    traced = jax.jit(after_on_cuda).trace(jnp.zeros(3), jnp.ones(3))
+    traced = jax.jit(in_order_on_cuda).trace(jnp.zeros(3), jnp.ones(3))
     text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "tpu", "cpu")}
     assert ["optimization_barrier" in text[name] for name in ("cuda", "tpu", "cpu")] == [True, False, False]
 
 
 def test_gradients_of_rows_come_between_gradients_of_weights(monkeypatch):
     """Gradients of `down` come first, then those of rows, which travel during the products for `up`."""
-    monkeypatch.setattr(grouped_ffn, "after_on_cuda", barrier)
+    monkeypatch.setattr(grouped_ffn, "in_order_on_cuda", barrier)
     rows, experts, upstream = rows_of_groups(jnp.float32, fused=True)
     sizes, weights = jnp.full(8, 50, jnp.int32), jnp.ones((len(rows), 1))
 
@@ -110,7 +110,7 @@ def named_round(chunks):
 
 
 def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
-    monkeypatch.setattr(one_round, "after_on_cuda", barrier)
+    monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
     graph = Graph(
         lambda copies, out: serve_round(named_round(2), copies, lambda rows, _: rows, out)[0], ones(2), ones(2)
     )
@@ -119,21 +119,26 @@ def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
 
 
 def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
-    monkeypatch.setattr(one_round, "after_on_cuda", barrier)
+    monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
 
     def pull_back(rows, weights, sizes, upstream, sums):
-        return rows + upstream, weights + upstream[:, :1], None
+        return checkpoint_name(rows, "arrived") + upstream, weights + upstream[:, :1], None
 
-    def backward(copies, weights, upstream, of_copies, of_weights, replicas):
+    def backward(tokens, weights, upstream, of_copies, of_weights, replicas):
         carry = (of_copies, of_weights), None
         replicas = checkpoint_name(replicas, "replicas")
-        return gradient_round(named_round(1), copies, weights, upstream, pull_back, carry, None, replicas)[0]
+        return gradient_round(named_round(1), Batch(tokens, weights, upstream), pull_back, carry, None, replicas)[0]
 
     graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(1))
+    assert graph.names_before("rows 0") == {"weights 0"}
     first = {"rows 0", "weights 0", "replicas"}
     assert graph.names_before("rows 1") == first
     assert graph.names_before("weights back 0") == first | {"rows 1"}
-    assert graph.names_before("rows back 0") == first | {"rows 1", "weights back 0"}
+    assert graph.names_before("rows back 0") == first | {"rows 1", "arrived", "weights back 0"}
+    # The rows themselves pass the barrier: products clear their tail in place, and the compiler copies an array that
+    # another operation still reads.
+    (arrived,) = (eqn for eqn in graph.jaxpr.eqns if eqn.params.get("name") == "arrived")
+    assert graph.source[id(arrived.invars[0])].primitive.name == "optimization_barrier"
 
 
 # ---- chunks and saved arrays --------------------------------------------------------
