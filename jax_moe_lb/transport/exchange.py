@@ -70,7 +70,7 @@ class Buffers:
     """Size of a rank's receive buffer, and the number of times that a layer fills it.
 
     The buffer has `A = ceil(headroom * T * K)` rows, rounded up to a multiple of 128 if it has 1,024 rows or more. Rows
-    beyond `A` travel in further rounds; none are dropped. With several chunks, this holds for the rows of each chunk.
+    beyond `A` travel in further rounds; none are dropped. With several chunks, each of them is rounded up.
 
     Args:
         headroom: rows per round of a rank, relative to the mean load; 1.05 (default) fits balanced loads. More headroom
@@ -112,12 +112,13 @@ class Buffers:
         return self.chunks * self.chunk_rows(num_copies)
 
     def in_one_chunk(self, num_copies: int) -> "Buffers":
-        """Return a buffer of one chunk, with at least as many rows.
+        """Return a buffer of one chunk with as many rows.
 
         Args:
-            num_copies: `T * K`, token copies of a rank.
+            num_copies: `T * K`, token copies of a rank; at least 1.
         """
-        return self if self.chunks == 1 else Buffers(self.rows(num_copies) / max(1, num_copies), self.max_rounds)
+        # Half a row less, so that the product with the number of copies, which is rounded, has the same ceiling.
+        return self if self.chunks == 1 else Buffers((self.rows(num_copies) - 0.5) / num_copies, self.max_rounds)
 
     def chunk_rows(self, num_copies: int) -> int:
         """Return the rows of a rank in one exchange, `A` divided by the number of chunks.
@@ -127,7 +128,7 @@ class Buffers:
         """
         # At least 1: the number of rounds is a quotient by this, also for a rank without tokens.
         rows = max(1, math.ceil(self.headroom * num_copies / self.chunks))
-        return rows if rows < 8 * TILE_ROWS else math.ceil(rows / TILE_ROWS) * TILE_ROWS
+        return rows if self.chunks * rows < 8 * TILE_ROWS else math.ceil(rows / TILE_ROWS) * TILE_ROWS
 
 
 class Kernels(Enum):
@@ -160,7 +161,8 @@ class Saved:
         replicas: save the weights of the replica slots, `S - L` experts per layer; named "moe_replicas". False by
             default.
         rows: save the rows received in the first round, `A` rows of width `H` in transfer format per layer; named
-            "moe_dispatched_rows". Further rounds send their copies again. It requires one chunk. False by default.
+            "moe_dispatched_rows". Further rounds send their copies again. Chunks are copied into one array. False by
+            default.
 
     Examples:
         >>> from jax_moe_lb import exact
@@ -205,8 +207,6 @@ class DispatchOptions(abc.ABC, Generic[ReceiptT]):
             raise ValueError(f"buffers.chunks is {self.buffers.chunks}; expected 1 for {name}")
         if self.saved != Saved() and not self.takes_saved:
             raise ValueError(f"saved is {self.saved}; expected Saved() for {name}")
-        if self.saved.rows and self.buffers.chunks > 1:
-            raise ValueError(f"saved.rows is True; expected False with buffers.chunks = {self.buffers.chunks}")
 
     @abc.abstractmethod
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> ReceiptT:

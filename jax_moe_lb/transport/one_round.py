@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.schedule import in_order_on_cuda
@@ -67,7 +68,7 @@ class Kept(NamedTuple):
     """Arrays saved for the backward pass by `Saved`; `None` if it transfers them again.
 
     Args:
-        rows: rows received in the first round, in transfer format.
+        rows: rows received in the first round, in transfer format, in one chunk.
         replicas: weights of the replica slots.
     """
 
@@ -125,7 +126,7 @@ def serve_round(
         out: `[T * K, W]`, outputs of earlier rounds.
 
     Returns:
-        `out` with the outputs of this round, and the received rows of the first chunk.
+        `out` with the outputs of this round, and the received rows of all chunks.
     """
     with jax.named_scope("dispatch"):
         arrived = [one.send(copies, chunk) for chunk in one.chunks]
@@ -136,7 +137,8 @@ def serve_round(
             if chunk + 1 < len(arrived):
                 arrived[chunk + 1], outputs = in_order_on_cuda(arrived[chunk + 1], outputs)
             out = one.send_back(packed(one.exchange.transfer, outputs), chunk, out)
-    return out, arrived[0][0]
+    # Consecutive parts of one stream. Without `Saved`, the array is not used, and XLA removes it.
+    return out, arrived[0][0] if len(arrived) == 1 else jnp.concatenate([words for words, _ in arrived])
 
 
 def gradient_round(

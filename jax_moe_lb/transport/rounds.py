@@ -133,7 +133,7 @@ def serve_rounds(
         topology: topology of the layer; copies travel between the ranks of its expert axes.
 
     Returns:
-        `out` with the outputs, and the rows received in the first chunk of the first round.
+        `out` with the outputs, and the rows received in the first round.
     """
     # Encode tokens before the gather of their copies, once per token.
     travelling = packed(exchange.transfer, tokens)

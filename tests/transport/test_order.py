@@ -1,5 +1,6 @@
 """Order of the exchanges and products of a round, chunks of rounds, and arrays saved for the backward pass."""
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,7 +156,7 @@ def arguments():
 
 
 OPTIONS = {
-    "chunks": (Buffers(headroom=0.4, chunks=2), Saved(replicas=True)),
+    "chunks": (Buffers(headroom=0.4, chunks=2), Saved(replicas=True, rows=True)),
     "saved": (Buffers(headroom=0.4), Saved(replicas=True, rows=True)),
     "chunks without a loop": (Buffers(headroom=0.4, max_rounds=4, chunks=3), Saved()),
 }
@@ -215,13 +216,12 @@ def test_bad_chunks_and_saved_arrays_are_refused():
             dispatch(Buffers(chunks=2))
     with pytest.raises(ValueError, match=r"saved is Saved\(.*\); expected Saved\(\) for TwoPhase"):
         feplb().replace(saved=Saved(rows=True))
-    with pytest.raises(ValueError, match=r"saved.rows is True; expected False with buffers.chunks = 2"):
-        Direct(Buffers(chunks=2), saved=Saved(rows=True))
     assert rails().replace(saved=Saved(rows=True)).dispatch.saved.rows
 
 
 def test_chunks_share_the_rows_of_a_round():
     assert [Direct(Buffers(1.05, chunks=chunks)).buffers.rows(32768) for chunks in (1, 2, 3)] == [34432, 34560, 34560]
     assert Buffers(0.5, chunks=2).rows(10) == 6
-    for copies in (1, 10, 1000, 32768, 33333):
-        assert Buffers(0.7, chunks=2).in_one_chunk(copies).rows(copies) >= Buffers(0.7, chunks=2).rows(copies)
+    for copies, chunks in itertools.product((1, 10, 700, 1000, 1500, 32768, 33333), (2, 3)):
+        buffers = Buffers(0.7, chunks=chunks)
+        assert buffers.in_one_chunk(copies).rows(copies) == buffers.rows(copies)
