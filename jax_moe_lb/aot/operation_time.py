@@ -189,6 +189,9 @@ class OperationTime:
             return None, 0
         if shape.nbytes * slots == shape.result_bytes * home:
             return load.replicas, shape.nbytes // home
+        if shape.result_bytes < shape.nbytes:
+            # Weights that a rank sends, arranged by rank.
+            return load.replicas, shape.result_bytes // slots
         return load.replica_gradients, shape.nbytes // slots
 
 

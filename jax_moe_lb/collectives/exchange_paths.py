@@ -8,6 +8,8 @@ Sources: `ragged_all_to_all.cc` and the flags of jaxlib 0.12.0.1; openxla/xla#33
 """
 
 import enum
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,9 +17,7 @@ import jax
 from jax_moe_lb.collectives.one_shot_lists import MAX_ONE_SHOT_RANKS
 from jax_moe_lb.core.custom_calls import is_built
 from jax_moe_lb.core.topology import Topology
-
-UPDATE_S = 12e-6
-"""Seconds of a send and a receive, also of an empty update (openxla/xla#46982, with jax 0.10)."""
+from jax_moe_lb.recordings.device_rates import GpuRates, device_rates
 
 HBM_BYTES_PER_S = 3.35e12
 """Memory bandwidth of an H100, from its data sheet; later GPUs have more."""
@@ -58,19 +58,31 @@ class PathChoice:
         """Whether each update has a cost of its own, so that one slice per rank is fastest."""
         return self.path in (ExchangePath.DEVICE_KERNEL, ExchangePath.SEND_RECEIVE)
 
-    def packs(self, copied_bytes: int, spared_updates: int) -> bool:
-        """Return whether one exchange of operands copied side by side is estimated faster than one for each operand.
+    def fastest(self, forms: Sequence[tuple[int, int]]) -> int:
+        """Return the index of the form of an exchange that is estimated to be fastest.
 
-        The device kernel requires operands copied into symmetric memory, and this copy can put them side by side.
+        The device kernel requires operands copied into symmetric memory, and this copy can arrange them.
 
         Args:
-            copied_bytes: bytes of the copies before and after the exchange.
-            spared_updates: number of updates that the copies spare.
+            forms: bytes copied before and after the exchange, and updates of all peers, of each form. The first form
+                has no copies.
         """
+        if not self.costs_per_update:
+            return 0
         if self.path is ExchangePath.DEVICE_KERNEL:
-            return spared_updates > 0
+            return min(range(len(forms)), key=lambda i: forms[i][::-1])
+        update_s = _update_s()
         # A copy reads and writes.
-        return self.costs_per_update and 2 * copied_bytes / HBM_BYTES_PER_S < spared_updates * UPDATE_S
+        seconds = [2 * copied_bytes / HBM_BYTES_PER_S + updates * update_s for copied_bytes, updates in forms]
+        return seconds.index(min(seconds))
+
+
+@functools.cache
+def _update_s() -> float:
+    """Return the seconds of a send and a receive of NCCL, also of an empty update."""
+    rates = device_rates("h100", "cuda")
+    assert isinstance(rates, GpuRates)
+    return rates.nccl_update
 
 
 def exchange_path(topology: Topology) -> PathChoice:

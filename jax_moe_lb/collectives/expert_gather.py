@@ -16,7 +16,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.collectives.exchange_paths import exchange_path
-from jax_moe_lb.collectives.ragged_all_to_all import as_words, empty_buffer_after, moves_in_process, ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import (
+    as_words,
+    empty_buffer_after,
+    moves_in_process,
+    ragged_all_to_all,
+    starts,
+)
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Axes, iota, wide_dtype
@@ -202,16 +208,19 @@ def _backward(
 fetch.defvjp(_save, _backward)
 
 
-def fetch_all(home: Kinds, wanted: Wanted, num_home: int, topology: Topology) -> Kinds:
-    """Return the replicas of all weight arrays, by one exchange for each of them or by one for all.
+def fetch_all(home: Kinds, wanted: Wanted, num_home: int, domain: int, topology: Topology) -> Kinds:
+    """Return the replicas of all weight arrays, in the form of exchange that is estimated to be fastest.
 
-    One exchange for all copies the home experts side by side, because any of them may be wanted. A single slice per
-    rank would copy some of them several times. `PathChoice.packs` estimates whether the exchange is faster.
+    - One exchange for each array, with one slice per slot of each rank.
+    - One exchange for all arrays. It copies the home experts side by side, because any of them may be wanted.
+    - The same with one slice per rank. It copies each expert for every rank that wants it, and thus requires the memory
+      of all replicas that a rank can send, if these do not exceed `max_incoming_replicas`.
 
     Args:
         home: `[L, ...]` for each weight array.
         wanted: `[R, P]` int32; see `fetch`.
         num_home: `L`, home experts per rank.
+        domain: ranks per domain, which contains all replicas of its experts.
         topology: topology of the layer; its expert axes are the ranks of the exchange.
 
     Returns:
@@ -224,13 +233,59 @@ def fetch_all(home: Kinds, wanted: Wanted, num_home: int, topology: Topology) ->
         axis_name=topology.expert_axes,
         in_one_process=topology.in_one_process,
     )
-    spared = (len(home) - 1) * wanted.shape[1] * (wanted.shape[0] - 1)
-    # Home experts are copied before the exchange, and replicas are split into their arrays after it.
-    copied_bytes = sum(kind.nbytes for kind in home) // num_home * (num_home + wanted.shape[1])
-    if len({kind.dtype for kind in home}) > 1 or not exchange_path(topology).packs(copied_bytes, spared):
+    num_ranks, num_replicas = wanted.shape
+    expert_bytes, peers = sum(kind.nbytes for kind in home) // num_home, num_ranks - 1
+    forms = [(0, len(home) * num_replicas * peers)]
+    if len({kind.dtype for kind in home}) == 1:
+        forms.append(((num_home + num_replicas) * expert_bytes, num_replicas * peers))
+        room = most_at_home(num_replicas, num_home, domain)
+        # Copies before the exchange, and the order of slots after it.
+        if 0 < room <= max_incoming_replicas(num_replicas, num_home, domain):
+            forms.append(((room + num_replicas) * expert_bytes, peers))
+    form = exchange_path(topology).fastest(forms)
+    if form == 0:
         return tuple(fetch_one(kind) for kind in home)
-    rows = fetch_one(jnp.concatenate([kind.reshape(num_home, -1) for kind in home], 1))
+    if form == 1:
+        rows = fetch_one(jnp.concatenate([kind.reshape(num_home, -1) for kind in home], 1))
+    else:
+        rows = fetch_by_rank(home, wanted, room, topology.expert_axes, topology.in_one_process)
     return _split(rows, home)
+
+
+def fetch_by_rank(home: Kinds, wanted: Wanted, room: int, axis_name: Axes, in_one_process: bool = False) -> Array:
+    """Return the replicas of this rank by one exchange with one slice per rank.
+
+    Args:
+        home: `[L, ...]` for each weight array, in one dtype.
+        wanted: as in `fetch`, and so are the axes.
+        room: maximum number of replicas that a rank sends.
+
+    Returns:
+        `[P, W]`, all weight arrays of an expert side by side; see `fetch` for empty slots.
+    """
+    (num_ranks, num_replicas), num_home = wanted.shape, home[0].shape[0]
+    me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
+    # An illegal plan may send more replicas than fit. All ranks skip the same ones.
+    owner = jnp.where(_number_at_home(wanted, num_home) < room, owner, num_ranks)
+    # Replicas of each rank (row) from each home (column).
+    moved = (owner[:, :, None] == iota(num_ranks)[None, None]).sum(1, dtype=jnp.int32)
+    goes = (owner == me).reshape(-1)
+    place = jnp.where(goes, goes.cumsum(dtype=jnp.int32) - 1, room)
+    expert = jnp.zeros(room, jnp.int32).at[place].set((wanted % num_home).reshape(-1), mode="drop")
+    rows = jnp.concatenate([kind[expert].reshape(room, -1) for kind in home], 1)
+    landed = ragged_all_to_all(
+        rows,
+        empty_buffer_after(rows, num_replicas),
+        input_offsets=starts(moved[:, me]),
+        send_sizes=moved[:, me],
+        # Replicas land sorted by source, and then by slot.
+        output_offsets=jnp.where(iota(num_ranks)[None] < me, moved, 0).sum(1, dtype=jnp.int32),
+        recv_sizes=moved[me],
+        axis_name=axis_name,
+        in_one_process=in_one_process,
+        site="replicate",
+    )
+    return landed[jnp.argsort(jnp.argsort(owner[me], stable=True))]
 
 
 def add_at_home(

@@ -201,7 +201,7 @@ class Gather(Replicate):
             raise ValueError("plan.relay is set; expected None, as Gather copies every slot from home")
         wanted = plan.placement[:, plan.num_home :]
         home, tree = jax.tree.flatten(experts)
-        return jax.tree.unflatten(tree, fetch_all(tuple(home), wanted, plan.num_home, topology))
+        return jax.tree.unflatten(tree, fetch_all(tuple(home), wanted, plan.num_home, plan.domain, topology))
 
     def join(self, pending: Experts, after: Any) -> Experts:
         """Return the result of `start`."""

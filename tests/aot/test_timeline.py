@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from jax_moe_lb.aot import Target
+from jax_moe_lb import Topology, exact
+from jax_moe_lb.aot import LayerLoad, LayerSizes, Target, counts_of
 from jax_moe_lb.aot.execution_counts import Launches
 from jax_moe_lb.aot.operation_time import OperationTime
 from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, ScheduledOperation
 from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
+from jax_moe_lb.collectives.exchange_time import Machine, exchange_time
 from jax_moe_lb.kernels.recorded_rates import recorded_tflops
 from jax_moe_lb.recordings.device_rates import device_rates
 from tests.aot.scheduled import TEXT, even_counts, load_of, schedule, skewed_counts
@@ -117,6 +119,18 @@ def test_the_path_decides_the_time_of_an_exchange():
     assert (
         seconds[ExchangePath.SEND_RECEIVE] > 14 * RATES.nccl_update + RATES.host_wait > seconds[ExchangePath.ONE_SHOT]
     )
+
+
+@pytest.mark.parametrize("rows", [2, 7], ids=["home experts", "replicas by rank"])
+def test_weights_of_replicas_count_in_every_form(rows):
+    """Two home experts and one replica slot a rank: all home experts are operand, or all replicas that may be sent."""
+    sizes = LayerSizes(experts=16, tokens=256, per_token=2)
+    load = LayerLoad.of(exact(1), sizes, Topology.flat(8), counts_of("zipf:1.2", sizes, 8))
+    nbytes, path = 10**9, ExchangePath.ONE_SHOT.value
+    shape = ExchangeShape("ragged-all-to-all", ("expert",), 8, rows * nbytes, nbytes, rows, 1, path)
+    found = OperationTime(TARGET, load).of(ScheduledOperation("weights", Kind.EXCHANGE, "replicate", exchange=shape), 0)
+    expected = exchange_time(nbytes * load.replicas, ExchangePath.ONE_SHOT, nbytes, rows, Machine(RATES, 8))
+    assert found.seconds == expected.seconds > 0.001
 
 
 def test_the_host_waits_for_conditions_outside_of_graphs():

@@ -65,21 +65,25 @@ SEND_RECEIVE = replace(GPUS, ranks_per_process=4)
 
 
 @pytest.mark.parametrize(
-    ("topology", "ranks", "expert_bytes", "num_home", "is_packed"),
+    ("topology", "ranks", "expert_bytes", "num_home", "room", "form"),
     [
-        # Experts of 3 arrays, 2 replicas a rank: Qwen3-30B-A3B on 16 ranks, DeepSeek-V3 on 64 and on 16.
-        (SEND_RECEIVE, 16, 9_437_184, 8, True),
-        (SEND_RECEIVE, 64, 88_080_384, 4, True),
-        (SEND_RECEIVE, 16, 88_080_384, 16, False),
+        # Experts of 3 arrays, 2 replicas a rank: Qwen3-30B-A3B on 16 ranks, DeepSeek-V3 on 64 and on 16. A rank sends
+        # up to 14 replicas in a domain of 8.
+        (SEND_RECEIVE, 16, 9_437_184, 8, 14, 2),
+        (SEND_RECEIVE, 64, 88_080_384, 4, None, 1),
+        (SEND_RECEIVE, 16, 88_080_384, 16, 14, 2),
+        (SEND_RECEIVE, 16, 88_080_384, 16, None, 0),
         # The operands are copied in any case.
-        (APART, 16, 88_080_384, 16, True),
-        (GPUS, 8, 9_437_184, 16, False),
+        (APART, 16, 88_080_384, 16, 14, 2),
+        (APART, 16, 88_080_384, 16, None, 1),
+        (GPUS, 8, 9_437_184, 16, 14, 0),
     ],
-    ids=["Qwen3", "DeepSeek-V3", "many home experts", "device kernel", "one process"],
+    ids=["Qwen3", "DeepSeek-V3", "by rank", "many home experts", "device kernel", "large domain", "one process"],
 )
-def test_weights_are_packed_if_their_copy_takes_less_time_than_the_updates(
-    topology, ranks, expert_bytes, num_home, is_packed, monkeypatch
-):
+def test_copies_are_weighed_against_updates(topology, ranks, expert_bytes, num_home, room, form, monkeypatch):
+    """One exchange per array, one for all arrays, or one slice per rank."""
     monkeypatch.setattr(exchange_paths.jax, "__version_info__", (0, 12, 0))
-    spared = 2 * 2 * (ranks - 1)
-    assert exchange_path(topology).packs((num_home + 2) * expert_bytes, spared) == is_packed
+    peers = ranks - 1
+    forms = [(0, 3 * 2 * peers), ((num_home + 2) * expert_bytes, 2 * peers)]
+    forms += [] if room is None else [((room + 2) * expert_bytes, peers)]
+    assert exchange_path(topology).fastest(forms) == form

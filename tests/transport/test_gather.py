@@ -76,10 +76,11 @@ def test_the_accelerators_path_equals_the_ring():
     def one_rank(home, upstream, wanted):
         there = gather.ring_fetch(home, wanted, axis_name=("expert",))
         also = gather.ragged_fetch(home, wanted, axis_name=("expert",))
+        by_rank = gather.fetch_by_rank((home,), wanted, RANKS * (SLOTS - HOME), ("expert",)).reshape(there.shape)
         sums = partial(gather.ring_sum, num_home=HOME, axis_name=("expert",))(upstream, wanted)
         zeros = zero_sums((upstream,), HOME)
         (also_sums,) = gather.ragged_add(zeros, (upstream,), wanted, num_home=HOME, domain=RANKS, axis_name=("expert",))
-        return there, also, sums, also_sums
+        return there, also, by_rank, sums, also_sums
 
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))
     for name, placement in PLANS.items():
@@ -87,8 +88,9 @@ def test_the_accelerators_path_equals_the_ring():
         # The gradient of an empty slot must not be used.
         upstream = np.where((wanted >= 0).reshape(-1), 1.0 + np.arange(wanted.size), np.nan)
         upstream = np.broadcast_to(upstream[:, None, None], (wanted.size, 2, 5)).astype(np.float32)
-        there, also, sums, also_sums = run(weights("float32"), upstream, jnp.asarray(wanted))
+        there, also, by_rank, sums, also_sums = run(weights("float32"), upstream, jnp.asarray(wanted))
         np.testing.assert_array_equal(there, also, err_msg=name)
+        np.testing.assert_array_equal(there, by_rank, err_msg=name)
         np.testing.assert_array_equal(sums, also_sums, err_msg=name)
         assert jnp.isfinite(sums).all()
 
@@ -131,10 +133,16 @@ def replicated(topology):
     return jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC))
 
 
-@pytest.mark.parametrize(("topology", "exchanges"), [(ONE_PROCESS, 3), (PROCESSES, 1)])
-def test_all_weight_arrays_travel_in_one_exchange_if_updates_have_a_cost(topology, exchanges):
+@pytest.mark.parametrize(("topology", "exchanges", "updates"), [(ONE_PROCESS, 3, 64), (PROCESSES, 1, 1)])
+def test_all_weight_arrays_travel_as_one_slice_per_rank_if_updates_have_a_cost(topology, exchanges, updates):
     traced = replicated(topology).trace(weights("bfloat16"), jnp.asarray(PLANS["any"]))
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@ragged_all_to_all(") == exchanges
+    calls = [
+        line
+        for line in traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+        if "@ragged_all_to_all(" in line
+    ]
+    assert len(calls) == exchanges
+    assert all(line.count(f"tensor<{RANKS * updates}xi") == 4 for line in calls)
 
 
 def test_packed_weights_are_the_same():
