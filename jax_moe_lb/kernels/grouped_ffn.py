@@ -250,8 +250,12 @@ def _gradients_at_once(
         bias = bias_rows(down_bias, group_sizes, rows.shape[0]).astype(weights.dtype)
         of_weights += (bias * upstream.astype(weights.dtype)).sum(1, keepdims=True)
     (upstreams,) = pull_back((of_hidden * weights).astype(rows.dtype))
-    hidden = (hidden.astype(weights.dtype) * weights).astype(rows.dtype)
-    hidden, *upstreams = (clear_tail(array, group_sizes, are_results=True) for array in (hidden, *upstreams))
+    upstreams = tuple(clear_tail(part, group_sizes, are_results=True) for part in upstreams)
+    # On GPUs, hidden activations and gradients of weights follow the last use of the gradients of these activations:
+    # `hidden` is computed once more, into their memory.
+    upstreams, (products, upstream) = in_order_on_cuda(upstreams, (products, upstream))
+    hidden = (activate(_first(experts), products).astype(weights.dtype) * weights).astype(rows.dtype)
+    hidden = clear_tail(hidden, group_sizes, are_results=True)
 
     num_groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else None
 
@@ -266,8 +270,6 @@ def _gradients_at_once(
         return total if sums is None else jax.tree.map(jnp.add, _kind(sums, kind), total)
 
     inner = _inner_kinds(experts)
-    # On GPUs, gradients of weights follow the last use of the products and of the gradients of the hidden activations.
-    upstreams, (hidden, upstream) = in_order_on_cuda(upstreams, (hidden, upstream))
     of_kinds: dict[str, Any] = {"down": outer("down", hidden, upstream)}
     if down_bias is not None:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
