@@ -200,6 +200,7 @@ RUNS = (
     Run("bench_hbm_model", refusal=_compilers),
     Run("bench_memory_model", refusal=_compilers),
     Run("bench_timeline", refusal=_compilers),
+    Run("bench_timeline_options", refusal=_compilers),
     Run("bench_timeline_simulator", refusal=_compilers),
     Run("bench_reliability", ("files", "--number", "100000"), ("files",), result="reliability_files"),
     Run(
