@@ -131,7 +131,7 @@ class Case:
 
 LIMITS = {
     Case("h100:1x8", "plain", max_rounds=1, fused=True): Limits(300, 1.7, 1.06, 0),
-    Case("h100:1x8", "plain", train=True, max_rounds=1, fused=True): Limits(760, 5.9, 1.29, 0),
+    Case("h100:1x8", "plain", train=True, max_rounds=1, fused=True): Limits(563, 5.72, 1.29, 0),
     Case("h100:1x8", "exact", train=True): Limits(1180, 7.88, 1.29, 0),
     Case("h100:1x8", "exact", train=True, max_rounds=1): Limits(707, 7.05, 1.29, 0),
     Case("h100:1x8", "exact", fused=True, own_kernels=True): Limits(520, 1.8, 1.06, 0),
