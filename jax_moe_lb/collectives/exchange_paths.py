@@ -59,7 +59,7 @@ class PathChoice:
         return self.path in (ExchangePath.DEVICE_KERNEL, ExchangePath.SEND_RECEIVE)
 
     def fastest(self, forms: Sequence[tuple[int, int]]) -> int:
-        """Return the index of the form of an exchange that is estimated to be fastest.
+        """Return the index of the form of an exchange estimated to be fastest.
 
         The device kernel requires operands copied into symmetric memory, and this copy can arrange them.
 

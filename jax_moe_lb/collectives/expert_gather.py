@@ -209,12 +209,12 @@ fetch.defvjp(_save, _backward)
 
 
 def fetch_all(home: Kinds, wanted: Wanted, num_home: int, domain: int, topology: Topology) -> Kinds:
-    """Return the replicas of all weight arrays, in the form of exchange that is estimated to be fastest.
+    """Return the replicas of all weight arrays, in the form of exchange estimated to be fastest.
 
     - One exchange for each array, with one slice per slot of each rank.
     - One exchange for all arrays. It copies the home experts side by side, because any of them may be wanted.
-    - The same with one slice per rank. It copies each expert for every rank that wants it, and thus requires the memory
-      of all replicas that a rank can send, if these do not exceed `max_incoming_replicas`.
+    - The same with one slice per rank. It copies each expert for every rank wanting it, into memory for all replicas of
+      a rank's experts. These must not exceed `max_incoming_replicas`.
 
     Args:
         home: `[L, ...]` for each weight array.
@@ -258,7 +258,7 @@ def fetch_by_rank(home: Kinds, wanted: Wanted, room: int, axis_name: Axes, in_on
     Args:
         home: `[L, ...]` for each weight array, in one dtype.
         wanted: as in `fetch`, and so are the axes.
-        room: maximum number of replicas that a rank sends.
+        room: maximum number of replicas sent by a rank.
 
     Returns:
         `[P, W]`, all weight arrays of an expert side by side; see `fetch` for empty slots.
