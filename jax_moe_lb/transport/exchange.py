@@ -115,10 +115,12 @@ class Buffers:
         """Return a buffer of one chunk with as many rows.
 
         Args:
-            num_copies: `T * K`, token copies of a rank; at least 1.
+            num_copies: `T * K`, token copies of a rank.
         """
+        if self.chunks == 1:
+            return self
         # Half a row less, so that the product with the number of copies, which is rounded, has the same ceiling.
-        return self if self.chunks == 1 else Buffers((self.rows(num_copies) - 0.5) / num_copies, self.max_rounds)
+        return Buffers((self.rows(num_copies) - 0.5) / max(1, num_copies), self.max_rounds)
 
     def chunk_rows(self, num_copies: int) -> int:
         """Return the rows of a rank in one exchange, `A` divided by the number of chunks.
