@@ -173,10 +173,12 @@ class OperationTime:
             slices = load.sent(wave, i, by_rank=shape.updates == 1)
             is_back = one.stage.endswith("combine")
             # The program may view a row as several.
-            unit, rest = divmod(shape.nbytes, load.capacity if is_back else load.copies)
+            chunks = 1 if one.wave else _chunks(load, shape, is_back)
+            unit, rest = divmod(shape.nbytes * chunks, load.capacity) if is_back else divmod(shape.nbytes, load.copies)
             if rest:
                 return None
-            slices = slices.transpose(1, 0, 2) if is_back else slices
+            # As if the rows were spread evenly over the chunks.
+            slices = -(-(slices.transpose(1, 0, 2) if is_back else slices) // chunks)
         if slices is None:
             return None
         fitted = _fitted(slices, shape.updates)
@@ -193,6 +195,13 @@ class OperationTime:
             # Weights that a rank sends, arranged by rank.
             return load.replicas, shape.result_bytes // slots
         return load.replica_gradients, shape.nbytes // slots
+
+
+def _chunks(load: LayerLoad, shape: ExchangeShape, is_back: bool) -> int:
+    """Return the number of exchanges of a round, by the rows of their buffers; 1 for exchanges of another form."""
+    copies, buffer = (shape.result_bytes, shape.nbytes) if is_back else (shape.nbytes, shape.result_bytes)
+    chunks, rest = divmod(load.capacity * copies, load.copies * max(buffer, 1))
+    return 1 if rest else max(1, chunks)
 
 
 def _fitted(slices: np.ndarray, updates: int) -> np.ndarray | None:

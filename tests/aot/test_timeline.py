@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jax_moe_lb import Topology, exact
@@ -131,6 +132,18 @@ def test_weights_of_replicas_count_in_every_form(rows):
     found = OperationTime(TARGET, load).of(ScheduledOperation("weights", Kind.EXCHANGE, "replicate", exchange=shape), 0)
     expected = exchange_time(nbytes * load.replicas, ExchangePath.ONE_SHOT, nbytes, rows, Machine(RATES, 8))
     assert found.seconds == expected.seconds > 0.001
+
+
+def test_a_chunk_has_its_part_of_the_rows():
+    load, time = load_of(even_counts()), OperationTime(TARGET, load_of(even_counts()))
+    (whole,) = (one for one in schedule() if one.name == "back")
+    shape = whole.exchange
+    half = replace(shape, nbytes=shape.nbytes // 2, operand_rows=shape.operand_rows // 2)
+    np.testing.assert_array_equal(time._sent(replace(whole, exchange=half), half, 0), time._sent(whole, shape, 0) / 2)
+    assert time._sent(whole, shape, 0).sum() == 8 * load.copies * 512
+    there = replace(shape, nbytes=shape.result_bytes, result_bytes=shape.nbytes // 2)
+    sent = time._sent(replace(whole, stage="dispatch"), there, 0)
+    assert sent.sum() == 8 * load.copies * 512 / 2
 
 
 def test_the_host_waits_for_conditions_outside_of_graphs():
