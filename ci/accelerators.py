@@ -167,6 +167,7 @@ STEP_MS = {
     Case("h100:1x8", "ultraep", sizes=SMALL): 0.9540,
     Case("h100:1x8", "feplb", train=True, sizes=SMALL): 1.128,
     Case("h100:1x8", "feplb", sizes=SMALL): 0.4235,
+    Case("h100:2x8", "plain", train=True, sizes=SMALL): 8.064,
     Case("h100:2x8", "exact", train=True, sizes=SMALL): 5.683,
 }
 """Estimated milliseconds of a step at Zipf 1.0, of the program when this table was last set.
