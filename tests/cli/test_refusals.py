@@ -32,9 +32,9 @@ ARRAYS = {
 
 OPTIONS = {
     "unknown balancer": (("--balancer", "nope"), "--balancer is 'nope'; expected one of"),
-    "abstract balancer": (("--balancer", "base"), "greedy, hybridep, lplb, plain, rails"),
-    "balancer with arguments": (("--balancer", "host"), "greedy, hybridep, lplb, plain, rails"),
-    "balancer of elsewhere": (("--balancer", "../plan"), "greedy, hybridep, lplb, plain, rails"),
+    "abstract balancer": (("--balancer", "base"), "greedy, hybridep, llep, lplb, moonep, plain, rails"),
+    "balancer with arguments": (("--balancer", "host"), "greedy, hybridep, llep, lplb, moonep, plain, rails"),
+    "balancer of elsewhere": (("--balancer", "../plan"), "greedy, hybridep, llep, lplb, moonep, plain, rails"),
     "no balancer": ((), "--balancer"),
     "slots beyond experts": ((*PLAIN, "--replica-slots", "7"), "--replica-slots is 7; expected at most 6, the experts"),
     "slots beyond int32": ((*PLAIN, "--replica-slots", "99999999999"), "expected an integer, from 0 to 2147483647"),
