@@ -17,12 +17,6 @@
 namespace moe_lb {
 namespace {
 
-// A maximum load of at most mean + mean / kCloseEnough needs no search.
-constexpr int32_t kCloseEnough = 4096;
-// Tuned on synthetic loads for less than 0.5 ms per search on one core.
-constexpr Effort kSubsetEffort = {2500, 5};
-constexpr Effort kFlowEffort = {500, 64};
-
 // Visits the counts in memory order and without a branch, because they are the largest operand and almost always valid.
 // After a failure, CheckCounts finds the invalid entry.
 bool FineCounts(View<const int32_t> tokens, MatrixView<const int32_t> counts) {

@@ -1,0 +1,385 @@
+// `ExactDomains` of ffi/planning as one launch: a block of threads for each domain, equal plans.
+//
+// Candidates of a plan are independent, so each has a warp and a flow: three rules for the lowest maximum load, and
+// three for the fewest replicas under the limit of that load. The limit is not known until the first three are done.
+// If the lowest maximum is the mean, as usual, it is the limit that the other three have assumed; else they run again.
+#pragma once
+
+#include "ffi/planning/chain.h"
+#include "ffi/planning/device/fill.h"
+#include "ffi/planning/device/localize.h"
+#include "ffi/planning/device/search.h"
+#include "ffi/planning/device/thin.h"
+#include "ffi/planning/flow_evaluator.h"
+
+namespace moe_lb::device {
+
+// One call. All arrays are in global memory.
+struct ExactCall {
+  const int32_t* counts;  // [all ranks, all experts]
+  int32_t* placement;     // [all ranks, all slots]
+  int32_t* quota;         // [all experts, all ranks]
+  int32_t* status;        // [1]: 0, or 1 for counts that ExactDomains refuses
+  int all_ranks, all_experts, all_slots;
+  Shape shape;  // of a domain
+  double eps;
+  int32_t fan_out;
+  bool localize;
+  bool keeps_counts;  // in shared memory, for `localize`
+};
+
+constexpr int kCandidates = 6;
+
+// Offsets in bytes of the arrays of a block.
+struct ExactLayout {
+  size_t sums, results, tokens, load, hottest, flows, flow, thin, one_thin, search, replicas, counts, end;
+};
+
+template <typename T, int W>
+MOE_LB_ANYWHERE ExactLayout LayOut(const ExactCall& call) {
+  const Shape& shape = call.shape;
+  ExactLayout at;
+  size_t end = 0;
+  const auto take = [&end](size_t bytes) {
+    const size_t start = end;
+    end += (bytes + 7) / 8 * 8;
+    return start;
+  };
+  const int candidates = call.eps > 0 ? kCandidates : kCandidates / 2;
+  at.sums = take(8 * kWarps);
+  at.results = take(4 * (3 * kCandidates + 3));
+  at.tokens = take(4 * static_cast<size_t>(shape.num_experts));
+  at.load = take(4 * static_cast<size_t>(shape.num_ranks));
+  at.hottest = take(2 * static_cast<size_t>(shape.num_ranks));
+  at.flow = Flow<T, W>::Bytes(shape);
+  at.flows = take(at.flow * static_cast<size_t>(candidates));
+  at.one_thin = Thin<T, W>::Bytes(shape);
+  at.thin = take(at.one_thin * static_cast<size_t>(candidates - 2));
+  at.search = take(SearchMemory<T, W>::Bytes(shape));
+  at.replicas = take(Replicas<T>::Bytes(shape));
+  at.counts = take(call.keeps_counts ? 4 * static_cast<size_t>(shape.num_ranks * shape.num_experts) : 0);
+  at.end = end;
+  return at;
+}
+
+template <typename T, int W>
+class ExactPlanner {
+ public:
+  // domain: the number of this block.
+  static MOE_LB_DEVICE void Run(const T& t, const ExactCall& call, int domain) {
+    ExactPlanner planner(t, call, domain);
+    if (!planner.Load()) return;
+    planner.Plan();
+    planner.Write();
+  }
+
+ private:
+  template <typename V>
+  using Array = typename T::template Array<V>;
+
+  static constexpr int kHalf = kCandidates / 2;
+  static constexpr int kNone = INT32_MAX;
+
+  MOE_LB_DEVICE ExactPlanner(const T& t, const ExactCall& call, int domain)
+      : t_(t), call_(call), at_(LayOut<T, W>(call)), first_rank_(domain * call.shape.num_ranks),
+        first_expert_(domain * call.shape.num_experts) {
+    sums_ = t.template Shared<int64_t>(at_.sums);
+    Array<int32_t> results = t.template Shared<int32_t>(at_.results);
+    loads_ = results;
+    left_ = t.template Shared<int32_t>(at_.results + 4 * kCandidates);
+    entries_ = t.template Shared<int32_t>(at_.results + 8 * kCandidates);
+    chosen_ = t.template Shared<int32_t>(at_.results + 12 * kCandidates);
+    home_.tokens = t.template Shared<int32_t>(at_.tokens);
+    home_.load = t.template Shared<int32_t>(at_.load);
+    home_.hottest = t.template Shared<uint16_t>(at_.hottest);
+    replicas_.Place(t, call.shape, at_.replicas);
+  }
+
+  // ---- Input -----------------------------------------------------------------------
+
+  // Sums up the counts of each expert and empties the results. False: the counts are refused.
+  MOE_LB_DEVICE bool Load() {
+    const auto counts = t_.template Global<const int32_t>(call_.counts);
+    const Shape& shape = call_.shape;
+    int64_t sum = 0;
+    bool negative = false;
+    for (int expert = t_.thread(); expert < call_.all_experts; expert += kThreads) {
+      const int own = expert - first_expert_;
+      const bool is_own = own >= 0 && own < shape.num_experts;
+      uint32_t tokens = 0;
+      for (int rank = 0; rank < call_.all_ranks; ++rank) {
+        const int32_t count = counts[rank * call_.all_experts + expert];
+        sum += count;
+        negative = negative || count < 0;
+        tokens += static_cast<uint32_t>(count);
+        const int own_rank = rank - first_rank_;
+        if (call_.keeps_counts && is_own && own_rank >= 0 && own_rank < shape.num_ranks) {
+          t_.template Shared<int32_t>(at_.counts)[own_rank * shape.num_experts + own] = count;
+        }
+      }
+      if (is_own) home_.tokens[own] = static_cast<int32_t>(tokens);
+    }
+    // A negative count makes any sum too large.
+    sum = negative ? int64_t{1} << 40 : sum;
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += t_.From(sum, t_.lane() ^ distance);
+    if (t_.lane() == 0) sums_[t_.warp()] = sum;
+    Clear();
+    t_.SyncBlock();
+    sum = 0;
+    for (int warp = 0; warp < kWarps; ++warp) sum += static_cast<int64_t>(sums_[warp]);
+    const bool good = sum <= INT32_MAX;
+    if (first_rank_ == 0 && t_.thread() == 0) t_.template Global<int32_t>(call_.status)[0] = good ? 0 : 1;
+    if (good) AddUp();
+    t_.SyncBlock();
+    return good;
+  }
+
+  MOE_LB_DEVICE void Clear() const {
+    const auto placement = t_.template Global<int32_t>(call_.placement);
+    const auto quota = t_.template Global<int32_t>(call_.quota);
+    const int slots = call_.shape.num_ranks * call_.all_slots, amounts = call_.shape.num_experts * call_.all_ranks;
+    for (int i = t_.thread(); i < slots; i += kThreads) placement[first_rank_ * call_.all_slots + i] = -1;
+    for (int i = t_.thread(); i < amounts; i += kThreads) quota[first_expert_ * call_.all_ranks + i] = 0;
+  }
+
+  MOE_LB_DEVICE void AddUp() {
+    for (int rank = t_.thread(); rank < call_.shape.num_ranks; rank += kThreads) {
+      const int first = rank * call_.shape.home;
+      int32_t load = 0, most = -1;
+      int hottest = first;
+      for (int expert = first; expert < first + call_.shape.home; ++expert) {
+        const int32_t tokens = home_.tokens[expert];
+        load += tokens;
+        if (tokens > most) hottest = expert;
+        most = Most(most, tokens);
+      }
+      home_.load[rank] = load;
+      home_.hottest[rank] = static_cast<uint16_t>(hottest);
+    }
+  }
+
+  // ---- Plan ------------------------------------------------------------------------
+
+  MOE_LB_DEVICE void Plan() {
+    int32_t most = 0, sum = 0;
+    for (int rank = t_.lane(); rank < call_.shape.num_ranks; rank += kLanes) {
+      const int32_t load = home_.load[rank];
+      most = Most(most, load);
+      sum += load;
+    }
+    home_max_ = static_cast<int32_t>(t_.Max(static_cast<uint32_t>(most)));
+    total_ = static_cast<int32_t>(t_.Sum(static_cast<uint32_t>(sum)));
+    mean_ = total_ / call_.shape.num_ranks + (total_ % call_.shape.num_ranks != 0 ? 1 : 0);
+    enough_ = mean_ + mean_ / kCloseEnough;
+    limit_ = LimitOf(mean_);
+    if (call_.shape.slots == 0 || call_.fan_out == 0) return;
+    Flow<T, W> flow;
+    flow.Place(t_, call_.shape, FlowAt(t_.warp()));
+    for (int round = 0; round < 2; ++round) {
+      Improve(flow, round);
+      t_.SyncBlock();
+      if (round > 0) break;
+      if (t_.warp() == 0) Choose();
+      t_.SyncBlock();
+      const int32_t max_load = chosen_[1];
+      is_repeated_ = max_load != mean_;
+      limit_ = LimitOf(max_load);
+      if (t_.warp() != 0) continue;
+      // The warp of the first candidate goes on with the best.
+      flow.Place(t_, call_.shape, FlowAt(chosen_[0]));
+      flow.num_entries = entries_[static_cast<int>(chosen_[0])];
+    }
+    if (t_.warp() == 0) Finish();
+    t_.SyncBlock();
+  }
+
+  MOE_LB_DEVICE size_t FlowAt(int candidate) const { return at_.flows + at_.flow * static_cast<size_t>(candidate); }
+
+  // The limit of the second step: see Planner::Plan in exact.cc.
+  MOE_LB_DEVICE int32_t LimitOf(int32_t max_load) const {
+    const double extra = Least(call_.eps * max_load, static_cast<double>(total_ - max_load));
+    return max_load + static_cast<int32_t>(extra);
+  }
+
+  static MOE_LB_DEVICE DonorRule RuleOf(int candidate) {
+    if (candidate % kHalf == 0) return DonorRule::kSurplus;
+    if (candidate % kHalf == 1) return DonorRule::kUseful;
+    return candidate < kHalf ? DonorRule::kHottest : DonorRule::kSequential;
+  }
+
+  // Round 0: every candidate is filled and leveled, and the latter three are thinned. Round 1: the best is thinned, and
+  // the latter three run again if they assumed another limit.
+  MOE_LB_DEVICE void Improve(Flow<T, W>& flow, int round) {
+    const int candidate = t_.warp();
+    const bool is_fewest = candidate >= kHalf;
+    if (candidate >= kCandidates || (is_fewest && call_.eps <= 0) || (round > 0 && candidate > 0 && !is_fewest)) return;
+    const int32_t limit = is_fewest ? limit_ : mean_;
+    if (is_fewest && round > 0 && !is_repeated_) return;
+    // The plan at home is good enough.
+    if (!is_fewest && round == 0 && home_max_ <= enough_) return;
+    int32_t load = limit;
+    if (is_fewest || round == 0) {
+      Fill<T, W>::Run(t_, flow, home_, limit, RuleOf(candidate), call_.fan_out);
+      load = flow.Level(t_, limit);
+    }
+    int left = kNone;
+    if (round > 0 || is_fewest) {
+      // A chain may run out of slots and exceed the limit.
+      const int memory = is_fewest ? candidate - kHalf + 1 : 0;
+      Thin<T, W> thin(t_, flow, at_.thin + at_.one_thin * static_cast<size_t>(memory), total_);
+      if (load <= limit_) left = thin.Run(limit_);
+    }
+    if (t_.lane() != 0) return;
+    loads_[candidate] = load;
+    left_[candidate] = left;
+    entries_[candidate] = flow.num_entries;
+  }
+
+  // `Planner::FindBest` after its rules: chosen_ gets the best candidate and its maximum load.
+  MOE_LB_DEVICE void Choose() {
+    int best = -1;
+    int32_t max_load = home_max_;
+    for (int candidate = 0; candidate < kHalf && max_load > enough_; ++candidate) {
+      const int32_t load = loads_[candidate];
+      if (load >= max_load) continue;
+      max_load = load;
+      best = candidate;
+    }
+    if constexpr (W <= 2) {
+      if (max_load > enough_) SearchFurther(&best, &max_load);
+    }
+    if (best < 0) {
+      best = 0;
+      Flow<T, W> flow;
+      flow.Place(t_, call_.shape, FlowAt(0));
+      t_.SyncWarp();  // all have read the loads of the candidates
+      flow.Reset(t_, home_.tokens, home_.load);
+      if (t_.lane() == 0) entries_[0] = 0;
+    }
+    if (t_.lane() != 0) return;
+    chosen_[0] = best;
+    chosen_[1] = max_load;
+  }
+
+  MOE_LB_DEVICE void SearchFurther(int* best, int32_t* max_load) {
+    static_assert(FlowEvaluator::kMaxRanks == 2 * kLanes);
+    const int result = *best == 0 ? 1 : 0;
+    Flow<T, W> start, flow;
+    start.Place(t_, call_.shape, FlowAt(*best < 0 ? 0 : *best));
+    start.num_entries = *best < 0 ? 0 : static_cast<int>(entries_[*best]);
+    flow.Place(t_, call_.shape, FlowAt(result));
+    SearchMemory<T, W> memory;
+    memory.Place(t_, call_.shape, at_.search);
+    Searcher<T, W> searcher(t_, flow.shape, memory, call_.fan_out);
+    // As in exact.cc.
+    int shift = 0;
+    if (W == 1 && call_.shape.num_ranks <= static_cast<int>(SubsetEvaluator::kMaxRanks)) {
+      while ((total_ >> shift) > SubsetEvaluator::kMaxTokens) ++shift;
+      searcher.Start(home_.tokens, shift);
+      Subsets<T, W> evaluator(t_, flow, memory.tokens, memory.holders);
+      searcher.Run(evaluator, start, enough_ >> shift, kSubsetEffort);
+    } else {
+      searcher.Start(home_.tokens, shift);
+      flow.Reset(t_, home_.tokens, home_.load);
+      t_.SyncWarp();
+      FlowSwaps<T, W> evaluator(t_, flow, mean_);
+      searcher.Run(evaluator, start, enough_, kFlowEffort);
+    }
+    t_.SyncWarp();  // the best is written, and all have read the flow
+    flow.Reset(t_, home_.tokens, home_.load);
+    t_.SyncWarp();
+    for (int slot = 0; slot < call_.shape.all_slots(); ++slot) {
+      const int expert = memory.best[slot];
+      if (expert == kNoExpert) continue;
+      if (t_.lane() == 0) flow.Append(expert, flow.RankOf(slot), 0);
+      ++flow.num_entries;
+    }
+    t_.SyncWarp();
+    const int32_t load = flow.Level(t_, mean_);
+    if (load >= *max_load) return;
+    *max_load = load;
+    *best = result;
+    if (t_.lane() == 0) entries_[result] = flow.num_entries;
+  }
+
+  // Takes the plan with the fewest replicas and localizes it.
+  MOE_LB_DEVICE void Finish() {
+    const int best = chosen_[0];
+    int pick = best;
+    int fewest = left_[0];
+    const bool may_be_fewer = call_.eps > 0 && limit_ > static_cast<int32_t>(chosen_[1]);
+    for (int candidate = kHalf; candidate < kCandidates && may_be_fewer; ++candidate) {
+      const int left = left_[candidate];
+      if (left < fewest) pick = candidate;
+      fewest = Least(fewest, left);
+    }
+    Flow<T, W> flow;
+    flow.Place(t_, call_.shape, FlowAt(pick));
+    flow.num_entries = entries_[pick == best ? 0 : pick];
+    replicas_.List(t_, flow);
+    t_.SyncWarp();
+    if (call_.localize) {
+      const int stride = call_.keeps_counts ? call_.shape.num_experts : call_.all_experts;
+      Localize(flow, stride);
+    }
+    if (t_.lane() != 0) return;
+    chosen_[0] = pick;
+    chosen_[2] = replicas_.count;
+  }
+
+  MOE_LB_DEVICE void Localize(Flow<T, W>& flow, int stride) {
+    if (call_.keeps_counts) {
+      const Starts<T> starts = {t_.template Shared<const int32_t>(at_.counts), stride};
+      Localizer<T, W>(t_, flow, replicas_, starts, limit_).Run();
+    } else {
+      const int32_t* first = call_.counts + first_rank_ * call_.all_experts + first_expert_;
+      const Starts<T> starts = {t_.template Global<const int32_t>(first), stride};
+      Localizer<T, W>(t_, flow, replicas_, starts, limit_).Run();
+    }
+  }
+
+  // ---- Output ----------------------------------------------------------------------
+
+  MOE_LB_DEVICE void Write() const {
+    const bool has_replicas = call_.shape.slots > 0 && call_.fan_out > 0;
+    const auto placement = t_.template Global<int32_t>(call_.placement);
+    const auto quota = t_.template Global<int32_t>(call_.quota);
+    Flow<T, W> flow;
+    if (has_replicas) flow.Place(t_, call_.shape, FlowAt(chosen_[0]));
+    const int count = has_replicas ? static_cast<int>(chosen_[2]) : 0;
+    for (int expert = t_.thread(); expert < call_.shape.num_experts; expert += kThreads) {
+      const int rank = first_rank_ + expert / call_.shape.home, number = first_expert_ + expert;
+      const int32_t tokens = has_replicas ? flow.tokens[expert] : home_.tokens[expert];
+      placement[rank * call_.all_slots + expert % call_.shape.home] = number;
+      quota[number * call_.all_ranks + rank] = tokens;
+    }
+    for (int i = t_.thread(); i < count; i += kThreads) {
+      const int number = first_expert_ + static_cast<int>(replicas_.expert[i]);
+      quota[number * call_.all_ranks + first_rank_ + static_cast<int>(replicas_.rank[i])] = replicas_.tokens[i];
+    }
+    for (int rank = t_.thread(); rank < call_.shape.num_ranks; rank += kThreads) {
+      int place = (first_rank_ + rank) * call_.all_slots + call_.shape.home;
+      for (int i = 0; i < count; ++i) {
+        if (static_cast<int>(replicas_.rank[i]) != rank) continue;
+        placement[place++] = first_expert_ + static_cast<int>(replicas_.expert[i]);
+      }
+    }
+  }
+
+  const T& t_;
+  const ExactCall& call_;
+  const ExactLayout at_;
+  const int first_rank_, first_expert_;
+  Array<int64_t> sums_;     // [warps], tokens
+  Array<int32_t> loads_;    // [candidates], maximum load
+  Array<int32_t> left_;     // [candidates], replicas left; [0]: of the best
+  Array<int32_t> entries_;  // [candidates], replicas added; [0] after round 1: of the best
+  Array<int32_t> chosen_;   // candidate, its maximum load, replicas of the plan
+  HomeTokens<T> home_;
+  Replicas<T> replicas_;
+  int32_t home_max_ = 0, total_ = 0, mean_ = 0, enough_ = 0;
+  int32_t limit_ = 0;
+  bool is_repeated_ = false;
+};
+
+}  // namespace moe_lb::device

@@ -1,0 +1,152 @@
+// The planner of one block against the planner of CPUs, its accesses to shared memory, and each of its barriers.
+//
+//   exact_block_test [number of random counts] [seed]
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ffi/common/testing.h"
+#include "ffi/planning/device/exact.h"
+#include "ffi/planning/device/fibers.h"
+#include "ffi/planning/exact_domains.h"
+
+namespace moe_lb::device {
+namespace {
+
+struct Case {
+  int num_ranks, home, slots, domain;  // slots: of replicas
+  double eps;
+  int64_t fan_out;
+  bool localize, keeps_counts;
+  std::vector<int32_t> counts;
+
+  size_t ranks() const { return static_cast<size_t>(num_ranks); }
+  size_t experts() const { return static_cast<size_t>(num_ranks * home); }
+  size_t all_slots() const { return static_cast<size_t>(home + slots); }
+};
+
+struct Plan {
+  int32_t status = -1;
+  std::vector<int32_t> placement, quota;
+};
+
+Plan OnHost(const Case& c) {
+  Plan plan = {0, std::vector<int32_t>(c.ranks() * c.all_slots()), std::vector<int32_t>(c.experts() * c.ranks())};
+  const Status bad = ExactDomains({c.counts.data(), c.ranks(), c.experts()}, c.domain, {c.eps, c.fan_out, c.localize},
+                                  {plan.placement.data(), c.ranks(), c.all_slots()},
+                                  {plan.quota.data(), c.experts(), c.ranks()});
+  plan.status = bad ? 1 : 0;
+  return plan;
+}
+
+ExactCall CallOf(const Case& c, Plan* plan) {
+  plan->placement.assign(c.ranks() * c.all_slots(), -7);
+  plan->quota.assign(c.experts() * c.ranks(), -7);
+  const Shape shape = {c.domain, c.domain * c.home, c.home, std::min(c.slots, (c.domain - 1) * c.home)};
+  return {c.counts.data(),
+          plan->placement.data(),
+          plan->quota.data(),
+          &plan->status,
+          c.num_ranks,
+          c.num_ranks * c.home,
+          c.home + c.slots,
+          shape,
+          c.eps,
+          static_cast<int32_t>(std::min<int64_t>(c.fan_out, 1 << 20)),
+          c.localize,
+          c.keeps_counts};
+}
+
+template <int W>
+Plan OnBlock(Fibers& block, const Case& c) {
+  Plan plan;
+  const ExactCall call = CallOf(c, &plan);
+  for (int domain = 0; domain < c.num_ranks / c.domain; ++domain) {
+    block.Run([&](const FiberThreads& t) { ExactPlanner<FiberThreads, W>::Run(t, call, domain); });
+  }
+  return plan;
+}
+
+Plan OnBlock(Fibers& block, const Case& c) {
+  if (c.domain <= 32) return OnBlock<1>(block, c);
+  return c.domain <= 64 ? OnBlock<2>(block, c) : OnBlock<4>(block, c);
+}
+
+bool Equal(const Plan& a, const Plan& b) {
+  return a.status == b.status && (a.status != 0 || (a.placement == b.placement && a.quota == b.quota));
+}
+
+// Counts of lognormal experts on uneven ranks, of up to `scale` tokens for a usual expert, some of them 0.
+std::vector<int32_t> Skewed(std::mt19937& random, int num_ranks, int home, double scale) {
+  std::normal_distribution<double> normal;
+  std::vector<int32_t> counts(static_cast<size_t>(num_ranks * num_ranks * home));
+  const double skew = 0.2 + static_cast<double>(random() % 100) / 80;
+  for (int expert = 0; expert < num_ranks * home; ++expert) {
+    const double tokens = random() % 6 == 0 ? 0 : scale * std::exp(skew * normal(random));
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const double share = std::min(tokens * std::exp(normal(random)) / num_ranks, 1e9 / num_ranks / num_ranks / home);
+      counts[static_cast<size_t>(rank * num_ranks * home + expert)] = static_cast<int32_t>(share);
+    }
+  }
+  return counts;
+}
+
+int Pick(std::mt19937& random, int low, int high) {
+  return low + static_cast<int>(random() % static_cast<uint32_t>(high - low + 1));
+}
+
+// Mostly few ranks, because a search takes long here.
+Case RandomCase(std::mt19937& random) {
+  Case c;
+  const int kind = Pick(random, 0, 59);
+  c.domain = kind == 0 ? Pick(random, 33, 64) : kind == 1 ? Pick(random, 65, 80) : kind < 20 ? Pick(random, 9, 32) : Pick(random, 1, 8);
+  c.num_ranks = c.domain * (kind > 40 ? Pick(random, 1, 3) : 1);
+  c.home = kind == 30 ? Pick(random, 33, 40) : Pick(random, 1, c.domain > 8 ? 4 : 8);
+  c.slots = Pick(random, 0, 4);
+  if (kind == 31) c.slots = Pick(random, 33, 36);
+  c.eps = std::vector<double>{0, 0, 0.01, 0.01, 0.05, 0.3, 1e300}[random() % 7];
+  c.fan_out = random() % 4 == 0 ? Pick(random, 0, 3) : INT64_MAX;
+  c.localize = random() % 2 == 0;
+  c.keeps_counts = c.localize && random() % 2 == 0;
+  c.counts = Skewed(random, c.num_ranks, c.home, std::pow(10, Pick(random, 0, 6)));
+  return c;
+}
+
+std::string Describe(const Case& c) {
+  return std::to_string(c.num_ranks) + " ranks, domain " + std::to_string(c.domain) + ", home " +
+         std::to_string(c.home) + ", slots " + std::to_string(c.slots) + ", eps " + std::to_string(c.eps) +
+         ", fan-out " + std::to_string(c.fan_out) + ", localize " + std::to_string(c.localize);
+}
+
+void ExpectPlanOfHost(Fibers& block, const Case& c) {
+  const Plan expected = OnHost(c), plan = OnBlock(block, c);
+  if (!block.faults().empty() || !Equal(expected, plan)) {
+    std::fprintf(stderr, "%s\n", Describe(c).c_str());
+    for (const std::string& fault : block.faults()) std::fprintf(stderr, "  %s\n", fault.c_str());
+  }
+  EXPECT(block.faults().empty());
+  EXPECT(Equal(expected, plan));
+}
+
+void RandomCountsGiveThePlanOfTheHost(int64_t number, uint32_t seed) {
+  std::mt19937 random(seed);
+  Fibers block(1 << 20);
+  for (int64_t i = 0; i < number; ++i) {
+    block.order = std::vector<Order>{Order::kAscending, Order::kDescending, Order::kRandom}[static_cast<size_t>(i % 3)];
+    ExpectPlanOfHost(block, RandomCase(random));
+  }
+}
+
+}  // namespace
+}  // namespace moe_lb::device
+
+int main(int argc, char** argv) {
+  using namespace moe_lb::device;
+  const int64_t number = argc > 1 ? std::atoll(argv[1]) : 500;
+  const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
+  RandomCountsGiveThePlanOfTheHost(number, seed);
+}

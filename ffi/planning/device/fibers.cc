@@ -1,0 +1,324 @@
+#include "ffi/planning/device/fibers.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+namespace moe_lb::device {
+namespace {
+
+constexpr size_t kStackBytes = 128 << 10;
+
+#if defined(__x86_64__)
+
+// A context is its stack pointer; the registers kept by a call are on the stack. `ucontext` would enter the kernel.
+extern "C" void moe_lb_switch_fiber(void** from, void* to);
+asm(R"(
+.text
+.type moe_lb_switch_fiber, @function
+moe_lb_switch_fiber:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size moe_lb_switch_fiber, .-moe_lb_switch_fiber
+)");
+
+void Switch(void** from, void* to) { moe_lb_switch_fiber(from, to); }
+
+Fibers* entered = nullptr;
+void (*entry)(Fibers*) = nullptr;
+void EnterFiber() {
+  entry(entered);
+  std::abort();  // a fiber parks at its end
+}
+
+void* NewContext(char* stack) {
+  auto top = reinterpret_cast<uintptr_t>(stack + kStackBytes) & ~uintptr_t{15};
+  auto* words = reinterpret_cast<uint64_t*>(top) - 2;
+  *words = reinterpret_cast<uint64_t>(&EnterFiber);  // returned to with the stack as after a call
+  words -= 6;
+  std::fill_n(words, 6, 0);
+  return words;
+}
+
+#else
+
+Fibers* entered = nullptr;
+void (*entry)(Fibers*) = nullptr;
+void EnterFiber() {
+  entry(entered);
+  std::abort();
+}
+
+// A parked context is on the stack of its fiber.
+void Switch(void** from, void* to) {
+  ucontext_t here;
+  *from = &here;
+  swapcontext(&here, static_cast<ucontext_t*>(to));
+}
+
+void* NewContext(char* stack) {
+  auto* context = new (stack) ucontext_t;
+  getcontext(context);
+  context->uc_stack.ss_sp = stack + sizeof(ucontext_t);
+  context->uc_stack.ss_size = kStackBytes - sizeof(ucontext_t);
+  context->uc_link = nullptr;
+  makecontext(context, EnterFiber, 0);
+  return context;
+}
+
+#endif
+
+}  // namespace
+
+Fibers::Fibers(size_t shared_bytes) : shared_(shared_bytes), shadows_(shared_bytes), fibers_(kThreads) {
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads_.emplace_back(this, thread);
+    fibers_[static_cast<size_t>(thread)].stack.reset(new char[kStackBytes]);
+  }
+}
+
+Fibers::~Fibers() = default;
+
+void Fibers::Run(const std::function<void(const FiberThreads&)>& kernel) {
+  kernel_ = &kernel;
+  // Shared memory is uninitialized on a GPU.
+  std::fill(shared_.begin(), shared_.end(), static_cast<char>(0xa5));
+  cycles_ = block_barriers_ = 0;
+  ++block_number_;
+  for (int thread = 0; thread < kThreads; ++thread) Start(thread);
+  for (;;) {
+    for (const int warp : Sequence(kWarps)) RunWarp(warp);
+    const auto ends = std::count_if(fibers_.begin(), fibers_.end(), [](auto& f) { return f.state == State::kEnds; });
+    if (ends == kThreads) break;
+    if (ends > 0) {
+      Fault("some threads end before a barrier of the block");
+      break;
+    }
+    ReleaseBlock();
+  }
+  for (const Fiber& fiber : fibers_) cycles_ = std::max(cycles_, fiber.cycles);
+}
+
+void Fibers::Enter(Fibers* block) {
+  const int thread = block->current_;
+  (*block->kernel_)(block->threads_[static_cast<size_t>(thread)]);
+  block->Park(thread, State::kEnds);
+}
+
+void Fibers::Start(int thread) {
+  Fiber& fiber = fibers_[static_cast<size_t>(thread)];
+  fiber.context = NewContext(fiber.stack.get());
+  fiber.state = State::kRuns;
+  fiber.cycles = 0;
+}
+
+void Fibers::Resume(int thread) {
+  current_ = thread;
+  entered = this;
+  entry = Enter;
+  Switch(&scheduler_, fibers_[static_cast<size_t>(thread)].context);
+}
+
+void Fibers::Park(int thread, State state) {
+  Fiber& fiber = fibers_[static_cast<size_t>(thread)];
+  fiber.state = state;
+  Switch(&fiber.context, scheduler_);
+}
+
+std::vector<int> Fibers::Sequence(int count) {
+  std::vector<int> sequence(static_cast<size_t>(count));
+  std::iota(sequence.begin(), sequence.end(), 0);
+  if (order == Order::kDescending) std::reverse(sequence.begin(), sequence.end());
+  if (order == Order::kRandom) std::shuffle(sequence.begin(), sequence.end(), random);
+  return sequence;
+}
+
+// Runs a warp until all its lanes are at a barrier of the block or at the end.
+void Fibers::RunWarp(int warp) {
+  const auto first = fibers_.begin() + warp * kLanes;
+  const auto is = [&](State state) {
+    return std::all_of(first, first + kLanes, [&](const Fiber& fiber) { return fiber.state == state; });
+  };
+  while (!is(State::kEnds) && !is(State::kSyncs)) {
+    for (const int lane : Sequence(kLanes)) {
+      if ((first + lane)->state == State::kRuns) Resume(warp * kLanes + lane);
+    }
+    if (is(State::kMeets)) {
+      Resolve(warp);
+    } else if (!is(State::kEnds) && !is(State::kSyncs)) {
+      // The fibers cannot go on; leave them and end the run.
+      Fault("lanes of a warp are at different operations, near line " + std::to_string(first->line));
+      for (auto fiber = first; fiber != first + kLanes; ++fiber) fiber->state = State::kEnds;
+    }
+  }
+}
+
+void Fibers::Resolve(int warp) {
+  const auto first = fibers_.begin() + warp * kLanes;
+  const Meeting meeting = first->meeting;
+  uint64_t all = first->value;
+  uint32_t votes = 0;
+  int64_t cycles = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const Fiber& fiber = *(first + lane);
+    if (fiber.line != first->line || fiber.meeting != meeting) {
+      Fault("lanes meet at lines " + std::to_string(first->line) + " and " + std::to_string(fiber.line));
+    }
+    cycles = std::max(cycles, fiber.cycles);
+    votes |= fiber.value != 0 ? 1u << lane : 0;
+    if (lane == 0) continue;
+    if (meeting == Meeting::kMax) all = std::max(all, fiber.value);
+    if (meeting == Meeting::kMin) all = std::min(all, fiber.value);
+    if (meeting == Meeting::kOr) all |= fiber.value;
+    if (meeting == Meeting::kSum) all = static_cast<uint32_t>(all + fiber.value);
+  }
+  if (meeting == Meeting::kBallot) all = votes;
+  cycles += meeting == Meeting::kBallot    ? Latency::kBallot
+            : meeting == Meeting::kShuffle ? Latency::kShuffle
+            : meeting == Meeting::kBarrier ? Latency::kSyncWarp
+                                           : Latency::kReduce;
+  if (meeting == Meeting::kBarrier) ++warp_number_[warp];
+  for (auto fiber = first; fiber != first + kLanes; ++fiber) {
+    fiber->result = meeting == Meeting::kShuffle ? (first + fiber->from % kLanes)->value : all;
+    fiber->cycles = cycles;
+    fiber->state = State::kRuns;
+  }
+}
+
+void Fibers::ReleaseBlock() {
+  ++block_number_;
+  ++block_barriers_;
+  int64_t cycles = 0;
+  for (const Fiber& fiber : fibers_) {
+    cycles = std::max(cycles, fiber.cycles);
+    if (fiber.line != fibers_[0].line) Fault("threads are at different barriers of the block");
+  }
+  for (Fiber& fiber : fibers_) {
+    fiber.cycles = cycles + Latency::kSyncBlock;
+    fiber.state = State::kRuns;
+  }
+}
+
+uint64_t Fibers::Meet(int thread, Meeting meeting, uint64_t value, int from, int line) {
+  Fiber& fiber = fibers_[static_cast<size_t>(thread)];
+  fiber.meeting = meeting;
+  fiber.value = value;
+  fiber.from = from;
+  fiber.line = line;
+  Park(thread, State::kMeets);
+  return fiber.result;
+}
+
+void Fibers::Fault(const std::string& what) {
+  if (faults_.size() < 20) faults_.push_back(what);
+}
+
+void FiberThreads::SyncWarp(const char* file, int line) const {
+  const Barrier barrier = {file, line};
+  if (barrier == block_->disabled) return;
+  block_->barriers_.insert(barrier);
+  block_->Meet(thread_, Fibers::Meeting::kBarrier, 0, 0, line);
+}
+
+void FiberThreads::SyncBlock(const char* file, int line) const {
+  const Barrier barrier = {file, line};
+  if (barrier == block_->disabled) return;
+  block_->barriers_.insert(barrier);
+  block_->fibers_[static_cast<size_t>(thread_)].line = line;
+  block_->Park(thread_, Fibers::State::kSyncs);
+}
+
+uint32_t FiberThreads::Max(uint32_t value, int line) const {
+  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kMax, value, 0, line));
+}
+
+uint32_t FiberThreads::Min(uint32_t value, int line) const {
+  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kMin, value, 0, line));
+}
+
+uint32_t FiberThreads::Or(uint32_t value, int line) const {
+  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kOr, value, 0, line));
+}
+
+uint32_t FiberThreads::Sum(uint32_t value, int line) const {
+  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kSum, value, 0, line));
+}
+
+uint32_t FiberThreads::Ballot(bool condition, int line) const {
+  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kBallot, condition ? 1 : 0, 0, line));
+}
+
+uint64_t FiberThreads::Shuffle(uint64_t value, int lane, int line) const {
+  return block_->Meet(thread_, Fibers::Meeting::kShuffle, value, lane, line);
+}
+
+// Two accesses are ordered by a barrier of the block between them, or, within a warp, by one of the warp.
+void FiberThreads::OnRead(Shadow* shadow) const {
+  Fibers& block = *block_;
+  block.fibers_[static_cast<size_t>(thread_)].cycles += shadow == nullptr ? Latency::kGlobal : Latency::kShared;
+  if (shadow == nullptr) return;
+  const uint64_t now = block.block_number_;
+  const uint64_t here = block.warp_number_[warp()];
+  const bool other_warp = shadow->writer / kLanes != warp();
+  if (shadow->writer != thread_ && shadow->write_block == now && (other_warp || shadow->write_warp == here)) {
+    block.Fault("thread " + std::to_string(thread_) + " reads what thread " + std::to_string(shadow->writer) +
+                " writes, with no barrier between");
+  }
+  if (shadow->read_block != now) {
+    *shadow = {shadow->write_block, shadow->write_warp, now, here, shadow->writer, thread_, false, false};
+    return;
+  }
+  if (shadow->reader / kLanes != warp()) {
+    shadow->several_warps = true;
+  } else if (shadow->read_warp != here) {
+    shadow->read_warp = here;
+    shadow->reader = thread_;
+    shadow->several_lanes = false;
+  } else if (shadow->reader != thread_) {
+    shadow->several_lanes = true;
+  }
+}
+
+void FiberThreads::OnWrite(Shadow* shadow) const {
+  Fibers& block = *block_;
+  block.fibers_[static_cast<size_t>(thread_)].cycles += Latency::kStore;
+  if (shadow == nullptr) return;
+  const uint64_t now = block.block_number_;
+  const uint64_t here = block.warp_number_[warp()];
+  const bool other_warp = shadow->writer / kLanes != warp();
+  const bool after_write =
+      shadow->writer != thread_ && shadow->write_block == now && (other_warp || shadow->write_warp == here);
+  bool after_read = false;
+  if (shadow->read_block == now) {
+    const bool same_warp = shadow->reader / kLanes == warp();
+    after_read = shadow->several_warps || !same_warp ||
+                 (shadow->read_warp == here && (shadow->several_lanes || shadow->reader != thread_));
+  }
+  if (after_write || after_read) {
+    block.Fault("thread " + std::to_string(thread_) + " writes what another thread " +
+                (after_write ? "writes" : "reads") + ", with no barrier between");
+  }
+  shadow->write_block = now;
+  shadow->write_warp = here;
+  shadow->writer = thread_;
+}
+
+}  // namespace moe_lb::device

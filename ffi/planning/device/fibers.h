@@ -1,0 +1,219 @@
+// A block of a GPU on the CPU: one fiber per thread, switched at barriers and at operations of a warp.
+//
+// It runs the threads in a chosen order and reports every pair of accesses to one place that no barrier orders, every
+// operation of a warp not reached by all its lanes, and a lower bound of the time of the longest warp in cycles. A
+// barrier can be disabled, to show that a test needs it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "ffi/planning/device/threads.h"
+
+namespace moe_lb::device {
+
+enum class Order { kAscending, kDescending, kRandom };
+
+// A barrier in the source.
+struct Barrier {
+  const char* file;
+  int line;
+  bool operator<(const Barrier& other) const { return line != other.line ? line < other.line : file < other.file; }
+  bool operator==(const Barrier& other) const { return line == other.line && file == other.file; }
+};
+
+// Cycles of an H100 until a dependent operation can start; estimates of the latency, not measured here.
+struct Latency {
+  static constexpr int64_t kShared = 30;   // load
+  static constexpr int64_t kStore = 4;     // issue alone
+  static constexpr int64_t kGlobal = 20;   // per load; loads of a loop overlap
+  static constexpr int64_t kReduce = 30;   // over a warp
+  static constexpr int64_t kBallot = 15;
+  static constexpr int64_t kShuffle = 25;
+  static constexpr int64_t kSyncWarp = 15;
+  static constexpr int64_t kSyncBlock = 40;
+};
+
+class Fibers;
+
+// Last accesses to one place. The numbers of barriers only grow, so that nothing is cleared between runs.
+struct Shadow {
+  uint64_t write_block = 0, write_warp = 0;  // barriers passed before the last write
+  uint64_t read_block = 0, read_warp = 0;
+  int32_t writer = -1, reader = -1;
+  bool several_lanes = false, several_warps = false;  // read since the last barrier
+};
+
+// A fiber and its block, used by the planners as `t`.
+class FiberThreads {
+ public:
+  template <typename V>
+  class Array;
+
+  FiberThreads(Fibers* block, int thread) : block_(block), thread_(thread) {}
+
+  int thread() const { return thread_; }
+  int lane() const { return thread_ % kLanes; }
+  int warp() const { return thread_ / kLanes; }
+
+  void SyncWarp(const char* file = __builtin_FILE(), int line = __builtin_LINE()) const;
+  void SyncBlock(const char* file = __builtin_FILE(), int line = __builtin_LINE()) const;
+  uint32_t Max(uint32_t value, int line = __builtin_LINE()) const;
+  uint32_t Min(uint32_t value, int line = __builtin_LINE()) const;
+  uint32_t Or(uint32_t value, int line = __builtin_LINE()) const;
+  uint32_t Sum(uint32_t value, int line = __builtin_LINE()) const;
+  uint32_t Ballot(bool condition, int line = __builtin_LINE()) const;
+  template <typename V>
+  V From(V value, int lane, int line = __builtin_LINE()) const {
+    static_assert(sizeof(V) <= sizeof(uint64_t));
+    uint64_t word = 0;
+    __builtin_memcpy(&word, &value, sizeof(V));
+    word = Shuffle(word, lane, line);
+    __builtin_memcpy(&value, &word, sizeof(V));
+    return value;
+  }
+
+  template <typename V>
+  Array<V> Shared(size_t offset) const;
+  template <typename V>
+  Array<V> Global(V* data) const {
+    return Array<V>(this, data, nullptr);
+  }
+
+ private:
+  friend class Fibers;
+  template <typename V>
+  friend class FiberRef;
+
+  uint64_t Shuffle(uint64_t value, int lane, int line) const;
+  void OnRead(Shadow* shadow) const;
+  void OnWrite(Shadow* shadow) const;
+
+  Fibers* block_;
+  int thread_;
+};
+
+// One element; reads and writes are checked. Elements in global memory are not.
+template <typename V>
+class FiberRef {
+ public:
+  FiberRef(const FiberThreads* t, V* place, Shadow* shadow) : t_(t), place_(place), shadow_(shadow) {}
+  FiberRef(const FiberRef&) = default;
+
+  operator V() const {
+    t_->OnRead(shadow_);
+    return *place_;
+  }
+  void operator=(std::remove_const_t<V> value) const {
+    t_->OnWrite(shadow_);
+    *place_ = value;
+  }
+  void operator=(const FiberRef& other) const { *this = static_cast<V>(other); }
+  template <typename Other>
+  void operator=(const FiberRef<Other>& other) const {
+    *this = static_cast<std::remove_const_t<V>>(static_cast<Other>(other));
+  }
+  void operator+=(V value) const { *this = static_cast<V>(static_cast<V>(*this) + value); }
+  void operator-=(V value) const { *this = static_cast<V>(static_cast<V>(*this) - value); }
+  void operator|=(V value) const { *this = static_cast<V>(static_cast<V>(*this) | value); }
+  void operator&=(V value) const { *this = static_cast<V>(static_cast<V>(*this) & value); }
+
+ private:
+  const FiberThreads* t_;
+  V* place_;
+  Shadow* shadow_;
+};
+
+template <typename V>
+class FiberThreads::Array {
+ public:
+  Array() = default;
+  Array(const FiberThreads* t, V* data, Shadow* shadow) : t_(t), data_(data), shadow_(shadow) {}
+
+  // Elements of every size have a shadow per byte, of which the first is used.
+  FiberRef<V> operator[](int i) const {
+    return FiberRef<V>(t_, data_ + i, shadow_ == nullptr ? nullptr : shadow_ + i * static_cast<int>(sizeof(V)));
+  }
+
+ private:
+  const FiberThreads* t_ = nullptr;
+  V* data_ = nullptr;
+  Shadow* shadow_ = nullptr;
+};
+
+// Runs blocks one after the other.
+class Fibers {
+ public:
+  explicit Fibers(size_t shared_bytes);
+  ~Fibers();
+
+  // Runs `kernel` on every thread of a block.
+  void Run(const std::function<void(const FiberThreads&)>& kernel);
+
+  Order order = Order::kAscending;
+  std::mt19937 random{1};  // of Order::kRandom
+  Barrier disabled = {"", 0};
+
+  const std::vector<std::string>& faults() const { return faults_; }
+  void ForgetFaults() { faults_.clear(); }
+  // All barriers passed so far.
+  const std::set<Barrier>& barriers() const { return barriers_; }
+  // Of the last run: cycles of the longest warp, barriers of the block and of the warps on that path.
+  int64_t cycles() const { return cycles_; }
+  int64_t block_barriers() const { return block_barriers_; }
+
+ private:
+  friend class FiberThreads;
+  enum class State { kRuns, kMeets, kSyncs, kEnds };  // of a fiber: meets its warp or the block
+  enum class Meeting { kMax, kMin, kOr, kSum, kBallot, kShuffle, kBarrier };
+
+  struct Fiber {
+    void* context = nullptr;
+    std::unique_ptr<char[]> stack;
+    State state = State::kEnds;
+    Meeting meeting = Meeting::kBarrier;
+    int line = 0;
+    uint64_t value = 0, result = 0;
+    int from = 0;
+    int64_t cycles = 0;
+  };
+
+  static void Enter(Fibers* block);
+  void Start(int thread);
+  void Resume(int thread);
+  uint64_t Meet(int thread, Meeting meeting, uint64_t value, int from, int line);
+  void Park(int thread, State state);
+  void RunWarp(int warp);
+  void Resolve(int warp);
+  void ReleaseBlock();
+  std::vector<int> Sequence(int count);
+  void Fault(const std::string& what);
+
+  std::vector<char> shared_;
+  std::vector<Shadow> shadows_;
+  std::vector<Fiber> fibers_;
+  std::vector<FiberThreads> threads_;
+  const std::function<void(const FiberThreads&)>* kernel_ = nullptr;
+  void* scheduler_ = nullptr;
+  int current_ = 0;
+  uint64_t block_number_ = 1;              // barriers of the block so far
+  uint64_t warp_number_[kWarps] = {};      // barriers of the warp so far, those of the block included
+  std::vector<std::string> faults_;
+  std::set<Barrier> barriers_;
+  int64_t cycles_ = 0;
+  int64_t block_barriers_ = 0;
+};
+
+template <typename V>
+FiberThreads::Array<V> FiberThreads::Shared(size_t offset) const {
+  return Array<V>(this, reinterpret_cast<V*>(block_->shared_.data() + offset), block_->shadows_.data() + offset);
+}
+
+}  // namespace moe_lb::device

@@ -1,0 +1,162 @@
+// Removes replicas within a limit, by one warp: `Thinning` of ffi/planning.
+#pragma once
+
+#include "ffi/planning/device/flow.h"
+
+namespace moe_lb::device {
+
+template <typename T, int W>
+class Thin {
+ public:
+  template <typename V>
+  using Array = typename T::template Array<V>;
+
+  // Memory beside the flow: the saved amounts and loads, and the replicas in the order of removal.
+  static MOE_LB_ANYWHERE size_t Bytes(const Shape& shape) {
+    const size_t all = static_cast<size_t>(shape.all_slots());
+    const size_t saved = 4 * (static_cast<size_t>(shape.num_experts + shape.num_ranks) + all);
+    return (saved + 2 * all + 7) / 8 * 8;
+  }
+
+  MOE_LB_DEVICE Thin(const T& t, Flow<T, W>& flow, size_t at, int32_t total)
+      : t_(t),
+        flow_(flow),
+        total_(total),
+        num_amounts_(flow.shape.num_experts + flow.shape.all_slots()),
+        saved_(t.template Shared<int32_t>(at)),
+        sorted_(t.template Shared<uint16_t>(at + 4 * static_cast<size_t>(num_amounts_ + flow.shape.num_ranks))) {}
+
+  // Returns the number of replicas left. Expects no removed replicas.
+  MOE_LB_DEVICE int Run(int32_t limit) {
+    Sort();
+    flow_.FindAllNeighbours(t_);
+    const int64_t slack = static_cast<int64_t>(flow_.shape.num_ranks) * limit - total_;
+    const Ranks<W> in_cycles = slack >= limit ? flow_.AllRanks() : FindCycles();
+    Save();
+    int left = flow_.num_entries;
+    for (int i = 0; i < flow_.num_entries; ++i) {
+      const int slot = sorted_[i];
+      // See Thinning::MayGo.
+      const int32_t tokens = flow_.tokens[flow_.shape.num_experts + slot];
+      if (tokens > slack && !in_cycles.Has(flow_.RankOf(slot))) continue;
+      if (Remove(slot, limit)) --left;
+    }
+    return left;
+  }
+
+ private:
+  // By the tokens before any removal, then by the order of addition.
+  MOE_LB_DEVICE void Sort() {
+    const int count = flow_.num_entries;
+    for (int i = t_.lane(); i < count; i += kLanes) {
+      saved_[i] = static_cast<int32_t>(flow_.tokens[flow_.shape.num_experts + static_cast<int>(flow_.slot_of[i])]);
+    }
+    t_.SyncWarp();
+    for (int i = t_.lane(); i < count; i += kLanes) {
+      const int32_t tokens = saved_[i];
+      int place = 0;
+      for (int j = 0; j < count; ++j) {
+        const int32_t other = saved_[j];
+        place += other < tokens || (other == tokens && j < i) ? 1 : 0;
+      }
+      sorted_[place] = flow_.slot_of[i];
+    }
+    t_.SyncWarp();
+  }
+
+  // Ranks whose component, with replicas as edges from home, has a cycle: it has as many replicas as ranks.
+  MOE_LB_DEVICE Ranks<W> FindCycles() const {
+    Ranks<W> beside[size_t{W}], left = flow_.AllRanks(), found = NoRanks<W>();
+    for (int k = 0; k < W; ++k) beside[k] = Beside(kLanes * k + t_.lane());
+    while (left.Any()) {
+      Ranks<W> component = NoRanks<W>(), now = NoRanks<W>();
+      now.Add(left.Lowest());
+      while (now.Any()) {
+        for (int k = 0; k < W; ++k) component.words[k] |= now.words[k];
+        Ranks<W> next;
+        for (int w = 0; w < W; ++w) {
+          uint32_t mine = 0;
+          for (int k = 0; k < W; ++k) mine |= (now.words[k] >> t_.lane() & 1) != 0 ? beside[k].words[w] : 0;
+          next.words[w] = t_.Or(mine) & ~component.words[w];
+        }
+        now = next;
+      }
+      uint32_t mine = 0;
+      for (int k = 0; k < W; ++k) {
+        left.words[k] &= ~component.words[k];
+        if ((component.words[k] >> t_.lane() & 1) != 0) mine += flow_.used[kLanes * k + t_.lane()];
+      }
+      if (t_.Sum(mine) < static_cast<uint32_t>(component.Count())) continue;
+      for (int k = 0; k < W; ++k) found.words[k] |= component.words[k];
+    }
+    return found;
+  }
+
+  // The ranks with a replica of an expert at home here, and the homes of the replicas here.
+  MOE_LB_DEVICE Ranks<W> Beside(int rank) const {
+    Ranks<W> ranks = NoRanks<W>();
+    if (rank >= flow_.shape.num_ranks) return ranks;
+    for (int word = 0; word < flow_.shape.split_words(); ++word) {
+      for (uint32_t bits = flow_.split[rank * flow_.shape.split_words() + word]; bits != 0; bits &= bits - 1) {
+        const int expert = rank * flow_.shape.home + kLanes * word + LowestBit(bits);
+        for (int w = 0; w < W; ++w) ranks.words[w] |= static_cast<uint32_t>(flow_.holders[expert * W + w]);
+      }
+    }
+    const int first = rank * flow_.shape.slots, end = first + static_cast<int>(flow_.used[rank]);
+    for (int slot = first; slot < end; ++slot) ranks.Add(flow_.HomeOf(flow_.expert[slot]));
+    return ranks;
+  }
+
+  MOE_LB_DEVICE void Save() {
+    for (int i = t_.lane(); i < num_amounts_; i += kLanes) saved_[i] = flow_.tokens[i];
+    for (int r = t_.lane(); r < flow_.shape.num_ranks; r += kLanes) saved_[num_amounts_ + r] = flow_.load[r];
+  }
+
+  // Removes one replica if the loads can keep the limit; else leaves all as it was.
+  MOE_LB_DEVICE bool Remove(int slot, int32_t limit) {
+    const int expert = flow_.expert[slot], rank = flow_.RankOf(slot), home = flow_.HomeOf(expert);
+    const int32_t tokens = flow_.tokens[flow_.shape.num_experts + slot];
+    const auto before = flow_.neighbours;
+    const Ranks<W> holders = flow_.HoldersOf(expert);
+    t_.SyncWarp();  // all have read
+    if (t_.lane() == 0) flow_.Remove(slot);
+    t_.SyncWarp();
+    flow_.FindNeighbours(t_, holders);
+    // A removal adds load to home alone.
+    Ranks<W> reached;
+    if (flow_.Offload(t_, home, limit, &reached)) {
+      Save();
+      return true;
+    }
+    t_.SyncWarp();  // all have read the loads
+    Restore(slot, expert, rank, home, tokens);
+    t_.SyncWarp();
+    flow_.neighbours = before;
+    return false;
+  }
+
+  MOE_LB_DEVICE void Restore(int slot, int expert, int rank, int home, int32_t tokens) {
+    // Tokens of other replicas change only if the offload pushed some before it failed.
+    if (flow_.pushed) {
+      for (int i = t_.lane(); i < num_amounts_; i += kLanes) flow_.tokens[i] = saved_[i];
+      for (int r = t_.lane(); r < flow_.shape.num_ranks; r += kLanes) flow_.load[r] = saved_[num_amounts_ + r];
+    }
+    if (t_.lane() != 0) return;
+    flow_.gone[slot] = 0;
+    flow_.holders[expert * W + rank / kLanes] |= 1u << (rank % kLanes);
+    if (flow_.pushed) return;
+    flow_.tokens[flow_.shape.num_experts + slot] = tokens;
+    flow_.tokens[expert] -= tokens;
+    flow_.load[rank] += tokens;
+    flow_.load[home] -= tokens;
+  }
+
+  const T& t_;
+  Flow<T, W>& flow_;
+  int32_t total_;
+  int num_amounts_;
+  Array<int32_t> saved_;    // [E + R * slots + R]
+  Array<uint16_t> sorted_;  // [R * slots], slots
+};
+
+}  // namespace moe_lb::device

@@ -1,0 +1,102 @@
+// The threads of one block as planners on a GPU use them.
+//
+// Code of this folder is a template over the type of its threads: `CudaThreads` here, or `FiberThreads` of fibers.h,
+// which runs a block on the CPU and checks it. Both have these members; those of a warp are called by all its lanes.
+//
+//   lane(), warp(), thread()  position: lane of its warp, warp of the block, thread of the block
+//   SyncWarp(), SyncBlock()   barriers; only these order accesses to memory between threads
+//   Max, Min, Or, Sum         of a uint32_t over the warp
+//   Ballot(condition)         the lanes for which the condition holds, bit i for lane i
+//   From(value, lane)         the value of another lane
+//   Shared<V>(offset)         array at an offset in bytes in the shared memory of the block
+//   Global<V>(pointer)        array in global memory
+//   Array<V>                  the type of both; elements are read and written by []
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define MOE_LB_DEVICE __device__ __forceinline__
+#define MOE_LB_ANYWHERE __host__ __device__ __forceinline__
+#else
+#define MOE_LB_DEVICE inline
+#define MOE_LB_ANYWHERE inline
+#endif
+
+namespace moe_lb::device {
+
+constexpr int kLanes = 32;
+constexpr int kWarps = 8;
+constexpr int kThreads = kLanes * kWarps;
+
+template <typename V>
+MOE_LB_ANYWHERE V Least(V a, V b) {
+  return b < a ? b : a;
+}
+
+template <typename V>
+MOE_LB_ANYWHERE V Most(V a, V b) {
+  return a < b ? b : a;
+}
+
+// Index of the lowest bit of a word that is not 0, and the number of bits.
+MOE_LB_DEVICE int LowestBit(uint32_t word) {
+#ifdef __CUDACC__
+  return __ffs(static_cast<int>(word)) - 1;
+#else
+  return __builtin_ctz(word);
+#endif
+}
+
+MOE_LB_DEVICE int NumBits(uint32_t word) {
+#ifdef __CUDACC__
+  return __popc(word);
+#else
+  return __builtin_popcount(word);
+#endif
+}
+
+#ifdef __CUDACC__
+
+class CudaThreads {
+ public:
+  template <typename V>
+  using Array = V*;
+
+  __device__ explicit CudaThreads(char* shared) : shared_(shared) {}
+
+  __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ int lane() const { return thread() % kLanes; }
+  __device__ __forceinline__ int warp() const { return thread() / kLanes; }
+
+  __device__ __forceinline__ void SyncWarp() const { __syncwarp(); }
+  __device__ __forceinline__ void SyncBlock() const { __syncthreads(); }
+  __device__ __forceinline__ uint32_t Max(uint32_t value) const { return __reduce_max_sync(kAll, value); }
+  __device__ __forceinline__ uint32_t Min(uint32_t value) const { return __reduce_min_sync(kAll, value); }
+  __device__ __forceinline__ uint32_t Or(uint32_t value) const { return __reduce_or_sync(kAll, value); }
+  __device__ __forceinline__ uint32_t Sum(uint32_t value) const { return __reduce_add_sync(kAll, value); }
+  __device__ __forceinline__ uint32_t Ballot(bool condition) const { return __ballot_sync(kAll, condition); }
+  template <typename V>
+  __device__ __forceinline__ V From(V value, int lane) const {
+    return __shfl_sync(kAll, value, lane);
+  }
+
+  template <typename V>
+  __device__ __forceinline__ V* Shared(size_t offset) const {
+    return reinterpret_cast<V*>(shared_ + offset);
+  }
+  template <typename V>
+  __device__ __forceinline__ V* Global(V* data) const {
+    return data;
+  }
+
+ private:
+  static constexpr uint32_t kAll = 0xffffffffu;
+
+  char* shared_;
+};
+
+#endif
+
+}  // namespace moe_lb::device
