@@ -186,8 +186,10 @@ class ExactPlanner {
       limit_ = LimitOf(max_load);
       if (t_.warp() != 0) continue;
       // The warp of the first candidate goes on with the best.
-      flow.Place(t_, call_.shape, FlowAt(chosen_[0]));
-      flow.num_entries = entries_[static_cast<int>(chosen_[0])];
+      const int best = chosen_[0];
+      flow.Place(t_, call_.shape, FlowAt(Most(best, 0)));
+      if (best < 0) flow.Reset(t_, home_.tokens, home_.load);
+      if (best >= 0) flow.num_entries = entries_[best];
     }
     if (t_.warp() == 0) Finish();
     t_.SyncBlock();
@@ -235,7 +237,7 @@ class ExactPlanner {
     entries_[candidate] = flow.num_entries;
   }
 
-  // `Planner::FindBest` after its rules: chosen_ gets the best candidate and its maximum load.
+  // `Planner::FindBest` after its rules: chosen_ gets the best candidate, -1 for the plan at home, and its maximum load.
   MOE_LB_DEVICE void Choose() {
     int best = -1;
     int32_t max_load = home_max_;
@@ -247,14 +249,6 @@ class ExactPlanner {
     }
     if constexpr (W <= 2) {
       if (max_load > enough_) SearchFurther(&best, &max_load);
-    }
-    if (best < 0) {
-      best = 0;
-      Flow<T, W> flow;
-      flow.Place(t_, call_.shape, FlowAt(0));
-      t_.SyncWarp();  // all have read the loads of the candidates
-      flow.Reset(t_, home_.tokens, home_.load);
-      if (t_.lane() == 0) entries_[0] = 0;
     }
     if (t_.lane() != 0) return;
     chosen_[0] = best;
@@ -281,7 +275,6 @@ class ExactPlanner {
     } else {
       searcher.Start(home_.tokens, shift);
       flow.Reset(t_, home_.tokens, home_.load);
-      t_.SyncWarp();
       FlowSwaps<T, W> evaluator(t_, flow, mean_);
       searcher.Run(evaluator, start, enough_, kFlowEffort);
     }
@@ -304,7 +297,7 @@ class ExactPlanner {
 
   // Takes the plan with the fewest replicas and localizes it.
   MOE_LB_DEVICE void Finish() {
-    const int best = chosen_[0];
+    const int best = Most(static_cast<int>(chosen_[0]), 0);
     int pick = best;
     int fewest = left_[0];
     const bool may_be_fewer = call_.eps > 0 && limit_ > static_cast<int32_t>(chosen_[1]);

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -141,6 +142,91 @@ void RandomCountsGiveThePlanOfTheHost(int64_t number, uint32_t seed) {
   }
 }
 
+// Loads of DeepSeek-V3's size, at the default options.
+Case LargeCase(std::mt19937& random, int num_ranks, int experts) {
+  Case c = {num_ranks, experts / num_ranks, 2, num_ranks, 0.01, INT64_MAX, true, true, {}};
+  c.counts = Skewed(random, num_ranks, c.home, 1e4);
+  return c;
+}
+
+void LargeCountsGiveThePlanOfTheHost() {
+  std::mt19937 random(2);
+  Fibers block(1 << 20);
+  for (const int num_ranks : {16, 32, 64, 128}) ExpectPlanOfHost(block, LargeCase(random, num_ranks, 256));
+}
+
+void RefusedCountsSetTheStatus() {
+  std::mt19937 random(3);
+  Fibers block(1 << 20);
+  for (const int domain : {2, 4}) {
+    Case c = {4, 2, 1, domain, 0, INT64_MAX, false, false, std::vector<int32_t>(32, 5)};
+    EXPECT_EQ(OnBlock(block, c).status, 0);
+    c.counts[13] = -1;
+    ExpectPlanOfHost(block, c);
+    c.counts[13] = INT32_MAX - 155;
+    EXPECT_EQ(OnBlock(block, c).status, 0);
+    ++c.counts[31];
+    EXPECT_EQ(OnBlock(block, c).status, 1);
+    ExpectPlanOfHost(block, c);
+  }
+}
+
+// A search that starts without replicas, which planners do only if no rule lowers the load.
+bool SearchesFromHomeAsOnTheHost(Fibers& block) {
+  const std::vector<int32_t> tokens = {90, 5, 3, 40, 20, 9, 1, 0, 2, 7, 30, 8};
+  const Shape shape = {4, 12, 3, 2};
+  std::vector<uint32_t> found(8, 7);
+  block.Run([&](const FiberThreads& t) {
+    if (t.warp() > 0) return;
+    const auto home = t.Shared<int32_t>(0);
+    for (int e = t.lane(); e < 12; e += kLanes) home[e] = tokens[static_cast<size_t>(e)];
+    Flow<FiberThreads, 1> flow;
+    flow.Place(t, shape, 64);
+    SearchMemory<FiberThreads, 1> memory;
+    memory.Place(t, shape, 64 + Flow<FiberThreads, 1>::Bytes(shape));
+    Searcher<FiberThreads, 1> searcher(t, shape, memory, 9);
+    searcher.Start(home, 0);
+    Subsets<FiberThreads, 1> evaluator(t, flow, memory.tokens, memory.holders);
+    searcher.Run(evaluator, flow, 54, kSubsetEffort);
+    for (int i = t.lane(); i < 8; i += kLanes) found[static_cast<size_t>(i)] = memory.best[i];
+  });
+  SubsetEvaluator evaluator({tokens.data(), 12}, 4);
+  std::vector<uint32_t> expected(8, kNoExpert);
+  Search search({tokens.data(), 12}, 4, 2, 9, evaluator);
+  for (const Replica& replica : search.Run({}, 54, kSubsetEffort)) {
+    *std::find(expected.begin() + 2 * replica.rank, expected.end(), static_cast<uint32_t>(kNoExpert)) = replica.expert;
+  }
+  return block.faults().empty() && found == expected;
+}
+
+// Without any one barrier, some count gives another plan, accesses without order, or lanes at different operations.
+void EveryBarrierIsNeeded() {
+  Fibers block(1 << 20);
+  block.order = Order::kRandom;
+  std::mt19937 random(4);
+  std::vector<Case> cases;
+  for (int i = 0; i < 150; ++i) cases.push_back(RandomCase(random));
+  for (const Case& c : cases) OnBlock(block, c);
+  EXPECT(SearchesFromHomeAsOnTheHost(block));
+  const std::set<Barrier> barriers = block.barriers();
+  EXPECT(barriers.size() > 20);
+  int needless = 0;
+  for (const Barrier& barrier : barriers) {
+    block.disabled = barrier;
+    block.ForgetFaults();
+    bool is_found = !SearchesFromHomeAsOnTheHost(block);
+    for (size_t i = 0; i < cases.size() && !is_found; ++i) {
+      block.ForgetFaults();
+      const Plan plan = OnBlock(block, cases[i]);
+      is_found = !block.faults().empty() || !Equal(OnHost(cases[i]), plan);
+    }
+    if (is_found) continue;
+    std::fprintf(stderr, "%s:%d: no case needs this barrier\n", barrier.file, barrier.line);
+    ++needless;
+  }
+  EXPECT_EQ(needless, 0);
+}
+
 }  // namespace
 }  // namespace moe_lb::device
 
@@ -149,4 +235,7 @@ int main(int argc, char** argv) {
   const int64_t number = argc > 1 ? std::atoll(argv[1]) : 500;
   const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
   RandomCountsGiveThePlanOfTheHost(number, seed);
+  LargeCountsGiveThePlanOfTheHost();
+  RefusedCountsSetTheStatus();
+  EveryBarrierIsNeeded();
 }

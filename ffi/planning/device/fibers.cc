@@ -103,16 +103,16 @@ void Fibers::Run(const std::function<void(const FiberThreads&)>& kernel) {
   std::fill(shared_.begin(), shared_.end(), static_cast<char>(0xa5));
   cycles_ = block_barriers_ = 0;
   ++block_number_;
+  ends_ = false;
   for (int thread = 0; thread < kThreads; ++thread) Start(thread);
   for (;;) {
     for (const int warp : Sequence(kWarps)) RunWarp(warp);
+    if (ends_) return;
     const auto ends = std::count_if(fibers_.begin(), fibers_.end(), [](auto& f) { return f.state == State::kEnds; });
     if (ends == kThreads) break;
-    if (ends > 0) {
-      Fault("some threads end before a barrier of the block");
-      break;
-    }
+    if (ends > 0) Fault("some threads end before a barrier of the block");
     ReleaseBlock();
+    if (ends_) return;
   }
   for (const Fiber& fiber : fibers_) cycles_ = std::max(cycles_, fiber.cycles);
 }
@@ -157,16 +157,15 @@ void Fibers::RunWarp(int warp) {
   const auto is = [&](State state) {
     return std::all_of(first, first + kLanes, [&](const Fiber& fiber) { return fiber.state == state; });
   };
-  while (!is(State::kEnds) && !is(State::kSyncs)) {
+  while (!ends_ && !is(State::kEnds) && !is(State::kSyncs)) {
     for (const int lane : Sequence(kLanes)) {
-      if ((first + lane)->state == State::kRuns) Resume(warp * kLanes + lane);
+      if (!ends_ && (first + lane)->state == State::kRuns) Resume(warp * kLanes + lane);
     }
+    if (ends_) return;
     if (is(State::kMeets)) {
       Resolve(warp);
     } else if (!is(State::kEnds) && !is(State::kSyncs)) {
-      // The fibers cannot go on; leave them and end the run.
       Fault("lanes of a warp are at different operations, near line " + std::to_string(first->line));
-      for (auto fiber = first; fiber != first + kLanes; ++fiber) fiber->state = State::kEnds;
     }
   }
 }
@@ -228,7 +227,14 @@ uint64_t Fibers::Meet(int thread, Meeting meeting, uint64_t value, int from, int
 }
 
 void Fibers::Fault(const std::string& what) {
-  if (faults_.size() < 20) faults_.push_back(what);
+  faults_.push_back(what);
+  ends_ = true;
+}
+
+// Ends the run from inside of a fiber, whose stack is left as it is.
+void Fibers::Leave(int thread, const char* what, int other) {
+  Fault("thread " + std::to_string(thread) + " " + what + " thread " + std::to_string(other));
+  Park(thread, State::kEnds);
 }
 
 void FiberThreads::SyncWarp(const char* file, int line) const {
@@ -279,14 +285,11 @@ void FiberThreads::OnRead(Shadow* shadow) const {
   const uint64_t here = block.warp_number_[warp()];
   const bool other_warp = shadow->writer / kLanes != warp();
   if (shadow->writer != thread_ && shadow->write_block == now && (other_warp || shadow->write_warp == here)) {
-    block.Fault("thread " + std::to_string(thread_) + " reads what thread " + std::to_string(shadow->writer) +
-                " writes, with no barrier between");
+    block.Leave(thread_, "reads, without a barrier, a place written by", shadow->writer);
   }
   if (shadow->read_block != now) {
     *shadow = {shadow->write_block, shadow->write_warp, now, here, shadow->writer, thread_, false, false};
-    return;
-  }
-  if (shadow->reader / kLanes != warp()) {
+  } else if (shadow->reader / kLanes != warp()) {
     shadow->several_warps = true;
   } else if (shadow->read_warp != here) {
     shadow->read_warp = here;
@@ -304,21 +307,27 @@ void FiberThreads::OnWrite(Shadow* shadow) const {
   const uint64_t now = block.block_number_;
   const uint64_t here = block.warp_number_[warp()];
   const bool other_warp = shadow->writer / kLanes != warp();
-  const bool after_write =
-      shadow->writer != thread_ && shadow->write_block == now && (other_warp || shadow->write_warp == here);
-  bool after_read = false;
+  if (shadow->writer != thread_ && shadow->write_block == now && (other_warp || shadow->write_warp == here)) {
+    block.Leave(thread_, "writes, without a barrier, a place written by", shadow->writer);
+  }
   if (shadow->read_block == now) {
     const bool same_warp = shadow->reader / kLanes == warp();
-    after_read = shadow->several_warps || !same_warp ||
-                 (shadow->read_warp == here && (shadow->several_lanes || shadow->reader != thread_));
-  }
-  if (after_write || after_read) {
-    block.Fault("thread " + std::to_string(thread_) + " writes what another thread " +
-                (after_write ? "writes" : "reads") + ", with no barrier between");
+    const bool same_lane = shadow->reader == thread_ && !shadow->several_lanes;
+    if (shadow->several_warps || !same_warp || (shadow->read_warp == here && !same_lane)) {
+      block.Leave(thread_, "writes, without a barrier, a place read by", shadow->reader);
+    }
   }
   shadow->write_block = now;
   shadow->write_warp = here;
   shadow->writer = thread_;
+}
+
+Shadow* FiberThreads::ShadowAt(const void* place) const {
+  const auto offset = static_cast<const char*>(place) - block_->shared_.data();
+  if (offset < 0 || offset >= static_cast<std::ptrdiff_t>(block_->shared_.size())) {
+    block_->Leave(thread_, "is outside of shared memory, as", thread_);
+  }
+  return &block_->shadows_[static_cast<size_t>(offset)];
 }
 
 }  // namespace moe_lb::device

@@ -1,8 +1,8 @@
 // A block of a GPU on the CPU: one fiber per thread, switched at barriers and at operations of a warp.
 //
-// It runs the threads in a chosen order and reports every pair of accesses to one place that no barrier orders, every
-// operation of a warp not reached by all its lanes, and a lower bound of the time of the longest warp in cycles. A
-// barrier can be disabled, to show that a test needs it.
+// It runs the threads in a chosen order, and stops at a fault: two accesses to one place of shared memory, of which one
+// writes, that no barrier orders, or an operation of a warp not reached by all its lanes. It adds up the latencies on
+// the longest path. A barrier can be disabled, to show that a test needs it.
 #pragma once
 
 #include <cstddef>
@@ -84,7 +84,7 @@ class FiberThreads {
   Array<V> Shared(size_t offset) const;
   template <typename V>
   Array<V> Global(V* data) const {
-    return Array<V>(this, data, nullptr);
+    return Array<V>(this, data, false);
   }
 
  private:
@@ -93,6 +93,7 @@ class FiberThreads {
   friend class FiberRef;
 
   uint64_t Shuffle(uint64_t value, int lane, int line) const;
+  Shadow* ShadowAt(const void* place) const;
   void OnRead(Shadow* shadow) const;
   void OnWrite(Shadow* shadow) const;
 
@@ -135,17 +136,17 @@ template <typename V>
 class FiberThreads::Array {
  public:
   Array() = default;
-  Array(const FiberThreads* t, V* data, Shadow* shadow) : t_(t), data_(data), shadow_(shadow) {}
+  Array(const FiberThreads* t, V* data, bool is_shared) : t_(t), data_(data), is_shared_(is_shared) {}
 
   // Elements of every size have a shadow per byte, of which the first is used.
   FiberRef<V> operator[](int i) const {
-    return FiberRef<V>(t_, data_ + i, shadow_ == nullptr ? nullptr : shadow_ + i * static_cast<int>(sizeof(V)));
+    return FiberRef<V>(t_, data_ + i, is_shared_ ? t_->ShadowAt(data_ + i) : nullptr);
   }
 
  private:
   const FiberThreads* t_ = nullptr;
   V* data_ = nullptr;
-  Shadow* shadow_ = nullptr;
+  bool is_shared_ = false;
 };
 
 // Runs blocks one after the other.
@@ -195,6 +196,7 @@ class Fibers {
   void ReleaseBlock();
   std::vector<int> Sequence(int count);
   void Fault(const std::string& what);
+  void Leave(int thread, const char* what, int other);
 
   std::vector<char> shared_;
   std::vector<Shadow> shadows_;
@@ -205,6 +207,7 @@ class Fibers {
   int current_ = 0;
   uint64_t block_number_ = 1;              // barriers of the block so far
   uint64_t warp_number_[kWarps] = {};      // barriers of the warp so far, those of the block included
+  bool ends_ = false;                      // the run, after a fault
   std::vector<std::string> faults_;
   std::set<Barrier> barriers_;
   int64_t cycles_ = 0;
@@ -213,7 +216,7 @@ class Fibers {
 
 template <typename V>
 FiberThreads::Array<V> FiberThreads::Shared(size_t offset) const {
-  return Array<V>(this, reinterpret_cast<V*>(block_->shared_.data() + offset), block_->shadows_.data() + offset);
+  return Array<V>(this, reinterpret_cast<V*>(block_->shared_.data() + offset), true);
 }
 
 }  // namespace moe_lb::device

@@ -123,7 +123,7 @@ class Subsets {
 template <typename T, int W>
 class FlowSwaps {
  public:
-  // flow: after Reset and a barrier. mean: rounded up.
+  // flow: after Reset. mean: rounded up.
   MOE_LB_DEVICE FlowSwaps(const T& t, Flow<T, W>& flow, int32_t mean) : t_(t), flow_(flow), mean_(mean) {
     for (int r = t.lane(); r < flow.shape.num_ranks; r += kLanes) flow.used[r] = static_cast<uint16_t>(flow.shape.slots);
     for (int i = t.lane(); i < flow.shape.all_slots(); i += kLanes) {
