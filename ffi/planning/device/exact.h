@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ffi/planning/chain.h"
+#include "ffi/planning/device/exact_call.h"
 #include "ffi/planning/device/fill.h"
 #include "ffi/planning/device/localize.h"
 #include "ffi/planning/device/search.h"
@@ -13,54 +14,6 @@
 #include "ffi/planning/flow_evaluator.h"
 
 namespace moe_lb::device {
-
-// One call. All arrays are in global memory.
-struct ExactCall {
-  const int32_t* counts;  // [all ranks, all experts]
-  int32_t* placement;     // [all ranks, all slots]
-  int32_t* quota;         // [all experts, all ranks]
-  int32_t* status;        // [1]: 0, or 1 for counts that ExactDomains refuses
-  int all_ranks, all_experts, all_slots;
-  Shape shape;  // of a domain
-  double eps;
-  int32_t fan_out;
-  bool localize;
-  bool keeps_counts;  // in shared memory, for `localize`
-};
-
-constexpr int kCandidates = 6;
-
-// Offsets in bytes of the arrays of a block.
-struct ExactLayout {
-  size_t sums, results, tokens, load, hottest, flows, flow, thin, one_thin, search, replicas, counts, end;
-};
-
-template <typename T, int W>
-MOE_LB_ANYWHERE ExactLayout LayOut(const ExactCall& call) {
-  const Shape& shape = call.shape;
-  ExactLayout at;
-  size_t end = 0;
-  const auto take = [&end](size_t bytes) {
-    const size_t start = end;
-    end += (bytes + 7) / 8 * 8;
-    return start;
-  };
-  const int candidates = call.eps > 0 ? kCandidates : kCandidates / 2;
-  at.sums = take(8 * kWarps);
-  at.results = take(4 * (3 * kCandidates + 3));
-  at.tokens = take(4 * static_cast<size_t>(shape.num_experts));
-  at.load = take(4 * static_cast<size_t>(shape.num_ranks));
-  at.hottest = take(2 * static_cast<size_t>(shape.num_ranks));
-  at.flow = Flow<T, W>::Bytes(shape);
-  at.flows = take(at.flow * static_cast<size_t>(candidates));
-  at.one_thin = Thin<T, W>::Bytes(shape);
-  at.thin = take(at.one_thin * static_cast<size_t>(candidates - 2));
-  at.search = take(SearchMemory<T, W>::Bytes(shape));
-  at.replicas = take(Replicas<T>::Bytes(shape));
-  at.counts = take(call.keeps_counts ? 4 * static_cast<size_t>(shape.num_ranks * shape.num_experts) : 0);
-  at.end = end;
-  return at;
-}
 
 template <typename T, int W>
 class ExactPlanner {
@@ -81,7 +34,7 @@ class ExactPlanner {
   static constexpr int kNone = INT32_MAX;
 
   MOE_LB_DEVICE ExactPlanner(const T& t, const ExactCall& call, int domain)
-      : t_(t), call_(call), at_(LayOut<T, W>(call)), first_rank_(domain * call.shape.num_ranks),
+      : t_(t), call_(call), at_(LayOut(call)), first_rank_(domain * call.shape.num_ranks),
         first_expert_(domain * call.shape.num_experts) {
     sums_ = t.template Shared<int64_t>(at_.sums);
     Array<int32_t> results = t.template Shared<int32_t>(at_.results);

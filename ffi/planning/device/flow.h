@@ -56,6 +56,14 @@ struct Shape {
   MOE_LB_ANYWHERE int split_words() const { return (home + kLanes - 1) / kLanes; }
 };
 
+// Bytes of the arrays of a flow with sets of ranks of this many words.
+MOE_LB_ANYWHERE size_t FlowBytes(const Shape& shape, size_t words) {
+  const size_t ranks = static_cast<size_t>(shape.num_ranks), all = static_cast<size_t>(shape.all_slots());
+  const size_t experts = static_cast<size_t>(shape.num_experts);
+  const size_t large = ranks + experts + all + experts * words + ranks * static_cast<size_t>(shape.split_words());
+  return (4 * large + 2 * (3 * all + 3 * ranks) + all + 7) / 8 * 8;
+}
+
 // An amount of tokens is at home (number e < E for expert e) or in a replica slot (number E + rank * slots + place).
 // Replicas of a rank are in its slots in the order of their addition.
 template <typename T, int W>
@@ -79,15 +87,7 @@ class Flow {
   Array<uint16_t> given;    // [R], and those receiving them
   bool pushed = false;      // an offload moved tokens
 
-  // Bytes of the arrays, and their start in the shared memory of the block. Arrays of large elements come first.
-  MOE_LB_ANYWHERE static size_t Bytes(const Shape& shape) {
-    const size_t ranks = static_cast<size_t>(shape.num_ranks), all = static_cast<size_t>(shape.all_slots());
-    const size_t experts = static_cast<size_t>(shape.num_experts);
-    const size_t bytes = 4 * (ranks + experts + all + experts * W + ranks * static_cast<size_t>(shape.split_words())) +
-                         2 * (3 * all + 3 * ranks) + all;
-    return (bytes + 7) / 8 * 8;
-  }
-
+  // at: start of the arrays in the shared memory of the block, FlowBytes long. Arrays of large elements come first.
   MOE_LB_DEVICE void Place(const T& t, const Shape& its_shape, size_t at) {
     shape = its_shape;
     const size_t ranks = static_cast<size_t>(shape.num_ranks), all = static_cast<size_t>(shape.all_slots());

@@ -5,6 +5,8 @@
 
 namespace moe_lb::device {
 
+MOE_LB_ANYWHERE size_t ReplicasBytes(const Shape& shape) { return static_cast<size_t>(shape.all_slots()) * 8; }
+
 // The replicas of a plan in the order of addition.
 template <typename T>
 struct Replicas {
@@ -12,8 +14,6 @@ struct Replicas {
   typename T::template Array<uint16_t> rank;    // [R * slots]
   typename T::template Array<int32_t> tokens;   // [R * slots]
   int count = 0;                                // the same on all lanes
-
-  static MOE_LB_ANYWHERE size_t Bytes(const Shape& shape) { return static_cast<size_t>(shape.all_slots()) * 8; }
 
   MOE_LB_DEVICE void Place(const T& t, const Shape& shape, size_t at) {
     const size_t all = static_cast<size_t>(shape.all_slots());

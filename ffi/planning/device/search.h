@@ -200,6 +200,11 @@ class FlowSwaps {
   int32_t limit_ = 0;
 };
 
+MOE_LB_ANYWHERE size_t SearchBytes(const Shape& shape, size_t words) {
+  const size_t experts = static_cast<size_t>(shape.num_experts), all = static_cast<size_t>(shape.all_slots());
+  return (experts * (8 + 4 * words + 2) + 4 * all + 2 * static_cast<size_t>(shape.num_ranks) + 7) / 8 * 8;
+}
+
 // The state of a search in shared memory.
 template <typename T, int W>
 struct SearchMemory {
@@ -210,11 +215,6 @@ struct SearchMemory {
   typename T::template Array<uint16_t> slot;       // [R * slots], experts or kNoExpert
   typename T::template Array<uint16_t> best;       // [R * slots], the best found
   typename T::template Array<uint16_t> sent;       // [R], replicas of its experts
-
-  static MOE_LB_ANYWHERE size_t Bytes(const Shape& shape) {
-    const size_t experts = static_cast<size_t>(shape.num_experts), all = static_cast<size_t>(shape.all_slots());
-    return (experts * (8 + 4 * W + 2) + 4 * all + 2 * static_cast<size_t>(shape.num_ranks) + 7) / 8 * 8;
-  }
 
   MOE_LB_DEVICE void Place(const T& t, const Shape& shape, size_t at) {
     const size_t experts = static_cast<size_t>(shape.num_experts), all = static_cast<size_t>(shape.all_slots());

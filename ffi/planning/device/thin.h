@@ -5,18 +5,18 @@
 
 namespace moe_lb::device {
 
+// Bytes beside the flow: the saved amounts and loads, and the replicas in the order of removal.
+MOE_LB_ANYWHERE size_t ThinBytes(const Shape& shape) {
+  const size_t all = static_cast<size_t>(shape.all_slots());
+  const size_t saved = 4 * (static_cast<size_t>(shape.num_experts + shape.num_ranks) + all);
+  return (saved + 2 * all + 7) / 8 * 8;
+}
+
 template <typename T, int W>
 class Thin {
  public:
   template <typename V>
   using Array = typename T::template Array<V>;
-
-  // Memory beside the flow: the saved amounts and loads, and the replicas in the order of removal.
-  static MOE_LB_ANYWHERE size_t Bytes(const Shape& shape) {
-    const size_t all = static_cast<size_t>(shape.all_slots());
-    const size_t saved = 4 * (static_cast<size_t>(shape.num_experts + shape.num_ranks) + all);
-    return (saved + 2 * all + 7) / 8 * 8;
-  }
 
   MOE_LB_DEVICE Thin(const T& t, Flow<T, W>& flow, size_t at, int32_t total)
       : t_(t),
