@@ -8,6 +8,8 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "ffi/common/driver_calls_cuda.h"
 #include "ffi/common/driver_cuda.h"
@@ -28,12 +30,30 @@ static Reason MissingFeature(Status (DriverCalls::*check)() const) {
   return driver.is_there() ? (driver.*check)() : Ok();
 }
 
+// Built without a compiler of device code, planners run on the host.
+static std::vector<Registrations> All() {
+  std::vector<Registrations> all = {PlanningRegistrations(), PeerRegistrations(), PeerPlanningRegistrations()};
+#ifdef MOE_LB_KERNELS
+  all.push_back(PlanningKernelRegistrations());
+#endif
+  return all;
+}
+
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb.core.custom_calls registers them";
+  module.def("registrations", [] { return AsPython(All()); }, "State types and handlers, as capsules");
   module.def(
-      "registrations",
-      [] { return AsPython({PlanningRegistrations(), PeerRegistrations(), PeerPlanningRegistrations()}); },
-      "State types and handlers, as capsules");
+      "exact_kernel_fits",
+      [](int64_t ranks, int64_t experts, int64_t slots, int64_t domain, double eps, bool localize) {
+#ifdef MOE_LB_KERNELS
+        return ExactKernelFits(ranks, experts, slots, domain, eps, localize);
+#else
+        static_cast<void>(std::tuple(ranks, experts, slots, domain, eps, localize));
+        return false;
+#endif
+      },
+      nb::arg("ranks"), nb::arg("experts"), nb::arg("slots"), nb::arg("domain"), nb::arg("eps"), nb::arg("localize"),
+      "Return whether `exact` runs as a kernel for these sizes");
   module.def(
       "why_unusable", []() -> Reason { return CheckDriver(); },
       "Return the reason if the custom calls cannot run with this machine's driver, else None");

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -14,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "ffi/planning/device/exact_on_cpu.h"
 #include "ffi/planning/eplb_plus.h"
 #include "ffi/planning/exact_domains.h"
 #include "ffi/planning/fastermoe.h"
@@ -219,19 +221,47 @@ Int32Array Relay(const py::array& placement_array, int64_t num_home, int64_t min
   return relay;
 }
 
-py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain, double eps,
-                std::optional<int64_t> max_fan_out, bool localize) {
-  const Operand counts("counts", counts_array, "R, E");
-  const Shape layers = counts.layers();
-  const size_t ranks = counts.last(0), experts = counts.last(1);
+moe_lb::ExactDomainsOptions ExactOptionsOf(double eps, std::optional<int64_t> max_fan_out, bool localize) {
   moe_lb::ExactDomainsOptions options;
   options.eps = eps;
   // Python integers are unbounded, so None stands for no bound.
   options.max_fan_out = max_fan_out.value_or(std::numeric_limits<int64_t>::max());
   options.localize = localize;
+  return options;
+}
+
+py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain, double eps,
+                std::optional<int64_t> max_fan_out, bool localize) {
+  const Operand counts("counts", counts_array, "R, E");
+  const Shape layers = counts.layers();
+  const size_t ranks = counts.last(0), experts = counts.last(1);
+  const moe_lb::ExactDomainsOptions options = ExactOptionsOf(eps, max_fan_out, localize);
   return Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {
     return moe_lb::ExactDomains(In(counts.Layer(layer, layers), ranks, experts), domain, options, placement, quota);
   });
+}
+
+py::tuple ExactKernel(const py::array& counts_array, size_t num_slots, int64_t domain, double eps,
+                      std::optional<int64_t> max_fan_out, bool localize) {
+  const Operand counts("counts", counts_array, "R, E");
+  const Shape layers = counts.layers();
+  const size_t ranks = counts.last(0), experts = counts.last(1);
+  const moe_lb::ExactDomainsOptions options = ExactOptionsOf(eps, max_fan_out, localize);
+  std::vector<std::array<int64_t, 4>> times;
+  // Shared memory of an A100.
+  constexpr size_t kSharedBytes = 163 << 10;
+  py::tuple plans = Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {
+    moe_lb::device::BlockTime time;
+    auto bad = moe_lb::device::ExactOnCpu(In(counts.Layer(layer, layers), ranks, experts), domain, options,
+                                          kSharedBytes, placement, quota, &time);
+    times.push_back({time.cycles, time.block_barriers, time.warp_operations, time.shared_loads});
+    return bad;
+  });
+  py::list paths;
+  for (const auto& [cycles, barriers, operations, loads] : times) {
+    paths.append(py::make_tuple(cycles, barriers, operations, loads));
+  }
+  return py::make_tuple(plans[0], plans[1], paths);
 }
 
 Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int64_t ranks_per_node, int64_t chunks) {
@@ -275,4 +305,8 @@ PYBIND11_MODULE(_planning, module) {
   module.def("exact", &Exact, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
              py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
              "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.planners.exact");
+  module.def("exact_kernel", &ExactKernel, py::arg("counts"), py::arg("num_slots"), py::arg("domain"),
+             py::arg("eps") = 0.01, py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
+             "The same from the kernel of GPUs, run on the CPU, and for each layer the estimated path of its longest "
+             "block: cycles, barriers of the block, operations of a warp, loads from shared memory");
 }

@@ -18,6 +18,14 @@ def exact(
     max_fan_out: int | None = None,
     localize: bool = True,
 ) -> tuple[Integers, Integers]: ...
+def exact_kernel(
+    counts: Integers,
+    num_slots: int,
+    domain: int,
+    eps: float = 0.01,
+    max_fan_out: int | None = None,
+    localize: bool = True,
+) -> tuple[Integers, Integers, list[tuple[int, int, int, int]]]: ...
 def feplb(
     placement: Integers,
     quota: Integers,

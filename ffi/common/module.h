@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include <initializer_list>
+#include <vector>
 
 #include "ffi/common/registrations.h"
 
@@ -11,7 +11,7 @@ namespace moe_lb {
 
 // {"types": {name: {"type_id": capsule, "type_info": capsule}}, "handlers": {name: {stage: capsule}},
 //  "api_version": version of the headers; a jaxlib accepts it if its own is the same or newer}
-inline nanobind::dict AsPython(std::initializer_list<Registrations> parts) {
+inline nanobind::dict AsPython(const std::vector<Registrations>& parts) {
   namespace nb = nanobind;
   nb::dict types;
   nb::dict handlers;

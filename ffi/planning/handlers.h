@@ -1,10 +1,16 @@
 #pragma once
 
+#include <cstdint>
+
 #include "ffi/common/registrations.h"
 
 namespace moe_lb {
 
 // The planners on this platform; one definition per platform.
 Registrations PlanningRegistrations();
+
+// The planners of GPUs that run as kernels, without the host: `moe_lb_plan_<name>_kernel`, and whether a call fits.
+Registrations PlanningKernelRegistrations();
+bool ExactKernelFits(int64_t ranks, int64_t experts, int64_t slots, int64_t domain, double eps, bool localize);
 
 }  // namespace moe_lb

@@ -6,8 +6,8 @@ conditional, the most expensive branch counts.
 
 XLA launches the operations of a GPU from the host, one after another. Before each iteration of a `while` of unknown
 length, and before each branch, it copies the condition to the host and waits, while the device idles. Inside a command
-buffer, which CUDA runs as a graph, it does not wait. A TPU runs loops and branches itself and waits for host calls
-only.
+buffer, which CUDA runs as a graph, it does not wait. A device waits for a planner that runs as a host function of its
+stream (`cudaLaunchHostFunc`). A TPU runs loops and branches itself and waits for host calls only.
 """
 
 import re
@@ -243,7 +243,7 @@ def launches(sequence: str, metadata: str) -> Launches:
 
 
 def host_waits(module: Module, sequence: str, metadata: str) -> int:
-    """Count the waits of the host in one run of a balanced step.
+    """Count the waits of the host for the device in one run of a balanced step, and of the device for the host.
 
     Args:
         module: Program with the trip counts of its loops.
@@ -252,7 +252,27 @@ def host_waits(module: Module, sequence: str, metadata: str) -> int:
     """
     loops = {one.name: one for part in module.computations.values() for one in part if one.opcode == "while"}
     named = {int(number or 0): loops[name] for name, number in NAMED.findall(metadata) if name in loops}
-    return sum(_waits(thunk, named) for thunk in parse_thunks(sequence))
+    return sum(_waits(thunk, named) for thunk in parse_thunks(sequence)) + planners_on_host(module)
+
+
+PLANNER = "moe_lb_plan_"
+KERNEL = "_kernel"
+"""End of the name of a planner that runs as a kernel."""
+BESIDE = "_and_copy"
+"""End of the name of a planner that a thread of the host runs beside the device."""
+
+
+def planners_on_host(module: Module) -> int:
+    """Count the planners in host functions of a GPU's stream in one run of a balanced step.
+
+    Args:
+        module: Program with the trip counts of its loops.
+    """
+
+    def is_on_host(_: Computation, one: Instruction) -> int:
+        return int(one.target.startswith(PLANNER) and not one.target.endswith((KERNEL, BESIDE)))
+
+    return total(executed(module, is_on_host))
 
 
 def answers_from_host(module: Module) -> int:

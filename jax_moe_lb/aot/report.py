@@ -70,8 +70,8 @@ class ProgramReport:
         operations: Operations with the most memory traffic, largest first.
         collectives: Collectives by kind and mesh axes.
         custom_calls: Number of executions of each custom call, by target.
-        host_waits: Number of waits of a GPU's host for the GPU, or of a TPU for its host; None if the compiler does not
-            state it.
+        host_waits: Number of waits of a GPU's host for the GPU and of a GPU for a planner on its host, or of a TPU for
+            its host; None if the compiler does not state it.
         compile_s: Seconds of tracing and compilation.
         schedule: Operations in the order of execution, for `timeline`.
     """

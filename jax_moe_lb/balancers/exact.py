@@ -43,7 +43,8 @@ class Exact(Balancer):
     the mean would pay for the planner and one replica. If not, the planner does not run. After planning, it tests
     whether the token copies saved on the busiest rank pay for the replicas.
 
-    On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++. On other platforms, such as TPU, a different
+    On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++; GPUs run it as a kernel if a domain has at most
+    64 ranks and fits into shared memory. On other platforms, such as TPU, a different
     search in jnp runs in the jitted program; its plans differ but follow the same rules. With `call_host`, these
     platforms run the C++ planner through a host callback.
 

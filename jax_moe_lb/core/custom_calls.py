@@ -82,7 +82,11 @@ def has_planning_module() -> bool:
 
 
 def by_platform(
-    *args: Any, native: Callable, reference: Callable | None, platforms: tuple[str, ...] = tuple(MODULES)
+    *args: Any,
+    native: Callable,
+    reference: Callable | None,
+    platforms: tuple[str, ...] = tuple(MODULES),
+    cuda: Callable | None = None,
 ) -> Any:
     """Call `native(*args)` on platforms with custom calls, and `reference(*args)` on all others.
 
@@ -95,11 +99,14 @@ def by_platform(
         reference: the same operation in plain JAX. With `None`, lowering for other platforms fails, and at least one of
             `platforms` must be built.
         platforms: keys of `MODULES` with this custom call; all by default.
+        cuda: function making another custom call on NVIDIA GPUs; `native` (default) if None.
 
     Returns:
         The result of the selected function.
     """
     built = {platform: native for platform in platforms if is_built(platform)}
+    if cuda is not None and "cuda" in built:
+        built["cuda"] = cuda
     if reference is not None and not built:
         _warn_of_pure_jax()
     return jax.lax.platform_dependent(*args, **built, default=reference)

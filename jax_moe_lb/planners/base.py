@@ -11,6 +11,7 @@ per move takes as many steps as the busiest domain and not as all domains togeth
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -99,6 +100,7 @@ def run_planner(
     *operands: Any,
     reference: Callable,
     host_options: Mapping[str, Any] = MappingProxyType({}),
+    in_kernel: bool = False,
     **options: Any,
 ) -> tuple[Any, ...]:
     """Run a planner on its operands.
@@ -111,6 +113,8 @@ def run_planner(
         *operands: integer arrays. Values beyond int32 are clipped to its range, and the planner rejects them.
         reference: the same rule in jnp for platforms without the custom call, called as `(*operands, **options)`.
         host_options: options of the NumPy form only; the custom call derives them from shapes.
+        in_kernel: if True, NVIDIA GPUs plan in a kernel, the custom call `moe_lb_plan_<name>_kernel`. If False
+            (default), they plan on the host.
         **options: static numbers, passed to all three forms by name. NumPy scalars keep their dtype as attributes.
 
     Returns:
@@ -120,8 +124,10 @@ def run_planner(
     if is_on_host(*operands):
         return _as_tuple(plan_on_host(name, *operands, **host_options, **options))
 
-    def native(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    def native(*operands: jax.Array, name: str = name) -> tuple[jax.Array, ...]:
         return plan_call(name, _results(shapes, operands), *operands, **options)
+
+    kernel = partial(native, name=f"{name}_kernel") if in_kernel else None
 
     def otherwise(*operands: jax.Array) -> tuple[jax.Array, ...]:
         # Only custom calls distinguish 32-bit from 64-bit numbers. The reference takes Python scalars, which do not
@@ -132,7 +138,7 @@ def run_planner(
         # only, such as the placement of a single rank.
         return tuple(vary_like(result.reshape(shape), *operands) for result, shape in zip(planned, shapes, strict=True))
 
-    return by_platform(*alike(*operands), native=native, reference=otherwise)
+    return by_platform(*alike(*operands), native=native, reference=otherwise, cuda=kernel)
 
 
 def _results(shapes: tuple[Shape, ...], operands: tuple[jax.Array, ...]) -> tuple[Any, ...]:
@@ -170,8 +176,8 @@ def plan_on_host(name: str, *args: np.ndarray, **options: Any) -> Any:
 def plan_call(name: str, results: tuple[Any, ...], *args: jax.Array, **attributes: Any) -> tuple[jax.Array, ...]:
     """Make the custom call `moe_lb_plan_<name>` and return its results without the status word.
 
-    On a GPU the planner is a host function of the stream, which cannot raise. On failure it sets a status word and
-    writes the reason to stderr. All entries of its results are then `ILLEGAL`, and `fallback_to_plain` replaces them
+    On a GPU the planner is a kernel or a host function of the stream, which cannot raise. On failure it sets a status
+    word; a host function also writes the reason to stderr. All entries of its results are then `ILLEGAL`, and `fallback_to_plain` replaces them
     like any illegal plan. A separate check would wait for the GPU again. On a CPU a failure is an error.
 
     Args:

@@ -1,5 +1,6 @@
 """Planner searching for the lowest maximum load, then for the fewest replicas within it."""
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_moe_lb.core.custom_calls import PLANNING_MODULE, has_planning_module
+from jax_moe_lb.core.custom_calls import MODULES, PLANNING_MODULE, has_planning_module, is_built
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import AnyArray, Counts, Placement, Quota
@@ -66,6 +67,7 @@ def exact(
         reference=partial(_from_host if call_host else exact_in_jax, num_slots=num_slots),
         # The custom call derives the slots from the shape of its result; the NumPy form needs an argument.
         host_options={"num_slots": num_slots},
+        in_kernel=fits_kernel(counts.shape, num_slots, domain, eps, localize),
         domain=domain,
         # A NumPy scalar keeps 64 bits as an attribute, which C++ reads as a double.
         eps=np.float64(eps),
@@ -73,6 +75,26 @@ def exact(
         localize=localize,
     )
     return placement, quota
+
+
+def fits_kernel(shape: tuple[int, ...], num_slots: int, domain: int, eps: float, localize: bool) -> bool:
+    """Return whether NVIDIA GPUs run `exact` as one kernel, without the host.
+
+    They do for domains of at most 64 ranks whose plans fit into the shared memory of a thread block, such as 64 ranks
+    with 256 experts and up to 30 replica slots, if the custom calls were built with a compiler of device code. Others
+    plan on the host.
+
+    Args:
+        shape: `(R, E)`, shape of the counts.
+        num_slots: slots per rank.
+        domain: ranks per domain.
+        eps: option of `exact`.
+        localize: option of `exact`.
+    """
+    if not is_built("cuda"):
+        return False
+    fits: bool = importlib.import_module(MODULES["cuda"]).exact_kernel_fits(*shape, num_slots, domain, eps, localize)
+    return fits
 
 
 def check_exact(eps: float, max_fan_out: int | None) -> None:

@@ -86,6 +86,8 @@ void* NewContext(char* stack) {
 
 #endif
 
+const BlockTime& Longer(const BlockTime& a, const BlockTime& b) { return a.cycles < b.cycles ? b : a; }
+
 }  // namespace
 
 Fibers::Fibers(size_t shared_bytes) : shared_(shared_bytes), shadows_(shared_bytes), fibers_(kThreads) {
@@ -101,7 +103,7 @@ void Fibers::Run(const std::function<void(const FiberThreads&)>& kernel) {
   kernel_ = &kernel;
   // Shared memory is uninitialized on a GPU.
   std::fill(shared_.begin(), shared_.end(), static_cast<char>(0xa5));
-  cycles_ = block_barriers_ = 0;
+  time_ = {};
   ++block_number_;
   ends_ = false;
   for (int thread = 0; thread < kThreads; ++thread) Start(thread);
@@ -114,7 +116,7 @@ void Fibers::Run(const std::function<void(const FiberThreads&)>& kernel) {
     ReleaseBlock();
     if (ends_) return;
   }
-  for (const Fiber& fiber : fibers_) cycles_ = std::max(cycles_, fiber.cycles);
+  for (const Fiber& fiber : fibers_) time_ = Longer(time_, fiber.time);
 }
 
 void Fibers::Enter(Fibers* block) {
@@ -127,7 +129,7 @@ void Fibers::Start(int thread) {
   Fiber& fiber = fibers_[static_cast<size_t>(thread)];
   fiber.context = NewContext(fiber.stack.get());
   fiber.state = State::kRuns;
-  fiber.cycles = 0;
+  fiber.time = {};
 }
 
 void Fibers::Resume(int thread) {
@@ -175,13 +177,13 @@ void Fibers::Resolve(int warp) {
   const Meeting meeting = first->meeting;
   uint64_t all = first->value;
   uint32_t votes = 0;
-  int64_t cycles = 0;
+  BlockTime time;
   for (int lane = 0; lane < kLanes; ++lane) {
     const Fiber& fiber = *(first + lane);
     if (fiber.line != first->line || fiber.meeting != meeting) {
       Fault("lanes meet at lines " + std::to_string(first->line) + " and " + std::to_string(fiber.line));
     }
-    cycles = std::max(cycles, fiber.cycles);
+    time = Longer(time, fiber.time);
     votes |= fiber.value != 0 ? 1u << lane : 0;
     if (lane == 0) continue;
     if (meeting == Meeting::kMax) all = std::max(all, fiber.value);
@@ -190,28 +192,30 @@ void Fibers::Resolve(int warp) {
     if (meeting == Meeting::kSum) all = static_cast<uint32_t>(all + fiber.value);
   }
   if (meeting == Meeting::kBallot) all = votes;
-  cycles += meeting == Meeting::kBallot    ? Latency::kBallot
-            : meeting == Meeting::kShuffle ? Latency::kShuffle
-            : meeting == Meeting::kBarrier ? Latency::kSyncWarp
-                                           : Latency::kReduce;
+  time.cycles += meeting == Meeting::kBallot    ? Latency::kBallot
+                 : meeting == Meeting::kShuffle ? Latency::kShuffle
+                 : meeting == Meeting::kBarrier ? Latency::kSyncWarp
+                                                : Latency::kReduce;
+  ++time.warp_operations;
   if (meeting == Meeting::kBarrier) ++warp_number_[warp];
   for (auto fiber = first; fiber != first + kLanes; ++fiber) {
     fiber->result = meeting == Meeting::kShuffle ? (first + fiber->from % kLanes)->value : all;
-    fiber->cycles = cycles;
+    fiber->time = time;
     fiber->state = State::kRuns;
   }
 }
 
 void Fibers::ReleaseBlock() {
   ++block_number_;
-  ++block_barriers_;
-  int64_t cycles = 0;
+  BlockTime time;
   for (const Fiber& fiber : fibers_) {
-    cycles = std::max(cycles, fiber.cycles);
+    time = Longer(time, fiber.time);
     if (fiber.line != fibers_[0].line) Fault("threads are at different barriers of the block");
   }
+  time.cycles += Latency::kSyncBlock;
+  ++time.block_barriers;
   for (Fiber& fiber : fibers_) {
-    fiber.cycles = cycles + Latency::kSyncBlock;
+    fiber.time = time;
     fiber.state = State::kRuns;
   }
 }
@@ -279,7 +283,9 @@ uint64_t FiberThreads::Shuffle(uint64_t value, int lane, int line) const {
 // Two accesses are ordered by a barrier of the block between them, or, within a warp, by one of the warp.
 void FiberThreads::OnRead(Shadow* shadow) const {
   Fibers& block = *block_;
-  block.fibers_[static_cast<size_t>(thread_)].cycles += shadow == nullptr ? Latency::kGlobal : Latency::kShared;
+  BlockTime& time = block.fibers_[static_cast<size_t>(thread_)].time;
+  time.cycles += shadow == nullptr ? Latency::kGlobal : Latency::kShared;
+  time.shared_loads += shadow == nullptr ? 0 : 1;
   if (shadow == nullptr) return;
   const uint64_t now = block.block_number_;
   const uint64_t here = block.warp_number_[warp()];
@@ -302,7 +308,7 @@ void FiberThreads::OnRead(Shadow* shadow) const {
 
 void FiberThreads::OnWrite(Shadow* shadow) const {
   Fibers& block = *block_;
-  block.fibers_[static_cast<size_t>(thread_)].cycles += Latency::kStore;
+  block.fibers_[static_cast<size_t>(thread_)].time.cycles += Latency::kStore;
   if (shadow == nullptr) return;
   const uint64_t now = block.block_number_;
   const uint64_t here = block.warp_number_[warp()];

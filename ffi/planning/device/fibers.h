@@ -41,6 +41,14 @@ struct Latency {
   static constexpr int64_t kSyncBlock = 40;
 };
 
+// Operations on the path of a thread, or on the longest path of a block, and the sum of their latencies.
+struct BlockTime {
+  int64_t cycles = 0;
+  int64_t block_barriers = 0;
+  int64_t warp_operations = 0;  // barriers, reductions, ballots and shuffles of a warp
+  int64_t shared_loads = 0;
+};
+
 class Fibers;
 
 // Last accesses to one place. The numbers of barriers only grow, so that nothing is cleared between runs.
@@ -166,9 +174,8 @@ class Fibers {
   void ForgetFaults() { faults_.clear(); }
   // All barriers passed so far.
   const std::set<Barrier>& barriers() const { return barriers_; }
-  // Of the last run: cycles of the longest warp, barriers of the block and of the warps on that path.
-  int64_t cycles() const { return cycles_; }
-  int64_t block_barriers() const { return block_barriers_; }
+  // The longest path of the last run.
+  const BlockTime& time() const { return time_; }
 
  private:
   friend class FiberThreads;
@@ -183,7 +190,7 @@ class Fibers {
     int line = 0;
     uint64_t value = 0, result = 0;
     int from = 0;
-    int64_t cycles = 0;
+    BlockTime time;
   };
 
   static void Enter(Fibers* block);
@@ -210,8 +217,7 @@ class Fibers {
   bool ends_ = false;                      // the run, after a fault
   std::vector<std::string> faults_;
   std::set<Barrier> barriers_;
-  int64_t cycles_ = 0;
-  int64_t block_barriers_ = 0;
+  BlockTime time_;
 };
 
 template <typename V>

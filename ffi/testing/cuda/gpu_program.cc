@@ -15,7 +15,8 @@ namespace {
 
 const std::vector<Registrations>& AllParts() {
   static const auto* const parts =
-      new std::vector<Registrations>{PlanningRegistrations(), PeerRegistrations(), PeerPlanningRegistrations()};
+      new std::vector<Registrations>{PlanningRegistrations(), PlanningKernelRegistrations(), PeerRegistrations(),
+                                     PeerPlanningRegistrations()};
   return *parts;
 }
 

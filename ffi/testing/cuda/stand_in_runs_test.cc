@@ -96,11 +96,14 @@ void HostPlansAreRight() {
   EXPECT_EQ(plan.num_wrong(), 0);
 }
 
-// Random calls of every planner, with the verifiers of the fuzz.
+// Random calls of every planner, on the host and in a kernel, with the verifiers of the fuzz.
 void EveryPlannerPlans() {
   Gpu gpu(0, 0);
   Random random(1);
-  for (const moe_lb::HandlerRegistration& handler : moe_lb::PlanningRegistrations().handlers) {
+  std::vector<moe_lb::HandlerRegistration> handlers = moe_lb::PlanningRegistrations().handlers;
+  const auto kernels = moe_lb::PlanningKernelRegistrations().handlers;
+  handlers.insert(handlers.end(), kernels.begin(), kernels.end());
+  for (const moe_lb::HandlerRegistration& handler : handlers) {
     const ValidCalls& valid = AllValidCalls().at(handler.name);
     for (int64_t run = 1; run <= 20; ++run) {
       const Call call = valid.make(random);
