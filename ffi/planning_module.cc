@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/planning/device/exact_on_cpu.h"
+#include "ffi/planning/device/exact_on_fibers.h"
 #include "ffi/planning/eplb_plus.h"
 #include "ffi/planning/exact_domains.h"
 #include "ffi/planning/fastermoe.h"
@@ -247,19 +247,19 @@ py::tuple ExactKernel(const py::array& counts_array, size_t num_slots, int64_t d
   const Shape layers = counts.layers();
   const size_t ranks = counts.last(0), experts = counts.last(1);
   const moe_lb::ExactDomainsOptions options = ExactOptionsOf(eps, max_fan_out, localize);
-  std::vector<std::array<int64_t, 4>> times;
+  std::vector<std::array<int64_t, 5>> times;
   // Shared memory of an A100.
   constexpr size_t kSharedBytes = 163 << 10;
   py::tuple plans = Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {
     moe_lb::device::BlockTime time;
-    auto bad = moe_lb::device::ExactOnCpu(In(counts.Layer(layer, layers), ranks, experts), domain, options,
+    auto bad = moe_lb::device::ExactOnFibers(In(counts.Layer(layer, layers), ranks, experts), domain, options,
                                           kSharedBytes, placement, quota, &time);
-    times.push_back({time.cycles, time.block_barriers, time.warp_operations, time.shared_loads});
+    times.push_back({time.cycles, time.overlapped, time.block_barriers, time.warp_operations, time.shared_loads});
     return bad;
   });
   py::list paths;
-  for (const auto& [cycles, barriers, operations, loads] : times) {
-    paths.append(py::make_tuple(cycles, barriers, operations, loads));
+  for (const auto& [cycles, overlapped, barriers, operations, loads] : times) {
+    paths.append(py::make_tuple(cycles, overlapped, barriers, operations, loads));
   }
   return py::make_tuple(plans[0], plans[1], paths);
 }
@@ -308,5 +308,6 @@ PYBIND11_MODULE(_planning, module) {
   module.def("exact_kernel", &ExactKernel, py::arg("counts"), py::arg("num_slots"), py::arg("domain"),
              py::arg("eps") = 0.01, py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
              "The same from the kernel of GPUs, run on the CPU, and for each layer the estimated path of its longest "
-             "block: cycles, barriers of the block, operations of a warp, loads from shared memory");
+             "block: cycles without and with overlapping loads, barriers of the block, operations of a warp, loads from "
+             "shared memory");
 }

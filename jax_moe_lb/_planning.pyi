@@ -25,7 +25,7 @@ def exact_kernel(
     eps: float = 0.01,
     max_fan_out: int | None = None,
     localize: bool = True,
-) -> tuple[Integers, Integers, list[tuple[int, int, int, int]]]: ...
+) -> tuple[Integers, Integers, list[tuple[int, int, int, int, int]]]: ...
 def feplb(
     placement: Integers,
     quota: Integers,

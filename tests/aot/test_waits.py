@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_moe_lb.aot.execution_counts import answers_from_host, host_waits, parse_thunks
+from jax_moe_lb.aot.execution_counts import answers_from_host, host_waits, parse_thunks, planners_on_host
 from jax_moe_lb.aot.hlo import parse_module
 
 # XLA's format, shortened: a loop of unknown length with a nested condition, a loop of known length, and a graph with a
@@ -136,3 +136,26 @@ def test_a_tpu_waits_for_each_answer_of_the_host():
     module = parse_module(CALLBACK)
     assert answers_from_host(module) == 5
     assert answers_from_host(parse_module(MODULE.format(scope="others"))) == 0
+
+
+# Planners of two layers in a loop, and of one layer outside of it: in host functions, in a kernel, and beside the device.
+PLANNERS = """
+%b (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  ROOT %planned = s32[] custom-call(%p), custom_call_target="moe_lb_plan_relay"
+}
+
+ENTRY %main (x: s32[]) -> s32[] {
+  %x = s32[] parameter(0)
+  %exact = s32[] custom-call(%x), custom_call_target="moe_lb_plan_exact"
+  %kernel = s32[] custom-call(%exact), custom_call_target="moe_lb_plan_exact_kernel"
+  %beside = s32[] custom-call(%kernel), custom_call_target="moe_lb_plan_feplb_and_copy"
+  ROOT %while.1 = s32[] while(%beside), body=%b, backend_config={"known_trip_count":{"n":"2"}}
+}
+"""
+
+
+def test_planners_in_host_functions_are_waits():
+    module = parse_module(PLANNERS)
+    assert planners_on_host(module) == 2 + 1
+    assert host_waits(module, "001: kCustomCall [source | sink] call\n", "") == 2 + 1

@@ -86,6 +86,11 @@ void* NewContext(char* stack) {
 
 #endif
 
+void Wait(BlockTime* time, int64_t cycles) {
+  time->cycles += cycles;
+  time->overlapped += cycles;
+}
+
 const BlockTime& Longer(const BlockTime& a, const BlockTime& b) { return a.cycles < b.cycles ? b : a; }
 
 }  // namespace
@@ -192,15 +197,16 @@ void Fibers::Resolve(int warp) {
     if (meeting == Meeting::kSum) all = static_cast<uint32_t>(all + fiber.value);
   }
   if (meeting == Meeting::kBallot) all = votes;
-  time.cycles += meeting == Meeting::kBallot    ? Latency::kBallot
-                 : meeting == Meeting::kShuffle ? Latency::kShuffle
-                 : meeting == Meeting::kBarrier ? Latency::kSyncWarp
-                                                : Latency::kReduce;
+  Wait(&time, meeting == Meeting::kBallot    ? Latency::kBallot
+              : meeting == Meeting::kShuffle ? Latency::kShuffle
+              : meeting == Meeting::kBarrier ? Latency::kSyncWarp
+                                             : Latency::kReduce);
   ++time.warp_operations;
   if (meeting == Meeting::kBarrier) ++warp_number_[warp];
   for (auto fiber = first; fiber != first + kLanes; ++fiber) {
     fiber->result = meeting == Meeting::kShuffle ? (first + fiber->from % kLanes)->value : all;
     fiber->time = time;
+    fiber->loads = false;
     fiber->state = State::kRuns;
   }
 }
@@ -212,10 +218,11 @@ void Fibers::ReleaseBlock() {
     time = Longer(time, fiber.time);
     if (fiber.line != fibers_[0].line) Fault("threads are at different barriers of the block");
   }
-  time.cycles += Latency::kSyncBlock;
+  Wait(&time, Latency::kSyncBlock);
   ++time.block_barriers;
   for (Fiber& fiber : fibers_) {
     fiber.time = time;
+    fiber.loads = false;
     fiber.state = State::kRuns;
   }
 }
@@ -283,9 +290,12 @@ uint64_t FiberThreads::Shuffle(uint64_t value, int lane, int line) const {
 // Two accesses are ordered by a barrier of the block between them, or, within a warp, by one of the warp.
 void FiberThreads::OnRead(Shadow* shadow) const {
   Fibers& block = *block_;
-  BlockTime& time = block.fibers_[static_cast<size_t>(thread_)].time;
-  time.cycles += shadow == nullptr ? Latency::kGlobal : Latency::kShared;
-  time.shared_loads += shadow == nullptr ? 0 : 1;
+  Fibers::Fiber& fiber = block.fibers_[static_cast<size_t>(thread_)];
+  const bool is_first = shadow != nullptr && !fiber.loads;
+  Wait(&fiber.time, shadow == nullptr ? Latency::kGlobal : is_first ? Latency::kShared : Latency::kIssue);
+  fiber.time.cycles += shadow != nullptr && !is_first ? Latency::kShared - Latency::kIssue : 0;
+  fiber.time.shared_loads += shadow == nullptr ? 0 : 1;
+  fiber.loads = fiber.loads || is_first;
   if (shadow == nullptr) return;
   const uint64_t now = block.block_number_;
   const uint64_t here = block.warp_number_[warp()];
@@ -308,7 +318,7 @@ void FiberThreads::OnRead(Shadow* shadow) const {
 
 void FiberThreads::OnWrite(Shadow* shadow) const {
   Fibers& block = *block_;
-  block.fibers_[static_cast<size_t>(thread_)].time.cycles += Latency::kStore;
+  Wait(&block.fibers_[static_cast<size_t>(thread_)].time, Latency::kIssue);
   if (shadow == nullptr) return;
   const uint64_t now = block.block_number_;
   const uint64_t here = block.warp_number_[warp()];

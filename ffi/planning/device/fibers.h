@@ -32,7 +32,7 @@ struct Barrier {
 // Cycles of an H100 until a dependent operation can start; estimates of the latency, not measured here.
 struct Latency {
   static constexpr int64_t kShared = 30;   // load
-  static constexpr int64_t kStore = 4;     // issue alone
+  static constexpr int64_t kIssue = 4;     // of a store, or of a load that overlaps with another
   static constexpr int64_t kGlobal = 20;   // per load; loads of a loop overlap
   static constexpr int64_t kReduce = 30;   // over a warp
   static constexpr int64_t kBallot = 15;
@@ -43,7 +43,8 @@ struct Latency {
 
 // Operations on the path of a thread, or on the longest path of a block, and the sum of their latencies.
 struct BlockTime {
-  int64_t cycles = 0;
+  int64_t cycles = 0;      // if no load from shared memory overlaps with another
+  int64_t overlapped = 0;  // if all loads between two operations of the warp or block do
   int64_t block_barriers = 0;
   int64_t warp_operations = 0;  // barriers, reductions, ballots and shuffles of a warp
   int64_t shared_loads = 0;
@@ -191,6 +192,7 @@ class Fibers {
     uint64_t value = 0, result = 0;
     int from = 0;
     BlockTime time;
+    bool loads = false;  // since the last operation of the warp or block
   };
 
   static void Enter(Fibers* block);

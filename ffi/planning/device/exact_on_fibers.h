@@ -11,7 +11,7 @@
 namespace moe_lb::device {
 
 // Plans as ExactDomains. A domain must fit into a block (exact_call.h). time: of the longest block.
-Status ExactOnCpu(MatrixView<const int32_t> counts, int64_t domain, const ExactDomainsOptions& options,
+Status ExactOnFibers(MatrixView<const int32_t> counts, int64_t domain, const ExactDomainsOptions& options,
                   size_t shared_bytes, MatrixView<int32_t> placement, MatrixView<int32_t> quota, BlockTime* time);
 
 }  // namespace moe_lb::device

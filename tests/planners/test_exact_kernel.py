@@ -1,0 +1,69 @@
+"""The kernel of `exact` for GPUs, run on the CPU by fibers, against the planner in C++.
+
+`ffi/planning/device/exact_block_test.cc` also checks its accesses to shared memory and each of its barriers.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from jax_moe_lb import _planning
+from jax_moe_lb.core.custom_calls import is_built
+from jax_moe_lb.planners.exact import exact, fits_kernel
+from tests.planners.planner_cases import assert_same
+from tests.planners.test_exact import draw_counts
+
+OPTIONS = [(0.0, None, True), (0.01, None, True), (0.05, 2, False)]
+# ranks, home experts, slots, ranks per domain
+SHAPES = [(8, 16, 18, 8), (8, 4, 6, 4), (40, 2, 3, 20), (64, 4, 6, 64)]
+NEEDS_KERNELS = pytest.mark.skipif(
+    not fits_kernel((8, 16), 3, 8, 0.0, False), reason="the custom calls were built without nvcc"
+)
+
+
+def assert_kernel_plans_as_the_host(counts, slots, domain, options):
+    placement, quota, times = _planning.exact_kernel(counts, slots, domain, *options)
+    assert_same((placement, quota), _planning.exact(counts, slots, domain, *options))
+    assert all(0 < overlapped <= cycles for cycles, overlapped, *_ in times)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_gives_the_plan_of_the_host(shape):
+    num_ranks, num_home, slots, domain = shape
+    counts = draw_counts(np.random.default_rng(0), num_ranks, num_home, 1e6)
+    for options in OPTIONS:
+        assert_kernel_plans_as_the_host(counts, slots, domain, options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_many_counts_give_the_plan_of_the_host(options):
+    rng = np.random.default_rng(1)
+    for num_ranks, num_home, slots, domain in [(6, 3, 5, 6), (8, 2, 3, 8), (8, 4, 6, 4), (12, 2, 3, 12)]:
+        counts = np.stack([draw_counts(rng, num_ranks, num_home, 10 ** rng.uniform(1, 6)) for _ in range(500)])
+        assert_kernel_plans_as_the_host(counts, slots, domain, options)
+
+
+def test_refused_arguments_are_named():
+    with pytest.raises(ValueError, match="counts of rank 1, expert 0 is -1; expected at least 0"):
+        _planning.exact_kernel(np.array([[1, 2], [-1, 3]], np.int32), 2, 2)
+    with pytest.raises(ValueError, match="domain is 65 ranks; expected one that fits into the shared memory of a block"):
+        _planning.exact_kernel(np.ones((65, 65), np.int32), 2, 65)
+
+
+@NEEDS_KERNELS
+def test_sizes_of_the_kernel():
+    assert fits_kernel((64, 256), 6, 64, 0.01, True)
+    assert fits_kernel((128, 512), 6, 64, 0.01, True)
+    assert not fits_kernel((128, 256), 4, 128, 0.01, True)
+    assert not fits_kernel((64, 256), 64, 64, 0.01, True)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("num_ranks", "target"), [(64, "moe_lb_plan_exact_kernel"), (65, "moe_lb_plan_exact")])
+def test_gpus_run_the_kernel_if_the_domain_fits(num_ranks, target):
+    counts = jax.ShapeDtypeStruct((num_ranks, num_ranks), np.int32)
+    traced = jax.jit(lambda counts: exact(counts, 2, num_ranks)).trace(counts)
+    assert f"@{target}(" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    if is_built("cpu"):
+        assert "@moe_lb_plan_exact(" in traced.lower(lowering_platforms=("cpu",)).as_text()
