@@ -156,6 +156,7 @@ RUNS = (
     Run("bench_exact_frontier", ("--loads", "LOADS"), ("--step", "16"), _loads),
     Run("bench_exact_in_jax", ("--loads", "LOADS", "--step", "16"), ("--step", "29", "--shape", "8", "2"), _loads),
     Run("bench_exact_time", ("--loads", "LOADS"), None, _loads),
+    Run("bench_exact_kernel", ("--loads", "LOADS"), ("--step", "29"), _loads),
     Run("bench_relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("bench_relocation", ("--loads", "DIR"), None, _loads, "bench_relocation_no_groups"),
     Run("bench_scaling", ("--plot", "docs/results/scaling.png"), ("--quick",)),
