@@ -14,6 +14,7 @@ cudart=$(echo "$toolkit"/lib/libcudart.so.*)
 # Use a separate folder, as the other build has another toolkit or none.
 CUDAToolkit_ROOT=$toolkit install --no-build-isolation -C build-dir=build/accelerators \
   -C cmake.define.JAX_MOE_LB_CUDA=ON -C cmake.define.CUDA_CUDART="$cudart" -e '.[cuda,tpu,train]'
+"$venv/bin/python" ci/kernels.py "$toolkit/bin/nvcc"
 "$venv/bin/python" ci/recorded_rates.py
 nightly=()
 [[ " $* " != *" --nightly "* ]] || nightly=(--nightly)

@@ -253,7 +253,7 @@ py::tuple ExactKernel(const py::array& counts_array, size_t num_slots, int64_t d
   py::tuple plans = Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {
     moe_lb::device::BlockTime time;
     auto bad = moe_lb::device::ExactOnFibers(In(counts.Layer(layer, layers), ranks, experts), domain, options,
-                                          kSharedBytes, placement, quota, &time);
+                                             kSharedBytes, placement, quota, &time);
     times.push_back({time.cycles, time.overlapped, time.block_barriers, time.warp_operations, time.shared_loads});
     return bad;
   });
@@ -305,9 +305,10 @@ PYBIND11_MODULE(_planning, module) {
   module.def("exact", &Exact, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
              py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
              "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.planners.exact");
-  module.def("exact_kernel", &ExactKernel, py::arg("counts"), py::arg("num_slots"), py::arg("domain"),
-             py::arg("eps") = 0.01, py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
-             "The same from the kernel of GPUs, run on the CPU, and for each layer the estimated path of its longest "
-             "block: cycles without and with overlapping loads, barriers of the block, operations of a warp, loads from "
-             "shared memory");
+  module.def(
+      "exact_kernel", &ExactKernel, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
+      py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
+      "The same from the kernel of GPUs, run on the CPU, and for each layer the estimated path of its longest "
+      "block: cycles without and with overlapping loads, barriers of the block, operations of a warp, loads from "
+      "shared memory");
 }

@@ -177,8 +177,9 @@ def plan_call(name: str, results: tuple[Any, ...], *args: jax.Array, **attribute
     """Make the custom call `moe_lb_plan_<name>` and return its results without the status word.
 
     On a GPU the planner is a kernel or a host function of the stream, which cannot raise. On failure it sets a status
-    word; a host function also writes the reason to stderr. All entries of its results are then `ILLEGAL`, and `fallback_to_plain` replaces them
-    like any illegal plan. A separate check would wait for the GPU again. On a CPU a failure is an error.
+    word; a host function also writes the reason to stderr. All entries of its results are then `ILLEGAL`, and
+    `fallback_to_plain` replaces them like any illegal plan. A separate check would wait for the GPU again. On a CPU a
+    failure is an error.
 
     Args:
         name: name of the planner.

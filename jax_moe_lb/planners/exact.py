@@ -81,7 +81,7 @@ def fits_kernel(shape: tuple[int, ...], num_slots: int, domain: int, eps: float,
     """Return whether NVIDIA GPUs run `exact` as one kernel, without the host.
 
     They do for domains of at most 64 ranks whose plans fit into the shared memory of a thread block, such as 64 ranks
-    with 256 experts and up to 30 replica slots, if the custom calls were built with a compiler of device code. Others
+    with 256 experts and 2 replica slots each, if the custom calls were built with a compiler of device code. Others
     plan on the host.
 
     Args:

@@ -138,7 +138,7 @@ def test_a_tpu_waits_for_each_answer_of_the_host():
     assert answers_from_host(parse_module(MODULE.format(scope="others"))) == 0
 
 
-# Planners of two layers in a loop, and of one layer outside of it: in host functions, in a kernel, and beside the device.
+# Planners in a loop of two rounds and outside of it: in host functions, in a kernel, and beside the device.
 PLANNERS = """
 %b (p: s32[]) -> s32[] {
   %p = s32[] parameter(0)

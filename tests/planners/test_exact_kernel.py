@@ -16,9 +16,11 @@ from tests.planners.test_exact import draw_counts
 OPTIONS = [(0.0, None, True), (0.01, None, True), (0.05, 2, False)]
 # ranks, home experts, slots, ranks per domain
 SHAPES = [(8, 16, 18, 8), (8, 4, 6, 4), (40, 2, 3, 20), (64, 4, 6, 64)]
-NEEDS_KERNELS = pytest.mark.skipif(
-    not fits_kernel((8, 16), 3, 8, 0.0, False), reason="the custom calls were built without nvcc"
-)
+
+
+def has_kernels():
+    """Return whether the custom calls were built with nvcc."""
+    return fits_kernel((8, 16), 3, 8, 0.0, False)
 
 
 def assert_kernel_plans_as_the_host(counts, slots, domain, options):
@@ -47,23 +49,22 @@ def test_many_counts_give_the_plan_of_the_host(options):
 def test_refused_arguments_are_named():
     with pytest.raises(ValueError, match="counts of rank 1, expert 0 is -1; expected at least 0"):
         _planning.exact_kernel(np.array([[1, 2], [-1, 3]], np.int32), 2, 2)
-    with pytest.raises(ValueError, match="domain is 65 ranks; expected one that fits into the shared memory of a block"):
+    with pytest.raises(ValueError, match="domain is 65 ranks; expected one that fits into the shared memory"):
         _planning.exact_kernel(np.ones((65, 65), np.int32), 2, 65)
 
 
-@NEEDS_KERNELS
 def test_sizes_of_the_kernel():
-    assert fits_kernel((64, 256), 6, 64, 0.01, True)
-    assert fits_kernel((128, 512), 6, 64, 0.01, True)
+    assert fits_kernel((64, 256), 6, 64, 0.01, True) == has_kernels()
+    assert fits_kernel((128, 512), 6, 64, 0.01, True) == has_kernels()
     assert not fits_kernel((128, 256), 4, 128, 0.01, True)
     assert not fits_kernel((64, 256), 64, 64, 0.01, True)
 
 
-@NEEDS_KERNELS
-@pytest.mark.parametrize(("num_ranks", "target"), [(64, "moe_lb_plan_exact_kernel"), (65, "moe_lb_plan_exact")])
-def test_gpus_run_the_kernel_if_the_domain_fits(num_ranks, target):
+@pytest.mark.parametrize("num_ranks", [64, 65])
+def test_gpus_run_the_kernel_if_the_domain_fits(num_ranks):
+    target = "moe_lb_plan_exact_kernel" if num_ranks == 64 and has_kernels() else "moe_lb_plan_exact"
     counts = jax.ShapeDtypeStruct((num_ranks, num_ranks), np.int32)
     traced = jax.jit(lambda counts: exact(counts, 2, num_ranks)).trace(counts)
-    assert f"@{target}(" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert (f"@{target}(" in traced.lower(lowering_platforms=("cuda",)).as_text()) == is_built("cuda")
     if is_built("cpu"):
         assert "@moe_lb_plan_exact(" in traced.lower(lowering_platforms=("cpu",)).as_text()

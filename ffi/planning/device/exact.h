@@ -34,7 +34,10 @@ class ExactPlanner {
   static constexpr int kNone = INT32_MAX;
 
   MOE_LB_DEVICE ExactPlanner(const T& t, const ExactCall& call, int domain)
-      : t_(t), call_(call), at_(LayOut(call)), first_rank_(domain * call.shape.num_ranks),
+      : t_(t),
+        call_(call),
+        at_(LayOut(call)),
+        first_rank_(domain * call.shape.num_ranks),
         first_expert_(domain * call.shape.num_experts) {
     sums_ = t.template Shared<int64_t>(at_.sums);
     Array<int32_t> results = t.template Shared<int32_t>(at_.results);
@@ -190,7 +193,8 @@ class ExactPlanner {
     entries_[candidate] = flow.num_entries;
   }
 
-  // `Planner::FindBest` after its rules: chosen_ gets the best candidate, -1 for the plan at home, and its maximum load.
+  // `Planner::FindBest` after its rules: chosen_ gets the best candidate, -1 for the plan at home, and its maximum
+  // load.
   MOE_LB_DEVICE void Choose() {
     int best = -1;
     int32_t max_load = home_max_;

@@ -8,7 +8,7 @@
 namespace moe_lb::device {
 
 Status ExactOnFibers(MatrixView<const int32_t> counts, int64_t domain, const ExactDomainsOptions& options,
-                  size_t shared_bytes, MatrixView<int32_t> placement, MatrixView<int32_t> quota, BlockTime* time) {
+                     size_t shared_bytes, MatrixView<int32_t> placement, MatrixView<int32_t> quota, BlockTime* time) {
   // Checks the arguments, and fills the results with a plan that is overwritten.
   if (Status bad = ExactDomains(counts, domain, options, placement, quota)) return bad;
   int32_t status = 0;

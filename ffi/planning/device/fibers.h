@@ -31,10 +31,10 @@ struct Barrier {
 
 // Cycles of an H100 until a dependent operation can start; estimates of the latency, not measured here.
 struct Latency {
-  static constexpr int64_t kShared = 30;   // load
-  static constexpr int64_t kIssue = 4;     // of a store, or of a load that overlaps with another
-  static constexpr int64_t kGlobal = 20;   // per load; loads of a loop overlap
-  static constexpr int64_t kReduce = 30;   // over a warp
+  static constexpr int64_t kShared = 30;  // load
+  static constexpr int64_t kIssue = 4;    // of a store, or of a load that overlaps with another
+  static constexpr int64_t kGlobal = 20;  // per load; loads of a loop overlap
+  static constexpr int64_t kReduce = 30;  // over a warp
   static constexpr int64_t kBallot = 15;
   static constexpr int64_t kShuffle = 25;
   static constexpr int64_t kSyncWarp = 15;
@@ -214,9 +214,9 @@ class Fibers {
   const std::function<void(const FiberThreads&)>* kernel_ = nullptr;
   void* scheduler_ = nullptr;
   int current_ = 0;
-  uint64_t block_number_ = 1;              // barriers of the block so far
-  uint64_t warp_number_[kWarps] = {};      // barriers of the warp so far, those of the block included
-  bool ends_ = false;                      // the run, after a fault
+  uint64_t block_number_ = 1;          // barriers of the block so far
+  uint64_t warp_number_[kWarps] = {};  // barriers of the warp so far, those of the block included
+  bool ends_ = false;                  // the run, after a fault
   std::vector<std::string> faults_;
   std::set<Barrier> barriers_;
   BlockTime time_;

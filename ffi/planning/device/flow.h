@@ -222,7 +222,7 @@ class Flow {
     Ranks<W> above;
     for (int k = 0; k < W; ++k) {
       const int rank = kLanes * k + t.lane();
-      above.words[k] = t.Ballot(rank < shape.num_ranks && static_cast<int32_t>(load[rank]) > limit);
+      above.words[k] = t.Ballot(rank<shape.num_ranks&& static_cast<int32_t>(load[rank])> limit);
     }
     return above;
   }
@@ -304,8 +304,8 @@ class Flow {
   }
 
   // Pushes tokens along the path that the queue of `Serving` finds. Of the ranks of a level through which a path leads,
-  // let the first be the one reached first. A rank is reached from the earliest rank of the level before that is next to
-  // it. So the first rank of a level is reached from the first rank of the level before, by its first amount with a
+  // let the first be the one reached first. A rank is reached from the earliest rank of the level before that is next
+  // to it. So the first rank of a level is reached from the first rank of the level before, by its first amount with a
   // holder among these ranks, and, of these holders, is the home or the one added first.
   MOE_LB_DEVICE void Push(const T& t, int source, int32_t most, int32_t limit, const Path& path) {
     int rank = source;

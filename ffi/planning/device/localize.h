@@ -150,7 +150,8 @@ class Localizer {
     if (!Fits(rank, more) || !Fits(its_rank, -more)) return false;
     if (Holds(its_rank, expert) || Holds(rank, its_expert)) return false;
     // Of 64 bits, because each is at most 2^31.
-    return static_cast<int64_t>(Gain(expert, tokens, rank, its_rank)) + Gain(its_expert, its_tokens, its_rank, rank) > 0;
+    return static_cast<int64_t>(Gain(expert, tokens, rank, its_rank)) + Gain(its_expert, its_tokens, its_rank, rank) >
+           0;
   }
 
   MOE_LB_DEVICE void Move(int i, int expert, int32_t tokens, int from, int to) {

@@ -125,7 +125,8 @@ class FlowSwaps {
  public:
   // flow: after Reset. mean: rounded up.
   MOE_LB_DEVICE FlowSwaps(const T& t, Flow<T, W>& flow, int32_t mean) : t_(t), flow_(flow), mean_(mean) {
-    for (int r = t.lane(); r < flow.shape.num_ranks; r += kLanes) flow.used[r] = static_cast<uint16_t>(flow.shape.slots);
+    for (int r = t.lane(); r < flow.shape.num_ranks; r += kLanes)
+      flow.used[r] = static_cast<uint16_t>(flow.shape.slots);
     for (int i = t.lane(); i < flow.shape.all_slots(); i += kLanes) {
       flow.gone[i] = 1;
       flow.tokens[flow.shape.num_experts + i] = 0;
@@ -364,8 +365,7 @@ class Searcher {
       int hotter = 0;
       for (int base = 0; base < shape_.home; base += kLanes) {
         const int place = base + t_.lane();
-        hotter += NumBits(
-            t_.Ballot(place < shape_.home && static_cast<int32_t>(m_.hot_tokens[first + place]) > more_than));
+        hotter += NumBits(t_.Ballot(place<shape_.home&& static_cast<int32_t>(m_.hot_tokens[first + place])> more_than));
       }
       if (hotter == 0) continue;
       const int expert = m_.by_tokens[first + Draw(hotter)];

@@ -14,9 +14,8 @@ namespace moe_lb::testing {
 namespace {
 
 const std::vector<Registrations>& AllParts() {
-  static const auto* const parts =
-      new std::vector<Registrations>{PlanningRegistrations(), PlanningKernelRegistrations(), PeerRegistrations(),
-                                     PeerPlanningRegistrations()};
+  static const auto* const parts = new std::vector<Registrations>{
+      PlanningRegistrations(), PlanningKernelRegistrations(), PeerRegistrations(), PeerPlanningRegistrations()};
   return *parts;
 }
 
