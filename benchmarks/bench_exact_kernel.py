@@ -4,7 +4,7 @@
 
 The kernel runs on the CPU, where fibers count the operations of each thread. The time of a plan is the sum of latencies
 on the longest path: barriers, operations of a warp and loads from shared memory, of which no two overlap (upper
-estimate) or all between two operations of a warp do (lower estimate). The latencies are in `ffi/planning/device/fibers.h`.
+estimate) or all between two operations of a warp do (lower estimate). `ffi/planning/device/fibers.h` has the latencies.
 Arithmetic and the launch are not counted.
 """
 

@@ -3,10 +3,14 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <new>
 #include <numeric>
 
 #if !defined(__x86_64__)
 #include <ucontext.h>
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #endif
 
 namespace moe_lb::device {
@@ -132,6 +136,10 @@ void Fibers::Enter(Fibers* block) {
 
 void Fibers::Start(int thread) {
   Fiber& fiber = fibers_[static_cast<size_t>(thread)];
+#if defined(__SANITIZE_ADDRESS__)
+  // Frames of an earlier run were left as they were.
+  __asan_unpoison_memory_region(fiber.stack.get(), kStackBytes);
+#endif
   fiber.context = NewContext(fiber.stack.get());
   fiber.state = State::kRuns;
   fiber.time = {};
