@@ -39,7 +39,7 @@ class ExactPlanner {
         at_(LayOut(call)),
         first_rank_(domain * call.shape.num_ranks),
         first_expert_(domain * call.shape.num_experts) {
-    sums_ = t.template Shared<int64_t>(at_.sums);
+    sums_ = t.template Shared<uint64_t>(at_.sums);
     Array<int32_t> results = t.template Shared<int32_t>(at_.results);
     loads_ = results;
     left_ = t.template Shared<int32_t>(at_.results + 4 * kCandidates);
@@ -57,7 +57,7 @@ class ExactPlanner {
   MOE_LB_DEVICE bool Load() {
     const auto counts = t_.template Global<const int32_t>(call_.counts);
     const Shape& shape = call_.shape;
-    int64_t sum = 0;
+    uint64_t sum = 0;
     bool negative = false;
     for (int expert = t_.thread(); expert < call_.all_experts; expert += kThreads) {
       const int own = expert - first_expert_;
@@ -65,7 +65,7 @@ class ExactPlanner {
       uint32_t tokens = 0;
       for (int rank = 0; rank < call_.all_ranks; ++rank) {
         const int32_t count = counts[rank * call_.all_experts + expert];
-        sum += count;
+        sum += static_cast<uint32_t>(count);
         negative = negative || count < 0;
         tokens += static_cast<uint32_t>(count);
         const int own_rank = rank - first_rank_;
@@ -76,13 +76,13 @@ class ExactPlanner {
       if (is_own) home_.tokens[own] = static_cast<int32_t>(tokens);
     }
     // A negative count makes any sum too large.
-    sum = negative ? int64_t{1} << 40 : sum;
+    sum = negative ? uint64_t{1} << 40 : sum;
     for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += t_.From(sum, t_.lane() ^ distance);
     if (t_.lane() == 0) sums_[t_.warp()] = sum;
     Clear();
     t_.SyncBlock();
     sum = 0;
-    for (int warp = 0; warp < kWarps; ++warp) sum += static_cast<int64_t>(sums_[warp]);
+    for (int warp = 0; warp < kWarps; ++warp) sum += static_cast<uint64_t>(sums_[warp]);
     const bool good = sum <= INT32_MAX;
     if (first_rank_ == 0 && t_.thread() == 0) t_.template Global<int32_t>(call_.status)[0] = good ? 0 : 1;
     if (good) AddUp();
@@ -320,7 +320,7 @@ class ExactPlanner {
   const ExactCall& call_;
   const ExactLayout at_;
   const int first_rank_, first_expert_;
-  Array<int64_t> sums_;     // [warps], tokens
+  Array<uint64_t> sums_;    // [warps], tokens
   Array<int32_t> loads_;    // [candidates], maximum load
   Array<int32_t> left_;     // [candidates], replicas left; [0]: of the best
   Array<int32_t> entries_;  // [candidates], replicas added; [0] after round 1: of the best
