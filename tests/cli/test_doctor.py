@@ -5,6 +5,7 @@ import platform
 import re
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
 import jax
@@ -155,15 +156,16 @@ def test_tables(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", PLATFORMS)
 def test_planners_of_balancers_are_named(backend):
-    native = {"cpu": "custom call moe_lb_plan_greedy", "gpu": "custom call moe_lb_plan_greedy", "tpu": "a loop in jnp"}
+    # A build without a CUDA toolkit has no custom calls of GPUs.
+    has_calls = backend == "cpu" or (backend == "gpu" and find_spec("jax_moe_lb._ffi_cuda") is not None)
     found = {op.op: op for op in balancer_implementations(backend)}
     assert list(found) == balancer_names()
-    assert found["greedy"].implementation == native[backend]
+    assert found["greedy"].implementation == ("custom call moe_lb_plan_greedy" if has_calls else "a loop in jnp")
     assert found["lplb"].implementation == "a callback on the host"
     assert found["hybridep"].implementation == "no planner"
     names = {name for name, op in found.items() if op.implementation.startswith("custom call")}
     all_native = {"eplb", "eplb_plus", "exact", "fastermoe", "feplb", "greedy", "rails", "ultraep"}
-    assert names == (set() if backend == "tpu" else all_native)
+    assert names == (all_native if has_calls else set())
 
 
 @pytest.mark.slow

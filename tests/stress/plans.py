@@ -6,7 +6,21 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_moe_lb import Balancer, Chain, Topology
-from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, Greedy, HybridEP, Plain, RailS, UltraEP
+from jax_moe_lb.balancers import (
+    EPLB,
+    FEPLB,
+    LLEP,
+    LPLB,
+    EPLBPlus,
+    Exact,
+    FasterMoE,
+    Greedy,
+    HybridEP,
+    MoonEP,
+    Plain,
+    RailS,
+    UltraEP,
+)
 from jax_moe_lb.core import check_plan, plain_plan
 
 STEPS = 4
@@ -43,6 +57,8 @@ def draw_balancer(rng: np.random.Generator, num_home: int) -> Balancer:
         EPLBPlus(),
         LPLB(every=every),
         RailS(),
+        MoonEP(),
+        LLEP(min_tokens=few, min_imbalance=float(rng.choice([1.0, 1.3]))),
         Chain((Greedy(min_tokens=few), Exact())),
     ]
     return options[rng.integers(len(options))]
