@@ -4,8 +4,7 @@
 
 A row is the median over six synthetic loads, and the least of 5 calls for each, with NumPy arrays and two replica slots
 per rank in one domain. `--write` writes the rows to `recordings/planner_times.yaml`. Rows of `exact` in jnp are jitted
-programs on a CPU. `EPLB` plans in every third step; its time is the mean over three steps. A planner as one kernel of a
-GPU is not measured here: its row is an estimate, the time of C++ without the copies between device and host.
+programs on a CPU. `EPLB` plans in every third step; its time is the mean over three steps.
 """
 
 import argparse
@@ -43,8 +42,6 @@ BALANCERS: tuple[Balancer, ...] = (
 SLOTS, LOADS, REPEATS, TOKENS = 2, 6, 5, 8192
 SPREAD = 0.8
 """Standard deviation of the logarithm of the popularity of experts."""
-
-ESTIMATED_KERNEL = "one kernel, estimated"
 
 
 def loads(num_ranks: int, num_experts: int) -> Iterator[Counts]:
@@ -93,37 +90,34 @@ def in_jnp_s(counts: Counts) -> float:
     return least_s(lambda: jax.block_until_ready(run(counts)), 2)
 
 
-def rows(sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, Place, str, int, int, float]]:
-    """Yield planner, place, basis, ranks, experts and seconds."""
+def rows(sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, Place, int, int, float]]:
+    """Yield planner, place, ranks, experts and seconds."""
     for balancer in BALANCERS:
         name = type(balancer).__name__
         for ranks, experts in sizes:
             seconds = float(np.median([on_host_s(balancer, counts) for counts in loads(ranks, experts)]))
-            yield name, balancer.place, "measured", ranks, experts, seconds
-            if name == "Exact":
-                yield name, Place.KERNEL, "estimated", ranks, experts, seconds
+            yield name, balancer.place, ranks, experts, seconds
     for ranks, experts in JNP_SIZES:
         if (ranks, experts) in sizes:
-            yield "Exact", Place.JNP, "measured", ranks, experts, in_jnp_s(next(loads(ranks, experts)))
+            yield "Exact", Place.JNP, ranks, experts, in_jnp_s(next(loads(ranks, experts)))
 
 
-def written(found: list[tuple[str, Place, str, int, int, float]]) -> str:
+def written(found: list[tuple[str, Place, int, int, float]]) -> str:
     """Return the rows as YAML."""
     head = "# Written by `python -m benchmarks.bench_planner_times --write`; see recordings/planner_times.py.\nrows:\n"
     lines = (
-        f"  - {{planner: {name}, place: {place.value}, basis: {basis}, ranks: {ranks}, experts: {experts}, "
+        f"  - {{planner: {name}, place: {place.value}, ranks: {ranks}, experts: {experts}, "
         f"slots: {SLOTS}, time: {seconds * 1e6:.3g} us}}\n"
-        for name, place, basis, ranks, experts, seconds in found
+        for name, place, ranks, experts, seconds in found
     )
     return head + "".join(lines)
 
 
-def table(found: list[tuple[str, Place, str, int, int, float]], sizes: tuple[tuple[int, int], ...]) -> Table:
+def table(found: list[tuple[str, Place, int, int, float]], sizes: tuple[tuple[int, int], ...]) -> Table:
     """Return one row per planner and place, with a column per size."""
     by_size: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
-    for name, place, basis, ranks, experts, seconds in found:
-        where = ESTIMATED_KERNEL if place is Place.KERNEL else f"{place.value}, {basis}"
-        by_size.setdefault((name, where), {})[ranks, experts] = seconds * 1e6
+    for name, place, ranks, experts, seconds in found:
+        by_size.setdefault((name, place.value), {})[ranks, experts] = seconds * 1e6
     columns = {"planner": "", "where": ""} | {f"{ranks} x {experts}": ".0f" for ranks, experts in sizes}
     lines: list[list[Value]] = [[*key, *(times.get(size) for size in sizes)] for key, times in by_size.items()]
     return Table(columns, lines, "us of a plan, ranks x experts, two replica slots per rank")

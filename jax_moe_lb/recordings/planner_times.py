@@ -1,7 +1,7 @@
 """Times of planners where they run, from a table written by a benchmark.
 
 `planner_times.yaml` has one row for each balancer, place and size, written by `python -m benchmarks.bench_planner_times
---write`. A row with `basis: estimated` belongs to a place that was not measured.
+--write`.
 """
 
 import math
@@ -24,14 +24,12 @@ class Place(StrEnum):
         NATIVE: C++ on the host, as a custom call or a host function of the stream.
         PYTHON: Python on the host, such as a linear program.
         JNP: Operations of the program.
-        KERNEL: One kernel of the device.
         NOWHERE: No planner; plans do not depend on the counts.
     """
 
     NATIVE = "C++ on the host"
     PYTHON = "Python on the host"
     JNP = "jnp"
-    KERNEL = "one kernel"
     NOWHERE = "nowhere"
 
     @property
@@ -46,7 +44,6 @@ class PlannerTime(BaseModel):
     Args:
         planner: Class of the balancer.
         place: Place where it runs.
-        basis: `measured` or `estimated`.
         ranks: `R`, all in one domain.
         experts: `E`.
         slots: Replica slots per rank.
@@ -57,7 +54,6 @@ class PlannerTime(BaseModel):
 
     planner: str
     place: Place
-    basis: str
     ranks: int
     experts: int
     slots: int
