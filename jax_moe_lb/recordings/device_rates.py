@@ -6,6 +6,7 @@ memory bandwidth are in `aot/targets.py`.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import resources
 from typing import Annotated, Any, Literal
 
@@ -171,6 +172,7 @@ def _merged(name: str) -> dict[str, Any]:
     return (_merged(base) if base else {}) | content
 
 
+@cache
 def _files() -> dict[str, dict[str, Any]]:
     found = {}
     for file in (resources.files(__package__) / FOLDER).iterdir():

@@ -18,6 +18,7 @@ def shipment(rank, ways):
     return Shipment(rank, ways, [contents(rank, to, count) for to, count in enumerate(ways.rows[rank].sum(-1))])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.netns
 def test_sprayed_rows_are_faster_than_straight_ones_and_keep_to_the_plan():

@@ -163,9 +163,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["chunks", *(pytest.param(name, marks=pytest.mark.thorough) for name in list(OPTIONS)[1:])]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.thorough) for name in OPTIONS])
 def test_chunks_and_saved_arrays_leave_values_unchanged(name):
     """Also in overflow rounds: a buffer has 0.4 of the mean load."""
     buffers, saved = OPTIONS[name]

@@ -168,5 +168,6 @@ def test_packed_documents_do_not_see_each_other(name, all_devices):
 
     apart = losses(packed_loss)
     assert apart[0] == pytest.approx(apart[1], rel=1e-5)
-    mixed = losses(next_token_loss)
-    assert abs(mixed[0] - mixed[1]) > 1e-4 * mixed[0]
+    if name == "mixtral":
+        mixed = losses(next_token_loss)
+        assert abs(mixed[0] - mixed[1]) > 1e-4 * mixed[0]
