@@ -199,7 +199,7 @@ class _Walk:
 
     def _repeat(self, body: tuple[ScheduledOperation, ...], i: int, trips: int) -> None:
         """Run a body once, and stretch its time to all iterations."""
-        start, before = self.now, len(self.spans)
+        start, before, earlier = self.now, len(self.spans), dict(self.last)
         self.run(body, i)
         if trips == 1:
             return
@@ -211,7 +211,10 @@ class _Walk:
             return replace(span, start_s=later(span.start_s), end_s=later(span.end_s), times=span.times * trips)
 
         self.spans[before:] = map(stretched, self.spans[before:])
-        self.last = {stream: stretched(span) for stream, span in self.last.items()}
+        # An exchange that started before the loop runs once beside it.
+        self.last = {
+            stream: span if span is earlier.get(stream) else stretched(span) for stream, span in self.last.items()
+        }
         self.now = later(self.now)
 
     def _host_wait(self, one: ScheduledOperation) -> None:

@@ -70,6 +70,15 @@ def test_a_loop_takes_as_long_as_its_iterations():
     assert timeline((replace(loop, trips=0),), TARGET).spans == ()
 
 
+def test_an_exchange_beside_a_loop_takes_its_time_once():
+    start, *others = (one for one in schedule() if one.exchange and one.exchange.updates)
+    (loop,) = (one for one in schedule() if one.loop is Loop.COUNTED)
+    found = timeline((start, replace(loop, trips=2), others[-1]), TARGET, load_of(even_counts()))
+    (first,), (second,) = spans(found, "start"), spans(found, others[-1].name)
+    assert first.seconds > sum(span.seconds for span in found.spans if span.times == 2) > 0
+    assert second.start_s == pytest.approx(first.end_s)
+
+
 def test_overflow_rounds_follow_from_the_load():
     even, skewed = (load_of(counts()) for counts in (even_counts, skewed_counts))
     assert (even.rounds, skewed.rounds) == (1, 7)
