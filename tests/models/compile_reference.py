@@ -31,8 +31,8 @@ MOST_FLOPS_OVER_IDEAL = 1.35
 """Limit for a published model, including rematerialized expert products and a partly filled buffer."""
 
 NIGHTLY = {("deepseek-v3", "h100:32x8"): (21.9e9, 1.43, 3.41e12)}
-"""Maximum temporaries, FLOPs over the ideal and memory traffic of models compiled at night, as above. Attention scores in
-float32 took four times the traffic.
+"""Maximum temporaries, FLOPs over the ideal and memory traffic of models compiled at night, as above. Attention scores
+in float32 took four times the traffic.
 """
 
 MOST_COMPILE_S = 300.0
