@@ -191,3 +191,23 @@ def _same_type(answer: np.ndarray, before: np.ndarray) -> np.ndarray:
     if answer.shape != before.shape:
         raise ValueError(f"planner returned an array of shape {answer.shape}; expected {before.shape}, as in the input")
     return np.asarray(answer, before.dtype)
+
+
+class PlannedOnHost(Balancer):
+    """Base class of balancers whose plan is that of a `HostCallback`, `_host`."""
+
+    _host: HostCallback
+
+    @property
+    def place(self) -> Place:
+        """Python on the host."""
+        return self._host.place
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
+        """Plan each domain separately, from the counts alone; see `Balancer.rebalance`."""
+        return self._host.rebalance(counts, plan, topology, state)
+
+    @property
+    def host_errors(self) -> tuple[HostErrors, ...]:
+        """Its host callback."""
+        return self._host.host_errors

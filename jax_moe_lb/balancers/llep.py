@@ -6,19 +6,15 @@ from functools import partial
 
 import numpy as np
 
-from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.host_callback import HostCallback
+from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Counts, State
-from jax_moe_lb.recordings.planner_times import Place
 
 
 @dataclass(frozen=True)
 @checked_fields
-class LLEP(Balancer):
+class LLEP(PlannedOnHost):
     """Least-loaded expert parallelism: tokens beyond a capacity spill to the ranks with the least load.
 
     Use it as a baseline. Experts are assigned from the hottest on. A home rank keeps as many tokens as its capacity
@@ -65,20 +61,6 @@ class LLEP(Balancer):
             raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
         planner = partial(spill, capacity=self.capacity, min_tokens=self.min_tokens, min_imbalance=self.min_imbalance)
         object.__setattr__(self, "_host", HostCallback(planner))
-
-    @property
-    def place(self) -> Place:
-        """Python on the host."""
-        return Place.PYTHON
-
-    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Plan each domain separately, from the counts alone; see `Balancer.rebalance`."""
-        return self._host.rebalance(counts, plan, topology, state)
-
-    @property
-    def host_errors(self) -> tuple[HostErrors, ...]:
-        """Its host callback."""
-        return self._host.host_errors
 
 
 def spill(

@@ -5,19 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.host_callback import HostCallback
+from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Counts, State
-from jax_moe_lb.recordings.planner_times import Place
 
 
 @dataclass(frozen=True)
 @checked_fields
-class MoonEP(Balancer):
+class MoonEP(PlannedOnHost):
     """MoonEP's plan: each rank of a domain serves the mean load exactly.
 
     Use it as a baseline. The most overloaded home rank fills the rank with the most room, even beyond its own surplus,
@@ -43,20 +39,6 @@ class MoonEP(Balancer):
     """
 
     _host: HostCallback = field(default_factory=lambda: HostCallback(plan), init=False, repr=False, compare=False)
-
-    @property
-    def place(self) -> Place:
-        """Python on the host."""
-        return Place.PYTHON
-
-    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Plan each domain separately, from the counts alone; see `Balancer.rebalance`."""
-        return self._host.rebalance(counts, plan, topology, state)
-
-    @property
-    def host_errors(self) -> tuple[HostErrors, ...]:
-        """Its host callback."""
-        return self._host.host_errors
 
 
 def plan(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
