@@ -31,7 +31,7 @@ from models.config import (
 from models.data.chat import ChatTemplate, has_chat_template
 from models.data.corpus import Corpus
 from models.data.sources import corpus_from
-from models.data.tokenizers import CheckpointTokenizer, TokenizerFile
+from models.data.tokenizers import TokenizerFile, end_tokens
 from models.decoder.model import Decoder
 from models.mesh import make_mesh, make_system, offer_cpu_devices, place_batch, state_shardings
 from models.pretrained.loading import from_pretrained
@@ -157,7 +157,7 @@ def main(
         config = TrainConfig(parallel=parallel, batch=batch, optimizer=optimizer, steps=steps, seed=seed)
         check_vacant(out)
         offer_cpu_devices(parallel.num_shards)
-        trace, ends = CountsTrace(), CheckpointTokenizer(checkpoint, limits).end_tokens
+        trace, ends = CountsTrace(), end_tokens(checkpoint, limits)
         tokenizer = TokenizerFile(checkpoint / "tokenizer.json", limits, ends[0] if ends else None)
         chat = ChatTemplate(checkpoint, limits) if has_chat_template(checkpoint, limits) else None
         corpus = corpus_from(data, tokenizer, limits=limits, chat=chat)

@@ -216,6 +216,29 @@ def _number(name: str, value: Any, default: float | None) -> float:
     return float(value)
 
 
+def read_settings(path: Path, limits: FileLimits = FileLimits()) -> dict[str, Any]:
+    """Read an optional JSON object of a checkpoint; empty if the file does not exist.
+
+    Args:
+        path: path of the file.
+        limits: limits of the file.
+
+    Raises:
+        ValueError: the file is too large, or not a JSON object; the message contains its path.
+    """
+    if not path.exists():
+        return {}
+    try:
+        settings = parse_json(read_bytes(path, limits), limits)
+    except LimitError as error:
+        raise LimitError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return settings
+
+
 def read_fields(folder: Path, limits: FileLimits = FileLimits()) -> Fields:
     """Read the `config.json` of a checkpoint folder.
 

@@ -13,12 +13,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jax_moe_lb.core import FileLimits
-from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
+from jax_moe_lb.core.file_limits import read_bytes
 from jax_moe_lb.recordings.yaml_file import shown
+from models.architectures.config_json import read_settings
 from models.data.tokenizers import encoded_with_offsets, read_tokenizer
 
 MESSAGES_FIELD = "messages"
 """JSON field of a conversation: objects with `role` and `content`."""
+
+SETTINGS = "tokenizer_config.json"
+"""File with special tokens, and in older checkpoints the template."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -39,7 +43,7 @@ class ChatTemplate:
 
     def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
         self.tokenizer = read_tokenizer(folder / "tokenizer.json", limits)
-        settings = _settings(folder, limits)
+        settings = read_settings(folder / SETTINGS, limits)
         self.special = {name: _text(value) for name, value in settings.items() if name.endswith("_token")}
         source = _source(folder, settings, limits)
         if source is None:
@@ -129,7 +133,7 @@ class _Generation(Extension):
 
 def has_chat_template(folder: Path, limits: FileLimits = FileLimits()) -> bool:
     """Return whether a checkpoint has a chat template."""
-    return _source(folder, _settings(folder, limits), limits) is not None
+    return _source(folder, read_settings(folder / SETTINGS, limits), limits) is not None
 
 
 def conversation_in(value: Mapping[str, Any]) -> Messages:
@@ -147,21 +151,6 @@ def conversation_in(value: Mapping[str, Any]) -> Messages:
         if not isinstance(message.get("content", ""), str | list | None):
             raise ValueError(f"{MESSAGES_FIELD} has {shown(message)}; expected a text as content")
     return messages
-
-
-def _settings(folder: Path, limits: FileLimits) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return {}
-    try:
-        settings = parse_json(read_bytes(path, limits), limits)
-    except LimitError as error:
-        raise LimitError(f"{path}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return settings
 
 
 def _source(folder: Path, settings: dict[str, Any], limits: FileLimits) -> str | None:

@@ -6,23 +6,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import Tokenizer as FromFile
 
 from jax_moe_lb.core import FileLimits
-from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, parse_json, read_bytes
+from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, read_bytes
 from jax_moe_lb.recordings.yaml_file import shown
-from models.architectures.config_json import read_fields
+from models.architectures.config_json import read_fields, read_settings
 from models.config import NUM_BYTES
 
 
 class CheckpointTokenizer:
-    """Tokenizer of a checkpoint, read from its `tokenizer.json`.
-
-    Its end tokens are those of `generation_config.json`, or of `config.json`.
+    """Tokenizer of a checkpoint, read from its `tokenizer.json`, with its `end_tokens`.
 
     Args:
         folder: folder of the checkpoint.
@@ -34,10 +31,7 @@ class CheckpointTokenizer:
 
     def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
         self.tokenizer = read_tokenizer(folder / "tokenizer.json", limits)
-        end = _generation_settings(folder, limits).get("eos_token_id")
-        end = read_fields(folder, limits).raw.get("eos_token_id") if end is None else end
-        ends = end if isinstance(end, list) else [end]
-        self.end_tokens = tuple(token for token in ends if type(token) is int)
+        self.end_tokens = end_tokens(folder, limits)
 
     def tokens(self, text: str) -> list[int]:
         """Encode a text, including the special tokens that the tokenizer adds."""
@@ -49,17 +43,16 @@ class CheckpointTokenizer:
             return self.tokenizer.decode(tokens)
 
 
-def _generation_settings(folder: Path, limits: FileLimits) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    if not path.exists():
-        return {}
-    try:
-        settings = parse_json(read_bytes(path, limits), limits)
-    except LimitError as error:
-        raise LimitError(f"{path}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    return settings if isinstance(settings, dict) else {}
+def end_tokens(folder: Path, limits: FileLimits = FileLimits()) -> tuple[int, ...]:
+    """Return the tokens that end a text: those of `generation_config.json`, or of `config.json`.
+
+    Args:
+        folder: folder of the checkpoint.
+        limits: limits of the files.
+    """
+    end = read_settings(folder / "generation_config.json", limits).get("eos_token_id")
+    end = read_fields(folder, limits).raw.get("eos_token_id") if end is None else end
+    return tuple(token for token in (end if isinstance(end, list) else [end]) if type(token) is int)
 
 
 def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
