@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 # Include directories, whose modification times change if a file is added or removed.
 NATIVE := CMakeLists.txt $(shell find ffi)
 
+# Child processes read compiled modules; without these each compiles every import.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train check test test-all lint reproduce clean
 train: $(VENV)/.installed
 	$(BIN)/python -m models.train $(ARGS)
@@ -40,7 +43,7 @@ CUDA := $(if $(wildcard /dev/nvidia* /dev/dxg),AUTO,OFF)
 BUILD_OPTIONS := --no-build-isolation -C cmake.define.JAX_MOE_LB_CUDA=$(CUDA)
 BUILD_TOOLS := scikit-build-core nanobind pybind11 cmake ninja jax
 # install(arguments): use uv, or pip if uv is not available.
-install = if [ -x $(BIN)/uv ]; then $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python $(1); \
+install = if [ -x $(BIN)/uv ]; then $(BIN)/uv pip install -q --python $(BIN)/python $(1); \
   else $(BIN)/python -m pip install -q $(1); fi
 
 define install_all

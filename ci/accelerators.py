@@ -1,8 +1,8 @@
 """Compile layers for accelerators not present, and check limits.
 
-At small sizes only the structure of a program is checked: its memory, its products, and collectives over mesh axes. A
-run compiles the systems of `SMALL_SYSTEMS` and `STEP_MS`, and with `--nightly` all of them. The reference sizes are
-compiled for the cases of `LIMITS`, some of them with `--nightly` only.
+At small sizes only the structure of a program is checked: its memory, its products, and collectives over mesh axes.
+The reference sizes are compiled for the cases of `LIMITS`. A run compiles about a quarter of the programs, at least one
+for each limit and kind of exchange; `--nightly` compiles all of them.
 
 Run `ci/accelerators.sh`, which installs the compilers.
 """
@@ -27,15 +27,11 @@ TILED = replace(SMALL, tokens=1024)
 """Small sizes with a receive buffer of whole tiles, for which GPUs use kernels of grouped products."""
 
 SMALL_SYSTEMS = {
-    "h100:1x8": {"hybridep", "lplb", "rails"},
-    "h100:2x8": {"plain", "exact", "feplb", "hybridep", "rails", "two_tier"},
-    "v5e:2x4": {"exact", "feplb"},
+    "h100:1x8": {"lplb"},
+    "h100:2x8": {"exact", "hybridep", "rails"},
+    "v5e:2x4": set(),
 }
-"""Systems compiled at small sizes in every run, beside those of `STEP_MS`: each program of another structure.
-
-Two nodes have each balancer, replication and dispatch with a rule of its own for domains. `--nightly` compiles all
-systems for one domain.
-"""
+"""Systems compiled at small sizes in every run, beside those of `STEP_MS`; `--nightly` compiles all systems."""
 
 REFUSED = {("lplb", "cuda"): "calls the host"}
 """Systems without an ahead-of-time form for a platform, and the expected error."""
@@ -180,11 +176,23 @@ of `LIMITS`. A new case with 0.0 fails with its estimate.
 
 NIGHTLY = {
     # The programs with gradients contain these.
+    Case("h100:1x8", "plain", max_rounds=1, fused=True),
     Case("h100:1x8", "exact", fused=True, own_kernels=True),
     Case("h100:1x8", "exact", max_rounds=1, fused=True, own_kernels=True),
     Case("h100:8x8", "plain", max_rounds=1),
+    *(Case("h100:1x8", name, sizes=SMALL) for name in ("plain", "exact", "ultraep", "feplb")),
+    # These differ from other programs in the form of products, the number of rounds or the kind of device.
+    Case("h100:1x8", "exact", train=True),
+    Case("h100:1x8", "exact", train=True, max_rounds=1),
+    Case("h100:1x8", "feplb", train=True, max_rounds=1),
+    Case("h100:8x8", "exact", train=True),
+    Case("h100:2x8", "plain", train=True, sizes=SMALL),
+    Case("b200:1x8", "plain", train=True, max_rounds=1),
+    Case("gb200:1x4x1", "exact", train=True, sizes=TILED),
+    Case("v6e:2x4", "exact", train=True, sizes=SMALL),
+    Case("tpu7x:2x2x1", "exact", train=True, sizes=SMALL),
 }
-"""Cases of `LIMITS` compiled with `--nightly` only."""
+"""Cases of `LIMITS` and `STEP_MS` compiled with `--nightly` only."""
 
 
 def cases(system: str | None, target: str | None, nightly: bool) -> list[Case]:
@@ -193,13 +201,10 @@ def cases(system: str | None, target: str | None, nightly: bool) -> list[Case]:
     Args:
         system: the only system, or `None` for all.
         target: the only target, or `None` for all.
-        nightly: if True, compile all systems at small sizes for one domain.
+        nightly: if True, compile all systems at small sizes, and the cases of `NIGHTLY`.
     """
     small = [
-        Case(on, name, True, SMALL)
-        for on in TARGETS
-        for name in system_names()
-        if name in SMALL_SYSTEMS[on] or (nightly and on != "h100:2x8")
+        Case(on, name, True, SMALL) for on in TARGETS for name in system_names() if nightly or name in SMALL_SYSTEMS[on]
     ]
     small += [Case("h100:1x8", name, True, SMALL, own_kernels=True) for name in ("feplb", "ultraep") if nightly]
     small.append(Case("h100:2x8", "exact", True, SMALL, once_per_node=True))

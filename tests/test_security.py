@@ -24,6 +24,7 @@ def test_the_page_has_the_limits_of_the_code():
     assert {name: int(value) for name, value in rows} == dataclasses.asdict(FileLimits())
 
 
+@pytest.mark.slow
 def test_no_reader_executes_a_file():
     for path in [*(ROOT / "jax_moe_lb").rglob("*.py"), *(ROOT / "models").rglob("*.py")]:
         code = ast.unparse(ast.parse(path.read_text()))

@@ -46,6 +46,7 @@ def test_the_group_is_the_largest_that_divides_the_experts():
     assert expert_group(MODEL, odd, Step()) == (odd, Step())
 
 
+@pytest.mark.slow
 def test_each_remedy_is_the_smallest_of_its_kind():
     # Parameters and their optimizer take most of the memory.
     model = replace(MODEL, layers=40, tokens=512)
@@ -75,6 +76,7 @@ def test_only_choices_that_fit_are_recommended():
 
 
 @pytest.mark.parametrize(("model", "cluster"), PAIRS)
+@pytest.mark.slow
 def test_all_presets_meet(model, cluster):
     """Every model runs on every cluster, or the smallest changes with which it would are known."""
     judge = judge_of(model, cluster)
@@ -88,6 +90,7 @@ def test_the_model_of_a_preset_fits_its_cluster(cluster):
     assert fits_in_memory(judge_of(cluster, cluster), Choice())
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_first_and_exits_with_one():
     found = CliRunner().invoke(app, ["advise", "deepseek_v3", "h100_16_nodes"])
     assert found.exit_code == 1

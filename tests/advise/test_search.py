@@ -58,6 +58,7 @@ def test_what_is_beside_a_choice_is_in_the_space():
     assert {other for choice in choices for other in space.near(choice)} <= set(choices)
 
 
+@pytest.mark.slow
 def test_code_makes_the_system_that_was_simulated():
     names = vars(jax_moe_lb) | {name: getattr(jax_moe_lb, name) for name in dir(jax_moe_lb)} | {"replace": replace}
     for choice in everything(1)[1]:

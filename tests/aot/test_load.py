@@ -77,6 +77,7 @@ def test_an_exact_plan_serves_the_mean_and_copies_its_replicas():
     assert after.rows(0).sum() == before.waves[0].sum() == counts.sum()
 
 
+@pytest.mark.slow
 def test_two_phases_serve_every_row_once():
     counts = zipf_counts(SIZES, 8, 0.6)
     load = LayerLoad.of(feplb().replace(buffers=Buffers(3.0)), SIZES, TOPOLOGY, counts)

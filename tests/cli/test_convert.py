@@ -213,7 +213,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+SLOW = {"many lists", "a nested key"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.thorough) if case in SLOW else case for case in HOSTILE]
+)
 def test_a_pickle_holds_data_or_is_refused(case, tmp_path, capsys):
     content, expected = HOSTILE[case]
     (tmp_path / "bad.pt").write_bytes(content)

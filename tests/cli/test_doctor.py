@@ -138,6 +138,7 @@ def test_json(capsys):
     assert found["grouped_products"] == grouped_products()
 
 
+@pytest.mark.slow
 def test_tables(capsys):
     assert main(["doctor"]) == 0
     captured = capsys.readouterr()
@@ -154,7 +155,9 @@ def test_tables(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", PLATFORMS)
+@pytest.mark.parametrize(
+    "backend", ["gpu", *(pytest.param(name, marks=pytest.mark.thorough) for name in PLATFORMS if name != "gpu")]
+)
 def test_planners_of_balancers_are_named(backend):
     # A build without a CUDA toolkit has no custom calls of GPUs.
     has_calls = backend == "cpu" or (backend == "gpu" and find_spec("jax_moe_lb._ffi_cuda") is not None)
@@ -211,6 +214,7 @@ def test_without_custom_calls_it_says_how_to_get_them(monkeypatch):
     assert {op.op: op.faster for op in balancer_implementations("gpu")}["greedy"] == HOW_TO_BUILD["cuda"]
 
 
+@pytest.mark.slow
 def test_custom_calls_that_the_driver_cannot_run_are_not_used(monkeypatch):
     module = ModuleType("jax_moe_lb._old_driver")
     module.__spec__ = ModuleSpec(module.__name__, None)

@@ -154,6 +154,7 @@ def test_yaml_that_grows_is_refused_before_it_does(refused, folder, name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow
 def test_numbers_beyond_all_machines_are_refused(refused, name):
     path, change, message = CONFIGS[name]
     assert message in refused("simulate", changed(path, change))
@@ -174,6 +175,7 @@ def test_counts_that_no_memory_holds_are_refused(refused, folder):
     assert "20000 ranks and 20000 experts are too many; expected at most 16777216 entries in a layer" in error
 
 
+@pytest.mark.slow
 def test_timelines_that_no_memory_holds_are_refused(refused, folder):
     data = yaml.safe_load(CONFIG)
     data["cluster"]["levels"][0]["size"] = data["model"]["experts"] = 4096
@@ -276,7 +278,12 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("name", ARRAYS)
+SLOW_ARRAYS = ("20,000 members", "many ranks")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in SLOW_ARRAYS else name for name in ARRAYS]
+)
 def test_arrays_are_refused_by_what_they_promise(refused, name):
     make, message = ARRAYS[name]
     path = make()
@@ -353,6 +360,7 @@ def measured(monkeypatch):
 
 
 @pytest.mark.parametrize("name", WRITES)
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_files_as_they_were(refused, inputs, measured, folder, name):
     full_disk(refused, folder, name.split()[1], WRITES[name])
 
@@ -384,14 +392,14 @@ def full_disk(refused, folder, argument, argv):
 
 
 PRINTS = (
-    ("plan", "counts.npy", "--balancer", "plain"),
-    ("plan", "counts.npy", "--balancer", "plain", "--json"),
-    ("--version",),
+    pytest.param(("plan", "counts.npy", "--balancer", "plain"), id="table"),
+    pytest.param(("plan", "counts.npy", "--balancer", "plain", "--json"), id="json", marks=pytest.mark.thorough),
+    pytest.param(("--version",), id="version", marks=pytest.mark.thorough),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argv", PRINTS, ids=" ".join)
+@pytest.mark.parametrize("argv", PRINTS)
 def test_no_room_for_what_is_printed_is_one_line(inputs, argv):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "jax_moe_lb.cli", *argv]

@@ -125,6 +125,7 @@ class TestFiles:
         (tmp_path / "counts.npy").write_bytes(content)
         assert "damaged" in self.refuse(capsys, command, tmp_path / "counts.npy")
 
+    @pytest.mark.slow
     def test_truncated_npy(self, capsys, tmp_path, command):
         whole = save(tmp_path / "counts.npy", ONES)
         for size in (20, len(whole) // 2, len(whole) - 1):

@@ -87,6 +87,7 @@ def test_simulate_takes_recorded_counts(capsys, config, tmp_path):
     assert twice["rounds"] == 4
 
 
+@pytest.mark.slow
 def test_simulate_draws_what_was_before_for_systems_that_plan_from_it(capsys, config):
     found = json.loads(output(capsys, "simulate", config, "--system", "eplb", "--imbalance", "1.8", "--json"))
     assert found["imbalance_after"] < 0.85 * found["imbalance_before"]

@@ -165,6 +165,7 @@ def test_work_between_start_and_join_runs_while_a_rank_is_late():
     np.testing.assert_array_equal(done, x + 1)
 
 
+@pytest.mark.slow
 def test_many_pairs_in_one_program_beside_collectives():
     """Programs continue at the end of their copies; sums of other ranks must not delay them."""
     wanted = TABLES["any"]

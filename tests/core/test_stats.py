@@ -22,6 +22,7 @@ def test_max_violation_is_that_of_the_experts_of_each_group(xp):
     assert Stats.overload_factor.fget(stats) is stats.imbalance_after
 
 
+@pytest.mark.slow
 def test_all_leaves_vary_over_the_data_axes():
     """One entry of `out_specs` then fits all leaves in a `shard_map` of one's own."""
     mesh = make_mesh((2, 2), ("data", "expert"))

@@ -168,6 +168,7 @@ def test_other_activations_have_their_gradients(activation, gated, fused, biased
         assert relative_error(a, b) < 1e-5
 
 
+@pytest.mark.slow
 def test_last_products_take_weights_that_are_made_again(monkeypatch):
     """They affect only gradients of rows, through `up` and `gate`."""
     monkeypatch.setattr(op, "products_are_by_group", lambda: False)

@@ -132,6 +132,7 @@ def test_nothing_of_a_group_reaches_its_neighbours():
     assert np.isfinite(np.asarray(products[100:190], np.float32)).all()
 
 
+@pytest.mark.slow
 def test_a_narrow_sum_is_rounded_once():
     rows, others = draw(NUM_ROWS, INNER), draw(NUM_ROWS, OUTER, seed=1)
     sizes = jnp.array([100, 200], jnp.int32)

@@ -133,6 +133,7 @@ def hard_counts(shapes):
         yield counts, Topology.flat(num_ranks), num_home, min(2 * num_home, num_ranks * num_home)
 
 
+@pytest.mark.slow
 def test_exact_keeps_the_bound_that_it_promises():
     for counts, topology, num_home, slots in hard_counts([(2, 4), (3, 2), (8, 1), (8, 2), (4, 4)]):
         plan, _ = Exact().rebalance(counts, plain_plan(counts, topology, slots), topology, ())

@@ -10,7 +10,7 @@ from benchmarks.network import sandbox
 from tests.network.sandboxed import ROOT, needs_sandbox
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.netns
 def test_the_program_of_the_page_runs():
     needs_sandbox()

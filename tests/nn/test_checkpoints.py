@@ -18,7 +18,7 @@ OPTIONS = {
     "homes": {"system": plain().replace(relocates=True)},
     "no gate": {"experts": ExpertConfig(12, gated=False)},
 }
-EVERYDAY = {"eplb", "two_tier", "biases", "homes"}
+EVERYDAY = {"eplb", "homes"}
 """Cases tested by default: systems with state, and parameters with their own axes."""
 
 CASES = {name: {"system": name} for name in system_names()} | OPTIONS

@@ -63,7 +63,14 @@ def test_systems_keep_what_is_not_replaced():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "num_experts", "slots"), [(4, 8, 2), (2, 2, 1), (1, 4, 0)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "slots"),
+    [
+        pytest.param(4, 8, 2, marks=pytest.mark.thorough),
+        (2, 2, 1),
+        pytest.param(1, 4, 0, marks=pytest.mark.thorough),
+    ],
+)
 def test_the_default_system_balances_with_slots_that_fit(num_ranks, num_experts, slots):
     mesh = make_mesh((num_ranks,), ("expert",))
     layer = MoE(8, num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(4), rngs=nnx.Rngs(0))
@@ -71,6 +78,7 @@ def test_the_default_system_balances_with_slots_that_fit(num_ranks, num_experts,
     assert jax.eval_shape(layer, jnp.ones((8, 8)))[0].shape == (8, 8)
 
 
+@pytest.mark.slow
 def test_precision_sets_the_transfer_of_the_system():
     mesh = make_mesh((2,), ("expert",))
     options = {"mesh": mesh, "experts": ExpertConfig(4), "rngs": nnx.Rngs(0)}

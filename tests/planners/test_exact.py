@@ -43,7 +43,7 @@ def by_reference(counts, slots, domain, eps, max_fan_out, localize):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("scale", [300, 1e6])
+@pytest.mark.parametrize("scale", [pytest.param(300, marks=pytest.mark.thorough), 1e6])
 def test_it_equals_the_reference(shape, scale):
     num_ranks, num_home, slots, domain = shape
     rng = np.random.default_rng(0)

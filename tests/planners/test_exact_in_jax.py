@@ -151,6 +151,7 @@ def test_eps_saves_replicas():
     assert loads[2] <= 1.1 * loads[0]
 
 
+@pytest.mark.slow
 def test_replicas_go_where_tokens_start():
     rng, gained = np.random.default_rng(0), []
     for _ in range(5):
@@ -186,6 +187,7 @@ def test_slots_exchange_only_experts_that_the_other_rank_lacks():
     assert len(seen) == 4
 
 
+@pytest.mark.slow
 def test_domains_are_planned_each_for_itself():
     """Tokens from the other domain count, on any rank."""
     counts = WORKLOADS[2].counts(0, 8, 512, 32, 4)
@@ -257,6 +259,7 @@ def test_a_layer_equals_the_dense_one(no_custom_calls, balancer):
     assert (stats.imbalance_after < stats.imbalance_before).all()
 
 
+@pytest.mark.slow
 def test_a_tpu_needs_no_custom_call():
     plan = jax.vmap(lambda counts: exact(counts, 3, 4))
     traced = jax.jit(plan).trace(jnp.ones((2, 4, 8), jnp.int32))

@@ -61,6 +61,7 @@ def test_sizes_of_the_kernel():
 
 
 @pytest.mark.parametrize("num_ranks", [64, 65])
+@pytest.mark.slow
 def test_gpus_run_the_kernel_if_the_domain_fits(num_ranks):
     target = "moe_lb_plan_exact_kernel" if num_ranks == 64 and has_kernels() else "moe_lb_plan_exact"
     counts = jax.ShapeDtypeStruct((num_ranks, num_ranks), np.int32)

@@ -171,6 +171,7 @@ def test_outside_shard_map_on_a_mesh(planner, axis_type):
 
 
 @pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.slow
 def test_lowering_for_cuda_without_a_gpu(name):
     case = PLANNERS[name].draw(np.random.default_rng(4))
     traced = jax.jit(PLANNERS[name].op).trace(*case)

@@ -44,8 +44,8 @@ def assert_all_agree(placement, quota, domain, eps, min_tokens):
     return limits
 
 
-NO_SLACK = [SHAPES[3], SHAPES[5]]
-"""Shapes compiled with both options by default: two domains, and one."""
+NO_SLACK = [SHAPES[3]]
+"""Shapes compiled with both options by default: of two domains."""
 
 
 @pytest.mark.slow

@@ -80,6 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("width", "token_dtype", "kernel_dtype"), CASES)
+@pytest.mark.slow
 def test_near_ties_keep_their_order(width, token_dtype, kernel_dtype):
     x, kernel, token = near_ties(2048, width, token_dtype, kernel_dtype)
     exact = x.astype(np.float64) @ kernel

@@ -32,6 +32,7 @@ def test_every_expert_chooses_its_best_tokens():
     )
 
 
+@pytest.mark.slow
 def test_a_token_has_no_more_experts_than_there_is_room_for():
     equal = jnp.zeros((8, 4))  # all experts choose the same tokens
     routing = ExpertChoice(2, max_experts_per_tok=2)(equal)
@@ -146,6 +147,7 @@ def replace_experts(routing, experts):
     return type(routing)(jnp.maximum(experts, 0), weights, routing.logits, routing.scores)
 
 
+@pytest.mark.slow
 def test_constant_weights_of_hash_router_have_gradients_without_a_mask():
     """Constants vary over no mesh axis, unlike the gradients of the weights."""
     mesh = make_mesh((4,), ("expert",))

@@ -145,6 +145,7 @@ def test_all_weight_arrays_travel_as_one_slice_per_rank_if_updates_have_a_cost(t
     assert all(line.count(f"tensor<{RANKS * updates}xi") == 4 for line in calls)
 
 
+@pytest.mark.slow
 def test_packed_weights_are_the_same():
     for placement in map(jnp.asarray, PLANS.values()):
         together, apart = (replicated(one)(weights("bfloat16"), placement) for one in (PROCESSES, ONE_PROCESS))

@@ -50,6 +50,7 @@ def exchanged(rank, values, steps):
 
 @pytest.mark.parametrize("kind", ["any", "one rank", "idle ranks"])
 @pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.slow
 def test_an_entry_travels_once_to_each_of_its_ranks(kind, steps):
     """In order, in one step; `sum_back` is the transpose; no step exceeds an even share of the copies."""
     rank = destinations(kind)

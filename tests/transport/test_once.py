@@ -193,6 +193,7 @@ def addressed(dispatch, system, shape, experts, counts):
     return jax.jit(run)(experts)
 
 
+@pytest.mark.slow
 def test_rows_between_nodes_are_distinct_pairs_of_token_and_node():
     """The table of `Forward` counts each pair of token and node once, also after balancing."""
     rng, (ranks, tokens, num_experts) = np.random.default_rng(0), (8, 16, 16)
@@ -229,6 +230,7 @@ def test_rows_between_nodes_are_distinct_pairs_of_token_and_node():
         (System(HybridEP(4), replica_slots=6), (2, 2), MESH, 4, "plan.domain is 4; expected at most 2"),
     ],
 )
+@pytest.mark.slow
 def test_unsupported_plans_are_refused(system, shape, axes, domain, message):
     case, mesh = Case(num_experts=8), make_mesh(shape, axes)
     topology = Topology.from_mesh(mesh, axes, ranks_per_domain=domain)

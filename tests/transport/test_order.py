@@ -187,6 +187,7 @@ def test_chunks_and_saved_arrays_leave_values_unchanged(name):
     ],
     ids=["rows", "replicas", "a policy without the names"],
 )
+@pytest.mark.slow
 def test_saved_arrays_are_not_transferred_again(saved, names, fewer):
     """One exchange of rows, or one for each weight array, less than in a layer that saves its inputs only."""
 

@@ -43,6 +43,7 @@ def test_every_rank_gets_its_copies_of_every_expert(choose):
         np.testing.assert_array_equal(found, going)
 
 
+@pytest.mark.slow
 def test_preferring_saves_rows():
     """Entries that name other experts of a rank go there with their shared experts, too."""
     saved = [1 - rows(preferring(*drawn(seed))) / rows(in_order(*drawn(seed))) for seed in range(5)]
@@ -55,6 +56,7 @@ def test_no_choice_of_an_expert_with_one_rank_moves():
     np.testing.assert_array_equal(preferring(experts, going), in_order(experts, going))
 
 
+@pytest.mark.slow
 def test_no_entries_and_no_routed_choices():
     none = jnp.full((3, 2), -1, jnp.int32)
     for choose in (in_order, preferring):

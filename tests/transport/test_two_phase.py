@@ -69,6 +69,7 @@ def test_equal_to_dense_in_rounds_and_without_room_for_all():
     assert max(less)
 
 
+@pytest.mark.slow
 def test_slots_take_rows_in_order_until_their_rank_is_full():
     """Compared with loops over experts and ranks."""
     rng = np.random.default_rng(0)
@@ -100,6 +101,7 @@ def test_slots_take_rows_in_order_until_their_rank_is_full():
         np.testing.assert_array_equal(served_quota(jnp.asarray(quota, jnp.int32), moved), served)
 
 
+@pytest.mark.slow
 def test_the_simulator_is_told_what_is_served():
     """All rows go home; moved rows continue from there, and the waves together equal the plan."""
     counts = next(w for w in WORKLOADS if w.name == "lognormal").counts(0, 8, 50, 16, 2)

@@ -33,6 +33,7 @@ def test_a_number_is_off_by_a_rounding_of_its_block(dtype, error, rows_dtype):
     assert np.abs(got - want).max() > 0
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_stay_so():
     rows = jnp.ones((2, 64)).at[0, 5].set(jnp.nan).at[1, 7].set(jnp.inf)
     got = QuantizedTransfer(E4M3, block=32).decode(QuantizedTransfer(E4M3, block=32).encode(rows), jnp.float32)

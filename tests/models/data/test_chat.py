@@ -73,6 +73,7 @@ def test_older_checkpoints_have_the_template_in_their_settings(folder):
         assert ChatTemplate(folder).text(TALK[:2]) == "[user] 1+1?~[assistant] 2~"
 
 
+@pytest.mark.slow
 def test_weight_decay_leaves_out_norms_biases_sinks_and_routers(all_devices):
     config = configured(Fields(tiny_config("gpt_oss")))
     model = Decoder(config, mesh=make_mesh(ParallelConfig(expert_parallel=8)), system=plain(), rngs=nnx.Rngs(0))

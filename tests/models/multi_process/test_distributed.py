@@ -177,6 +177,7 @@ def test_a_process_that_does_not_come_ends_those_that_wait():
         assert errors.splitlines()[1].startswith(line)
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_named_to_those_that_wait():
     port, until, lines = free_port(), time.monotonic() + 2, []
 

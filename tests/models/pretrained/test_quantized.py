@@ -81,6 +81,7 @@ def folders(request, tmp_path_factory, all_devices) -> tuple[Path, Path]:
     return folder / "bits", folder / "floats"
 
 
+@pytest.mark.slow
 def test_every_part_that_a_model_reads_is_exact(folders):
     bits, floats = folders
     pieces = pieces_of(configured(read_fields(bits)))
@@ -130,6 +131,7 @@ FP4_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
     ],
     indirect=["folders"],
 )
+@pytest.mark.slow
 def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
     with TensorFolder(folders[0]) as read:
         tensors = {name: read.read(name) for name in read.home}

@@ -60,6 +60,7 @@ def test_a_file_that_was_about_to_be_written_is_no_run(tmp_path):
     assert not folder.has_run
 
 
+@pytest.mark.slow
 def test_lock_goes_with_the_process(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from models.run_folder.files import FolderLock\n"

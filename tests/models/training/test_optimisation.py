@@ -127,6 +127,7 @@ def test_router_losses_and_biases_do_what_they_say(usual):
     assert np.ptp(first) == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_beginnings_of_documents_are_not_predicted():
     def model(tokens):
         return jnp.zeros((*tokens.shape, 9)).at[..., 3].set(jnp.where(tokens == 5, 100.0, 0.0)), None
