@@ -6,6 +6,7 @@ from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.fastermoe import FasterMoE
 from jax_moe_lb.balancers.feplb import FEPLB
+from jax_moe_lb.balancers.given import Given, plan_all
 from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.host_callback import HostCallback
 from jax_moe_lb.balancers.hybridep import HybridEP
@@ -24,6 +25,7 @@ __all__ = [
     "Exact",
     "FasterMoE",
     "FEPLB",
+    "Given",
     "Greedy",
     "HostCallback",
     "HybridEP",
@@ -33,6 +35,7 @@ __all__ = [
     "LPLB",
     "MoonEP",
     "Plain",
+    "plan_all",
     "RailS",
     "UltraEP",
 ]

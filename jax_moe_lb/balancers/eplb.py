@@ -191,7 +191,7 @@ class EPLB(Balancer):
 
         # A conditional skips the cost of planning in the steps between plans.
         held = _cond(state.history.steps >= self.every, replan, lambda: state.held)
-        placement = _fill(before, held, plan.domain)
+        placement = fill(before, held, plan.domain)
         after = replace(plan, placement=placement, quota=round_robin(tokens, placement))
         return after, _State(observe(state.history, tokens, self.every), held)
 
@@ -203,8 +203,15 @@ def _cond(choose: Any, replan: Callable[[], AnyArray], keep: Callable[[], AnyArr
     return jax.lax.cond(choose, replan, keep)
 
 
-def _fill(placement: Placement, held: Bool[AnyArray, "R E"], domain: int) -> Placement:
-    """Fill the empty slots of each rank with its replicas, in the order of experts."""
+def fill(placement: Placement, held: Bool[AnyArray, "R E"], domain: int) -> Placement:
+    """Fill the empty slots of each rank with its replicas, in the order of experts.
+
+    Args:
+        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot.
+        held: `[R, E]` bool, True if the rank should hold the expert. Experts of other domains, and those beyond the
+            empty slots, are left out.
+        domain: `M`, ranks per domain.
+    """
     num_ranks, num_experts = held.shape
     xp = namespace(placement)
     home_domain = host_iota(num_experts) // (num_experts // num_ranks) // domain

@@ -31,7 +31,20 @@ from jax_moe_lb import (
     plain,
     rails,
 )
-from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, Greedy, HybridEP, Plain, RailS, UltraEP
+from jax_moe_lb.balancers import (
+    EPLB,
+    FEPLB,
+    LPLB,
+    EPLBPlus,
+    Exact,
+    FasterMoE,
+    Given,
+    Greedy,
+    HybridEP,
+    Plain,
+    RailS,
+    UltraEP,
+)
 from jax_moe_lb.core import check_plan, load, plain_plan, traffic
 from jax_moe_lb.transport import Forward, MultiRailDispatch, Once, PeerCopy, Relay, TwoPhase
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
@@ -59,6 +72,7 @@ OPTIONS = {
     FasterMoE: SHADOWS,
     UltraEP: UltraEP(min_tokens=4),
     HostCallback: HostCallback(swap_halves),
+    Given: Given(2),
     Chain: Chain((HostCallback(swap_halves), Greedy(min_tokens=2))),
 }
 """Options of balancers that require arguments, or need other than default values at these sizes."""

@@ -14,6 +14,7 @@ from jax_moe_lb.balancers import (
     EPLBPlus,
     Exact,
     FasterMoE,
+    Given,
     Greedy,
     HybridEP,
     MoonEP,
@@ -58,6 +59,7 @@ def draw_balancer(rng: np.random.Generator, num_home: int) -> Balancer:
         LPLB(every=every),
         RailS(),
         MoonEP(),
+        Given(2),
         LLEP(min_tokens=few, min_imbalance=float(rng.choice([1.0, 1.3]))),
         Chain((Greedy(min_tokens=few), Exact())),
     ]
