@@ -150,6 +150,7 @@ class Evaluator:
     sample: Cluster | None = None
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
     _simulations: int = field(default=0, repr=False, compare=False)
+    _built: dict[Choice, Candidate] = field(default_factory=dict, repr=False, compare=False)
     _seen: dict[tuple[Choice, str], float] = field(default_factory=dict, repr=False)
     _placed: dict[tuple[str, int], Int[np.ndarray, "X R E"]] = field(default_factory=dict, repr=False)
 
@@ -187,7 +188,9 @@ class Evaluator:
 
     def candidate(self, choice: Choice) -> Candidate:
         """Build the candidate of a choice."""
-        return choice.build(self.model, self.cluster, self.step)
+        if choice not in self._built:
+            self._built[choice] = choice.build(self.model, self.cluster, self.step)
+        return self._built[choice]
 
     def floor_s(self, choice: Choice) -> float:
         """Compute a lower bound of a layer's seconds on any workload: its operations at the peak, and its gathers.

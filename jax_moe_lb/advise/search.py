@@ -292,10 +292,12 @@ def _explored(
     times: dict[Choice, float] = {}
 
     def look(choices: Iterable[Choice]) -> None:
-        for choice in choices:
+        new = [choice for choice in dict.fromkeys(choices) if choice not in times and may(choice)]
+        # Those with the lowest bound come first, so that fewer of the others are simulated.
+        for choice in sorted(new, key=judge.floor_s):
             best = [times[one] for one in _best_of_families(times, FAMILIES)]
             limit = best[-1] if len(best) == FAMILIES else float("inf")
-            if choice not in times and may(choice) and judge.floor_s(choice) <= limit:
+            if judge.floor_s(choice) <= limit:
                 times[choice] = judge.glance(choice, workload)
 
     look(first)

@@ -101,7 +101,7 @@ Position = Int[AnyArray, "E #N"]
 Rank = Int[AnyArray, ""] | int
 
 MOST_AT_ONCE = 2**20
-"""Maximum number of queue entries processed at once by `rows_of_all`; larger batches are no faster."""
+"""Maximum number of queue entries processed at once on a host; larger batches are no faster."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,49 @@ def rows_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Split(
     num_ranks = quota.shape[1]
     rows = np.zeros((num_ranks, num_ranks), np.int32)
 
-    def add(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:
+    def add(sources: _Entries, experts: _Entries, ranks: _Sent, sent: _Sent) -> None:
+        del experts
+        first = np.flatnonzero(np.diff(sources, prepend=-1))
+        rows[sources[first, None], ranks[first]] += np.add.reduceat(sent, first, axis=0, dtype=np.int32)
+
+    stay = _by_source(counts, quota, domain, split, add)
+    rows[np.arange(num_ranks), np.arange(num_ranks)] += stay.sum(0, dtype=np.int32)
+    return rows
+
+
+def copies_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Int[np.ndarray, "R E R"]:
+    """Return `nearest_first` of all ranks, in NumPy.
+
+    The arguments are those of `nearest_first`, as NumPy arrays. Only queues with tokens are evaluated.
+
+    Returns:
+        `[R, E, R]` int32: the copies of each source for each expert by serving rank.
+    """
+    num_experts, num_ranks = quota.shape
+    copies = np.zeros((num_ranks, num_experts, num_ranks), np.int32)
+
+    def add(sources: _Entries, experts: _Entries, ranks: _Sent, sent: _Sent) -> None:
+        copies[sources[:, None], experts[:, None], ranks] += sent
+
+    stay = _by_source(counts, quota, domain, split, add)
+    copies[np.arange(num_ranks), :, np.arange(num_ranks)] += stay.T
+    return copies
+
+
+_Entries = Int[np.ndarray, "N"]
+_Sent = Int[np.ndarray, "N M"]
+
+
+def _by_source(
+    counts: Counts, quota: Quota, domain: int, split: Split, add: Callable[[_Entries, _Entries, _Sent, _Sent], None]
+) -> Quota:
+    """Call `add(sources, experts, ranks, sent)` with the entries of all tiers, ascending by source; return kept copies.
+
+    Entry `i` sends `sent[i, j]` copies for `experts[i]` from `sources[i]` to `ranks[i, j]`.
+    """
+    num_ranks = quota.shape[1]
+
+    def entries(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:
         # Sort by rank, then expert, so that the entries of one source are contiguous.
         group, member, expert = np.nonzero(np.moveaxis(supply, 0, 2))
         ends = supply.cumsum(2, dtype=np.int32)
@@ -207,13 +249,10 @@ def rows_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Split(
             g, m, e = (index[start : start + most] for index in (group, member, expert))
             end, served = ends[e, g, m][:, None], demand[e, g]
             sent = rule.served(end, served, None) - rule.served(end - supply[e, g, m][:, None], served, None)
-            first = np.flatnonzero(np.diff(ranks[g, m], prepend=-1))
-            rows[ranks[g, m][first, None], ranks[g[first]]] += np.add.reduceat(sent, first, axis=0, dtype=np.int32)
+            add(ranks[g, m], e, ranks[g], sent)
         return np.zeros_like(supply)
 
-    stay = _over_tiers(counts, quota, domain, split, np.ones((1, num_ranks), bool), add)
-    rows[np.arange(num_ranks), np.arange(num_ranks)] += stay.sum(0, dtype=np.int32)
-    return rows
+    return _over_tiers(counts, quota, domain, split, np.ones((1, num_ranks), bool), entries)
 
 
 def arrivals(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split = Split()) -> Quota:

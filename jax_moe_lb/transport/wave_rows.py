@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from jax_moe_lb.core.plan import Plan, rows_between
-from jax_moe_lb.core.split import nearest_first
+from jax_moe_lb.core.split import copies_of_all
 from jax_moe_lb.core.types import Counts
 
 RowsBetween = Num[np.ndarray, "R R"]
@@ -73,8 +73,12 @@ class WaveRows:
     def _by_expert(self) -> Int[np.ndarray, "R E R"]:
         """Copies of each rank for each expert by serving rank."""
         counts, plan = self.counts, self.plan
-        rows = (nearest_first(counts, plan.quota, rank, plan.domain, plan.split) for rank in range(plan.num_ranks))
-        return np.stack([np.asarray(row) for row in rows])
+        copies = np.zeros((plan.num_ranks, plan.num_experts, plan.num_ranks), np.int32)
+        # Most experts are served by one rank, which gets all their tokens.
+        copies[:, np.arange(plan.num_experts), plan.quota.argmax(1)] = counts
+        shared = np.flatnonzero((plan.quota > 0).sum(1) > 1)
+        copies[:, shared] = copies_of_all(counts[:, shared], plan.quota[shared], plan.domain, plan.split)
+        return copies
 
 
 class EvenRouting(NamedTuple):

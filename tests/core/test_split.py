@@ -12,7 +12,7 @@ from jax_moe_lb import Chain, HostCallback, Plan, Topology
 from jax_moe_lb.balancers import UltraEP
 from jax_moe_lb.core import Split, check_plan, nearest_first, plain_plan
 from jax_moe_lb.core import traffic as plan_traffic
-from jax_moe_lb.core.split import arrivals, floor_share, kept, rows_of_all
+from jax_moe_lb.core.split import arrivals, copies_of_all, floor_share, kept, rows_of_all
 from tests.oracle import random_plan
 
 SPLITS = [Split(tier, locality) for tier in ("nearest", "proportional") for locality in (True, False)]
@@ -199,8 +199,10 @@ def test_rows_of_all_ranks_are_those_of_each(num_ranks, num_experts, domain, tie
     shares = rng.dirichlet(np.full(num_ranks, 0.3), num_experts)
     quota = np.stack([rng.multinomial(n, p) for n, p in zip(counts.sum(0), shares, strict=True)]).astype(np.int32)
     split = Split(tier, locality)
-    each = [nearest_first(counts, quota, rank, domain, split).sum(0) for rank in range(num_ranks)]
-    np.testing.assert_array_equal(rows_of_all(counts, quota, domain, split), each)
+    each = np.stack([nearest_first(counts, quota, rank, domain, split) for rank in range(num_ranks)])
+    np.testing.assert_array_equal(copies_of_all(counts, quota, domain, split), each)
+    np.testing.assert_array_equal(rows_of_all(counts, quota, domain, split), each.sum(1))
     # The result in pieces equals the result at once.
     monkeypatch.setattr("jax_moe_lb.core.split.MOST_AT_ONCE", 7)
-    np.testing.assert_array_equal(rows_of_all(counts, quota, domain, split), each)
+    np.testing.assert_array_equal(copies_of_all(counts, quota, domain, split), each)
+    np.testing.assert_array_equal(rows_of_all(counts, quota, domain, split), each.sum(1))
