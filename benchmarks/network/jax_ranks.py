@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 # Import everything before forking; imports do not start a backend.
@@ -20,8 +21,22 @@ COLLECTIVE_TIMEOUT_S = 60
 """Timeout of a rank inside a collective; the default is half an hour."""
 
 
-def launch_jax(network: Network, body: Body, *, devices_per_process: int, deadline_s: float) -> list[Any]:
+def launch_jax(
+    network: Network,
+    body: Body,
+    *,
+    devices_per_process: int,
+    deadline_s: float,
+    prepare: Callable[[Rank], None] = lambda rank: None,
+) -> list[Any]:
     """Run `launch` with each rank as a JAX process with `devices_per_process` virtual devices.
+
+    Args:
+        network: network with the hosts.
+        body: function of each rank.
+        devices_per_process: virtual devices of each rank.
+        deadline_s: time limit of all ranks in seconds.
+        prepare: function called by each rank before its backend starts, for example to limit its CPU time.
 
     Raises:
         RanksFailed: as in `launch`.
@@ -30,6 +45,7 @@ def launch_jax(network: Network, body: Body, *, devices_per_process: int, deadli
         raise ValueError(f"devices_per_process is {devices_per_process}; expected at least 1")
 
     def one_rank(rank: Rank) -> Any:
+        prepare(rank)
         _join(rank, devices_per_process)
         result = body(rank)
         jax.distributed.shutdown()

@@ -1,0 +1,240 @@
+"""Training on four ranks with CPU quotas and shaped links: predicted by the simulator, then measured.
+
+    python -m benchmarks.network.bench_training calibrate 1    # rates of the testbed, from other sizes
+    python -m benchmarks.network.bench_training predict 1      # twenty predictions; commit them
+    python -m benchmarks.network.bench_training measure 1      # the same twenty, measured
+
+Run it as root, or with user namespaces and writable control groups (see `testbed.py`).
+"""
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.network import sandbox
+from benchmarks.network.replayed import recorded
+from benchmarks.network.testbed import CASES, CONFIG, CORES, KEEP_MEMORY, NUM_RANKS, SYSTEMS, Case, Program, Testbed, run
+from benchmarks.results import Table, Value, report
+from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, mean_report, replay, skewed_counts
+from jax_moe_lb.sim.config import load_config
+
+RESULTS = Path(__file__).parents[1] / "results"
+TRACES = Path(__file__).parents[1] / "traces"
+
+NUM_TOKENS = CONFIG.tokens_per_step // NUM_RANKS
+STEPS = 4
+"""Steps of a routing, measured in turn."""
+
+MODEL = ModelShape(
+    layers=CONFIG.model.num_layers,
+    hidden=CONFIG.model.embed_dim,
+    inner=CONFIG.model.mlp_dim,
+    experts=CONFIG.model.num_experts,
+    per_token=CONFIG.model.experts_per_token,
+    tokens=NUM_TOKENS,
+    itemsize=4,
+    pre_expert_s=0.0,
+)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Twenty points: systems x routings x links.
+
+    Args:
+        rates: rates of a rank's link per direction, in bits per second.
+        routings: names of `counts_of`.
+    """
+
+    rates: tuple[float, ...]
+    routings: tuple[str, ...]
+
+
+ROUNDS = {
+    1: Round((2000e6, 500e6), ("popular ranks, 2.0", "recorded")),
+    2: Round((4000e6, 1000e6), ("zipf, 1.6", "popular ranks, 2.5")),
+}
+
+
+@cache
+def counts_of(routing: str) -> np.ndarray:
+    """Return `[STEPS, layers, R, E]` counts: recorded ones, or synthetic ones of a shape and an imbalance."""
+    layers = CONFIG.model.num_layers
+    if routing == "recorded":
+        shape = (layers, NUM_RANKS, CONFIG.model.num_experts)
+        found = recorded(TRACES / "free_0.npz", shape, NUM_TOKENS, CONFIG.model.experts_per_token)
+        return found[:: len(found) // STEPS][:STEPS]
+    shape, imbalance = routing.rsplit(", ", 1)
+    steps = [
+        skewed_counts(MODEL, NUM_RANKS, float(imbalance), layers, seed, LoadShape(shape)) for seed in range(STEPS)
+    ]
+    return np.stack(steps)
+
+
+def records_of(routings: tuple[str, ...]) -> tuple[np.ndarray, dict[str, list[list[float]]]]:
+    """Return the records of all routings, and those of each routing by step and layer."""
+    all_counts = np.stack([counts_of(routing) for routing in routings])
+    numbers = np.arange(np.prod(all_counts.shape[:3]), dtype=np.float64).reshape(all_counts.shape[:3])
+    records = all_counts.reshape(-1, *all_counts.shape[3:])
+    return records, {routing: of.tolist() for routing, of in zip(routings, numbers, strict=True)}
+
+
+# ---- calibration ---------------------------------------------------------------
+
+
+def calibrate(bed: Testbed, rates: tuple[float, ...]) -> dict[str, Any]:
+    """Return the machine's description and the seconds of a step without experts, at every rate."""
+    from jax_moe_lb.calibrate import measure
+    from jax_moe_lb.calibrate.machine_profile import to_yaml
+    from models.data.sources import default_corpus
+
+    corpus = default_corpus(CONFIG.data.max_corpus_bytes)
+    program = Program(Case(None), CONFIG, bed.mesh, np.zeros((1, NUM_RANKS, CONFIG.model.num_experts), np.int32))
+    found = {}
+    for rate in rates:
+        bed.limits(rate, CORES)
+        machine = to_yaml(measure.measure(NUM_RANKS), measure.HIDDEN, measure.INNER)
+        rest = bed.times(program, corpus, 5, 1, None)["seconds"]
+        found[str(rate)] = {"machine": machine, "rest_s": rest}
+        bed.limits(None, None)
+    return found
+
+
+def calibrated(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the calibration of rank 0, with the step of the slowest rank."""
+    return {
+        rate: {**of, "rest_s": float(np.median(np.max([one[rate]["rest_s"] for one in found], 0)))}
+        for rate, of in found[0].items()
+    }
+
+
+def cluster_of(machine: str) -> Cluster:
+    """Return the cluster of a machine file of `jax-moe-lb calibrate`."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.yaml"
+        path.write_text(machine)
+        found = load_config("machine", str(path)).cluster
+    assert found is not None
+    return found.build()
+
+
+# ---- predictions ---------------------------------------------------------------
+
+
+def predicted_s(name: str, routing: str, calibration: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the mean predicted seconds of a step, and the imbalance before and after."""
+    from dataclasses import replace
+
+    model = replace(MODEL, other_s=calibration["rest_s"])
+    found = mean_report(list(replay(SYSTEMS[name], model, cluster_of(calibration["machine"]), counts_of(routing))))
+    return found.step_s, found.imbalance_before, found.imbalance_after
+
+
+PREDICTED = {"Mbit/s": ".0f", "routing": "", "system": "", "imbalance before": ".2f", "after": ".2f", "predicted ms": ".0f"}
+
+
+def predictions(number: int, calibration: dict[str, Any]) -> Table:
+    """Return the predictions of a round."""
+    rows: list[list[Value]] = []
+    for rate in ROUNDS[number].rates:
+        for routing in ROUNDS[number].routings:
+            for name in SYSTEMS:
+                step_s, before, after = predicted_s(name, routing, calibration[str(rate)])
+                rows.append([rate / 1e6, routing, name, before, after, step_s * 1e3])
+    return Table(PREDICTED, rows)
+
+
+CALIBRATED = {
+    "Mbit/s": ".0f",
+    "exchange MB/s": ".1f",
+    "its latency ms": ".1f",
+    "experts GFLOP/s": ".1f",
+    "planner us": ".0f",
+    "permutation GB/s": ".1f",
+    "step without experts ms": ".0f",
+}
+
+
+def calibration_table(found: dict[str, Any]) -> Table:
+    """Return the calibrated rates."""
+    rows: list[list[Value]] = []
+    for rate, of in found.items():
+        cluster = cluster_of(of["machine"])
+        link, gemm = cluster.levels[-1], cluster.gemm
+        speed = gemm.seconds(np.array([[1024]]), 1.0)[0]
+        rates = [link.bytes_per_s / 1e6, link.latency_s * 1e3, 1024 / speed / 1e9]
+        rows.append(
+            [float(rate) / 1e6, *rates, (cluster.planner_s or 0) * 1e6, (cluster.hbm_bytes_per_s or 0) / 1e9]
+            + [of["rest_s"] * 1e3]
+        )
+    return Table(CALIBRATED, rows)
+
+
+# ---- measurements --------------------------------------------------------------
+
+
+def measure(bed: Testbed, number: int, passes: int) -> list[dict[str, Any]]:
+    """Return the times of all points, interleaved."""
+    from benchmarks.network.jax_ranks import check_same_program
+    from models.data.sources import default_corpus
+
+    corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), []
+    records, numbers = records_of(ROUNDS[number].routings)
+    programs = {}
+    for name, system in SYSTEMS.items():
+        programs[name] = Program(Case(system), CONFIG, bed.mesh, records)
+        check_same_program(programs[name].lowered.as_text())
+        _say(bed, f"{name}: compiled")
+    for rate in ROUNDS[number].rates:
+        bed.limits(rate, CORES)
+        for turn in range(passes):
+            for routing, of_steps in numbers.items():
+                for name, program in programs.items():
+                    times = bed.times(program, corpus, STEPS, 1, of_steps)
+                    found.append({"rate": rate, "turn": turn, "routing": routing, "system": name, **times})
+                    _say(bed, f"{rate / 1e6:.0f} {routing} {name}: {np.mean(times['seconds']):.3f} s")
+        bed.limits(None, None)
+    return found
+
+
+def _say(bed: Testbed, line: str) -> None:
+    if bed.rank.index == 0:
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def main() -> None:
+    os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("calibrate", "predict", "measure"))
+    parser.add_argument("round", type=int, choices=ROUNDS)
+    parser.add_argument("--passes", type=int, default=2, help="Interleaved passes over all points.")
+    parser.add_argument("--folder", type=Path, required=True, help="Folder of raw measurements.")
+    given = parser.parse_args()
+    machine = given.folder / f"calibration_{given.round}.json"
+    if given.part == "predict":
+        calibration = json.loads(machine.read_text())
+        tables = {"calibrated": calibration_table(calibration), "predictions": predictions(given.round, calibration)}
+        report(tables, RESULTS / f"network_training_predicted_{given.round}.json")
+        return
+    sandbox.enter()
+    load, start_s = os.getloadavg()[0], time.monotonic()
+    if given.part == "calibrate":
+        found: Any = calibrated(run(partial(calibrate, rates=ROUNDS[given.round].rates), 900))
+        machine.write_text(json.dumps(found, indent=1))
+    else:
+        found = run(partial(measure, number=given.round, passes=given.passes), 2400)
+        (given.folder / f"measured_{given.round}.json").write_text(json.dumps(found))
+    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

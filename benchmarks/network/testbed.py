@@ -1,0 +1,259 @@
+"""Training of a small language model on four ranks with an equal CPU quota each, joined by shaped links.
+
+A rank is a process with one device. Its threads share one core and `CORES` of its time. Every rank has its own network
+interface to one switch, limited in both directions.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.network.launch import Rank
+from benchmarks.network.quota import CpuGroup, cpu_groups
+from benchmarks.network.replayed import OWN, Replayed
+from benchmarks.network.topologies import Rails
+from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, plain, ultraep
+from jax_moe_lb.layer.systems import feplb, hybridep
+from jax_moe_lb.nn.moe import RouterBias
+from models.config import BatchConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from models.data.corpus import Corpus
+from models.decoder.tiny import LanguageModel
+from models.mesh import make_mesh, place_batch, state_shardings
+from models.training.step import apply_gradients, loss_and_gradients, make_optimizer, next_token_loss
+
+NUM_RANKS, CORES = 4, 0.35
+
+KEEP_MEMORY = ":".join(
+    f"glibc.malloc.{option}" for option in ("mmap_max=0", f"trim_threshold={2**36}", "arena_max=1", "hugetlb=1")
+)
+"""Make the allocator keep large buffers, as on accelerators; otherwise every step faults their pages again."""
+
+CONFIG = TrainConfig(
+    model=ModelConfig(num_layers=2, embed_dim=128, num_heads=4, mlp_dim=768, num_experts=8, experts_per_token=2),
+    parallel=ParallelConfig(expert_parallel=NUM_RANKS, system="plain"),
+    batch=BatchConfig(size=128, sequence_length=128),
+    data=DataConfig(max_corpus_bytes=2_000_000),
+    steps=1000,
+)
+"""The model: experts take most of the floating-point operations."""
+
+WARM_STEPS = 1
+"""First steps of a measurement to exclude from its time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of the testbed.
+
+    Args:
+        system: load-balancing system; `None` leaves the expert layers out.
+        capacity_factor: see `Router`.
+        aux_loss: see `ModelConfig`.
+        bias_rate: see `ModelConfig`.
+    """
+
+    system: System | None
+    capacity_factor: float | None = None
+    aux_loss: float = 0.0
+    bias_rate: float = 0.0
+
+
+SYSTEMS: dict[str, System] = {
+    "plain": plain(),
+    "exact": exact(),
+    "ultraep": ultraep(),
+    "feplb": feplb(),
+    # Four slots cover domains of two ranks.
+    "hybridep": hybridep(replica_slots=4),
+}
+"""Dropless systems."""
+
+CASES = {name: Case(system) for name, system in SYSTEMS.items()} | {
+    **{f"capacity {factor}": Case(plain(), capacity_factor=factor) for factor in (1.0, 1.25, 2.0)},
+    "router bias": Case(plain(), bias_rate=1e-3),
+    "aux loss": Case(plain(), aux_loss=1e-2),
+}
+"""All programs of the training table."""
+
+
+class Program:
+    """Compiled training step of a case, with its state.
+
+    Args:
+        case: the case.
+        config: sizes of model and batch.
+        mesh: ranks.
+        records: `[records, R, E]` counts to replay.
+    """
+
+    def __init__(self, case: Case, config: TrainConfig, mesh: Mesh, records: np.ndarray) -> None:
+        self.config, self.mesh, self.case = config, mesh, case
+        init, step = _functions(case, config, mesh, records)
+        shapes = nnx.eval_shape(init)
+        shardings, everywhere = state_shardings(shapes, mesh), NamedSharding(mesh, PartitionSpec())
+        self.state = jax.jit(init, out_shardings=shardings)()
+        self.placed = {OWN: self._bias(OWN, everywhere)}
+        self.everywhere = everywhere
+        jitted = jax.jit(
+            step, donate_argnums=0, out_shardings=(shardings, everywhere, everywhere),
+            compiler_options=compiler_options(mesh),
+        )  # fmt: skip
+        tokens = place_batch(np.zeros((config.batch.size, config.batch.sequence_length + 1), np.int32), mesh)
+        self.lowered = jitted.lower(self.state, tokens, [self.placed[OWN]] * config.model.num_layers)
+        self.program = self.lowered.compile()
+
+    def _bias(self, record: float, sharding: NamedSharding) -> jax.Array:
+        value = np.full(self.config.model.num_experts, record, np.float32)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    def step(self, tokens: jax.Array, records: Sequence[float] | None = None) -> tuple[Any, Any]:
+        """Run one step and return its loss and statistics on the host, after all results are ready.
+
+        Args:
+            tokens: placed batch.
+            records: record of each layer; `None` (default) for the model's own routing.
+        """
+        chosen = [OWN] * self.config.model.num_layers if records is None else list(records)
+        for record in chosen:
+            if record not in self.placed:
+                self.placed[record] = self._bias(record, self.everywhere)
+        self.state, loss, stats = self.program(self.state, tokens, [self.placed[record] for record in chosen])
+        jax.block_until_ready(self.state)
+        return jax.device_get((loss, stats))
+
+
+def _functions(case: Case, config: TrainConfig, mesh: Mesh, records: np.ndarray) -> tuple[Callable, Callable]:
+    """Return functions `() -> state` and `(state, tokens, records of layers) -> (state, loss, statistics)`."""
+    model_config = dataclasses.replace(config.model, aux_loss=case.aux_loss, bias_rate=case.bias_rate)
+    top_k = TopK(config.model.experts_per_token, capacity_factor=case.capacity_factor, selection_bias=True)
+    router = Replayed(router=top_k, records=records, capacity_factor=case.capacity_factor)
+    topology = Topology.from_mesh(mesh)
+    system = plain() if case.system is None else case.system
+
+    def create() -> tuple[LanguageModel, nnx.Optimizer]:
+        rngs = nnx.Rngs(config.seed)
+        model = LanguageModel(model_config, mesh=mesh, topology=topology, system=system, rngs=rngs)
+        if not case.bias_rate:
+            for block in model.blocks:
+                block.moe.router = router
+                block.moe.bias = nnx.data(RouterBias(jnp.full(config.model.num_experts, OWN)))
+        return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
+
+    graph, _ = nnx.split(nnx.eval_shape(create))
+
+    def step(state: nnx.State, tokens: jax.Array, of_layers: list[jax.Array]) -> tuple[nnx.State, jax.Array, Any]:
+        model, optimizer = nnx.merge(graph, state)
+        if case.system is None:
+            loss, gradients = nnx.value_and_grad(lambda model: next_token_loss(partial(_without_experts, model), tokens)[0])(
+                model
+            )
+            stats: Stats | int = jnp.int32(0)
+        else:
+            if not case.bias_rate:
+                for block, record in zip(model.blocks, of_layers, strict=True):
+                    block.moe.bias.set_value(record)
+            loss, stats, gradients = loss_and_gradients(model, tokens, 1, mesh)
+        apply_gradients(model, optimizer, gradients)
+        if case.bias_rate:
+            for i, block in enumerate(model.blocks):
+                block.moe.update_bias(jax.tree.map(lambda leaf, i=i: leaf[i], stats), case.bias_rate)
+        return nnx.state((model, optimizer)), loss, stats
+
+    return lambda: nnx.state(create()), step
+
+
+def _without_experts(model: LanguageModel, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    x = model.embed(tokens)
+    for block in model.blocks:
+        x = x + block.attention(block.attention_norm(x).astype(x.dtype))
+        x = x + block.moe_norm(x).astype(x.dtype)
+    return model.head(model.norm(x)), jnp.int32(0)
+
+
+class Testbed:
+    """One rank of the testbed, inside its process."""
+
+    def __init__(self, rank: Rank, group: CpuGroup) -> None:
+        self.rank, self.group = rank, group
+        self.mesh = make_mesh(CONFIG.parallel)
+
+    def limits(self, bits_per_s: float | None, cores: float | None) -> None:
+        """Set the rate of all links and the quota of this rank, on all ranks together."""
+        from benchmarks.network.jax_ranks import barrier
+
+        barrier("before limits")
+        if self.rank.index == 0:
+            self.rank.network.set_rate(bits_per_s)
+        self.group.limit(cores)
+        barrier("after limits")
+
+    def times(
+        self, program: Program, corpus: Corpus, steps: int, first: int, records: Sequence[Sequence[float]] | None
+    ) -> dict[str, Any]:
+        """Time some steps together, after `WARM_STEPS`.
+
+        Args:
+            program: program.
+            corpus: text of the batches.
+            steps: number of timed steps.
+            first: number of the first batch.
+            records: records of each layer, in turn for each step; `None` for the model's own routing.
+        """
+        from benchmarks.network.jax_ranks import barrier
+
+        config, rows = program.config, []
+        for number in range(WARM_STEPS + steps):
+            batch = corpus.batch(config.seed, first + number, config.batch.size, config.batch.sequence_length)
+            tokens = place_batch(batch, self.mesh)
+            barrier("step")
+            start_s, cpu_s = time.perf_counter(), time.process_time()
+            loss, stats = program.step(tokens, None if records is None else records[number % len(records)])
+            seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+            rows.append(_row(loss, stats, seconds, cpu_s))
+        return {name: [row[name] for row in rows[WARM_STEPS:]] for name in rows[0]}
+
+
+def _row(loss: Any, stats: Any, seconds: float, cpu_s: float) -> dict[str, Any]:
+    row = {"loss": float(loss), "seconds": seconds, "cpu_s": cpu_s}
+    if not isinstance(stats, Stats):
+        return row
+    return row | {
+        "before": float(np.mean(stats.imbalance_before)),
+        "after": float(np.mean(stats.imbalance_after)),
+        "rounds": int(np.max(stats.rounds)),
+        "dropped": int(np.sum(stats.dropped)),
+        "weight_bytes": float(np.sum(stats.weight_bytes_moved)),
+    }
+
+
+def prepare(groups: Sequence[CpuGroup], rank: Rank) -> None:
+    """Move a rank into its group, on one core."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank.index % len(cores)]})
+    groups[rank.index].enter()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+
+
+def run(body: Callable[[Testbed], Any], deadline_s: float) -> list[Any]:
+    """Run a function on all ranks of the testbed, and return the results."""
+    import models.training.step  # noqa: F401 (once, before ranks are forked)
+    from benchmarks.network.jax_ranks import launch_jax
+
+    with cpu_groups(NUM_RANKS) as groups, Rails(NUM_RANKS, 1, None, rail_only=True).build() as network:
+        return launch_jax(
+            network,
+            lambda rank: body(Testbed(rank, groups[rank.index])),
+            devices_per_process=1,
+            deadline_s=deadline_s,
+            prepare=partial(prepare, groups),
+        )

@@ -1,0 +1,29 @@
+"""Counts that the replaying router reproduces."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.network.replayed import OWN, Replayed, fitted
+from jax_moe_lb import TokenInfo, TopK
+
+
+@pytest.mark.parametrize("loads", [[9.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 5.0, 3.0, 1e-9]])
+def test_fitted_counts_are_routed_exactly_and_tokens_have_distinct_experts(loads: list[float]) -> None:
+    num_tokens, per_token = 10, 2
+    records = fitted(np.array([[loads, loads[::-1]]]), num_tokens, per_token)
+    assert (records.sum(-1) == num_tokens * per_token).all() and records.max() <= num_tokens
+    router = Replayed(router=TopK(per_token), records=records)
+    logits = jax.random.normal(jax.random.key(0), (num_tokens, 4))
+    for rank in range(2):
+        experts = router(logits, jnp.zeros(4), TokenInfo(first=rank * num_tokens)).experts
+        assert (np.bincount(np.ravel(experts), minlength=4) == records[0, rank]).all()
+        assert all(len(set(row)) == per_token for row in experts.tolist())
+
+
+def test_without_a_record_the_router_follows_its_logits() -> None:
+    top_k = TopK(2)
+    router = Replayed(router=top_k, records=np.array([[[3, 3, 0, 0]]], np.int32))
+    logits = jax.random.normal(jax.random.key(0), (3, 4))
+    assert (router(logits, jnp.full(4, OWN)).experts == top_k(logits).experts).all()
