@@ -20,8 +20,11 @@ import numpy as np
 
 from benchmarks.network import sandbox
 from benchmarks.network.replayed import recorded
-from benchmarks.network.testbed import CASES, CONFIG, CORES, KEEP_MEMORY, NUM_RANKS, SYSTEMS, Case, Program, Testbed, run
+from benchmarks.network.stages import seconds_by_operation, seconds_by_stage
+from benchmarks.network.testbed import CASES, CONFIG, CORES, KEEP_MEMORY, NUM_RANKS, SYSTEMS, WARM_STEPS, Case, Program, Testbed, run
+from benchmarks.network.training_tables import compared, slowest
 from benchmarks.results import Table, Value, report
+from benchmarks.results import load as load_tables
 from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, mean_report, replay, skewed_counts
 from jax_moe_lb.sim.config import load_config
 
@@ -63,6 +66,13 @@ ROUNDS = {
 }
 
 
+ROUTINGS = tuple(routing for of in ROUNDS.values() for routing in of.routings)
+"""Routings of all rounds. Programs contain the counts of all, so both rounds run the same programs."""
+
+TRAIN_RATE, TRAIN_ROUTINGS, RUNS = 2000e6, ("popular ranks, 2.0", "recorded"), 5
+"""Link, replayed routings and interleaved runs of the training table."""
+
+
 @cache
 def counts_of(routing: str) -> np.ndarray:
     """Return `[STEPS, layers, R, E]` counts: recorded ones, or synthetic ones of a shape and an imbalance."""
@@ -78,12 +88,13 @@ def counts_of(routing: str) -> np.ndarray:
     return np.stack(steps)
 
 
-def records_of(routings: tuple[str, ...]) -> tuple[np.ndarray, dict[str, list[list[float]]]]:
+@cache
+def records() -> tuple[np.ndarray, dict[str, list[list[float]]]]:
     """Return the records of all routings, and those of each routing by step and layer."""
-    all_counts = np.stack([counts_of(routing) for routing in routings])
+    all_counts = np.stack([counts_of(routing) for routing in ROUTINGS])
     numbers = np.arange(np.prod(all_counts.shape[:3]), dtype=np.float64).reshape(all_counts.shape[:3])
-    records = all_counts.reshape(-1, *all_counts.shape[3:])
-    return records, {routing: of.tolist() for routing, of in zip(routings, numbers, strict=True)}
+    flat = all_counts.reshape(-1, *all_counts.shape[3:])
+    return flat, {routing: of.tolist() for routing, of in zip(ROUTINGS, numbers, strict=True)}
 
 
 # ---- calibration ---------------------------------------------------------------
@@ -184,26 +195,71 @@ def calibration_table(found: dict[str, Any]) -> Table:
 
 def measure(bed: Testbed, number: int, passes: int) -> list[dict[str, Any]]:
     """Return the times of all points, interleaved."""
-    from benchmarks.network.jax_ranks import check_same_program
     from models.data.sources import default_corpus
 
     corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), []
-    records, numbers = records_of(ROUNDS[number].routings)
-    programs = {}
-    for name, system in SYSTEMS.items():
-        programs[name] = Program(Case(system), CONFIG, bed.mesh, records)
-        check_same_program(programs[name].lowered.as_text())
-        _say(bed, f"{name}: compiled")
+    numbers, programs = records()[1], compiled(bed, tuple(SYSTEMS))
     for rate in ROUNDS[number].rates:
         bed.limits(rate, CORES)
         for turn in range(passes):
-            for routing, of_steps in numbers.items():
+            for routing in ROUNDS[number].routings:
                 for name, program in programs.items():
-                    times = bed.times(program, corpus, STEPS, 1, of_steps)
+                    times = bed.times(program, corpus, STEPS, 1, numbers[routing])
                     found.append({"rate": rate, "turn": turn, "routing": routing, "system": name, **times})
                     _say(bed, f"{rate / 1e6:.0f} {routing} {name}: {np.mean(times['seconds']):.3f} s")
         bed.limits(None, None)
     return found
+
+
+def compiled(bed: Testbed, names: tuple[str, ...]) -> dict[str, Program]:
+    """Compile programs without a quota."""
+    from benchmarks.network.jax_ranks import check_same_program
+
+    programs = {}
+    for name in names:
+        programs[name] = Program(CASES[name], CONFIG, bed.mesh, records()[0])
+        check_same_program(programs[name].lowered.as_text())
+        _say(bed, f"{name}: compiled")
+    return programs
+
+
+def train(bed: Testbed, runs: int) -> dict[str, Any]:
+    """Return times of all cases, with their own routing and replayed, interleaved; and memory."""
+    from models.data.sources import default_corpus
+
+    corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), []
+    numbers, programs = records()[1], compiled(bed, tuple(CASES))
+    bed.limits(TRAIN_RATE, CORES)
+    for run_number in range(runs):
+        for routing in (None, *TRAIN_ROUTINGS):
+            for name, program in programs.items():
+                # These routers differ from `plain` by their training alone.
+                if routing is not None and name in ("router bias", "aux loss"):
+                    continue
+                first = 1 + run_number * (STEPS + WARM_STEPS)
+                times = bed.times(program, corpus, STEPS, first, None if routing is None else numbers[routing])
+                found.append({"turn": run_number, "routing": routing or "own", "system": name, **times})
+                _say(bed, f"{run_number} {routing} {name}: {np.mean(times['seconds']):.3f} s")
+    bed.limits(None, None)
+    return {"times": found, "memory": {name: program.memory_bytes for name, program in programs.items()}}
+
+
+def profile(bed: Testbed, names: tuple[str, ...], routing: str) -> dict[str, Any]:
+    """Return the seconds of each operation and stage of one profiled step, by rank 0."""
+    from models.data.sources import default_corpus
+
+    corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), {}
+    programs = compiled(bed, names)
+    bed.limits(TRAIN_RATE, CORES)
+    for name, program in programs.items():
+        of_steps = records()[1][routing]
+        bed.times(program, corpus, STEPS, 1, of_steps)
+        operations = seconds_by_operation(lambda: bed.times(program, corpus, STEPS - WARM_STEPS, 1, of_steps))
+        text = program.program.as_text()
+        found[name] = {"stages": seconds_by_stage(operations, text), "operations": operations, "text": text}
+        _say(bed, f"{name}: {found[name]['stages']}")
+    bed.limits(None, None)
+    return found if bed.rank.index == 0 else {}
 
 
 def _say(bed: Testbed, line: str) -> None:
@@ -214,25 +270,36 @@ def _say(bed: Testbed, line: str) -> None:
 def main() -> None:
     os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("calibrate", "predict", "measure"))
+    parser.add_argument("part", choices=("calibrate", "predict", "measure", "compare", "train", "profile"))
     parser.add_argument("round", type=int, choices=ROUNDS)
     parser.add_argument("--passes", type=int, default=2, help="Interleaved passes over all points.")
-    parser.add_argument("--folder", type=Path, required=True, help="Folder of raw measurements.")
+    parser.add_argument("--folder", type=Path, default=Path("runs/network_training"), help="Folder of raw measurements.")
     given = parser.parse_args()
-    machine = given.folder / f"calibration_{given.round}.json"
+    machine, measured = (given.folder / f"{name}_{given.round}.json" for name in ("calibration", "measured"))
     if given.part == "predict":
         calibration = json.loads(machine.read_text())
         tables = {"calibrated": calibration_table(calibration), "predictions": predictions(given.round, calibration)}
         report(tables, RESULTS / f"network_training_predicted_{given.round}.json")
+        return
+    if given.part == "compare":
+        predicted = load_tables(RESULTS / f"network_training_predicted_{given.round}.json")["predictions"]
+        table = compared(predicted, slowest(json.loads(measured.read_text())))
+        report({"compared": table}, RESULTS / f"network_training_measured_{given.round}.json")
         return
     sandbox.enter()
     load, start_s = os.getloadavg()[0], time.monotonic()
     if given.part == "calibrate":
         found: Any = calibrated(run(partial(calibrate, rates=ROUNDS[given.round].rates), 900))
         machine.write_text(json.dumps(found, indent=1))
+    elif given.part == "profile":
+        found = run(partial(profile, names=("plain", "exact", "feplb"), routing="recorded"), 1200)
+        (given.folder / "profiled.json").write_text(json.dumps(found[0]))
+    elif given.part == "train":
+        found = run(partial(train, runs=RUNS), 3600)
+        (given.folder / "trained.json").write_text(json.dumps(found))
     else:
         found = run(partial(measure, number=given.round, passes=given.passes), 2400)
-        (given.folder / f"measured_{given.round}.json").write_text(json.dumps(found))
+        measured.write_text(json.dumps(found))
     print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
 
 

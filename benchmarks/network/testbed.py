@@ -101,7 +101,9 @@ class Program:
         init, step = _functions(case, config, mesh, records)
         shapes = nnx.eval_shape(init)
         shardings, everywhere = state_shardings(shapes, mesh), NamedSharding(mesh, PartitionSpec())
-        self.state = jax.jit(init, out_shardings=shardings)()
+        make = jax.jit(init, out_shardings=shardings)
+        # Steps with replayed routing train a state of their own.
+        self.states = {"own": make(), "replayed": make()}
         self.placed = {OWN: self._bias(OWN, everywhere)}
         self.everywhere = everywhere
         jitted = jax.jit(
@@ -109,8 +111,14 @@ class Program:
             compiler_options=compiler_options(mesh),
         )  # fmt: skip
         tokens = place_batch(np.zeros((config.batch.size, config.batch.sequence_length + 1), np.int32), mesh)
-        self.lowered = jitted.lower(self.state, tokens, [self.placed[OWN]] * config.model.num_layers)
+        self.lowered = jitted.lower(self.states["own"], tokens, [self.placed[OWN]] * config.model.num_layers)
         self.program = self.lowered.compile()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak memory of a rank, in bytes, by the compiler."""
+        found = self.program.memory_analysis()
+        return int(found.argument_size_in_bytes + found.temp_size_in_bytes)
 
     def _bias(self, record: float, sharding: NamedSharding) -> jax.Array:
         value = np.full(self.config.model.num_experts, record, np.float32)
@@ -127,8 +135,9 @@ class Program:
         for record in chosen:
             if record not in self.placed:
                 self.placed[record] = self._bias(record, self.everywhere)
-        self.state, loss, stats = self.program(self.state, tokens, [self.placed[record] for record in chosen])
-        jax.block_until_ready(self.state)
+        name, placed = "own" if records is None else "replayed", [self.placed[record] for record in chosen]
+        self.states[name], loss, stats = self.program(self.states[name], tokens, placed)
+        jax.block_until_ready(self.states[name])
         return jax.device_get((loss, stats))
 
 

@@ -56,6 +56,8 @@ class Measured:
         hbm_bytes_per_s: Reads and writes of a rank in a permutation of rows, together, in bytes per second.
         memory_bytes: Memory that a device can allocate, in bytes; None (default) for CPUs and devices that do not
             report it.
+        backward_factor: Time of the experts' backward pass over that of their forward pass; 3 by default.
+        padded: Whether exchanges are those between processes on CPUs; False by default.
     """
 
     machine: str
@@ -72,6 +74,8 @@ class Measured:
     planner_s: float
     hbm_bytes_per_s: float
     memory_bytes: int | None = None
+    backward_factor: float = 3.0
+    padded: bool = False
 
     @property
     def preset(self) -> str | None:
@@ -134,6 +138,10 @@ def to_yaml(found: Measured, hidden: int, inner: int) -> str:
         "planner": f"{found.planner_s * 1e6:.4g} us",
         "hbm": f"{found.hbm_bytes_per_s / 1e9:.4g} GB/s",
     }
+    if found.backward_factor != Cluster.backward_factor:
+        cluster["backward"] = float(f"{found.backward_factor:.3g}")
+    if found.padded:
+        cluster["communication"] = {"padded": True}
     if found.memory_bytes is not None:
         cluster["memory"] = f"{found.memory_bytes / 1e9:.4g} GB"
     model = {"layers": 4, "hidden": hidden, "inner": inner, "experts": 8 * found.ranks, "per_token": 2, "tokens": 2048}

@@ -25,7 +25,7 @@ from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import LEVEL_NAMES, Topology
 from jax_moe_lb.core.virtual_devices import use_virtual_cpu_devices
 from jax_moe_lb.kernels.experts import Experts
-from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
+from jax_moe_lb.kernels.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.transport.replicate import PeerCopy
 
 
@@ -112,6 +112,7 @@ def measure(ranks: int) -> Measured:
     alone_on_cpu = jax.default_backend() == "cpu" and jax.process_count() == 1
     mesh = mesh_of(jax.devices()[:ranks] if alone_on_cpu else jax.devices())
     device = mesh.devices.flat[0]
+    ffn_s = [_ffn_s(mesh, rows) for rows in ROWS]
     return Measured(
         machine=f"{platform.node()}, {mesh.size} x {device.device_kind}",
         platform=device.platform,
@@ -122,13 +123,15 @@ def measure(ranks: int) -> Measured:
         exchanges=tuple(_exchange(mesh, level) for level in mesh.axis_names),
         rows=tuple(map(float, ROWS)),
         # A gated expert has three matrices, with two operations per element.
-        flops_per_s=tuple(GROUPS * rows * 6.0 * HIDDEN * INNER / _ffn_s(mesh, rows) for rows in ROWS),
+        flops_per_s=tuple(GROUPS * rows * 6.0 * HIDDEN * INNER / s for rows, s in zip(ROWS, ffn_s, strict=True)),
+        backward_factor=max(1.0, _ffn_gradients_s(mesh, ROWS[-1]) / ffn_s[-1]),
         dense_flops_per_s=2.0 * 1024 * 1024 * 1024 / _product_s(mesh),
         copy_bytes_per_s=3.0 * HIDDEN * INNER * 4 * GROUPS / _copy_s(mesh),
         planner_s=_planner_s(mesh.size),
         # Each row is read once and written once.
         hbm_bytes_per_s=2.0 * MANY_ROWS * HIDDEN * 4 / _permutation_s(mesh),
         memory_bytes=(device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None,
+        padded=device.platform == "cpu" and jax.process_count() > 1,
     )
 
 
@@ -192,6 +195,18 @@ def _ffn_s(mesh: Mesh, rows: int) -> float:
     def one_rank(x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> jax.Array:
         sizes = jnp.full(GROUPS, rows, jnp.int32)
         return grouped_ffn(x, Experts(up, down, gate), jax.lax.pcast(sizes, mesh.axis_names, to="varying"))
+
+    call = _on_ranks(mesh, one_rank, np.ones((GROUPS * rows, HIDDEN), np.float32), *_weights())
+    return median_s(call, REPEATS)
+
+
+def _ffn_gradients_s(mesh: Mesh, rows: int) -> float:
+    """Time the backward pass, which computes the hidden activations again."""
+
+    def one_rank(x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> tuple[jax.Array, Experts]:
+        sizes = jax.lax.pcast(jnp.full(GROUPS, rows, jnp.int32), mesh.axis_names, to="varying")
+        found = grouped_ffn_gradients(x, jnp.ones_like(x[:, :1]), Experts(up, down, gate), sizes, x, jnp.float32)
+        return found[0], found[2]
 
     call = _on_ranks(mesh, one_rank, np.ones((GROUPS * rows, HIDDEN), np.float32), *_weights())
     return median_s(call, REPEATS)

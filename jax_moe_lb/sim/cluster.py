@@ -60,6 +60,8 @@ class Communication:
             (default) is the model's `itemsize`; use 2 if only the dispatch uses fp8.
         shares_links: If True, overlapping exchanges share the links. If False (default), exchanges run in sequence, as
             XLA's collectives do on their single stream.
+        padded: If True, exchanges are those of this library between processes on CPUs: padded permutes in sequence, and
+            a ring on which all home experts pass every rank; see `sim/padded.py`. False by default.
 
     Raises:
         ValueError: A number is out of range.
@@ -76,6 +78,7 @@ class Communication:
     dispatch_bytes: float | None = None
     combine_bytes: float | None = None
     shares_links: bool = False
+    padded: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dispatch_bytes", "combine_bytes"):
@@ -282,6 +285,8 @@ class Cluster:
         hbm_bytes_per_s: Memory bandwidth of a rank, reads and writes together, in bytes per second: 3.35e12 in the
             datasheet of an H100. None (default) makes permutations and sums of rows free; see `sim/memory.py`.
         communication: Algorithms and formats of the communication library; XLA's by default.
+        backward_factor: Time of the experts' backward pass over that of their forward pass, with rematerialized hidden
+            activations; 3 by default, the ratio of the floating-point operations.
         jitter: Standard deviation of the logarithm of a task's duration; 0 by default. Each rank and task samples a
             factor with mean 1. At 0.02, ranks differ by 2 %. Exchanges wait for the slowest rank.
         jitter_seed: Random seed of these factors; 0 by default.
@@ -306,6 +311,7 @@ class Cluster:
     memory_bytes: float | None = None
     hbm_bytes_per_s: float | None = None
     communication: Communication = field(default_factory=Communication)
+    backward_factor: float = 3.0
     jitter: float = 0.0
     jitter_seed: int = 0
 
@@ -323,6 +329,8 @@ class Cluster:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"Cluster.{name} is {value}; expected at least 0")
+        if not 1 <= self.backward_factor < math.inf:
+            raise ValueError(f"Cluster.backward_factor is {self.backward_factor}; expected at least 1")
         if not 0 <= self.jitter <= MOST_JITTER:
             raise ValueError(f"Cluster.jitter is {self.jitter}; expected 0 to {MOST_JITTER}")
         check_integer("Cluster.jitter_seed", self.jitter_seed, 0)

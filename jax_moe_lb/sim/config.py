@@ -93,6 +93,7 @@ class ClusterSection(_Section):
     memory: SizeField | None = None
     hbm: RateField | None = None
     communication: Communication = Communication()
+    backward: float = Field(default=3.0, ge=1.0, le=1000.0)
     jitter: float = 0.0
     jitter_seed: int = Field(default=0, ge=0, lt=2**64)
 
@@ -116,6 +117,7 @@ class ClusterSection(_Section):
             memory_bytes=self.memory,
             hbm_bytes_per_s=self.hbm,
             communication=self.communication,
+            backward_factor=self.backward,
             jitter=self.jitter,
             jitter_seed=self.jitter_seed,
         )

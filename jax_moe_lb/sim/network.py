@@ -35,12 +35,13 @@ class Flow:
         sent: Per level `[members, links]`, bytes sent by each link of each member; `[1, 1]` if all links carry the
             same.
         received: Per level, bytes received by each link, in the same shape.
-        hops: Per level, the number of sequential messages; `()` (default) if all messages overlap.
+        hops: Per level, the number of sequential messages, or the mean of several flows; `()` (default) if all
+            messages overlap.
     """
 
     sent: tuple[PerLink, ...]
     received: tuple[PerLink, ...]
-    hops: tuple[int, ...] = ()
+    hops: tuple[int | float, ...] = ()
 
     def times(self, factor: float) -> "Flow":
         """Multiply the bytes by `factor`."""

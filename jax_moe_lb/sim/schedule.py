@@ -149,7 +149,7 @@ class Scheduler:
 
     def _backward_in_phases(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
-        factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
+        factor, sends = self._backward_factor_and_sends()
         self._shared(BACKWARD, at, ready, factor)
         first, second = work.waves
         sent = self._dispatch("dispatch" + BACKWARD, _of_home(work), at, ready, sends)
@@ -165,6 +165,11 @@ class Scheduler:
         back = self._home_and_back(BACKWARD, work, at, served)
         return self._after_experts(work, at, _Served(served, back))
 
+    def _backward_factor_and_sends(self) -> tuple[float, int]:
+        """Return the experts' time over that of the forward pass, and the exchanges of rows to the experts."""
+        factor = self.cluster.backward_factor
+        return (factor, 2) if self.step.recompute else (factor - 1, 1)
+
     def _home_and_back(self, mark: str, work: LayerWork, at: int, served: tuple[Task, ...]) -> tuple[Task, ...]:
         """Add the return of moved rows to their homes, and of all rows to their tokens."""
         first, second = work.waves
@@ -179,7 +184,7 @@ class Scheduler:
             return self._backward_in_phases(work, at, ready)
         held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
         # Token copies sent again travel beside the gradients of their outputs.
-        factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
+        factor, sends = self._backward_factor_and_sends()
         self._shared(BACKWARD, at, ready, factor)
         back = ready
         for wave in work.waves[:-1]:

@@ -24,6 +24,7 @@ from jax_moe_lb.sim.network import (
     pair_hops,
     reduce_scatter,
 )
+from jax_moe_lb.sim.padded import exchange_hops, padded_rows, ring_experts
 from jax_moe_lb.sim.traffic import (
     Group,
     gradients_between,
@@ -254,12 +255,15 @@ def _facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
 
 
 class _PartOfWave(NamedTuple):
-    """Rows of a wave of one group: between the cluster's ranks in each hop, by slot, and gathered; and rounds."""
+    """Rows of a wave of one group: between the cluster's ranks in each hop, by slot, and gathered; rounds, and permutes
+    of each hop if exchanges are padded.
+    """
 
     hops: tuple[RowsBetween, ...]
     rows: np.ndarray
     gathered: float
     rounds: int
+    permutes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -288,11 +292,19 @@ def _part(
         if cost.passes_home and at == 0:
             # The rows of the second wave are not served at home.
             wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.T for later, _ in waves[1:]))
+        permutes: tuple[int, ...] = ()
+        if group.cluster.communication.padded:
+            capacity = cost.buffers.rows(num_copies)
+            hops, permutes = zip(*(padded_rows(hop, capacity, num_copies) for hop in hops), strict=True)
         rows = rows_per_slot(wave_plan)
         gathered = cost.row_arrays(model.tokens, model.per_token, topology).gathered(float(rows.sum()) / len(rows))
-        moved.append(_PartOfWave(tuple(map(group.spread, hops)), rows, gathered, rounds))
+        moved.append(_PartOfWave(tuple(map(group.spread, hops)), rows, gathered, rounds, permutes))
         load_after += load(wave_plan)
-    weights, gradients = group.spread(replicas_between(plan)), group.spread(gradients_between(plan))
+    weights, gradients = replicas_between(plan), gradients_between(plan)
+    if group.cluster.communication.padded and system.replica_slots:
+        sizes = len(group.ranks), plan.num_home
+        weights, gradients = ring_experts(*sizes), ring_experts(*sizes, back=True)
+    weights, gradients = group.spread(weights), group.spread(gradients)
     return _Part(group.ranks, moved, weights, gradients, load_after, _planner_s(system, group, counts, plan))
 
 
@@ -353,6 +365,12 @@ def _merged(
         dispatch = tuple(exchanged(hop, inside, cluster, by_level=cost.by_level) for hop in hops)
         # Groups share links, so the layer lasts as long as the group with the most rounds.
         rounds = max(part.waves[at].rounds for part in parts)
+        if cluster.communication.padded:
+            permutes = np.max([part.waves[at].permutes for part in parts], 0).tolist()
+            dispatch = tuple(
+                with_messages(hop, exchange_hops(math.prod(inside), number, rounds))
+                for hop, number in zip(dispatch, permutes, strict=True)
+            )
         gathered = float(np.mean([part.waves[at].gathered for part in parts]))
         waves.append(Wave(dispatch, by_rank, rounds, widths, gathered, cost.early_hops, cost.chunks_of_hops()))
     loads = np.zeros(cluster.num_ranks, np.int64)
@@ -360,13 +378,16 @@ def _merged(
         loads[part.ranks] = part.load
     weights = on_links((part.weights for part in parts), float(model.expert_bytes))
     gradients = on_links((part.gradients for part in parts), float(model.expert_gradient_bytes))
+    if cluster.communication.padded:
+        messages = exchange_hops(math.prod(inside), model.matrices * (math.prod(inside) - 1), 1)
+        weights, gradients = with_messages(weights, messages), with_messages(gradients, messages)
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
         planner_s=max(part.planner_s for part in parts),
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
         joins=system.needs_contiguous_weights,
-        engine=system.replicate.uses_copy_engines,
+        engine=system.replicate.uses_copy_engines and not cluster.communication.padded,
         early=not system.balancer.needs_counts,
         waves=tuple(waves),
         passes_home=cost.passes_home,
@@ -395,13 +416,18 @@ def shared_work(
     members, num_home = math.prod(inside), num_experts // cluster.num_ranks
     travelling = float(model.encoded_bytes(migration.codec, num_home))
     returning = float(num_home * model.expert_gradient_bytes * migration.gradients_home)
+    # int32 has 4 bytes.
+    counts = all_gather(4.0 * (num_experts + ERROR_WORDS), inside, cluster)
+    address = exchanged(all_to_all(float(members * dispatch.cost().address_bytes), inside, cluster), inside, cluster)
+    if cluster.communication.padded:
+        # An all-gather is one operation, and addresses follow from the counts.
+        counts, address = tuple(with_messages(one, exchange_hops(members, 0, 1)) for one in counts), address.times(0.0)
     return LayerWork(
         gather=(*_mean(model, migration, cluster), *_gather(travelling, sizes, cluster)),
         gather_home=_home(returning, sizes, cluster),
         gather_again=migration.gather_again,
-        # int32 has 4 bytes.
-        counts=all_gather(4.0 * (num_experts + ERROR_WORDS), inside, cluster),
-        address=exchanged(all_to_all(float(members * dispatch.cost().address_bytes), inside, cluster), inside, cluster),
+        counts=counts,
+        address=address,
         planner_s=0.0,
         replicate=None,
         return_home=None,
@@ -443,6 +469,16 @@ def _home(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow
 
 def _one_level(sizes: MessageSizes, at: int) -> MessageSizes:
     return tuple(size if level == at else 1 for level, size in enumerate(sizes))
+
+
+def with_messages(one: Flow, messages: float) -> Flow:
+    """Return a flow with a number of messages in sequence, at the outermost level.
+
+    Args:
+        one: Bytes on links.
+        messages: Number of messages, each with the latency of that level.
+    """
+    return replace(one, hops=(messages, *(0 for _ in one.sent[1:])))
 
 
 def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster, *, by_level: bool = False) -> Flow:
