@@ -27,7 +27,7 @@ class MeasuredExchange:
         level: `"node"` or `"gpu"`.
         size: Members inside one member of the next outer level.
         bytes_per_s: Rate at which one rank sends in an exchange of all ranks, in bytes per second.
-        latency_s: Seconds of an exchange of few rows.
+        latency_s: Seconds of an exchange of few rows inside a program.
     """
 
     level: str

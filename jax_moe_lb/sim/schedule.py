@@ -345,6 +345,8 @@ class Scheduler:
     ) -> tuple[Task, ...]:
         """Add flows in sequence; return the last task, or an empty tuple if no flow has bytes."""
         last: tuple[Task, ...] = ()
+        # Between processes on CPUs, the thread of a rank sends and computes in turn.
+        streams = ("compute",) if self.cluster.communication.padded else ("copy",) if engine else ()
         for flow in flows:
             if flow.is_empty:
                 continue
@@ -352,7 +354,7 @@ class Scheduler:
             last = (
                 self.timeline.add(
                     stage,
-                    ("copy",) if engine else (),
+                    streams,
                     seconds(flow, self.cluster, messages=messages, copy_engine=engine),
                     last or after,
                     layer=at,
