@@ -69,9 +69,7 @@ def main() -> None:
             print(number, {name: round(rows[-1][0], 4) for name, rows in found.items()}, flush=True)
         if time.monotonic() > end_s:
             break
-    losses, dropped, before = (
-        {name: np.array(rows)[:, at] for name, rows in found.items()} for at in range(3)
-    )
+    losses, dropped, before = ({name: np.array(rows)[:, at] for name, rows in found.items()} for at in range(3))
     report({"curves": table_of(losses, dropped, before)}, given.out)
 
 

@@ -21,9 +21,21 @@ import numpy as np
 from benchmarks.network import sandbox
 from benchmarks.network.replayed import recorded
 from benchmarks.network.stages import seconds_by_operation, seconds_by_stage
-from benchmarks.network.testbed import CASES, CONFIG, CORES, KEEP_MEMORY, NUM_RANKS, SYSTEMS, WARM_STEPS, Case, Program, Testbed, run
-from benchmarks.network.training_tables import compared, slowest
-from benchmarks.results import Table, Value, report
+from benchmarks.network.testbed import (
+    CASES,
+    CONFIG,
+    CORES,
+    KEEP_MEMORY,
+    NUM_RANKS,
+    SYSTEMS,
+    WARM_STEPS,
+    Case,
+    Program,
+    Testbed,
+    run,
+)
+from benchmarks.network.training_tables import compared, losses, memory, slowest, stages, trained
+from benchmarks.results import Table, Value, out_option, report
 from benchmarks.results import load as load_tables
 from jax_moe_lb import System
 from jax_moe_lb.balancers import Exact
@@ -31,6 +43,7 @@ from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, mean_report, replay, 
 from jax_moe_lb.sim.config import load_config
 
 RESULTS = Path(__file__).parents[1] / "results"
+RAW = Path("runs/network_training")
 TRACES = Path(__file__).parents[1] / "traces"
 
 NUM_TOKENS = CONFIG.tokens_per_step // NUM_RANKS
@@ -71,8 +84,8 @@ ROUNDS = {
 ROUTINGS = tuple(routing for of in ROUNDS.values() for routing in of.routings)
 """Routings of all rounds. Programs contain the counts of all, so both rounds run the same programs."""
 
-TRAIN_RATE, TRAIN_ROUTINGS, RUNS = 2000e6, ("popular ranks, 2.0",), 5
-"""Link, replayed routings and interleaved runs of the training table."""
+TRAIN_RATE, TRAIN_ROUTINGS = 2000e6, ("popular ranks, 2.0",)
+"""Link and replayed routings of the training table."""
 
 
 @cache
@@ -84,9 +97,7 @@ def counts_of(routing: str) -> np.ndarray:
         found = recorded(TRACES / "free_0.npz", shape, NUM_TOKENS, CONFIG.model.experts_per_token)
         return found[:: len(found) // STEPS][:STEPS]
     shape, imbalance = routing.rsplit(", ", 1)
-    steps = [
-        skewed_counts(MODEL, NUM_RANKS, float(imbalance), layers, seed, LoadShape(shape)) for seed in range(STEPS)
-    ]
+    steps = [skewed_counts(MODEL, NUM_RANKS, float(imbalance), layers, seed, LoadShape(shape)) for seed in range(STEPS)]
     return np.stack(steps)
 
 
@@ -114,7 +125,7 @@ def calibrate(bed: Testbed, rates: tuple[float, ...]) -> dict[str, Any]:
     for rate in rates:
         bed.limits(rate, CORES)
         machine = to_yaml(measure.measure(NUM_RANKS), measure.HIDDEN, measure.INNER)
-        rest = bed.times(program, corpus, 5, 1, None)["seconds"]
+        rest = bed.times(program, corpus, 5, 1, None, WARM_STEPS)["seconds"]
         found[str(rate)] = {"machine": machine, "rest_s": rest}
         bed.limits(None, None)
     return found
@@ -156,12 +167,19 @@ def predicted_s(name: str, routing: str, calibration: dict[str, Any]) -> tuple[f
     """Return the mean predicted seconds of a step, and the imbalance before and after."""
     from dataclasses import replace
 
-    model = replace(MODEL, other_s=calibration["rest_s"])
-    found = mean_report(list(replay(without_rates(SYSTEMS[name]), model, cluster_of(calibration["machine"]), counts_of(routing))))
+    model, cluster = replace(MODEL, other_s=calibration["rest_s"]), cluster_of(calibration["machine"])
+    found = mean_report(list(replay(without_rates(SYSTEMS[name]), model, cluster, counts_of(routing))))
     return found.step_s, found.imbalance_before, found.imbalance_after
 
 
-PREDICTED = {"Mbit/s": ".0f", "routing": "", "system": "", "imbalance before": ".2f", "after": ".2f", "predicted ms": ".0f"}
+PREDICTED = {
+    "Mbit/s": ".0f",
+    "routing": "",
+    "system": "",
+    "imbalance before": ".2f",
+    "after": ".2f",
+    "predicted ms": ".0f",
+}
 
 
 def predictions(number: int, calibration: dict[str, Any]) -> Table:
@@ -195,28 +213,47 @@ def calibration_table(found: dict[str, Any]) -> Table:
         link, gemm = cluster.levels[-1], cluster.gemm
         speed = gemm.seconds(np.array([[1024]]), 1.0)[0]
         rates = [link.bytes_per_s / 1e6, link.latency_s * 1e3, 1024 / speed / 1e9, cluster.backward_factor]
-        rows.append(
-            [float(rate) / 1e6, *rates, (cluster.planner_s or 0) * 1e6, (cluster.hbm_bytes_per_s or 0) / 1e9]
-            + [of["rest_s"] * 1e3]
-        )
+        rates += [(cluster.planner_s or 0) * 1e6, (cluster.hbm_bytes_per_s or 0) / 1e9, of["rest_s"] * 1e3]
+        rows.append([float(rate) / 1e6, *rates])
     return Table(CALIBRATED, rows)
 
 
 # ---- measurements --------------------------------------------------------------
 
 
-def measure(bed: Testbed, number: int, passes: int) -> list[dict[str, Any]]:
-    """Return the times of all points, interleaved."""
+def measure(bed: Testbed, number: int, passes: int, runs: int, raw: str) -> dict[str, Any]:
+    """Return the times of all points of a round, then those of the training table; all interleaved.
+
+    Args:
+        bed: this rank.
+        number: number of the round.
+        passes: passes over its points.
+        runs: passes over the training table; 0 leaves it out.
+        raw: file for the results of this rank so far.
+    """
+    programs = compiled(bed, tuple(CASES if runs else SYSTEMS))
+    found = {
+        "points": points_of(bed, programs, number, passes),
+        "memory": {name: program.memory_bytes for name, program in programs.items()},
+        "trained": [],
+    }
+    for turn in range(runs):
+        Path(f"{raw}.{bed.rank.index}").write_text(json.dumps(found))
+        found["trained"] += train(bed, programs, turn)
+    return found
+
+
+def points_of(bed: Testbed, programs: dict[str, Program], number: int, passes: int) -> list[dict[str, Any]]:
+    """Return the times of all points of a round, interleaved."""
     from models.data.sources import default_corpus
 
     corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), []
-    numbers, programs = records()[1], compiled(bed, tuple(SYSTEMS))
     for rate in ROUNDS[number].rates:
         bed.limits(rate, CORES)
         for turn in range(passes):
             for routing in ROUNDS[number].routings:
-                for name, program in programs.items():
-                    times = bed.times(program, corpus, STEPS, 1, numbers[routing])
+                for name in SYSTEMS:
+                    times = bed.times(programs[name], corpus, STEPS, 1, records()[1][routing], WARM_STEPS)
                     found.append({"rate": rate, "turn": turn, "routing": routing, "system": name, **times})
                     _say(bed, f"{rate / 1e6:.0f} {routing} {name}: {np.mean(times['seconds']):.3f} s")
         bed.limits(None, None)
@@ -235,25 +272,23 @@ def compiled(bed: Testbed, names: tuple[str, ...]) -> dict[str, Program]:
     return programs
 
 
-def train(bed: Testbed, runs: int) -> dict[str, Any]:
-    """Return times of all cases, with their own routing and replayed, interleaved; and memory."""
+def train(bed: Testbed, programs: dict[str, Program], turn: int) -> list[dict[str, Any]]:
+    """Return times of all cases with their own routing, then replayed."""
     from models.data.sources import default_corpus
 
     corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), []
-    numbers, programs = records()[1], compiled(bed, tuple(CASES))
     bed.limits(TRAIN_RATE, CORES)
-    for run_number in range(runs):
-        for routing in (None, *TRAIN_ROUTINGS):
-            for name, program in programs.items():
-                # These routers differ from `plain` by their training alone.
-                if routing is not None and name in ("router bias", "aux loss"):
-                    continue
-                first = 1 + run_number * (STEPS + WARM_STEPS)
-                times = bed.times(program, corpus, STEPS, first, None if routing is None else numbers[routing])
-                found.append({"turn": run_number, "routing": routing or "own", "system": name, **times})
-                _say(bed, f"{run_number} {routing} {name}: {np.mean(times['seconds']):.3f} s")
+    for routing in (None, *TRAIN_ROUTINGS):
+        for name, program in programs.items():
+            # These routers differ from `plain` by their training alone.
+            if routing is not None and name in ("router bias", "aux loss"):
+                continue
+            replayed = None if routing is None else records()[1][routing]
+            times = bed.times(program, corpus, STEPS, 1 + turn * STEPS, replayed, 0)
+            found.append({"turn": turn, "routing": routing or "own", "system": name, **times})
+            _say(bed, f"{turn} {routing} {name}: {np.mean(times['seconds']):.3f} s")
     bed.limits(None, None)
-    return {"times": found, "memory": {name: program.memory_bytes for name, program in programs.items()}}
+    return found
 
 
 def profile(bed: Testbed, names: tuple[str, ...], routing: str) -> dict[str, Any]:
@@ -263,10 +298,10 @@ def profile(bed: Testbed, names: tuple[str, ...], routing: str) -> dict[str, Any
     corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), {}
     programs = compiled(bed, names)
     bed.limits(TRAIN_RATE, CORES)
+    of_steps = records()[1][routing]
     for name, program in programs.items():
-        of_steps = records()[1][routing]
-        bed.times(program, corpus, STEPS, 1, of_steps)
-        operations = seconds_by_operation(lambda: bed.times(program, corpus, STEPS - WARM_STEPS, 1, of_steps))
+        bed.times(program, corpus, STEPS, 1, of_steps, WARM_STEPS)
+        operations = seconds_by_operation(partial(bed.times, program, corpus, STEPS, 1, of_steps, 0))
         text = program.program.as_text()
         found[name] = {"stages": seconds_by_stage(operations, text), "operations": operations, "text": text}
         _say(bed, f"{name}: {found[name]['stages']}")
@@ -279,24 +314,53 @@ def _say(bed: Testbed, line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
+def predict(number: int, folder: Path) -> dict[str, Table]:
+    """Return the calibrated rates and the predictions of a round."""
+    calibration = json.loads((folder / f"calibration_{number}.json").read_text())
+    return {"calibrated": calibration_table(calibration), "predictions": predictions(number, calibration)}
+
+
+def compare(number: int, folder: Path) -> dict[str, Table]:
+    """Return the predictions of a round beside its measurements."""
+    predicted = load_tables(RESULTS / f"network_training_predicted_{number}.json")["predictions"]
+    of_ranks = json.loads((folder / f"measured_{number}.json").read_text())
+    return {"compared": compared(predicted, slowest([one["points"] for one in of_ranks]))}
+
+
+def tables(number: int, folder: Path) -> dict[str, Table]:
+    """Return the training table, with losses by `bench_training_curves`."""
+    of_ranks = json.loads((folder / f"measured_{number}.json").read_text())
+    measured = slowest([one["trained"] for one in of_ranks])
+    copies = CONFIG.tokens_per_step * CONFIG.model.experts_per_token * CONFIG.model.num_layers
+    sizes = CONFIG.tokens_per_step, copies
+    own = trained(measured, "own", *sizes)
+    speeds = {str(row[0]): float(row[1][0]) for row in own.rows}  # type: ignore[index, arg-type]
+    curves = json.loads((folder / "curves.json").read_text())
+    profiled = json.loads((folder / "profiled.json").read_text())
+    return {
+        "own": own,
+        "replayed": trained(measured, TRAIN_ROUTINGS[0], *sizes),
+        "losses": losses(curves, speeds),
+        "stages": stages(profiled),
+        "memory": memory(of_ranks[0]["memory"]),
+    }
+
+
 def main() -> None:
     os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("calibrate", "predict", "measure", "compare", "train", "profile"))
+    parser.add_argument("part", choices=("calibrate", "predict", "measure", "compare", "table", "profile"))
     parser.add_argument("round", type=int, choices=ROUNDS)
     parser.add_argument("--passes", type=int, default=2, help="Interleaved passes over all points.")
-    parser.add_argument("--folder", type=Path, default=Path("runs/network_training"), help="Folder of raw measurements.")
+    parser.add_argument("--folder", type=Path, default=RAW, help="Folder of raw measurements.")
+    parser.add_argument("--runs", type=int, default=0, help="Interleaved runs of the training table.")
+    out_option(parser)
     given = parser.parse_args()
     machine, measured = (given.folder / f"{name}_{given.round}.json" for name in ("calibration", "measured"))
-    if given.part == "predict":
-        calibration = json.loads(machine.read_text())
-        tables = {"calibrated": calibration_table(calibration), "predictions": predictions(given.round, calibration)}
-        report(tables, RESULTS / f"network_training_predicted_{given.round}.json")
-        return
-    if given.part == "compare":
-        predicted = load_tables(RESULTS / f"network_training_predicted_{given.round}.json")["predictions"]
-        table = compared(predicted, slowest(json.loads(measured.read_text())))
-        report({"compared": table}, RESULTS / f"network_training_measured_{given.round}.json")
+    parts = {"predict": predict, "compare": compare, "table": tables}
+    if given.part in parts:
+        name = {"predict": f"_predicted_{given.round}", "compare": f"_measured_{given.round}", "table": ""}[given.part]
+        report(parts[given.part](given.round, given.folder), given.out or RESULTS / f"network_training{name}.json")
         return
     sandbox.enter()
     load, start_s = os.getloadavg()[0], time.monotonic()
@@ -306,11 +370,9 @@ def main() -> None:
     elif given.part == "profile":
         found = run(partial(profile, names=("plain", "exact", "feplb"), routing="recorded"), 1200)
         (given.folder / "profiled.json").write_text(json.dumps(found[0]))
-    elif given.part == "train":
-        found = run(partial(train, runs=RUNS), 3600)
-        (given.folder / "trained.json").write_text(json.dumps(found))
     else:
-        found = run(partial(measure, number=given.round, passes=given.passes), 2400)
+        body = partial(measure, number=given.round, passes=given.passes, runs=given.runs, raw=str(measured.absolute()))
+        found = run(body, 5400)
         measured.write_text(json.dumps(found))
     print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
 

@@ -82,7 +82,6 @@ class CpuGroup:
             (self.folder / "cpu.max").write_text(f"{'max' if quota is None else quota} {PERIOD_US}")
 
 
-
 @contextlib.contextmanager
 def cpu_groups(count: int) -> Iterator[list[CpuGroup]]:
     """Create a group for each rank, and remove them afterwards.

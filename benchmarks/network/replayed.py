@@ -83,8 +83,11 @@ def fitted(loads: np.ndarray, num_tokens: int, per_token: int) -> np.ndarray:
             break
         scaled[over] = num_tokens
         rest = np.where(over, 0.0, scaled)
-        scaled = np.where(over, scaled, rest * (total - scaled.sum(1, keepdims=True) + rest.sum(1, keepdims=True))
-                          / rest.sum(1, keepdims=True))
+        scaled = np.where(
+            over,
+            scaled,
+            rest * (total - scaled.sum(1, keepdims=True) + rest.sum(1, keepdims=True)) / rest.sum(1, keepdims=True),
+        )
     counts = np.floor(scaled + 1e-9).astype(np.int32)
     for row, exact in zip(counts, scaled, strict=True):
         # The largest remainders get the copies that are missing.
@@ -94,9 +97,10 @@ def fitted(loads: np.ndarray, num_tokens: int, per_token: int) -> np.ndarray:
 
 
 def recorded(path: Path, shape: tuple[int, int, int], num_tokens: int, per_token: int) -> np.ndarray:
-    """Return counts `[steps, layers, R, E]` of a recording with multiples of the ranks and experts, scaled to the sizes.
+    """Return counts `[steps, layers, R, E]` of a recording, scaled to the sizes.
 
-    Adjacent ranks and adjacent experts of the recording are merged, so ranks keep their share of the load.
+    It has multiples of the ranks and experts. Adjacent ranks and adjacent experts are merged, so ranks keep their share
+    of the load.
 
     Args:
         path: file of `benchmarks/traces`.

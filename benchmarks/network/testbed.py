@@ -163,9 +163,7 @@ def _functions(case: Case, config: TrainConfig, mesh: Mesh, records: np.ndarray)
     def step(state: nnx.State, tokens: jax.Array, of_layers: list[jax.Array]) -> tuple[nnx.State, jax.Array, Any]:
         model, optimizer = nnx.merge(graph, state)
         if case.system is None:
-            loss, gradients = nnx.value_and_grad(lambda model: next_token_loss(partial(_without_experts, model), tokens)[0])(
-                model
-            )
+            loss, gradients = nnx.value_and_grad(_loss_without_experts)(model, tokens)
             stats: Stats | int = jnp.int32(0)
         else:
             if not case.bias_rate:
@@ -179,6 +177,10 @@ def _functions(case: Case, config: TrainConfig, mesh: Mesh, records: np.ndarray)
         return nnx.state((model, optimizer)), loss, stats
 
     return lambda: nnx.state(create()), step
+
+
+def _loss_without_experts(model: LanguageModel, tokens: jax.Array) -> jax.Array:
+    return next_token_loss(partial(_without_experts, model), tokens)[0]
 
 
 def _without_experts(model: LanguageModel, tokens: jax.Array) -> tuple[jax.Array, Any]:
@@ -207,9 +209,15 @@ class Testbed:
         barrier("after limits")
 
     def times(
-        self, program: Program, corpus: Corpus, steps: int, first: int, records: Sequence[Sequence[float]] | None
+        self,
+        program: Program,
+        corpus: Corpus,
+        steps: int,
+        first: int,
+        records: Sequence[Sequence[float]] | None,
+        warm_steps: int,
     ) -> dict[str, Any]:
-        """Time some steps together, after `WARM_STEPS`.
+        """Time steps one by one.
 
         Args:
             program: program.
@@ -217,11 +225,12 @@ class Testbed:
             steps: number of timed steps.
             first: number of the first batch.
             records: records of each layer, in turn for each step; `None` for the model's own routing.
+            warm_steps: number of first steps to exclude.
         """
         from benchmarks.network.jax_ranks import barrier
 
         config, rows = program.config, []
-        for number in range(WARM_STEPS + steps):
+        for number in range(warm_steps + steps):
             batch = corpus.batch(config.seed, first + number, config.batch.size, config.batch.sequence_length)
             tokens = place_batch(batch, self.mesh)
             barrier("step")
@@ -229,7 +238,7 @@ class Testbed:
             loss, stats = program.step(tokens, None if records is None else records[number % len(records)])
             seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
             rows.append(_row(loss, stats, seconds, cpu_s))
-        return {name: [row[name] for row in rows[WARM_STEPS:]] for name in rows[0]}
+        return {name: [row[name] for row in rows[warm_steps:]] for name in rows[0]}
 
 
 def _row(loss: Any, stats: Any, seconds: float, cpu_s: float) -> dict[str, Any]:

@@ -73,3 +73,87 @@ def notes(expected: Mapping[Any, float], found: Mapping[Any, float], off: Mappin
         f"and {right} of {pairs} pairs are in the right order."
     ]
 
+
+TRAINED = {
+    "system": "",
+    "tokens/s over plain": ".2f",
+    "tokens/s": ",.0f",
+    "imbalance before": ".2f",
+    "after": ".2f",
+    "rounds": "d",
+    "copies dropped %": ".2f",
+}
+
+
+def trained(measured: Sequence[Mapping[str, Any]], routing: str, tokens: int, copies: int) -> Table:
+    """Return speed and balance of each system with one routing.
+
+    Args:
+        measured: return value of `slowest`.
+        routing: name of the routing.
+        tokens: tokens of a step.
+        copies: token copies of a step, over all layers.
+    """
+    runs: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for one in measured:
+        if one["routing"] == routing:
+            runs[one["system"]].append(one)
+    seconds = {name: np.array([np.mean(one["seconds"]) for one in of]) for name, of in runs.items()}
+    rows: list[list[Value]] = []
+    for name, of in runs.items():
+        steps = [step for one in of for step in zip(one["before"], one["after"], one["dropped"], strict=True)]
+        before, after, dropped = np.mean(steps, 0).tolist()
+        speed = [spread(seconds["plain"] / seconds[name]), spread(tokens / seconds[name])]
+        rounds = max(max(one["rounds"]) for one in of)
+        rows.append([name, *speed, before, after, rounds, 100 * dropped / copies])
+    return Table(TRAINED, rows)
+
+
+WINDOW = 20
+"""Steps of a mean loss."""
+
+
+def losses(curves: Mapping[str, Sequence[Sequence[float]]], speeds: Mapping[str, float]) -> Table:
+    """Return the loss of each run at equal steps and at equal time.
+
+    Args:
+        curves: loss, dropped copies and imbalance of every step of each run.
+        speeds: tokens per second over plain, with the router's own routing.
+    """
+    steps = min(map(len, curves.values()))
+    loss = {name: np.array(rows)[:steps, 0] for name, rows in curves.items()}
+    equal = int(steps / max(1.0, *(speeds[name] for name in curves)))
+    rows: list[list[Value]] = []
+    for name, of in loss.items():
+        at = min(steps, round(equal * speeds[name]))
+        apart = float(np.abs(of / loss["plain"] - 1).max())
+        means = [float(of[end - WINDOW : end].mean()) for end in (steps, at)]
+        rows.append([name, means[0], apart, at, means[1]])
+    columns = {"run": "", f"loss after {steps} steps": ".4f", "largest difference from plain": ".0e"}
+    columns |= {f"steps in the time of {equal} of plain": "d", "loss then": ".4f"}
+    return Table(columns, rows, notes=[f"Losses are means of the last {WINDOW} steps."])
+
+
+STAGES = {
+    "experts": ("experts",),
+    "rows": ("dispatch: exchange", "combine: exchange"),
+    "weights": ("weights: exchange", "weights"),
+    "counts, with the wait for the slowest rank": ("counts: exchange",),
+    "sums of gradients, with the wait": ("router: exchange", "rest: exchange"),
+}
+
+
+def stages(profiled: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
+    """Return the share of each stage in the profiled steps of rank 0, in percent."""
+    rows: list[list[Value]] = []
+    for name, found in profiled.items():
+        of, total = found["stages"], sum(found["stages"].values())
+        shares = [100 * sum(of.get(part, 0.0) for part in parts) / total for parts in STAGES.values()]
+        rows.append([name, *shares, 100 - sum(shares)])
+    return Table({"system": "", **dict.fromkeys(STAGES, ".0f"), "the rest of the model": ".0f"}, rows)
+
+
+def memory(bytes_of: Mapping[str, int]) -> Table:
+    """Return arguments and temporaries of each program on one rank."""
+    rows: list[list[Value]] = [[name, each / 1e6, each / bytes_of["plain"]] for name, each in bytes_of.items()]
+    return Table({"system": "", "MB per rank": ".0f", "over plain": ".2f"}, rows)

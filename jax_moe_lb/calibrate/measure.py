@@ -243,7 +243,7 @@ def _exchange_s(mesh: Mesh, level: str, rows: int, times: int) -> float:
     def one_rank(x: jax.Array, starts: jax.Array, sizes: jax.Array) -> jax.Array:
         lands = jax.lax.axis_index(level).astype(jnp.int32) * each + jnp.zeros_like(starts)
 
-        def exchange(_: int, x: jax.Array) -> jax.Array:
+        def exchange(_: jax.Array | int, x: jax.Array) -> jax.Array:
             return ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, lands, sizes, axis_name=(level,))
 
         return exchange(0, x) if times == 1 else jax.lax.fori_loop(0, times, exchange, x)

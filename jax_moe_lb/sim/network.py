@@ -102,6 +102,16 @@ def even_flow(rank_bytes: tuple[float, ...], cluster: Cluster) -> Flow:
     return Flow(tuple(loads), tuple(loads))
 
 
+def with_messages(one: Flow, messages: float) -> Flow:
+    """Return a flow with a number of messages in sequence, at the outermost level.
+
+    Args:
+        one: Bytes on links.
+        messages: Number of messages, each with the latency of that level.
+    """
+    return replace(one, hops=(messages, *(0 for _ in one.sent[1:])))
+
+
 def all_to_all(rank_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> Flow:
     """Compute the flow if every rank spreads its bytes evenly over a group, itself included.
 

@@ -60,7 +60,7 @@ def ring_experts(num_ranks: int, num_home: int, *, back: bool = False) -> Float[
     return sent
 
 
-def exchange_hops(num_ranks: int, permutes: float, rounds: int) -> float:
+def exchange_hops(num_ranks: int, permutes: int, rounds: int) -> float:
     """Return the latencies of an exchange of few rows that a round of an exchange takes.
 
     An exchange of few rows has all permutes once, and the sum by which the ranks agree on their number.

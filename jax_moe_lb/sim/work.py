@@ -23,6 +23,7 @@ from jax_moe_lb.sim.network import (
     flow,
     pair_hops,
     reduce_scatter,
+    with_messages,
 )
 from jax_moe_lb.sim.padded import exchange_hops, padded_rows, ring_experts
 from jax_moe_lb.sim.traffic import (
@@ -469,16 +470,6 @@ def _home(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow
 
 def _one_level(sizes: MessageSizes, at: int) -> MessageSizes:
     return tuple(size if level == at else 1 for level, size in enumerate(sizes))
-
-
-def with_messages(one: Flow, messages: float) -> Flow:
-    """Return a flow with a number of messages in sequence, at the outermost level.
-
-    Args:
-        one: Bytes on links.
-        messages: Number of messages, each with the latency of that level.
-    """
-    return replace(one, hops=(messages, *(0 for _ in one.sent[1:])))
 
 
 def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster, *, by_level: bool = False) -> Flow:

@@ -57,6 +57,13 @@ def test_every_level_is_written(tmp_path):
         ("gpu", 8, 1, 300e9),
     ]
     assert (cluster.memory_bytes, cluster.hbm_bytes_per_s) == (80e9, 3e12)
+    assert (cluster.backward_factor, cluster.communication.padded) == (3.0, False)
+
+
+def test_the_backward_pass_and_exchanges_between_processes_are_written(tmp_path):
+    (tmp_path / "m.yaml").write_text(to_yaml(replace(SOUND, backward_factor=2.5, padded=True), 256, 512))
+    cluster = load_config("CONFIG", str(tmp_path / "m.yaml")).cluster.build()
+    assert (cluster.backward_factor, cluster.communication.padded) == (2.5, True)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from jax_moe_lb import TokenInfo, TopK
 def test_fitted_counts_are_routed_exactly_and_tokens_have_distinct_experts(loads: list[float]) -> None:
     num_tokens, per_token = 10, 2
     records = fitted(np.array([[loads, loads[::-1]]]), num_tokens, per_token)
-    assert (records.sum(-1) == num_tokens * per_token).all() and records.max() <= num_tokens
+    assert (records.sum(-1) == num_tokens * per_token).all()
+    assert records.max() <= num_tokens
     router = Replayed(router=TopK(per_token), records=records)
     logits = jax.random.normal(jax.random.key(0), (num_tokens, 4))
     for rank in range(2):
