@@ -195,6 +195,7 @@ RUNS = (
     ),
     Run("bench_straggler", ("--number", "50"), aside=LONG),
     Run("bench_training", aside=LONG),
+    Run("bench_training_curves", aside=LONG),
     Run("bench_compiled", refusal=_compilers),
     Run("bench_ragged_dot", refusal=_compilers),
     Run("bench_peers_compiled", refusal=_compilers),
@@ -237,6 +238,7 @@ RUNS = (
         unread=("measured",),
     ),
     Run("network.bench_rails", refusal=_network, result="network_rails", aside=MEASURED),
+    Run("network.bench_training", ("table", "2"), refusal=_network, result="network_training", aside=MEASURED),
     Run(
         "network.train_across",
         ("--wan-bits-per-s", "300e6"),

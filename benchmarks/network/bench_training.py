@@ -37,9 +37,9 @@ from benchmarks.network.testbed import (
 from benchmarks.network.training_tables import compared, losses, memory, slowest, stages, trained
 from benchmarks.results import Table, Value, out_option, report
 from benchmarks.results import load as load_tables
-from jax_moe_lb import System
+from jax_moe_lb import System, exact, plain
 from jax_moe_lb.balancers import Exact
-from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, mean_report, replay, skewed_counts
+from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, mean_report, replay, simulate, skewed_counts
 from jax_moe_lb.sim.config import load_config
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -324,7 +324,7 @@ def compare(number: int, folder: Path) -> dict[str, Table]:
     """Return the predictions of a round beside its measurements."""
     predicted = load_tables(RESULTS / f"network_training_predicted_{number}.json")["predictions"]
     of_ranks = json.loads((folder / f"measured_{number}.json").read_text())
-    return {"compared": compared(predicted, slowest([one["points"] for one in of_ranks]))}
+    return compared(predicted, slowest([one["points"] for one in of_ranks]))
 
 
 def tables(number: int, folder: Path) -> dict[str, Table]:
@@ -343,7 +343,24 @@ def tables(number: int, folder: Path) -> dict[str, Table]:
         "losses": losses(curves, speeds),
         "stages": stages(profiled),
         "memory": memory(of_ranks[0]["memory"]),
+        "h100": on_h100s(),
     }
+
+
+def on_h100s() -> Table:
+    """Return predicted steps of whole models on a node of eight H100, with the preset's rates."""
+    section = load_config("preset", "h100_node").cluster
+    assert section is not None
+    cluster, rows = section.build(), list[list[Value]]()
+    for name in ("mixtral_8x7b", "qwen3_30b"):
+        shape = load_config("preset", name).model
+        assert shape is not None
+        for imbalance in (1.5, 2.0):
+            counts = skewed_counts(shape.build(), cluster.num_ranks, imbalance, 4, 0)
+            found = [simulate(system, shape.build(), cluster, counts).step_s for system in (plain(), exact())]
+            rows.append([name, imbalance, *(1e3 * seconds for seconds in found), found[0] / found[1]])
+    columns = {"model": "", "imbalance": ".1f", "plain ms": ".0f", "exact ms": ".0f", "exact over plain": ".2f"}
+    return Table(columns, rows, "Predicted for 8 H100")
 
 
 def main() -> None:

@@ -38,8 +38,24 @@ def slowest(of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, A
     ]
 
 
-def compared(predicted: Table, measured: Sequence[Mapping[str, Any]]) -> Table:
-    """Return predictions beside measurements, with their errors and the order of systems in the notes."""
+SUMMARY = {
+    "": "",
+    "points": "d",
+    "median deviation %": ".1f",
+    "largest deviation %": ".1f",
+    "systems in their place": "d",
+    "pairs in order": "d",
+    "pairs": "d",
+}
+
+
+def compared(predicted: Table, measured: Sequence[Mapping[str, Any]]) -> dict[str, Table]:
+    """Return predictions beside measurements, and a summary of errors and orders.
+
+    Args:
+        predicted: predictions of a round.
+        measured: return value of `slowest`.
+    """
     titles, times = list(predicted.columns), step_ms(measured)
     points = [dict(zip(titles, row, strict=True)) for row in predicted.rows]
     keys = [(point["Mbit/s"], point["routing"], point["system"]) for point in points]
@@ -48,30 +64,27 @@ def compared(predicted: Table, measured: Sequence[Mapping[str, Any]]) -> Table:
     off = {key: 100 * (expected[key] / found[key] - 1) for key in keys}
     rows: list[list[Value]] = []
     for key in keys:
-        plain = (*key[:2], "plain")
-        over = [expected[plain] / expected[key], found[plain] / found[key]]
+        at_plain = (*key[:2], "plain")
+        over = [expected[at_plain] / expected[key], found[at_plain] / found[key]]
         rows.append([*key, expected[key], spread(times[key]), off[key], *over])
-    return Table(COMPARED, rows, notes=notes(expected, found, off))
-
-
-def notes(expected: Mapping[Any, float], found: Mapping[Any, float], off: Mapping[Any, float]) -> list[str]:
-    """Return the median deviation, and the share of right orders."""
     errors = np.abs(list(off.values()))
+    summary: list[Value] = ["all", len(keys), float(np.median(errors)), float(errors.max()), *orders(expected, found)]
+    return {"compared": Table(COMPARED, rows), "summary": Table(SUMMARY, [summary])}
+
+
+def orders(expected: Mapping[Any, float], found: Mapping[Any, float]) -> tuple[int, int, int]:
+    """Return the systems in their place among those of their link and routing, the pairs in order, and all pairs."""
     groups = defaultdict(list)
     for key in expected:
         groups[key[:2]].append(key)
-    right = places = pairs = 0
+    places = right = pairs = 0
     for keys in groups.values():
-        orders = [sorted(keys, key=times.__getitem__) for times in (expected, found)]
-        places += sum(one == other for one, other in zip(*orders, strict=True))
+        in_order = [sorted(keys, key=times.__getitem__) for times in (expected, found)]
+        places += sum(one == other for one, other in zip(*in_order, strict=True))
         for one, other in itertools.combinations(keys, 2):
             pairs += 1
             right += (expected[one] < expected[other]) == (found[one] < found[other])
-    return [
-        f"Absolute deviation: median {np.median(errors):.1f} %, largest {errors.max():.1f} %. "
-        f"{places} of {len(expected)} systems have their place in the order of their link and routing, "
-        f"and {right} of {pairs} pairs are in the right order."
-    ]
+    return places, right, pairs
 
 
 TRAINED = {

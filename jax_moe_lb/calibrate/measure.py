@@ -209,6 +209,7 @@ def _ffn_gradients_s(mesh: Mesh, rows: int) -> float:
     def one_rank(x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> tuple[jax.Array, Experts]:
         sizes = jax.lax.pcast(jnp.full(GROUPS, rows, jnp.int32), mesh.axis_names, to="varying")
         found = grouped_ffn_gradients(x, jnp.ones_like(x[:, :1]), Experts(up, down, gate), sizes, x, jnp.float32)
+        assert isinstance(found[2], Experts)
         return found[0], found[2]
 
     call = _on_ranks(mesh, one_rank, np.ones((GROUPS * rows, HIDDEN), np.float32), *_weights())
