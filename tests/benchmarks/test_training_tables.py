@@ -1,0 +1,57 @@
+"""Tables of training on four ranks, from small measurements."""
+
+import pytest
+
+from benchmarks.network.stages import seconds_by_stage
+from benchmarks.network.training_tables import compared, losses, slowest, trained
+from benchmarks.results import Table
+
+PREDICTED = Table(
+    {"Mbit/s": "", "routing": "", "system": "", "imbalance before": "", "after": "", "predicted ms": ""},
+    [[1000.0, "zipf", "plain", 2.0, 2.0, 3000.0], [1000.0, "zipf", "exact", 2.0, 1.0, 2200.0]],
+)
+
+
+def point(system: str, *seconds: float, **more: object) -> dict[str, object]:
+    return {"rate": 1e9, "routing": "zipf", "system": system, "seconds": list(seconds), **more}
+
+
+def test_a_prediction_stands_beside_the_slowest_rank_and_its_error():
+    ranks = [[point("plain", 1.0, 4.0), point("exact", 2.0, 2.0)], [point("plain", 2.0, 3.0), point("exact", 1.0, 1.0)]]
+    found = compared(PREDICTED, slowest(ranks))
+    assert found["compared"].rows[0][3:] == [3000.0, [3000.0] * 3, 0.0, 1.0, 1.0]
+    assert found["compared"].rows[1][3:] == [2200.0, [2000.0] * 3, pytest.approx(10.0), 3000 / 2200, 1.5]
+    assert found["summary"].rows == [["all", 2, pytest.approx(5.0), pytest.approx(10.0), 2, 1, 1]]
+
+
+def test_a_wrong_order_is_counted():
+    found = compared(PREDICTED, [point("plain", 2.0), point("exact", 2.5)])
+    assert found["summary"].rows[0][4:] == [0, 0, 1]
+
+
+def test_speeds_are_ratios_inside_a_run():
+    balance = {"before": [2.0], "after": [1.0], "rounds": [1], "dropped": [5]}
+    runs = [point(name, seconds, **balance) for seconds in (1.0, 3.0) for name in ("plain", "exact")]
+    runs[1]["seconds"], runs[3]["seconds"] = [0.5], [2.0]
+    rows = trained(runs, "zipf", tokens=100, copies=200).rows
+    assert rows[1][:2] == ["exact", [1.75, 1.5, 2.0]]
+    assert rows[1][3:] == [2.0, 1.0, 1, 2.5]
+
+
+def test_a_faster_run_has_more_steps_in_the_same_time():
+    curves = {name: [[float(100 - i), 0.0, 1.0] for i in range(60)] for name in ("plain", "exact")}
+    rows = losses(curves, {"plain": 1.0, "exact": 1.5}).rows
+    assert [row[3] for row in rows] == [40, 60]
+    assert rows[0][4] - rows[1][4] == 20.0
+
+
+PROGRAM = """
+  %while.1 = (f32[2]) while(%t), condition=%c, body=%b, metadata={op_name="jit(step)/experts/while"}
+  %dot.2 = f32[2]{0} dot(%a, %b), metadata={op_name="jit(step)/experts/while/body/dot"}
+  ROOT %collective-permute.3 = f32[2]{0} collective-permute(%dot.2), metadata={op_name="jit(step)/dispatch/ppermute"}
+"""
+
+
+def test_operations_are_summed_by_scope_and_loops_are_not_counted_twice():
+    seconds = {"while.1": 5.0, "dot.2": 4.0, "collective-permute.3": 1.0, "unknown": 9.0}
+    assert seconds_by_stage(seconds, PROGRAM) == {"experts": 4.0, "dispatch: exchange": 1.0}
