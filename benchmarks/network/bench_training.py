@@ -1,10 +1,14 @@
 """Training on four ranks with CPU quotas and shaped links: predicted by the simulator, then measured.
 
-    python -m benchmarks.network.bench_training calibrate 1    # rates of the testbed, from other sizes
-    python -m benchmarks.network.bench_training predict 1      # twenty predictions; commit them
-    python -m benchmarks.network.bench_training measure 1      # the same twenty, measured
+    python -m benchmarks.network.bench_training calibrate 2    # rates of the testbed, from other sizes
+    python -m benchmarks.network.bench_training predict 2      # twenty predictions; commit them
+    python -m benchmarks.network.bench_training measure 2 --runs 5    # the same twenty, then the training table
+    python -m benchmarks.network.bench_training compare 2      # predictions beside measurements
+    python -m benchmarks.network.bench_training profile 2      # operations of some steps
+    python -m benchmarks.network.bench_training table 2        # the training table
 
-Run it as root, or with user namespaces and writable control groups (see `testbed.py`).
+Run it as root, or with user namespaces and writable control groups (see `testbed.py`). `table` also reads the curves of
+`python -m benchmarks.bench_training_curves --curves runs/network_training/curves.json`.
 """
 
 import argparse

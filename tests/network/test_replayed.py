@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.network.bench_training import NUM_TOKENS, ROUTINGS, counts_of, records
 from benchmarks.network.replayed import OWN, Replayed, fitted
 from jax_moe_lb import TokenInfo, TopK
 
@@ -28,3 +29,12 @@ def test_without_a_record_the_router_follows_its_logits() -> None:
     router = Replayed(router=top_k, records=np.array([[[3, 3, 0, 0]]], np.int32))
     logits = jax.random.normal(jax.random.key(0), (3, 4))
     assert (router(logits, jnp.full(4, OWN)).experts == top_k(logits).experts).all()
+
+
+def test_the_measured_routings_can_be_replayed():
+    table, numbers = records()
+    for routing in ROUTINGS:
+        counts = counts_of(routing)
+        assert (counts.sum(-1) == 2 * NUM_TOKENS).all()
+        assert counts.max() <= NUM_TOKENS
+        assert (table[np.array(numbers[routing], int)] == counts).all()
