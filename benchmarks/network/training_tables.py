@@ -122,8 +122,8 @@ def trained(measured: Sequence[Mapping[str, Any]], routing: str, tokens: int, co
     return Table(TRAINED, rows)
 
 
-WINDOW = 20
-"""Steps of a mean loss."""
+WINDOW, EQUAL = 20, 1e-6
+"""Steps of a mean loss, and the relative difference of equal losses."""
 
 
 def losses(curves: Mapping[str, Sequence[Sequence[float]]], speeds: Mapping[str, float]) -> Table:
@@ -139,12 +139,12 @@ def losses(curves: Mapping[str, Sequence[Sequence[float]]], speeds: Mapping[str,
     rows: list[list[Value]] = []
     for name, of in loss.items():
         at = min(steps, round(equal * speeds[name]))
-        apart = float(np.abs(of / loss["plain"] - 1).max())
+        apart = np.append(np.abs(of / loss["plain"] - 1) > EQUAL, True)
         means = [float(of[end - WINDOW : end].mean()) for end in (steps, at)]
-        rows.append([name, means[0], apart, at, means[1]])
-    columns = {"run": "", f"loss after {steps} steps": ".4f", "largest difference from plain": ".0e"}
+        rows.append([name, means[0], int(np.argmax(apart)), at, means[1]])
+    columns = {"run": "", f"loss after {steps} steps": ".4f", "first steps equal to plain": "d"}
     columns |= {f"steps in the time of {equal} of plain": "d", "loss then": ".4f"}
-    return Table(columns, rows, notes=[f"Losses are means of the last {WINDOW} steps."])
+    return Table(columns, rows, notes=[f"Losses are means of the last {WINDOW} steps; equal is within {EQUAL}."])
 
 
 STAGES = {

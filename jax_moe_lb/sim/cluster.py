@@ -61,7 +61,8 @@ class Communication:
         shares_links: If True, overlapping exchanges share the links. If False (default), exchanges run in sequence, as
             XLA's collectives do on their single stream.
         padded: If True, exchanges are those of this library between processes on CPUs: padded permutes in sequence, and
-            a ring on which all home experts pass every rank; see `sim/padded.py`. False by default.
+            a ring on which all home experts pass every rank; see `sim/padded.py`. `simulate_uniform` ignores the
+            padding. False by default.
 
     Raises:
         ValueError: A number is out of range.

@@ -41,6 +41,7 @@ def test_speeds_are_ratios_inside_a_run():
 def test_a_faster_run_has_more_steps_in_the_same_time():
     curves = {name: [[float(100 - i), 0.0, 1.0] for i in range(60)] for name in ("plain", "exact")}
     rows = losses(curves, {"plain": 1.0, "exact": 1.5}).rows
+    assert [row[2] for row in rows] == [60, 60]
     assert [row[3] for row in rows] == [40, 60]
     assert rows[0][4] - rows[1][4] == 20.0
 
