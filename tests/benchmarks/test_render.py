@@ -26,6 +26,8 @@ def test_every_table_is_shown_or_read_by_the_simulator():
     used = {match["name"] for match in TABLE.finditer(text)}
     used |= {match["path"].split(" > ")[0] for match in VALUE.finditer(text)}
     used |= {"network_hybridep/measured", "network_rails/measured"}
+    # `bench_training compare` repeats them beside the measurements.
+    used |= {f"network_training_predicted_{number}/predictions" for number in (1, 2)}
     assert {f"{run}/{name}" for run, record in read(RESULTS).items() for name in record.tables} <= used
 
 
