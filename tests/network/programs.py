@@ -167,7 +167,11 @@ def dead_rank():
     """Return the parent's message about a rank dying during an exchange, and its delay."""
     from benchmarks.network.jax_ranks import barrier, launch_jax
 
+    def prepare(rank):
+        os.environ["PREPARED"] = str(rank.index)
+
     def body(rank):
+        assert os.environ["PREPARED"] == str(rank.index)
         barrier("all there")
         if rank.index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -176,7 +180,7 @@ def dead_rank():
     with TwoDatacenters(1, 500e6).build() as network:
         start_s = time.monotonic()
         try:
-            launch_jax(network, body, devices_per_process=1, deadline_s=60)
+            launch_jax(network, body, devices_per_process=1, deadline_s=60, prepare=prepare)
         except RanksFailed as error:
             return {"message": str(error), "seconds": time.monotonic() - start_s}
 
