@@ -14,8 +14,9 @@ Run it as root, or with user namespaces and writable control groups (see `testbe
 import argparse
 import json
 import os
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,6 @@ def calibrated(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def cluster_of(machine: str) -> Cluster:
     """Return the cluster of a machine file of `jax-moe-lb calibrate`."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "machine.yaml"
         path.write_text(machine)
@@ -160,8 +159,6 @@ def cluster_of(machine: str) -> Cluster:
 
 def without_rates(system: System) -> System:
     """Return a system with the plans of a topology without rates, as the one of the measured mesh."""
-    from dataclasses import replace
-
     if not isinstance(system.balancer, Exact):
         return system
     return replace(system, balancer=replace(system.balancer, cost=None))
@@ -169,8 +166,6 @@ def without_rates(system: System) -> System:
 
 def predicted_s(name: str, routing: str, calibration: dict[str, Any]) -> tuple[float, float, float]:
     """Return the mean predicted seconds of a step, and the imbalance before and after."""
-    from dataclasses import replace
-
     model, cluster = replace(MODEL, other_s=calibration["rest_s"]), cluster_of(calibration["machine"])
     found = mean_report(list(replay(without_rates(SYSTEMS[name]), model, cluster, counts_of(routing))))
     return found.step_s, found.imbalance_before, found.imbalance_after
@@ -384,6 +379,7 @@ def main() -> None:
         report(parts[given.part](given.round, given.folder), given.out or RESULTS / f"network_training{name}.json")
         return
     sandbox.enter()
+    given.folder.mkdir(parents=True, exist_ok=True)
     load, start_s = os.getloadavg()[0], time.monotonic()
     if given.part == "calibrate":
         found: Any = calibrated(run(partial(calibrate, rates=ROUNDS[given.round].rates), 900))

@@ -28,7 +28,7 @@ def version() -> int:
     Raises:
         RuntimeError: groups with quotas cannot be created here.
     """
-    if (ROOTS[1] / "cpu.cfs_quota_us").exists() or (ROOTS[1] / "cpu.shares").exists():
+    if (ROOTS[1] / "cpu.shares").exists():
         found = 1
     elif "cpu" in _text(ROOTS[2] / "cgroup.subtree_control").split():
         found = 2
