@@ -45,12 +45,20 @@ The backward pass transposes weights and multiplies with the forward kernel."""
 UNITS = 12
 """Products of the same layer in the simulator: three forward, and three times as many backward."""
 
+HIDDEN_ARRAYS = 9
+"""Hidden activations read or written between products, as in `sim.memory.traffic_of`: three forward, six backward."""
+
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "experts": (("experts",), ("experts",)),
+    "experts": (("experts",), ("experts", "joined weights")),
     "tokens": (("dispatch", "combine"), ("dispatch", "combine", "permutation", "sums of copies")),
-    "replicas": (("replicate",), ("weights", "gradients", "joined weights")),
+    "replicas": (("replicate",), ("weights", "gradients")),
 }
-"""Stages of each part in the timeline and in the simulator; the rest is the router, counts and plan."""
+"""Stages of each part in the timeline and in the simulator; the rest is counts and plan.
+
+Home experts and replicas are joined in the scope of the products."""
+
+NO_LAYER = ("route", "other")
+"""Stages of the timeline that the simulator leaves out: the router, and the loss behind the layer."""
 
 COLUMNS = {
     "layer": "",
@@ -63,20 +71,25 @@ COLUMNS = {
 }
 
 
-def same_rates() -> Cluster:
-    """Return a node with the rates of the timeline."""
+def same_rates(sizes: LayerSizes) -> Cluster:
+    """Return a node with the rates of the timeline.
+
+    The curve of the experts includes the operations between products, as a measured curve does.
+    """
     rates, gpu = rates_of(TARGET), GPUS[TARGET.kind]
     if not isinstance(rates, GpuRates):
         raise TypeError(f"rates are {type(rates).__name__}; expected GpuRates")
     # Tokamax's kernels, as `choose_backend` takes them: the faster record of each kind.
     speeds = {kind: max(recorded_tflops("9.0", kind, one) or 0.0 for one in ("Mosaic", "Triton")) for kind in PRODUCTS}
     seconds = sum(number / (1e12 * speeds[kind]) for kind, number in PRODUCTS.items())
+    # Per operation of a product: a row has `F` hidden activations of two bytes, and a product `2 H F` operations.
+    seconds += HIDDEN_ARRAYS / (sizes.hidden * gpu.bytes_per_s)
     return Cluster(
         (Links("gpu", 8, rates.link * rates.link_share, latency_s=rates.one_shot),),
         # Half a tile is empty at the end of each group.
         gemm=AnalyticGemm(UNITS / seconds, half_rows=TILE / 2, launch_s=0.0),
         copy_bytes_per_s=rates.copy_engines,
-        planner_s=rates.planner,
+        planner_s=rates.planner_kernel[TARGET.topology().num_ranks],
         hbm_bytes_per_s=gpu.bytes_per_s,
     )
 
@@ -115,13 +128,12 @@ def row(name: str, folder: Path) -> list[Value]:
     node = load_config("preset", "h100_node").cluster
     if node is None:
         raise RuntimeError("h100_node has no cluster; expected one")
-    preset, same = (simulated(sizes, counts, cluster) for cluster in (node.build(), same_rates()))
+    preset, same = (simulated(sizes, counts, cluster) for cluster in (node.build(), same_rates(sizes)))
     found = compiled(name, folder).timeline(LayerLoad.of(SYSTEM, sizes, topology, counts))
     stages = {stage.removeprefix("backward/"): 0.0 for stage in found.stages()}
     for stage, seconds in found.stages().items():
         stages[stage.removeprefix("backward/")] += 1e3 * seconds
-    # The simulator has no router.
-    total = 1e3 * found.total_s - stages.get("route", 0.0)
+    total = 1e3 * found.total_s - sum(stages.get(one, 0.0) for one in NO_LAYER)
     parts = [
         f"{sum(stages.get(one, 0.0) for one in mine):.2f} / "
         f"{sum(ms for stage, ms in same.items() if stage.removesuffix(' (backward)') in theirs):.2f}"

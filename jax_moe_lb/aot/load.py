@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
+from jax_moe_lb.aot.list_load import ListLoad
 from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.core.plan import Plan
@@ -40,6 +41,7 @@ class LayerLoad:
         plan: Plan of the layer.
         moved_on: `[R, S]`, rows of each home slot that the second wave serves, at home or elsewhere; None (default) for
             one wave.
+        lists: rows of a dispatch in lists; None (default) for token copies.
 
     Examples:
         >>> from jax_moe_lb import Topology, exact
@@ -56,6 +58,7 @@ class LayerLoad:
     capacity: int
     plan: Plan
     moved_on: Int[np.ndarray, "R S"] | None = None
+    lists: ListLoad | None = None
 
     @classmethod
     def of(
@@ -88,11 +91,14 @@ class LayerLoad:
         if len(waves) > 1:
             by_home = found.waves[1][0].sum(0).reshape(topology.num_ranks, -1)
             moved_on = np.pad(by_home, ((0, 0), (0, waves[0].shape[2] - by_home.shape[1]))).astype(np.int64)
-        return cls(name, waves, copies, system.dispatch.buffers.rows(copies), found.plan, moved_on)
+        lists = ListLoad.of(system.dispatch, sizes, topology, counts, found.plan)
+        return cls(name, waves, copies, system.dispatch.buffers.rows(copies), found.plan, moved_on, lists)
 
     @property
     def rounds(self) -> int:
         """Rounds of the receive buffer."""
+        if self.lists is not None:
+            return self.lists.rounds
         return max(1, -(-int(self.waves[0].sum((0, 2)).max()) // self.capacity))
 
     @property
@@ -112,7 +118,7 @@ class LayerLoad:
         whole = self.waves[wave]
         if self.rounds == 1:
             return whole
-        if wave:
+        if wave or self.lists is not None:
             return self._part(whole, i)
         # The window of a round on the stream of each receiver, by slot and then source, or by source and then slot.
         order = (1, 0, 2) if by_rank else (1, 2, 0)
@@ -147,7 +153,7 @@ class LayerLoad:
         }.get(part, static + staying + moved)
 
     def _part(self, rows: Int[np.ndarray, "..."], i: int) -> Int[np.ndarray, "..."]:
-        """Return the part of the second wave in round `i`, as if it were spread evenly over the rounds."""
+        """Return the part of rows in round `i` that are spread evenly over the rounds."""
         return rows * (i + 1) // self.rounds - rows * i // self.rounds
 
     @cached_property

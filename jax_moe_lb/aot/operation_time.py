@@ -73,12 +73,20 @@ class OperationTime:
         """
         rates = self.machine.rates
         if one.kind is Kind.PLANNER:
-            return Estimate(rates.planner, "host")
+            return self._planner(one)
         if one.kind is Kind.COPIES:
             return self._copies(one)
         if one.exchange is not None:
             return self._exchange(one, one.exchange, i)
         return self._kernel(one, i)
+
+    def _planner(self, one: ScheduledOperation) -> Estimate:
+        rates = self.machine.rates
+        if not one.planned_ranks or not isinstance(rates, GpuRates):
+            return Estimate(rates.planner, "host")
+        known = sorted(rates.planner_kernel)
+        seconds = np.interp(one.planned_ranks, known, [rates.planner_kernel[ranks] for ranks in known])
+        return Estimate(rates.start + float(seconds), "latency")
 
     def _kernel(self, one: ScheduledOperation, i: int) -> Estimate:
         device, rates = self.target.device, self.machine.rates
@@ -143,10 +151,24 @@ class OperationTime:
         if not shape.updates:
             crosses = self.target.num_domains > 1 and (shape.axes is None or shape.axes[:1] == ("node",))
             return collective_time(shape.kind, shape.nbytes, shape.num_ranks, crosses, self.machine)
-        sent = self._sent(one, shape, i)
-        sent = self._even(shape) if sent is None else sent
         row_bytes = max(1, shape.nbytes // max(shape.operand_rows, 1))
-        return exchange_time(sent, ExchangePath(shape.path), row_bytes, shape.operand_rows, self._group(shape))
+        on, path = self._group(shape), ExchangePath(shape.path)
+        groups = self._in_groups(one, shape, i)
+        times = (exchange_time(sent, path, row_bytes, shape.operand_rows, on) for sent in groups)
+        return max(times, key=lambda estimate: estimate.seconds)
+
+    def _in_groups(self, one: ScheduledOperation, shape: ExchangeShape, i: int) -> list[UpdateBytes]:
+        """Return the bytes of each update in every group of ranks; of one group if all groups are equal."""
+        lists = self.load.lists if self.load else None
+        if lists is not None and not one.stage.endswith("replicate"):
+            hop = len(lists.hops) - 1 if "expert" in (shape.axes or ("expert",)) else 0
+            if shape.num_ranks == lists.hops[hop].rows.shape[1]:
+                is_back = one.stage.endswith("combine")
+                found = lists.bytes_of(hop, i, shape.nbytes, is_back=is_back)
+                # The other updates of a list are empty.
+                return [np.pad(sent, ((0, 0), (0, 0), (0, shape.updates - 1))) for sent in found]
+        sent = self._sent(one, shape, i)
+        return [self._even(shape) if sent is None else sent]
 
     def _group(self, shape: ExchangeShape) -> Machine:
         """Return the machine of a group of ranks: those of an outer axis alone are in different domains."""

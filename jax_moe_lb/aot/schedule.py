@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from jax_moe_lb.aot.collectives import RAGGED, PathOf, axes_of, end_of, exchanges, kind_of
-from jax_moe_lb.aot.execution_counts import IDLE_SCOPE, Launches
+from jax_moe_lb.aot.execution_counts import IDLE_SCOPE, KERNEL, Launches
 from jax_moe_lb.aot.flops import flops_of
 from jax_moe_lb.aot.hlo import ArrayShape, Computation, Instruction, Module
 from jax_moe_lb.aot.memory import FREE, FREE_TARGETS, MemoryTraffic
@@ -52,7 +52,7 @@ class Kind(StrEnum):
         PRODUCT: Matrix product.
         EXCHANGE: Ragged exchange.
         COLLECTIVE: Other collective.
-        PLANNER: Planner on the host.
+        PLANNER: Planner on the host, or in a kernel.
         COPIES: Peer copies by copy engines; they run until the next `JOIN`.
         JOIN: Wait for peer copies, or for the planner of `stream`.
         TRANSFER: Asynchronous copy between memories of a device.
@@ -132,6 +132,7 @@ class ScheduledOperation:
         loop: Kind of a loop; None for other operations.
         trips: Iterations of a counted loop.
         waits_for_host: Whether the host reads the condition of a loop or branch.
+        planned_ranks: Ranks of a domain of a planner that runs as a kernel; 0 for other operations.
         body: Operations of a loop.
     """
 
@@ -151,6 +152,7 @@ class ScheduledOperation:
     loop: Loop | None = None
     trips: int = 1
     waits_for_host: bool = False
+    planned_ranks: int = 0
     body: "tuple[ScheduledOperation, ...]" = ()
 
 
@@ -311,7 +313,7 @@ class _Reader:
             # The planner starts with the counts, beside the compute stream.
             yield ScheduledOperation(name, Kind.PLANNER, stage, runs_beside=True)
         elif target.startswith("moe_lb_plan") and not target.endswith("_and_copy"):
-            yield ScheduledOperation(name, Kind.PLANNER, stage)
+            yield ScheduledOperation(name, Kind.PLANNER, stage, planned_ranks=_planned_ranks(one))
         else:
             if target.startswith("moe_lb_plan"):
                 yield ScheduledOperation(name, Kind.JOIN, stage, stream=Kind.PLANNER.value)
@@ -358,6 +360,13 @@ def _made(computation: Computation, one: Instruction) -> Instruction:
     while one.opcode in ("bitcast", "copy", "get-tuple-element") and computation.operands(one):
         one = computation.operands(one)[0]
     return one
+
+
+def _planned_ranks(planner: Instruction) -> int:
+    if not planner.target.endswith(KERNEL):
+        return 0
+    found = re.search(r"\bdomain = (\d+)", planner.attributes)
+    return int(found[1]) if found else 1
 
 
 def _copied(computation: Computation, one: Instruction) -> ExchangeShape:

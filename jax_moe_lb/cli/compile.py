@@ -223,9 +223,6 @@ def _planned(machine: Target, layer: LayerSizes, system: System, load: str, trac
     """Return the load of a timeline, after all checks that need no compiler."""
     if trace is not None and not trace.absolute().parent.is_dir():
         raise ValueError(f"--timeline is {trace}; expected a file in an existing folder")
-    if system.dispatch.cost().once_per_member:
-        name = type(system.dispatch).__name__
-        raise ValueError(f"--system has {name}; expected another dispatch, as a timeline counts one row per copy")
     rates_of(machine)
     topology = machine.topology()
     if layer.experts % topology.num_ranks:

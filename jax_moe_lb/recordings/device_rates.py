@@ -48,6 +48,12 @@ def _shares(value: Any) -> dict[int, float]:
     return {int(updates): _share(share) for updates, share in value.items()}
 
 
+def _times(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(f"is {shown(value)}; expected times by ranks of a domain")
+    return {int(ranks): time(one) for ranks, one in value.items()}
+
+
 def _speeds(value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping) or set(value) != {"product", "transposed", "outer"}:
         raise ValueError(f"is {shown(value)}; expected product, transposed and outer")
@@ -59,6 +65,7 @@ Time = Annotated[float, _figure(time)]
 Speed = Annotated[float, _figure(speed)]
 Share = Annotated[float, _figure(_share)]
 Shares = Annotated[dict[int, float], _figure(_shares)]
+Times = Annotated[dict[int, float], _figure(_times)]
 Speeds = Annotated[dict[str, float], _figure(_speeds)]
 Count = Annotated[int, _figure(int)]
 
@@ -107,6 +114,7 @@ class GpuRates(DeviceRates):
         one_shot: Time of that kernel without bytes.
         nccl_update: Time of the send and the receive of one update by NCCL.
         device_kernel: Share of `link` reached by NCCL's device kernel, by updates per peer.
+        planner_kernel: Time of a planner that runs as a kernel, by ranks of a domain.
     """
 
     network: Rate
@@ -118,6 +126,7 @@ class GpuRates(DeviceRates):
     one_shot: Time
     nccl_update: Time
     device_kernel: Shares
+    planner_kernel: Times
 
 
 class TpuRates(DeviceRates):

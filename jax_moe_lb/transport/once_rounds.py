@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
-from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens, pytree
@@ -26,7 +25,7 @@ from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, rows_at
 from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import SumsT, overflow_rounds
+from jax_moe_lb.transport.rounds import SumsT, backward_pass, overflow_rounds
 from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier
 
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
@@ -277,11 +276,7 @@ def _save(
 def _backward(
     replicate: Replicate, route: Route, topology: Topology, saved: Residuals, upstream: Tokens
 ) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
-    @jax.custom_batching.sequential_vmap
-    def pull_back(saved: Residuals, upstream: Tokens) -> tuple[Tokens, RoutingWeights, Experts]:
-        return _gradients(replicate, route, topology, saved, upstream)
-
-    return *first_order(pull_back)(saved, upstream), None, None
+    return backward_pass(partial(_gradients, replicate, route, topology), saved, upstream)
 
 
 @jax.named_scope("backward")

@@ -44,6 +44,7 @@ from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier, takes_parts
 
 SumsT = TypeVar("SumsT")
+ResidualsT = TypeVar("ResidualsT")
 
 Inputs = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt]
 
@@ -259,11 +260,28 @@ def _save(
 def _backward(
     replicate: Replicate, exchange: Exchange, topology: Topology, saved: Residuals, upstream: Tokens
 ) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
-    @jax.custom_batching.sequential_vmap
-    def pull_back(saved: Residuals, upstream: Tokens) -> tuple[Tokens, RoutingWeights, Experts]:
-        return _gradients(replicate, exchange, topology, saved, upstream)
+    return backward_pass(partial(_gradients, replicate, exchange, topology), saved, upstream)
 
-    return *first_order(pull_back)(saved, upstream), None, None
+
+def backward_pass(
+    gradients: Callable[[ResidualsT, Tokens], tuple[Tokens, RoutingWeights, Experts]],
+    saved: ResidualsT,
+    upstream: Tokens,
+) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
+    """Run a handwritten backward pass of tokens, weights, experts, plan and receipt.
+
+    Under `vmap`, microbatches run sequentially. The pass itself is not differentiated.
+
+    Args:
+        gradients: function from residuals and output gradients to the gradients of tokens, weights and experts.
+        saved: residuals.
+        upstream: `[T, H]`, gradients of the outputs.
+
+    Returns:
+        The gradients, and `None` for plan and receipt.
+    """
+    pull_back = first_order(jax.custom_batching.sequential_vmap(gradients))
+    return *pull_back(saved, upstream), None, None
 
 
 @jax.named_scope("backward")

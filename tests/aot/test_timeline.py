@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import Topology, exact
+from jax_moe_lb import Buffers, Topology, exact
 from jax_moe_lb.aot import LayerLoad, LayerSizes, Target, counts_of
 from jax_moe_lb.aot.execution_counts import Launches
 from jax_moe_lb.aot.operation_time import OperationTime
@@ -15,6 +15,7 @@ from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from jax_moe_lb.collectives.exchange_time import Machine, exchange_time
 from jax_moe_lb.kernels.recorded_rates import recorded_tflops
 from jax_moe_lb.recordings.device_rates import device_rates
+from jax_moe_lb.transport import Forward, Once
 from tests.aot.scheduled import TEXT, even_counts, load_of, schedule, skewed_counts
 
 TARGET = Target.parse("h100:1x8")
@@ -161,6 +162,93 @@ def test_the_host_waits_for_conditions_outside_of_graphs():
     # Before each of 6 rounds, and at the end.
     assert sum(span.bound == "host" and span.kind is Kind.LOOP for span in waiting.spans) == 7
     assert not any(span.kind is Kind.LOOP for span in timeline(schedule(), TARGET, load).spans)
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(4, 23e-6), (8, 23e-6), (20, 40e-6), (64, 153e-6)])
+def test_a_planner_in_a_kernel_needs_no_host(ranks, seconds):
+    attributes = f"backend_config={{domain = {ranks} : i64, eps = 1.0e-2 : f64}}"
+    call = 'custom_call_target="moe_lb_plan_exact"'
+    kernel = schedule(TEXT.replace(call, f"{call[:-1]}_kernel\", {attributes}"))
+    spans_of = (spans(timeline(one, TARGET, load_of(even_counts())), "planned")[0] for one in (kernel, schedule()))
+    found, on_host = spans_of
+    assert (found.bound, on_host.bound) == ("latency", "host")
+    assert (found.seconds, on_host.seconds) == (pytest.approx(RATES.start + seconds), pytest.approx(RATES.planner))
+
+
+def exchange(stage, axes, ranks, operand, result=1):
+    """Return an exchange of lists with 64 updates for each peer, from shapes of operand and result."""
+    sent, width = operand
+    shape = ExchangeShape(
+        "ragged-all-to-all", axes, ranks, sent * width, result * width, sent, 64, ExchangePath.ONE_SHOT.value
+    )
+    return ScheduledOperation("rows", Kind.EXCHANGE, stage, exchange=shape)
+
+
+LISTS = LayerSizes(hidden=256, inner=128, experts=32, tokens=512, per_token=4)
+
+
+def test_lists_carry_tokens_instead_of_copies():
+    topology = Topology.flat(8)
+    counts = counts_of("zipf:1.2", LISTS, 8)
+    load = LayerLoad.of(replace(exact(1), dispatch=Once()), LISTS, topology, counts)
+    copies = LayerLoad.of(exact(1), LISTS, topology, counts)
+    rows = load.lists.hops[0].rows[0]
+    assert rows.sum() < 0.95 * copies.waves[0].sum() == 0.95 * 8 * 512 * 4
+    assert load.rounds == copies.rounds == 1
+    arrays = Once().cost().row_arrays(512, 4, topology)
+    for stage, operand, sent in (
+        ("dispatch", arrays.sent, rows),
+        ("backward/dispatch", arrays.sent, rows),
+        ("combine", arrays.received, rows.T),
+    ):
+        one = exchange(stage, ("expert",), 8, (operand, 512))
+        padded = np.pad(512 * sent[..., None], ((0, 0), (0, 0), (0, 63)))
+        expected = exchange_time(padded, ExchangePath.ONE_SHOT, 512, operand, Machine(RATES, 8))
+        assert OperationTime(TARGET, load).of(one, 0) == expected
+
+
+def test_hops_of_lists_take_the_slowest_group_and_a_part_per_chunk():
+    target, sizes = Target.parse("h100:2x8"), replace(LISTS, tokens=510)
+    topology = replace(target.topology(), ranks_per_domain=8)
+    counts = counts_of("zipf:1.2", sizes, 16)
+    loads = [
+        LayerLoad.of(replace(exact(1), dispatch=Forward(Buffers(4.0, chunks=chunks))), sizes, topology, counts)
+        for chunks in (1, 4)
+    ]
+    between, inside = loads[0].lists.hops
+    assert (between.rows.shape, inside.rows.shape) == ((8, 2, 2), (2, 8, 8))
+    # Each token visits a node at most once, and a rail rank forwards tokens of both nodes.
+    assert between.rows.sum((1, 2)).max() <= 2 * 2 * 510
+    assert inside.rows.sum() > between.rows.sum()
+    # Four chunks of at most 128 tokens.
+    assert [hop.sent for hop in loads[1].lists.hops] == [2 * 128, min(inside.received, 2 * 128 * 4)]
+    whole, part = (OperationTime(target, load) for load in loads)
+    for axes, ranks, hop in ((("node",), 2, 0), (("expert",), 8, 1)):
+        out, quarter = (exchange("dispatch", axes, ranks, (load.lists.hops[hop].sent, 512)) for load in loads)
+        bytes_of, quarters = (
+            np.stack(time._in_groups(one, one.exchange, 0)) for time, one in ((whole, out), (part, quarter))
+        )
+        np.testing.assert_array_equal(quarters, 512 * -(-bytes_of // (4 * 512)))
+        on = whole._group(out.exchange)
+        times = [exchange_time(one, ExchangePath.ONE_SHOT, 512, out.exchange.operand_rows, on) for one in bytes_of]
+        assert whole.of(out, 0).seconds == max(one.seconds for one in times) > min(one.seconds for one in times)
+    # Slots and weights of all chunks take one exchange.
+    tail = exchange("dispatch", ("expert",), 8, (inside.sent, 2 * 4 * 4))
+    for time in (whole, part):
+        assert np.stack(time._in_groups(tail, tail.exchange, 0)).sum() == 32 * inside.rows.sum()
+
+
+def test_rounds_of_lists_have_even_parts():
+    topology, counts = Topology.flat(8), counts_of("zipf:1.2", LISTS, 8)
+    load = LayerLoad.of(replace(exact(1), dispatch=Once(Buffers(headroom=0.4))), LISTS, topology, counts)
+    assert load.rounds == 3
+    assert sum(load.sent(0, i) for i in range(3)).tolist() == load.waves[0].tolist()
+    operand = Once(Buffers(headroom=0.4)).cost().row_arrays(512, 4, topology).sent
+    one = exchange("dispatch", ("expert",), 8, (operand, 512))
+    time = OperationTime(TARGET, load)
+    rounds = [time._in_groups(one, one.exchange, i)[0] for i in range(3)]
+    assert sum(sent.sum() for sent in rounds) == 512 * load.lists.hops[0].rows.sum()
+    assert max(sent.sum() for sent in rounds) < 1.1 * min(sent.sum() for sent in rounds)
 
 
 def test_peer_copies_run_on_copy_engines_until_they_are_joined():

@@ -44,6 +44,7 @@ def changed(monkeypatch):
         ("link", {"value": "450", "basis": "assumed", "source": "x"}, "link is '450'; expected a rate above 0"),
         ("link_share", {"value": 60, "basis": "assumed", "source": "x"}, "link_share is 60; expected a share above 0"),
         ("grouped", {"value": {"product": "1 TFLOP/s"}, "basis": "assumed", "source": "x"}, "expected product, "),
+        ("planner_kernel", {"value": {}, "basis": "assumed", "source": "x"}, "expected times by ranks of a domain"),
         ("lnik", {"value": "450 GB/s", "basis": "assumed", "source": "x"}, "lnik "),
     ],
 )

@@ -74,6 +74,11 @@ def test_gradients_of_rows_come_between_gradients_of_weights(monkeypatch):
     assert id(graph.source[id(of_rows)]) in graph.before(up)
     assert id(graph.source[id(down)]) in graph.before(of_rows)
     assert not {id(graph.source[id(var)]) for var in (of_rows, up, down)} & set(graph.before(of_weights))
+    # The gradients of the outputs, which travel meanwhile, are first read after the products of the rows.
+    weights_of_up, arrived = graph.jaxpr.invars[2], graph.jaxpr.invars[4]
+    (reader,) = (eqn for eqn in graph.jaxpr.eqns if any(var is arrived for var in eqn.invars))
+    assert reader.primitive.name == "optimization_barrier"
+    assert any(var is weights_of_up for eqn in graph.before(reader.invars[0]).values() for var in eqn.invars)
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,20 @@ def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
     # another operation still reads.
     (arrived,) = (eqn for eqn in graph.jaxpr.eqns if eqn.params.get("name") == "arrived")
     assert graph.source[id(arrived.invars[0])].primitive.name == "optimization_barrier"
+
+
+def test_gradients_of_outputs_travel_after_weights_if_rows_are_saved(monkeypatch):
+    """They travel beside the products of the rows; the weights of rows arrive before, beside the gather."""
+    monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
+
+    def backward(tokens, weights, upstream, of_copies, of_weights, rows, replicas):
+        carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)
+        replicas = checkpoint_name(replicas, "replicas")
+        return gradient_round(named_round(1), batch, lambda *args: (*args[:2], None), carry, rows, replicas)[0]
+
+    graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(2), ones(1))
+    assert graph.names_before("weights 0") == set()
+    assert graph.names_before("rows 0") == {"replicas", "weights 0"}
 
 
 # ---- chunks and saved arrays --------------------------------------------------------

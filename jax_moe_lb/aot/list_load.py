@@ -1,0 +1,111 @@
+"""Rows of a dispatch in lists, `Once` or `Forward`, that travel under a plan, for timelines.
+
+Counts do not record which experts a token combines, so the rows are the estimates of `transport/wave_rows.py`.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jax_moe_lb.aot.sizes import LayerSizes
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts
+from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.wave_rows import WaveRows
+
+
+class ListHop(NamedTuple):
+    """Exchanges of lists inside groups of ranks.
+
+    Args:
+        rows: `[G, P, P]`, rows from rank (second) to rank (third) of each group, in all rounds.
+        sent: Rows of an operand on the way out.
+        received: Rows of an operand on the way back.
+        chunks: Exchanges of the rows of a round.
+    """
+
+    rows: Int[np.ndarray, "G P P"]
+    sent: int
+    received: int
+    chunks: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class ListLoad:
+    """Rows of all hops of a dispatch in lists.
+
+    Args:
+        hops: One hop, or the hop between nodes and the hop inside nodes.
+        rounds: Rounds of the last hop.
+        choice_bytes: Bytes of the choices of a row, which travel in one exchange for all chunks.
+    """
+
+    hops: tuple[ListHop, ...]
+    rounds: int
+    choice_bytes: int
+
+    @classmethod
+    def of(
+        cls, dispatch: Dispatch, sizes: LayerSizes, topology: Topology, counts: Counts, plan: Plan
+    ) -> "ListLoad | None":
+        """Count the rows of a dispatch; None if its rows are copies.
+
+        Args:
+            dispatch: Dispatch of the program.
+            sizes: Sizes of the layer.
+            topology: Ranks and nodes of the layer.
+            counts: `[R, E]` int32, token copies from each rank to each expert.
+            plan: Plan in NumPy arrays.
+        """
+        cost, (tokens, per_token) = dispatch.cost(), (sizes.tokens, sizes.per_token)
+        if not cost.once_per_member:
+            return None
+        wave = WaveRows(counts, plan, per_token)
+        between = [np.ceil(rows).astype(np.int64) for rows in cost.hops(wave, topology)]
+        arrays, number = cost.row_arrays(tokens, per_token, topology), dispatch.buffers.chunks
+        rounds = max(1, cost.rounds(wave, topology, tokens * per_token))
+        choice_bytes = cost.choice_bytes(per_token)
+        everyone = np.arange(topology.num_ranks)[None]
+        if len(between) == 1:
+            hop = ListHop(_inside(between[0], everyone), arrays.sent, arrays.received)
+            return cls((hop,), rounds, choice_bytes)
+        nodes = everyone.reshape(-1, topology.levels[-1].size)
+        part = -(-tokens // number)
+        number = -(-tokens // part)
+        first, forwarded = part * min(per_token, len(nodes)), part * len(nodes)
+        sent = min(arrays.received, forwarded * min(per_token, nodes.shape[1]))
+        return cls(
+            (
+                ListHop(_inside(between[0], nodes.T), first, forwarded, number),
+                ListHop(_inside(between[1], nodes), sent, arrays.received, number),
+            ),
+            rounds,
+            choice_bytes,
+        )
+
+    def bytes_of(self, hop: int, i: int, nbytes: int, *, is_back: bool) -> list[Int[np.ndarray, "P P 1"]]:
+        """Return the bytes between the ranks of each group in one exchange.
+
+        Args:
+            hop: Number of the hop.
+            i: Number of the round.
+            nbytes: Bytes of the operand.
+            is_back: Whether the exchange returns rows to their sources.
+        """
+        one, rows = self.hops[hop], self.hops[hop].rows
+        width = nbytes // (one.received if is_back else one.sent)
+        chunks = one.chunks
+        if hop == len(self.hops) - 1:
+            rows = rows * (i + 1) // self.rounds - rows * i // self.rounds
+            if nbytes <= self.choice_bytes * one.received:
+                chunks, width = 1, width if is_back else self.choice_bytes
+        rows = -(-(rows.transpose(0, 2, 1) if is_back else rows) // chunks)
+        return list(rows[..., None] * width)
+
+
+def _inside(rows: Int[np.ndarray, "R R"], groups: Int[np.ndarray, "G P"]) -> Int[np.ndarray, "G P P"]:
+    """Return the rows between the ranks of each group."""
+    return rows[groups[:, :, None], groups[:, None]]
