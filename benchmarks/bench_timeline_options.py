@@ -28,8 +28,8 @@ SYSTEM = exact().replace(kernels=Kernels.OWN)
 PROGRAMS: dict[str, tuple[System, bool]] = {
     "none": (SYSTEM, False),
     "latency hiding": (SYSTEM, True),
-    "latency hiding, 2 chunks, saved rows": (
-        SYSTEM.replace(buffers=Buffers(chunks=2), saved=Saved(rows=True)),
+    "latency hiding, 2 chunks, saved rows and replicas": (
+        SYSTEM.replace(buffers=Buffers(chunks=2), saved=Saved(rows=True, replicas=True)),
         True,
     ),
 }

@@ -86,6 +86,7 @@ class Case:
         fused: if True, experts have gate and up projection in one weight.
         own_kernels: if True, use the grouped matrix products of this library.
         once_per_node: if True, the dispatch is `Forward`.
+        chunks: exchanges of a round.
     """
 
     target: str
@@ -96,19 +97,21 @@ class Case:
     fused: bool = False
     own_kernels: bool = False
     once_per_node: bool = False
+    chunks: int = 1
 
     def __str__(self) -> str:
         size = {SMALL: "small", TILED: "tiled"}.get(self.sizes, "reference")
         rounds = "a loop" if self.max_rounds is None else f"{self.max_rounds} round"
         what = f"{self.target:11} {self.system:10} {'gradients' if self.train else 'forward':9} {size:9}"
         form = "own kernels" if self.own_kernels else "once per node" if self.once_per_node else ""
-        return f"{what} {rounds:7} {'fused' if self.fused else '':5} {form:13}"
+        chunks = f"{self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{what} {rounds:7} {'fused' if self.fused else '':5} {form:13} {chunks}"
 
     @property
     def configured(self) -> System:
         """System of the program."""
         system = system_named(self.system)
-        buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
+        buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds, chunks=self.chunks)
         system = replace(system, dispatch=Forward()) if self.once_per_node else system
         system = system.replace(buffers=buffers)
         return system.replace(kernels=Kernels.OWN) if self.own_kernels else system

@@ -35,6 +35,7 @@ NUM_BYTES = 256
 COMPUTE_DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REMAT = ("none", "full")
+DISPATCHES = ("direct", "once")
 
 
 def require_positive(name: str, value: int) -> None:
@@ -125,6 +126,7 @@ class ParallelConfig:
         max_rounds: maximum rounds compiled into a step. If a plan needs more, a second program without the limit
             repeats the step. 1 suits multi-node GPUs, whose hosts wait in each loop of rounds, if balanced loads stay
             below `headroom`. `None` (default) compiles one program without a limit.
+        dispatch: "direct" sends a row for each token copy, "once" a token to each rank that serves it; see `Once`.
         own_kernels: if True, use the grouped matrix products of `jax_moe_lb` on Hopper instead of tokamax; see
             `Kernels`.
         fsdp: if True, also split matrices and their optimizer state over `data_parallel`, and gather each before use.
@@ -142,6 +144,7 @@ class ParallelConfig:
     headroom: float | None = None
     ranks_per_domain: int | None = None
     max_rounds: int | None = None
+    dispatch: str = "direct"
     own_kernels: bool = False
     fsdp: bool = False
 
@@ -150,6 +153,8 @@ class ParallelConfig:
         require_positive("expert_parallel", self.expert_parallel)
         if self.max_rounds is not None:
             require_positive("max_rounds", self.max_rounds)
+        if self.dispatch not in DISPATCHES:
+            raise ValueError(f"dispatch is {self.dispatch!r}; expected one of {', '.join(DISPATCHES)}")
         if self.fsdp and self.data_parallel == 1:
             raise ValueError("fsdp is set, but data_parallel is 1; expected at least 2 groups to split over")
         if self.ranks_per_domain is not None:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import System, use_virtual_cpu_devices
+from jax_moe_lb.advise.choice import with_dispatch
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn.moe import BalancerState
 from jax_moe_lb.transport import Kernels
@@ -81,11 +82,13 @@ def make_system(parallel: ParallelConfig) -> System:
         parallel: name and options of the system.
 
     Raises:
-        ValueError: the system is unknown, or an option is out of range.
+        ValueError: the system is unknown or has a dispatch of its own, or an option is out of range.
     """
     system = system_named(parallel.system)
     if parallel.replica_slots is not None and system.replica_slots:
         system = dataclasses.replace(system, replica_slots=parallel.replica_slots)
+    if parallel.dispatch != "direct":
+        system = with_dispatch(system, parallel.dispatch)
     options = {"headroom": parallel.headroom, "max_rounds": parallel.max_rounds}
     given: Any = {name: value for name, value in options.items() if value is not None}
     buffers = dataclasses.replace(system.dispatch.buffers, **given)

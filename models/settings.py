@@ -25,7 +25,7 @@ Given = dict[str, Any]
 
 ConfigT = TypeVar("ConfigT")
 
-SYSTEM_OPTIONS = ("replica_slots", "headroom", "max_rounds", "own_kernels")
+SYSTEM_OPTIONS = ("replica_slots", "headroom", "max_rounds", "dispatch", "own_kernels")
 """Keys of the section `parallel` accepted by `--system`."""
 
 MESH_AXES = {"data": "data_parallel", "expert": "expert_parallel", "domain": "ranks_per_domain"}

@@ -71,7 +71,6 @@ class OperationTime:
             one: The operation.
             i: Number of the round of the receive buffer.
         """
-        rates = self.machine.rates
         if one.kind is Kind.PLANNER:
             return self._planner(one)
         if one.kind is Kind.COPIES:

@@ -166,11 +166,11 @@ def test_the_host_waits_for_conditions_outside_of_graphs():
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(4, 23e-6), (8, 23e-6), (20, 40e-6), (64, 153e-6)])
 def test_a_planner_in_a_kernel_needs_no_host(ranks, seconds):
-    attributes = f"backend_config={{domain = {ranks} : i64, eps = 1.0e-2 : f64}}"
-    call = 'custom_call_target="moe_lb_plan_exact"'
-    kernel = schedule(TEXT.replace(call, f"{call[:-1]}_kernel\", {attributes}"))
-    spans_of = (spans(timeline(one, TARGET, load_of(even_counts())), "planned")[0] for one in (kernel, schedule()))
-    found, on_host = spans_of
+    options = f"backend_config={{domain = {ranks} : i64, eps = 1.0e-2 : f64}}"
+    kernel = schedule(TEXT.replace('moe_lb_plan_exact"', f'moe_lb_plan_exact_kernel", {options}'))
+    found, on_host = (
+        spans(timeline(one, TARGET, load_of(even_counts())), "planned")[0] for one in (kernel, schedule())
+    )
     assert (found.bound, on_host.bound) == ("latency", "host")
     assert (found.seconds, on_host.seconds) == (pytest.approx(RATES.start + seconds), pytest.approx(RATES.planner))
 

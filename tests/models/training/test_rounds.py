@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.transport import Buffers, Kernels
+from jax_moe_lb.transport import Buffers, Direct, Kernels, Once
 from models.config import ParallelConfig
 from models.mesh import make_mesh, make_system, place_batch
 from models.training.faults import StepRunner
@@ -94,7 +94,13 @@ def test_a_system_is_made_as_its_options_say():
     dispatch = make_system(ParallelConfig(max_rounds=3, own_kernels=True, headroom=1.2)).dispatch
     assert (dispatch.buffers, dispatch.kernels) == (Buffers(1.2, max_rounds=3), Kernels.OWN)
     dispatch = make_system(ParallelConfig()).dispatch
-    assert (dispatch.buffers.max_rounds, dispatch.kernels) == (None, Kernels.LIBRARY)
+    assert (type(dispatch), dispatch.buffers.max_rounds, dispatch.kernels) == (Direct, None, Kernels.LIBRARY)
+    dispatch = make_system(ParallelConfig(dispatch="once", max_rounds=2, own_kernels=True)).dispatch
+    assert dispatch == Once(Buffers(max_rounds=2), kernels=Kernels.OWN)
+    with pytest.raises(ValueError, match=r"^dispatch is 'twice'; expected one of direct, once$"):
+        ParallelConfig(dispatch="twice")
+    with pytest.raises(ValueError, match=r"expected Direct\(\) before once"):
+        make_system(ParallelConfig(system="feplb", dispatch="once"))
 
 
 def test_without_a_limit_there_is_one_program():
