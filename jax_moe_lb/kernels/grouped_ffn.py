@@ -238,10 +238,8 @@ def _gradients_at_once(
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
     experts = jax.tree.map(usual_layout, experts)
     # Clear rows beyond the groups: weight gradients sum over all rows.
-    rows = clear_tail(rows, group_sizes)
-    # On GPUs, the gradients of the outputs travel beside these products.
-    products, upstream = in_order_on_cuda(_inner_products(rows, experts, group_sizes), upstream)
-    upstream = clear_tail(upstream, group_sizes)
+    rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
+    products = _inner_products(rows, experts, group_sizes)
     hidden, pull_back = jax.vjp(partial(activate, _first(experts)), products)
     # With `y = hidden down`, the gradient of the row weight is `y upstream = hidden (upstream down^T)`. So this pass
     # needs no outputs. For the same reason, and because they are narrower, multiply the hidden activations by the row

@@ -170,13 +170,13 @@ def gradient_round(
             copies = to_sending_order(batch.tokens, one.receipt, per_token)
             row_weights, copies = in_order_on_cuda(row_weights, copies)
             words = one.send(copies, 0)[0]
-            # The gradients are gathered after the copies are sent, into the same memory, and before the products.
-            (words, _), upstream = in_order_on_cuda((words, before), batch.upstream)
-            of_outputs, words = in_order_on_cuda(to_sending_order(upstream, one.receipt, per_token), words)
         else:
-            # The gradients travel beside the products of the saved rows, which must not hide the weights instead.
-            words, (_, upstream) = saved, in_order_on_cuda(before, batch.upstream)
-            of_outputs = to_sending_order(upstream, one.receipt, per_token)
+            words = saved
+        # The gradients are gathered after the copies are sent, into the same memory.
+        (words, _), upstream = in_order_on_cuda((words, before), batch.upstream)
+        of_outputs = to_sending_order(upstream, one.receipt, per_token)
+        if saved is not None:
+            # Otherwise the weights travel beside the products of the saved rows, and the gradients beside none.
             row_weights, of_outputs = in_order_on_cuda(row_weights, of_outputs)
         row_upstream, _ = one.send(of_outputs, 0)
     (of_copies, of_weights), sums = carry
