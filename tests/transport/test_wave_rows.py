@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
-from jax_moe_lb import Topology
-from jax_moe_lb.core import plain_plan
+from jax_moe_lb import Buffers, Topology, exact
+from jax_moe_lb.aot import LayerSizes
+from jax_moe_lb.aot.load import zipf_counts
+from jax_moe_lb.core import Level, plain_plan
+from jax_moe_lb.core.plan import load
+from jax_moe_lb.layer.plan_on_host import plan_on_host
+from jax_moe_lb.transport import Direct, Forward
 from jax_moe_lb.transport.wave_rows import EvenRouting, WaveRows, share_in_member, spread_evenly
 
 
@@ -38,3 +43,21 @@ def test_share_of_tokens_in_a_member():
 def test_rows_spread_evenly_stay_in_their_member_or_leave_it():
     assert spread_evenly(12.0, (2, 3)) == (6.0, 4.0)
     assert spread_evenly(12.0, (2, 1)) == (6.0, 0.0)
+
+
+def test_forward_needs_the_rounds_of_direct_unless_an_offset_prefers_a_node():
+    sizes = LayerSizes(experts=64, tokens=4096, per_token=8)
+    topology = Topology((Level("node", 2), Level("gpu", 8)), ranks_per_domain=8)
+    uneven = np.full((16, 64), 512, np.int32)
+    # Tokens of offset 0 prefer the first node in both nodes, those of offset 1 the second.
+    for offset, node in ((0, 0), (1, 1)):
+        uneven[[offset, offset + 8]] = np.repeat(np.where(np.arange(2) == node, 1024, 0), 32)
+    alike = [zipf_counts(sizes, 16, exponent) for exponent in (0.0, 0.3)]
+    for counts, rounds in ((alike[0], 1), (alike[1], 1), (uneven, 2)):
+        plan = plan_on_host(exact(2), counts, topology).plan
+        buffers = Buffers(1.01 * load(plan).max() / (4096 * 8))
+        direct, forward = (
+            one.cost().rounds(WaveRows(counts, plan, 8), topology, 4096 * 8)
+            for one in (Direct(buffers), Forward(buffers))
+        )
+        assert (direct, forward) == (1, rounds)
