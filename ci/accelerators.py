@@ -171,6 +171,9 @@ STEP_MS = {
     Case("h100:1x8", "feplb", sizes=SMALL): 0.4235,
     Case("h100:2x8", "plain", train=True, sizes=SMALL): 8.064,
     Case("h100:2x8", "exact", train=True, sizes=SMALL): 5.683,
+    Case("h100:2x8", "ultraep", train=True, sizes=SMALL): 5.161,
+    Case("h100:2x8", "feplb", train=True, sizes=SMALL): 19.09,
+    Case("h100:2x8", "exact", train=True, sizes=SMALL, once_per_node=True): 3.814,
     Case("h100:2x8", "exact", train=True, max_rounds=1, once_per_node=True, chunks=2): 8.542,
 }
 """Estimated milliseconds of a step at Zipf 1.0, of the program when this table was last set.
@@ -192,7 +195,7 @@ NIGHTLY = {
     Case("h100:1x8", "exact", train=True, max_rounds=1),
     Case("h100:1x8", "feplb", train=True, max_rounds=1),
     Case("h100:8x8", "exact", train=True),
-    Case("h100:2x8", "plain", train=True, sizes=SMALL),
+    *(Case("h100:2x8", name, train=True, sizes=SMALL) for name in ("plain", "ultraep", "feplb")),
     Case("h100:2x8", "exact", train=True, max_rounds=1, once_per_node=True, chunks=2),
     Case("b200:1x8", "plain", train=True, max_rounds=1),
     Case("gb200:1x4x1", "exact", train=True, sizes=TILED),
