@@ -32,10 +32,6 @@ BAD = {
         ("--target", "h100:1x8", "--timeline", "gone/t.json"),
         "--timeline is gone/t.json; expected a file in",
     ),
-    "a timeline of tokens": (
-        ("--target", "h100:1x8", "--system", "exact+once", "--timeline", "t.json"),
-        "--system has Once; expected another dispatch",
-    ),
     "waves sent once": (
         ("--target", "h100:1x8", "--system", "feplb+forward"),
         "expected a system with direct dispatch",
