@@ -170,9 +170,13 @@ STEP_MS = {
     Case("h100:1x8", "feplb", train=True, sizes=SMALL): 1.185,
     Case("h100:1x8", "feplb", sizes=SMALL): 0.4235,
     Case("h100:2x8", "plain", train=True, sizes=SMALL): 8.064,
+    Case("h100:2x8", "plain", sizes=SMALL): 2.796,
     Case("h100:2x8", "exact", train=True, sizes=SMALL): 5.683,
+    Case("h100:2x8", "exact", sizes=SMALL): 2.118,
     Case("h100:2x8", "ultraep", train=True, sizes=SMALL): 5.161,
+    Case("h100:2x8", "ultraep", sizes=SMALL): 2.042,
     Case("h100:2x8", "feplb", train=True, sizes=SMALL): 19.09,
+    Case("h100:2x8", "feplb", sizes=SMALL): 5.607,
     Case("h100:2x8", "exact", train=True, sizes=SMALL, once_per_node=True): 3.814,
     Case("h100:2x8", "exact", train=True, max_rounds=1, once_per_node=True, chunks=2): 8.542,
 }
@@ -189,7 +193,7 @@ NIGHTLY = {
     Case("h100:1x8", "exact", fused=True, own_kernels=True),
     Case("h100:1x8", "exact", max_rounds=1, fused=True, own_kernels=True),
     Case("h100:8x8", "plain", max_rounds=1),
-    *(Case("h100:1x8", name, sizes=SMALL) for name in ("plain", "exact", "ultraep", "feplb")),
+    *(Case(on, name, sizes=SMALL) for on in TARGETS[:2] for name in ("plain", "exact", "ultraep", "feplb")),
     # These differ from other programs in the form of products, the number of rounds or the kind of device.
     Case("h100:1x8", "exact", train=True),
     Case("h100:1x8", "exact", train=True, max_rounds=1),
