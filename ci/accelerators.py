@@ -137,7 +137,7 @@ LIMITS = {
     Case("h100:1x8", "exact", train=True, fused=True, own_kernels=True): Limits(1118, 6.48, 1.29, 0),
     Case("h100:1x8", "exact", max_rounds=1, fused=True, own_kernels=True): Limits(300, 1.75, 1.06, 0),
     Case("h100:1x8", "exact", train=True, max_rounds=1, fused=True, own_kernels=True): Limits(589, 5.74, 1.29, 0),
-    Case("h100:1x8", "ultraep", train=True, max_rounds=1, fused=True): Limits(696, 7.19, 1.29, 2),
+    Case("h100:1x8", "ultraep", train=True, max_rounds=1, fused=True): Limits(696, 7.19, 1.29, 0),
     Case("h100:1x8", "feplb", train=True, max_rounds=1): Limits(1582, 13.8, 3.6, 0),
     Case("h100:2x8", "exact", train=True, max_rounds=1, once_per_node=True, chunks=2): Limits(771, 11.2, 1.36, 0),
     Case("h100:8x8", "plain", max_rounds=1): Limits(438, 2.33, 1.06, 0),

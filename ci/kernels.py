@@ -14,7 +14,8 @@ SOURCE = Path("ffi/planning/device/kernels.cu")
 ARCHITECTURES = (80, 90, 100)
 MOST_REGISTERS = 255
 """Registers of a thread: 256 threads of a block share 65,536."""
-KERNEL = re.compile(r"Compiling entry function '\w*?(\w+?Kernel)\w*' for '(sm_\d+)'")
+KERNEL = re.compile(r"Compiling entry function '\w*?PlanKernel\w*?\d([A-Z]\w+?Planner)\w*?Li(\d)\w*' for '(sm_\d+)'")
+"""Its planner, the words of a set of ranks, and the architecture."""
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 STATIC = re.compile(r"(\d+) bytes smem")
@@ -25,7 +26,7 @@ def faults(report: str) -> list[str]:
     found, wrong, kernel = 0, [], ""
     for line in report.splitlines():
         if entry := KERNEL.search(line):
-            kernel = f"{entry[1]} for {entry[2]}"
+            kernel = f"{entry[1]} of {entry[2]} words for {entry[3]}"
         elif spills := SPILLS.search(line):
             if any(int(number) for number in spills.groups()):
                 wrong.append(f"{kernel}: {spills[0]}; expected none")

@@ -8,7 +8,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "ffi/common/driver_calls_cuda.h"
@@ -42,18 +41,13 @@ static std::vector<Registrations> All() {
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb.core.custom_calls registers them";
   module.def("registrations", [] { return AsPython(All()); }, "State types and handlers, as capsules");
-  module.def(
-      "exact_kernel_fits",
-      [](int64_t ranks, int64_t experts, int64_t slots, int64_t domain, double eps, bool localize) {
 #ifdef MOE_LB_KERNELS
-        return ExactKernelFits(ranks, experts, slots, domain, eps, localize);
-#else
-        static_cast<void>(std::tuple(ranks, experts, slots, domain, eps, localize));
-        return false;
+  module.def("exact_kernel_fits", &ExactKernelFits, nb::arg("ranks"), nb::arg("experts"), nb::arg("slots"),
+             nb::arg("domain"), nb::arg("eps"), nb::arg("localize"),
+             "Return whether `exact` runs as a kernel for these sizes");
+  module.def("kernel_fits", &KernelFits, nb::arg("planner"), nb::arg("ranks"), nb::arg("experts"), nb::arg("slots"),
+             nb::arg("domain"), "Return whether another planner runs as a kernel for these sizes");
 #endif
-      },
-      nb::arg("ranks"), nb::arg("experts"), nb::arg("slots"), nb::arg("domain"), nb::arg("eps"), nb::arg("localize"),
-      "Return whether `exact` runs as a kernel for these sizes");
   module.def(
       "why_unusable", []() -> Reason { return CheckDriver(); },
       "Return the reason if the custom calls cannot run with this machine's driver, else None");

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/planning/device/exact_on_fibers.h"
+#include "ffi/planning/device/on_fibers.h"
 #include "ffi/planning/eplb_plus.h"
 #include "ffi/planning/exact_domains.h"
 #include "ffi/planning/fastermoe.h"
@@ -206,19 +206,25 @@ py::tuple EplbPlus(const py::array& tokens_array, const py::array& placement_arr
   });
 }
 
-Int32Array Relay(const py::array& placement_array, int64_t num_home, int64_t min_replicas, int64_t max_relays,
-                 int64_t min_gain) {
+// plan(placement, relay) of a layer.
+template <typename Planner>
+Int32Array Relays(const py::array& placement_array, const Planner& plan) {
   const Operand placement("placement", placement_array, "R, S");
   const Shape layers = placement.layers();
   const size_t ranks = placement.last(0), slots = placement.last(1);
-  const moe_lb::RelayOptions options = {min_replicas, max_relays, min_gain};
   Int32Array relay = Result(layers, {ranks, slots});
   int32_t* out = relay.mutable_data();
   ForLayers(layers, [&](size_t layer) {
-    return moe_lb::Relay(In(placement.Layer(layer, layers), ranks, slots), num_home, options,
-                         Out(out + layer * ranks * slots, ranks, slots));
+    return plan(In(placement.Layer(layer, layers), ranks, slots), Out(out + layer * ranks * slots, ranks, slots));
   });
   return relay;
+}
+
+Int32Array Relay(const py::array& placement_array, int64_t num_home, int64_t min_replicas, int64_t max_relays,
+                 int64_t min_gain) {
+  const moe_lb::RelayOptions options = {min_replicas, max_relays, min_gain};
+  return Relays(placement_array,
+                [&](In placement, Out relay) { return moe_lb::Relay(placement, num_home, options, relay); });
 }
 
 moe_lb::ExactDomainsOptions ExactOptionsOf(double eps, std::optional<int64_t> max_fan_out, bool localize) {
@@ -241,27 +247,89 @@ py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain,
   });
 }
 
+// ---- Kernels of GPUs, run by fibers --------------------------------------------------
+
+// Estimated paths, one per layer: cycles without and with overlap, barriers, operations of a warp, loads.
+class Paths {
+ public:
+  // Runs plan(&time) for a layer, in the order of layers.
+  template <typename Plan>
+  moe_lb::Status Add(const Plan& plan) {
+    moe_lb::device::BlockTime time;
+    auto bad = plan(&time);
+    times_.push_back({time.cycles, time.overlapped, time.block_barriers, time.warp_operations, time.shared_loads});
+    return bad;
+  }
+
+  py::list AsPython() const {
+    py::list paths;
+    for (const auto& [cycles, overlapped, barriers, operations, loads] : times_) {
+      paths.append(py::make_tuple(cycles, overlapped, barriers, operations, loads));
+    }
+    return paths;
+  }
+
+ private:
+  std::vector<std::array<int64_t, 5>> times_;
+};
+
 py::tuple ExactKernel(const py::array& counts_array, size_t num_slots, int64_t domain, double eps,
                       std::optional<int64_t> max_fan_out, bool localize) {
   const Operand counts("counts", counts_array, "R, E");
   const Shape layers = counts.layers();
   const size_t ranks = counts.last(0), experts = counts.last(1);
   const moe_lb::ExactDomainsOptions options = ExactOptionsOf(eps, max_fan_out, localize);
-  std::vector<std::array<int64_t, 5>> times;
-  // Shared memory of an A100.
-  constexpr size_t kSharedBytes = 163 << 10;
+  Paths paths;
   py::tuple plans = Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {
-    moe_lb::device::BlockTime time;
-    auto bad = moe_lb::device::ExactOnFibers(In(counts.Layer(layer, layers), ranks, experts), domain, options,
-                                             kSharedBytes, placement, quota, &time);
-    times.push_back({time.cycles, time.overlapped, time.block_barriers, time.warp_operations, time.shared_loads});
-    return bad;
+    const In in(counts.Layer(layer, layers), ranks, experts);
+    return paths.Add(
+        [&](auto* time) { return moe_lb::device::ExactOnFibers(in, domain, options, placement, quota, time); });
   });
-  py::list paths;
-  for (const auto& [cycles, overlapped, barriers, operations, loads] : times) {
-    paths.append(py::make_tuple(cycles, overlapped, barriers, operations, loads));
-  }
-  return py::make_tuple(plans[0], plans[1], paths);
+  return py::make_tuple(plans[0], plans[1], paths.AsPython());
+}
+
+// `Edit` with paths: plan(placement, quota, new placement, new quota, time) of a layer.
+template <typename Planner>
+py::tuple EditInKernel(const py::array& placement_array, const py::array& quota_array, const Planner& plan) {
+  Paths paths;
+  py::tuple plans =
+      Edit(placement_array, quota_array, [&](auto placement, auto quota, auto new_placement, auto new_quota) {
+        return paths.Add([&](auto* time) { return plan(placement, quota, new_placement, new_quota, time); });
+      });
+  return py::make_tuple(plans[0], plans[1], paths.AsPython());
+}
+
+py::tuple GreedyKernel(const py::array& placement_array, const py::array& quota_array, int64_t domain,
+                       int64_t min_tokens) {
+  return EditInKernel(placement_array, quota_array, [=](auto placement, auto quota, auto to, auto amounts, auto* time) {
+    return moe_lb::device::GreedyOnFibers(placement, quota, domain, min_tokens, to, amounts, time);
+  });
+}
+
+py::tuple UltraEpKernel(const py::array& placement_array, const py::array& quota_array, int64_t domain, float eps,
+                        int64_t min_tokens) {
+  return EditInKernel(placement_array, quota_array, [=](auto placement, auto quota, auto to, auto amounts, auto* time) {
+    return moe_lb::device::UltraEpOnFibers(placement, quota, domain, eps, min_tokens, to, amounts, time);
+  });
+}
+
+py::tuple FeplbKernel(const py::array& placement_array, const py::array& quota_array, int64_t domain,
+                      int64_t num_dynamic, int64_t max_num_dyn, int64_t tau, bool skip) {
+  const moe_lb::FeplbOptions options = {domain, num_dynamic, max_num_dyn, tau, skip};
+  return EditInKernel(placement_array, quota_array, [=](auto placement, auto quota, auto to, auto amounts, auto* time) {
+    return moe_lb::device::FeplbOnFibers(placement, quota, options, to, amounts, time);
+  });
+}
+
+py::tuple RelayKernel(const py::array& placement_array, int64_t num_home, int64_t min_replicas, int64_t max_relays,
+                      int64_t min_gain) {
+  const moe_lb::RelayOptions options = {min_replicas, max_relays, min_gain};
+  Paths paths;
+  const Int32Array relay = Relays(placement_array, [&](In placement, Out out) {
+    return paths.Add(
+        [&](auto* time) { return moe_lb::device::RelayOnFibers(placement, num_home, options, out, time); });
+  });
+  return py::make_tuple(relay, paths.AsPython());
 }
 
 Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int64_t ranks_per_node, int64_t chunks) {
@@ -305,10 +373,19 @@ PYBIND11_MODULE(_planning, module) {
   module.def("exact", &Exact, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
              py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
              "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.planners.exact");
-  module.def(
-      "exact_kernel", &ExactKernel, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
-      py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
-      "The same from the kernel of GPUs, run on the CPU, and for each layer the estimated path of its longest "
-      "block: cycles without and with overlapping loads, barriers of the block, operations of a warp, loads from "
-      "shared memory");
+  constexpr const char* kInKernel =
+      "The same from the kernel of GPUs, run on the CPU, and for each layer the estimated path of its longest block: "
+      "cycles without and with overlapping loads, barriers of the block, operations of a warp, loads from shared "
+      "memory";
+  module.def("exact_kernel", &ExactKernel, py::arg("counts"), py::arg("num_slots"), py::arg("domain"),
+             py::arg("eps") = 0.01, py::arg("max_fan_out") = py::none(), py::arg("localize") = true, kInKernel);
+  module.def("greedy_kernel", &GreedyKernel, py::arg("placement"), py::arg("quota"), py::arg("domain"),
+             py::arg("min_tokens") = 1, kInKernel);
+  module.def("ultraep_kernel", &UltraEpKernel, py::arg("placement"), py::arg("quota"), py::arg("domain"),
+             py::arg("eps") = 0.01f, py::arg("min_tokens") = 1024, kInKernel);
+  module.def("feplb_kernel", &FeplbKernel, py::arg("placement"), py::arg("quota"), py::arg("domain"),
+             py::arg("num_dynamic") = 4, py::arg("max_num_dyn") = 8, py::arg("tau") = 1, py::arg("skip") = false,
+             kInKernel);
+  module.def("relay_kernel", &RelayKernel, py::arg("placement"), py::arg("num_home"), py::arg("min_replicas") = 4,
+             py::arg("max_relays") = 8, py::arg("min_gain") = 2, kInKernel);
 }

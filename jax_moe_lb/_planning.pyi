@@ -2,11 +2,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int32]
+Paths = list[tuple[int, int, int, int, int]]
 
 def greedy(placement: Integers, quota: Integers, domain: int, min_tokens: int = 1) -> tuple[Integers, Integers]: ...
 def ultraep(
     placement: Integers, quota: Integers, domain: int, eps: float = 0.01, min_tokens: int = 1024
 ) -> tuple[Integers, Integers]: ...
+def greedy_kernel(
+    placement: Integers, quota: Integers, domain: int, min_tokens: int = 1
+) -> tuple[Integers, Integers, Paths]: ...
+def ultraep_kernel(
+    placement: Integers, quota: Integers, domain: int, eps: float = 0.01, min_tokens: int = 1024
+) -> tuple[Integers, Integers, Paths]: ...
 def relay(
     placement: Integers, num_home: int, min_replicas: int = 4, max_relays: int = 8, min_gain: int = 2
 ) -> Integers: ...
@@ -25,7 +32,7 @@ def exact_kernel(
     eps: float = 0.01,
     max_fan_out: int | None = None,
     localize: bool = True,
-) -> tuple[Integers, Integers, list[tuple[int, int, int, int, int]]]: ...
+) -> tuple[Integers, Integers, Paths]: ...
 def feplb(
     placement: Integers,
     quota: Integers,
@@ -35,6 +42,18 @@ def feplb(
     tau: int = ...,
     skip: bool = ...,
 ) -> tuple[Integers, Integers]: ...
+def feplb_kernel(
+    placement: Integers,
+    quota: Integers,
+    domain: int,
+    num_dynamic: int = ...,
+    max_num_dyn: int = ...,
+    tau: int = ...,
+    skip: bool = ...,
+) -> tuple[Integers, Integers, Paths]: ...
+def relay_kernel(
+    placement: Integers, num_home: int, min_replicas: int = 4, max_relays: int = 8, min_gain: int = 2
+) -> tuple[Integers, Paths]: ...
 def fastermoe(
     placement: Integers, quota: Integers, counts: Integers, domain: int, min_saved: int
 ) -> tuple[Integers, Integers]: ...

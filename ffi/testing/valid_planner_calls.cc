@@ -142,10 +142,18 @@ Call Spray(Random& random) {
 
 std::map<std::string, ValidCalls> ValidPlannerCalls() {
   return {
-      {"moe_lb_plan_greedy", {Greedy, false, VerifyEdit}},   {"moe_lb_plan_eplb_plus", {EplbPlus, false, VerifyFill}},
-      {"moe_lb_plan_feplb", {Feplb, false, VerifyEdit}},     {"moe_lb_plan_fastermoe", {FasterMoe, false, VerifyEdit}},
-      {"moe_lb_plan_ultraep", {UltraEp, false, VerifyEdit}}, {"moe_lb_plan_relay", {Relay, false, VerifyRelay}},
-      {"moe_lb_plan_exact", {Exact, false, VerifyExact}},    {"moe_lb_plan_exact_kernel", {Exact, false, VerifyExact}},
+      {"moe_lb_plan_greedy", {Greedy, false, VerifyEdit}},
+      {"moe_lb_plan_eplb_plus", {EplbPlus, false, VerifyFill}},
+      {"moe_lb_plan_feplb", {Feplb, false, VerifyEdit}},
+      {"moe_lb_plan_fastermoe", {FasterMoe, false, VerifyEdit}},
+      {"moe_lb_plan_ultraep", {UltraEp, false, VerifyEdit}},
+      {"moe_lb_plan_relay", {Relay, false, VerifyRelay}},
+      {"moe_lb_plan_exact", {Exact, false, VerifyExact}},
+      {"moe_lb_plan_exact_kernel", {Exact, false, VerifyExact}},
+      {"moe_lb_plan_greedy_kernel", {Greedy, false, VerifyEdit}},
+      {"moe_lb_plan_ultraep_kernel", {UltraEp, false, VerifyEdit}},
+      {"moe_lb_plan_feplb_kernel", {Feplb, false, VerifyEdit}},
+      {"moe_lb_plan_relay_kernel", {Relay, false, VerifyRelay}},
       {"moe_lb_plan_spray", {Spray, false, VerifySpray}},
   };
 }

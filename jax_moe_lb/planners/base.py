@@ -20,7 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb.core.custom_calls import PLANNING_MODULE, by_platform, call, has_planning_module, like
+from jax_moe_lb.core.custom_calls import (
+    MODULES,
+    PLANNING_MODULE,
+    by_platform,
+    call,
+    has_planning_module,
+    is_built,
+    like,
+)
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import Placement, Quota, host_iota, iota, pytree, saturated
@@ -90,8 +98,37 @@ def edit(planner: NativePlanner, placement: Placement, quota: Quota) -> tuple[Pl
     """
     options = planner.checked_options(placement, quota)
     shapes = placement.shape, quota.shape
-    placement, quota = run_planner(planner.name, shapes, placement, quota, reference=planner.reference, **options)
+    placement, quota = run_planner(
+        planner.name,
+        shapes,
+        placement,
+        quota,
+        reference=planner.reference,
+        in_kernel=fits_kernel(planner.name, placement.shape, len(quota), options["domain"]),
+        **options,
+    )
     return placement, quota
+
+
+def fits_kernel(name: str, placement: Shape, num_experts: int, domain: int) -> bool:
+    """Return whether NVIDIA GPUs run a planner other than `exact` as one kernel, without the host.
+
+    They do for domains of at most 64 ranks, if the custom calls were built with a compiler of device code. Others plan
+    on the host.
+
+    Args:
+        name: `"greedy"`, `"ultraep"`, `"feplb"` or `"relay"`; False for others.
+        placement: `(R, S)`, shape of the placement.
+        num_experts: `E`.
+        domain: ranks per domain; `relay` plans all ranks together.
+    """
+    fits = kernel_check("kernel_fits")
+    return fits is not None and fits(name, placement[0], num_experts, placement[1], domain)
+
+
+def kernel_check(name: str) -> Callable[..., bool] | None:
+    """Return a function of the CUDA module about kernels; `None` if it is not built, or without kernels."""
+    return getattr(importlib.import_module(MODULES["cuda"]), name, None) if is_built("cuda") else None
 
 
 def run_planner(

@@ -1,6 +1,5 @@
 """Planner searching for the lowest maximum load, then for the fewest replicas within it."""
 
-import importlib
 from functools import partial
 from typing import Any
 
@@ -8,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_moe_lb.core.custom_calls import MODULES, PLANNING_MODULE, has_planning_module, is_built
+from jax_moe_lb.core.custom_calls import PLANNING_MODULE, has_planning_module
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import AnyArray, Counts, Placement, Quota
-from jax_moe_lb.planners.base import plan_on_host, run_planner
+from jax_moe_lb.planners.base import kernel_check, plan_on_host, run_planner
 from jax_moe_lb.planners.exact_search import exact_in_jax
 
 UNBOUNDED = 2**63 - 1
@@ -91,10 +90,8 @@ def fits_kernel(shape: tuple[int, ...], num_slots: int, domain: int, eps: float,
         eps: option of `exact`.
         localize: option of `exact`.
     """
-    if not is_built("cuda"):
-        return False
-    fits: bool = importlib.import_module(MODULES["cuda"]).exact_kernel_fits(*shape, num_slots, domain, eps, localize)
-    return fits
+    fits = kernel_check("exact_kernel_fits")
+    return fits is not None and fits(*shape, num_slots, domain, eps, localize)
 
 
 def check_exact(eps: float, max_fan_out: int | None) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import Placement, iota, pytree
-from jax_moe_lb.planners.base import alike, run_planner
+from jax_moe_lb.planners.base import alike, fits_kernel, run_planner
 
 
 def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: int, min_gain: int) -> Placement:
@@ -43,7 +43,10 @@ def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: in
         "max_relays": max_relays,
         "min_gain": min_gain,
     }
-    return run_planner("relay", (placement.shape,), placement, reference=relay_reference, **options)[0]
+    num_ranks = placement.shape[0]
+    in_kernel = fits_kernel("relay", placement.shape, num_ranks * num_home, num_ranks)
+    shapes = (placement.shape,)
+    return run_planner("relay", shapes, placement, reference=relay_reference, in_kernel=in_kernel, **options)[0]
 
 
 def check_relay(min_replicas: int, max_relays: int, min_gain: int) -> None:

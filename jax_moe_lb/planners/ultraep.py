@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.core.types import Placement, Quota, iota, pytree
-from jax_moe_lb.planners.base import alike, check_plan_shapes, run_planner
+from jax_moe_lb.planners.base import alike, check_plan_shapes, fits_kernel, run_planner
 
 
 @pytree
@@ -210,6 +210,7 @@ def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tok
         placement,
         quota,
         reference=ultraep_reference,
+        in_kernel=fits_kernel("ultraep", placement.shape, len(quota), domain),
         domain=domain,
         eps=np.float32(eps),
         min_tokens=min_tokens,

@@ -75,14 +75,8 @@ class ExactPlanner {
       }
       if (is_own) home_.tokens[own] = static_cast<int32_t>(tokens);
     }
-    // A negative count makes any sum too large.
-    sum = negative ? uint64_t{1} << 40 : sum;
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += t_.From(sum, t_.lane() ^ distance);
-    if (t_.lane() == 0) sums_[t_.warp()] = sum;
     Clear();
-    t_.SyncBlock();
-    sum = 0;
-    for (int warp = 0; warp < kWarps; ++warp) sum += static_cast<uint64_t>(sums_[warp]);
+    sum = SumOfBlock(t_, sums_, negative ? kTooManyTokens : sum);
     const bool good = sum <= INT32_MAX;
     if (first_rank_ == 0 && t_.thread() == 0) t_.template Global<int32_t>(call_.status)[0] = good ? 0 : 1;
     if (good) AddUp();

@@ -5,14 +5,15 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <random>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "ffi/common/testing.h"
+#include "ffi/planning/device/block_testing.h"
 #include "ffi/planning/device/exact.h"
-#include "ffi/planning/device/fibers.h"
+#include "ffi/planning/device/run_on_fibers.h"
 #include "ffi/planning/exact_domains.h"
 
 namespace moe_lb::device {
@@ -62,42 +63,14 @@ ExactCall CallOf(const Case& c, Plan* plan) {
           c.keeps_counts};
 }
 
-template <int W>
 Plan OnBlock(Fibers& block, const Case& c) {
   Plan plan;
-  const ExactCall call = CallOf(c, &plan);
-  for (int domain = 0; domain < c.num_ranks / c.domain; ++domain) {
-    block.Run([&](const FiberThreads& t) { ExactPlanner<FiberThreads, W>::Run(t, call, domain); });
-  }
+  RunOnFibers<ExactPlanner>(block, CallOf(c, &plan));
   return plan;
-}
-
-Plan OnBlock(Fibers& block, const Case& c) {
-  if (c.domain <= 32) return OnBlock<1>(block, c);
-  return OnBlock<2>(block, c);
 }
 
 bool Equal(const Plan& a, const Plan& b) {
   return a.status == b.status && (a.status != 0 || (a.placement == b.placement && a.quota == b.quota));
-}
-
-// Counts of lognormal experts on uneven ranks, of up to `scale` tokens for a usual expert, some of them 0.
-std::vector<int32_t> Skewed(std::mt19937& random, int num_ranks, int home, double scale) {
-  std::normal_distribution<double> normal;
-  std::vector<int32_t> counts(static_cast<size_t>(num_ranks * num_ranks * home));
-  const double skew = 0.2 + static_cast<double>(random() % 100) / 80;
-  for (int expert = 0; expert < num_ranks * home; ++expert) {
-    const double tokens = random() % 6 == 0 ? 0 : scale * std::exp(skew * normal(random));
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      const double share = std::min(tokens * std::exp(normal(random)) / num_ranks, 1e9 / num_ranks / num_ranks / home);
-      counts[static_cast<size_t>(rank * num_ranks * home + expert)] = static_cast<int32_t>(share);
-    }
-  }
-  return counts;
-}
-
-int Pick(std::mt19937& random, int low, int high) {
-  return low + static_cast<int>(random() % static_cast<uint32_t>(high - low + 1));
 }
 
 // Mostly few ranks, because a search takes long here.
@@ -199,32 +172,20 @@ bool SearchesFromHomeAsOnTheHost(Fibers& block) {
   return block.faults().empty() && found == expected;
 }
 
-// Without any one barrier, some count gives another plan, accesses without order, or lanes at different operations.
 void EveryBarrierIsNeeded() {
-  Fibers block(1 << 20);
-  block.order = Order::kRandom;
   std::mt19937 random(4);
   std::vector<Case> cases;
   for (int i = 0; i < 150; ++i) cases.push_back(RandomCase(random));
-  for (const Case& c : cases) OnBlock(block, c);
-  EXPECT(SearchesFromHomeAsOnTheHost(block));
-  const std::set<Barrier> barriers = block.barriers();
-  EXPECT(barriers.size() > 20);
-  int needless = 0;
-  for (const Barrier& barrier : barriers) {
-    block.disabled = barrier;
-    block.ForgetFaults();
-    bool is_found = !SearchesFromHomeAsOnTheHost(block);
-    for (size_t i = 0; i < cases.size() && !is_found; ++i) {
-      block.ForgetFaults();
-      const Plan plan = OnBlock(block, cases[i]);
-      is_found = !block.faults().empty() || !Equal(OnHost(cases[i]), plan);
-    }
-    if (is_found) continue;
-    std::fprintf(stderr, "%s:%d: no case needs this barrier\n", barrier.file, barrier.line);
-    ++needless;
+  Fibers block(1 << 20);
+  const auto search = [&] { return SearchesFromHomeAsOnTheHost(block); };
+  std::vector<std::function<bool()>> checks = {search};
+  for (const Case& c : cases) {
+    checks.push_back([&] {
+      const Plan plan = OnBlock(block, c);
+      return block.faults().empty() && Equal(OnHost(c), plan);
+    });
   }
-  EXPECT_EQ(needless, 0);
+  EXPECT(ExpectEveryBarrierIsNeeded(block, checks) > 20);
 }
 
 }  // namespace

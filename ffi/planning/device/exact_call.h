@@ -1,10 +1,15 @@
 // Arguments of the planner `exact` in a block of a GPU, and its shared memory.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/common/view.h"
 #include "ffi/planning/device/flow.h"
 #include "ffi/planning/device/localize.h"
 #include "ffi/planning/device/search.h"
 #include "ffi/planning/device/thin.h"
+#include "ffi/planning/exact_domains.h"
 
 namespace moe_lb::device {
 
@@ -20,14 +25,12 @@ struct ExactCall {
   int32_t fan_out;
   bool localize;
   bool keeps_counts;  // in shared memory, for `localize`
+
+  MOE_LB_ANYWHERE int blocks() const { return all_ranks / shape.num_ranks; }
+  MOE_LB_ANYWHERE size_t words() const { return shape.words(); }
 };
 
-constexpr int kMaxRanks = 64;  // of a domain
 constexpr int kCandidates = 6;
-
-MOE_LB_ANYWHERE size_t WordsOf(const Shape& shape) {
-  return static_cast<size_t>((shape.num_ranks + kLanes - 1) / kLanes);
-}
 
 // Offsets in bytes of the arrays of a block.
 struct ExactLayout {
@@ -37,32 +40,27 @@ struct ExactLayout {
 MOE_LB_ANYWHERE ExactLayout LayOut(const ExactCall& call) {
   const Shape& shape = call.shape;
   ExactLayout at;
-  size_t end = 0;
-  const auto take = [&end](size_t bytes) {
-    const size_t start = end;
-    end += (bytes + 7) / 8 * 8;
-    return start;
-  };
+  Offsets offsets;
   const size_t candidates = call.eps > 0 ? kCandidates : kCandidates / 2;
-  at.sums = take(8 * kWarps);
-  at.results = take(4 * (3 * kCandidates + 3));
-  at.tokens = take(4 * static_cast<size_t>(shape.num_experts));
-  at.load = take(4 * static_cast<size_t>(shape.num_ranks));
-  at.hottest = take(2 * static_cast<size_t>(shape.num_ranks));
-  at.flow = FlowBytes(shape, WordsOf(shape));
-  at.flows = take(at.flow * candidates);
+  at.sums = offsets.Take(8 * kWarps);
+  at.results = offsets.Take(4 * (3 * kCandidates + 3));
+  at.tokens = offsets.Take(4 * static_cast<size_t>(shape.num_experts));
+  at.load = offsets.Take(4 * static_cast<size_t>(shape.num_ranks));
+  at.hottest = offsets.Take(2 * static_cast<size_t>(shape.num_ranks));
+  at.flow = FlowBytes(shape, shape.words());
+  at.flows = offsets.Take(at.flow * candidates);
   // The best of the first half and each of the second half are thinned.
   at.one_thin = ThinBytes(shape);
-  at.thin = take(at.one_thin * (candidates - 2));
-  at.search = take(SearchBytes(shape, WordsOf(shape)));
-  at.replicas = take(ReplicasBytes(shape));
-  at.counts = take(call.keeps_counts ? 4 * static_cast<size_t>(shape.num_ranks * shape.num_experts) : 0);
-  at.end = end;
+  at.thin = offsets.Take(at.one_thin * (candidates - 2));
+  at.search = offsets.Take(SearchBytes(shape, shape.words()));
+  at.replicas = offsets.Take(ReplicasBytes(shape));
+  at.counts = offsets.Take(call.keeps_counts ? 4 * static_cast<size_t>(shape.num_ranks * shape.num_experts) : 0);
+  at.end = offsets.end;
   return at;
 }
 
 // Sets how a domain is planned: its shape, and whether its counts fit into shared memory, too. False: it does not fit.
-inline bool Fit(ExactCall* call, int64_t domain, size_t shared_bytes) {
+inline bool Fit(ExactCall* call, int64_t domain) {
   if (domain > kMaxRanks) return false;
   const auto ranks = static_cast<int>(domain);
   const int home = call->all_experts / call->all_ranks;
@@ -71,8 +69,25 @@ inline bool Fit(ExactCall* call, int64_t domain, size_t shared_bytes) {
   // Amounts, slots and experts have 16 bits.
   if (call->shape.num_experts + call->shape.all_slots() > 0xffff) return false;
   call->keeps_counts = call->localize;
-  if (call->keeps_counts && LayOut(*call).end > shared_bytes) call->keeps_counts = false;
-  return LayOut(*call).end <= shared_bytes;
+  if (call->keeps_counts && LayOut(*call).end > kSharedBytes) call->keeps_counts = false;
+  return LayOut(*call).end <= kSharedBytes;
+}
+
+// A call of arrays whose shapes match; `Fit` sets the rest.
+inline ExactCall ExactOf(MatrixView<const int32_t> counts, const ExactDomainsOptions& options,
+                         MatrixView<int32_t> placement, MatrixView<int32_t> quota, int32_t* status) {
+  ExactCall call = {};
+  call.counts = counts.flat().data();
+  call.placement = placement.flat().data();
+  call.quota = quota.flat().data();
+  call.status = status;
+  call.all_ranks = static_cast<int>(counts.rows());
+  call.all_experts = static_cast<int>(counts.columns());
+  call.all_slots = static_cast<int>(placement.columns());
+  call.eps = options.eps;
+  call.fan_out = static_cast<int32_t>(std::min<int64_t>(options.max_fan_out, INT32_MAX));
+  call.localize = options.localize;
+  return call;
 }
 
 }  // namespace moe_lb::device

@@ -312,7 +312,8 @@ void FiberThreads::OnRead(Shadow* shadow) const {
     block.Leave(thread_, "reads, without a barrier, a place written by", shadow->writer);
   }
   if (shadow->read_block != now) {
-    *shadow = {shadow->write_block, shadow->write_warp, now, here, shadow->writer, thread_, false, false};
+    *shadow = {shadow->write_block, shadow->write_warp, now, here, shadow->writer, thread_, false, false,
+               shadow->is_atomic};
   } else if (shadow->reader / kLanes != warp()) {
     shadow->several_warps = true;
   } else if (shadow->read_warp != here) {
@@ -324,14 +325,16 @@ void FiberThreads::OnRead(Shadow* shadow) const {
   }
 }
 
-void FiberThreads::OnWrite(Shadow* shadow) const {
+void FiberThreads::OnWrite(Shadow* shadow, bool is_atomic) const {
   Fibers& block = *block_;
-  Wait(&block.fibers_[static_cast<size_t>(thread_)].time, Latency::kIssue);
+  Wait(&block.fibers_[static_cast<size_t>(thread_)].time, is_atomic ? Latency::kAtomic : Latency::kIssue);
   if (shadow == nullptr) return;
   const uint64_t now = block.block_number_;
   const uint64_t here = block.warp_number_[warp()];
   const bool other_warp = shadow->writer / kLanes != warp();
-  if (shadow->writer != thread_ && shadow->write_block == now && (other_warp || shadow->write_warp == here)) {
+  const bool is_same_phase = shadow->write_block == now && (other_warp || shadow->write_warp == here);
+  const bool races = shadow->writer != thread_ && is_same_phase;
+  if (races && !(is_atomic && shadow->is_atomic)) {
     block.Leave(thread_, "writes, without a barrier, a place written by", shadow->writer);
   }
   if (shadow->read_block == now) {
@@ -341,9 +344,11 @@ void FiberThreads::OnWrite(Shadow* shadow) const {
       block.Leave(thread_, "writes, without a barrier, a place read by", shadow->reader);
     }
   }
+  // After a plain write of this thread, an atomic one is no more ordered for others.
+  shadow->is_atomic = is_atomic && (shadow->is_atomic || !is_same_phase);
   shadow->write_block = now;
   shadow->write_warp = here;
-  shadow->writer = thread_;
+  shadow->writer = races ? Shadow::kSeveral : thread_;
 }
 
 Shadow* FiberThreads::ShadowAt(const void* place) const {

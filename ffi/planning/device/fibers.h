@@ -34,6 +34,7 @@ struct Latency {
   static constexpr int64_t kShared = 30;  // load
   static constexpr int64_t kIssue = 4;    // of a store, or of a load that overlaps with another
   static constexpr int64_t kGlobal = 20;  // per load; loads of a loop overlap
+  static constexpr int64_t kAtomic = 40;  // on shared memory
   static constexpr int64_t kReduce = 30;  // over a warp
   static constexpr int64_t kBallot = 15;
   static constexpr int64_t kShuffle = 25;
@@ -58,6 +59,9 @@ struct Shadow {
   uint64_t read_block = 0, read_warp = 0;
   int32_t writer = -1, reader = -1;
   bool several_lanes = false, several_warps = false;  // read since the last barrier
+  bool is_atomic = false;                             // the last write
+  // `writer` after atomic writes of several threads, which only a barrier of the block orders before others.
+  static constexpr int32_t kSeveral = -kLanes;
 };
 
 // A fiber and its block, used by the planners as `t`.
@@ -90,6 +94,15 @@ class FiberThreads {
   }
 
   template <typename V>
+  V OrAt(const Array<V>& array, int i, V bits) const {
+    return array[i].Or(bits);
+  }
+  template <typename V>
+  void AddAt(const Array<V>& array, int i, V value) const {
+    array[i].Add(value);
+  }
+
+  template <typename V>
   Array<V> Shared(size_t offset) const;
   template <typename V>
   Array<V> Global(V* data) const {
@@ -104,7 +117,7 @@ class FiberThreads {
   uint64_t Shuffle(uint64_t value, int lane, int line) const;
   Shadow* ShadowAt(const void* place) const;
   void OnRead(Shadow* shadow) const;
-  void OnWrite(Shadow* shadow) const;
+  void OnWrite(Shadow* shadow, bool is_atomic = false) const;
 
   Fibers* block_;
   int thread_;
@@ -134,6 +147,18 @@ class FiberRef {
   void operator-=(V value) const { *this = static_cast<V>(static_cast<V>(*this) - value); }
   void operator|=(V value) const { *this = static_cast<V>(static_cast<V>(*this) | value); }
   void operator&=(V value) const { *this = static_cast<V>(static_cast<V>(*this) & value); }
+
+  // Atomic; Or returns the bits before.
+  V Or(V bits) const {
+    t_->OnWrite(shadow_, true);
+    const V before = *place_;
+    *place_ = before | bits;
+    return before;
+  }
+  void Add(V value) const {
+    t_->OnWrite(shadow_, true);
+    *place_ = static_cast<V>(*place_ + value);
+  }
 
  private:
   const FiberThreads* t_;

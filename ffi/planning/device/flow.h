@@ -4,55 +4,16 @@
 // the path of the search of `Serving` in the order of its queue: see Path.
 #pragma once
 
-#include "ffi/planning/device/threads.h"
+#include "ffi/planning/device/ranks.h"
 
 namespace moe_lb::device {
-
-// A set of up to 32 * W ranks, the same on all lanes.
-template <int W>
-struct Ranks {
-  uint32_t words[size_t{W}];
-
-  MOE_LB_DEVICE bool Has(int rank) const {
-    uint32_t word = words[0];
-    for (int k = 1; k < W; ++k) word = rank / kLanes == k ? words[k] : word;
-    return (word >> (rank % kLanes) & 1) != 0;
-  }
-  MOE_LB_DEVICE void Add(int rank) {
-    for (int k = 0; k < W; ++k) words[k] |= rank / kLanes == k ? 1u << (rank % kLanes) : 0;
-  }
-  MOE_LB_DEVICE void Drop(int rank) {
-    for (int k = 0; k < W; ++k) words[k] &= rank / kLanes == k ? ~(1u << (rank % kLanes)) : 0xffffffffu;
-  }
-  MOE_LB_DEVICE bool Any() const {
-    uint32_t any = 0;
-    for (int k = 0; k < W; ++k) any |= words[k];
-    return any != 0;
-  }
-  MOE_LB_DEVICE int Count() const {
-    int count = 0;
-    for (int k = 0; k < W; ++k) count += NumBits(words[k]);
-    return count;
-  }
-  MOE_LB_DEVICE int Lowest() const {
-    int lowest = -1;
-    for (int k = W - 1; k >= 0; --k) lowest = words[k] != 0 ? kLanes * k + LowestBit(words[k]) : lowest;
-    return lowest;
-  }
-};
-
-template <int W>
-MOE_LB_DEVICE Ranks<W> NoRanks() {
-  Ranks<W> none;
-  for (int k = 0; k < W; ++k) none.words[k] = 0;
-  return none;
-}
 
 // The sizes of one domain.
 struct Shape {
   int num_ranks, num_experts, home, slots;  // experts and replica slots of a rank
 
   MOE_LB_ANYWHERE int all_slots() const { return num_ranks * slots; }
+  MOE_LB_ANYWHERE size_t words() const { return NumWords(num_ranks); }
   MOE_LB_ANYWHERE int split_words() const { return (home + kLanes - 1) / kLanes; }
 };
 

@@ -1,32 +1,38 @@
 #include "ffi/planning/device/exact.h"
+#include "ffi/planning/device/feplb.h"
+#include "ffi/planning/device/greedy.h"
 #include "ffi/planning/device/launch.h"
+#include "ffi/planning/device/relay.h"
+#include "ffi/planning/device/ultraep.h"
 
 namespace moe_lb::device {
 namespace {
 
-template <int W>
-__global__ void __launch_bounds__(kThreads, 1) ExactKernel(const ExactCall call) {
+template <template <typename, int> class Planner, int W, typename Call>
+__global__ void __launch_bounds__(kThreads, 1) PlanKernel(const Call call) {
   extern __shared__ __align__(16) char shared[];
   const CudaThreads t(shared);
-  ExactPlanner<CudaThreads, W>::Run(t, call, static_cast<int>(blockIdx.x));
+  Planner<CudaThreads, W>::Run(t, call, static_cast<int>(blockIdx.x));
 }
 
-template <typename Call>
-cudaError_t LaunchKernel(void (*kernel)(Call), const Call& call, int blocks, size_t shared_bytes, cudaStream_t stream) {
+template <template <typename, int> class Planner, typename Call>
+cudaError_t LaunchPlanner(const Call& call, cudaStream_t stream) {
+  const auto kernel = call.words() == 1 ? PlanKernel<Planner, 1, Call> : PlanKernel<Planner, 2, Call>;
+  const size_t shared_bytes = LayOut(call).end;
   // Above 48 KB the size must be allowed, on each device.
   const cudaError_t allowed =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
   if (allowed != cudaSuccess) return allowed;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, shared_bytes, stream>>>(call);
+  kernel<<<static_cast<unsigned>(call.blocks()), kThreads, shared_bytes, stream>>>(call);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t Launch(const ExactCall& call, cudaStream_t stream) {
-  const int blocks = call.all_ranks / call.shape.num_ranks;
-  const auto kernel = WordsOf(call.shape) == 1 ? ExactKernel<1> : ExactKernel<2>;
-  return LaunchKernel(kernel, call, blocks, LayOut(call).end, stream);
-}
+cudaError_t Launch(const ExactCall& call, cudaStream_t stream) { return LaunchPlanner<ExactPlanner>(call, stream); }
+cudaError_t Launch(const GreedyCall& call, cudaStream_t stream) { return LaunchPlanner<GreedyPlanner>(call, stream); }
+cudaError_t Launch(const UltraEpCall& call, cudaStream_t stream) { return LaunchPlanner<UltraEpPlanner>(call, stream); }
+cudaError_t Launch(const FeplbCall& call, cudaStream_t stream) { return LaunchPlanner<FeplbPlanner>(call, stream); }
+cudaError_t Launch(const RelayCall& call, cudaStream_t stream) { return LaunchPlanner<RelayPlanner>(call, stream); }
 
 }  // namespace moe_lb::device

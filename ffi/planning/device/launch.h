@@ -3,14 +3,16 @@
 
 #include <cuda_runtime_api.h>
 
+#include "ffi/planning/device/edit_call.h"
 #include "ffi/planning/device/exact_call.h"
 
 namespace moe_lb::device {
 
-// Shared memory of a block on the GPU with the least, an A100.
-constexpr size_t kSharedBytes = 163 << 10;
-
-// A block for each domain. The arrays of the call are device memory.
+// Calls that fit into a block, see `Fit`. The arrays of a call are device memory.
 cudaError_t Launch(const ExactCall& call, cudaStream_t stream);
+cudaError_t Launch(const GreedyCall& call, cudaStream_t stream);
+cudaError_t Launch(const UltraEpCall& call, cudaStream_t stream);
+cudaError_t Launch(const FeplbCall& call, cudaStream_t stream);
+cudaError_t Launch(const RelayCall& call, cudaStream_t stream);
 
 }  // namespace moe_lb::device

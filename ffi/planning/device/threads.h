@@ -8,6 +8,7 @@
 //   Max, Min, Or, Sum         of a uint32_t over the warp
 //   Ballot(condition)         the lanes for which the condition holds, bit i for lane i
 //   From(value, lane)         the value of another lane
+//   OrAt, AddAt(array, i, value)  atomic; OrAt returns the bits before. Another atomic access needs no barrier
 //   Shared<V>(offset)         array at an offset in bytes in the shared memory of the block
 //   Global<V>(pointer)        array in global memory
 //   Array<V>                  the type of both; elements are read and written by []
@@ -29,6 +30,8 @@ namespace moe_lb::device {
 constexpr int kLanes = 32;
 constexpr int kWarps = 8;
 constexpr int kThreads = kLanes * kWarps;
+// Shared memory of a block on the GPU with the least, an A100.
+constexpr size_t kSharedBytes = 163 << 10;
 
 template <typename V>
 MOE_LB_ANYWHERE V Least(V a, V b) {
@@ -39,6 +42,18 @@ template <typename V>
 MOE_LB_ANYWHERE V Most(V a, V b) {
   return a < b ? b : a;
 }
+
+// Takes memory in steps of 8 bytes.
+class Offsets {
+ public:
+  MOE_LB_ANYWHERE size_t Take(size_t bytes) {
+    const size_t start = end;
+    end += (bytes + 7) / 8 * 8;
+    return start;
+  }
+
+  size_t end = 0;
+};
 
 // Index of the lowest bit of a word that is not 0, and the number of bits.
 MOE_LB_DEVICE int LowestBit(uint32_t word) {
@@ -82,6 +97,11 @@ class CudaThreads {
     return __shfl_sync(kAll, value, lane);
   }
 
+  __device__ __forceinline__ uint32_t OrAt(uint32_t* array, int i, uint32_t bits) const {
+    return atomicOr(array + i, bits);
+  }
+  __device__ __forceinline__ void AddAt(int32_t* array, int i, int32_t value) const { atomicAdd(array + i, value); }
+
   template <typename V>
   __device__ __forceinline__ V* Shared(size_t offset) const {
     return reinterpret_cast<V*>(shared_ + offset);
@@ -98,5 +118,19 @@ class CudaThreads {
 };
 
 #endif
+
+// More than any sum of tokens that a planner accepts.
+constexpr uint64_t kTooManyTokens = uint64_t{1} << 40;
+
+// Returns the sum over all threads of the block. sums: [warps], not read before the barrier of this function.
+template <typename T>
+MOE_LB_DEVICE uint64_t SumOfBlock(const T& t, typename T::template Array<uint64_t> sums, uint64_t value) {
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) value += t.From(value, t.lane() ^ distance);
+  if (t.lane() == 0) sums[t.warp()] = value;
+  t.SyncBlock();
+  value = 0;
+  for (int warp = 0; warp < kWarps; ++warp) value += static_cast<uint64_t>(sums[warp]);
+  return value;
+}
 
 }  // namespace moe_lb::device

@@ -1,7 +1,10 @@
-"""The kernel of `exact` for GPUs, run on the CPU by fibers, against the planner in C++.
+"""The kernels of planners for GPUs, run on the CPU by fibers, against the planners in C++.
 
-`ffi/planning/device/exact_block_test.cc` also checks its accesses to shared memory and each of its barriers.
+`exact_block_test.cc` and `edit_block_test.cc` of `ffi/planning/device` also check their accesses to shared memory and
+each of their barriers.
 """
+
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,13 +12,17 @@ import pytest
 
 from jax_moe_lb import _planning
 from jax_moe_lb.core.custom_calls import is_built
+from jax_moe_lb.planners import base
 from jax_moe_lb.planners.exact import exact, fits_kernel
-from tests.planners.planner_cases import assert_same
+from tests.planners.planner_cases import PLANNERS, assert_same
 from tests.planners.test_exact import draw_counts
 
 OPTIONS = [(0.0, None, True), (0.01, None, True), (0.05, 2, False)]
 # ranks, home experts, slots, ranks per domain
 SHAPES = [(8, 16, 18, 8), (8, 4, 6, 4), (40, 2, 3, 20), (64, 4, 6, 64)]
+
+
+EDITS = ("greedy", "ultraep", "feplb", "relay")
 
 
 def has_kernels():
@@ -69,3 +76,42 @@ def test_gpus_run_the_kernel_if_the_domain_fits(num_ranks):
     assert (f"@{target}(" in traced.lower(lowering_platforms=("cuda",)).as_text()) == is_built("cuda")
     if is_built("cpu"):
         assert "@moe_lb_plan_exact(" in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def in_kernel(name):
+    """Return the function of a kernel with the options of its planner."""
+    module = PLANNERS[name].module
+    return partial(getattr(_planning, f"{name}_kernel"), **module.keywords)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_other_kernels_give_the_plan_of_the_host(name):
+    for seed in range(20):
+        operands = PLANNERS[name].draw(np.random.default_rng(seed))
+        *planned, times = in_kernel(name)(*operands)
+        assert_same(tuple(planned), PLANNERS[name].module(*operands))
+        assert all(0 < overlapped <= cycles for cycles, overlapped, *_ in times)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_plan_that_the_planner_refuses_is_named(name):
+    placement, *quota = PLANNERS[name].draw(np.random.default_rng(0))
+    placement[0, 0] = 10**6
+    with pytest.raises(ValueError, match="placement of rank 0, slot 0 is 1000000; expected"):
+        in_kernel(name)(placement, *quota)
+
+
+@pytest.mark.parametrize("num_ranks", [64, 65])
+@pytest.mark.parametrize("name", EDITS)
+def test_gpus_run_other_kernels_if_the_domain_fits(name, num_ranks):
+    fits = base.fits_kernel(name, (num_ranks, 3), 2 * num_ranks, num_ranks)
+    assert fits == (num_ranks == 64 and has_kernels())
+    assert not base.fits_kernel("eplb_plus", (num_ranks, 3), 2 * num_ranks, num_ranks)
+    op = PLANNERS[name].op
+    size = {"num_home": 2} if name == "relay" else {"domain": num_ranks}
+    placement = np.full((num_ranks, 3), -1, np.int32)
+    quota = np.zeros((2 * num_ranks, num_ranks), np.int32)
+    operands = (placement,) if name == "relay" else (placement, quota)
+    traced = jax.jit(partial(op, **size)).trace(*map(jax.numpy.asarray, operands))
+    target = f"@moe_lb_plan_{name}{'_kernel' if fits else ''}("
+    assert (target in traced.lower(lowering_platforms=("cuda",)).as_text()) == is_built("cuda")

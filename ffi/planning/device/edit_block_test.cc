@@ -1,0 +1,275 @@
+// The planners of one block that edit a plan, and the one of relays, against those of CPUs; see exact_block_test.cc.
+//
+//   edit_block_test [number of random plans] [seed]
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ffi/common/testing.h"
+#include "ffi/planning/device/block_testing.h"
+#include "ffi/planning/device/feplb.h"
+#include "ffi/planning/device/greedy.h"
+#include "ffi/planning/device/relay.h"
+#include "ffi/planning/device/run_on_fibers.h"
+#include "ffi/planning/device/ultraep.h"
+#include "ffi/planning/greedy.h"
+#include "ffi/planning/ultraep.h"
+
+namespace moe_lb::device {
+namespace {
+
+enum class Kind { kGreedy, kUltraEp, kFeplb, kRelay };
+
+struct Case {
+  Kind kind;
+  int num_ranks, home, slots, domain;  // slots: all of a rank
+  std::vector<int32_t> placement, quota;
+  int64_t min_tokens;
+  float eps;
+  FeplbOptions feplb;
+  RelayOptions relay;
+  bool keeps_quota;
+
+  size_t ranks() const { return static_cast<size_t>(num_ranks); }
+  size_t experts() const { return static_cast<size_t>(num_ranks * home); }
+  MatrixView<const int32_t> Placement() const { return {placement.data(), ranks(), static_cast<size_t>(slots)}; }
+  MatrixView<const int32_t> Quota() const { return {quota.data(), experts(), ranks()}; }
+};
+
+// The relays of a plan are in its placement.
+struct Plan {
+  int32_t status = -1;
+  std::vector<int32_t> placement, quota;
+
+  explicit Plan(const Case& c) : placement(c.placement.size(), -7), quota(c.quota.size(), -7) {}
+};
+
+Plan OnHost(const Case& c) {
+  Plan plan(c);
+  const MatrixView<int32_t> placement = {plan.placement.data(), c.ranks(), static_cast<size_t>(c.slots)};
+  const MatrixView<int32_t> quota = {plan.quota.data(), c.experts(), c.ranks()};
+  Status bad;
+  if (c.kind == Kind::kGreedy) bad = Greedy(c.Placement(), c.Quota(), c.domain, c.min_tokens, placement, quota);
+  if (c.kind == Kind::kUltraEp) {
+    bad = UltraEp(c.Placement(), c.Quota(), c.domain, c.eps, c.min_tokens, placement, quota);
+  }
+  if (c.kind == Kind::kFeplb) bad = Feplb(c.Placement(), c.Quota(), c.feplb, placement, quota);
+  if (c.kind == Kind::kRelay) bad = Relay(c.Placement(), c.home, c.relay, placement);
+  plan.status = bad ? 1 : 0;
+  return plan;
+}
+
+Plan OnBlock(Fibers& block, const Case& c) {
+  Plan plan(c);
+  const MatrixView<int32_t> placement = {plan.placement.data(), c.ranks(), static_cast<size_t>(c.slots)};
+  const EditCall edit =
+      EditOf(c.Placement(), c.Quota(), c.domain, placement, {plan.quota.data(), c.experts(), c.ranks()}, &plan.status);
+  if (c.kind == Kind::kGreedy) {
+    GreedyCall call = GreedyOf(edit, c.min_tokens);
+    call.keeps_quota = c.keeps_quota;
+    RunOnFibers<GreedyPlanner>(block, call);
+  }
+  if (c.kind == Kind::kUltraEp) RunOnFibers<UltraEpPlanner>(block, UltraEpOf(edit, c.eps, c.min_tokens));
+  if (c.kind == Kind::kFeplb) RunOnFibers<FeplbPlanner>(block, FeplbOf(edit, c.feplb));
+  if (c.kind == Kind::kRelay) {
+    RunOnFibers<RelayPlanner>(block, RelayOf(c.Placement(), c.home, c.relay, placement, &plan.status));
+  }
+  return plan;
+}
+
+bool Equal(const Plan& a, const Plan& b) {
+  return a.status == b.status && (a.status != 0 || (a.placement == b.placement && a.quota == b.quota));
+}
+
+// Replicas of earlier balancers in some of the slots, also of other domains' experts, none twice on a rank.
+void PlaceReplicas(std::mt19937& random, int percent, Case* c) {
+  for (int rank = 0; rank < c->num_ranks; ++rank) {
+    const auto row = c->placement.begin() + rank * c->slots;
+    for (int place = c->home; place < c->slots; ++place) {
+      if (Pick(random, 1, 100) > percent) continue;
+      // Few experts have most replicas, so that some have enough for relays.
+      const int number = Pick(random, 0, c->num_ranks * c->home - 1);
+      const int expert = random() % 2 == 0 ? number : number % c->home;
+      if (std::find(row, row + place, expert) == row + place) *(row + place) = expert;
+    }
+  }
+}
+
+// Most tokens are at home; of experts with replicas, some are there.
+void Serve(std::mt19937& random, Case* c) {
+  const std::vector<int32_t> counts = Skewed(random, c->num_ranks, c->home, std::pow(10, Pick(random, 0, 6)));
+  const int experts = c->num_ranks * c->home;
+  c->quota.assign(c->experts() * c->ranks(), 0);
+  const auto at = [&](int expert, int rank) -> int32_t& {
+    return c->quota[static_cast<size_t>(expert * c->num_ranks + rank)];
+  };
+  for (int expert = 0; expert < experts; ++expert) {
+    for (int rank = 0; rank < c->num_ranks; ++rank) {
+      at(expert, expert / c->home) += counts[static_cast<size_t>(rank * experts + expert)];
+    }
+  }
+  for (int rank = 0; rank < c->num_ranks; ++rank) {
+    for (int place = c->home; place < c->slots; ++place) {
+      const int expert = c->placement[static_cast<size_t>(rank * c->slots + place)];
+      if (expert < 0 || random() % 2 == 0) continue;
+      const int32_t moved = at(expert, expert / c->home) / Pick(random, 1, 3);
+      at(expert, expert / c->home) -= moved;
+      at(expert, rank) += moved;
+    }
+  }
+}
+
+Case RandomCase(std::mt19937& random, Kind kind) {
+  Case c = {};
+  c.kind = kind;
+  const int size = Pick(random, 0, 19);
+  c.domain = size == 0 ? Pick(random, 33, 64) : size < 6 ? Pick(random, 9, 32) : Pick(random, 1, 8);
+  c.num_ranks = c.domain * (size > 12 ? Pick(random, 1, 3) : 1);
+  if (kind == Kind::kRelay) c.num_ranks = std::min(c.num_ranks, kMaxRanks);
+  c.home = size == 13 ? Pick(random, 33, 40) : Pick(random, 1, c.domain > 8 ? 4 : 8);
+  c.slots = c.home + (size == 14 ? Pick(random, 33, 36) : Pick(random, 0, 6));
+  c.placement.assign(c.ranks() * static_cast<size_t>(c.slots), -1);
+  for (int expert = 0; expert < c.num_ranks * c.home; ++expert) {
+    c.placement[static_cast<size_t>(expert / c.home * c.slots + expert % c.home)] = expert;
+  }
+  PlaceReplicas(random, kind == Kind::kRelay ? 100 : Pick(random, 0, 2) * 30, &c);
+  Serve(random, &c);
+  c.min_tokens = random() % 2 == 0 ? 1 : int64_t{1} << Pick(random, 0, 40);
+  c.eps = std::vector<float>{0, 0.01f, 0.01f, 0.3f, 1}[random() % 5];
+  const int64_t tau = random() % 2 == 0 ? 1 : int64_t{1} << Pick(random, 0, 20);
+  c.feplb = {c.domain, Pick(random, 1, 6), Pick(random, 1, 4), tau, random() % 2 == 0};
+  c.relay = {Pick(random, 2, 6), Pick(random, 1, 9), Pick(random, 1, 3)};
+  c.keeps_quota = random() % 2 == 0;
+  return c;
+}
+
+std::string Describe(const Case& c) {
+  return "kind " + std::to_string(static_cast<int>(c.kind)) + ", " + std::to_string(c.num_ranks) + " ranks, domain " +
+         std::to_string(c.domain) + ", home " + std::to_string(c.home) + ", slots " + std::to_string(c.slots);
+}
+
+void ExpectPlanOfHost(Fibers& block, const Case& c) {
+  const Plan expected = OnHost(c), plan = OnBlock(block, c);
+  if (!block.faults().empty() || !Equal(expected, plan)) {
+    std::fprintf(stderr, "%s: status %d, expected %d\n", Describe(c).c_str(), plan.status, expected.status);
+    for (const std::string& fault : block.faults()) std::fprintf(stderr, "  %s\n", fault.c_str());
+  }
+  EXPECT(block.faults().empty());
+  EXPECT(Equal(expected, plan));
+  block.ForgetFaults();
+}
+
+void RandomPlansGiveThePlanOfTheHost(Kind kind, int64_t number, uint32_t seed) {
+  std::mt19937 random(seed);
+  Fibers block(1 << 20);
+  for (int64_t i = 0; i < number; ++i) {
+    block.order = std::vector<Order>{Order::kAscending, Order::kDescending, Order::kRandom}[static_cast<size_t>(i % 3)];
+    ExpectPlanOfHost(block, RandomCase(random, kind));
+  }
+}
+
+// An illegal entry anywhere is refused by every block; at the limit of tokens the plan is made.
+void RefusedPlansSetTheStatus(Kind kind) {
+  std::mt19937 random(3);
+  Fibers block(1 << 20);
+  for (int i = 0; i < 40; ++i) {
+    Case c = RandomCase(random, kind);
+    const std::vector<int32_t> wrong = {-2, INT32_MIN, INT32_MAX, c.num_ranks * c.home, 0};
+    c.placement[random() % c.placement.size()] = wrong[random() % wrong.size()];
+    ExpectPlanOfHost(block, c);
+  }
+  if (kind == Kind::kRelay) return;
+  for (int i = 0; i < 20; ++i) {
+    Case c = RandomCase(random, kind);
+    int64_t sum = 0;
+    for (const int32_t tokens : c.quota) sum += tokens;
+    const size_t place = random() % c.quota.size();
+    c.quota[place] += static_cast<int32_t>(INT32_MAX - sum);
+    EXPECT_EQ(OnHost(c).status, 0);
+    ExpectPlanOfHost(block, c);
+    c.quota[random() % c.quota.size()] += c.quota.size() == 1 ? -INT32_MAX - 1 : 1;
+    if (std::find(c.quota.begin(), c.quota.end(), INT32_MIN) == c.quota.end()) ExpectPlanOfHost(block, c);
+    c.quota[place] = -1;
+    EXPECT_EQ(OnBlock(block, c).status, 1);
+    ExpectPlanOfHost(block, c);
+  }
+}
+
+// Loads of DeepSeek-V3's size, at the default options, which use all shared memory of an A100 but no more.
+void LargePlansGiveThePlanOfTheHost(Kind kind) {
+  std::mt19937 random(2);
+  Fibers block(kSharedBytes);
+  for (const int num_ranks : {8, 32, 64}) {
+    Case c = RandomCase(random, kind);
+    c.num_ranks = c.domain = num_ranks;
+    c.home = 256 / num_ranks;
+    c.slots = c.home + 2;
+    c.placement.assign(c.ranks() * static_cast<size_t>(c.slots), -1);
+    for (int expert = 0; expert < 256; ++expert) {
+      c.placement[static_cast<size_t>(expert / c.home * c.slots + expert % c.home)] = expert;
+    }
+    PlaceReplicas(random, kind == Kind::kRelay ? 100 : 0, &c);
+    Serve(random, &c);
+    c.min_tokens = kind == Kind::kGreedy ? 1 : 1024;
+    c.eps = 0.01f;
+    c.feplb = {num_ranks, 4, 8, 1, true};
+    c.relay = {};
+    c.keeps_quota = true;
+    ExpectPlanOfHost(block, c);
+  }
+}
+
+void EveryBarrierIsNeeded(Kind kind) {
+  std::mt19937 random(4);
+  std::vector<Case> cases;
+  for (int i = 0; i < 60; ++i) cases.push_back(RandomCase(random, kind));
+  Fibers block(1 << 20);
+  std::vector<std::function<bool()>> checks;
+  for (const Case& c : cases) {
+    checks.push_back([&] {
+      const Plan plan = OnBlock(block, c);
+      return block.faults().empty() && Equal(OnHost(c), plan);
+    });
+  }
+  EXPECT(ExpectEveryBarrierIsNeeded(block, checks) > 2);
+}
+
+// Threads that add to a place without a barrier agree; a thread that only reads or writes it needs one.
+void AtomicAccessesNeedNoBarrierBetweenThem() {
+  for (const int kind : {0, 1, 2, 3}) {
+    Fibers block(64);
+    int32_t sum = 0;
+    block.Run([&](const FiberThreads& t) {
+      const auto array = t.Shared<int32_t>(0);
+      if (t.thread() == 0) array[0] = 0;
+      if (kind != 1) t.SyncBlock();
+      t.AddAt(array, 0, t.thread());
+      if (kind == 2 && t.thread() == 77) array[0] = 1;
+      if (kind != 3) t.SyncBlock();
+      if (t.thread() == 5) sum = array[0];
+    });
+    EXPECT_EQ(block.faults().empty(), kind == 0);
+    if (kind == 0) EXPECT_EQ(sum, kThreads * (kThreads - 1) / 2);
+  }
+}
+
+}  // namespace
+}  // namespace moe_lb::device
+
+int main(int argc, char** argv) {
+  using namespace moe_lb::device;
+  const int64_t number = argc > 1 ? std::atoll(argv[1]) : 400;
+  const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
+  AtomicAccessesNeedNoBarrierBetweenThem();
+  for (const Kind kind : {Kind::kGreedy, Kind::kUltraEp, Kind::kFeplb, Kind::kRelay}) {
+    RandomPlansGiveThePlanOfTheHost(kind, number, seed);
+    RefusedPlansSetTheStatus(kind);
+    LargePlansGiveThePlanOfTheHost(kind);
+    EveryBarrierIsNeeded(kind);
+  }
+}

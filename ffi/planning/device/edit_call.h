@@ -1,0 +1,227 @@
+// Arguments of the planners that edit a plan in a block of a GPU, and their shared memory.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "ffi/common/view.h"
+#include "ffi/planning/device/ranks.h"
+#include "ffi/planning/feplb.h"
+#include "ffi/planning/relay.h"
+
+namespace moe_lb::device {
+
+// A plan and its domains. All arrays are in global memory.
+struct EditCall {
+  const int32_t* placement;  // [all ranks, slots]
+  const int32_t* quota;      // [all experts, all ranks]
+  int32_t* new_placement;    // the same shapes
+  int32_t* new_quota;
+  int32_t* status;  // [1]: 0, or 1 for a plan that the planner refuses
+  int all_ranks, all_experts, slots;
+  int num_ranks;  // of a domain
+
+  MOE_LB_ANYWHERE int home() const { return all_experts / all_ranks; }
+  MOE_LB_ANYWHERE int num_experts() const { return home() * num_ranks; }
+  MOE_LB_ANYWHERE int all_slots() const { return num_ranks * slots; }
+  MOE_LB_ANYWHERE size_t words() const { return NumWords(num_ranks); }
+};
+
+// A planner that edits a plan has a block for each domain.
+struct BlockPerDomain {
+  EditCall plan;
+
+  MOE_LB_ANYWHERE int blocks() const { return plan.all_ranks / plan.num_ranks; }
+  MOE_LB_ANYWHERE size_t words() const { return plan.words(); }
+};
+
+struct GreedyCall : BlockPerDomain {
+  int32_t min_tokens;
+  bool keeps_quota;  // in shared memory
+};
+
+struct UltraEpCall : BlockPerDomain {
+  float eps;
+  int32_t min_tokens;
+};
+
+struct FeplbCall : BlockPerDomain {
+  int32_t num_dynamic, max_num_dyn, tau;
+  bool skip;
+};
+
+// One block plans the relays of all ranks.
+struct RelayCall {
+  const int32_t* placement;  // [ranks, slots]
+  int32_t* relay;            // [ranks, slots]
+  int32_t* status;           // [1]
+  int num_ranks, home, slots;
+  int32_t min_replicas, max_relays, min_gain;
+
+  MOE_LB_ANYWHERE int blocks() const { return 1; }
+  MOE_LB_ANYWHERE size_t words() const { return NumWords(num_ranks); }
+};
+
+// Offsets in bytes of the arrays of every planner that edits a plan.
+struct EditLayout {
+  size_t sums, load, served, holders, slots;
+};
+
+MOE_LB_ANYWHERE EditLayout LayOut(const EditCall& call, Offsets* at) {
+  const size_t experts = static_cast<size_t>(call.num_experts());
+  EditLayout layout;
+  layout.sums = at->Take(8 * kWarps);
+  layout.load = at->Take(4 * static_cast<size_t>(call.num_ranks));
+  layout.served = at->Take(4 * experts);
+  layout.holders = at->Take(4 * experts * call.words());
+  layout.slots = at->Take(4 * static_cast<size_t>(call.all_slots()));
+  return layout;
+}
+
+// New replicas of a domain, at most one for each slot beside those of home experts.
+MOE_LB_ANYWHERE size_t MovesBytes(const EditCall& call) {
+  return 8 * static_cast<size_t>(call.num_ranks * (call.slots - call.home()));
+}
+
+struct GreedyLayout {
+  EditLayout plan;
+  size_t offers, room, quota, end;
+};
+
+MOE_LB_ANYWHERE GreedyLayout LayOut(const GreedyCall& call) {
+  Offsets at;
+  GreedyLayout layout;
+  layout.plan = LayOut(call.plan, &at);
+  layout.offers = at.Take(4 * 4 * kWarps);
+  layout.room = at.Take(4 * static_cast<size_t>(call.plan.num_ranks));
+  layout.quota = at.Take(call.keeps_quota ? 4 * static_cast<size_t>(call.plan.all_experts * call.plan.num_ranks) : 0);
+  layout.end = at.end;
+  return layout;
+}
+
+constexpr int kAttempts = 4;           // of UltraEP at once, a warp each
+constexpr int kLists = kAttempts + 1;  // and the best so far
+
+struct UltraEpLayout {
+  EditLayout plan;
+  size_t by_load, by_served, counts, moves, one_moves, end;
+};
+
+MOE_LB_ANYWHERE UltraEpLayout LayOut(const UltraEpCall& call) {
+  Offsets at;
+  UltraEpLayout layout;
+  layout.plan = LayOut(call.plan, &at);
+  layout.by_load = at.Take(2 * static_cast<size_t>(call.plan.num_ranks));
+  layout.by_served = at.Take(2 * static_cast<size_t>(call.plan.num_experts()));
+  layout.counts = at.Take(4 * kLists);
+  layout.one_moves = MovesBytes(call.plan);
+  layout.moves = at.Take(layout.one_moves * kLists);
+  layout.end = at.end;
+  return layout;
+}
+
+struct FeplbLayout {
+  EditLayout plan;
+  size_t by_served, count, moves, end;
+};
+
+MOE_LB_ANYWHERE FeplbLayout LayOut(const FeplbCall& call) {
+  Offsets at;
+  FeplbLayout layout;
+  layout.plan = LayOut(call.plan, &at);
+  layout.by_served = at.Take(2 * static_cast<size_t>(call.plan.num_experts()));
+  layout.count = at.Take(4);
+  layout.moves = at.Take(MovesBytes(call.plan));
+  layout.end = at.end;
+  return layout;
+}
+
+struct RelayLayout {
+  size_t sums, replicas, experts, relays, end;
+};
+
+MOE_LB_ANYWHERE RelayLayout LayOut(const RelayCall& call) {
+  const size_t ranks = static_cast<size_t>(call.num_ranks);
+  Offsets at;
+  RelayLayout layout;
+  layout.sums = at.Take(8 * kWarps);
+  layout.replicas = at.Take(4 * ranks * static_cast<size_t>(call.home) * call.words());
+  layout.experts = at.Take(4 * ranks * static_cast<size_t>(call.slots));
+  layout.relays = at.Take(4 * ranks * static_cast<size_t>(call.slots));
+  layout.end = at.end;
+  return layout;
+}
+
+// Whether the domains of a plan fit into a block. Experts of a domain have 16 bits, and offsets in global memory 31.
+inline bool Fits(const EditCall& call) {
+  return call.num_ranks <= kMaxRanks && call.num_experts() <= 0xffff && call.slots >= call.home() &&
+         static_cast<int64_t>(call.all_experts) * call.all_ranks <= INT32_MAX &&
+         static_cast<int64_t>(call.all_ranks) * call.slots <= INT32_MAX;
+}
+
+// Whether a call fits into a block.
+template <typename Call>
+bool Fit(Call* call) {
+  return Fits(call->plan) && LayOut(*call).end <= kSharedBytes;
+}
+
+// The quota is in shared memory if it fits.
+inline bool Fit(GreedyCall* call) {
+  if (!Fits(call->plan)) return false;
+  call->keeps_quota = true;
+  if (LayOut(*call).end > kSharedBytes) call->keeps_quota = false;
+  return LayOut(*call).end <= kSharedBytes;
+}
+
+inline bool Fit(RelayCall* call) {
+  // Offsets have 31 bits.
+  return call->num_ranks <= kMaxRanks && static_cast<int64_t>(call->num_ranks) * call->slots <= INT32_MAX / 4 &&
+         LayOut(*call).end <= kSharedBytes;
+}
+
+// ---- Calls of arrays ---------------------------------------------------------------
+
+// An option that is compared with tokens or numbers of ranks alone.
+inline int32_t Saturated(int64_t value) {
+  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+// The shapes of the arrays match, and `domain` divides the ranks.
+inline EditCall EditOf(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain,
+                       MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota, int32_t* status) {
+  return {placement.flat().data(),
+          quota.flat().data(),
+          new_placement.flat().data(),
+          new_quota.flat().data(),
+          status,
+          static_cast<int>(placement.rows()),
+          static_cast<int>(quota.rows()),
+          static_cast<int>(placement.columns()),
+          static_cast<int>(domain)};
+}
+
+inline GreedyCall GreedyOf(const EditCall& plan, int64_t min_tokens) { return {{plan}, Saturated(min_tokens), false}; }
+
+inline UltraEpCall UltraEpOf(const EditCall& plan, float eps, int64_t min_tokens) {
+  return {{plan}, eps, Saturated(min_tokens)};
+}
+
+inline FeplbCall FeplbOf(const EditCall& plan, const FeplbOptions& options) {
+  return {{plan}, Saturated(options.num_dynamic), Saturated(options.max_num_dyn), Saturated(options.tau), options.skip};
+}
+
+inline RelayCall RelayOf(MatrixView<const int32_t> placement, int64_t num_home, const RelayOptions& options,
+                         MatrixView<int32_t> relay, int32_t* status) {
+  return {placement.flat().data(),
+          relay.flat().data(),
+          status,
+          static_cast<int>(placement.rows()),
+          static_cast<int>(num_home),
+          static_cast<int>(placement.columns()),
+          Saturated(options.min_replicas),
+          Saturated(options.max_relays),
+          Saturated(options.min_gain)};
+}
+
+}  // namespace moe_lb::device
