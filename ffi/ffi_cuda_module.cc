@@ -2,6 +2,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <map>
@@ -18,6 +19,7 @@
 #include "ffi/transport/neighbours_cuda.h"
 #include "ffi/transport/peer_handlers.h"
 #include "ffi/transport/peer_planning.h"
+#include "ffi/transport/peer_probe_cuda.h"
 
 namespace nb = nanobind;
 using namespace moe_lb;
@@ -79,4 +81,16 @@ NB_MODULE(_ffi_cuda, module) {
       },
       nb::arg("own"), nb::arg("addresses"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>(),
       "Connect this process to others; return the reason of a failure, else None");
+  module.def(
+      "try_peers",
+      [](const std::vector<int64_t>& processes, uintptr_t address, int device, double timeout_s) -> Reason {
+        return peer_cuda::TryPeers(processes, reinterpret_cast<const void*>(address), device, timeout_s);
+      },
+      nb::arg("processes"), nb::arg("address"), nb::arg("device"), nb::arg("timeout_s"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Copy from each other process of a group, whose int32 holds its number; return the reason of a failure, else "
+      "None");
+  module.def(
+      "why_no_peer_access", []() -> Reason { return peer_cuda::CheckPeerAccess(); },
+      "Return the first pair of this process's GPUs without peer access, else None");
 }

@@ -39,6 +39,14 @@ class Hash {
   uint64_t value_ = 14695981039346656037u;
 };
 
+// Size of an array of one rank, equal on all.
+size_t BytesOf(const PeerShare& share, PeerSource source, size_t kind) {
+  const PeerWeights& weights = share.weights;
+  const size_t read = weights.rows ? weights.rows->read : weights.num_home;
+  const size_t written = weights.rows ? weights.rows->written : share.wanted.columns();
+  return (source == PeerSource::kHome ? read : written) * weights.expert_bytes[kind];
+}
+
 // Hash of the request: site, tables, shapes and sizes, which must be equal on all processes.
 uint64_t HashOf(const PeerAttributes& attributes, const PeerShare& share) {
   Hash hash;
@@ -119,8 +127,6 @@ Outcome Between::Meet(const PeerAttributes& attributes, const CallArguments& arg
   std::vector<PeerTask> tasks;
   std::vector<PeerShare> shares;
   Outcome outcome = {refusal ? At(attributes.site, *refusal) : Ok(), false};
-  // The current device of a planning thread is not set yet.
-  if (Status bad = Cuda(cudaSetDevice(device_), "cudaSetDevice"); bad && !outcome.failure) outcome = {bad, false};
   const Outcome ring = group_->WaitForRing(attributes.site, number, attributes.timeout_s);
   if (!outcome.failure) outcome = ring;
   if (!outcome.failure) outcome = Prepare(attributes, arguments, &tasks, &shares);
@@ -152,10 +158,14 @@ Outcome Between::Prepare(const PeerAttributes& attributes, const CallArguments& 
   if (Status bad = PlanTasks(own, tasks)) return problem(bad);
   Announcement announcement;
   announcement.request_hash = HashOf(attributes, own);
+  // Before other memory is sent, which may be at the same place.
+  shared_.ForgetFreed();
   if (Status bad = Share(own, &announcement)) return problem(bad);
   group_->Announce(number, announcement);
   const Outcome outcome = group_->WaitForAll(attributes.site, number, attributes.timeout_s);
   if (outcome.failure) return outcome;
+  // In every call, so that freed memory of others is kept alive no longer than to the next one.
+  mapped_.DropGone();
   if (Status bad = MapShares(attributes, arguments, *tasks, shares)) return problem(bad);
   return {};
 }
@@ -196,7 +206,9 @@ Status Between::MapShares(const PeerAttributes& attributes, const CallArguments&
     const SharedCall& call = group_->call(rank, arguments.pending->number);
     const SharedArray& array = source == PeerSource::kHome ? call.home[kind] : call.slots[kind];
     const std::byte* here = nullptr;
-    if (Status bad = mapped_.Find(group_->process(rank), array, device_, attributes.timeout_s, &here)) return bad;
+    const size_t bytes = BytesOf(arguments.share, source, kind);
+    if (Status bad = mapped_.Find(group_->process(rank), array, bytes, device_, attributes.timeout_s, &here))
+      return bad;
     // The table has pointers to non-const, and `Queue` writes only this process's arrays.
     PeerShare& share = (*shares)[rank];
     (source == PeerSource::kHome ? share.home : share.slots)[kind] = const_cast<std::byte*>(here);

@@ -32,13 +32,13 @@ class Descriptor {
 
 // A message from one process to another.
 struct PeerNote {
-  enum Kind : uint32_t { kHello, kPage, kMemory, kGone };
+  enum Kind : uint32_t { kHello, kPage, kMemory, kGone, kProbe };
 
   Kind kind = kHello;
   uint32_t process = 0;           // kHello: the sender
   uint64_t id = 0;                // kPage: of the group of processes; kMemory and kGone: of the allocation
   uint64_t size = 0;              // kMemory: bytes
-  unsigned char handle[64] = {};  // kMemory without a file descriptor: CUDA's handle of it
+  unsigned char handle[64] = {};  // kMemory without a file descriptor: CUDA's handle of it; kProbe: a `SharedArray`
 };
 
 // Sockets preserve message boundaries. Their names are in the abstract namespace, which the system cleans up with the

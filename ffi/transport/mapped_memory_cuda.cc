@@ -47,7 +47,6 @@ Status SharedMemory::Share(const void* array, const std::vector<int64_t>& proces
   MOE_LB_DRIVER("cuPointerGetAttribute", driver.pointer_attribute(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID, begin));
   *shared = {id, AsDevice(array) - begin};
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (allocations_.count(id) == 0) ForgetBelow(id, begin, size);
   Allocation& allocation = allocations_.try_emplace(id, Allocation{begin, size, {}}).first->second;
   for (const int64_t process : processes) {
     if (process == neighbours_->own() || allocation.known_to.count(process) > 0) continue;
@@ -67,21 +66,23 @@ Status SharedMemory::Send(uint64_t id, const Allocation& allocation, int64_t pro
   return neighbours_->Send(process, note, descriptor.get());
 }
 
-// Removes older allocations at these addresses, which were freed. XLA frees weights only after their readers, so no
-// process reads them.
-void SharedMemory::ForgetBelow(uint64_t id, CUdeviceptr begin, size_t size) {
-  for (auto old = allocations_.begin(); old != allocations_.end();) {
-    const Allocation& one = old->second;
-    if (one.begin >= begin + size || begin >= one.begin + one.size || old->first == id) {
-      ++old;
+void SharedMemory::ForgetFreed() {
+  const DriverCalls& driver = DriverCalls::Get();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto one = allocations_.begin(); one != allocations_.end();) {
+    unsigned long long id = 0;
+    // Fails for freed memory; memory allocated there again has another number.
+    const CUresult asked = driver.pointer_attribute(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID, one->second.begin);
+    if (asked == CUDA_SUCCESS && id == one->first) {
+      ++one;
       continue;
     }
     PeerNote note;
     note.kind = PeerNote::kGone;
-    note.id = old->first;
+    note.id = one->first;
     // An ended process needs no notice.
-    for (const int64_t process : one.known_to) static_cast<void>(neighbours_->Send(process, note));
-    old = allocations_.erase(old);
+    for (const int64_t process : one->second.known_to) static_cast<void>(neighbours_->Send(process, note));
+    one = allocations_.erase(one);
   }
 }
 
@@ -94,7 +95,12 @@ Status CheckShareable(const void* array, int device) {
   MOE_LB_DRIVER("cuMemGetAddressRange", driver.address_range(&begin, &size, AsDevice(array)));
   PeerNote note;
   Descriptor descriptor;
-  return Export(begin, &note, &descriptor);
+  if (Status bad = Export(begin, &note, &descriptor)) return bad;
+  // XLA's pool allocates regions of 2 MiB or more and frees none. A smaller one is an array alone, freed with it, which
+  // CUDA does not allow while others have it open (cudaIpcOpenMemHandle).
+  constexpr size_t kSmallestRegion = 2 << 20;
+  if (descriptor || size >= kSmallestRegion) return Ok();
+  return Refuse("the allocator frees memory of cudaMalloc array by array; expected a pool, as by default");
 }
 
 // ---- memory of others --------------------------------------------------------------
@@ -144,14 +150,13 @@ MappedAllocation::~MappedAllocation() {
   static_cast<void>(driver.free_address(reserved_, size_));
 }
 
-Status MappedMemory::Find(int64_t process, const SharedArray& array, int device, double timeout_s,
+Status MappedMemory::Find(int64_t process, const SharedArray& array, size_t bytes, int device, double timeout_s,
                           const std::byte** here) {
   *here = nullptr;
   if (array.memory == 0) return Ok();
   const std::lock_guard<std::mutex> lock(mutex_);
-  DropGone(process);
-  std::unique_ptr<MappedAllocation>& found = mapped_[{process, array.memory}];
-  if (found == nullptr) {
+  auto found = mapped_.find({process, array.memory});
+  if (found == mapped_.end()) {
     PeerNote note;
     Descriptor descriptor;
     const auto begin = std::chrono::steady_clock::now();
@@ -161,28 +166,36 @@ Status MappedMemory::Find(int64_t process, const SharedArray& array, int device,
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
+    // The notes of freed memory precede the note of memory at the same place.
+    DropGoneLocked();
     auto fresh = std::make_unique<MappedAllocation>();
     if (Status bad = fresh->Map(note, descriptor, device)) {
       return At("memory of process " + std::to_string(process), *bad);
     }
-    found = std::move(fresh);
+    found = mapped_.emplace(std::pair(process, array.memory), std::move(fresh)).first;
   }
-  if (array.offset >= found->size()) {
-    return Problem("process " + std::to_string(process) + " has named byte " + std::to_string(array.offset) + " of " +
-                       std::to_string(found->size()),
+  const MappedAllocation& memory = *found->second;
+  if (bytes > memory.size() || array.offset > memory.size() - bytes) {
+    return Problem("process " + std::to_string(process) + " has named " + std::to_string(bytes) + " bytes from byte " +
+                       std::to_string(array.offset) + " of " + std::to_string(memory.size()),
                    true);
   }
-  *here = found->begin() + array.offset;
+  *here = memory.begin() + array.offset;
   return Ok();
 }
 
-// Unmaps allocations freed by their process. It frees them only after all copies of this process have read them.
-void MappedMemory::DropGone(int64_t process) {
+void MappedMemory::DropGone() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  DropGoneLocked();
+}
+
+// Memory of an ended process stays mapped: copies of it may be in flight.
+void MappedMemory::DropGoneLocked() {
   for (auto one = mapped_.begin(); one != mapped_.end();) {
     PeerNote note;
     Descriptor none;
-    const bool is_gone =
-        one->first.first == process && neighbours_->Take(process, PeerNote::kGone, one->first.second, &note, &none);
+    const auto& [process, memory] = one->first;
+    const bool is_gone = neighbours_->Take(process, PeerNote::kGone, memory, &note, &none);
     one = is_gone ? mapped_.erase(one) : std::next(one);
   }
 }

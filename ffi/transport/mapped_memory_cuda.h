@@ -19,8 +19,10 @@ namespace moe_lb::peer_cuda {
 // Allocations of this process mapped by others. XLA places its arrays in a few large allocations, so each allocation is
 // sent once. A call then names an array by allocation number and offset.
 //
-// CUDA numbers allocations uniquely: memory freed and allocated again at the same address gets a new number.
-// The other processes are then notified to unmap the old allocation; it stays mapped, and so allocated, until they do.
+// CUDA numbers allocations uniquely: memory freed and allocated again at the same address gets a new number. The other
+// processes are notified to unmap freed allocations. Memory of cuMemCreate stays allocated until they do, so nobody
+// waits for them, and a process that ends unmaps all. Memory of cudaMalloc must not be freed before: CheckShareable
+// refuses allocators that free it.
 class SharedMemory {
  public:
   explicit SharedMemory(Neighbours* neighbours) : neighbours_(neighbours) {}
@@ -28,6 +30,10 @@ class SharedMemory {
   // Returns the address of an array and sends its allocation to those of `processes` that lack it. An empty array (null
   // pointer) is in allocation 0.
   Status Share(const void* array, const std::vector<int64_t>& processes, SharedArray* shared);
+
+  // Notifies the other processes of allocations that were freed. No copy reads them: XLA frees weights only after their
+  // readers.
+  void ForgetFreed();
 
  private:
   struct Allocation {
@@ -37,7 +43,6 @@ class SharedMemory {
   };
 
   Status Send(uint64_t id, const Allocation& allocation, int64_t process) const;
-  void ForgetBelow(uint64_t id, CUdeviceptr begin, size_t size);
 
   Neighbours* const neighbours_;
   std::mutex mutex_;
@@ -71,19 +76,24 @@ class MappedMemory {
  public:
   explicit MappedMemory(Neighbours* neighbours) : neighbours_(neighbours) {}
 
-  // Returns the local address of an array of another process. Its allocation must be sent before the array is named;
-  // waits for it up to timeout_s.
-  Status Find(int64_t process, const SharedArray& array, int device, double timeout_s, const std::byte** here);
+  // Returns the local address of an array of `bytes` of another process. Its allocation must be sent before the array
+  // is named; waits for it up to timeout_s.
+  Status Find(int64_t process, const SharedArray& array, size_t bytes, int device, double timeout_s,
+              const std::byte** here);
+
+  // Unmaps allocations freed by their process. It frees them only after all copies of this process have read them.
+  void DropGone();
 
  private:
-  void DropGone(int64_t process);
+  void DropGoneLocked();
 
   Neighbours* const neighbours_;
   std::mutex mutex_;
   std::map<std::pair<int64_t, uint64_t>, std::unique_ptr<MappedAllocation>> mapped_;
 };
 
-// Return a failure if other processes cannot map the allocation containing a device address.
+// Return a failure if other processes cannot map the allocation containing a device address, or if its allocator may
+// free it while they do.
 Status CheckShareable(const void* array, int device);
 
 }  // namespace moe_lb::peer_cuda

@@ -174,7 +174,9 @@ void Abandon(Site* site, const CallArguments& arguments, const Outcome& outcome)
 void MeetWhenFetched(const std::shared_ptr<Site>& site, xf::RunId run, int32_t device, CallArguments arguments,
                      Show show) {
   Copiers::Of(device).Enqueue([=, arguments = std::move(arguments), show = std::move(show)]() mutable {
-    const Outcome fetched = WaitForHost(*arguments.resources, site->attributes, device);
+    // A new thread starts on device 0, where the first call would make a context: hundreds of megabytes.
+    Outcome fetched = {Cuda(cudaSetDevice(arguments.resources->gpu->device()), "cudaSetDevice"), false};
+    if (!fetched.failure) fetched = WaitForHost(*arguments.resources, site->attributes, device);
     if (fetched.failure) return Abandon(site.get(), arguments, fetched);
     // Arrive with a refusal too, so that the other devices do not wait.
     Status refusal = show(&arguments.share);

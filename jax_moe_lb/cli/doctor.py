@@ -78,9 +78,13 @@ def _state(module: str, how_to_build: str) -> str:
     return "; ".join([state, *_lacks(loaded)])
 
 
+DRIVER_CHECKS = ("why_not_batched", "why_not_between_processes", "why_no_peer_access")
+"""Functions of the CUDA module that return the reason of a missing feature."""
+
+
 def _lacks(module: ModuleType) -> list[str]:
     # Optional features of the driver; the module works without them.
-    checks = (getattr(module, name, None) for name in ("why_not_batched", "why_not_between_processes"))
+    checks = (getattr(module, name, None) for name in DRIVER_CHECKS)
     return [reason for check in checks if check is not None and (reason := check()) is not None]
 
 

@@ -8,10 +8,11 @@ agree. Later calls use the cached result.
 import functools
 import importlib
 import json
-import logging
 import os
+import warnings
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -47,6 +48,9 @@ class Calls(Protocol):
     def connect(self, own: int, addresses: dict[int, str], timeout_s: float) -> str | None:
         """Connect this process with others; return the reason of a failure, or `None`."""
 
+    def try_peers(self, processes: list[int], address: int, device: int, timeout_s: float) -> str | None:
+        """Copy from an array of each other process; return the reason of a failure, or `None`."""
+
 
 def are_together(processes: Sequence[int], domain: int, hosts: dict[int, str]) -> bool:
     """Return whether every `domain` consecutive ranks are distinct processes of one machine.
@@ -68,7 +72,22 @@ def introduce(own: int, store: JobStore, calls: Calls, host: str, problem: str |
     store.key_value_set(f"{PREFIX}/{own}", json.dumps({"host": host, "address": address, "problem": problem}))
 
 
-def no_peer_access_reason(own: int, processes: Sequence[int], domain: int, store: JobStore, calls: Calls) -> str | None:
+@dataclass(frozen=True)
+class Probe:
+    """Array that other processes copy, to try peer access.
+
+    Args:
+        address: address of an int32 with the index of this process, which stays allocated.
+        device: CUDA's number of the device.
+    """
+
+    address: int
+    device: int
+
+
+def no_peer_access_reason(
+    own: int, processes: Sequence[int], domain: int, store: JobStore, calls: Calls, probe: Probe
+) -> str | None:
     """Connect this process with those of its domain; return the reason why some cannot copy from each other, or `None`.
 
     Args:
@@ -77,6 +96,7 @@ def no_peer_access_reason(own: int, processes: Sequence[int], domain: int, store
         domain: number of consecutive ranks that copy from each other.
         store: key-value store of the job.
         calls: custom calls for GPUs.
+        probe: array of this process.
 
     Raises:
         RuntimeError: a process does not respond in time.
@@ -91,14 +111,21 @@ def no_peer_access_reason(own: int, processes: Sequence[int], domain: int, store
         return "a domain has processes of several machines"
     first = processes.index(own) // domain * domain
     addresses = {process: said[process]["address"] for process in processes[first : first + domain]}
-    problem = calls.connect(own, addresses, PATIENCE_S)
-    # A failed connection of one process is a reason for all, because they run one program.
     group = f"{PREFIX}/{zlib.crc32(json.dumps([list(processes), domain]).encode()):08x}"
-    store.key_value_set(f"{group}/{own}", problem or "")
-    for process in processes:
-        if words := _ask(store, f"{group}/{process}", process):
-            return f"process {process}: {words}"
-    return None
+    # A failure of one process is a reason for all, because they run one program.
+    if problem := _first_problem(f"{group}/connect", own, processes, store, calls.connect(own, addresses, PATIENCE_S)):
+        return problem
+    tried = calls.try_peers(sorted(addresses), probe.address, probe.device, PATIENCE_S)
+    return _first_problem(f"{group}/try", own, processes, store, tried)
+
+
+def _first_problem(key: str, own: int, processes: Sequence[int], store: JobStore, problem: str | None) -> str | None:
+    """Publish the problem of this process, wait for all processes, and return the first problem."""
+    store.key_value_set(f"{key}/{own}", problem or "")
+    found = [
+        f"process {process}: {words}" for process in processes if (words := _ask(store, f"{key}/{process}", process))
+    ]
+    return found[0] if found else None
 
 
 def _ask(store: JobStore, key: str, process: int) -> str:
@@ -124,27 +151,57 @@ def can_copy(processes: tuple[int, ...], domain: int) -> bool:
     store = _store_of_job()
     if store is None or jax.default_backend() != "gpu" or not is_built("cuda"):
         return False
-    _introduce_this_process()
-    problem = no_peer_access_reason(
-        jax.process_index(), processes, domain, store, importlib.import_module(MODULES["cuda"])
-    )
+    probe = _introduce_this_process()
+    calls = importlib.import_module(MODULES["cuda"])
+    problem = no_peer_access_reason(jax.process_index(), processes, domain, store, calls, probe)
     if problem is not None:
-        logging.getLogger(__name__).info("weights are copied by XLA's collectives between processes: %s", problem)
+        _warn(problem)
     return problem is None
 
 
 @functools.cache
-def _introduce_this_process() -> None:
+def can_copy_inside() -> bool:
+    """Return whether all GPUs of each process can copy from each other's memory.
+
+    Call it on all processes, while a program is traced. It returns True on backends other than GPUs and without the
+    custom calls.
+
+    Warns:
+        RuntimeWarning: a pair of GPUs has no peer access.
+    """
+    if jax.default_backend() != "gpu" or not is_built("cuda"):
+        return True
+    problem = importlib.import_module(MODULES["cuda"]).why_no_peer_access()
+    if (store := _store_of_job()) is not None:
+        problem = _first_problem(f"{PREFIX}/inside", jax.process_index(), range(jax.process_count()), store, problem)
+    if problem is not None:
+        _warn(problem)
+    return problem is None
+
+
+def _warn(problem: str) -> None:
+    message = f"weights are copied by XLA's collectives, not by copy engines: {problem}"
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+@functools.cache
+def _introduce_this_process() -> Probe:
     calls = importlib.import_module(MODULES["cuda"])
     problem = "it has several GPUs" if jax.local_device_count() > 1 else None
+    # XLA's allocator decides whether its allocations can be shared: test one. The cache keeps it allocated.
+    array = _probe_array()
+    probe = Probe(array.unsafe_buffer_pointer(), jax.local_devices()[0].local_hardware_id)
     if problem is None:
-        # XLA's allocator decides whether its allocations can be shared: test one.
-        array = jax.block_until_ready(jnp.zeros(1))
-        device = jax.local_devices()[0].local_hardware_id
-        problem = calls.why_not_shareable(array.unsafe_buffer_pointer(), device)
+        problem = calls.why_not_shareable(probe.address, probe.device)
     store = _store_of_job()
     assert store is not None
     introduce(jax.process_index(), store, calls, host_name(), problem)
+    return probe
+
+
+@functools.cache
+def _probe_array() -> jax.Array:
+    return jax.block_until_ready(jnp.full(1, jax.process_index(), jnp.int32))
 
 
 def host_name() -> str:

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from jax_moe_lb.collectives import local_processes
-from jax_moe_lb.collectives.local_processes import are_together, can_copy, introduce, no_peer_access_reason
+from jax_moe_lb.collectives.local_processes import (
+    Probe,
+    are_together,
+    can_copy,
+    can_copy_inside,
+    introduce,
+    no_peer_access_reason,
+)
 from jax_moe_lb.collectives.peer_copy import Route, native_platforms
 from jax_moe_lb.core.topology import Topology, _own_processes
 from jax_moe_lb.transport import replicate as peer_copy
@@ -38,8 +45,8 @@ class Said:
 class Sockets:
     """Replacement of the custom calls, recording requested connections."""
 
-    def __init__(self, own: int, problem: str | None = None):
-        self.own, self.problem, self.connected = own, problem, {}
+    def __init__(self, own: int, problem: str | None = None, unreadable: str | None = None):
+        self.own, self.problem, self.unreadable, self.connected, self.tried = own, problem, unreadable, {}, None
 
     def listen(self) -> str:
         return f"socket {self.own}"
@@ -49,14 +56,21 @@ class Sockets:
         self.connected |= addresses
         return self.problem
 
+    def try_peers(self, processes: list[int], address: int, device: int, timeout_s: float) -> str | None:
+        self.tried = processes, address, device
+        return self.unreadable
 
-def ask_all(processes, domain, hosts, unshared=(), cannot_connect=()):
+
+def ask_all(processes, domain, hosts, unshared=(), cannot_connect=(), cannot_read=()):
     store = Said()
-    sockets = {own: Sockets(own, "refused" if own in cannot_connect else None) for own in processes}
+    sockets = {
+        own: Sockets(own, "refused" if own in cannot_connect else None, "unreadable" if own in cannot_read else None)
+        for own in processes
+    }
 
     def ask(own):
         introduce(own, store, sockets[own], hosts[own], "its memory is private" if own in unshared else None)
-        return no_peer_access_reason(own, processes, domain, store, sockets[own])
+        return no_peer_access_reason(own, processes, domain, store, sockets[own], Probe(1000 + own, 0))
 
     with ThreadPoolExecutor(len(processes)) as pool:
         return list(pool.map(ask, processes)), sockets, store
@@ -67,20 +81,22 @@ def test_processes_of_a_machine_connect_inside_their_domain():
     reasons, sockets, store = ask_all((0, 2, 4, 6, 1, 3, 5, 7), 4, hosts)
     assert reasons == [None] * 8
     assert sockets[4].connected == {0: "socket 0", 2: "socket 2", 4: "socket 4", 6: "socket 6"}
+    assert sockets[4].tried == ([0, 2, 4, 6], 1004, 0)
     assert sockets[5].connected == {1: "socket 1", 3: "socket 3", 5: "socket 5", 7: "socket 7"}
     assert all(key.startswith("jax_moe_lb/neighbours/") for key in store.values)
 
 
 @pytest.mark.parametrize(
-    ("hosts", "unshared", "cannot_connect", "reason"),
+    ("hosts", "unshared", "cannot_connect", "cannot_read", "reason"),
     [
-        ("aabb", (), (), "a domain has processes of several machines"),
-        ("aaaa", (2,), (), "process 2: its memory is private"),
-        ("aaaa", (), (3,), "process 3: refused"),
+        ("aabb", (), (), (), "a domain has processes of several machines"),
+        ("aaaa", (2,), (), (), "process 2: its memory is private"),
+        ("aaaa", (), (3,), (), "process 3: refused"),
+        ("aaaa", (), (), (1,), "process 1: unreadable"),
     ],
 )
-def test_all_processes_decide_alike(hosts, unshared, cannot_connect, reason):
-    reasons, *_ = ask_all((0, 1, 2, 3), 4, dict(enumerate(hosts)), unshared, cannot_connect)
+def test_all_processes_decide_alike(hosts, unshared, cannot_connect, cannot_read, reason):
+    reasons, *_ = ask_all((0, 1, 2, 3), 4, dict(enumerate(hosts)), unshared, cannot_connect, cannot_read)
     assert reasons == [reason] * 4
 
 
@@ -90,7 +106,7 @@ def test_a_process_that_says_nothing_is_named(monkeypatch):
     introduce(0, store, Sockets(0), "a", None)
     assert json.loads(store.values["jax_moe_lb/neighbours/0"]) == {"host": "a", "address": "socket 0", "problem": None}
     with pytest.raises(RuntimeError, match=r"process 1 did not respond within 0\.1 s"):
-        no_peer_access_reason(0, (0, 1), 2, store, Sockets(0))
+        no_peer_access_reason(0, (0, 1), 2, store, Sockets(0), Probe(0, 0))
 
 
 def test_one_process_for_each_rank_on_one_machine():
@@ -134,3 +150,18 @@ def test_copy_engines_are_chosen_where_processes_reach_each_other(monkeypatch):
 
 def test_without_other_processes_there_is_nobody_to_copy_from():
     assert not can_copy((0, 1), 2)
+
+
+def test_gpus_without_peer_access_use_collectives(monkeypatch):
+    module = SimpleNamespace(why_no_peer_access=lambda: "device 1 has no peer access to device 0")
+    monkeypatch.setattr(local_processes.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(local_processes, "is_built", lambda platform: True)
+    monkeypatch.setattr(local_processes.importlib, "import_module", lambda name: module)
+    can_copy_inside.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"not by copy engines: device 1 has no peer access to device 0"):
+        assert not can_copy_inside()
+    assert native_platforms(PeerCopy().route(Topology.flat(4))) == ()
+    module.why_no_peer_access = lambda: None
+    can_copy_inside.cache_clear()
+    assert native_platforms(PeerCopy().route(Topology.flat(4)))
+    can_copy_inside.cache_clear()

@@ -30,10 +30,6 @@ xf::Error TooLarge(const char* name) {
 
 bool IsDomain(int64_t domain, size_t ranks) { return domain >= 1 && static_cast<int64_t>(ranks) % domain == 0; }
 
-bool HasShape(MatrixView<const int32_t> array, size_t rows, size_t columns) {
-  return array.rows() == rows && array.columns() == columns;
-}
-
 bool HasShape(MatrixView<int32_t> array, size_t rows, size_t columns) {
   return array.rows() == rows && array.columns() == columns;
 }

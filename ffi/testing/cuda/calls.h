@@ -11,6 +11,9 @@ namespace moe_lb::testing {
 // Counts a call, and returns the error set for it by a test.
 cudaError_t Enter(const char* name);
 
+// The device of this thread.
+int CurrentDevice();
+
 // True if an ordering call from this place is to be ignored.
 bool IsIgnored(const char* function, const void* returns_to);
 

@@ -23,10 +23,34 @@
 namespace moe_lb::testing {
 namespace {
 
+constexpr size_t kPage = 4096;
+
+// The page behind an allocation, seen by all processes: how many have it open by a classic handle.
+class OpenCount {
+ public:
+  OpenCount(int descriptor, size_t size)
+      : page_(mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(Offset(size)))) {
+    if (page_ == MAP_FAILED) std::abort();
+  }
+  ~OpenCount() { munmap(page_, kPage); }
+
+  static size_t Offset(size_t size) { return (size + kPage - 1) / kPage * kPage; }
+  std::atomic<int32_t>& count() const { return *static_cast<std::atomic<int32_t>*>(page_); }
+
+ private:
+  void* page_;
+};
+
+struct Opened {
+  size_t size;
+  int descriptor;
+};
+
 struct Memory {
   std::mutex mutex;
   std::vector<Allocation> allocations;
-  std::map<const void*, size_t> opened;  // of others, by cudaIpcOpenMemHandle
+  std::map<const void*, Opened> opened;  // of others, by cudaIpcOpenMemHandle
+  std::map<const void*, int> owners;     // devices of memory mapped by cuMemMap
   uint64_t last_id = 0;
 };
 
@@ -46,6 +70,20 @@ struct ClassicHandle {
 static_assert(sizeof(ClassicHandle) <= sizeof(cudaIpcMemHandle_t));
 
 CUresult AsResult(cudaError_t error) { return static_cast<CUresult>(error); }
+
+// The device of the memory in a file, which its name contains.
+int DeviceOf(int descriptor) {
+  char name[256] = {};
+  const std::string link = "/proc/self/fd/" + std::to_string(descriptor);
+  static_cast<void>(!readlink(link.c_str(), name, sizeof name - 1));
+  const char* const digits = std::strstr(name, "of device ");
+  return digits == nullptr ? 0 : std::atoi(digits + std::strlen("of device "));
+}
+
+// Whether a device of this process can access the memory in a file.
+bool CanAccess(int device, int descriptor) {
+  return TheStandIn().without_peer_access.count({device, DeviceOf(descriptor)}) == 0;
+}
 
 #define MOE_LB_DRIVER_ENTER(name) \
   if (const cudaError_t bad = Enter(name); bad != cudaSuccess) return AsResult(bad)
@@ -153,6 +191,8 @@ CUresult Map(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAlloca
                             static_cast<off_t>(offset));
   if (mapped == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
   ++num_mapped;
+  const std::lock_guard<std::mutex> lock(TheMemory().mutex);
+  TheMemory().owners[mapped] = DeviceOf(FileOf(handle));
   return CUDA_SUCCESS;
 }
 
@@ -163,8 +203,14 @@ CUresult Unmap(CUdeviceptr address, size_t size) {
   return CUDA_SUCCESS;
 }
 
-CUresult SetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc*, size_t) {
+// CUDA Driver API, Virtual Memory Management, cuMemSetAccess: fails for a device that cannot access the memory's.
+CUresult SetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc* access, size_t) {
   MOE_LB_DRIVER_ENTER("cuMemSetAccess");
+  {
+    const std::lock_guard<std::mutex> lock(TheMemory().mutex);
+    const int owner = TheMemory().owners[reinterpret_cast<void*>(address)];
+    if (TheStandIn().without_peer_access.count({access->location.id, owner}) > 0) return CUDA_ERROR_INVALID_DEVICE;
+  }
   mprotect(reinterpret_cast<void*>(address), size, PROT_READ | PROT_WRITE);
   return CUDA_SUCCESS;
 }
@@ -256,8 +302,10 @@ const std::vector<EntryPoint>& EntryPoints() {
 
 Allocation NewAllocation(size_t size, MemoryKind kind, char* at) {
   Allocation made;
-  made.descriptor = memfd_create("played GPU memory", MFD_CLOEXEC);
-  if (made.descriptor < 0 || ftruncate(made.descriptor, static_cast<off_t>(size)) != 0) std::abort();
+  const std::string name = "memory of device " + std::to_string(CurrentDevice());
+  made.descriptor = memfd_create(name.c_str(), MFD_CLOEXEC);
+  const size_t with_count = OpenCount::Offset(size) + kPage;
+  if (made.descriptor < 0 || ftruncate(made.descriptor, static_cast<off_t>(with_count)) != 0) std::abort();
   void* const begin =
       mmap(at, size, PROT_READ | PROT_WRITE, MAP_SHARED | (at != nullptr ? MAP_FIXED : 0), made.descriptor, 0);
   if (begin == MAP_FAILED) std::abort();
@@ -270,7 +318,16 @@ Allocation NewAllocation(size_t size, MemoryKind kind, char* at) {
   return made;
 }
 
+// CUDA Runtime API, Device Management, cudaIpcOpenMemHandle: "Calling cudaFree on an exported memory region before
+// calling cudaIpcCloseMemHandle in the importing context will result in undefined behavior." Memory of cuMemCreate
+// lives until its last mapping is gone, in any process (Virtual Memory Management, cuMemRelease).
 void FreeAllocation(const Allocation& allocation) {
+  if (allocation.kind == MemoryKind::kClassic) {
+    if (OpenCount(allocation.descriptor, allocation.size).count() > 0) {
+      static_cast<void>(Forbidden(cudaSuccess, "memory was freed that another process has open"));
+    }
+    std::memset(allocation.begin, 0xdd, allocation.size);
+  }
   const std::lock_guard<std::mutex> lock(TheMemory().mutex);
   auto& all = TheMemory().allocations;
   const auto is_it = [&](const Allocation& one) { return one.id == allocation.id; };
@@ -342,13 +399,21 @@ cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsig
   ClassicHandle says;
   std::memcpy(&says, &handle, sizeof says);
   const std::string path = "/proc/" + std::to_string(says.process) + "/fd/" + std::to_string(says.descriptor);
+  // CUDA C++ Programming Guide, Interprocess Communication: a handle is for other processes than the one that made it.
+  if (says.process == getpid())
+    return Forbidden(cudaErrorInvalidResourceHandle, "a handle was opened by its own process");
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return cudaErrorInvalidResourceHandle;
+  // cudaIpcOpenMemHandle, flag cudaIpcMemLazyEnablePeerAccess: fails if cudaDeviceCanAccessPeer says no.
+  if (!CanAccess(CurrentDevice(), file)) {
+    close(file);
+    return cudaErrorPeerAccessUnsupported;
+  }
   *memory = mmap(nullptr, says.size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  close(file);
   if (*memory == MAP_FAILED) return cudaErrorMemoryAllocation;
+  ++OpenCount(file, says.size).count();
   const std::lock_guard<std::mutex> lock(TheMemory().mutex);
-  TheMemory().opened[*memory] = says.size;
+  TheMemory().opened[*memory] = {says.size, file};
   ++num_mapped;
   return cudaSuccess;
 }
@@ -358,7 +423,10 @@ cudaError_t cudaIpcCloseMemHandle(void* memory) {
   const std::lock_guard<std::mutex> lock(TheMemory().mutex);
   const auto found = TheMemory().opened.find(memory);
   if (found == TheMemory().opened.end()) return cudaErrorInvalidValue;
-  munmap(memory, found->second);
+  const Opened& opened = found->second;
+  --OpenCount(opened.descriptor, opened.size).count();
+  munmap(memory, opened.size);
+  close(opened.descriptor);
   TheMemory().opened.erase(found);
   --num_mapped;
   return cudaSuccess;

@@ -55,8 +55,8 @@ constexpr size_t kSharedBytes = 1 << 20;
 
 Gpu::Gpu(int32_t ordinal, int cuda_device, std::optional<MemoryKind> shared)
     : ordinal_(ordinal), cuda_device_(cuda_device), kind_(shared) {
-  if (kind_) shared_ = NewAllocation(kSharedBytes, *kind_);
   static_cast<void>(cudaSetDevice(cuda_device));
+  if (kind_) shared_ = NewAllocation(kSharedBytes, *kind_);
   static_cast<void>(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
 }
 
@@ -64,7 +64,8 @@ Gpu::~Gpu() {
   Synchronize(stream_);
   static_cast<void>(cudaStreamDestroy(stream_));
   for (void* memory : all_) std::free(memory);
-  if (kind_) FreeAllocation(shared_);
+  // XLA's pool of classic memory lives until the process ends, because others may have it open.
+  if (kind_ == MemoryKind::kMapped) FreeAllocation(shared_);
 }
 
 void* Gpu::Allocate(size_t size) {
@@ -82,6 +83,14 @@ void Gpu::ReallocateShared() {
   char* const at = shared_.begin;
   FreeAllocation(shared_);
   shared_ = NewAllocation(kSharedBytes, *kind_, at);
+}
+
+void Gpu::MoveShared() {
+  const Allocation old = shared_;
+  shared_ = NewAllocation(kSharedBytes, *kind_);
+  FreeAllocation(old);
+  used_ = 0;
+  free_.clear();
 }
 
 DeviceArray Gpu::New(XLA_FFI_DataType dtype, std::vector<int64_t> dims) {

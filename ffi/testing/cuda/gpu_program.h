@@ -33,6 +33,8 @@ class Gpu {
 
   // Frees all shared memory and allocates it again at the same addresses. No program may run.
   void ReallocateShared();
+  // Frees all shared memory and allocates other. No program may run.
+  void MoveShared();
 
   int32_t ordinal() const { return ordinal_; }
   int cuda_device() const { return cuda_device_; }

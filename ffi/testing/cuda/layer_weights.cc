@@ -1,5 +1,7 @@
 #include "ffi/testing/cuda/layer_weights.h"
 
+#include <signal.h>
+
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -72,6 +74,7 @@ void WriteHome(const LayerShape& shape, const DeviceArray& home, int64_t run, in
 void Wave(Program& program, const Between& between) {
   program.Launch([us = between.wave_us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
   if (between.blocks_host) program.BlockHost();
+  if (between.dies) raise(SIGKILL);
 }
 
 void Consume(Program& program, const LayerShape& shape, const Weights& weights, int64_t run,

@@ -28,6 +28,7 @@ struct Between {
   bool blocks_host = false;  // XLA blocks the host until the wave ends, as for a loop
   bool fails = false;        // the program fails there
   bool other_home = false;   // XLA has rematerialized the home weights at another address
+  bool dies = false;         // the process is killed there
 };
 
 // Attributes of a call site of all ranks.

@@ -17,11 +17,12 @@ struct Allocation {
   size_t size = 0;
   uint64_t id = 0;  // unique
   MemoryKind kind = MemoryKind::kClassic;
-  int descriptor = -1;
+  int descriptor = -1;  // of its file: the memory, then `OpenCount` in a page of its own
 };
 
-// Allocates at the given address, or anywhere (default).
+// Allocates on the current device, at the given address or anywhere (default).
 Allocation NewAllocation(size_t size, MemoryKind kind, char* at = nullptr);
+// A violation for classic memory that another process has open.
 void FreeAllocation(const Allocation& allocation);
 
 // Returns the allocation containing an address; of size 0 if there is none.

@@ -7,6 +7,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <iostream>
 #include <map>
@@ -22,7 +24,9 @@
 #include "ffi/testing/cuda/planned_layer.h"
 #include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
+#include "ffi/transport/mapped_memory_cuda.h"
 #include "ffi/transport/neighbours_cuda.h"
+#include "ffi/transport/peer_probe_cuda.h"
 
 // Without the option it waits a second before the end of each process.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() { return "atexit_sleep_ms=0"; }
@@ -58,7 +62,9 @@ void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
   CopyLayer copies(ShapeOf(count), false), relays(ShapeOf(count), true);
   PlannedLayer planned(ShapeOf(count));
   RowsLayer onward(ShapeOf(count), false), back(ShapeOf(count), true);
-  Gpu gpu(0, 0, kind);
+  // XLA numbers the only device of a process 0; CUDA numbers the GPUs that it sees.
+  const auto device = static_cast<int>(7 - rank);
+  Gpu gpu(0, device, kind);
   TheStandIn().longest_delay_us = 100;
   const auto run_all = [&](int64_t run) {
     Program elsewhere(gpu, 1);
@@ -82,6 +88,8 @@ void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
   EXPECT_EQ(onward.num_wrong() + back.num_wrong(), 0);
   EXPECT(count == 1 || planned.num_replicas() > 0);
   EXPECT(NumMapped() >= 1 && NumMapped() <= count - 1);
+  // No thread has made a context on another device.
+  EXPECT(Contexts() == std::set<int>{device});
 }
 
 void CopyClassic(int64_t rank, int64_t count) { CopyAll(rank, count, MemoryKind::kClassic); }
@@ -106,7 +114,7 @@ void BeginMany(int64_t rank, int64_t count) {
 // New memory at the same addresses: a stale mapping would read the old contents.
 void Reallocate(int64_t rank, int64_t count) {
   CopyLayer copies(ShapeOf(count), true);
-  Gpu gpu(0, 0, rank % 2 == 0 ? MemoryKind::kClassic : MemoryKind::kMapped);
+  Gpu gpu(0, 0, MemoryKind::kMapped);
   for (int64_t run = 1; run <= 6; ++run) {
     ExpectOk(copies.Run(gpu, rank, run));
     Synchronize(gpu.stream());
@@ -115,6 +123,134 @@ void Reallocate(int64_t rank, int64_t count) {
     EXPECT(NumMapped() <= count - 1);
     if (run % 2 == rank % 2) gpu.ReallocateShared();
   }
+}
+
+// Memory is freed that nobody shares again: the others unmap it at their next calls, and so free it.
+void Move(int64_t rank, int64_t count) {
+  CopyLayer copies(ShapeOf(count), true);
+  Gpu gpu(0, 0, MemoryKind::kMapped);
+  for (int64_t run = 1; run <= 8; ++run) {
+    ExpectOk(copies.Run(gpu, rank, run));
+    Synchronize(gpu.stream());
+    EXPECT_EQ(copies.num_wrong(), 0);
+    if (run <= 3) gpu.MoveShared();
+    // A notice may come late.
+    if (run == 5) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    EXPECT(run < 7 || NumMapped() <= count - 1);
+  }
+}
+
+// CUDA does not allow it, and the stand-in shows it, whatever the handlers do.
+void FreeOpenMemory(int64_t rank, int64_t) {
+  const Allocation own = NewAllocation(4096, MemoryKind::kClassic);
+  std::memcpy(own.begin, &rank, sizeof(int32_t));
+  moe_lb::peer_cuda::MappedMemory mapped(&moe_lb::Neighbours::OfProcess());
+  moe_lb::peer_cuda::SharedMemory shared(&moe_lb::Neighbours::OfProcess());
+  moe_lb::SharedArray array;
+  const std::byte* here = nullptr;
+  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+  EXPECT(!shared.Share(own.begin, {0, 1}, &array));
+  EXPECT(!mapped.Find(1 - rank, {1, 0}, 4096, 0, 30, &here));
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  FreeAllocation(own);
+  EXPECT_EQ(Violations().size(), size_t{1});
+  EXPECT(Has(Violations()[0], "memory was freed that another process has open"));
+  std::_Exit(0);
+}
+
+// An array that another process names must lie in its memory, to the last byte.
+void NameTooMuch(int64_t rank, int64_t) {
+  const Allocation own = NewAllocation(10000, MemoryKind::kMapped);
+  moe_lb::peer_cuda::MappedMemory mapped(&moe_lb::Neighbours::OfProcess());
+  moe_lb::peer_cuda::SharedMemory shared(&moe_lb::Neighbours::OfProcess());
+  moe_lb::SharedArray array;
+  const std::byte* here = nullptr;
+  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+  EXPECT(!shared.Share(own.begin + 100, {0, 1}, &array));
+  EXPECT(array.memory == 1 && array.offset == 100);
+  EXPECT(!mapped.Find(1 - rank, {1, 9900}, 100, 0, 30, &here));
+  for (const auto& [offset, bytes] : std::vector<std::pair<uint64_t, size_t>>{
+           {9901, 100}, {10000, 1}, {0, 10001}, {UINT64_MAX, 100}, {UINT64_MAX - 49, 100}}) {
+    const moe_lb::Status bad = mapped.Find(1 - rank, {1, offset}, bytes, 0, 30, &here);
+    EXPECT(bad && Has(*bad, "has named " + std::to_string(bytes) + " bytes from byte " + std::to_string(offset)));
+  }
+}
+
+// Every process copies a word of every other; without peer access the pair is named.
+void Probe(int64_t rank, int64_t count) {
+  const auto kind = rank % 2 == 0 ? MemoryKind::kClassic : MemoryKind::kMapped;
+  const auto device = static_cast<int>(rank) + 1;
+  const auto try_all = [&](char* word) {
+    const auto number = static_cast<int32_t>(rank);
+    std::memcpy(word, &number, sizeof number);
+    return moe_lb::peer_cuda::TryPeers(ProcessesUpTo(count), word, device, 30);
+  };
+  EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
+  const Allocation memory = NewAllocation(4096, kind);
+  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
+  EXPECT_EQ(try_all(memory.begin + 8).value_or(""), std::string());
+  int now = -1;
+  EXPECT_EQ(cudaGetDevice(&now), cudaSuccess);
+  EXPECT_EQ(now, 0);
+  // Of an ordered pair alone: device 1 cannot read device 2 and 3, of both kinds of memory.
+  for (const int owner : {2, 3}) {
+    TheStandIn().without_peer_access = {{1, owner}};
+    const moe_lb::Status bad = try_all(memory.begin + 16);
+    EXPECT_EQ(bad.has_value(), rank == 0);
+    if (bad) EXPECT(Has(*bad, "device 1 cannot copy from process " + std::to_string(owner - 1) + ": "));
+    if (bad) std::cerr << *bad << std::endl;
+  }
+  // A word that is not there: memory of another kind of mapping, or stale memory.
+  const auto wrong = static_cast<int32_t>(rank) + 40;
+  TheStandIn().without_peer_access = {};
+  std::memcpy(memory.begin + 24, &wrong, sizeof wrong);
+  const moe_lb::Status bad = moe_lb::peer_cuda::TryPeers(ProcessesUpTo(count), memory.begin + 24, device, 30);
+  EXPECT(bad && Has(*bad, "; expected "));
+  // The others may still read.
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+}
+
+// One rank is killed between start and join. The others end with its name, and no stream waits.
+template <typename Layer>
+void OneDies(Layer& layer, int64_t rank, int64_t count) {
+  Gpu gpu(0, 0, MemoryKind::kMapped);
+  const int64_t victim = 1;
+  TheStandIn().copy_us = 3000;
+  Ending ending;
+  const Clock::time_point begin = Clock::now();
+  for (int64_t run = 1; ending.ok; ++run) {
+    moe_lb::testing::Between between;
+    between.dies = rank == victim && run == 4;
+    // The others are at the join by then, or wait for copies of the rank.
+    if (between.dies) TheStandIn().copy_us = 300000;
+    ending = layer.Run(gpu, rank, run, between);
+    EXPECT(run < 8);
+  }
+  Synchronize(gpu.stream());
+  EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
+  // A rank that ends because of the victim may be seen first by others.
+  EXPECT(Has(ending.message, " of " + std::to_string(count) + " has ended (process "));
+  EXPECT(rank != 0 || Has(ending.message, "rank " + std::to_string(victim) + " of "));
+  EXPECT(std::chrono::duration<double>(Clock::now() - begin).count() < kPatienceS);
+  // Until all others have ended, too.
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+}
+
+void DieInCopies(int64_t rank, int64_t count) {
+  CopyLayer layer(ShapeOf(count), false);
+  OneDies(layer, rank, count);
+}
+void DieInRelays(int64_t rank, int64_t count) {
+  CopyLayer layer(ShapeOf(count), true);
+  OneDies(layer, rank, count);
+}
+void DieInPlan(int64_t rank, int64_t count) {
+  PlannedLayer layer(ShapeOf(count));
+  OneDies(layer, rank, count);
+}
+void DieInRows(int64_t rank, int64_t count) {
+  RowsLayer layer(ShapeOf(count), false);
+  OneDies(layer, rank, count);
 }
 
 // Runs until a failure and prints it. On command, a process stops itself in the middle.
@@ -202,8 +338,12 @@ void AskForOther(int64_t rank, int64_t count) {
 
 using Part = void (*)(int64_t rank, int64_t count);
 const std::map<std::string, Part> kParts = {
-    {"classic", CopyClassic}, {"mapped", CopyMapped},  {"reallocate", Reallocate}, {"end", RunUntilFailure},
-    {"never", NeverCome},     {"one_fails", OneFails}, {"other", AskForOther},     {"many", BeginMany},
+    {"classic", CopyClassic},    {"mapped", CopyMapped},      {"reallocate", Reallocate},
+    {"end", RunUntilFailure},    {"never", NeverCome},        {"one_fails", OneFails},
+    {"other", AskForOther},      {"many", BeginMany},         {"move", Move},
+    {"free", FreeOpenMemory},    {"bounds", NameTooMuch},     {"probe", Probe},
+    {"die_copies", DieInCopies}, {"die_relays", DieInRelays}, {"die_plan", DieInPlan},
+    {"die_rows", DieInRows},
 };
 
 // ---- the test ----------------------------------------------------------------------
@@ -213,6 +353,16 @@ void ExpectAllSucceed(const std::string& program, const std::string& part, int64
   for (const auto& child : StartProcesses(program, part, count)) EXPECT(child->Succeeded());
   std::cerr << part << " " << count << ": " << std::chrono::duration<double>(Clock::now() - begin).count() << " s"
             << std::endl;
+}
+
+// All but rank 1, which dies between start and join.
+void OneDiesBetween(const std::string& program, const std::string& part, int64_t count) {
+  const Clock::time_point begin = Clock::now();
+  const auto children = StartProcesses(program, part, count);
+  for (int64_t rank = 0; rank < count; ++rank) {
+    EXPECT_EQ(children[static_cast<size_t>(rank)]->Succeeded(), rank != 1);
+  }
+  std::cerr << part << ": " << std::chrono::duration<double>(Clock::now() - begin).count() << " s" << std::endl;
 }
 
 // kill -9 allows no cleanup. The others end soon, with an error naming the process.
@@ -247,7 +397,7 @@ std::set<std::string> FilesIn(const char* directory) {
 
 }  // namespace
 
-// Without arguments, run the test. Else: the part, the rank and the number of processes.
+// Without arguments, run the test; with a part and a number of processes, that part. A child also has its rank.
 int main(int argc, char** argv) {
   if (argc >= 4) {
     // A hang is a failure too.
@@ -260,10 +410,19 @@ int main(int argc, char** argv) {
     std::cout << "done" << std::endl;
     return 0;
   }
+  if (argc == 3) {
+    const std::string part = argv[1];
+    (part.rfind("die", 0) == 0 ? OneDiesBetween : ExpectAllSucceed)(argv[0], part, std::stoll(argv[2]));
+    return 0;
+  }
   const auto before = std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp"));
   for (const int64_t count : {2, 4, 8}) ExpectAllSucceed(argv[0], count == 4 ? "classic" : "mapped", count);
-  for (const char* const part : {"reallocate", "many", "never", "one_fails", "other"})
+  for (const char* const part : {"reallocate", "move", "many", "never", "one_fails", "other", "probe"})
     ExpectAllSucceed(argv[0], part, 3);
+  for (const char* const part : {"free", "bounds"}) ExpectAllSucceed(argv[0], part, 2);
+  for (const char* const part : {"die_copies", "die_relays", "die_plan", "die_rows"}) {
+    OneDiesBetween(argv[0], part, 3);
+  }
   OneIsKilled(argv[0], 4, 2);
   EXPECT(std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp")) == before);
 }

@@ -48,6 +48,7 @@ struct State {
   std::array<Place, kMaxPlaces> places;
   std::array<Pinned, kMaxPinned> pinned;
   std::atomic<const void*> ignored{nullptr};
+  std::atomic<uint64_t> contexts{0};  // bit i: device i
   std::atomic<int64_t> num_events{0};
   std::atomic<CUevent_st*> events{nullptr};
   std::mutex mutex;
@@ -60,7 +61,10 @@ State& TheState() {
   return *state;
 }
 
+// CUDA Runtime API, Device Management, cudaSetDevice: "If no call to cudaSetDevice() is made before a CUDA call, device
+// 0 is the current device" of a host thread, whichever device other threads have.
 thread_local int current_device = 0;
+thread_local bool has_context = false;
 thread_local bool in_host_function = false;
 thread_local bool is_executing = false;
 thread_local cudaError_t last_error = cudaSuccess;
@@ -106,10 +110,33 @@ cudaError_t Forbidden(cudaError_t error, const std::string& what) {
   return Fail(error);
 }
 
+namespace {
+
+// Calls that make no context and need none.
+bool NeedsContext(const std::string& name) {
+  return name != "cudaSetDevice" && name != "cudaGetDevice" && name != "cudaDeviceCanAccessPeer" &&
+         name != "cudaGetDeviceCount" && name != "cudaDriverGetVersion" && name != "cudaRuntimeGetVersion";
+}
+
+// CUDA C++ Programming Guide, Initialization: the first runtime call that needs it creates the primary context of the
+// current device, and cudaSetDevice creates the one of its device since CUDA 12.0.
+void NoteContext() {
+  has_context = true;
+  TheState().contexts.fetch_or(uint64_t{1} << current_device, std::memory_order_relaxed);
+}
+
+}  // namespace
+
 cudaError_t Enter(const char* name) {
   if (in_host_function) {
     return Forbidden(cudaErrorNotPermitted, std::string(name) + " was called by a host function");
   }
+  // CUDA Driver API, Context Management: a driver function without a current context fails, and creates none.
+  const bool is_of_driver = std::strncmp(name, "cuda", 4) != 0;
+  if (is_of_driver && !has_context) {
+    return Forbidden(cudaErrorDeviceUninitialized, std::string(name) + " on a thread without a context");
+  }
+  if (NeedsContext(name)) NoteContext();
   Function& function = FunctionOf(name);
   const int64_t call = function.calls.fetch_add(1, std::memory_order_relaxed);
   if (call < function.fails_from.load(std::memory_order_relaxed)) return cudaSuccess;
@@ -186,6 +213,16 @@ std::vector<std::string> Violations() {
   return TheState().violations;
 }
 
+std::set<int> Contexts() {
+  std::set<int> devices;
+  for (int device = 0; device < 64; ++device) {
+    if ((TheState().contexts >> device & 1) != 0) devices.insert(device);
+  }
+  return devices;
+}
+
+int CurrentDevice() { return current_device; }
+
 int64_t NumEvents() { return TheState().num_events; }
 
 int64_t PinnedBytes() {
@@ -243,6 +280,8 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorInvalidResourceHandle";
     case cudaErrorMemoryAllocation:
       return "cudaErrorMemoryAllocation";
+    case cudaErrorPeerAccessUnsupported:
+      return "cudaErrorPeerAccessUnsupported";
     default:
       return "another error";
   }
@@ -270,6 +309,18 @@ cudaError_t cudaSetDevice(int device) {
   MOE_LB_ENTER("cudaSetDevice");
   if (device < 0 || device >= TheStandIn().num_devices) return Fail(cudaErrorInvalidDevice);
   current_device = device;
+  NoteContext();
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceCount(int* count) {
+  MOE_LB_ENTER("cudaGetDeviceCount");
+  *count = TheStandIn().num_devices;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  MOE_LB_ENTER("cudaDeviceCanAccessPeer");
+  // CUDA Runtime API, Peer Device Memory Access: the answer is for an ordered pair, and not for a device with itself.
+  *can = device != peer && TheStandIn().without_peer_access.count({device, peer}) == 0 ? 1 : 0;
   return cudaSuccess;
 }
 

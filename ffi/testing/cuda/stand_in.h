@@ -9,7 +9,9 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace moe_lb::testing {
@@ -22,6 +24,8 @@ struct StandIn {
   bool allocation_waits = false;      // pinned (de)allocation synchronizes all devices, as CUDA may do
   int driver_version = 13000;         // 0: no driver
   bool batches_are_supported = true;  // false: a driver without batches of copies
+  // Pairs (reader, owner) of devices without peer access.
+  std::set<std::pair<int, int>> without_peer_access;
 };
 
 StandIn& TheStandIn();
@@ -47,6 +51,9 @@ class Executing {
 
 // Violations of CUDA's rules, one line each.
 std::vector<std::string> Violations();
+
+// Devices with a context of this process, of hundreds of megabytes each on a GPU.
+std::set<int> Contexts();
 
 int64_t NumStreams();
 int64_t NumEvents();

@@ -5,7 +5,9 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -15,9 +17,12 @@
 #include "ffi/common/testing.h"
 #include "ffi/testing/cuda/copy_layer.h"
 #include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/memory.h"
 #include "ffi/testing/cuda/planned_layer.h"
 #include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
+#include "ffi/transport/mapped_memory_cuda.h"
+#include "ffi/transport/peer_probe_cuda.h"
 
 namespace {
 
@@ -299,6 +304,48 @@ void AnOldDriverIsNamed() {
   TheStandIn().driver_version = CUDART_VERSION;
 }
 
+// Peer access is of an ordered pair, and a pair without it is named.
+void MissingPeerAccessIsNamed() {
+  EXPECT(!moe_lb::peer_cuda::CheckPeerAccess());
+  TheStandIn().without_peer_access = {{5, 2}, {2, 5}};
+  EXPECT_EQ(*moe_lb::peer_cuda::CheckPeerAccess(), std::string("device 2 has no peer access to device 5"));
+  TheStandIn().without_peer_access = {{7, 0}};
+  EXPECT_EQ(*moe_lb::peer_cuda::CheckPeerAccess(), std::string("device 7 has no peer access to device 0"));
+  TheStandIn().without_peer_access = {};
+}
+
+// A pool is shared, but not memory that its allocator frees with each array, except if it outlives the free.
+void MemoryFreedByArrayIsNotShared() {
+  struct One {
+    size_t size;
+    MemoryKind kind;
+    bool is_shared;
+  };
+  for (const One& one : {One{2 << 20, MemoryKind::kClassic, true}, One{(2 << 20) - 256, MemoryKind::kClassic, false},
+                         One{4096, MemoryKind::kMapped, true}}) {
+    const Allocation memory = NewAllocation(one.size, one.kind);
+    const moe_lb::Status bad = moe_lb::peer_cuda::CheckShareable(memory.begin + 8, 0);
+    EXPECT_EQ(!bad, one.is_shared);
+    EXPECT(one.is_shared || Has(*bad, "the allocator frees memory of cudaMalloc array by array"));
+    FreeAllocation(memory);
+  }
+}
+
+// The threads of copies use the device of their call. This runs in a new process, which uses devices 4 to 7 alone.
+void NoContextIsMadeOnOtherDevices() {
+  std::vector<std::unique_ptr<Gpu>> gpus;
+  for (int32_t device = 0; device < 4; ++device) gpus.push_back(std::make_unique<Gpu>(device, device + 4));
+  CopyLayer copies(LayerShape(), true);
+  PlannedLayer planned{LayerShape()};
+  RowsLayer rows(LayerShape(), true);
+  HostPlan plan{LayerShape()};
+  ExpectGoodRun(copies, gpus, 1);
+  ExpectGoodRun(planned, gpus, 2);
+  ExpectGoodRun(rows, gpus, 3);
+  EXPECT_EQ(plan.Run(*gpus[0], 4).message, std::string());
+  EXPECT(Contexts() == (std::set<int>{4, 5, 6, 7}));
+}
+
 // The functions of a driver are looked up at the first copy, so this runs in a new process.
 void ADriverWithoutBatchesIsNamed() {
   TheStandIn().driver_version = 12040;
@@ -311,13 +358,18 @@ void ADriverWithoutBatchesIsNamed() {
 
 }  // namespace
 
-// "old_driver": only this part.
+// "old_driver" or "contexts": only this part.
 int main(int argc, char** argv) {
   if (argc > 1) {
-    ADriverWithoutBatchesIsNamed();
+    (argv[1] == std::string("old_driver") ? ADriverWithoutBatchesIsNamed : NoContextIsMadeOnOtherDevices)();
+    for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
     return 0;
   }
-  EXPECT(std::system((std::string(argv[0]) + " old_driver").c_str()) == 0);
+  for (const char* const part : {" old_driver", " contexts"}) {
+    EXPECT(std::system((argv[0] + std::string(part)).c_str()) == 0);
+  }
+  MissingPeerAccessIsNamed();
+  MemoryFreedByArrayIsNotShared();
   AnOldDriverIsNamed();
   {
     CopyLayer copies(LayerShape(), true);

@@ -1,0 +1,108 @@
+#include "ffi/transport/peer_probe_cuda.h"
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "ffi/transport/gpu_cuda.h"
+#include "ffi/transport/mapped_memory_cuda.h"
+
+namespace moe_lb::peer_cuda {
+namespace {
+
+// Sets the device of this thread, and restores it: the caller is Python's thread.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : bad_(Cuda(cudaGetDevice(&before_), "cudaGetDevice")) {
+    if (!bad_) bad_ = Cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~OnDevice() { static_cast<void>(cudaSetDevice(before_)); }
+
+  const Status& bad() const { return bad_; }
+
+ private:
+  int before_ = 0;
+  Status bad_;
+};
+
+// Waits for the address of the array of a process.
+Status TakeProbe(Neighbours& neighbours, int64_t process, double timeout_s, SharedArray* array) {
+  PeerNote note;
+  Descriptor none;
+  const auto begin = std::chrono::steady_clock::now();
+  while (!neighbours.Take(process, PeerNote::kProbe, 0, &note, &none)) {
+    if (neighbours.IsGone(process)) return Problem("process " + std::to_string(process) + " has ended", true);
+    if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > timeout_s) {
+      return Problem("process " + std::to_string(process) + " has named no array to try", true);
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  std::memcpy(array, note.handle, sizeof *array);
+  return Ok();
+}
+
+Status TryOne(MappedMemory* mapped, int64_t process, const SharedArray& array, int device, double timeout_s) {
+  const std::byte* here = nullptr;
+  if (Status bad = mapped->Find(process, array, sizeof(int32_t), device, timeout_s, &here)) return bad;
+  Gpu* gpu = nullptr;
+  std::shared_ptr<LaunchResources> resources;
+  if (Status bad = Gpu::Current(&gpu)) return bad;
+  if (Status bad = gpu->Take(1, &resources)) return bad;
+  *resources->host = -1;
+  MOE_LB_CUDA(cudaMemcpyAsync(resources->host, here, sizeof(int32_t), cudaMemcpyDeviceToHost, gpu->fetches()));
+  MOE_LB_CUDA(cudaStreamSynchronize(gpu->fetches()));
+  if (*resources->host == process) return Ok();
+  return Problem("copied " + std::to_string(*resources->host) + "; expected " + std::to_string(process), true);
+}
+
+}  // namespace
+
+Status TryPeers(const std::vector<int64_t>& processes, const void* array, int device, double timeout_s) {
+  Neighbours& neighbours = Neighbours::OfProcess();
+  const OnDevice on_device(device);
+  if (on_device.bad()) return on_device.bad();
+  SharedMemory shared(&neighbours);
+  MappedMemory mapped(&neighbours);
+  SharedArray own;
+  if (Status bad = shared.Share(array, processes, &own)) return bad;
+  PeerNote note;
+  note.kind = PeerNote::kProbe;
+  static_assert(sizeof own <= sizeof note.handle);
+  std::memcpy(note.handle, &own, sizeof own);
+  for (const int64_t process : processes) {
+    if (process == neighbours.own()) continue;
+    if (Status bad = neighbours.Send(process, note)) return bad;
+  }
+  for (const int64_t process : processes) {
+    if (process == neighbours.own()) continue;
+    SharedArray other;
+    Status bad = TakeProbe(neighbours, process, timeout_s, &other);
+    if (!bad) bad = TryOne(&mapped, process, other, device, timeout_s);
+    if (bad)
+      return At("device " + std::to_string(device) + " cannot copy from process " + std::to_string(process), *bad);
+  }
+  return Ok();
+}
+
+Status CheckPeerAccess() {
+  int count = 0;
+  // Without a device there is no pair.
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return Ok();
+  }
+  for (int device = 0; device < count; ++device) {
+    for (int peer = 0; peer < count; ++peer) {
+      int can = 0;
+      if (peer == device) continue;
+      MOE_LB_CUDA(cudaDeviceCanAccessPeer(&can, device, peer));
+      if (can == 0) return Refuse("device ", device, " has no peer access to device ", peer);
+    }
+  }
+  return Ok();
+}
+
+}  // namespace moe_lb::peer_cuda
