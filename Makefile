@@ -53,8 +53,8 @@ $(call install,$(BUILD_TOOLS))
 $(call install,$(BUILD_OPTIONS) -e '.[dev]')
 endef
 
-# Resolve dependencies only if pyproject.toml changed.
-$(VENV)/.installed: pyproject.toml $(NATIVE)
+# Resolve dependencies only if pyproject.toml changed. Build again after another jaxlib was installed.
+$(VENV)/.installed: pyproject.toml $(NATIVE) $(wildcard $(VENV)/lib/python3.*/site-packages/jaxlib-*.dist-info)
 	$(if $(filter pyproject.toml,$?),$(install_all),$(call install,$(BUILD_OPTIONS) --no-deps -e .))
 	touch $@
 clean:

@@ -89,29 +89,10 @@ def _lacks(module: ModuleType) -> list[str]:
 
 
 def _registrations_state(registrations: dict) -> str:
-    built, accepted = registrations["api_version"], newest_api_version()
-    state = f"built, {len(registrations['handlers'])} custom calls, XLA FFI {_dotted(built)}"
-    # XLA accepts handlers of its own version and older ones.
-    if built > accepted:
-        return f"{state}; this jaxlib accepts at most {_dotted(accepted)}; run pip install . in a checkout"
-    return state
-
-
-def newest_api_version() -> tuple[int, int]:
-    """Return the version of XLA's foreign function interface in the installed jaxlib, which accepts older ones too.
-
-    Raises:
-        ValueError: if the headers of jaxlib do not define it.
-    """
-    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
-    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
-    if major is None or minor is None:
-        raise ValueError("the headers of jaxlib have no version; expected XLA_FFI_API_MAJOR and _MINOR")
-    return int(major[1]), int(minor[1])
-
-
-def _dotted(number: tuple[int, int]) -> str:
-    return ".".join(map(str, number))
+    built = registrations["api_version"]
+    state = f"built, {len(registrations['handlers'])} custom calls, XLA FFI {'.'.join(map(str, built))}"
+    refused = _custom_calls.why_refused(built)
+    return state if refused is None else f"{state}; {refused}"
 
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")

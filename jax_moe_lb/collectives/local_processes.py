@@ -179,6 +179,19 @@ def can_copy_inside() -> bool:
     return problem is None
 
 
+def warn_of_shared_processes() -> None:
+    """Warn that a domain spans several processes of several GPUs each, on GPUs with the custom calls.
+
+    Copies inside of a process need no messages, and copies between processes need one GPU each.
+
+    Warns:
+        RuntimeWarning: on GPUs.
+    """
+    if jax.default_backend() == "gpu" and is_built("cuda"):
+        _warn("a domain has several processes with several GPUs each; start one process per GPU, or one per domain")
+
+
+@functools.cache
 def _warn(problem: str) -> None:
     message = f"weights are copied by XLA's collectives, not by copy engines: {problem}"
     warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -201,7 +214,9 @@ def _introduce_this_process() -> Probe:
 
 @functools.cache
 def _probe_array() -> jax.Array:
-    return jax.block_until_ready(jnp.full(1, jax.process_index(), jnp.int32))
+    # A traced program would get a tracer, which has no address.
+    with jax.ensure_compile_time_eval():
+        return jax.block_until_ready(jnp.full(1, jax.process_index(), jnp.int32))
 
 
 def host_name() -> str:

@@ -8,12 +8,14 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 
 MODULES = {"cpu": "jax_moe_lb._ffi", "cuda": "jax_moe_lb._ffi_cuda"}
 """Extension module with the custom calls of each platform."""
@@ -47,6 +49,35 @@ def why_unusable(module: str) -> str | None:
     except ImportError:
         return None  # reported by `register` and `jax-moe-lb doctor`
     return None if ask is None else ask()
+
+
+def why_refused(built: tuple[int, int]) -> str | None:
+    """Return the reason why jaxlib refuses custom calls built for a version of its interface, or `None`.
+
+    XLA accepts handlers of its own version and older ones.
+
+    Args:
+        built: version of the headers used for the build, major and minor.
+    """
+    accepted = newest_api_version()
+    if built <= accepted:
+        return None
+    return (
+        f"jaxlib {jaxlib.__version__} accepts at most {'.'.join(map(str, accepted))}; run pip install . in a checkout"
+    )
+
+
+def newest_api_version() -> tuple[int, int]:
+    """Return the version of XLA's foreign function interface in the installed jaxlib, which accepts older ones too.
+
+    Raises:
+        ValueError: if the headers of jaxlib do not define it.
+    """
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
+    if major is None or minor is None:
+        raise ValueError("the headers of jaxlib have no version; expected XLA_FFI_API_MAJOR and _MINOR")
+    return int(major[1]), int(minor[1])
 
 
 def shadowed_installation() -> Path | None:
@@ -178,6 +209,10 @@ def register() -> None:
 
 
 def _register_platform(platform: str, registrations: dict) -> None:
+    # XLA would fail at the first program, with another message.
+    if (refused := why_refused(registrations["api_version"])) is not None:
+        built = ".".join(map(str, registrations["api_version"]))
+        raise ImportError(f"{MODULES[platform]} was built for XLA FFI {built}; {refused}")
     name = "CUDA" if platform == "cuda" else platform
     for type_name, registration in registrations["types"].items():
         jax.ffi.register_ffi_type(type_name, registration, platform=name)

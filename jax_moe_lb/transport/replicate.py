@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_moe_lb.collectives.expert_gather import Wanted, add_at_home, fetch_all, max_incoming_replicas, zero_sums
-from jax_moe_lb.collectives.local_processes import can_copy, can_copy_inside
+from jax_moe_lb.collectives.local_processes import can_copy, can_copy_inside, warn_of_shared_processes
 from jax_moe_lb.collectives.peer_copy import Pending, Route, add_copies_at_home, join, start
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
@@ -280,6 +280,8 @@ class PeerCopy(Replicate):
         together, domain = topology.ranks_per_process, topology.ranks_per_domain
         inside = None if together is None or together == topology.num_ranks else domain
         reach = None if together is None else together % domain == 0
+        if reach is False and not topology.processes:
+            warn_of_shared_processes()
         if reach is not False and not can_copy_inside():
             reach = False
         # The first call exchanges messages with the other processes, which trace the same program.

@@ -22,7 +22,6 @@ from jax_moe_lb.cli.doctor import (
     build_states,
     grouped_products,
     implementations,
-    newest_api_version,
     pure_jax_message,
     version,
 )
@@ -242,11 +241,15 @@ def test_what_the_driver_lacks_is_named(monkeypatch):
 
 def test_a_build_against_newer_headers_is_named(monkeypatch):
     assert "run pip install . in a checkout" not in build_states()["jax_moe_lb._ffi"]
-    assert _ffi.registrations()["api_version"] <= newest_api_version()
-    monkeypatch.setattr("jax_moe_lb.cli.doctor.newest_api_version", lambda: (0, 1))
-    assert build_states()["jax_moe_lb._ffi"].endswith(
-        "this jaxlib accepts at most 0.1; run pip install . in a checkout"
-    )
+    assert _ffi.registrations()["api_version"] <= custom_calls.newest_api_version()
+    monkeypatch.setattr("jax_moe_lb.core.custom_calls.newest_api_version", lambda: (0, 1))
+    assert build_states()["jax_moe_lb._ffi"].endswith(" accepts at most 0.1; run pip install . in a checkout")
+
+
+def test_a_build_against_newer_headers_is_refused_before_xla_sees_it(monkeypatch):
+    monkeypatch.setattr("jax_moe_lb.core.custom_calls.newest_api_version", lambda: (0, 1))
+    with pytest.raises(ImportError, match=r"_ffi was built for XLA FFI 0\.\d+; jaxlib .* accepts at most 0\.1; run"):
+        custom_calls.register.__wrapped__()
 
 
 def test_a_module_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -152,16 +153,38 @@ def test_without_other_processes_there_is_nobody_to_copy_from():
     assert not can_copy((0, 1), 2)
 
 
-def test_gpus_without_peer_access_use_collectives(monkeypatch):
-    module = SimpleNamespace(why_no_peer_access=lambda: "device 1 has no peer access to device 0")
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Pretend that the default backend is of GPUs with custom calls."""
     monkeypatch.setattr(local_processes.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(local_processes, "is_built", lambda platform: True)
-    monkeypatch.setattr(local_processes.importlib, "import_module", lambda name: module)
     can_copy_inside.cache_clear()
+    local_processes._warn.cache_clear()
+    yield
+    can_copy_inside.cache_clear()
+
+
+def test_gpus_without_peer_access_use_collectives(monkeypatch, on_gpus):
+    module = SimpleNamespace(why_no_peer_access=lambda: "device 1 has no peer access to device 0")
+    monkeypatch.setattr(local_processes.importlib, "import_module", lambda name: module)
     with pytest.warns(RuntimeWarning, match=r"not by copy engines: device 1 has no peer access to device 0"):
         assert not can_copy_inside()
     assert native_platforms(PeerCopy().route(Topology.flat(4))) == ()
     module.why_no_peer_access = lambda: None
     can_copy_inside.cache_clear()
     assert native_platforms(PeerCopy().route(Topology.flat(4)))
-    can_copy_inside.cache_clear()
+
+
+def test_several_gpus_in_each_of_several_processes_are_named(monkeypatch, on_gpus):
+    monkeypatch.setattr(peer_copy, "can_copy_inside", lambda: True)
+    shared = Topology(Topology.flat(4).levels, 4, expert_axes=("expert",), ranks_per_process=2)
+    with pytest.warns(RuntimeWarning, match="several processes with several GPUs each; start one process per GPU"):
+        assert native_platforms(PeerCopy().route(shared)) == ()
+
+
+def test_the_array_to_try_has_an_address_while_a_program_is_traced():
+    local_processes._probe_array.cache_clear()
+    found = []
+    jax.jit(lambda x: found.append(local_processes._probe_array()) or x)(1)
+    assert found[0].unsafe_buffer_pointer() != 0
+    assert found[0].tolist() == [jax.process_index()]
