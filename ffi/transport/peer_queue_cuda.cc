@@ -161,16 +161,12 @@ Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stre
   return CopyBatch(std::move(to), std::move(from), std::move(sizes), stream);
 }
 
+// Runs on the thread of a device's copies, which sets its device for every call.
 void Copy(View<CallArguments> arguments, const Meeting::Finish& finish) {
-  // The calls above change the current device. The thread may be XLA's, which expects its own device afterwards.
-  int device = 0;
-  Status bad = Cuda(cudaGetDevice(&device), "cudaGetDevice");
-  if (bad) return finish(bad);
-  bad = CopyAll(arguments);
+  Status bad = CopyAll(arguments);
   const Status failed = RecordCopied(arguments);
   if (!bad) bad = failed;
   if (bad) WaitForAll(arguments);
-  static_cast<void>(cudaSetDevice(device));
   finish(bad);
 }
 

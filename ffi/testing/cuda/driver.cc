@@ -60,6 +60,7 @@ Memory& TheMemory() {
 }
 
 std::atomic<int64_t> num_mapped{0};
+std::atomic<int64_t> num_handles{0};  // retained or imported and not released
 
 // Contents of a classic handle: a file of another process.
 struct ClassicHandle {
@@ -143,6 +144,7 @@ CUresult Retain(CUmemGenericAllocationHandle* handle, void* address) {
   const Allocation found = AllocationOf(address);
   if (found.size == 0 || found.kind != MemoryKind::kMapped) return CUDA_ERROR_INVALID_VALUE;
   *handle = static_cast<CUmemGenericAllocationHandle>(fcntl(found.descriptor, F_DUPFD_CLOEXEC, 0)) + 1;
+  ++num_handles;
   return CUDA_SUCCESS;
 }
 
@@ -151,6 +153,7 @@ int FileOf(CUmemGenericAllocationHandle handle) { return static_cast<int>(handle
 CUresult Release(CUmemGenericAllocationHandle handle) {
   MOE_LB_DRIVER_ENTER("cuMemRelease");
   close(FileOf(handle));
+  --num_handles;
   return CUDA_SUCCESS;
 }
 
@@ -168,6 +171,7 @@ CUresult ImportHandle(CUmemGenericAllocationHandle* handle, void* descriptor, CU
   MOE_LB_DRIVER_ENTER("cuMemImportFromShareableHandle");
   const int file = static_cast<int>(reinterpret_cast<intptr_t>(descriptor));
   *handle = static_cast<CUmemGenericAllocationHandle>(fcntl(file, F_DUPFD_CLOEXEC, 0)) + 1;
+  ++num_handles;
   return CUDA_SUCCESS;
 }
 
@@ -234,6 +238,10 @@ CUresult MemcpyBatch(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t c
   for (size_t i = 0; i < num_attributes; ++i) {
     if (attributes[i].source_order != 1) {
       return AsResult(Forbidden(cudaErrorInvalidValue, "cuMemcpyBatchAsync reads its sources too early"));
+    }
+    // CUDA Runtime API, cudaMemcpyFlagPreferOverlapWithCompute: without it a copy may use multiprocessors.
+    if (attributes[i].flags != 1) {
+      return AsResult(Forbidden(cudaErrorInvalidValue, "cuMemcpyBatchAsync does not prefer copy engines"));
     }
   }
   struct Copy {
@@ -346,6 +354,7 @@ Allocation AllocationOf(const void* address) {
 }
 
 int64_t NumMapped() { return num_mapped; }
+int64_t NumHandles() { return num_handles; }
 
 }  // namespace moe_lb::testing
 

@@ -30,5 +30,7 @@ Allocation AllocationOf(const void* address);
 
 // Number of allocations of other processes mapped in this one.
 int64_t NumMapped();
+// Handles of allocations that keep them alive.
+int64_t NumHandles();
 
 }  // namespace moe_lb::testing

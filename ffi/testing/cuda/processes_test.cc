@@ -312,6 +312,13 @@ void OneFails(int64_t rank, int64_t count) {
     Synchronize(gpu.stream());
     ExpectOk(copies.Run(gpu, rank, run++));
   }
+  // The stream will not set the word that others wait for.
+  if (rank == 1) FailCalls("cuStreamWriteValue32", 0, cudaErrorIllegalAddress, 100);
+  const Ending unwritten = copies.Run(gpu, rank, run++);
+  FailCalls("", 0, cudaSuccess);
+  EXPECT(rank != 1 || unwritten.code == XLA_FFI_Error_Code_INTERNAL);
+  Synchronize(gpu.stream());
+  ExpectOk(copies.Run(gpu, rank, run++));
   // Part of the copies is queued by then. Ranks copying from this one get the failure; others may be complete.
   if (rank == 1) FailCalls("cuMemcpyBatchAsync", 0, cudaErrorIllegalAddress);
   const Ending ending = copies.Run(gpu, rank, run++);
@@ -327,11 +334,17 @@ void OneFails(int64_t rank, int64_t count) {
 void AskForOther(int64_t rank, int64_t count) {
   CopyLayer copies(ShapeOf(count), true), direct(ShapeOf(count), false);
   Gpu gpu(0, 0, MemoryKind::kClassic);
-  const Ending ending = (rank == 0 ? direct : copies).Run(gpu, rank, 1);
-  EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
-  EXPECT(Has(ending.message, "requests other copies than rank"));
-  Synchronize(gpu.stream());
-  ExpectOk(copies.Run(gpu, rank, 2));
+  LayerShape shape = ShapeOf(count);
+  shape.widths = {96, 28};
+  CopyLayer other_sizes(shape, true);
+  int64_t run = 1;
+  for (CopyLayer* const other : {&direct, &other_sizes}) {
+    const Ending ending = (rank == 0 ? *other : copies).Run(gpu, rank, run++);
+    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
+    EXPECT(Has(ending.message, "requests other copies than rank"));
+    Synchronize(gpu.stream());
+  }
+  ExpectOk(copies.Run(gpu, rank, run));
   Synchronize(gpu.stream());
   EXPECT_EQ(copies.num_wrong(), 0);
 }
@@ -406,6 +419,7 @@ int main(int argc, char** argv) {
     MeetOthers(rank, count);
     kParts.at(argv[1])(rank, count);
     ExpectNoViolations();
+    EXPECT_EQ(NumHandles(), 0);
     // Other processes may still read this process's page.
     std::cout << "done" << std::endl;
     return 0;
