@@ -383,8 +383,8 @@ int main(int argc, char** argv) {
   CopyLayer copies(LayerShape(), true);
   for (const char* const function : {"cudaMemcpyAsync", "cudaEventQuery", "cudaStreamWaitEvent", "cudaMemsetAsync",
                                      "cudaEventRecord", "cuMemcpyBatchAsync", "cudaSetDevice"}) {
-    // The program's own calls of cudaSetDevice come first.
-    const int64_t own = std::string(function) == "cudaSetDevice" ? 4 : 0;
+    // The calls of the programs and of the threads of copies, in any order, precede those that queue copies.
+    const int64_t own = std::string(function) == "cudaSetDevice" ? 8 : 0;
     OneFailureEndsAll(copies, function, own + 1);
   }
   PlannedLayer planned{LayerShape()};
