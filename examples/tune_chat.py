@@ -9,22 +9,20 @@ import tempfile
 from pathlib import Path
 
 from jax_moe_lb import exact, use_virtual_cpu_devices
-from models.config import BatchConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from models.config import ParallelConfig
 from models.data.chat import ChatTemplate
-from models.data.sources import corpus_from
-from models.data.tokenizers import TokenizerFile
-from models.finetune import make_tuning, tune
+from models.data.tokenizers import CheckpointTokenizer
 from models.mesh import make_mesh
 from models.pretrained.generation import generate
 from models.pretrained.loading import from_pretrained
-from models.pretrained.saving import save_pretrained
-from models.run_folder.metrics import CountsTrace
 from models.tiny_checkpoint import byte_tokenizer, write_tiny
+from models.train import app
 
 TEMPLATE = """{% for message in messages %}{{ message.role[0] + ': ' + message.content + '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'a: ' }}{% endif %}"""
 LEGS = {"cat": 4, "owl": 2, "trout": 0, "spider": 8, "beetle": 6, "frog": 4, "whale": 0, "hen": 2}
 ASKED = ("How many legs has a {}?", "Legs of a {}?", "Count the legs of a {}.")
+VALUES = ("batch.sequence_length=96", "optimizer.learning_rate=5e-3", "validation.interval=50")
 
 
 def conversation(draw):
@@ -42,16 +40,16 @@ def main(folder):
     write_tiny("qwen3_moe", base)
     (base / "chat_template.jinja").write_text(TEMPLATE)
     (end,) = byte_tokenizer().encode("\n").ids
-    parallel, batch, optimizer = ParallelConfig(expert_parallel=4), BatchConfig(8, 96), OptimizerConfig(5e-3)
-    config = TrainConfig(parallel=parallel, batch=batch, optimizer=optimizer, steps=150)
-    mesh, chat = make_mesh(parallel), ChatTemplate(base)
-    corpus = corpus_from([data], TokenizerFile(base / "tokenizer.json"), chat=chat)
-    tuning = make_tuning(from_pretrained(base, mesh, exact(), scan_layers=True), config, mesh)
-    tuned = tuning.model(tune(tuning, corpus, config, mesh, CountsTrace()))
-    save_pretrained(tuned, folder / "tuned", keep_from=base)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    options = ["--data", data, "--run-dir", folder / "run", "--mesh", "expert=4", "--steps", 150]
+    options += [part for value in VALUES for part in ("--set", value)]
+    app([str(option) for option in [base, *options]], standalone_mode=False)
+    tuned = folder / "run" / "model"
+    model = from_pretrained(tuned, make_mesh(ParallelConfig(expert_parallel=4)), exact())
+    words, chat = CheckpointTokenizer(tuned), ChatTemplate(tuned)
     for question in (ASKED[0].format("spider"), ASKED[2].format("owl")):
-        (answer,) = generate(tuned, [chat.question(question)], 48, end_tokens=[end])
-        print(question, "->", byte_tokenizer().decode(answer))
+        (answer,) = generate(model, [chat.question(question)], 48, end_tokens=words.end_tokens)
+        print(question, "->", words.text(answer))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ NUM_BYTES = 256
 """Vocabulary size of the byte tokenizer."""
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REMAT = ("none", "full")
 DISPATCHES = ("direct", "once")
@@ -50,9 +51,15 @@ def require_finite(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}; expected a finite number of at least 0")
 
 
+def require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
+    """Raise `ValueError` unless `value` is one of the names."""
+    if value not in names:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(names)}")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a decoder with a mixture of experts in every layer.
+    """Sizes of a decoder with a mixture of experts in every layer, or a checkpoint with its sizes.
 
     Args:
         num_layers: Transformer blocks.
@@ -62,8 +69,8 @@ class ModelConfig:
         num_experts: `E`, experts per layer.
         experts_per_token: `K`, experts per token.
         force_balanced: if True, route round robin, as an upper bound on speed. The router then learns little.
-        compute_dtype: dtype of activations and matrix products, float32 or bfloat16. Parameters, optimizer state,
-            routers, norms and the loss are always float32.
+        compute_dtype: dtype of activations and matrix products, float32 or bfloat16. Routers, norms and the loss are
+            always float32.
         scan_layers: if True, run the blocks as one `jax.lax.scan`. It compiles once and rematerializes each block in
             the backward pass except for routing, plan and attention. If False, all residuals are kept, which is faster
             for few small blocks.
@@ -74,7 +81,13 @@ class ModelConfig:
             `scan_layers`.
         z_loss: weight of the router z-loss (ST-MoE), usually 1e-3; 0 omits it.
         aux_loss: weight of the load-balancing loss (Switch Transformer), usually 1e-2; 0 omits it.
-        bias_rate: step size of the routing biases (DeepSeek-V3), usually 1e-3; 0 omits the biases.
+        bias_rate: step size of the routing biases (DeepSeek-V3), usually 1e-3; 0 omits the biases, or leaves those of
+            a checkpoint unchanged.
+        checkpoint: folder of a checkpoint to tune, or a published model with random parameters, such as mixtral-8x7b.
+            It has its own sizes and architecture; `None` builds the model of the keys above.
+        param_dtype: dtype of the parameters of a checkpoint, float32 or bfloat16. Both are cast to `compute_dtype`
+            for products. Updates of bfloat16 parameters are rounded stochastically.
+        further_weight: weight of the multi-token prediction loss of a checkpoint, usually 0.3; 0 omits these layers.
 
     Raises:
         ValueError: a size is below 1, `embed_dim` is not a multiple of `2 * num_heads`, a rate is negative or not
@@ -95,18 +108,24 @@ class ModelConfig:
     z_loss: float = 0.0
     aux_loss: float = 0.0
     bias_rate: float = 0.0
+    checkpoint: str | None = None
+    param_dtype: str = "float32"
+    further_weight: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "embed_dim", "num_heads", "mlp_dim", "num_experts", "experts_per_token", "vocab_size")
         for name in sizes:
             require_positive(name, getattr(self, name))
-        for name in ("z_loss", "aux_loss", "bias_rate"):
+        for name in ("z_loss", "aux_loss", "bias_rate", "further_weight"):
             require_finite(name, getattr(self, name))
         # Rotary embeddings rotate the channels of a head in pairs.
-        if self.embed_dim % (2 * self.num_heads):
+        if self.checkpoint is None and self.embed_dim % (2 * self.num_heads):
             raise ValueError(f"num_heads is {self.num_heads}; expected to divide embed_dim {self.embed_dim} evenly")
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"compute_dtype is {self.compute_dtype!r}; expected one of {', '.join(COMPUTE_DTYPES)}")
+        for name in ("compute_dtype", "param_dtype"):
+            require_one_of(name, getattr(self, name), COMPUTE_DTYPES)
+        for name, usual in {"param_dtype": "float32", "further_weight": 0.0}.items():
+            if self.checkpoint is None and getattr(self, name) != usual:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {usual!r} without a checkpoint")
         names = (*CHECKPOINT_NAMES, "attention")
         if self.remat not in (None, *REMAT) and not set(self.remat.split(",")) <= set(names):
             raise ValueError(f"remat is {self.remat!r}; expected none, full, or names out of {','.join(names)}")
@@ -130,7 +149,8 @@ class ParallelConfig:
         own_kernels: if True, use the grouped matrix products of `jax_moe_lb` on Hopper instead of tokamax; see
             `Kernels`.
         fsdp: if True, also split matrices and their optimizer state over `data_parallel`, and gather each before use.
-            This saves memory and adds communication. If False, each group holds all of them.
+            This saves memory and adds communication. If False, each group holds all of them. A checkpoint's are always
+            split over all devices.
 
     Raises:
         ValueError: a number is out of range, `ranks_per_domain` does not divide `expert_parallel`, or `fsdp` is set
@@ -196,18 +216,21 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning rate schedule.
+    """Optimizer and its learning rate schedule.
 
     Args:
         learning_rate: peak learning rate.
         schedule: "cosine" (default) and "linear" decay to a tenth of the peak; "constant" stays at the peak; "wsd"
             stays there for the first four fifths of the steps, then decays linearly.
         warmup_steps: steps until the peak, at most a fifth of all steps.
-        weight_decay: weight decay of AdamW.
+        weight_decay: weight decay, of matrices alone; x learning rate.
         clip_norm: maximum global gradient norm.
+        name: "adamw" (default); "muon" for matrices of layers, with "adamw" for the rest; "adafactor", with factored
+            second moments; or "sgd", with momentum.
+        state_dtype: dtype of the optimizer's state, float32 or bfloat16, which is rounded stochastically.
 
     Raises:
-        ValueError: a number is out of range, or the schedule is unknown.
+        ValueError: a number is out of range, or a name is unknown.
     """
 
     learning_rate: float = 3e-3
@@ -215,15 +238,41 @@ class OptimizerConfig:
     warmup_steps: int = 20
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    name: str = "adamw"
+    state_dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        require_one_of("name", self.name, OPTIMIZERS)
+        require_one_of("state_dtype", self.state_dtype, COMPUTE_DTYPES)
         for name in ("learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number above 0")
         for name in ("warmup_steps", "weight_decay"):
             require_finite(name, getattr(self, name))
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}; expected one of {', '.join(SCHEDULES)}")
+        require_one_of("schedule", self.schedule, SCHEDULES)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of a checkpoint's attention and experts, which alone are trained (LoRA).
+
+    The final model has them merged into its weights.
+
+    Args:
+        rank: rank of the adapters; 0 trains all parameters.
+        alpha: factor on an adapter's product, x rank.
+
+    Raises:
+        ValueError: a number is negative, or `alpha` is 0.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+
+    def __post_init__(self) -> None:
+        require_finite("rank", self.rank)
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha is {self.alpha}; expected a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -232,8 +281,11 @@ class DataConfig:
 
     Args:
         text_field: JSON field containing the document in each line of a `.jsonl` file.
-        tokenizer: path of a `tokenizer.json`; `None` tokenizes into bytes.
+        tokenizer: path of a `tokenizer.json`; `None` tokenizes into bytes, or as the checkpoint does.
         max_corpus_bytes: size of the default text in bytes, used if no data are given.
+        validation: path of held-out data; `None` holds out a part of the training data.
+        within_documents: if True, attention of a checkpoint's model stays within a document, and positions count from
+            its start. Models without a checkpoint attend to earlier documents.
 
     Raises:
         ValueError: `max_corpus_bytes` is below 1.
@@ -242,6 +294,8 @@ class DataConfig:
     text_field: str = "text"
     tokenizer: str | None = None
     max_corpus_bytes: int = 4_000_000
+    validation: str | None = None
+    within_documents: bool = True
 
     def __post_init__(self) -> None:
         require_positive("max_corpus_bytes", self.max_corpus_bytes)
@@ -340,6 +394,7 @@ class TrainConfig:
         parallel: mesh and load-balancing system.
         batch: batch of one step.
         optimizer: optimizer and learning rate schedule.
+        lora: low-rank adapters of a checkpoint.
         data: text and tokenizer.
         validation: validation during the run.
         checkpoints: checkpoints and their retention.
@@ -356,6 +411,7 @@ class TrainConfig:
     parallel: ParallelConfig = ParallelConfig()
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
@@ -375,6 +431,8 @@ class TrainConfig:
                 f"batch.size is {batch.size}; expected a multiple of the {parallel.num_shards} shards, "
                 f"data_parallel {parallel.data_parallel} x expert_parallel {parallel.expert_parallel}{times}"
             )
+        if self.lora.rank and self.model.checkpoint is None:
+            raise ValueError(f"lora.rank is {self.lora.rank}; expected 0 without model.checkpoint")
         if parallel.fsdp and self.model.embed_dim % parallel.data_parallel:
             raise ValueError(
                 f"parallel.fsdp is set with data_parallel {parallel.data_parallel}; expected a divisor of "
@@ -409,6 +467,11 @@ SMALL = TrainConfig(
     optimizer=OptimizerConfig(learning_rate=1e-3),
     data=DataConfig(max_corpus_bytes=8_000_000),
 )
+
+TUNING = TrainConfig(
+    steps=100, batch=BatchConfig(size=8, sequence_length=512), optimizer=OptimizerConfig(learning_rate=1e-5)
+)
+"""Defaults for a checkpoint."""
 
 PRESETS = {"tiny": TrainConfig(), "small": SMALL, "reference": REFERENCE}
 """Presets by name.

@@ -1,5 +1,7 @@
 """Continue text with a checkpoint: `python -m models.generate --checkpoint DIR --prompt TEXT`."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +17,36 @@ from models.pretrained.generation import Sampling, generate
 from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import CountsTrace
 
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Last character of a text whose last character has further tokens."""
+
+
+def _text(words: CheckpointTokenizer, stop: list[str], tokens: list[int]) -> str:
+    """Return the text of tokens, up to and excluding the first of the texts that end it."""
+    text = words.text(tokens)
+    return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
+
+
+class Printer:
+    """Printer of a continuation.
+
+    Args:
+        before: text before the continuation.
+        text_of: function returning the text of tokens.
+        held: number of last characters to print at the end only, as they may begin a text that ends the continuation.
+    """
+
+    def __init__(self, before: str, text_of: Callable[[list[int]], str], held: int) -> None:
+        self.before, self.text_of, self.held, self.num_printed = before, text_of, held, 0
+
+    def show(self, tokens: list[int], *, is_last: bool = False) -> None:
+        """Print the part of the text that has not been printed; with `is_last` all of it and a line break."""
+        text = self.before + self.text_of(tokens)
+        until = len(text) if is_last else max(len(text.rstrip(INCOMPLETE)) - self.held, self.num_printed)
+        print(text[self.num_printed : until], end="\n" if is_last else "", flush=True)
+        self.num_printed = until
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -27,6 +59,9 @@ def main(
     top_p: Annotated[float, typer.Option(help="Cumulative probability of the tokens to sample from.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Number of most likely tokens to sample from; 0 for all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Least probability, as a fraction of the largest; 0 for none.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Penalty of earlier tokens; 1 for none.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a continuation; repeatable.")] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text of one prompt as it is generated.")] = False,
     chat: Annotated[bool, typer.Option(help="Each prompt is a question in the checkpoint's chat template.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     system: Annotated[str, typer.Option(help=f"Load-balancing system: {', '.join(system_names())}.")] = "exact",
@@ -42,7 +77,9 @@ def main(
     try:
         limits = FileLimits().scaled(file_limits)
         parallel = ParallelConfig(data_parallel, expert_parallel, system)
-        sampling = Sampling(temperature, top_p, top_k, min_p, seed)
+        sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
+        if stream and len(prompt) > 1:
+            raise ValueError(f"stream is set with {len(prompt)} prompts; expected one")
         template = ChatTemplate(checkpoint, limits) if chat else None
         offer_cpu_devices(parallel.num_shards)
         words, trace = CheckpointTokenizer(checkpoint, limits), CountsTrace()
@@ -51,9 +88,21 @@ def main(
             checkpoint, make_mesh(parallel), balancing, compute_dtype=dtype, param_dtype=dtype, limits=limits
         )
         tokens = [words.tokens(text) if template is None else template.question(text) for text in prompt]
-        new = generate(model, tokens, max_new_tokens, sampling, end_tokens=words.end_tokens, tell=trace.add)
-        for text, line in zip(prompt, new, strict=True):
-            print(words.text(line) if chat else text + words.text(line))
+        text_of = partial(_text, words, stop or [])
+        held = max((len(text) - 1 for text in stop or ()), default=0)
+        printers = [Printer("" if chat else text, text_of, held) for text in prompt]
+        new = generate(
+            model,
+            tokens,
+            max_new_tokens,
+            sampling,
+            end_tokens=words.end_tokens,
+            stop=lambda line: text_of(line) != words.text(line),
+            show=(lambda lines: printers[0].show(lines[0])) if stream else None,
+            tell=trace.add,
+        )
+        for printer, line in zip(printers, new, strict=True):
+            printer.show(line, is_last=True)
         if record_counts is not None:
             trace.write(record_counts)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Train a mixture-of-experts language model: `python -m models.train tiny`."""
+"""Train a mixture-of-experts language model, or tune a checkpoint: `python -m models.train tiny`."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import typer
@@ -17,10 +17,21 @@ from rich.console import Console
 from jax_moe_lb.aot import Target
 from jax_moe_lb.core import FileLimits, shadowed_installation
 from jax_moe_lb.layer.systems import system_named, system_names
-from models.config import PRESETS, USER_ERRORS, FileLimitsOption, MultiProcessConfig, TrainConfig, UserError, say
+from models.config import (
+    PRESETS,
+    TUNING,
+    USER_ERRORS,
+    FileLimitsOption,
+    ModelConfig,
+    MultiProcessConfig,
+    TrainConfig,
+    UserError,
+    say,
+)
+from models.data.chat import ChatTemplate, has_chat_template
 from models.data.corpus import Corpus
 from models.data.sources import corpus_from, default_corpus
-from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile
+from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile, end_tokens
 from models.dry_run import step as dry_run
 from models.mesh import offer_cpu_devices
 from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_number
@@ -46,14 +57,15 @@ from models.settings import (
 from models.training.faults import StopRequest
 from models.training.loop import PACKAGES, Run, Tell, execute, prepare
 from models.training.resume import as_before
+from models.training.source import PUBLISHED_NAMES, source_of, with_sizes
 
 RELOCATE_INTERVAL = 50
 """Default of `relocation.interval`, in steps, for a system with relocation."""
 
-CONFIG = f"Preset ({', '.join(PRESETS)}) or .yaml file; with --dry-run also {', '.join(dry_run.PRESETS)}."
+CONFIG = f"Checkpoint folder, .yaml file, or one of {', '.join([*PRESETS, *PUBLISHED_NAMES])}."
 SYSTEM = f"NAME or NAME:key=value,key=value: {', '.join(system_names())}; keys {', '.join(SYSTEM_OPTIONS)}."
 MESH = "Axes and sizes, data=2,expert=4,domain=4: groups, ranks per group, ranks that share expert weights."
-DATA = "File or folder of text, JSON lines or token arrays; or PATH:WEIGHT; repeatable."
+DATA = "File or folder of text, JSON lines of text or messages, or token arrays; or PATH:WEIGHT; repeatable."
 RUN_DIR = "Run folder. [default: runs/CONFIG, then runs/CONFIG-2, ...; the last one to resume or overwrite]"
 RESUME = "Continue from the newest checkpoint; mesh and system stay as they were, unless given."
 DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE overrides the detection."
@@ -82,7 +94,7 @@ def train(
     assignments: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help=SET)] = None,
     file_limits: FileLimitsOption = 1,
 ) -> None:
-    """Train a model; write metrics, checkpoints and a report."""
+    """Train a model or tune a checkpoint; write metrics, checkpoints and a report."""
     try:
         with _user_errors():
             limits = FileLimits().scaled(file_limits)
@@ -91,6 +103,8 @@ def train(
                 typer.echo(list_keys(updated(base, in_file)))
                 raise typer.Exit
             given = layered(in_file, _given(system, mesh, steps, seed, assignments or ()))
+            if "checkpoint" in given.get("model", {}):
+                base = TUNING
             asked = TrainArgs(config, base, given, data or [], run_dir, resume, overwrite, limits)
             if target is not None:
                 asked.dry_run(target)
@@ -133,13 +147,12 @@ class TrainArgs:
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Validate all inputs and prepare the run; see `models.training.loop.prepare`."""
-        dry_run.refuse_training(self.name)
         how = {"resume": self.resume, "overwrite": self.overwrite}
-        first = Path("runs") / Path(self.name).stem
+        first = Path("runs") / Path(self.name).name.removesuffix(".yaml").removesuffix(".yml")
         folder = self.run_dir or _default_run_dir(first, place, last=any(how.values()))
         before = RunFolder(folder, self.limits)
-        config, tokenizer = self._configured(as_before(before, self.given) if self.resume else self.given)
-        corpus = _corpus(config, self.data, tokenizer, self.limits)
+        config = self._configured(as_before(before, self.given) if self.resume else self.given)
+        corpus = _corpus(config, self.data, self.limits)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
         if place is not None:
             agree(place, Store(), _options(config, corpus, self.run_dir, place) | how)
@@ -147,35 +160,38 @@ class TrainArgs:
 
     def dry_run(self, target: str) -> None:
         """Compile a training step for a target machine and print its requirements."""
-        if self.name in dry_run.PRESETS:
+        if self.name in PUBLISHED_NAMES:
             dry_run.show_published(self.name, Target.parse(target), self.given)
         else:
-            dry_run.show(self._configured(self.given)[0], Target.parse(target))
+            dry_run.show(self._configured(self.given), Target.parse(target), self.limits)
 
-    def _configured(self, given: Given) -> tuple[TrainConfig, Tokenizer]:
-        """Return the configuration and the tokenizer of the run."""
-        path = updated(self.base.data, given.get("data", {}), "data.").tokenizer
-        tokenizer: Tokenizer = Bytes() if path is None else TokenizerFile(Path(path), self.limits)
-        words = {} if path is None else {"model": {"vocab_size": tokenizer.vocab_size}}
+    def _configured(self, given: Given) -> TrainConfig:
+        """Return the configuration of the run, with the sizes of its checkpoint or tokenizer."""
+        model, data = (updated(getattr(self.base, key), given.get(key, {}), f"{key}.") for key in ("model", "data"))
+        source, words = source_of(model, self.limits), {}
+        if source is None and data.tokenizer is not None:
+            words = {"model": {"vocab_size": TokenizerFile(Path(data.tokenizer), self.limits).vocab_size}}
         parallel = given.get("parallel", {})
         name = parallel.get("system", self.base.parallel.system)
         with in_section("parallel"):
             system = system_named(name)
             if (slots := parallel.get("replica_slots")) and not system.replica_slots:
                 raise ValueError(f"replica_slots is {slots}; expected none, as system {name} makes no replicas")
-        moves = {"relocation": {"interval": RELOCATE_INTERVAL}} if system.relocates else {}
-        return updated(self.base, layered(words, moves, given)), tokenizer
+        moves = {"relocation": {"interval": RELOCATE_INTERVAL}} if system.relocates and source is None else {}
+        given = with_sizes(given, source)
+        return updated(self.base, layered(words, moves, given))
 
 
 def _config_named(name: str, limits: FileLimits) -> tuple[TrainConfig, Given]:
     """Return a preset, or the defaults and the fields given by a file."""
     if Path(name).suffix in (".yaml", ".yml"):
         return TrainConfig(), read_file(Path(name), limits)
-    if name in dry_run.PRESETS:
-        return TrainConfig(), {}
-    if name not in PRESETS:
-        raise ValueError(f"config is {name!r}; expected one of {', '.join(sorted(PRESETS))}, or a .yaml file")
-    return PRESETS[name], {}
+    if name in PRESETS:
+        return PRESETS[name], {}
+    if name not in PUBLISHED_NAMES and not Path(name).is_dir():
+        expected = f"one of {', '.join(sorted(PRESETS))}, a checkpoint folder or a .yaml file"
+        raise ValueError(f"config is {name!r}; expected {expected}")
+    return dataclasses.replace(TUNING, model=ModelConfig(checkpoint=name)), {}
 
 
 def _given(
@@ -231,13 +247,30 @@ def _carry_out(
         raise UserError(in_words(error)) from error
 
 
-def _corpus(config: TrainConfig, data: list[str], tokenizer: Tokenizer, limits: FileLimits) -> Corpus:
-    if data:
-        words, field = config.model.vocab_size, config.data.text_field
-        return corpus_from(data, tokenizer, vocab_size=words, text_field=field, limits=limits)
-    if tokenizer != Bytes():
-        raise ValueError("data is required: data.tokenizer is set. Pass --data")
-    return default_corpus(config.data.max_corpus_bytes)
+def _corpus(config: TrainConfig, data: list[str], limits: FileLimits) -> Corpus:
+    tokenizer, chat = _tokenizer(config, limits)
+    options: dict[str, Any] = {"vocab_size": config.model.vocab_size, "text_field": config.data.text_field}
+    options |= {"limits": limits, "chat": chat}
+    if not data and tokenizer != Bytes():
+        raise ValueError("data is required: the tokens are not bytes. Pass --data")
+    corpus = corpus_from(data, tokenizer, **options) if data else default_corpus(config.data.max_corpus_bytes)
+    if config.data.validation is None:
+        return corpus
+    return corpus.validated_by(corpus_from([config.data.validation], tokenizer, **options))
+
+
+def _tokenizer(config: TrainConfig, limits: FileLimits) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Return the tokenizer of a run, and the chat template of its checkpoint."""
+    path, source = config.data.tokenizer, source_of(config.model, limits)
+    folder = None if source is None else source.folder
+    if folder is None:
+        if path is None and source is not None:
+            raise ValueError(f"data.tokenizer is None; expected a tokenizer.json for {config.model.checkpoint}")
+        return Bytes() if path is None else TokenizerFile(Path(path), limits), None
+    ends = end_tokens(folder, limits)
+    file = folder / "tokenizer.json" if path is None else Path(path)
+    chat = ChatTemplate(folder, limits) if has_chat_template(folder, limits) else None
+    return TokenizerFile(file, limits, ends[0] if ends else None), chat
 
 
 def _place(distributed: bool, processes: MultiProcessConfig) -> Place | None:

@@ -130,7 +130,8 @@ def upcycle(
     text = upcycled_config(read_fields(folder, limits), num_experts, experts_per_token, share)
     shapes = {piece.name: piece.shape for piece in pieces_of(configured(Fields(text, limits)))}
     rng = np.random.default_rng(seed)
-    with TensorFolder(folder, limits) as tensors, vacant(out) as aside:
+    tensors = TensorFolder(folder, limits)
+    with vacant(out) as aside:
         for name, shape in shapes.items():
             _check(tensors, dense_name(name), shape)
         dtype = tensors.read("model.norm.weight").dtype
@@ -145,9 +146,8 @@ def upcycle(
                 return tensors.read(source)
             return (rng.standard_normal(shapes[name], np.float32) * ROUTER_SCALE).astype(dtype)
 
-        write_tensors(
-            aside, {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, made, max_file_bytes
-        )
+        sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}
+        write_tensors(aside, sizes, map(made, sizes), max_file_bytes)
         write_whole(aside / "config.json", text.encode())
         copy_files(KEPT_FILES, folder, aside)
 

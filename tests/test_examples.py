@@ -37,7 +37,7 @@ PRINTED = {
     "checkpoints": (r"exact: 8 ranks -> 16, difference [0-9]e-0[6-9]",),
     "pipeline": (r"outputs differ by \de[-+]0\d of the largest, gradients by \de[-+]0\d",),
     "tune_chat": (
-        r"step 150: validation loss 0\.\d+",
+        r"validation loss 0\.\d+ nats/token",
         r'spider\? -> {"animal": "spider", "legs": 8}',
         r'owl\. -> {"animal": "owl", "legs": 2}',
     ),

@@ -91,7 +91,7 @@ def commands():
 
 
 PROGRAM = re.compile(r"(\$ )?(jax-moe-lb|python|pip|bash|make|pytest) ")
-OPENED = {"models.train", "models.generate", "models.finetune", "models.upcycle", "models.tiny_checkpoint"}
+OPENED = {"models.train", "models.generate", "models.upcycle", "models.tiny_checkpoint"}
 """Modules with checked options."""
 
 

@@ -1,6 +1,6 @@
 """Mapping between checkpoint tensors and model parameters."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from models.decoder.config import DecoderConfig, HeadNorm
@@ -17,7 +17,8 @@ class ParameterSlice:
         shape: shape of the whole tensor.
         path: dotted path of the parameter in the model.
         index: part of the tensor; empty for all of it.
-        expert: index into the first dimension of the parameter; `None` for the whole parameter.
+        expert: index of the expert in the parameter; `None` for the whole parameter.
+        layer: index of the layer in a parameter that stacks several layers; `None` otherwise.
         transposed: if True, the last two dimensions of tensor and parameter are swapped.
         is_copy: if True, the tensor duplicates another one and may be missing from the checkpoint.
     """
@@ -29,6 +30,29 @@ class ParameterSlice:
     expert: int | None = None
     transposed: bool = False
     is_copy: bool = False
+    layer: int | None = None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Index of the slice in the leading dimensions of the parameter: layer, then expert."""
+        return tuple(number for number in (self.layer, self.expert) if number is not None)
+
+    def in_stack(self, stacks: Sequence[tuple[str, int]], num_layers: int) -> "ParameterSlice":
+        """Return the slice of a model with stacked layers.
+
+        Args:
+            stacks: path of the stack of each layer, and the layer's index in it; multi-token prediction layers last.
+            num_layers: number of layers without these.
+        """
+        parts = self.path.split(".")
+        if parts[0] == "blocks":
+            number, rest = int(parts[1]), parts[2:]
+        elif parts[0] == "further" and parts[2] == "block":
+            number, rest = num_layers + int(parts[1]), parts[3:]
+        else:
+            return self
+        path, layer = stacks[number]
+        return replace(self, path=".".join([path, *rest]), layer=layer)
 
 
 def linear(name: str, path: str, inner: int, outer: int, use_bias: bool = False) -> Iterator[ParameterSlice]:

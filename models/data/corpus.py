@@ -6,7 +6,7 @@ Every `CHUNKS_PER_CYCLE`-th chunk of a `Stream` is held out for validation.
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import grain
@@ -39,11 +39,13 @@ class Stream:
         starts: int64 `[documents - 1]`, start offsets of the documents, ascending, without the first (0).
         context: `[tokens]` bool, True for tokens that are not predicted, such as questions; `None` (default) predicts
             all.
+        is_split: if False, both splits contain all tokens.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     context: np.ndarray | None = None
+    is_split: bool = True
 
     @cached_property
     def _chunks(self) -> tuple[int, int]:
@@ -54,6 +56,8 @@ class Stream:
 
     def length(self, held_out: bool) -> int:
         """Return the number of training tokens, or of held-out tokens."""
+        if not self.is_split:
+            return len(self.tokens)
         chunk, per_cycle = self._chunks
         cycles, rest = divmod(len(self.tokens), chunk * per_cycle)
         train = (per_cycle - 1) * chunk
@@ -80,6 +84,8 @@ class Stream:
         return marked(tokens, begins, np.zeros(length, bool) if self.context is None else self.context[places])
 
     def _places(self, held_out: bool, offsets: np.ndarray) -> np.ndarray:
+        if not self.is_split:
+            return offsets
         chunk, per_cycle = self._chunks
         train = (per_cycle - 1) * chunk
         cycle, within = np.divmod(offsets, chunk if held_out else train)
@@ -190,11 +196,13 @@ class Corpus:
         parts: parts to sample from.
         unit: name of a token, such as "byte".
         vocab_size: size of the vocabulary; every token is below it.
+        held_out: parts of the validation data; `None` (default) for the held-out tokens of `parts`.
     """
 
     parts: tuple[Part, ...]
     unit: str = "byte"
     vocab_size: int = Bytes().vocab_size
+    held_out: tuple[Part, ...] | None = None
 
     @classmethod
     def of_text(cls, text: bytes, source: str) -> "Corpus":
@@ -206,29 +214,40 @@ class Corpus:
         """
         return cls((Part((joined([Bytes().tokens(text)]),), 1.0, source),))
 
+    def validated_by(self, other: "Corpus") -> "Corpus":
+        """Return a corpus that trains on all tokens of this one and validates on all tokens of another."""
+        return replace(self, parts=_unsplit(self.parts), held_out=_unsplit(other.parts))
+
+    def _split(self, held_out: bool) -> tuple[Part, ...]:
+        return self.held_out if held_out and self.held_out is not None else self.parts
+
     def length(self, held_out: bool) -> int:
         """Return the number of training tokens, or of held-out tokens."""
-        return sum(part.length(held_out) for part in self.parts)
+        return sum(part.length(held_out) for part in self._split(held_out))
 
     @property
     def source(self) -> str:
         """Description of the source, with the share of each part."""
         if len(self.parts) == 1:
             return self.parts[0].source
-        shares = self._shares()
+        shares = _shares(self.parts)
         return ", ".join(f"{share:.0%} {part.source}" for share, part in zip(shares, self.parts, strict=True))
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all tokens, document starts and shares; computing it reads the whole corpus."""
-        described = [[stream.fingerprint for stream in part.streams] for part in self.parts]
-        return hashlib.sha256(repr((described, self._shares())).encode()).hexdigest()[:16]
+        described = [
+            ([[stream.fingerprint for stream in part.streams] for part in parts], _shares(parts))
+            for parts in (self.parts, *([] if self.held_out is None else [self.held_out]))
+        ]
+        return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
     @cached_property
     def unigram_entropy_nats(self) -> float:
         """Unigram entropy of held-out text, in nats per token."""
-        entropy, counted = 0.0, COUNTED_TOKENS // len(self.parts)
-        for share, part in zip(self._shares(), self.parts, strict=True):
+        parts, entropy = self._split(held_out=True), 0.0
+        counted = COUNTED_TOKENS // len(parts)
+        for share, part in zip(_shares(parts), parts, strict=True):
             counts = np.zeros(self.vocab_size, np.int64)
             for stream in part.streams:
                 tokens = stream.window(True, 0, min(stream.length(True), counted // len(part.streams)))
@@ -253,7 +272,7 @@ class Corpus:
             grain.MapDataset.source(Windows(part, False, length)).shuffle(int(seeds[i])).repeat(None)
             for i, part in enumerate(self.parts)
         ]
-        return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, self._shares())
+        return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, _shares(self.parts))
 
     def batch(self, seed: int, step: int, batch_size: int, sequence_length: int) -> np.ndarray:
         """Return all sequences of one step, int32 `[batch_size, sequence_length + 1]`; the first step is 1."""
@@ -262,22 +281,30 @@ class Corpus:
 
     def validation_batches(self, num_batches: int, batch_size: int, sequence_length: int) -> list[np.ndarray]:
         """Return fixed validation batches: windows evenly spaced over the held-out text of each part, by share."""
-        ends = np.round(np.cumsum(self._shares()) * num_batches * batch_size).astype(int)
+        parts = self._split(held_out=True)
+        ends = np.round(np.cumsum(_shares(parts)) * num_batches * batch_size).astype(int)
         rows = []
-        for part, count in zip(self.parts, np.diff(ends, prepend=0), strict=True):
+        for part, count in zip(parts, np.diff(ends, prepend=0), strict=True):
             windows = Windows(part, True, sequence_length)
             rows += [windows[i] for i in np.linspace(0, len(windows) - 1, count).astype(int)]
         return np.split(np.stack(rows), num_batches)
 
     def check_length(self, sequence_length: int) -> None:
         """Raise `ValueError` unless both splits of all parts contain at least one sequence."""
-        for part in self.parts:
-            if min(len(Windows(part, held_out, sequence_length)) for held_out in (False, True)) < 1:
-                raise ValueError(
-                    f"data has {part.length(False)} training and {part.length(True)} validation {self.unit}s "
-                    f"({part.source}); expected more than sequence_length {sequence_length} in each"
-                )
+        for held_out in (False, True):
+            for part in self._split(held_out):
+                if len(Windows(part, held_out, sequence_length)) < 1:
+                    kind = "validation" if held_out else "training"
+                    raise ValueError(
+                        f"data has {part.length(held_out)} {kind} {self.unit}s ({part.source}); "
+                        f"expected more than sequence_length {sequence_length}"
+                    )
 
-    def _shares(self) -> list[float]:
-        total = math.fsum(part.weight for part in self.parts)
-        return [part.weight / total for part in self.parts]
+
+def _shares(parts: Sequence[Part]) -> list[float]:
+    total = math.fsum(part.weight for part in parts)
+    return [part.weight / total for part in parts]
+
+
+def _unsplit(parts: Sequence[Part]) -> tuple[Part, ...]:
+    return tuple(replace(part, streams=[replace(stream, is_split=False) for stream in part.streams]) for part in parts)

@@ -34,6 +34,28 @@ def are_predicted(tokens: jax.Array) -> jax.Array:
     return (tokens >= 0) & (tokens < CONTEXT)
 
 
+def predicted(tokens: jax.Array, ahead: int = 0) -> list[jax.Array]:
+    """Return which positions predict the next token, and which the `k`-th after it, up to `ahead`: bool `[B, T]` each.
+
+    Args:
+        tokens: int32 `[B, T + 1]`, with marks.
+        ahead: number of further tokens. No prediction crosses the start of a document, or the end of a row.
+    """
+    following = tokens[:, 1:]
+    found, inside = [], jnp.ones(following.shape, bool)
+    for k in range(ahead + 1):
+        inside &= (following >= 0) & (jnp.arange(following.shape[1]) < following.shape[1] - k)[None]
+        found.append(inside & are_predicted(following))
+        following = jnp.roll(following, -1, 1)
+    return found
+
+
+def num_predicted(tokens: jax.Array, ahead: int = 0) -> jax.Array:
+    """Return the number of positions of each array of `predicted`, at least 1, float32 `[ahead + 1]`."""
+    counts = [jnp.maximum(each.sum(dtype=jnp.int32), 1).astype(jnp.float32) for each in predicted(tokens, ahead)]
+    return jnp.stack(counts)
+
+
 def segments(tokens: jax.Array) -> jax.Array:
     """Number the documents in each row of `[B, T]`, int32, ascending."""
     return jnp.cumsum(tokens < 0, 1, dtype=jnp.int32)

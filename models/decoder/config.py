@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from jax_moe_lb import TopK
+from jax_moe_lb import Losses, TopK
 from jax_moe_lb.kernels.experts import Activation
 from models.config import COMPUTE_DTYPES, require_positive
 from models.decoder.rope import Rope
@@ -73,6 +73,7 @@ class DecoderConfig:
         tie_embeddings: if True, the output layer is the transposed embedding.
         num_further: number of multi-token prediction modules, for training; see `models.decoder.model`.
         activation: activation of the experts; `None` is SwiGLU.
+        losses: router losses of training; `None` for none.
         compute_dtype: dtype of activations and matrix products.
         param_dtype: dtype of parameters.
         scan_layers: if True, run layers of equal structure as one `jax.lax.scan`, for training; see
@@ -113,6 +114,7 @@ class DecoderConfig:
     tie_embeddings: bool = False
     num_further: int = 0
     activation: Activation | None = None
+    losses: Losses | None = None
     compute_dtype: str = "float32"
     param_dtype: str = "float32"
     scan_layers: bool = False

@@ -1,6 +1,7 @@
 """Layers as one `jax.lax.scan`, and parameters sharded over all devices and gathered on use."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +58,53 @@ def _one_dimension(shape: tuple[int, ...], first: int, mesh: Mesh, *, is_table: 
     return ()
 
 
+class Adapter(nnx.Param):
+    """Low-rank update of a matrix (LoRA, arXiv 2106.09685)."""
+
+
+ADAPTED = re.compile(r"attention\.\w+\.kernel|moe\.(up|gate|down)")
+"""Path of the matrices with adapters in a block: attention and experts."""
+
+
+def add_adapters(block: nnx.Module, rank: int, mesh: Mesh, rngs: nnx.Rngs) -> None:
+    """Add adapters to a stack of blocks: for a matrix `[..., I, O]` of each, `[..., I, rank]` and `[..., rank, O]`.
+
+    They are attributes beside the matrix, with its name and `_a` or `_b`. Their product, initially 0, is added to the
+    matrix by `ParameterGather`.
+
+    Args:
+        block: the stack, with parameters sharded by `split`.
+        rank: rank of the updates.
+        mesh: devices.
+        rngs: random number generators of the adapters.
+    """
+    for path, matrix in nnx.to_flat_state(nnx.state(block, nnx.Param)):
+        if not ADAPTED.fullmatch(".".join(map(str, path))):
+            continue
+        *inside, name = path
+        owner: Any = block
+        for key in inside:
+            owner = getattr(owner, str(key))
+        *leading, inner, outer = matrix.shape
+        first = jax.random.normal(rngs.params(), (*leading, inner, rank), matrix.dtype) * inner**-0.5
+        parts = {"a": Adapter(first), "b": Adapter(jnp.zeros((*leading, rank, outer), matrix.dtype))}
+        spec = list(matrix.get_metadata("out_sharding"))
+        for part, adapter in parts.items():
+            if matrix.get_metadata("gathered"):
+                split(adapter, (*inside, part), mesh, 1)
+            else:
+                # The dimension of the rank stays whole.
+                own = [None if at == (-1 if part == "a" else -2) + len(spec) else axis for at, axis in enumerate(spec)]
+                adapter.set_metadata(out_sharding=tuple(own), sharding_rules=(), mesh=mesh, gathered=False)
+            setattr(owner, f"{name}_{part}", adapter)
+
+
+def adapted(matrix: Array, a: Array, b: Array, scale: float) -> Array:
+    """Return a matrix plus the scaled product of its adapters, in the dtype of the matrix."""
+    product = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32))
+    return (matrix.astype(jnp.float32) + scale * product).astype(matrix.dtype)
+
+
 @dataclass(frozen=True)
 class ParameterGather:
     """Gather of the parameters sharded by `split`, except those of experts, which their layer gathers.
@@ -66,10 +114,12 @@ class ParameterGather:
     Args:
         mesh: devices.
         dtype: dtype of the matrix products.
+        adapter_scale: factor on the products of adapters.
     """
 
     mesh: Mesh
     dtype: Any
+    adapter_scale: float = 1.0
 
     def __call__(self, state: nnx.State, first: int = 0) -> nnx.State:
         """Gather all parameters of a state.
@@ -78,9 +128,13 @@ class ParameterGather:
             state: state of a model or a layer.
             first: number of leading dimensions removed since `split`; 1 for a layer of a stack.
         """
-        return nnx.from_flat_state(
-            [(path, variable.replace(self.one(path, variable, first))) for path, variable in nnx.to_flat_state(state)]
-        )
+        flat = nnx.to_flat_state(state)
+        values = {path: self.one(path, variable, first) for path, variable in flat}
+        for *inside, name in list(values):
+            matrix, a, b = ((*inside, f"{name}{suffix}") for suffix in ("", "_a", "_b"))
+            if a in values:
+                values[matrix] = adapted(values[matrix], values[a], values[b], self.adapter_scale)
+        return nnx.from_flat_state([(path, variable.replace(values[path])) for path, variable in flat])
 
     def one(self, path: tuple[Any, ...], variable: nnx.Variable, first: int = 0) -> Any:
         """Gather the value of one variable; the arguments match those of `__call__`."""
@@ -214,7 +268,8 @@ def scan_stacked(
     x: Array,
     sharding: NamedSharding,
     gather: Callable[[nnx.State], nnx.State],
-    kept: Sequence[str] = KEPT,
+    remat: str = ",".join(KEPT),
+    shared: Sequence[Array | None] = (),
 ) -> tuple[Array, Any]:
     """Apply stacks of layers to `x` with `jax.lax.scan`, without copying parameters.
 
@@ -224,13 +279,14 @@ def scan_stacked(
         x: residual stream `[B, T, H]`.
         sharding: sharding of `x` in every layer.
         gather: function from the stored state of a layer to the state used in forward and backward passes.
-        kept: names of the residuals, besides the layer input (default `KEPT`).
+        remat: residuals to keep, see `computed_again` (default: the names in `KEPT`).
+        shared: further arguments of every layer; none by default.
 
     Returns:
         The last `x`, and the statistics stacked over the layers.
     """
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
-    x, stats, moved = _loop(graphs, states, x, sharding, gather, ",".join(kept))
+    x, stats, moved = _loop(graphs, states, x, sharding, gather, remat, shared)
     for stack, state in zip(stacks, moved, strict=True):
         nnx.update(stack, state)
     return x, stats
@@ -243,7 +299,7 @@ def _loop(
     sharding: NamedSharding,
     gather: Callable[[nnx.State], nnx.State],
     remat: str,
-    shared: Sequence[Array | None] = (),
+    shared: Sequence[Array | None],
 ) -> tuple[Array, Any, list[nnx.State]]:
     """Return the last `x`, the statistics in the order of the layers, and the changed state of each stack."""
 

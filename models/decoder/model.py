@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jax_moe_lb import ExpertConfig, MoE, Precision, SharedExpert, Stats, System, Topology
+from jax_moe_lb import ExpertConfig, Losses, MoE, Precision, SharedExpert, Stats, System, Topology
 from jax_moe_lb.nn import SharedMix
 from models.data.marks import positions_in
 from models.decoder.attention import Cache, GroupedAttention, LatentAttention, norm
@@ -202,29 +202,6 @@ class Decoder(nnx.Module):
         x, stats = self._stream(tokens, mask, segments)
         return self._logits(x), stats
 
-    def ahead(self, tokens: Array, following: Array, segments: Array | None = None) -> tuple[list[Array], Stats]:
-        """Compute the logits of the next token and of the tokens predicted by `further`, for training.
-
-        Args:
-            tokens: int32 `[B, T]`.
-            following: int32 `[B, T]`, the next token at each position.
-            segments: as for `__call__`.
-
-        Returns:
-            Float32 logits `[B, T, vocab_size]`: those of `following` first, then those of the tokens `k` positions
-            later, invalid at the last `k` positions. Then statistics as in `__call__`, those of `further` last.
-        """
-        x, stats = self._stream(tokens, None, segments)
-        logits, per_run = [self._logits(x)], [stats]
-        x = self.norm(x).astype(x.dtype)
-        for k, further in enumerate(self.further):
-            # The roll wraps around, which affects only the last `k` positions, whose logits are invalid.
-            joined = further.joined(x, self.embed(jnp.roll(following, -k, 1)))
-            x, stats = self._run([further.block], joined, None, segments)
-            logits.append(self._words(further.norm(x).astype(x.dtype)))
-            per_run.append(stats)
-        return logits, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
-
     def _stream(self, tokens: Array, mask: Array | None, segments: Array | None) -> tuple[Array, Stats]:
         x, per_run = scaled(self.embed(tokens), self.config.embed_scale), []
         for is_dense, run in itertools.groupby(self.blocks, lambda block: block.moe is None):
@@ -245,9 +222,7 @@ class Decoder(nnx.Module):
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
 
     def _logits(self, x: Array) -> Array:
-        return self._words(self.norm(x).astype(x.dtype))
-
-    def _words(self, x: Array) -> Array:
+        x = self.norm(x).astype(x.dtype)
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         return scaled(logits.astype(jnp.float32), self.config.logit_scale)
 
@@ -291,6 +266,7 @@ def _experts(
         system=system,
         experts=ExpertConfig(config.mlp_dim, config.activation, use_bias=config.expert_bias),
         shared=shared,
+        losses=config.losses or Losses(),
         precision=Precision(config.compute_dtype, config.param_dtype),
         rules=rules,
         rngs=rngs,

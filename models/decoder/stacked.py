@@ -1,8 +1,9 @@
-"""Decoder for large-scale training, with stacked layers and fully sharded parameters."""
+"""Decoder for training, with stacked layers and fully sharded parameters."""
 
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,72 +12,147 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats
-from models.decoder.layers import KEPT, ParameterGather, period_of, scan_stacked, split
+from jax_moe_lb.routing import updated_bias
+from models.config import LoraConfig
+from models.data.marks import positions_in, predicted, segments, words
+from models.decoder.layers import KEPT, ParameterGather, add_adapters, period_of, scan_stacked, split
 from models.decoder.model import Decoder, DecoderBlock, scaled
 from models.mesh import batch_sharding
 
 LOSS_BLOCK = 1024
 """Tokens per sequence with materialized logits; with a vocabulary of 150,000 they take 0.6 GB in float32."""
 
+Places = tuple[tuple[str, int], ...]
+"""Path of the stack with each layer, and the layer's index in it."""
+
 
 class StackedDecoder(nnx.Module):
     """`Decoder` with parameters sharded over all devices; values and gradients equal those of `Decoder`.
 
-    Use it if the replicated parameters do not fit. Layers of equal structure form one stack for each layer of their
-    period and run as one `jax.lax.scan`. Experts are sharded over the axis `expert`, and their widths over `data`.
-    Every other weight shards one dimension over all devices, and optimizer state is sharded alike. The weights of a
-    layer are gathered for its forward and backward pass. The loss computes logits in blocks of tokens.
+    Layers of equal structure form one stack for each layer of their period and run as one `jax.lax.scan`. Experts are
+    sharded over the axis `expert`, and their widths over `data`. Every other weight shards one dimension over all
+    devices, and optimizer state is sharded alike. The weights of a layer are gathered for its forward and backward
+    pass. The loss computes logits in blocks of tokens.
 
     Args:
         decoder: model built with `EXPERT_RULES`; its parameters are moved into this one.
-        kept: names of the residuals of a layer, besides its input (default `KEPT`). Omit "attention" if queries, keys
-            and values of all layers do not fit.
+        remat: residuals of a layer, see `computed_again` (default: the names in `KEPT`). Omit "attention" if queries,
+            keys and values of all layers do not fit.
+        within_documents: if True (default), attention stays within a document, and positions count from its start.
+        lora: adapters of attention and experts (default none).
+        rngs: random number generators of the adapters.
     """
 
-    def __init__(self, decoder: Decoder, *, kept: tuple[str, ...] = KEPT) -> None:
-        self.config, self.mesh, self.kept = decoder.config, decoder.mesh, kept
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        remat: str = ",".join(KEPT),
+        within_documents: bool = True,
+        lora: LoraConfig = LoraConfig(),
+        rngs: nnx.Rngs | None = None,
+    ) -> None:
+        self.config, self.mesh = decoder.config, decoder.mesh
+        self.remat, self.within_documents = remat, within_documents
         self.embed, self.norm, self.head = decoder.embed, decoder.norm, decoder.head
         runs = [list(run) for _, run in itertools.groupby(decoder.blocks, lambda block: block.moe is None)]
         self.stacks = nnx.List([_stacked(run) for run in runs])
+        self.further = decoder.further
+        for further in self.further:
+            (further.block,) = _stacked([further.block])
+        self.places: Places = (
+            *(
+                (f"stacks.{i}.{layer % len(stacks)}", layer // len(stacks))
+                for i, (run, stacks) in enumerate(zip(runs, self.stacks, strict=True))
+                for layer in range(len(run))
+            ),
+            *((f"further.{i}.block", 0) for i in range(len(self.further))),
+        )
         for path, variable in nnx.to_flat_state(nnx.state(self, nnx.Param)):
-            is_stacked = path[0] == "stacks"
-            split(variable, path, self.mesh, int(is_stacked))
+            split(variable, path, self.mesh, int(path[0] == "stacks" or "block" in path))
+        self.adapter_scale = lora.alpha / lora.rank if lora.rank else 0.0
+        for stack in itertools.chain(*self.stacks) if lora.rank else ():
+            add_adapters(stack, lora.rank, self.mesh, rngs or nnx.Rngs(0))
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
         """Return float32 logits `[B, T, vocab_size]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
-        x, stats = self._states(tokens)
-        return self._logits(x, self._head()), stats
+        x, stats = self._states(tokens, None)
+        return self._logits(self.norm, x, self._head()), stats
 
-    def loss(self, tokens: Array) -> tuple[Array, Stats]:
-        """Return the mean cross-entropy of `tokens[:, 1:]` in nats, and statistics.
+    def loss(self, tokens: Array, counts: Array, further_weight: float = 0.0) -> tuple[Array, tuple[Array, Stats]]:
+        """Compute the training loss of tokens with marks.
 
         Args:
             tokens: int32 `[B, T + 1]`.
+            counts: divisors of the sums of losses, from `num_predicted`; those of all microbatches.
+            further_weight: weight of the mean loss of multi-token prediction; 0 (default) omits it.
+
+        Returns:
+            The loss; its part for the next token, the cross-entropy in nats; and the statistics, those of `further`
+            last.
+
+        Reference:
+            DeepSeek-V3 technical report, section 2.2.2: multi-token prediction.
         """
-        x, stats = self._states(tokens[:, :-1])
-        targets, head, length = tokens[:, 1:], self._head(), x.shape[1]
+        plain, following = words(tokens[:, :-1]), words(tokens[:, 1:])
+        documents = segments(tokens[:, :-1]) if self.within_documents else None
+        x, stats = self._states(plain, documents)
+        head, are_counted = self._head(), predicted(tokens, len(counts) - 1)
+        loss = self._cross_entropy(self.norm, x, following, are_counted[0], head) / counts[0]
+        if not further_weight:
+            return loss, (loss, stats)
+        losses, per_stack, x = [], [stats], self.norm(x).astype(x.dtype)
+        for k, further in enumerate(self.further, 1):
+            # The roll wraps around, which affects only the last `k` positions, whose predictions are not counted.
+            whole, later = self._whole(further), jnp.roll(following, -k, 1)
+            joined = whole.joined(x, self._embedded(jnp.roll(following, 1 - k, 1)))
+            x, stats = self._scanned([further.block], joined, documents)
+            losses.append(self._cross_entropy(whole.norm, x, later, are_counted[k], head) / counts[k])
+            per_stack.append(stats)
+        stats = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_stack)
+        return loss + further_weight * sum(losses) / len(losses), (loss, stats)
+
+    def update_bias(self, stats: Stats, rate: float) -> None:
+        """Update the selection biases of all layers from the load of one step; see `MoE.update_bias`."""
+        first = 0
+        for stacks in [*self.stacks, *([further.block] for further in self.further)]:
+            layers = [block.moe for block in stacks if block.moe is not None]
+            for place, moe in enumerate(layers):
+                bias = moe.bias[...]
+                counts = stats.counts[first + place : first + bias.shape[0] * len(layers) : len(layers)]
+                load = counts.reshape(bias.shape[0], -1, bias.shape[1]).sum(1, dtype=jnp.int32)
+                moe.bias[...] = jax.vmap(partial(updated_bias, rate=rate))(bias, load)
+            first += sum(moe.bias.shape[0] for moe in layers)
+
+    def _cross_entropy(self, norm: nnx.RMSNorm, x: Array, targets: Array, are_counted: Array, head: Array) -> Array:
+        """Return the sum of the cross-entropies of the counted targets."""
+        length = x.shape[1]
 
         @partial(jax.checkpoint, prevent_cse=False)
-        def of_block(x: Array, targets: Array) -> Array:
-            logits = self._logits(x, head)
+        def of_block(x: Array, targets: Array, are_counted: Array) -> Array:
+            logits = self._logits(norm, x, head)
             right = jnp.take_along_axis(logits, targets[:, :, None], -1)[:, :, 0]
-            return (jax.nn.logsumexp(logits, -1) - right).sum()
+            return jnp.where(are_counted, jax.nn.logsumexp(logits, -1) - right, 0).sum()
 
-        in_blocks, total = length - length % LOSS_BLOCK, jnp.float32(0)
+        in_blocks, total, arrays = length - length % LOSS_BLOCK, jnp.float32(0), (x, targets, are_counted)
         if in_blocks:
-            blocks = [_in_blocks(array[:, :in_blocks], self.mesh) for array in (x, targets)]
+            blocks = [_in_blocks(array[:, :in_blocks], self.mesh) for array in arrays]
             total = jax.lax.scan(lambda total, block: (total + of_block(*block), None), total, blocks)[0]
         if in_blocks < length:
-            total += of_block(x[:, in_blocks:], targets[:, in_blocks:])
-        return total / targets.size, stats
+            total += of_block(*(array[:, in_blocks:] for array in arrays))
+        return total
 
-    def _states(self, tokens: Array) -> tuple[Array, Stats]:
+    def _states(self, tokens: Array, documents: Array | None) -> tuple[Array, Stats]:
         x, per_stack = self._embedded(tokens), []
         for stacks in self.stacks:
-            gather = ParameterGather(self.mesh, x.dtype)
-            x, stats = scan_stacked(stacks, x, batch_sharding(self.mesh), partial(gather, first=1), self.kept)
+            x, stats = self._scanned(stacks, x, documents)
             per_stack += [] if stacks[0].moe is None else [stats]
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_stack)
+
+    def _scanned(self, stacks: Sequence[DecoderBlock], x: Array, documents: Array | None) -> tuple[Array, Stats]:
+        gather = partial(ParameterGather(self.mesh, x.dtype, self.adapter_scale), first=1)
+        shared = () if documents is None else (positions_in(documents), None, None, documents)
+        return scan_stacked(stacks, x, batch_sharding(self.mesh), gather, self.remat, shared)
 
     def _embedded(self, tokens: Array) -> Array:
         """Look up all tokens in the local channels of the table, then exchange for all channels of the local tokens."""
@@ -93,8 +169,16 @@ class StackedDecoder(nnx.Module):
             return gather.one(("embed", "embedding"), self.embed.embedding).T
         return gather.one(("head", "kernel"), self.head.kernel)
 
-    def _logits(self, x: Array, head: Array) -> Array:
-        logits = jnp.matmul(self.norm(x).astype(x.dtype), head).astype(jnp.float32)
+    def _whole(self, module: nnx.Module) -> Any:
+        """Return a copy of a module with gathered parameters, except those of its block."""
+        gather, (graph, state) = ParameterGather(self.mesh, self.config.compute_dtype), nnx.split(module)
+        outside = [(path, variable) for path, variable in nnx.to_flat_state(state) if path[0] != "block"]
+        inside = [(path, variable) for path, variable in nnx.to_flat_state(state) if path[0] == "block"]
+        gathered = [(path, variable.replace(gather.one(path, variable))) for path, variable in outside]
+        return nnx.merge(graph, nnx.from_flat_state([*gathered, *inside]))
+
+    def _logits(self, norm: nnx.RMSNorm, x: Array, head: Array) -> Array:
+        logits = jnp.matmul(norm(x).astype(x.dtype), head).astype(jnp.float32)
         return scaled(logits, self.config.logit_scale)
 
 

@@ -191,3 +191,13 @@ class LanguageModel(nnx.Module):
         else:
             x, stats = one_by_one(self.blocks, x, **self.remat)
         return self.head(self.norm(x)), stats
+
+    def update_bias(self, stats: Stats, rate: float) -> None:
+        """Update the selection biases of all layers from the load of one step; see `MoE.update_bias`."""
+        for i, block in enumerate(self.blocks):
+            block.moe.update_bias(jax.tree.map(lambda leaf, i=i: leaf[i], stats), rate)
+
+    def update_loads(self, stats: Stats) -> None:
+        """Update the running loads of all layers, for their relocation; see `MoE.update_loads`."""
+        for i, block in enumerate(self.blocks):
+            block.moe.update_loads(jax.tree.map(lambda leaf, i=i: leaf[i], stats))

@@ -13,7 +13,10 @@ import typer
 
 from jax_moe_lb.aot import ProgramReport, Target, quiet_stderr, use_no_accelerators
 from models.config import USER_ERRORS, say
-from models.dry_run.step import PRESETS, PublishedRun, mesh_of
+from models.dry_run.step import PublishedRun, mesh_of
+from models.mesh import make_system
+from models.training.source import PUBLISHED_NAMES, source_of
+from models.training.step import make_programs
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 """Cluster sizes to try, in nodes of eight GPUs."""
@@ -37,6 +40,8 @@ WITH_GRADIENTS = 4 / 3
 size.
 """
 
+MODEL = f"Published model: {', '.join(PUBLISHED_NAMES)}; repeatable."
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -44,7 +49,7 @@ def smallest(preset: str, device: str, system: str) -> tuple[PublishedRun, Progr
     """Return the smallest cluster on which a step fits, `None` if there is none.
 
     Args:
-        preset: a key of `PRESETS`.
+        preset: a key of `PUBLISHED_NAMES`.
         device: name of the GPU, such as `h100`.
         system: name of the load-balancing system.
 
@@ -65,7 +70,11 @@ def smallest(preset: str, device: str, system: str) -> tuple[PublishedRun, Progr
 
 def state_bytes(run: PublishedRun, target: Target) -> int:
     """Return the bytes of parameters and optimizer state per device, without compiling."""
-    shapes = jax.tree.leaves(run.programs(mesh_of(run.train.parallel, target)).state_shapes)
+    source, parallel = source_of(run.train.model), run.train.parallel
+    programs = make_programs(
+        run.train, mesh_of(parallel, target), make_system(parallel), source.config if source else None
+    )
+    shapes = jax.tree.leaves(programs.state_shapes)
     return sum(math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in shapes)
 
 
@@ -100,19 +109,19 @@ def _line(cells: Iterable[str]) -> str:
 @app.command()
 def main(
     device: Annotated[list[str] | None, typer.Option(help="GPU name, such as h100 or h200; repeatable.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help=f"Published model: {', '.join(PRESETS)}; repeatable.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help=MODEL)] = None,
     system: Annotated[str, typer.Option(help="Load-balancing system.")] = "exact",
 ) -> None:
     """Print a Markdown table for one sequence of 4096 tokens per device."""
     try:
-        if unknown := set(model or ()) - PRESETS.keys():
-            raise ValueError(f"model is {min(unknown)!r}; expected one of {', '.join(PRESETS)}")
+        if unknown := set(model or ()) - PUBLISHED_NAMES.keys():
+            raise ValueError(f"model is {min(unknown)!r}; expected one of {', '.join(PUBLISHED_NAMES)}")
         use_no_accelerators()
         print(_line(COLUMNS), _line("---" for _ in COLUMNS), sep="\n", flush=True)
         for kind in device or ("h100", "h200"):
-            for preset in model or PRESETS:
+            for preset in model or PUBLISHED_NAMES:
                 found = smallest(preset, kind, system)
-                none = (PRESETS[preset], f"none up to {kind}:{NODES[-1]}x8", *[""] * (len(COLUMNS) - 2))
+                none = (PUBLISHED_NAMES[preset], f"none up to {kind}:{NODES[-1]}x8", *[""] * (len(COLUMNS) - 2))
                 print(_line(row(*found) if found else none), flush=True)
     except ValueError as error:
         say(f"error: {error}")

@@ -11,46 +11,51 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jax_moe_lb.aot import ProgramReport, Target, compile_for, print_report, quiet_stderr, use_no_accelerators
-from models.architectures.published import PUBLISHED, num_params, published_config
-from models.config import ModelConfig, ParallelConfig, TrainConfig
+from jax_moe_lb.core import FileLimits
+from models.architectures.published import num_params, published_config
+from models.config import TUNING, ModelConfig, ParallelConfig, TrainConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import KEPT
 from models.mesh import MESH_AXES, batch_sharding, make_system
 from models.settings import Given, layered, updated
-from models.training.step import SplitPrograms, make_programs, make_split_programs
+from models.training.source import PUBLISHED_NAMES, source_of, with_sizes
+from models.training.step import make_programs
 
 BACKWARD = 3
 """Ideal ratio of a forward and backward pass to a forward pass; each matrix product has two gradients."""
 
 
-def show(config: TrainConfig, target: Target) -> None:
+def show(config: TrainConfig, target: Target, limits: FileLimits = FileLimits()) -> None:
     """Compile one training step for a target and print its report; the arguments match `dry_run`."""
     with quiet_stderr():
-        report = dry_run(config, target)
+        report = dry_run(config, target, limits)
     parallel = config.parallel
     where = f"{parallel.data_parallel} x {parallel.expert_parallel} devices of {target.name}"
     print_report(report, f"a step of {config.tokens_per_step} tokens, {parallel.system} on {where}")
 
 
-def dry_run(config: TrainConfig, target: Target) -> ProgramReport:
+def dry_run(config: TrainConfig, target: Target, limits: FileLimits = FileLimits()) -> ProgramReport:
     """Compile one training step, including the optimizer, and report memory and operations per device.
 
     Args:
         config: configuration of the run.
         target: the machine; all of its devices take part.
+        limits: limits of the `config.json` of a checkpoint.
 
     Raises:
         ValueError: the run needs another number of devices than the target has, or the compiler rejects the step.
     """
     target.require_compiler()
     use_no_accelerators()
-    mesh = mesh_of(config.parallel, target)
-    programs = make_programs(config, mesh, make_system(config.parallel))
-    shape = (config.batch.size, config.batch.sequence_length + 1)
+    mesh, source = mesh_of(config.parallel, target), source_of(config.model, limits)
+    programs = make_programs(config, mesh, make_system(config.parallel), source.config if source else None)
+    shape, length = (config.batch.size, config.batch.sequence_length + 1), config.batch.sequence_length
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-    ideal_flops = (
-        ideal_flops_per_token(config.model, config.batch.sequence_length) * config.tokens_per_step // mesh.size
-    )
+    if source is None:
+        per_token = ideal_flops_per_token(config.model, length)
+    else:
+        per_token = decoder_flops_per_token(source.config, length)
+    ideal_flops = per_token * config.tokens_per_step // mesh.size
     return compile_for(target, programs.step, (programs.state_shapes, tokens), mesh, ideal_flops=ideal_flops)
 
 
@@ -83,9 +88,6 @@ def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-PRESETS = {name.lower(): name for name in PUBLISHED}
-"""Names of the published models by their command-line names in lower case."""
-
 SEQUENCE_LENGTH = 4096
 """Default tokens per sequence; each device has one sequence."""
 
@@ -96,22 +98,13 @@ ATTENTION_AGAIN = ("DeepSeek-V3", "GLM-4.5")
 """Models whose backward pass rematerializes attention: for 61 layers with 128 heads it takes 40 GB at 4096 tokens."""
 
 
-OWN_KEYS: dict[str, tuple[str, ...] | None] = {
-    "model": None,
-    "parallel": ("fsdp",),
-    "batch": ("accumulate",),
-    "relocation": ("interval",),
-}
-"""Configuration keys by section that do not apply to a published model; `None` for all keys."""
-
-
 @dataclass(frozen=True)
 class PublishedRun:
     """Sizes of a training step of a published model.
 
     Args:
         name: the model, a key of `PUBLISHED`.
-        train: devices, system and batch; its `model` section is not used.
+        train: configuration of the run.
     """
 
     name: str
@@ -122,10 +115,10 @@ class PublishedRun:
         """Combine the given fields with the defaults for a target.
 
         By default, the ranks per group are the largest common divisor of experts and devices up to `MOST_RANKS`. Expert
-        weights move within a node each microbatch. Every device has one sequence of `SEQUENCE_LENGTH` tokens.
+        weights move within a node each microbatch. Every device has one document of `SEQUENCE_LENGTH` tokens.
 
         Args:
-            preset: a key of `PRESETS`.
+            preset: a key of `PUBLISHED_NAMES`.
             target: the machine.
             given: fields of `TrainConfig`.
 
@@ -133,7 +126,7 @@ class PublishedRun:
             ValueError: a number is out of range, or the ranks do not match the devices of the target.
         """
         num_devices = math.prod(target.shape)
-        name = PRESETS[preset]
+        name = PUBLISHED_NAMES[preset]
         chosen = {key: value for key, value in given.get("parallel", {}).items() if value is not None}
         ranks = chosen.get("expert_parallel")
         if ranks is None:
@@ -146,23 +139,12 @@ class PublishedRun:
         }
         usual["ranks_per_domain"] = math.gcd(on_node, ranks)
         parallel = updated(ParallelConfig(), usual | chosen, "parallel.")
+        kept = [one for one in KEPT if one != "attention" or name not in ATTENTION_AGAIN]
+        model = {"checkpoint": preset, "compute_dtype": "bfloat16", "remat": ",".join(kept)}
         batch = {"size": parallel.num_shards, "sequence_length": SEQUENCE_LENGTH}
-        numbers = layered({"batch": batch}, given, {"parallel": dataclasses.asdict(parallel)})
-        return cls(name, updated(TrainConfig(), numbers))
-
-    @property
-    def config(self) -> DecoderConfig:
-        """Sizes of the model, with activations and products in bfloat16 and parameters in float32."""
-        return dataclasses.replace(published_config(self.name), compute_dtype="bfloat16", scan_layers=True)
-
-    def programs(self, mesh: Mesh) -> SplitPrograms:
-        """Build the programs for a mesh of `data` and `expert`, without compiling.
-
-        Raises:
-            ValueError: the number of experts is not a multiple of the ranks.
-        """
-        kept = tuple(name for name in KEPT if name != "attention") if self.name in ATTENTION_AGAIN else KEPT
-        return make_split_programs(self.config, self.train, mesh, make_system(self.train.parallel), kept)
+        usual_given = {"model": model, "batch": batch, "data": {"within_documents": False}}
+        config = updated(TUNING, layered(usual_given, given, {"parallel": dataclasses.asdict(parallel)}))
+        return cls(name, updated(config, with_sizes(given, source_of(config.model))))
 
     def compile(self, target: Target) -> ProgramReport:
         """Compile one step, including the optimizer, and report memory and operations per device.
@@ -170,15 +152,7 @@ class PublishedRun:
         Raises:
             ValueError: the run needs another number of devices than the target has, or the compiler rejects the step.
         """
-        target.require_compiler()
-        use_no_accelerators()
-        mesh = mesh_of(self.train.parallel, target)
-        programs = self.programs(mesh)
-        shape = (self.train.batch.size, self.train.batch.sequence_length + 1)
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-        per_token = published_flops_per_token(self.config, self.train.batch.sequence_length)
-        ideal_flops = per_token * self.train.tokens_per_step // mesh.size
-        return compile_for(target, programs.step, (programs.state_shapes, tokens), mesh, ideal_flops=ideal_flops)
+        return dry_run(self.train, target)
 
     def __str__(self) -> str:
         parallel, train = self.train.parallel, self.train
@@ -191,39 +165,20 @@ def show_published(preset: str, target: Target, given: Given) -> None:
     """Print the report of `PublishedRun.compile`.
 
     Args:
-        preset: a key of `PRESETS`.
+        preset: a key of `PUBLISHED_NAMES`.
         target: the machine.
-        given: fields of `TrainConfig`; those of `OWN_KEYS` must be absent, as a published model fixes them.
+        given: fields of `TrainConfig`.
 
     Raises:
         ValueError: an option does not apply, or the step does not compile.
     """
-    for section, keys in OWN_KEYS.items():
-        for key, value in given.get(section, {}).items():
-            if value is not None and (keys is None or key in keys):
-                raise ValueError(
-                    f"{section}.{key} is {value!r}; expected none with config {preset}, whose step is compiled as it is"
-                )
     run = PublishedRun.on(preset, target, given)
     with quiet_stderr():
         report = run.compile(target)
     print_report(report, f"{run} of {target.name}")
 
 
-def refuse_training(preset: str) -> None:
-    """Reject training of a published model from bytes.
-
-    Raises:
-        ValueError: `preset` is a published model.
-    """
-    if preset in PRESETS:
-        raise ValueError(
-            f"config is {preset!r}; expected --dry-run with it, since the text of a run is bytes: models.finetune "
-            "tunes a checkpoint, and models.upcycle makes one"
-        )
-
-
-def published_flops_per_token(config: DecoderConfig, sequence_length: int) -> int:
+def decoder_flops_per_token(config: DecoderConfig, sequence_length: int) -> int:
     """Return the ideal floating-point operations of a step per token, without the optimizer.
 
     Args:

@@ -1,6 +1,6 @@
 """Batched text generation: one prefill pass over the prompts, then one token per sequence in each step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +23,8 @@ class Sampling:
             all.
         top_k: sample from this many most likely tokens; 0 (default) keeps all.
         min_p: sample from tokens with at least this fraction of the largest probability; 0 (default) keeps all.
+        repetition_penalty: divisor of the positive logits of tokens that occurred before, and factor on the negative
+            ones; 1 (default) for none.
         seed: seed of the random numbers.
 
     Raises:
@@ -33,6 +35,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -44,12 +47,27 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; expected at least 0")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; expected 0 to 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; expected a finite number above 0")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; expected at least 0")
 
 
-def choose(logits: Array, sampling: Sampling, key: Array) -> Array:
-    """Sample a token for each row of float32 logits `[B, V]`; return int32 `[B]`."""
+def choose(logits: Array, sampling: Sampling, key: Array, occurred: Array | None = None) -> Array:
+    """Sample a token for each row of logits.
+
+    Args:
+        logits: float32 `[B, V]`.
+        sampling: sampling of the tokens.
+        key: key of the random numbers.
+        occurred: bool `[B, V]`, True for tokens with a repetition penalty; `None` (default) for none.
+
+    Returns:
+        int32 `[B]`.
+    """
+    if occurred is not None and sampling.repetition_penalty != 1:
+        penalty = jnp.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        logits = jnp.where(occurred, logits * penalty, logits)
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     # The order of transformers: temperature, top_k, top_p, min_p.
@@ -77,6 +95,8 @@ def generate(
     sampling: Sampling = Sampling(),
     *,
     end_tokens: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+    show: Callable[[list[list[int]]], None] | None = None,
     tell: Callable[[Stats], None] | None = None,
 ) -> list[list[int]]:
     """Continue prompts of any lengths.
@@ -89,6 +109,8 @@ def generate(
         max_new_tokens: maximum number of new tokens per sequence.
         sampling: sampling of the next token (default: most likely token).
         end_tokens: tokens that end a sequence.
+        stop: function that returns whether the new tokens of a sequence end it.
+        show: function called after each step with the new tokens of all sequences.
         tell: function called with the statistics of each step, `[layers, D, ...]`, first those of the prompts.
 
     Returns:
@@ -99,39 +121,67 @@ def generate(
             below 1.
     """
     _check(model, prompts, max_new_tokens)
+    lines: list[list[int]] = [[] for _ in prompts]
+    are_open = [True] * len(prompts)
+    for chosen in _steps(model, prompts, max_new_tokens, sampling, tell):
+        for i, token in enumerate(chosen.tolist()):
+            are_open[i] &= token not in end_tokens
+            if are_open[i]:
+                lines[i].append(token)
+                are_open[i] = stop is None or not stop(lines[i])
+        if show is not None:
+            show(lines)
+        if not any(are_open):
+            break
+    return lines
+
+
+def _steps(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    tell: Callable[[Stats], None] | None,
+) -> Iterator[np.ndarray]:
+    """Yield the next token of each sequence, int32 `[B]`."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), np.max(lengths)), np.int32)
-    for line, prompt in zip(tokens, prompts, strict=True):
-        line[: len(prompt)] = prompt
+    occurred = np.zeros((len(prompts), model.config.vocab_size), bool)
+    for line, words, prompt in zip(tokens, occurred, prompts, strict=True):
+        line[: len(prompt)], words[list(prompt)] = prompt, True
     graph, state = nnx.split(model)
-    options = compiler_options(model.mesh)
 
     def extend(
-        state: nnx.State, tokens: Array, positions: Array, mask: Array, last: Array, cache: list, key: Array
-    ) -> tuple[nnx.State, Array, Stats, list]:
+        state: nnx.State,
+        tokens: Array,
+        positions: Array,
+        mask: Array,
+        last: Array,
+        cache: list,
+        occurred: Array,
+        key: Array,
+    ) -> tuple[nnx.State, Array, Stats, list, Array]:
         model = nnx.merge(graph, state)
         logits, stats, cache = model.extend(tokens, positions, mask, cache)
-        chosen = choose(jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0], sampling, key)
-        return nnx.state(model, nnx.Not(nnx.Param)), chosen, stats, cache
+        chosen = choose(jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0], sampling, key, occurred)
+        occurred = occurred.at[jnp.arange(len(prompts)), chosen].set(True)
+        return nnx.state(model, nnx.Not(nnx.Param)), chosen, stats, cache, occurred
 
     # Donate the cache, so that it is updated in place.
-    run = jax.jit(extend, donate_argnums=5, compiler_options=options)
-    cache = model.empty_cache(len(prompts), int(np.max(lengths)) + max_new_tokens)
+    run = jax.jit(extend, donate_argnums=(5, 6), compiler_options=compiler_options(model.mesh))
+    cache, seen = model.empty_cache(len(prompts), int(np.max(lengths)) + max_new_tokens), jnp.asarray(occurred)
     place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    key, last, found = jax.random.key(sampling.seed), lengths - 1, []
+    key, last = jax.random.key(sampling.seed), lengths - 1
     arguments = (jnp.asarray(tokens), jnp.asarray(place), jnp.asarray(place < lengths[:, None]), jnp.asarray(last))
     for step in range(max_new_tokens):
-        kept, chosen, stats, cache = run(state, *arguments, cache, jax.random.fold_in(key, step))
+        kept, chosen, stats, cache, seen = run(state, *arguments, cache, seen, jax.random.fold_in(key, step))
         nnx.update(state, kept)
         raise_on_fault(stats)
         if tell is not None:
             tell(stats)
-        found.append(np.asarray(chosen))
-        if len(end_tokens) and np.isin(np.stack(found), end_tokens).any(0).all():
-            break
+        yield np.asarray(chosen)
         ones, at = np.ones((len(prompts), 1), bool), (lengths + step)[:, None]
         arguments = (chosen[:, None], jnp.asarray(at), jnp.asarray(ones), jnp.zeros(len(prompts), jnp.int32))
-    return [_until_end(line, end_tokens) for line in np.stack(found, 1).tolist()]
 
 
 def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -143,8 +193,3 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int
     for token in (token for prompt in prompts for token in prompt):
         if not 0 <= token < words:
             raise ValueError(f"prompt has token {token}; expected 0 to {words - 1}, the vocabulary of the model")
-
-
-def _until_end(tokens: list[int], end_tokens: Sequence[int]) -> list[int]:
-    ends = [i for i, token in enumerate(tokens) if token in end_tokens]
-    return tokens[: ends[0]] if ends else tokens

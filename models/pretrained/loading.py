@@ -1,6 +1,7 @@
-"""Loader of checkpoints: reads tensor by tensor onto a mesh, each expert to its home rank."""
+"""Loader of checkpoints: reads slice by slice onto a mesh, each process the shards of its devices."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh
 
 from jax_moe_lb import System
 from jax_moe_lb.core import FileLimits
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.parameter_map import ParameterSlice
 from models.architectures.registry import configured, pieces_of
+from models.decoder.config import DecoderConfig
 from models.decoder.model import Decoder
-from models.mesh import state_shardings
+from models.mesh import placed_shapes, state_shardings
 from models.pretrained.quantized import CheckpointWeights
-from models.pretrained.safetensors import TensorFolder, short
+from models.pretrained.safetensors import READ_BYTES, TensorFolder, short
 
 COMPARED_LINES = 4096
 """Rows of two tensors to compare at a time."""
@@ -40,10 +42,10 @@ def from_pretrained(
     predict_further: bool = False,
     limits: FileLimits = FileLimits(),
 ) -> Decoder:
-    """Load the model of a checkpoint onto the devices of a mesh.
+    """Load the model of a checkpoint onto the devices of a mesh, for generation.
 
-    Host memory holds one tensor at a time, or one expert's part of it. Each tensor is copied to devices as it is read:
-    experts to their home ranks, other tensors to every device.
+    Experts are on their home ranks, other parameters on every device. Training shards all of them; see
+    `load_parameters`.
 
     Args:
         folder: folder with `config.json` and safetensors, as written by `transformers`.
@@ -51,9 +53,8 @@ def from_pretrained(
         system: load-balancing system.
         compute_dtype: dtype of activations and matrix products (default "float32"); use "bfloat16" on accelerators.
         param_dtype: dtype of parameters (default "float32"); the dtype of the file preserves every bit.
-        scan_layers: if True, run layers of equal structure as one `jax.lax.scan`, for training.
-        predict_further: if True, also load multi-token prediction layers (DeepSeek-V3 and GLM-4.5), for
-            `Decoder.ahead`.
+        scan_layers: if True, run layers of equal structure as one `jax.lax.scan`.
+        predict_further: if True, also load multi-token prediction layers (DeepSeek-V3 and GLM-4.5).
         limits: limits of `config.json`, of the index and of the headers.
 
     Returns:
@@ -63,25 +64,64 @@ def from_pretrained(
         ValueError: the architecture is not supported or has no multi-token prediction layers; tensors are missing,
             unexpected, of a wrong shape or not floats; or a file is damaged.
     """
-    fields = read_fields(folder, limits)
     options: dict[str, Any] = {"compute_dtype": compute_dtype, "param_dtype": param_dtype}
-    config = configured(fields, scan_layers=scan_layers, predict_further=predict_further, **options)
-    with TensorFolder(folder, limits) as tensors:
-        weights, pieces = CheckpointWeights(tensors, fields), pieces_of(config)
-        _check(weights, pieces, _passed_over(fields, config.num_further, config.tie_embeddings))
-        parts = _grouped(piece for piece in pieces if not piece.is_copy)
+    options |= {"scan_layers": scan_layers, "predict_further": predict_further}
+    config = configured(read_fields(folder, limits), **options)
 
-        def create() -> Decoder:
-            return Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))
+    def create() -> Decoder:
+        return Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))
 
-        graph, shapes = nnx.split(nnx.eval_shape(create))
-        # State absent from checkpoints: balancer states and windows. XLA drops the unused parameters of this program.
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        fresh = by_path(jax.jit(lambda: nnx.state(create(), nnx.Not(nnx.Param)), out_shardings=everywhere)())
-        where, leaves = by_path(state_shardings(shapes, mesh)), []
-        for path, shape in by_path(shapes).items():
-            leaves.append(_placed(weights, parts[path], shape, where[path]) if path in parts else fresh[path])
-    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+    graph, shapes = nnx.split(nnx.eval_shape(create))
+    return nnx.merge(graph, load_state(folder, config, lambda: nnx.state(create()), shapes, mesh, limits=limits))
+
+
+def load_state(
+    folder: Path,
+    config: DecoderConfig,
+    init: Callable[[], nnx.State],
+    shapes: nnx.State,
+    mesh: Mesh,
+    *,
+    stacks: Sequence[tuple[str, int]] = (),
+    limits: FileLimits = FileLimits(),
+) -> Any:
+    """Load the parameters of a checkpoint into a state; other variables get their initial values.
+
+    Each process reads its shards alone, slice by slice, and copies each slice to its devices before it reads the next.
+
+    Args:
+        folder: folder of the checkpoint.
+        config: sizes of the model, read from the folder.
+        init: traceable function returning the initial state.
+        shapes: shapes of the state.
+        mesh: devices.
+        stacks: `StackedDecoder.places` of a model with stacked layers; empty (default) for a `Decoder`.
+        limits: limits of the index and of the headers.
+
+    Raises:
+        ValueError: as for `from_pretrained`.
+    """
+    wanted = by_path(placed_shapes(shapes, state_shardings(shapes, mesh)))
+    with_fields = Fields(config.source, limits)
+    weights, pieces = CheckpointWeights(TensorFolder(folder, limits), with_fields), pieces_of(config)
+    _check(weights, pieces, _passed_over(with_fields, config.num_further, config.tie_embeddings))
+    parts = _grouped(piece.in_stack(stacks, config.num_layers) if stacks else piece for piece in pieces)
+    # XLA drops the unused parameters of this program.
+    others = {path: shape.sharding for path, shape in wanted.items() if _parameter(path) not in parts}
+
+    def fresh() -> dict[str, Array]:
+        return {path: leaf for path, leaf in by_path(init()).items() if path in others}
+
+    values = jax.jit(fresh, out_shardings=others)()
+    for path, shape in wanted.items():
+        if path not in others:
+            values[path] = _placed(weights, parts[_parameter(path)], shape)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [values[path] for path in wanted])
+
+
+def _parameter(path: str) -> str:
+    """Return the path in the model of a path in the state of `(model, optimizer)`, or the path itself."""
+    return path.removeprefix("0.")
 
 
 def by_path(state: Any) -> dict[str, Any]:
@@ -94,7 +134,8 @@ def by_path(state: Any) -> dict[str, Any]:
 def _grouped(pieces: Iterable[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
     parts: dict[str, list[ParameterSlice]] = {}
     for piece in pieces:
-        parts.setdefault(piece.path, []).append(piece)
+        if not piece.is_copy:
+            parts.setdefault(piece.path, []).append(piece)
     return parts
 
 
@@ -129,43 +170,65 @@ def _check_copy(weights: CheckpointWeights, copy: ParameterSlice, name: str) -> 
             raise ValueError(f"{weights.tensors.folder}: {copy.name} is not {name}; expected a copy, as it is shared")
 
 
-def _placed(weights: CheckpointWeights, pieces: list[ParameterSlice], shape: Any, sharding: Sharding) -> Array:
-    """Read a parameter and place the shard of each device."""
-    where = {device: index or () for device, index in sharding.addressable_devices_indices_map(shape.shape).items()}
-    if pieces[0].expert is None:
-        value = _read(weights, pieces[0], shape.dtype)
-        parts = [jax.device_put(value[index], device) for device, index in where.items()]
-        return jax.make_array_from_single_device_arrays(shape.shape, sharding, parts)
-    ranges = {device: range(shape.shape[0])[index[0]] for device, index in where.items()}
-    buffers = {
-        device: jnp.zeros((len(ranges[device]), *_sizes(shape.shape[1:], index[1:])), shape.dtype, device=device)
-        for device, index in where.items()
+def _placed(weights: CheckpointWeights, pieces: list[ParameterSlice], shape: Any) -> Array:
+    """Read the shards of a parameter onto the devices of this process."""
+    ranges = {
+        device: tuple(range(size)[part] for size, part in zip(shape.shape, index or (), strict=True))
+        for device, index in shape.sharding.addressable_devices_indices_map(shape.shape).items()
     }
+    # Small shards are assembled on the host, as each update of a device's buffer is a program to compile.
+    is_small = math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize * len(ranges) <= READ_BYTES
+    shards: dict[Any, Any] = {}
+    if is_small:
+        shards = {device: np.zeros(tuple(map(len, parts)), shape.dtype) for device, parts in ranges.items()}
     for piece in pieces:
-        assert piece.expert is not None
-        homes = [device for device in where if piece.expert in ranges[device]]
+        depth = len(piece.place)
+        homes = [d for d in ranges if all(at in part for at, part in zip(piece.place, ranges[d], strict=False))]
         if not homes:
             # Skip experts whose home is in another process.
             continue
-        value = _read(weights, piece, shape.dtype)
+        box = [_hull(parts) for parts in zip(*(ranges[device][depth:] for device in homes), strict=True)]
+        value = _read(weights, piece, box)
         for device in homes:
-            line = jax.device_put(value[where[device][1:]], device)
-            buffers[device] = _with_line(buffers[device], line, ranges[device].index(piece.expert))
-            # Wait for the transfer; otherwise the host would read ahead and hold all pending tensors in memory.
-            buffers[device].block_until_ready()
-    return jax.make_array_from_single_device_arrays(shape.shape, sharding, list(buffers.values()))
+            where = zip(ranges[device][depth:], box, strict=True)
+            part = value[tuple(slice(r.start - b.start, r.stop - b.start) for r, b in where)]
+            local = tuple(part.index(at) for at, part in zip(piece.place, ranges[device], strict=False))
+            if is_small:
+                shards[device][local] = part
+                continue
+            line = jax.device_put(np.array(part, shape.dtype, order="C"), device)
+            if depth and device not in shards:
+                shards[device] = jnp.zeros(tuple(map(len, ranges[device])), shape.dtype, device=device)
+            shards[device] = _with_line(shards[device], line, local) if depth else line
+            # Wait for the transfer; otherwise the host would read ahead and hold all pending slices in memory.
+            shards[device].block_until_ready()
+    arrays = [jax.device_put(shards[device], device) for device in ranges]
+    return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, arrays)
 
 
-def _sizes(shape: tuple[int, ...], index: tuple[slice, ...]) -> list[int]:
-    return [len(range(size)[part]) for size, part in zip(shape, index, strict=True)]
+def _hull(parts: Iterable[range]) -> range:
+    """Return the smallest range containing all parts."""
+    parts = list(parts)
+    return range(min(part.start for part in parts), max(part.stop for part in parts))
 
 
 @partial(jax.jit, donate_argnums=0)
-def _with_line(buffer: Array, line: Array, at: int) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(buffer, line, at, 0)
+def _with_line(buffer: Array, line: Array, at: tuple[int, ...]) -> Array:
+    start = (*at, *[0] * line.ndim)
+    return jax.lax.dynamic_update_slice(buffer, line.reshape((1,) * len(at) + line.shape), start)
 
 
-def _read(weights: CheckpointWeights, piece: ParameterSlice, dtype: Any) -> np.ndarray:
-    value = weights.read(piece.name, piece.index)
-    value = np.swapaxes(value, -1, -2) if piece.transposed else value
-    return np.ascontiguousarray(value.astype(dtype, copy=False))
+def _read(weights: CheckpointWeights, piece: ParameterSlice, box: list[range]) -> np.ndarray:
+    """Read a part of a slice, given by ranges of the dimensions of the parameter."""
+    if piece.transposed:
+        box = [*box[:-2], box[-1], box[-2]]
+    given, index = list(piece.index) + [slice(None)] * (len(piece.shape) - len(piece.index)), []
+    left = iter(box)
+    for size, part in zip(piece.shape, given, strict=True):
+        if isinstance(part, slice):
+            lines = range(size)[part]
+            kept = next(left)
+            part = slice(lines.start + kept.start * lines.step, lines.start + kept.stop * lines.step, lines.step)
+        index.append(part)
+    value = weights.read(piece.name, tuple(index))
+    return np.swapaxes(value, -1, -2) if piece.transposed else value

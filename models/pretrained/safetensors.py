@@ -6,22 +6,25 @@
 import math
 import os
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import safe_open
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json, read_bytes
 from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.parameter_map import Index
 
-DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
-DTYPES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""Bytes per number of each supported dtype; other dtypes are rejected by name."""
+NUMPY: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+NUMPY |= {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
+NUMPY["F8_E4M3"] = ml_dtypes.float8_e4m3fn
+"""Supported dtypes; others are rejected by name."""
+
+DTYPES = {name: np.dtype(dtype).itemsize for name, dtype in NUMPY.items()}
+"""Bytes per number of each supported dtype."""
 
 LENGTH_BYTES = 8
 
@@ -152,8 +155,12 @@ FP8 = "F8_E4M3"
 """Dtype of 8-bit floats, which are stored with scales: see `quantized.py`."""
 
 
+READ_BYTES = 2**24
+"""Bytes to read at a time if only some columns of a tensor are needed."""
+
+
 class TensorFolder:
-    """Reader of the tensors of a checkpoint folder, and a context manager closing its files.
+    """Reader of the tensors of a checkpoint folder.
 
     The constructor validates the header of every file. Only safetensors are read, as loading a pickle can execute
     arbitrary code.
@@ -178,36 +185,20 @@ class TensorFolder:
                     )
                 self.home[name] = header
         self._check_index()
-        self.open: dict[Path, Any] = {}
-
-    def __enter__(self) -> "TensorFolder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self.open.values():
-            file.__exit__(kind, error, trace)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Read a tensor, or only the part of it given by an index.
+        """Read a tensor, or only the part of it given by an index with positive steps.
 
-        Args:
-            name: name of the tensor.
-            index: part to read; strides apply in memory.
+        Besides the result, host memory holds at most `READ_BYTES` or one row of it.
         """
         header = self.home[name]
-        if header.dtypes[name] == FP8:
-            return _float8(header, name)[index]
-        if header.path not in self.open:
-            self.open[header.path] = safe_open(header.path, framework="numpy").__enter__()
-        if not index:
-            return self.open[header.path].get_tensor(name)
-        # Read whole rows, then apply the rest of the index in memory.
-        first, *rest = index
-        lines = slice(first, first + 1) if isinstance(first, int) else first
-        read = self.open[header.path].get_slice(name)[lines]
-        return read[(0 if isinstance(first, int) else slice(None), *rest)]
+        dtype, shape, start = np.dtype(NUMPY[header.dtypes[name]]), header.shapes[name], header.starts[name]
+        while index and isinstance(index[0], int):
+            start += index[0] * math.prod(shape[1:]) * dtype.itemsize
+            shape, index = shape[1:], index[1:]
+        with open_regular(header.path) as file:
+            found = _read_rows(file, start, shape or (1,), dtype, index)
+        return found if shape else found.reshape(())
 
     def _files(self) -> list[Path]:
         if not (self.folder / INDEX).exists():
@@ -242,8 +233,26 @@ class TensorFolder:
                     raise ValueError(f"{self.folder / INDEX}: {short(name)} is not in {shown(file)}; expected it there")
 
 
-def _float8(header: Header, name: str) -> np.ndarray:
-    """Read 8-bit floats, for which safetensors has no NumPy dtype."""
-    shape = header.shapes[name]
-    bits = np.fromfile(header.path, np.uint8, math.prod(shape), offset=header.starts[name])
-    return bits.reshape(shape).view(ml_dtypes.float8_e4m3fn)
+def _cut(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """Return the shape of a part of an array."""
+    part: tuple[int, ...] = np.broadcast_to(np.int8(0), shape)[index].shape
+    return part
+
+
+def _read_rows(file: BufferedReader, start: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> np.ndarray:
+    """Read rows of an array that begins at byte `start`, and of these the part given by the rest of the index."""
+    chosen = np.arange(shape[0])[index[:1]]
+    rest, row_bytes = index[1:], math.prod(shape[1:]) * dtype.itemsize
+    found = np.empty((len(chosen), *_cut(shape[1:], rest)), dtype)
+    step = int(chosen[1] - chosen[0]) if len(chosen) > 1 else 1
+    is_whole = found.shape[1:] == shape[1:] and step == 1
+    most = max(1, len(chosen) if is_whole else READ_BYTES // max(row_bytes * step, 1))
+    for first in range(0, len(chosen), most):
+        part = chosen[first : first + most]
+        lines = found if is_whole else np.empty((int(part[-1] + 1 - part[0]), *shape[1:]), dtype)
+        file.seek(start + int(part[0]) * row_bytes)
+        # The header has been checked against the size of the file.
+        file.readinto(lines.reshape(-1).view(np.uint8))
+        if not is_whole:
+            found[first : first + most] = lines[::step][(slice(None), *rest)]
+    return found

@@ -3,21 +3,26 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from models.architectures.parameter_map import ParameterSlice
 from models.architectures.registry import pieces_of
 from models.decoder.config import DecoderConfig
+from models.decoder.layers import adapted
 from models.decoder.model import Decoder
+from models.decoder.stacked import StackedDecoder
 from models.pretrained.loading import by_path
 from models.pretrained.safetensors import INDEX, SINGLE
 from models.run_folder.files import part, write_whole
@@ -40,7 +45,7 @@ KEPT_FILES = (
 
 
 def save_pretrained(
-    model: Decoder,
+    model: Decoder | StackedDecoder,
     folder: Path,
     *,
     dtype: str | None = None,
@@ -49,10 +54,10 @@ def save_pretrained(
 ) -> None:
     """Write a model as `config.json` and safetensors, in several files if it is large.
 
-    The folder appears only once it is complete. All parameters must be on devices of this process.
+    The folder appears only once it is complete. All processes call this function, and process 0 writes.
 
     Args:
-        model: a model loaded by `from_pretrained`.
+        model: the model, with relocated experts under their own names.
         folder: output folder; it must be absent or empty.
         dtype: dtype of the tensors in the files; `None` (default) keeps the dtype of the parameters and every bit.
         max_file_bytes: maximum bytes of tensors per file (default 1 GiB), which host memory holds at once.
@@ -62,9 +67,14 @@ def save_pretrained(
         ValueError: the folder is not empty.
         OSError: a file cannot be written.
     """
+    dtype = model.config.param_dtype if dtype is None else dtype
+    if jax.process_index() != 0:
+        for _ in _tensors(model, jnp.dtype(dtype))[1]:
+            pass
+        return
     with vacant(folder) as aside:
-        _write_model(model, aside, jnp.dtype(dtype or model.config.param_dtype), max_file_bytes)
-        write_whole(aside / "config.json", config_json(model.config, dtype or model.config.param_dtype).encode())
+        write_tensors(aside, *_tensors(model, jnp.dtype(dtype)), max_file_bytes)
+        write_whole(aside / "config.json", config_json(model.config, dtype).encode())
         if keep_from is not None:
             copy_files(KEPT_FILES, keep_from, aside)
 
@@ -114,9 +124,12 @@ def config_json(config: DecoderConfig, dtype: str) -> str:
     return json.dumps(raw | {"dtype": dtype}, indent=2) + "\n"
 
 
-def _write_model(model: Decoder, folder: Path, dtype: Any, max_file_bytes: int) -> None:
-    groups = _by_tensor(pieces_of(model.config))
-    values = by_path(nnx.state(model))
+def _tensors(model: Decoder | StackedDecoder, dtype: Any) -> tuple[dict[str, int], Iterator[np.ndarray]]:
+    """Return the bytes of each tensor by name, and an iterator over the tensors, which all processes exhaust."""
+    pieces = pieces_of(model.config)
+    if isinstance(model, StackedDecoder):
+        pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces]
+    groups, values = _by_tensor(pieces), by_path(nnx.state(model))
 
     def dtype_of(name: str) -> Any:
         # Selection biases stay float32 for any model dtype, as in `transformers`.
@@ -124,18 +137,19 @@ def _write_model(model: Decoder, folder: Path, dtype: Any, max_file_bytes: int) 
         return dtype if is_param and not name.endswith("e_score_correction_bias") else np.dtype(np.float32)
 
     sizes = {name: math.prod(pieces[0].shape) * dtype_of(name).itemsize for name, pieces in groups.items()}
-    write_tensors(folder, sizes, lambda name: assembled(groups[name], values, dtype_of(name)), max_file_bytes)
+    scale = model.adapter_scale if isinstance(model, StackedDecoder) else 0.0
+    return sizes, (assembled(pieces, values, dtype_of(name), scale) for name, pieces in groups.items())
 
 
 def write_tensors(
-    folder: Path, sizes: dict[str, int], make: Callable[[str], np.ndarray], max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path, sizes: dict[str, int], tensors: Iterable[np.ndarray], max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
     """Write tensors into one file, or into several with an index.
 
     Args:
         folder: output folder.
         sizes: bytes of each tensor, by name.
-        make: function returning a tensor by name, called when its file is written.
+        tensors: the tensors, in the same order; taken as each file is written.
         max_file_bytes: maximum bytes of tensors per file (default 1 GiB), unless one tensor is larger.
     """
     files: list[list[str]] = [[]]
@@ -144,9 +158,9 @@ def write_tensors(
             files.append([])
         files[-1].append(name)
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-    names = names if len(files) > 1 else [SINGLE]
+    names, tensors = names if len(files) > 1 else [SINGLE], iter(tensors)
     for file, held in zip(names, files, strict=True):
-        save_file({name: make(name) for name in held}, folder / file, {"format": "pt"})
+        save_file(dict(zip(held, tensors, strict=False)), folder / file, {"format": "pt"})
     if len(files) > 1:
         places = {name: file for file, held in zip(names, files, strict=True) for name in held}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -173,24 +187,31 @@ def named_tensors(config: DecoderConfig, state: Any) -> Iterator[tuple[str, np.n
             yield name, assembled(pieces, values, values[pieces[0].path].dtype)
 
 
-def assembled(pieces: list[ParameterSlice], values: dict[str, Any], dtype: Any) -> np.ndarray:
-    """Assemble a checkpoint tensor from its slices, in the given dtype."""
+def assembled(
+    pieces: list[ParameterSlice], values: dict[str, Any], dtype: Any, adapter_scale: float = 0.0
+) -> np.ndarray:
+    """Assemble a checkpoint tensor from its slices, in the given dtype, with adapters merged into it."""
     whole = np.empty(pieces[0].shape, dtype)
     for piece in pieces:
-        homes = values.get(f"{piece.path.rpartition('.')[0]}.homes")
-        # Relocated experts are at other rows of the parameter.
-        line = piece.expert if homes is None or piece.expert is None else int(homes[piece.expert])
-        value = _on_host(values[piece.path], line)
+        place, homes = piece.place, values.get(f"{piece.path.rpartition('.')[0]}.homes")
+        if homes is not None and piece.expert is not None:
+            # Relocated experts are at other rows of the parameter.
+            place = (int(homes[piece.expert]),)
+        parts = [values[f"{piece.path}{suffix}"] for suffix in ("", "_a", "_b") if f"{piece.path}{suffix}" in values]
+        value = _on_host(parts, place, adapter_scale)
         whole[piece.index] = np.swapaxes(value, -1, -2) if piece.transposed else value
     return whole
 
 
-def _on_host(value: Array, expert: int | None) -> np.ndarray:
-    """Copy a parameter, or one row of it, to the host, from a device holding it."""
-    if expert is None:
-        return np.asarray(value)
-    for shard in value.addressable_shards:
-        lines = range(value.shape[0])[shard.index[0]]
-        if expert in lines and shard.data.shape[1:] == value.shape[1:]:
-            return np.asarray(shard.data[lines.index(expert)])
-    return np.asarray(value[expert])
+def _on_host(parts: list[Array], place: tuple[int, ...], adapter_scale: float) -> np.ndarray:
+    """Copy a part of a parameter with its adapters to the host, from all processes with shards of it."""
+    part = _merged(parts, place, adapter_scale) if place else parts[0]
+    return np.asarray(part if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True))
+
+
+@partial(jax.jit, static_argnums=2)
+def _merged(parts: list[Array], place: tuple[int, ...], adapter_scale: float) -> Array:
+    for at in place:
+        parts = [jax.lax.dynamic_index_in_dim(part, at, 0, keepdims=False) for part in parts]
+    matrix, *adapters = parts
+    return adapted(matrix, adapters[0], adapters[1], adapter_scale) if adapters else matrix

@@ -184,6 +184,11 @@ class RunFolder:
         return self.path / "profile"
 
     @property
+    def model(self) -> Path:
+        """Folder of the final model of a checkpoint, in the format of `transformers`."""
+        return self.path / "model"
+
+    @property
     def figures(self) -> list[Path]:
         """Figures of the report."""
         return [self.path / f"{name}.png" for name in FIGURES]
@@ -203,6 +208,7 @@ class RunFolder:
             self.damaged,
             self.tensorboard,
             self.profile,
+            self.model,
             self.path / "wandb",
         ]
 

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -26,14 +27,15 @@ from rich.console import Console
 
 from jax_moe_lb import System
 from jax_moe_lb.core import FileLimits
-from jax_moe_lb.core.file_limits import UNLIMITED, LimitError
+from jax_moe_lb.core.file_limits import UNLIMITED
 from jax_moe_lb.planners import moved_experts
-from jax_moe_lb.recordings.yaml_file import shown
-from models.config import BatchConfig, ModelConfig, RelocationConfig, TrainConfig
+from models.config import RelocationConfig, TrainConfig
 from models.data.batches import Batches, place_rows, rows_here
 from models.data.corpus import Corpus
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
 from models.multi_process.stragglers import StragglerMonitor
+from models.pretrained.loading import load_state
+from models.pretrained.saving import save_pretrained
 from models.run_folder.checkpoints import (
     CheckpointMetadata,
     Checkpoints,
@@ -48,7 +50,8 @@ from models.run_folder.report import LiveReport, write_report
 from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine
 from models.settings import in_section
 from models.training.faults import StepRunner, StopRequest, check_state, check_step
-from models.training.resume import described, layout_of, next_homes, per_layer
+from models.training.resume import check_continues, described, layout_of, next_homes, per_layer
+from models.training.source import Source, source_of
 from models.training.step import Programs, make_programs
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -67,6 +70,7 @@ class Run:
         lock: lock of the folder; `None` in processes that write no files.
         mesh: devices of the run.
         programs: programs on the devices.
+        source: checkpoint or published model; `None` for a preset.
         step: traced program of one step.
         done_steps: number of steps done, 0 for a new run.
         state: state after these steps; `None` for a new run.
@@ -79,6 +83,7 @@ class Run:
     lock: FolderLock | None
     mesh: Mesh
     programs: Programs
+    source: Source | None
     step: Traced
     done_steps: int
     state: nnx.State | None
@@ -124,12 +129,13 @@ def prepare(
     folder, mesh = RunFolder(run_dir, limits), make_mesh(config.parallel)
     with in_section("parallel"):
         system = make_system(config.parallel)
-    programs = make_programs(config, mesh, system)
+    source = source_of(config.model, limits)
+    programs = make_programs(config, mesh, system, source.config if source else None)
     _check_slots(config, system)
     writes = jax.process_index() == 0
     # Check before tracing, which takes seconds, and again under the lock, as another run may have started.
     if resume:
-        _check_continues(config, corpus, folder)
+        check_continues(_described(config, corpus), config.steps, folder)
         folder.check_limits()
     elif writes:
         _check_place(folder)
@@ -137,7 +143,7 @@ def prepare(
             _check_empty(folder)
     step = _traced(config, mesh, programs)
     lock = _locked(folder) if writes else None
-    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None, {})
+    run = Run(config, corpus, folder, lock, mesh, programs, source, step, 0, None, {})
     try:
         if resume:
             done_steps, state, position = _resumed(run, tell)
@@ -184,7 +190,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     def tell(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    state = run.programs.init() if run.state is None else run.state
+    state = _begun(run) if run.state is None else run.state
     writes, validate = jax.process_index() == 0, _validation(run)
     # Compile before the first step starts, so that its step time excludes compilation.
     step_program, compile_s = _compiled(run)
@@ -231,7 +237,28 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     if step < config.steps:
         tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume continues in {run.folder.path}")
         return {}
+    if run.source is not None:
+        _export(run, run.source, state)
     return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
+
+
+def _begun(run: Run) -> nnx.State:
+    """Return the state before the first step: random parameters, or those of a checkpoint."""
+    source, programs = run.source, run.programs
+    if source is None or source.folder is None:
+        return programs.init()
+    stacks, shapes = programs.model(programs.state_shapes).places, programs.state_shapes
+    state: nnx.State = load_state(
+        source.folder, source.config, programs.init, shapes, run.mesh, stacks=stacks, limits=source.limits
+    )
+    return state
+
+
+def _export(run: Run, source: Source, state: nnx.State) -> None:
+    """Write the model in the format of `transformers`, in place of an earlier one of the run."""
+    if jax.process_index() == 0:
+        shutil.rmtree(run.folder.model, ignore_errors=True)
+    save_pretrained(run.programs.model(state), run.folder.model, dtype=source.stored_dtype, keep_from=source.folder)
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,39 +329,6 @@ def _check_empty(folder: RunFolder) -> None:
         )
 
 
-def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> None:
-    """Raise `ValueError` unless the run in the folder can be resumed with this configuration."""
-    steps = steps_in(folder.checkpoints)
-    if not steps or not folder.config.exists():
-        raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")
-    try:
-        before = _fixed(folder.described())
-    except LimitError:
-        raise
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{str(folder.config)!r} cannot be read; expected the config of the run to resume") from error
-    for name, value in _fixed(_described(config, corpus)).items():
-        if value != before.get(name):
-            raise ValueError(f"{name} is {value!r}; expected {shown(before.get(name))}, as in the run to resume")
-    if steps[0] > config.steps:
-        raise ValueError(f"steps is {config.steps}; expected at least {steps[0]}, the step of the checkpoint to resume")
-    # Raises if a row cannot be parsed.
-    folder.rows("step")
-
-
-def _fixed(described: dict) -> dict:
-    """Return the options that a resumed run may not change."""
-    config = described["config"]
-    # A key missing from an older run has its default.
-    model = dataclasses.asdict(ModelConfig(**config["model"]))
-    batch = dataclasses.asdict(BatchConfig(**config["batch"]))
-    fixed = {f"model.{key}": value for key, value in model.items()}
-    fixed |= {f"batch.{key}": value for key, value in batch.items()}
-    # The residuals of a step do not change its result.
-    del fixed["model.remat"]
-    return fixed | {"seed": config["seed"], "data": described["data"]["fingerprint"]}
-
-
 def _check_slots(config: TrainConfig, system: System) -> None:
     """Raise `ValueError` if there are more slots than experts; the error of the layer would not name the option."""
     most = config.model.num_experts - config.model.num_experts // config.parallel.expert_parallel
@@ -371,7 +365,7 @@ def _unwritable(folder: RunFolder, error: OSError) -> str:
 def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
     """Restore the newest intact checkpoint, and move newer, damaged ones aside."""
     folder = run.folder
-    _check_continues(run.config, run.corpus, folder)
+    check_continues(_described(run.config, run.corpus), run.config.steps, folder)
     layout = layout_of(run.config.parallel)
     step, state, kept = _restored(run, layout, tell)
     if changed := [name for name, value in layout.items() if value != kept.layout.get(name)]:

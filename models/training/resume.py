@@ -3,6 +3,7 @@
 A layout is the number of ranks and the system balancing their load.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,11 +13,14 @@ from jax import Array
 from jax.experimental import multihost_utils
 
 from jax_moe_lb import Topology, relocate
+from jax_moe_lb.core.file_limits import LimitError
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn import expert_bytes
 from jax_moe_lb.planners import moved_experts, plan_relocation
-from models.config import ParallelConfig, TrainConfig
+from jax_moe_lb.recordings.yaml_file import shown
+from models.config import BatchConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.mesh import make_system
+from models.run_folder.checkpoints import steps_in
 from models.run_folder.metrics import RunFolder
 from models.settings import Given, layered
 
@@ -101,3 +105,45 @@ def described(step: int, permutation: np.ndarray, state: nnx.State, topology: To
     row = {"kind": "relocation", "step": step, "experts_moved": moved}
     row["bytes_moved"] = moved * expert_bytes(state[0], state[1])
     return row | {"homes": per_layer(state, "homes").tolist()}
+
+
+def check_continues(now: dict[str, Any], steps: int, folder: RunFolder) -> None:
+    """Raise `ValueError` unless the run in the folder can be resumed.
+
+    Args:
+        now: content of the `config.json` of the new run.
+        steps: number of steps of the new run.
+        folder: folder of the run to resume.
+    """
+    done = steps_in(folder.checkpoints)
+    if not done or not folder.config.exists():
+        raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")
+    try:
+        before = _fixed(folder.described())
+    except LimitError:
+        raise
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(folder.config)!r} cannot be read; expected the config of the run to resume") from error
+    for name, value in _fixed(now).items():
+        if value != before.get(name):
+            raise ValueError(f"{name} is {value!r}; expected {shown(before.get(name))}, as in the run to resume")
+    if done[0] > steps:
+        raise ValueError(f"steps is {steps}; expected at least {done[0]}, the step of the checkpoint to resume")
+    # Raises if a row cannot be parsed.
+    folder.rows("step")
+
+
+def _fixed(described: dict) -> dict:
+    """Return the options that a resumed run may not change."""
+    config = described["config"]
+    # A key missing from an older run has its default.
+    model = dataclasses.asdict(ModelConfig(**config["model"]))
+    batch = dataclasses.asdict(BatchConfig(**config["batch"]))
+    fixed = {f"model.{key}": value for key, value in model.items()}
+    fixed |= {f"batch.{key}": value for key, value in batch.items()}
+    # The residuals of a step do not change its result.
+    del fixed["model.remat"]
+    optimizer = OptimizerConfig(**config["optimizer"])
+    fixed |= {"optimizer.name": optimizer.name, "optimizer.state_dtype": optimizer.state_dtype}
+    fixed |= {f"lora.{key}": value for key, value in dataclasses.asdict(LoraConfig(**config.get("lora", {}))).items()}
+    return fixed | {"seed": config["seed"], "data": described["data"]["fingerprint"]}

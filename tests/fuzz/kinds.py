@@ -153,8 +153,8 @@ def write_shards(folder: Path) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    with TensorFolder(folder) as found:
-        return {name: np.array(found.read(name)) for name in found.home}
+    found = TensorFolder(folder)
+    return {name: np.array(found.read(name)) for name in found.home}
 
 
 def write_float8(folder: Path) -> None:
@@ -172,8 +172,8 @@ def write_float4(folder: Path) -> None:
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
     fields = read_fields(folder)
-    with TensorFolder(folder) as found, np.errstate(all="ignore"):
-        weights = CheckpointWeights(found, fields)
+    with np.errstate(all="ignore"):
+        weights = CheckpointWeights(TensorFolder(folder), fields)
         return {name: np.array(weights.read(name)) for name in weights.shapes}
 
 

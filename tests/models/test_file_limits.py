@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError
-from models import finetune, generate, train, upcycle
+from models import generate, train, upcycle
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured
 from models.data.sources import corpus_from, read_streams
@@ -62,12 +62,11 @@ def test_a_block_has_at_most_the_columns_of_its_matrix(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     bits = np.ones((2, 3), ml_dtypes.float8_e4m3fn)
     save_file({"a": bits, "a_scale_inv": np.array([[2.0], [3.0]], np.float32)}, tmp_path / "model.safetensors")
-    with TensorFolder(tmp_path) as tensors:
-        weights = CheckpointWeights(tensors, read_fields(tmp_path))
-        tracemalloc.start()
-        read = weights.read("a")
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+    weights = CheckpointWeights(TensorFolder(tmp_path), read_fields(tmp_path))
+    tracemalloc.start()
+    read = weights.read("a")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     np.testing.assert_array_equal(read, [[2.0] * 3, [3.0] * 3])
     assert peak < 2**20
 
@@ -225,11 +224,10 @@ def test_the_file_of_a_run_is_limited(tmp_path):
         read_file(tmp_path / "x.yaml", FileLimits(yaml_bytes=20))
 
 
-@pytest.mark.parametrize("program", [train, finetune, generate, upcycle])
+@pytest.mark.parametrize("program", [train, generate, upcycle])
 def test_programs_have_the_option(program):
     needed = {
         train: [],
-        finetune: ["--checkpoint", "x", "--data", "x", "--out", "x"],
         generate: ["--checkpoint", "x", "--prompt", "x"],
         upcycle: ["--checkpoint", "x", "--out", "x"],
     }[program]

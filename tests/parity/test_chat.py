@@ -70,9 +70,9 @@ def test_a_tuned_model_answers_alike(tmp_path):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     example.main(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", attn_implementation="eager").eval()
-    words = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tuned" / "tokenizer.json"))
-    words.chat_template = (tmp_path / "tuned" / "chat_template.jinja").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", attn_implementation="eager").eval()
+    words = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "run" / "model" / "tokenizer.json"))
+    words.chat_template = (tmp_path / "run" / "model" / "chat_template.jinja").read_text()
     talk = [{"role": "user", "content": example.ASKED[0].format("spider")}]
     asked = words.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     found = model.generate(asked["input_ids"], max_new_tokens=48, do_sample=False)[0, asked["input_ids"].shape[1] :]

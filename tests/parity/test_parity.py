@@ -117,11 +117,10 @@ def test_mxfp4_is_read_as_transformers_does(tmp_path):
     blocks, scales = rng.integers(0, 256, (3, 10, 4, 16), np.uint8), rng.integers(110, 140, (3, 10, 4), np.uint8)
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
     expected = convert_moe_packed_tensors(torch.asarray(blocks), torch.asarray(scales), dtype=torch.float32).numpy()
-    with TensorFolder(tmp_path) as tensors:
-        weights = CheckpointWeights(tensors, Fields('{"quantization_config": {"quant_method": "mxfp4"}}'))
-        np.testing.assert_array_equal(weights.read("w"), expected)
-        gate = (1, slice(None), slice(0, None, 2))
-        np.testing.assert_array_equal(weights.read("w", gate), expected[gate])
+    weights = CheckpointWeights(TensorFolder(tmp_path), Fields('{"quantization_config": {"quant_method": "mxfp4"}}'))
+    np.testing.assert_array_equal(weights.read("w"), expected)
+    gate = (1, slice(None), slice(0, None, 2))
+    np.testing.assert_array_equal(weights.read("w", gate), expected[gate])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

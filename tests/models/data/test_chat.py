@@ -12,16 +12,16 @@ from flax import nnx
 from jax_moe_lb import plain
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
-from models.config import ParallelConfig
+from models.config import DataConfig, ParallelConfig, TrainConfig
 from models.data.chat import ChatTemplate
 from models.data.corpus import joined
 from models.data.marks import CONTEXT, are_predicted, marked, positions_in, segments, words
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
-from models.decoder.model import Decoder
 from models.mesh import make_mesh
 from models.tiny_checkpoint import byte_tokenizer, tiny_config
-from models.training.step import decays_weights, next_token_loss, packed_loss
+from models.training.optimizer import decays_weights
+from models.training.step import make_programs
 
 TEMPLATE = """{%- for message in messages %}
 [{{ message.role }}] {{ message.content | trim }}{{ eos_token }}
@@ -73,13 +73,15 @@ def test_older_checkpoints_have_the_template_in_their_settings(folder):
         assert ChatTemplate(folder).text(TALK[:2]) == "[user] 1+1?~[assistant] 2~"
 
 
-@pytest.mark.slow
+def programs_of(config, **options):
+    return make_programs(TrainConfig(data=DataConfig(**options)), make_mesh(ParallelConfig()), plain(), config)
+
+
 def test_weight_decay_leaves_out_norms_biases_sinks_and_routers(all_devices):
-    config = configured(Fields(tiny_config("gpt_oss")))
-    model = Decoder(config, mesh=make_mesh(ParallelConfig(expert_parallel=8)), system=plain(), rngs=nnx.Rngs(0))
-    found = jax.tree.leaves_with_path(decays_weights(nnx.state(model, nnx.Param)))
+    programs = programs_of(configured(Fields(tiny_config("gpt_oss"))))
+    found = jax.tree.leaves_with_path(decays_weights(nnx.state(programs.model(programs.state_shapes), nnx.Param)))
     paths = {jax.tree_util.keystr(path, simple=True, separator="."): decays for path, decays in found}
-    decayed = {re.sub(r"^blocks\.\d+\.|\.value$", "", path) for path, decays in paths.items() if decays}
+    decayed = {re.sub(r"^stacks\.\d+\.\d+\.|\.value$", "", path) for path, decays in paths.items() if decays}
     attention = {f"attention.{name}.kernel" for name in ("q", "k", "v", "out")}
     assert decayed == attention | {"moe.up", "moe.gate", "moe.down", "embed.embedding", "head.kernel"}
 
@@ -156,19 +158,19 @@ def test_positions_count_from_the_start_of_a_document():
 )
 def test_packed_documents_do_not_see_each_other(name, all_devices):
     """Their order in a sequence changes nothing, unless attention and positions cross documents."""
-    config = configured(Fields(tiny_config(name)), scan_layers=name != "mixtral")
-    model = Decoder(config, mesh=make_mesh(ParallelConfig(expert_parallel=8)), system=plain(), rngs=nnx.Rngs(0))
+    config = configured(Fields(tiny_config(name)))
     starts, context = np.zeros((8, 6), bool), np.zeros((8, 6), bool)
     starts[:, 0] = context[:, 1:3] = True
     one, other = (marked(words, starts, context) for words in np.random.default_rng(0).integers(0, 200, (2, 8, 6)))
     orders = jnp.asarray(np.concatenate([one, other], 1)), jnp.asarray(np.concatenate([other, one], 1))
 
-    def losses(loss_of):
-        run = nnx.jit(lambda model, tokens: loss_of(model, tokens)[0])
-        return [float(run(model, tokens)) for tokens in orders]
+    def losses(within_documents):
+        programs = programs_of(config, within_documents=within_documents)
+        state = programs.init()
+        return [float(programs.evaluate(state, tokens)) for tokens in orders]
 
-    apart = losses(packed_loss)
+    apart = losses(within_documents=True)
     assert apart[0] == pytest.approx(apart[1], rel=1e-5)
     if name == "mixtral":
-        mixed = losses(next_token_loss)
+        mixed = losses(within_documents=False)
         assert abs(mixed[0] - mixed[1]) > 1e-4 * mixed[0]

@@ -11,12 +11,13 @@ from jax_moe_lb.layer.systems import system_named
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import BatchConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from models.data.marks import num_predicted
 from models.decoder import stacked
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh, place_batch
 from models.tiny_checkpoint import tiny_config
-from models.training.step import make_split_programs, next_token_loss
+from models.training.step import make_programs, next_token_loss
 
 TRAIN = TrainConfig(
     parallel=ParallelConfig(2, 4, "exact"), batch=BatchConfig(8), steps=5, optimizer=OptimizerConfig(1e-2)
@@ -34,14 +35,14 @@ def of_decoder(config, tokens):
     """Return loss and gradients with all parameters except experts replicated on four devices."""
     mesh = make_mesh(ParallelConfig(1, 4))
     model = Decoder(config, mesh=mesh, system=system_named("plain"), rngs=nnx.Rngs(0))
-    (loss, stats), gradients = nnx.jit(nnx.value_and_grad(next_token_loss, has_aux=True))(model, tokens)
+    (loss, (_, stats)), gradients = nnx.jit(nnx.value_and_grad(next_token_loss, has_aux=True))(model, tokens)
     return loss, stats, gradients
 
 
 def programs_of(name):
     config = configured(Fields(tiny_config(name)))
     mesh = make_mesh(TRAIN.parallel)
-    return config, mesh, make_split_programs(config, TRAIN, mesh, system_named("exact"))
+    return config, mesh, make_programs(TRAIN, mesh, system_named("exact"), config)
 
 
 def flat(state):
@@ -57,10 +58,10 @@ def test_values_and_gradients_are_those_of_the_decoder(name, tokens):
 
     @jax.jit
     def run(state, tokens):
-        model = nnx.merge(programs.graph, state)[0]
-        return nnx.value_and_grad(StackedDecoder.loss, has_aux=True)(model, tokens)
+        model = programs.model(state)
+        return nnx.value_and_grad(StackedDecoder.loss, has_aux=True)(model, tokens, num_predicted(tokens))
 
-    (split_loss, split_stats), split_gradients = run(programs.init(), place_batch(tokens, mesh))
+    (split_loss, (_, split_stats)), split_gradients = run(programs.init(), place_batch(tokens, mesh))
     loss, stats, gradients = of_decoder(config, tokens)
     np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
     assert np.array_equal(split_stats.counts.sum((1, 2)), stats.counts.sum((1, 2)))

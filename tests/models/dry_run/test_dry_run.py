@@ -13,7 +13,7 @@ from jax_moe_lb.aot.hlo import parse_module
 from models.architectures.published import published_config
 from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig, preset
 from models.dry_run import step as module
-from models.dry_run.step import PublishedRun, published_flops_per_token
+from models.dry_run.step import PublishedRun, decoder_flops_per_token
 from models.mesh import make_mesh, make_system
 from models.train import app
 from models.training.step import make_programs
@@ -99,7 +99,7 @@ def test_the_ideal_of_a_published_model():
     keys = [(128 * 129 / 2 + (4096 - 128) * 128) / 4096, 4097 / 2]
     attention = sum(18 * seen * 64 * 2 * 64 for seen in keys)
     products = 36 * layer + 2880 + 201_088 * 2880
-    assert published_flops_per_token(config, 4096) == pytest.approx(6 * (products + attention), rel=1e-3)
+    assert decoder_flops_per_token(config, 4096) == pytest.approx(6 * (products + attention), rel=1e-3)
 
 
 @pytest.mark.slow

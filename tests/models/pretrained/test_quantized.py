@@ -85,13 +85,12 @@ def folders(request, tmp_path_factory, all_devices) -> tuple[Path, Path]:
 def test_every_part_that_a_model_reads_is_exact(folders):
     bits, floats = folders
     pieces = pieces_of(configured(read_fields(bits)))
-    with TensorFolder(bits) as quantized, TensorFolder(floats) as plain:
-        weights, expected = (CheckpointWeights(tensors, read_fields(tensors.folder)) for tensors in (quantized, plain))
-        assert weights.shapes == expected.shapes
-        assert len(weights.quantized) > 3
-        for piece in pieces:
-            read = weights.read(piece.name, piece.index)
-            assert np.array_equal(read, expected.read(piece.name, piece.index)), piece
+    weights, expected = (CheckpointWeights(TensorFolder(folder), read_fields(folder)) for folder in (bits, floats))
+    assert weights.shapes == expected.shapes
+    assert len(weights.quantized) > 3
+    for piece in pieces:
+        read = weights.read(piece.name, piece.index)
+        assert np.array_equal(read, expected.read(piece.name, piece.index)), piece
 
 
 @pytest.mark.slow
@@ -133,8 +132,8 @@ FP4_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
 )
 @pytest.mark.slow
 def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
-    with TensorFolder(folders[0]) as read:
-        tensors = {name: read.read(name) for name in read.home}
+    read = TensorFolder(folders[0])
+    tensors = {name: read.read(name) for name in read.home}
     change(tensors)
     settings = read_fields(folders[0]).raw["quantization_config"]
     write(tmp_path / "bad", tensors, read_fields(folders[1]).raw, settings)
@@ -159,6 +158,6 @@ def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
 def test_other_formats_are_refused(tmp_path, settings, expected):
     name = "lm_head.weight"
     write(tmp_path / "bad", {name: np.zeros((2, 3), ml_dtypes.float8_e4m3fn)}, {}, settings)
-    with pytest.raises(ValueError) as caught, TensorFolder(tmp_path / "bad") as tensors:
-        CheckpointWeights(tensors, read_fields(tmp_path / "bad")).check(name, (2, 3))
+    with pytest.raises(ValueError) as caught:
+        CheckpointWeights(TensorFolder(tmp_path / "bad"), read_fields(tmp_path / "bad")).check(name, (2, 3))
     assert expected in str(caught.value)

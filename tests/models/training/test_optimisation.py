@@ -10,7 +10,8 @@ import pytest
 from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
 from models.settings import updated
-from models.training.step import make_optimizer, make_programs, make_schedule, next_token_loss
+from models.training.optimizer import make_optimizer, make_schedule
+from models.training.step import make_programs, next_token_loss
 from tests.models.small import CONFIG, CORPUS
 
 LAYER = dataclasses.replace(CONFIG.model, num_layers=1)
@@ -149,7 +150,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_devices():
     with jax.numpy_dtype_promotion("standard"):
         state = transform.init(gradient)
         _, state = jax.jit(transform.update)(gradient, state, gradient)
-    first_moment = state[1][0].mu
+    first_moment = state.inner[1][0].mu
     np.testing.assert_allclose(first_moment, 0.1 * 2.0 / np.sqrt(8 * 4), rtol=1e-5)
 
 

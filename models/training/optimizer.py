@@ -1,0 +1,195 @@
+"""Optimizers with their learning rate schedules, clipped gradients, and state in float32 or bfloat16."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from flax import nnx
+from jax import Array
+from optax import contrib
+
+from models.config import OptimizerConfig, TrainConfig
+from models.decoder.layers import ROUTER
+
+FINAL_LEARNING_RATE = 0.1
+"""Final learning rate of decaying schedules, as a fraction of the peak."""
+
+STABLE = 0.8
+"""Fraction of the steps at which the schedule `wsd` starts to decay."""
+
+SECOND_DECAY = 0.95
+"""Decay of Adam's second moments."""
+
+MOMENTUM = 0.9
+"""Decay of the momentum of SGD."""
+
+MUON_RMS = 0.2
+"""Root mean square of Muon's updates, x learning rate: AdamW's, so that both use the same rates (arXiv 2502.16982)."""
+
+TABLES = ("embedding", "head")
+"""Parameters of tokens, which Muon leaves to AdamW."""
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Return the optimizer of a run, with gradients clipped by their global norm over all devices.
+
+    Weight decay leaves out norms, biases, attention sinks and routers.
+    """
+    return stored(
+        optax.chain(
+            optax.clip_by_global_norm(config.optimizer.clip_norm), _direction(config.optimizer, make_schedule(config))
+        ),
+        jnp.dtype(config.optimizer.state_dtype),
+        config.seed,
+    )
+
+
+def _direction(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    decay = config.weight_decay
+    if config.name == "adamw":
+        return optax.adamw(schedule, b2=SECOND_DECAY, weight_decay=decay, mask=decays_weights)
+    if config.name == "muon":
+        return contrib.muon(
+            schedule,
+            adam_b2=SECOND_DECAY,
+            weight_decay=decay,
+            adam_weight_decay=decay,
+            muon_weight_dimension_numbers=_matrices,
+            consistent_rms=MUON_RMS,
+        )
+    rest = optax.add_decayed_weights(decay, decays_weights), optax.scale_by_learning_rate(schedule)
+    if config.name == "adafactor":
+        return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *rest)
+    return optax.chain(optax.trace(MOMENTUM), *rest)
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    names = (str(jax.tree_util.keystr((key,), simple=True)) for key in path)
+    return tuple(name for name in names if name != "value")
+
+
+def decays_weights(params: Any) -> Any:
+    """Return True for the matrices of a model, False for norms, biases, attention sinks and routers."""
+
+    def is_decayed(path: Any, _: Any) -> bool:
+        names = _names(path)
+        return "bias" not in names[-1] and names[-1] not in ("scale", "sinks") and names[-2:] != ROUTER
+
+    return jax.tree.map_with_path(is_decayed, params)
+
+
+def _matrices(params: Any) -> Any:
+    """Return the last two dimensions for the parameters that Muon updates, `None` for the others.
+
+    Leading dimensions, of layers and experts, are matrices of their own.
+    """
+
+    def dimensions(path: Any, leaf: Any, decays: bool) -> contrib.MuonDimensionNumbers | None:
+        if not decays or leaf.ndim < 2 or set(TABLES) & set(_names(path)):
+            return None
+        return contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+
+    return jax.tree.map_with_path(dimensions, params, decays_weights(params))
+
+
+def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: nnx.State) -> None:
+    """Update a model and its optimizer in place, inside a traced step."""
+    # optax mixes integer counts and floats, which strict dtype promotion rejects.
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer.update(model, gradients)
+
+
+def make_schedule(config: TrainConfig) -> optax.Schedule:
+    """Return the learning rate schedule, with steps from 0: a linear warm-up, then the configured schedule."""
+    warmup_steps, peak = min(config.optimizer.warmup_steps, config.steps // 5), config.optimizer.learning_rate
+    # Start above 0; otherwise the first step would not change the parameters.
+    first, last = peak / (warmup_steps + 1), FINAL_LEARNING_RATE * peak
+    if config.optimizer.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(first, peak, warmup_steps, config.steps, last)
+    stable = {"linear": warmup_steps, "constant": config.steps, "wsd": max(warmup_steps, int(STABLE * config.steps))}
+    start = stable[config.optimizer.schedule]
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(first, peak, warmup_steps),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, last, max(config.steps - start, 1)),
+        ],
+        [warmup_steps, start],
+    )
+
+
+class StoredState(NamedTuple):
+    """State of `stored`.
+
+    Args:
+        num_updates: number of updates, which seeds the rounding.
+        inner: state of the inner optimizer.
+    """
+
+    num_updates: Array
+    inner: Any
+
+
+def stored(inner: optax.GradientTransformation, dtype: Any, seed: int) -> optax.GradientTransformation:
+    """Compute an optimizer in float32, for parameters and state of either dtype.
+
+    Values stored in bfloat16 are rounded stochastically: otherwise a change below a 256th of a value would be lost in
+    every step. Float32 parameters and state are those of the inner optimizer, unchanged.
+
+    Args:
+        inner: the optimizer.
+        dtype: dtype of its state, float32 or bfloat16.
+        seed: seed of the rounding.
+    """
+
+    def init(params: Any) -> StoredState:
+        state = inner.init(_cast(params, jnp.float32))
+        return StoredState(jnp.zeros((), jnp.uint32), _cast(_without_empty(state), dtype))
+
+    def update(gradients: Any, state: StoredState, params: Any) -> tuple[Any, StoredState]:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.num_updates))
+        wide = _cast(params, jnp.float32)
+        updates, new = inner.update(_cast(gradients, jnp.float32), _cast(state.inner, jnp.float32), wide)
+        if dtype == jnp.bfloat16:
+            new = _rounded_tree(new, keys[0])
+        if any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params)):
+            # The difference is exact, so that adding it to the parameter gives the rounded value.
+            after = _rounded_tree(jax.tree.map(jnp.add, wide, updates), keys[1])
+            updates = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old, after, wide)
+        return updates, StoredState(state.num_updates + 1, new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _without_empty(state: Any) -> Any:
+    """Replace variables without a value, which Flax does not accept, by their empty node."""
+
+    def replaced(node: Any) -> Any:
+        is_empty = isinstance(node, nnx.Variable) and isinstance(node.get_value(), optax.MaskedNode)
+        return optax.MaskedNode() if is_empty else node
+
+    return jax.tree.map(replaced, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+
+
+def _rounded_tree(tree: Any, key: Array) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(
+        structure,
+        [
+            rounded(leaf, jax.random.fold_in(key, i)) if leaf.dtype == jnp.float32 else leaf
+            for i, leaf in enumerate(leaves)
+        ],
+    )
+
+
+def rounded(x: Array, key: Array) -> Array:
+    """Round float32 to one of the two nearest bfloat16 numbers, with probabilities that preserve the mean."""
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
+    near = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.isfinite(x), near, x).astype(jnp.bfloat16)

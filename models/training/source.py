@@ -1,0 +1,93 @@
+"""Model of a run that is no preset: a checkpoint to tune, or a published model with random parameters."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_moe_lb import Losses
+from jax_moe_lb.core import FileLimits
+from models.architectures.config_json import Fields, read_fields
+from models.architectures.published import PUBLISHED
+from models.architectures.registry import configured
+from models.config import COMPUTE_DTYPES, ModelConfig
+from models.decoder.config import DecoderConfig
+from models.settings import Given, layered
+
+PUBLISHED_NAMES = {name.lower(): name for name in PUBLISHED}
+"""Names of the published models by their command-line names in lower case."""
+
+SIZES = ("num_layers", "embed_dim", "num_heads", "mlp_dim", "num_experts", "vocab_size")
+
+OF_PRESETS = {
+    "model": (*SIZES, "experts_per_token", "force_balanced", "scan_layers"),
+    "parallel": ("fsdp",),
+    "relocation": ("interval",),
+}
+"""Keys by section that apply only to a model without a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Architecture of a run, and its parameters.
+
+    Args:
+        config: sizes of the model.
+        folder: folder of the checkpoint; `None` for random parameters.
+        limits: limits of the files of the checkpoint.
+    """
+
+    config: DecoderConfig
+    folder: Path | None
+    limits: FileLimits
+
+    @property
+    def stored_dtype(self) -> str:
+        """Dtype of the tuned checkpoint: that of the source, or float32 if it is not supported."""
+        raw = Fields(self.config.source, self.limits).raw
+        stored = raw.get("dtype", raw.get("torch_dtype"))
+        return stored if stored in COMPUTE_DTYPES else "float32"
+
+
+def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source | None:
+    """Return the source of a model, `None` for a preset.
+
+    Args:
+        model: configuration of the model.
+        limits: limits of the files of the checkpoint.
+
+    Raises:
+        ValueError: the architecture is not supported, or an option does not apply to it.
+    """
+    if model.checkpoint is None:
+        return None
+    options: dict[str, Any] = {"compute_dtype": model.compute_dtype, "param_dtype": model.param_dtype}
+    name, folder = PUBLISHED_NAMES.get(model.checkpoint), Path(model.checkpoint)
+    fields = read_fields(folder, limits) if name is None else Fields(json.dumps(PUBLISHED[name]))
+    config = configured(fields, scan_layers=True, predict_further=model.further_weight > 0, **options)
+    if model.bias_rate and not config.router.selection_bias:
+        raise ValueError(f"model.bias_rate is {model.bias_rate}; expected 0, as the model has no routing biases")
+    losses = Losses(switch=model.aux_loss, z=model.z_loss)
+    return Source(dataclasses.replace(config, losses=losses), folder if name is None else None, limits)
+
+
+def with_sizes(given: Given, source: Source | None) -> Given:
+    """Add the sizes of the source to the given fields of a run.
+
+    Args:
+        given: fields of `TrainConfig` given by the user.
+        source: return value of `source_of`.
+
+    Raises:
+        ValueError: a given field does not apply.
+    """
+    if source is None:
+        return given
+    for section, keys in OF_PRESETS.items():
+        for key in keys:
+            if value := given.get(section, {}).get(key):
+                raise ValueError(f"{section}.{key} is {value!r}; expected none with a checkpoint")
+    sizes: dict[str, Any] = {key: getattr(source.config, key) for key in SIZES}
+    sizes["experts_per_token"] = source.config.router.num_experts_per_tok
+    return layered(given, {"model": sizes})

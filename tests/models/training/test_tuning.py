@@ -1,0 +1,106 @@
+"""Tuning of checkpoints with the trainer of `models.train`."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from models import train
+from models.run_folder.metrics import RunFolder
+from models.tiny_checkpoint import SIZES, write_tiny
+
+TEXT = "the quick brown fox jumps over the lazy dog. "
+SMALL = ["--set", "batch.sequence_length=16", "--set", "optimizer.learning_rate=1e-2", "--system", "plain"]
+SMALL += ["--set", "optimizer.schedule=constant", "--set", "validation.interval=2", "--set", "validation.batches=1"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """Return a checkpoint with one layer, and text to tune it on."""
+    monkeypatch.setitem(SIZES, "mixtral", {"num_local_experts": 4, "num_hidden_layers": 1, "hidden_size": 32})
+    write_tiny("mixtral", tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 0}')
+    (tmp_path / "text").write_text(TEXT * 100)
+    (tmp_path / "held_out").write_text(TEXT * 10)
+    return tmp_path / "base"
+
+
+def tuned(checkpoint, name, *options):
+    """Run the command line; return the run folder and its output."""
+    folder = checkpoint.parent / name
+    arguments = [checkpoint, "--data", checkpoint.parent / "text", "--run-dir", folder, *SMALL, *options]
+    result = CliRunner().invoke(train.app, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    return RunFolder(folder), result.output
+
+
+def losses(folder):
+    return [row["loss"] for row in folder.rows("step")]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_another_mesh_and_writes_a_checkpoint(checkpoint):
+    held_out = ["--set", f"data.validation={checkpoint.parent / 'held_out'}", "--set", "batch.accumulate=2"]
+    straight, output = tuned(checkpoint, "straight", "--mesh", "data=2,expert=2", "--steps", 6, *held_out)
+    resumed, _ = tuned(checkpoint, "resumed", "--mesh", "data=1,expert=4", "--steps", 3, *held_out)
+    _, more = tuned(checkpoint, "resumed", "--mesh", "data=2,expert=2", "--steps", 6, *held_out, "--resume")
+    assert "resuming from step 3" in more
+    np.testing.assert_allclose(losses(resumed), losses(straight), rtol=1e-4)
+    assert losses(straight)[-1] < losses(straight)[0] - 1
+    assert "data: 4,500 + 450 tokens" in output
+    before, after = load_file(checkpoint / "model.safetensors"), load_file(straight.model / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert not [name for name, value in before.items() if np.array_equal(value, after[name])]
+    again = load_file(resumed.model / "model.safetensors")
+    assert all(np.allclose(value, again[name], atol=1e-3) for name, value in after.items())
+    for file in ("tokenizer.json", "generation_config.json"):
+        assert (straight.model / file).read_bytes() == (checkpoint / file).read_bytes()
+    assert json.loads((straight.path / "config.json").read_text())["config"]["model"]["num_experts"] == 4
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_routing_biases_move_and_the_trace_is_recorded(tmp_path):
+    write_tiny("glm4_moe", tmp_path / "base")
+    (tmp_path / "text").write_text(TEXT * 200)
+    options = ["--mesh", "data=2,expert=4", "--system", "greedy", "--steps", 12, "--set", "model.bias_rate=0.01"]
+    folder, _ = tuned(tmp_path / "base", "run", *options)
+    assert losses(folder)[-1] < losses(folder)[0] - 1
+    assert np.load(folder.counts)["counts"].shape == (24, 1, 4, 16)
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "base", folder.model))
+    assert not {name for name, value in before.items() if np.array_equal(value, after[name])}
+    bias = after["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert 0 < np.abs(bias).max() <= 0.12 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "model.num_layers=2"], "model.num_layers is 2; expected none with a checkpoint"),
+        (["--set", "parallel.fsdp=true"], "parallel.fsdp is True; expected none with a checkpoint"),
+        (["--set", "model.bias_rate=0.1"], "model.bias_rate is 0.1; expected 0, as the model has no routing biases"),
+        (["--set", "model.further_weight=0.1"], "predict_further is True; expected False"),
+        (["--set", "model.param_dtype=int8"], "model.param_dtype is 'int8'; expected one of float32, bfloat16"),
+        (["--set", "optimizer.name=lion"], "optimizer.name is 'lion'; expected one of adamw, muon, adafactor, sgd"),
+        ([], "data is required: the tokens are not bytes"),
+    ],
+)
+def test_bad_options_are_refused(checkpoint, options, message):
+    result = CliRunner().invoke(train.app, [str(checkpoint), *options])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {message}"), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "lora.rank=4"], "lora.rank is 4; expected 0 without model.checkpoint"),
+        (["--set", "model.param_dtype=bfloat16"], "model.param_dtype is 'bfloat16'; expected 'float32' without a"),
+    ],
+)
+def test_presets_have_no_options_of_checkpoints(options, message):
+    result = CliRunner().invoke(train.app, ["tiny", *options])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {message}"), result.stderr
