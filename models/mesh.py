@@ -72,17 +72,7 @@ def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
     if isinstance(variable, BalancerState):
         # A balancer state may be any pytree, without Flax sharding metadata, so it is replicated.
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), variable)
-    return jax.tree.map(lambda spec, leaf: _fitting(spec, leaf.shape, mesh), nnx.get_partition_spec(variable), variable)
-
-
-def _fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Return the sharding of a parameter, or replication for optimizer state of another shape, such as Adafactor's."""
-    sharding = NamedSharding(mesh, spec)
-    try:
-        sharding.shard_shape(shape)
-    except ValueError:
-        return NamedSharding(mesh, PartitionSpec())
-    return sharding
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(variable))
 
 
 def make_system(parallel: ParallelConfig) -> System:

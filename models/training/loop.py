@@ -259,6 +259,8 @@ def _export(run: Run, source: Source, state: nnx.State) -> None:
     if jax.process_index() == 0:
         shutil.rmtree(run.folder.model, ignore_errors=True)
     save_pretrained(run.programs.model(state), run.folder.model, dtype=source.stored_dtype, keep_from=source.folder)
+    if run.config.data.tokenizer is not None and jax.process_index() == 0:
+        shutil.copyfile(run.config.data.tokenizer, run.folder.model / "tokenizer.json")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax import Array
+from jax.sharding import NamedSharding
 from optax import contrib
 
 from models.config import OptimizerConfig, TrainConfig
@@ -145,7 +146,7 @@ def stored(inner: optax.GradientTransformation, dtype: Any, seed: int) -> optax.
 
     def init(params: Any) -> StoredState:
         state = inner.init(_cast(params, jnp.float32))
-        return StoredState(jnp.zeros((), jnp.uint32), _cast(_without_empty(state), dtype))
+        return StoredState(jnp.zeros((), jnp.uint32), _cast(_without_foreign(state), dtype))
 
     def update(gradients: Any, state: StoredState, params: Any) -> tuple[Any, StoredState]:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.num_updates))
@@ -162,14 +163,29 @@ def stored(inner: optax.GradientTransformation, dtype: Any, seed: int) -> optax.
     return optax.GradientTransformation(init, update)
 
 
-def _without_empty(state: Any) -> Any:
-    """Replace variables without a value, which Flax does not accept, by their empty node."""
+def _without_foreign(state: Any) -> Any:
+    """Replace variables that do not have the shape of their parameter by their values.
+
+    Flax would apply the sharding of the parameter to them: factored moments, and empty nodes of masked optimizers.
+    """
 
     def replaced(node: Any) -> Any:
-        is_empty = isinstance(node, nnx.Variable) and isinstance(node.get_value(), optax.MaskedNode)
-        return optax.MaskedNode() if is_empty else node
+        if not isinstance(node, nnx.Variable):
+            return node
+        value = node.get_value()
+        if isinstance(value, optax.MaskedNode):
+            return value
+        spec, mesh = nnx.get_partition_spec(node).get_value(), node.get_metadata().get("mesh")
+        return value if mesh is not None and not _fits(NamedSharding(mesh, spec), value.shape) else node
 
     return jax.tree.map(replaced, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def _fits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    try:
+        return len(sharding.spec) <= len(shape) and sharding.shard_shape(shape) is not None
+    except ValueError:
+        return False
 
 
 def _cast(tree: Any, dtype: Any) -> Any:

@@ -1,17 +1,19 @@
 """Compile steps of a preset and of a published model, and check limits: `python -m tests.models.compile_reference`.
 
 Requires the compilers installed by `ci/accelerators.sh`, but no accelerator. `--nightly` also compiles the slow
-step for a TPU, and that of DeepSeek-V3.
+step for a TPU, and those of further models.
 """
 
 import argparse
 import dataclasses
 import math
 import sys
+from dataclasses import dataclass
 
 from jax_moe_lb.aot import ProgramReport, Target, quiet_stderr
 from models.config import preset
 from models.dry_run.step import PublishedRun, dry_run
+from models.settings import Given
 
 SYSTEMS = {"h100:1x8": "exact", "v5e:2x4": "greedy"}
 """Systems by target; on a TPU the planner of `exact` takes longer to compile."""
@@ -24,16 +26,43 @@ MOST_HBM_BYTES = {"h100:1x8": 56.7e9, "v5e:2x4": 81.5e9}
 transposing rows 13 % on the TPU.
 """
 
-PUBLISHED = {("mixtral-8x7b", "h100:2x8"): 23.1e9}
-"""Maximum temporaries of a published model on a cluster: the current value plus 5 %."""
+BFLOAT16: Given = {"model": {"param_dtype": "bfloat16"}, "optimizer": {"state_dtype": "bfloat16"}}
+"""Options of a run with parameters and moments in bfloat16."""
 
-MOST_FLOPS_OVER_IDEAL = 1.35
-"""Limit for a published model, including rematerialized expert products and a partly filled buffer."""
+LORA: Given = {"model": {"param_dtype": "bfloat16"}, "lora": {"rank": 16}}
 
-NIGHTLY = {("deepseek-v3", "h100:32x8"): (21.9e9, 1.43, 3.41e12)}
-"""Maximum temporaries, FLOPs over the ideal and memory traffic of models compiled at night, as above. Attention scores
-in float32 took four times the traffic.
-"""
+
+@dataclass(frozen=True)
+class PublishedLimits:
+    """A training step of a published model, which has to fit, and its limits.
+
+    Args:
+        model: name of the model.
+        target: name of the cluster.
+        given: fields of `TrainConfig`.
+        temp_gb: maximum temporaries of a device: the value when it was set, plus 5 %.
+        flops_over_ideal: maximum floating-point operations, with rematerialized products and a partly filled buffer.
+        hbm_gb: maximum memory traffic of a device.
+        nightly: if True, compile with `--nightly` only.
+    """
+
+    model: str
+    target: str
+    given: Given
+    temp_gb: float = math.inf
+    flops_over_ideal: float = math.inf
+    hbm_gb: float = math.inf
+    nightly: bool = True
+
+
+PUBLISHED = (
+    PublishedLimits("mixtral-8x7b", "h100:1x8", BFLOAT16, flops_over_ideal=1.35, nightly=False),
+    PublishedLimits("qwen3-30b-a3b", "h100:1x8", BFLOAT16),
+    PublishedLimits("gpt-oss-20b", "h100:1x4", BFLOAT16),
+    PublishedLimits("mixtral-8x7b", "h100:1x2", LORA),
+    # Attention scores in float32 would take four times the traffic.
+    PublishedLimits("deepseek-v3", "h100:32x8", {}, 21.9, 1.43, 3410),
+)
 
 MOST_COMPILE_S = 300.0
 """Five times the duration on an idle core."""
@@ -52,16 +81,14 @@ def main() -> int:
         with quiet_stderr():
             report = dry_run(config, Target.parse(name))
         bad += _is_broken(f"{name} {system}", report, MOST_TEMP_BYTES[name], most_hbm=MOST_HBM_BYTES[name])
-    for (model, name), most_bytes in PUBLISHED.items():
-        target = Target.parse(name)
+    for case in PUBLISHED:
+        if case.nightly and not nightly:
+            continue
+        target = Target.parse(case.target)
         with quiet_stderr():
-            report = PublishedRun.on(model, target, {}).compile(target)
-        bad += _is_broken(f"{name} {model}", report, most_bytes, MOST_FLOPS_OVER_IDEAL)
-    for (model, name), limits in NIGHTLY.items() if nightly else ():
-        target = Target.parse(name)
-        with quiet_stderr():
-            report = PublishedRun.on(model, target, {}).compile(target)
-        bad += _is_broken(f"{name} {model}", report, *limits)
+            report = PublishedRun.on(case.model, target, case.given).compile(target)
+        limits = 1e9 * case.temp_gb, case.flops_over_ideal, 1e9 * case.hbm_gb
+        bad += _is_broken(f"{case.target} {case.model}", report, *limits)
     return int(bad > 0)
 
 
@@ -71,7 +98,8 @@ def _is_broken(
     broken = report.temp_bytes > most_bytes or report.compile_s > MOST_COMPILE_S or not report.fits
     broken |= report.hbm_bytes > most_hbm
     broken |= report.flops_over_ideal is None or report.flops_over_ideal > most_flops
-    sizes = f"temporaries {report.temp_bytes / 1e9:.2f} GB, memory traffic {report.hbm_bytes / 1e9:.1f} GB"
+    sizes = f"arguments {report.argument_bytes / 1e9:.2f} GB, temporaries {report.temp_bytes / 1e9:.2f} GB"
+    sizes += f" of {(report.memory_bytes or 0) / 1e9:.1f} GB, memory traffic {report.hbm_bytes / 1e9:.1f} GB"
     sizes += f", FLOPs {report.flops_over_ideal or 0:.2f} of the ideal"
     print(f"{what}: {sizes}, compiled in {report.compile_s:.0f} s{' WRONG' * broken}", flush=True)
     return broken

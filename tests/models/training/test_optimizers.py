@@ -14,6 +14,8 @@ from models.training.optimizer import apply_gradients, make_optimizer, rounded
 
 CONFIG = TrainConfig(optimizer=OptimizerConfig(1e-2, "constant", warmup_steps=0, weight_decay=0.0))
 
+RATES = {"adamw": 0.03, "muon": 0.1, "adafactor": 0.03, "sgd": 3.0}
+
 
 def learned(config, dtype=jnp.float32, steps=60):
     """Return the losses of fitting a linear map, and model and optimizer."""
@@ -34,7 +36,8 @@ def learned(config, dtype=jnp.float32, steps=60):
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns_with_state_of_the_dtype(name, state_dtype):
-    optimizer = dataclasses.replace(CONFIG.optimizer, name=name, state_dtype=state_dtype)
+    rate = RATES[name]
+    optimizer = dataclasses.replace(CONFIG.optimizer, learning_rate=rate, name=name, state_dtype=state_dtype)
     losses, _, after = learned(dataclasses.replace(CONFIG, optimizer=optimizer))
     assert losses[-1] < 0.5 * losses[0]
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(nnx.state(after)) if jnp.issubdtype(leaf.dtype, jnp.floating)}
