@@ -66,7 +66,7 @@ def test_a_run_resumes_on_another_mesh_and_writes_a_checkpoint(checkpoint):
     assert "resuming from step 3" in more
     np.testing.assert_allclose(losses(resumed), losses(straight), rtol=1e-4)
     assert losses(straight)[-1] < losses(straight)[0] - 1
-    assert "data: 4,500 + 450 tokens" in output
+    assert "data: 4,501 + 451 tokens" in output
     before, after = load_file(checkpoint / "model.safetensors"), load_file(straight.model / "model.safetensors")
     assert before.keys() == after.keys()
     assert not [name for name, value in before.items() if np.array_equal(value, after[name])]
