@@ -18,7 +18,7 @@ find_links=()
 for folder in ${PIP_FIND_LINKS:-}; do find_links+=(--find-links "$folder"); done
 install "${find_links[@]}" "$torch+cpu" 2> /dev/null ||
   install --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" 2> /dev/null || install "$torch"
-install -e '.[models]' -C wheel.cmake=false grain optax pytest pytest-xdist beartype
+install -e '.[train]' -C wheel.cmake=false pytest pytest-xdist beartype
 # Both share one compilation cache: see tests/parity/conftest.py.
 cache=$(mktemp -d)
 trap 'rm -rf "$cache"' EXIT

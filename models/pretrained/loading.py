@@ -45,7 +45,7 @@ def from_pretrained(
     """Load the model of a checkpoint onto the devices of a mesh, for generation.
 
     Experts are on their home ranks, other parameters on every device. Training shards all of them; see
-    `load_parameters`.
+    `load_state`.
 
     Args:
         folder: folder with `config.json` and safetensors, as written by `transformers`.

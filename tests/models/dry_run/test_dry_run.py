@@ -53,7 +53,7 @@ def test_devices_of_a_group_lie_side_by_side(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "config is 'mixtral-8x7b'; expected --dry-run with it"),
+        ([], "data.tokenizer is None; expected a tokenizer.json for mixtral-8x7b"),
         (
             ["--dry-run", "h100:8x8", "--set", "model.force_balanced=true"],
             "model.force_balanced is True; expected none with",
@@ -64,7 +64,7 @@ def test_devices_of_a_group_lie_side_by_side(monkeypatch):
         (["--dry-run", "h100:8x8"], "target h100:8x8 requires the compiler of cuda; run pip install"),
     ],
 )
-def test_published_models_are_compiled_alone(arguments, message, monkeypatch):
+def test_options_of_published_models_are_refused(arguments, message, monkeypatch):
     monkeypatch.setattr(targets, "has_compiler", lambda platform: False)
     result = CliRunner().invoke(app, ["mixtral-8x7b", *arguments])
     assert (result.exit_code, result.stdout) == (2, "")
