@@ -18,6 +18,7 @@ from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import RunFolder
 from models.tiny_checkpoint import SIZES, write_tiny
 from models.training.step import next_token_loss
+from tests.models.processes import end, free_port, start
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
 SMALL = ["--set", "batch.sequence_length=16", "--set", "optimizer.learning_rate=1e-2", "--system", "plain"]
@@ -140,3 +141,21 @@ def test_presets_have_no_options_of_checkpoints(options, message):
     result = CliRunner().invoke(train.app, ["tiny", *options])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {message}"), result.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_two_processes_load_and_write_what_one_does(checkpoint):
+    """Experts and widths are split over both: neither process has all of a matrix."""
+    options = ["--mesh", "data=2,expert=2", "--steps", 2]
+    alone, _ = tuned(checkpoint, "alone", *options)
+    together, port = RunFolder(checkpoint.parent / "together"), free_port()
+    arguments = [checkpoint, "--data", checkpoint.parent / "text", "--run-dir", together.path, *SMALL, *options]
+    arguments += ["--distributed", "--set", f"multi_process.coordinator=127.0.0.1:{port}"]
+    arguments += ["--set", "multi_process.num_processes=2"]
+    each = [[*arguments, "--set", f"multi_process.process_id={number}"] for number in range(2)]
+    ended = end([start("tests.models.tiny_process", *map(str, given)) for given in each], 600)
+    assert [code for code, _, _ in ended] == [0, 0], [errors for _, _, errors in ended]
+    np.testing.assert_allclose(losses(together), losses(alone), rtol=1e-5)
+    one, two = (load_file(folder.model / "model.safetensors") for folder in (alone, together))
+    assert all(np.allclose(value, two[name], atol=1e-4) for name, value in one.items())
