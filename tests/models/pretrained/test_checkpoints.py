@@ -215,7 +215,7 @@ def test_an_index_that_lies(mixtral, tmp_path, places, expected):
         ("num_key_value_heads", 3, "num_kv_heads is 3; expected a divisor"),
         ("rope_scaling", {"rope_type": "longrope"}, "rope_type is 'longrope'"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'; expected 'silu'"),
-        ("num_local_experts", 6, "not of this model"),
+        ("num_local_experts", 8, "not of this model"),
         ("num_hidden_layers", 10**12, "num_hidden_layers is 1000000000000; expected an integer, 0 to 1024"),
         ("model_type", "qwen3_moe", "moe_intermediate_size is None"),
         ("num_local_experts", -1, "num_local_experts is -1"),

@@ -145,13 +145,13 @@ def test_beginnings_of_documents_are_not_predicted():
 def test_gradients_are_clipped_by_their_norm_over_all_devices():
     """This includes a sharded parameter."""
     mesh = make_mesh(ON_8)
-    gradient = jax.device_put(jnp.full((8, 4), 3.0), batch_sharding(mesh))
+    gradient = {"up": jax.device_put(jnp.full((8, 4), 3.0), batch_sharding(mesh))}
     transform = make_optimizer(updated(SMALL, {"optimizer": {"clip_norm": 2.0}}))
     with jax.numpy_dtype_promotion("standard"):
         state = transform.init(gradient)
         _, state = jax.jit(transform.update)(gradient, state, gradient)
     first_moment = state.inner[1][0].mu
-    np.testing.assert_allclose(first_moment, 0.1 * 2.0 / np.sqrt(8 * 4), rtol=1e-5)
+    np.testing.assert_allclose(first_moment["up"], 0.1 * 2.0 / np.sqrt(8 * 4), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
