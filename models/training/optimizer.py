@@ -26,7 +26,7 @@ MOMENTUM = 0.9
 """Decay of the momentum of SGD."""
 
 MUON_RMS = 0.2
-"""Root mean square of Muon's updates, x learning rate: AdamW's, so that both use the same rates (arXiv 2502.16982)."""
+"""Root mean square of Muon's updates, x learning rate. It is AdamW's, for equal rates (arXiv 2502.16982)."""
 
 TABLES = ("embedding", "head")
 """Parameters of tokens, which Muon leaves to AdamW."""
@@ -81,7 +81,7 @@ def decays_weights(params: Any) -> Any:
 
 
 def _matrices(params: Any) -> Any:
-    """Return the last two dimensions for the parameters that Muon updates, `None` for the others.
+    """Return the last two dimensions for the parameters updated by Muon, `None` for the others.
 
     Leading dimensions, of layers and experts, are matrices of their own.
     """
@@ -164,7 +164,7 @@ def stored(inner: optax.GradientTransformation, dtype: Any, seed: int) -> optax.
 
 
 def _without_foreign(state: Any) -> Any:
-    """Replace variables that do not have the shape of their parameter by their values.
+    """Replace variables of another shape than their parameter by their values.
 
     Flax would apply the sharding of the parameter to them: factored moments, and empty nodes of masked optimizers.
     """
@@ -204,7 +204,7 @@ def _rounded_tree(tree: Any, key: Array) -> Any:
 
 
 def rounded(x: Array, key: Array) -> Array:
-    """Round float32 to one of the two nearest bfloat16 numbers, with probabilities that preserve the mean."""
+    """Round float32 to one of the two nearest bfloat16 numbers, with probabilities preserving the mean."""
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
     near = jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,4 +1,4 @@
-"""Model of a run that is no preset: a checkpoint to tune, or a published model with random parameters."""
+"""Source of a run's model: a checkpoint to tune, or a published model with random parameters."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ OF_PRESETS = {
     "parallel": ("fsdp",),
     "relocation": ("interval",),
 }
-"""Keys by section that apply only to a model without a checkpoint."""
+"""Keys by section for models without a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Source:
 
     @property
     def stored_dtype(self) -> str:
-        """Dtype of the tuned checkpoint: that of the source, or float32 if it is not supported."""
+        """Dtype of the tuned checkpoint: the source's, or float32 if it is not supported."""
         raw = Fields(self.config.source, self.limits).raw
         stored = raw.get("dtype", raw.get("torch_dtype"))
         return stored if stored in COMPUTE_DTYPES else "float32"
