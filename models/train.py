@@ -66,7 +66,7 @@ CONFIG = f"Checkpoint folder, .yaml file, or one of {', '.join([*PRESETS, *PUBLI
 SYSTEM = f"NAME or NAME:key=value,key=value: {', '.join(system_names())}; keys {', '.join(SYSTEM_OPTIONS)}."
 MESH = "Axes and sizes, data=2,expert=4,domain=4: groups, ranks per group, ranks that share expert weights."
 DATA = "File or folder of text, JSON lines of text or messages, or token arrays; or PATH:WEIGHT; repeatable."
-RUN_DIR = "Run folder. [default: runs/CONFIG, then runs/CONFIG-2, ...; the last one to resume or overwrite]"
+RUN_DIR = "Run folder. [default: runs/CONFIG or runs/CHECKPOINT-tuned, then ...-2; the last to resume or overwrite]"
 RESUME = "Continue from the newest checkpoint; mesh and system stay as they were, unless given."
 DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE overrides the detection."
 DRY_RUN = "Compile the training step for a target such as h100:1x8, without training."
@@ -148,7 +148,8 @@ class TrainArgs:
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Validate all inputs and prepare the run; see `models.training.loop.prepare`."""
         how = {"resume": self.resume, "overwrite": self.overwrite}
-        first = Path("runs") / Path(self.name).name.removesuffix(".yaml").removesuffix(".yml")
+        name = Path(self.name).name.removesuffix(".yaml").removesuffix(".yml")
+        first = Path("runs") / (f"{name}-tuned" if Path(self.name).is_dir() else name)
         folder = self.run_dir or _default_run_dir(first, place, last=any(how.values()))
         before = RunFolder(folder, self.limits)
         config = self._configured(as_before(before, self.given) if self.resume else self.given)

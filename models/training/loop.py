@@ -130,6 +130,8 @@ def prepare(
     with in_section("parallel"):
         system = make_system(config.parallel)
     source = source_of(config.model, limits)
+    if source is not None and source.folder is not None and source.folder.absolute() == run_dir.absolute():
+        raise ValueError(f"run_dir is {str(run_dir)!r}, the folder of the checkpoint; expected another folder")
     programs = make_programs(config, mesh, system, source.config if source else None)
     _check_slots(config, system)
     writes = jax.process_index() == 0

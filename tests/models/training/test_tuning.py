@@ -130,6 +130,14 @@ def test_bad_options_are_refused(checkpoint, options, message):
     assert result.stderr.startswith(f"error: {message}"), result.stderr
 
 
+def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
+    arguments = [checkpoint, "--data", checkpoint.parent / "text", "--run-dir", checkpoint, "--overwrite", *SMALL]
+    before = sorted(checkpoint.iterdir())
+    result = CliRunner().invoke(train.app, [*map(str, arguments), "--mesh", "expert=4"])
+    assert (result.exit_code, sorted(checkpoint.iterdir())) == (2, before)
+    assert "the folder of the checkpoint; expected another folder" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
