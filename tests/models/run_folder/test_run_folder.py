@@ -55,7 +55,7 @@ def test_what_only_tracing_finds_touches_nothing(copied, monkeypatch):
     def refuses(*arguments):
         raise ValueError("found by tracing")
 
-    monkeypatch.setattr("models.training.step._share_of_loss", refuses)
+    monkeypatch.setattr("models.training.step.next_token_loss", refuses)
     before = contents(copied)
     with pytest.raises(ValueError, match="found by tracing"):
         prepare(CONFIG, CORPUS, copied, overwrite=True)
