@@ -58,7 +58,7 @@ class PublishedLimits:
 PUBLISHED = (
     PublishedLimits("mixtral-8x7b", "h100:1x8", BFLOAT16, 22.9, 1.35, nightly=False),
     PublishedLimits("qwen3-30b-a3b", "h100:1x8", BFLOAT16),
-    PublishedLimits("gpt-oss-20b", "h100:1x4", BFLOAT16),
+    PublishedLimits("gpt-oss-20b", "h100:1x4", BFLOAT16, 19.5, 1.64, 2200),
     PublishedLimits("mixtral-8x7b", "h100:1x2", LORA, 15.7, 1.36),
     # Attention scores in float32 would take four times the traffic.
     PublishedLimits("deepseek-v3", "h100:32x8", {}, 21.9, 1.43, 3410),
