@@ -157,7 +157,9 @@ class FiberRef {
   }
   void Add(V value) const {
     t_->OnWrite(shadow_, true);
-    *place_ = static_cast<V>(*place_ + value);
+    // Sums of arguments that are refused later wrap around, as those of atomicAdd do.
+    using Unsigned = std::make_unsigned_t<V>;
+    *place_ = static_cast<V>(static_cast<Unsigned>(*place_) + static_cast<Unsigned>(value));
   }
 
  private:

@@ -176,38 +176,41 @@ void NameTooMuch(int64_t rank, int64_t) {
   }
 }
 
-// Every process copies a word of every other; without peer access the pair is named.
-void Probe(int64_t rank, int64_t count) {
-  const auto kind = rank % 2 == 0 ? MemoryKind::kClassic : MemoryKind::kMapped;
+// Every process copies a word of every other, once, as when processes connect.
+moe_lb::Status TryPeers(int64_t rank, int64_t count, int64_t number) {
   const auto device = static_cast<int>(rank) + 1;
-  const auto try_all = [&](char* word) {
-    const auto number = static_cast<int32_t>(rank);
-    std::memcpy(word, &number, sizeof number);
-    return moe_lb::peer_cuda::TryPeers(ProcessesUpTo(count), word, device, 30);
-  };
   EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
-  const Allocation memory = NewAllocation(4096, kind);
+  const Allocation memory = NewAllocation(4096, rank % 2 == 0 ? MemoryKind::kClassic : MemoryKind::kMapped);
   EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
-  EXPECT_EQ(try_all(memory.begin + 8).value_or(""), std::string());
+  const auto word = static_cast<int32_t>(number);
+  std::memcpy(memory.begin + 8, &word, sizeof word);
+  moe_lb::Status bad = moe_lb::peer_cuda::TryPeers(ProcessesUpTo(count), memory.begin + 8, device, 30);
   int now = -1;
   EXPECT_EQ(cudaGetDevice(&now), cudaSuccess);
   EXPECT_EQ(now, 0);
-  // Of an ordered pair alone: device 1 cannot read device 2 and 3, of both kinds of memory.
-  for (const int owner : {2, 3}) {
-    TheStandIn().without_peer_access = {{1, owner}};
-    const moe_lb::Status bad = try_all(memory.begin + 16);
-    EXPECT_EQ(bad.has_value(), rank == 0);
-    if (bad) EXPECT(Has(*bad, "device 1 cannot copy from process " + std::to_string(owner - 1) + ": "));
-    if (bad) std::cerr << *bad << std::endl;
-  }
-  // A word that is not there: memory of another kind of mapping, or stale memory.
-  const auto wrong = static_cast<int32_t>(rank) + 40;
-  TheStandIn().without_peer_access = {};
-  std::memcpy(memory.begin + 24, &wrong, sizeof wrong);
-  const moe_lb::Status bad = moe_lb::peer_cuda::TryPeers(ProcessesUpTo(count), memory.begin + 24, device, 30);
-  EXPECT(bad && Has(*bad, "; expected "));
   // The others may still read.
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  return bad;
+}
+
+void Probe(int64_t rank, int64_t count) { EXPECT_EQ(TryPeers(rank, count, rank).value_or(""), std::string()); }
+
+// Of an ordered pair alone: device 1 cannot read the device of the owner.
+void ProbeWithout(int64_t rank, int64_t count, int64_t owner) {
+  TheStandIn().without_peer_access = {{1, static_cast<int>(owner) + 1}};
+  const moe_lb::Status bad = TryPeers(rank, count, rank);
+  EXPECT_EQ(bad.has_value(), rank == 0);
+  if (bad) EXPECT(Has(*bad, "device 1 cannot copy from process " + std::to_string(owner) + ": "));
+}
+
+void ProbeWithoutMapped(int64_t rank, int64_t count) { ProbeWithout(rank, count, 1); }
+
+void ProbeWithoutClassic(int64_t rank, int64_t count) { ProbeWithout(rank, count, 2); }
+
+// A word that is not there: memory of another kind of mapping, or stale memory.
+void ProbeStale(int64_t rank, int64_t count) {
+  const moe_lb::Status bad = TryPeers(rank, count, rank + 40);
+  EXPECT(bad && Has(*bad, "; expected "));
 }
 
 // One rank is killed between start and join. The others end with its name, and no stream waits.
@@ -351,11 +354,24 @@ void AskForOther(int64_t rank, int64_t count) {
 
 using Part = void (*)(int64_t rank, int64_t count);
 const std::map<std::string, Part> kParts = {
-    {"classic", CopyClassic},    {"mapped", CopyMapped},      {"reallocate", Reallocate},
-    {"end", RunUntilFailure},    {"never", NeverCome},        {"one_fails", OneFails},
-    {"other", AskForOther},      {"many", BeginMany},         {"move", Move},
-    {"free", FreeOpenMemory},    {"bounds", NameTooMuch},     {"probe", Probe},
-    {"die_copies", DieInCopies}, {"die_relays", DieInRelays}, {"die_plan", DieInPlan},
+    {"classic", CopyClassic},
+    {"mapped", CopyMapped},
+    {"reallocate", Reallocate},
+    {"end", RunUntilFailure},
+    {"never", NeverCome},
+    {"one_fails", OneFails},
+    {"other", AskForOther},
+    {"many", BeginMany},
+    {"move", Move},
+    {"free", FreeOpenMemory},
+    {"bounds", NameTooMuch},
+    {"probe", Probe},
+    {"probe_mapped", ProbeWithoutMapped},
+    {"probe_classic", ProbeWithoutClassic},
+    {"probe_stale", ProbeStale},
+    {"die_copies", DieInCopies},
+    {"die_relays", DieInRelays},
+    {"die_plan", DieInPlan},
     {"die_rows", DieInRows},
 };
 
@@ -431,7 +447,8 @@ int main(int argc, char** argv) {
   }
   const auto before = std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp"));
   for (const int64_t count : {2, 4, 8}) ExpectAllSucceed(argv[0], count == 4 ? "classic" : "mapped", count);
-  for (const char* const part : {"reallocate", "move", "many", "never", "one_fails", "other", "probe"})
+  for (const char* const part : {"reallocate", "move", "many", "never", "one_fails", "other", "probe", "probe_mapped",
+                                 "probe_classic", "probe_stale"})
     ExpectAllSucceed(argv[0], part, 3);
   for (const char* const part : {"free", "bounds"}) ExpectAllSucceed(argv[0], part, 2);
   for (const char* const part : {"die_copies", "die_relays", "die_plan", "die_rows"}) {

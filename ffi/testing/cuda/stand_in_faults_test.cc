@@ -343,6 +343,7 @@ void NoContextIsMadeOnOtherDevices() {
   ExpectGoodRun(planned, gpus, 2);
   ExpectGoodRun(rows, gpus, 3);
   EXPECT_EQ(plan.Run(*gpus[0], 4).message, std::string());
+  Synchronize(gpus[0]->stream());
   EXPECT(Contexts() == (std::set<int>{4, 5, 6, 7}));
 }
 
