@@ -205,7 +205,7 @@ def layer_of_plan(mesh, topology, system):
 
 
 # HybridEP changes the domain and UltraEP the split, which are static; RailS requires rails.
-PLANNED = {kind: balancer for kind, balancer in BALANCERS.items() if kind not in (HybridEP, RailS, UltraEP)}
+PLANNED = {kind: balancer for kind, balancer in BALANCERS.items() if kind not in (Given, HybridEP, RailS, UltraEP)}
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def test_a_run_resumes_on_another_mesh_and_writes_a_checkpoint(checkpoint):
     assert json.loads((straight.path / "config.json").read_text())["config"]["model"]["num_experts"] == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_adapters_alone_are_trained_and_merged(checkpoint):
     """The saved checkpoint has the validation loss of the last step."""
