@@ -156,8 +156,9 @@ void WhatFailsInActFailsAll() {
 }
 
 void WhoIsMissingIsNamed() {
-  Meeting meeting(Options(8, 0.05), Sum);
-  const std::string want = "meeting: rank 2 of 8 did not arrive within 0.05 s; missing ranks: 2 5";
+  // The other threads must start within this time, on a loaded machine, too.
+  Meeting meeting(Options(8, 1.0), Sum);
+  const std::string want = "meeting: rank 2 of 8 did not arrive within 1 s; missing ranks: 2 5";
   int64_t sum = 0;
   OnThreads(8, [&](int64_t rank) {
     if (rank == 2 || rank == 5) return;
