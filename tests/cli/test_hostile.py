@@ -111,9 +111,10 @@ def refused(capsys):
     """Run a command that must end quickly, and return its message."""
 
     def run(*argv):
-        start = time.monotonic()
+        # CPU time: other programs may take the cores.
+        start = time.process_time()
         code = main([str(argument) for argument in argv])
-        seconds, captured = time.monotonic() - start, capsys.readouterr()
+        seconds, captured = time.process_time() - start, capsys.readouterr()
         assert (code, captured.out) == (2, "")
         assert captured.err.startswith("error: ")
         assert captured.err.count("\n") == 1
@@ -455,10 +456,10 @@ def test_values_of_any_length_are_shown_short():
 
 @pytest.mark.parametrize("text", ["1e1000000000 GB/s", "1" * 10**6 + " GB/s", "e" * 10**6, " " * 10**6])
 def test_a_quantity_is_read_at_once(text):
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match="expected a rate above 0 with its unit"):
         units.rate(text)
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_what_is_usual_is_still_read(capsys, folder):
