@@ -1,8 +1,8 @@
 """Compile layers for accelerators not present, and check limits.
 
 At small sizes only the structure of a program is checked: its memory, its products, and collectives over mesh axes.
-The reference sizes are compiled for the cases of `LIMITS`. A run compiles about a quarter of the programs, at least one
-for each limit and kind of exchange; `--nightly` compiles all of them.
+The reference sizes are compiled for the cases of `LIMITS`. A run compiles about a quarter of the programs;
+`--nightly` compiles all of them.
 
 Run `ci/accelerators.sh`, which installs the compilers.
 """

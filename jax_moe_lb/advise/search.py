@@ -292,12 +292,12 @@ def _explored(
     times: dict[Choice, float] = {}
 
     def look(choices: Iterable[Choice]) -> None:
-        new = [choice for choice in dict.fromkeys(choices) if choice not in times and may(choice)]
+        bounds = {choice: judge.floor_s(choice) for choice in choices if choice not in times and may(choice)}
         # Those with the lowest bound come first, so that fewer of the others are simulated.
-        for choice in sorted(new, key=judge.floor_s):
+        for choice in sorted(bounds, key=bounds.__getitem__):
             best = [times[one] for one in _best_of_families(times, FAMILIES)]
             limit = best[-1] if len(best) == FAMILIES else float("inf")
-            if judge.floor_s(choice) <= limit:
+            if bounds[choice] <= limit:
                 times[choice] = judge.glance(choice, workload)
 
     look(first)

@@ -217,12 +217,17 @@ def copies_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Spli
     """
     num_experts, num_ranks = quota.shape
     copies = np.zeros((num_ranks, num_experts, num_ranks), np.int32)
+    # Most experts are served by one rank, which gets all their tokens.
+    copies[:, np.arange(num_experts), quota.argmax(1)] = counts
+    shared = np.flatnonzero((quota > 0).sum(1) > 1)
+    copies[:, shared] = 0
 
     def add(sources: _Entries, experts: _Entries, ranks: _Sent, sent: _Sent) -> None:
-        copies[sources[:, None], experts[:, None], ranks] += sent
+        copies[sources[:, None], shared[experts][:, None], ranks] += sent
 
-    stay = _by_source(counts, quota, domain, split, add)
-    copies[np.arange(num_ranks), :, np.arange(num_ranks)] += stay.T
+    stay = _by_source(counts[:, shared], quota[shared], domain, split, add)
+    every = np.arange(num_ranks)
+    copies[every[:, None], shared, every[:, None]] += stay.T
     return copies
 
 

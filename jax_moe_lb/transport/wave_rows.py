@@ -72,13 +72,7 @@ class WaveRows:
     @cached_property
     def _by_expert(self) -> Int[np.ndarray, "R E R"]:
         """Copies of each rank for each expert by serving rank."""
-        counts, plan = self.counts, self.plan
-        copies = np.zeros((plan.num_ranks, plan.num_experts, plan.num_ranks), np.int32)
-        # Most experts are served by one rank, which gets all their tokens.
-        copies[:, np.arange(plan.num_experts), plan.quota.argmax(1)] = counts
-        shared = np.flatnonzero((plan.quota > 0).sum(1) > 1)
-        copies[:, shared] = copies_of_all(counts[:, shared], plan.quota[shared], plan.domain, plan.split)
-        return copies
+        return copies_of_all(self.counts, self.plan.quota, self.plan.domain, self.plan.split)
 
 
 class EvenRouting(NamedTuple):
