@@ -97,7 +97,7 @@ def main(
             max_new_tokens,
             sampling,
             end_tokens=words.end_tokens,
-            stop=lambda line: text_of(line) != words.text(line),
+            stop=(lambda line: text_of(line) != words.text(line)) if stop else None,
             show=(lambda lines: printers[0].show(lines[0])) if stream else None,
             tell=trace.add,
         )
