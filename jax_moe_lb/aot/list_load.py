@@ -99,11 +99,16 @@ class ListLoad:
         width = nbytes // (one.received if is_back else one.sent)
         chunks = one.chunks
         if hop == len(self.hops) - 1:
-            rows = rows * (i + 1) // self.rounds - rows * i // self.rounds
+            rows = part_of_round(rows, i, self.rounds)
             if nbytes <= self.choice_bytes * one.received:
                 chunks, width = 1, width if is_back else self.choice_bytes
         rows = -(-(rows.transpose(0, 2, 1) if is_back else rows) // chunks)
         return list(rows[..., None] * width)
+
+
+def part_of_round(rows: Int[np.ndarray, "..."], i: int, rounds: int) -> Int[np.ndarray, "..."]:
+    """Return the part of rows in round `i` that are spread evenly over the rounds."""
+    return rows * (i + 1) // rounds - rows * i // rounds
 
 
 def _inside(rows: Int[np.ndarray, "R R"], groups: Int[np.ndarray, "G P"]) -> Int[np.ndarray, "G P P"]:

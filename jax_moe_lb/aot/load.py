@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from jax_moe_lb.aot.list_load import ListLoad
+from jax_moe_lb.aot.list_load import ListLoad, part_of_round
 from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.core.plan import Plan
@@ -119,7 +119,7 @@ class LayerLoad:
         if self.rounds == 1:
             return whole
         if wave or self.lists is not None:
-            return self._part(whole, i)
+            return part_of_round(whole, i, self.rounds)
         # The window of a round on the stream of each receiver, by slot and then source, or by source and then slot.
         order = (1, 0, 2) if by_rank else (1, 2, 0)
         stream = whole.transpose(order).reshape(len(whole), -1)
@@ -140,7 +140,7 @@ class LayerLoad:
         arriving = self.sent(0, i).sum(0)
         if self.moved_on is None:
             return arriving
-        static = np.maximum(arriving - self._part(self.moved_on, i), 0)
+        static = np.maximum(arriving - part_of_round(self.moved_on, i, self.rounds), 0)
         onward = self.sent(1, i)
         staying = np.einsum("iis->is", onward)
         moved = onward.sum(0) - staying
@@ -151,10 +151,6 @@ class LayerLoad:
             "dynamic_wave": moved,
             "moved_wave": moved,
         }.get(part, static + staying + moved)
-
-    def _part(self, rows: Int[np.ndarray, "..."], i: int) -> Int[np.ndarray, "..."]:
-        """Return the part of rows in round `i` that are spread evenly over the rounds."""
-        return rows * (i + 1) // self.rounds - rows * i // self.rounds
 
     @cached_property
     def replicas(self) -> Slices:
