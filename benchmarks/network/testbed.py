@@ -27,9 +27,11 @@ from jax_moe_lb.layer.systems import feplb, hybridep
 from jax_moe_lb.nn.moe import RouterBias
 from models.config import BatchConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.data.corpus import Corpus
+from models.data.marks import num_predicted
 from models.decoder.tiny import LanguageModel
 from models.mesh import make_mesh, place_batch, state_shardings
-from models.training.step import apply_gradients, loss_and_gradients, make_optimizer, next_token_loss
+from models.training.optimizer import apply_gradients, make_optimizer
+from models.training.step import loss_and_gradients, next_token_loss
 
 NUM_RANKS, CORES = 4, 0.35
 
@@ -169,7 +171,8 @@ def _functions(case: Case, config: TrainConfig, mesh: Mesh, records: np.ndarray)
             if not case.bias_rate:
                 for block, record in zip(model.blocks, of_layers, strict=True):
                     block.moe.bias.set_value(record)
-            loss, stats, gradients = loss_and_gradients(model, tokens, 1, mesh)
+            counts = num_predicted(tokens)
+            loss, stats, gradients = loss_and_gradients(model, nnx.Param, next_token_loss, tokens, counts, 1, mesh)
         apply_gradients(model, optimizer, gradients)
         if case.bias_rate:
             for i, block in enumerate(model.blocks):
