@@ -16,7 +16,7 @@ train: $(VENV)/.installed
 	$(BIN)/python -m models.train $(ARGS)
 # Distribute by file, so that shared fixtures are built once, and in order, so that slow files start first.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
-# Fast checks, about two minutes.
+# Fast checks, about a minute.
 check: lint
 	$(PYTEST) -m 'not slow and not thorough and not gpu' $(ARGS)
 # One case per kind of fault; `test-all` runs all cases.

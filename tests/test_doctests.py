@@ -16,8 +16,18 @@ EXTENSIONS = {"_ffi", "_ffi_cuda", "_planning"}
 ROOMS = sorted(value.__name__ for name in dir(jax_moe_lb) if inspect.ismodule(value := getattr(jax_moe_lb, name)))
 """Modules with names imported by users."""
 
-COMPILED = {"jax_moe_lb.nn.moe", "jax_moe_lb.layer.moe", "jax_moe_lb.transport.fsdp", "jax_moe_lb.routing.routers"}
-"""Modules whose examples compile whole layers."""
+COMPILED = {
+    "jax_moe_lb.nn.moe",
+    "jax_moe_lb.layer.moe",
+    "jax_moe_lb.transport.fsdp",
+    "jax_moe_lb.routing.routers",
+    "jax_moe_lb.routing.more_routers",
+    "jax_moe_lb.core.export",
+    "jax_moe_lb.transport.serving_ranks",
+    "jax_moe_lb.transport.compression",
+    "jax_moe_lb.kernels.slot_places",
+}
+"""Modules whose examples compile layers, or programs that take about a second."""
 
 SLOWEST = {"jax_moe_lb.core.stats", "jax_moe_lb.planners.exact_search", "jax_moe_lb.advise.advise"}
 """Modules whose examples take 4 CPU seconds or more, and whose functions have other tests."""

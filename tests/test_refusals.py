@@ -209,6 +209,7 @@ def accept(*args, **kwargs):
     raise Accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "texts", [TEXTS[::4], pytest.param(TEXTS, marks=pytest.mark.thorough)], ids=["some values", "all values"]
 )

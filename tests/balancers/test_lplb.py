@@ -109,6 +109,7 @@ def test_distances_can_be_chosen():
     assert plan.placement[:, 4:].tolist() == [[12, -1, 6, -1], [0, -1, 10, -1], [4, -1, 14, -1], [8, -1, 2, -1]]
 
 
+@pytest.mark.slow
 def test_replicas_of_another_balancer_are_used():
     """More of them than LPLB would make."""
     counts = np.zeros((8, 8), np.int32)

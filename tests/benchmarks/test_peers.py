@@ -27,6 +27,7 @@ def test_layers_that_drop_nothing_equal_the_dense_one(of_rank):
     np.testing.assert_allclose(y, dense_moe(x, kernel, experts, TopK(CASE.per_tok)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gshard_serves_as_many_copies_as_fit():
     x, kernel, experts = _arguments()
     mesh = make_mesh((4,), ("expert",))

@@ -97,6 +97,7 @@ def test_nodes_have_equally_many_devices():
         calibrate.by_node(devices)
 
 
+@pytest.mark.slow
 def test_each_level_is_exchanged_alone(monkeypatch):
     for name, value in {"HIDDEN": 8, "MANY_ROWS": 64, "REPEATS": 1}.items():
         monkeypatch.setattr(calibrate, name, value)

@@ -71,6 +71,7 @@ def test_a_narrow_result_is_rounded_once():
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     mesh = make_mesh((4,), ("expert",))
     rows, others = make_operands()

@@ -84,6 +84,7 @@ def test_small_layers_of_ultraep_are_level():
     assert float(stats.imbalance_after[0]) < 1.2
 
 
+@pytest.mark.slow
 def test_two_tiers_keep_what_relocation_needs():
     mesh = make_mesh((2, 2), ("node", "expert"))
     topology = Topology.from_mesh(mesh, ("node", "expert"))

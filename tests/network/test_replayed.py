@@ -10,6 +10,7 @@ from benchmarks.network.replayed import OWN, Replayed, fitted
 from jax_moe_lb import TokenInfo, TopK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loads", [[9.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 5.0, 3.0, 1e-9]])
 def test_fitted_counts_are_routed_exactly_and_tokens_have_distinct_experts(loads: list[float]) -> None:
     num_tokens, per_token = 10, 2
@@ -24,6 +25,7 @@ def test_fitted_counts_are_routed_exactly_and_tokens_have_distinct_experts(loads
         assert all(len(set(row)) == per_token for row in experts.tolist())
 
 
+@pytest.mark.slow
 def test_without_a_record_the_router_follows_its_logits() -> None:
     top_k = TopK(2)
     router = Replayed(router=top_k, records=np.array([[[3, 3, 0, 0]]], np.int32))
@@ -31,6 +33,7 @@ def test_without_a_record_the_router_follows_its_logits() -> None:
     assert (router(logits, jnp.full(4, OWN)).experts == top_k(logits).experts).all()
 
 
+@pytest.mark.slow
 def test_the_measured_routings_can_be_replayed():
     table, numbers = records()
     for routing in ROUTINGS:

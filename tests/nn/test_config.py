@@ -95,6 +95,7 @@ def test_wrapping_routers_take_the_options_of_the_wrapped():
         assert isinstance(router, Router)
 
 
+@pytest.mark.slow
 def test_a_function_is_a_router_with_the_default_options():
     mesh = make_mesh((2,), ("expert",))
     layer = MoE(8, 4, TopK(2).__call__, mesh=mesh, experts=ExpertConfig(4), rngs=nnx.Rngs(0))

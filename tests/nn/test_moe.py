@@ -157,6 +157,7 @@ def test_it_works_where_some_axes_are_manual_already():
         jax.eval_shape(stages, state)
 
 
+@pytest.mark.slow
 def test_a_system_has_a_name_and_a_mesh_a_topology():
     mesh = make_mesh((2, 4), ("data", "expert"))
     layer = MoE(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, system="exact", experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))

@@ -119,6 +119,7 @@ def test_room_is_made_on_idle_ranks():
         assert fill(tokens, jnp.int32(10), way, slots=1, max_fan_out=1).load.max() == highest
 
 
+@pytest.mark.slow
 def test_room_is_made_within_the_fan_out():
     """Rank 1 has three experts that ranks 2 and 3 have room for."""
     tokens = jnp.asarray(np.array([[20, 0, 0], [2, 2, 2], [9, 0, 0], [9, 0, 0]], np.int32))

@@ -30,6 +30,7 @@ def test_sequence_loss_against_a_loop():
     assert sequence_loss(routing, 16) == pytest.approx(np.mean(expected), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_sequence_loss_leaves_padding_out():
     active = np.arange(64) % 16 < np.repeat([16, 9, 1, 0], 16)
     routing = mask_tokens(TopK(2)(LOGITS), jnp.asarray(active))

@@ -62,6 +62,7 @@ def test_loads_come_shape_by_shape_and_with_what_was_before():
     assert [load.name for load in drawn_workloads(model, 4, 1.0, 2, shapes, 2, 0)] == ["even"]
 
 
+@pytest.mark.slow
 def test_shapes_that_cannot_be_so_skewed_are_left_out():
     # Four experts of one rank would have to be the hottest four of 32.
     model = shape(32, 4, 512)

@@ -3,6 +3,7 @@
 import inspect
 
 import numpy as np
+import pytest
 
 from jax_moe_lb import Balancer, balancers
 from jax_moe_lb.balancers import HostCallback
@@ -17,6 +18,7 @@ def test_random_plans_are_legal():
     assert [case.fault for case in cases if case.fault] == []
 
 
+@pytest.mark.slow
 def test_all_balancers_take_part():
     public = [getattr(balancers, name) for name in balancers.__all__]
     classes = {kind for kind in public if inspect.isclass(kind) and issubclass(kind, Balancer)}

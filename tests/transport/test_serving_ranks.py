@@ -50,6 +50,7 @@ def test_preferring_saves_rows():
     assert min(saved) > 0.05
 
 
+@pytest.mark.slow
 def test_no_choice_of_an_expert_with_one_rank_moves():
     experts, going = drawn(0)
     going = jnp.eye(RANKS, dtype=jnp.int32)[np.arange(EXPERTS) % RANKS] * going.sum(1, keepdims=True)

@@ -126,6 +126,7 @@ def differing(tensors):
     tensors[f"{LAYER}.shared_head.head.weight"] = tensors["lm_head.weight"] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

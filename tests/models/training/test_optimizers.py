@@ -33,6 +33,7 @@ def learned(config, dtype=jnp.float32, steps=60):
     return [float(step(model, optimizer)) for _ in range(steps)], model, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns_with_state_of_the_dtype(name, state_dtype):
@@ -44,6 +45,7 @@ def test_every_optimizer_learns_with_state_of_the_dtype(name, state_dtype):
     assert dtypes == {jnp.dtype(state_dtype)}
 
 
+@pytest.mark.slow
 def test_small_updates_of_bfloat16_parameters_add_up():
     """Each is below half the distance of two bfloat16 numbers, so that rounding to nearest would lose it."""
     small = dataclasses.replace(CONFIG.optimizer, learning_rate=1e-4)
@@ -54,6 +56,7 @@ def test_small_updates_of_bfloat16_parameters_add_up():
     assert narrow[0] - narrow[-1] == pytest.approx(wide[0] - wide[-1], rel=0.1)
 
 
+@pytest.mark.slow
 def test_rounding_keeps_the_mean_and_special_values():
     x = jnp.full((100_000,), 1 + 1 / 512, jnp.float32)
     found = np.asarray(rounded(x, jax.random.key(0)), np.float32)

@@ -123,6 +123,7 @@ def test_routing_biases_move_and_the_trace_is_recorded(tmp_path):
     assert 0 < np.abs(bias).max() <= 0.12 + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
