@@ -28,10 +28,10 @@ from benchmarks.popular_ranks import Case, popularity
 from benchmarks.results import Table, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
 from jax_moe_lb import Buffers, Stats, TopK, plain, ultraep, use_virtual_cpu_devices
-from jax_moe_lb.calibrate import measure as calibrate
-from jax_moe_lb.calibrate.machine_profile import to_yaml
 from jax_moe_lb.routing import ForceBalanced
 from jax_moe_lb.routing.routers import Router
+from jax_moe_lb.sim import measure as calibrate
+from jax_moe_lb.sim.machine_profile import to_yaml
 
 NUM_RANKS, REPLICA_SLOTS = 2, 1
 

@@ -2,7 +2,6 @@
 
 from . import aot as aot
 from . import balancers as balancers
-from . import calibrate as calibrate
 from . import core as core
 from . import integrations as integrations
 from . import kernels as kernels

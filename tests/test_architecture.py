@@ -17,7 +17,7 @@ FLOORS = [
     ["transport"],
     ["layer"],
     ["nn", "sim", "aot"],
-    ["advise", "calibrate", "integrations"],
+    ["advise", "integrations"],
     ["cli"],
 ]
 """The rooms of the package. A module imports only from its own room and from lower floors."""

@@ -120,8 +120,8 @@ def records() -> tuple[np.ndarray, dict[str, list[list[float]]]]:
 
 def calibrate(bed: Testbed, rates: tuple[float, ...]) -> dict[str, Any]:
     """Return the machine's description and the seconds of a step without experts, at every rate."""
-    from jax_moe_lb.calibrate import measure
-    from jax_moe_lb.calibrate.machine_profile import to_yaml
+    from jax_moe_lb.sim import measure
+    from jax_moe_lb.sim.machine_profile import to_yaml
     from models.data.sources import default_corpus
 
     corpus = default_corpus(CONFIG.data.max_corpus_bytes)

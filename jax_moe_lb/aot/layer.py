@@ -14,10 +14,10 @@ from jax_moe_lb.aot.compile import compile_for
 from jax_moe_lb.aot.report import ProgramReport
 from jax_moe_lb.aot.sizes import MOST, LayerSizes
 from jax_moe_lb.aot.targets import Target
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import State, Tokens
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.moe import MoEParams, MoEState, moe
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing.routers import TopK

@@ -12,13 +12,13 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.native_planner import NativePlanner
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.plan_file import ARRAYS
 from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, State, iota, namespace
 from jax_moe_lb.core.validation import fallback_to_plain
-from jax_moe_lb.planners.base import NativePlanner
 from jax_moe_lb.recordings.planner_times import Place, planner_time
 
 

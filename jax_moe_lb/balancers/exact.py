@@ -12,10 +12,11 @@ import numpy as np
 from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.balancers.cost import Cost, busiest, expected_max_loads, received
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, namespace
-from jax_moe_lb.planners.base import alike, is_on_host
+from jax_moe_lb.planners.base import is_on_host
 from jax_moe_lb.planners.exact import check_exact, exact
 from jax_moe_lb.recordings.planner_times import Place
 

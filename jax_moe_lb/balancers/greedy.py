@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.native_planner import NativePlanner
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
-from jax_moe_lb.planners.base import NativePlanner, edit
+from jax_moe_lb.planners.base import edit
 from jax_moe_lb.planners.greedy import greedy_planner
 from jax_moe_lb.recordings.planner_times import Place
 

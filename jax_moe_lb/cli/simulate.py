@@ -310,8 +310,8 @@ def calibrate(
     """
     with one_line_errors():
         # Import here, because the measurement configures JAX's devices.
-        from jax_moe_lb.calibrate.machine_profile import to_yaml, warnings
-        from jax_moe_lb.calibrate.measure import HIDDEN, INNER, MOST_RANKS, measure
+        from jax_moe_lb.sim.machine_profile import to_yaml, warnings
+        from jax_moe_lb.sim.measure import HIDDEN, INNER, MOST_RANKS, measure
 
         if out.is_dir() or not out.parent.is_dir():
             raise ValueError(f"OUT is {out}; expected a file in an existing folder")

@@ -23,10 +23,10 @@ from jax_moe_lb.collectives.ragged_all_to_all import (
     ragged_all_to_all,
     starts,
 )
+from jax_moe_lb.core.experts import usual_layout
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Axes, iota, wide_dtype
-from jax_moe_lb.kernels.operands import usual_layout
 
 WeightsOfKind = Float[Array, "..."]
 """One weight array of `G` experts, `[G, ...]`."""

@@ -33,8 +33,8 @@ from jax_moe_lb.collectives.peer_copy import (
 )
 from jax_moe_lb.core.custom_calls import by_platform, call, like
 from jax_moe_lb.core.manual_axes import vary_alike
+from jax_moe_lb.core.native_planner import NativePlanner, alike
 from jax_moe_lb.core.types import Placement, Quota, pytree
-from jax_moe_lb.planners.base import NativePlanner, alike
 
 
 @pytree

@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Tokens
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.moe import MoEParams, moe
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.nn.sharding import flatten_tokens, remove_padding

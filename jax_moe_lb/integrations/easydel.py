@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.integrations.blocks import Adapter, refuse, serve, topology_of
-from jax_moe_lb.kernels.experts import Experts
 
 UNSUPPORTED_HOOKS = ("refine_inputs_hook", "scale_replicated_inputs")
 """Hooks on rows after dispatch, which have no equivalent; the fused block of EasyDeL calls no others after routing."""

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.integrations.blocks import Adapter, refuse, serve, topology_of
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.routing.routers import NO_EXPERT
 
 TENSOR_AXES = ("tensor", "tensor_sequence")

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.integrations.blocks import Adapter, refuse, serve, topology_of
-from jax_moe_lb.kernels.experts import Experts
 
 
 @functools.cache

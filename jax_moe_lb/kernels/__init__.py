@@ -1,6 +1,6 @@
 """Expert weights, activations and the grouped products of expert feed-forward networks."""
 
-from jax_moe_lb.kernels.experts import ClampedSwiGLU, Experts, geglu, gelu_exact, relu_squared, swiglu
+from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, geglu, gelu_exact, relu_squared, swiglu
 
 __all__ = [
     "ClampedSwiGLU",

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jax_moe_lb.core.experts import Experts, swiglu, usual_layout
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
 from jax_moe_lb.kernels.backends import products_are_by_group
-from jax_moe_lb.kernels.experts import Experts, swiglu
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
-from jax_moe_lb.kernels.operands import clear_tail, usual_layout
+from jax_moe_lb.kernels.operands import clear_tail
 from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
 
 

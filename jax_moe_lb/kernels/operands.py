@@ -1,9 +1,9 @@
-"""Preparation of the operands of grouped products: zeros beyond the last group, and the layout of weights."""
+"""Zeros beyond the last group of the operands of grouped products."""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import GroupSizes, Rows, iota
@@ -33,22 +33,6 @@ def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False
         tpu=on_tpu,
         default=lambda rows, group_sizes: rows,
     )
-
-
-def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
-    """Constrain weights to the row-major layout on GPUs.
-
-    Without the constraint, XLA chooses the layout of the transposed product and hoists the layout change out of loops.
-    A scan over layers then transposes the weights of all layers, and each layer transposes its own back.
-
-    Args:
-        weights: `[S, ...]` weights of groups, or their biases.
-    """
-
-    def pinned(weights: Array) -> Array:
-        return with_layout_constraint(weights, Layout(tuple(range(weights.ndim))))
-
-    return jax.lax.platform_dependent(weights, cuda=pinned, default=lambda weights: weights)
 
 
 def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:

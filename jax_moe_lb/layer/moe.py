@@ -9,12 +9,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.balancers.base import LayerCost
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like, varying_axes
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
 from jax_moe_lb.core.stats import Fault, Stats, fault_code
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing.logits import router_logits
 from jax_moe_lb.routing.losses import Losses

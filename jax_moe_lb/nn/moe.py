@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jax_moe_lb.core.checks import check_integer, check_value, shown
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.systems import System, system_named, system_names
 from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert
 from jax_moe_lb.nn.sharding import (

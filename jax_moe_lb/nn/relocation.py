@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Int
 
+from jax_moe_lb.core.experts import LOGICAL_AXES
 from jax_moe_lb.core.types import AnyArray
 from jax_moe_lb.core.validation import checked_permutation
-from jax_moe_lb.kernels.experts import LOGICAL_AXES
 from jax_moe_lb.nn.moe import BalancerState, CodecState, MoE
 
 Params = TypeVar("Params")

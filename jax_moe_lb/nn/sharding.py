@@ -14,10 +14,10 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import DType, State
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.moe import MoEParams, MoEState, moe
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing.losses import Losses

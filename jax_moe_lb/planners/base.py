@@ -10,7 +10,6 @@ per move takes as many steps as the busiest domain and not as all domains togeth
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +28,8 @@ from jax_moe_lb.core.custom_calls import (
     is_built,
     like,
 )
-from jax_moe_lb.core.manual_axes import vary_alike, vary_like
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.native_planner import NativePlanner, alike
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import Placement, Quota, host_iota, iota, pytree, saturated
 
@@ -37,47 +37,6 @@ ILLEGAL = -1
 """Value of all entries of a failed plan; invalid as a quota, bin or home expert."""
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class NativePlanner:
-    """C++ planner editing placement and quota from these two inputs alone.
-
-    It is a hashable value, so a concurrent executor (`collectives/plan_and_copy.py`) can receive it as a static
-    argument. A balancer equivalent to such a planner returns it from `Balancer.native_planner` and applies it with
-    `edit`.
-
-    Args:
-        name: name of the planner. Its custom calls are `moe_lb_plan_<name>` and, with weight copies,
-            `moe_lb_plan_<name>_and_copy`.
-        options: integer attributes by name, arguments of `reference` and `check`. A tuple of pairs, because a dict is
-            not hashable.
-        reference: the same rule in jnp, called as `(placement, quota, **options)`.
-        check: function raising a ValueError for invalid arguments, called as `(placement.shape, quota.shape,
-            **options)`.
-    """
-
-    name: str
-    options: tuple[tuple[str, int], ...]
-    reference: Callable[..., tuple[Placement, Quota]]
-    check: Callable[..., None]
-
-    def checked_options(self, placement: Placement, quota: Quota) -> dict[str, Any]:
-        """Check the options against the shapes of a plan and return them.
-
-        Args:
-            placement: `[R, S]`; only its shape is read.
-            quota: `[E, R]`; only its shape is read.
-
-        Returns:
-            The options by name.
-
-        Raises:
-            ValueError: `check` rejects the shapes or options.
-        """
-        options = dict(self.options)
-        self.check(placement.shape, quota.shape, **options)
-        return options
 
 
 def edit(planner: NativePlanner, placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
@@ -242,14 +201,6 @@ def illegal_if_failed(status: jax.Array, *planned: jax.Array) -> tuple[jax.Array
     """
     # Select on the device: reading the status word on the host would wait for the GPU.
     return tuple(jnp.where(status[0] == 0, result, jnp.int32(ILLEGAL)) for result in planned)
-
-
-def alike(*arrays: Any) -> tuple[jax.Array, ...]:
-    """Return the arrays as int32, varying over the union of their mesh axes.
-
-    Operands of a custom call and the carry of a loop require equal axes.
-    """
-    return vary_alike([jnp.asarray(saturated(array), jnp.int32) for array in arrays])
 
 
 def check_plan_shapes(placement: Shape, quota: Shape, domain: int) -> None:

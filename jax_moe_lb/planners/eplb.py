@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import AnyArray, Placement, Quota, host_iota, iota, namespace, pytree
-from jax_moe_lb.planners.base import alike, run_planner
+from jax_moe_lb.planners.base import run_planner
 
 TokensOfExperts = Int[AnyArray, "E"]
 

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Counts, Placement, Quota, iota, pytree
-from jax_moe_lb.planners.base import alike
 from jax_moe_lb.planners.exact_packing import Filled, SearchOrder, fill, plain
 from jax_moe_lb.planners.exact_packing import localize as localized
 

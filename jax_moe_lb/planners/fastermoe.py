@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Counts, Placement, Quota, iota, pytree
 from jax_moe_lb.planners.base import (
-    alike,
     check_plan_shapes,
     check_tokens,
     domain_iota,

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jax_moe_lb.core.native_planner import NativePlanner, alike
 from jax_moe_lb.core.types import AnyArray, Placement, Quota, iota, pytree
 from jax_moe_lb.planners.base import (
-    NativePlanner,
-    alike,
     check_plan_shapes,
     check_tokens,
     domain_iota,

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Placement, iota, pytree
-from jax_moe_lb.planners.base import alike, fits_kernel, run_planner
+from jax_moe_lb.planners.base import fits_kernel, run_planner
 
 
 def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: int, min_gain: int) -> Placement:

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import AnyArray, iota
-from jax_moe_lb.planners.base import alike, run_planner
+from jax_moe_lb.planners.base import run_planner
 
 MAX_TICKS = 32767
 """Maximum time per row of a rail. Products of loads and ticks then need at most 46 bits, two halves in int32."""

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Placement, Quota, iota, pytree
-from jax_moe_lb.planners.base import alike, check_plan_shapes, fits_kernel, run_planner
+from jax_moe_lb.planners.base import check_plan_shapes, fits_kernel, run_planner
 
 
 @pytree

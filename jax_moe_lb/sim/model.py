@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.core.checks import checked_fields
-from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.transport.compression import Codec
 

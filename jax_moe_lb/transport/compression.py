@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Shaped, UInt32
 
 from jax_moe_lb.collectives.permutes import near_neighbours
 from jax_moe_lb.core.checks import checked_dtype, checked_fields
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import DType, pytree, wide_dtype
-from jax_moe_lb.kernels.experts import Experts
 
 
 @pytree

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import fallback_to_plain
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.exchange import DispatchOptions, Exchange, ReceiptT, RoutingWeights
 from jax_moe_lb.transport.replicate import Replicate

@@ -20,9 +20,9 @@ from jaxtyping import Array
 
 from jax_moe_lb.collectives.permutes import gather_tiles, sum_tiles
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.topology import Level, Topology
 from jax_moe_lb.core.types import pytree
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.compression import Codec, Encoded, average
 
 DOMAIN, OFFSET = "_domain", "_offset"

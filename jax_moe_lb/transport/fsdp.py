@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.experts import LOGICAL_AXES, Experts
 from jax_moe_lb.core.types import Axes, Carry
-from jax_moe_lb.kernels.experts import LOGICAL_AXES, Experts
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain, Packed
 
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_moe_lb.collectives.permutes import agreed
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import Split, nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, Placement, Tokens, iota
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.cost import RowArrays, TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import RoutingWeights

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens, pytree
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
 from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows
 from jax_moe_lb.transport.compression import packed, unpacked

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import GroupSizes, Rows, Tokens
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
     Copies,

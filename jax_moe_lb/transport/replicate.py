@@ -17,9 +17,9 @@ from jax_moe_lb.collectives.expert_gather import Wanted, add_at_home, fetch_all,
 from jax_moe_lb.collectives.local_processes import can_copy, can_copy_inside, warn_of_shared_processes
 from jax_moe_lb.collectives.peer_copy import Pending, Route, add_copies_at_home, join, start
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.planners.relay import check_relay, relay
 
 

@@ -11,11 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_buffer, empty_buffer_after
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Carry, GroupSizes, Rows, Tokens
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (

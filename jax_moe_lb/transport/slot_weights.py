@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jaxtyping import Array
 
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, wide_dtype
 from jax_moe_lb.kernels.backends import has_hopper_kernels
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn_gradients
 from jax_moe_lb.transport.exchange import DispatchOptions, Kernels
 from jax_moe_lb.transport.one_round import RowWeights

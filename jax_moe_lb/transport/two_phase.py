@@ -11,11 +11,11 @@ import numpy as np
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import check_plan
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Routed, Served

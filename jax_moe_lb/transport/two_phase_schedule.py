@@ -26,14 +26,14 @@ from jax_moe_lb.collectives.peer_copy_rows import (
 )
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
+from jax_moe_lb.core.native_planner import NativePlanner
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens
 from jax_moe_lb.core.validation import fallback_to_plain
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn
-from jax_moe_lb.planners.base import NativePlanner
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed
 from jax_moe_lb.transport.exchange import (

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from jax_moe_lb import Losses, TopK
-from jax_moe_lb.kernels.experts import Activation
+from jax_moe_lb.core.experts import Activation
 from models.config import COMPUTE_DTYPES, require_positive
 from models.decoder.rope import Rope
 

@@ -352,8 +352,8 @@ def inputs(folder):
 @pytest.fixture
 def measured(monkeypatch):
     """Replace the measurement with an instant one."""
-    from jax_moe_lb.calibrate import measure as calibrate
-    from jax_moe_lb.calibrate.machine_profile import Measured, MeasuredExchange
+    from jax_moe_lb.sim import measure as calibrate
+    from jax_moe_lb.sim.machine_profile import Measured, MeasuredExchange
 
     level, curve = MeasuredExchange("gpu", 2, 1e9, 1e-5), ((1.0, 2.0), (1e9, 2e9))
     found = Measured("machine", "gpu", "2026-01-31", 0.0, 2, 2, (level,), *curve, 1e10, 1e9, 1e-4, 1e10)

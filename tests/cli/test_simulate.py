@@ -204,8 +204,8 @@ def test_large_simulations_say_what_they_need(capsys):
 @pytest.mark.slow
 def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
     # Small sizes, as the test checks the file format only.
-    from jax_moe_lb.calibrate import machine_profile as measured
-    from jax_moe_lb.calibrate import measure as calibrate
+    from jax_moe_lb.sim import machine_profile as measured
+    from jax_moe_lb.sim import measure as calibrate
 
     for name, value in {"HIDDEN": 16, "INNER": 32, "ROWS": (4, 16), "MANY_ROWS": 64, "REPEATS": 1}.items():
         monkeypatch.setattr(calibrate, name, value)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels import grouped_ffn
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
 from jax_moe_lb.kernels.hopper import ALIGNED_ROWS, TILE, RowTiles
 from tests.kernels.backend_cases import matmul_of, outer_of, rejected

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import Topology
-from jax_moe_lb.calibrate import benchmark_seconds
 from jax_moe_lb.core import Level
-from jax_moe_lb.sim import Work, choose_expert_domains
+from jax_moe_lb.sim import Work, benchmark_seconds, choose_expert_domains
 from jax_moe_lb.sim.stream_model import choose_level, closed_form, latency
 
 # Table IV prints B as "128 Gbps". With 128 gigabits per second the model's optima differ from the published ones; with

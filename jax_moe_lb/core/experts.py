@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.checks import checked_fields
@@ -150,7 +151,7 @@ class Experts:
         down: `[G, F, H]`, second projection.
         gate: `[G, H, F]`, gate projection of a SwiGLU expert, `(silu(x gate) * (x up)) down`. `None` (default) if `up`
             contains the gate, or without a gate: `gelu(x up) down`.
-        activation: another function between the projections, see `kernels/experts.py`; `None` (default) uses SwiGLU or
+        activation: another function between the projections, see `core/experts.py`; `None` (default) uses SwiGLU or
             GELU as above.
         up_bias: `[G, F]`, added to `x up`, or `[G, 2 F]` if `up` contains the gate; `None` (default) for no bias.
         down_bias: `[G, H]`, added to the output of an expert, before the routing weight; `None` (default) for no bias.
@@ -206,3 +207,19 @@ class Experts:
     def nbytes(self) -> int:
         """Bytes of all `G` experts."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
+    """Constrain weights to the row-major layout on GPUs.
+
+    Without the constraint, XLA chooses the layout of the transposed product and hoists the layout change out of loops.
+    A scan over layers then transposes the weights of all layers, and each layer transposes its own back.
+
+    Args:
+        weights: `[S, ...]` weights of groups, or their biases.
+    """
+
+    def pinned(weights: Array) -> Array:
+        return with_layout_constraint(weights, Layout(tuple(range(weights.ndim))))
+
+    return jax.lax.platform_dependent(weights, cuda=pinned, default=lambda weights: weights)

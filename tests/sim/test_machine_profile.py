@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jax_moe_lb.calibrate import measure as calibrate
-from jax_moe_lb.calibrate.machine_profile import Measured, MeasuredExchange, to_yaml, warnings
+from jax_moe_lb.sim import measure as calibrate
 from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.machine_profile import Measured, MeasuredExchange, to_yaml, warnings
 
 NODE, GPU = MeasuredExchange("node", 2, 45e9, 2e-5), MeasuredExchange("gpu", 8, 300e9, 4e-6)
 SOUND = Measured(

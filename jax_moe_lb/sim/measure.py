@@ -19,13 +19,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jax_moe_lb.balancers.greedy import Greedy
-from jax_moe_lb.calibrate.machine_profile import Measured, MeasuredExchange
 from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import LEVEL_NAMES, Topology
 from jax_moe_lb.core.virtual_devices import use_virtual_cpu_devices
-from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.sim.machine_profile import Measured, MeasuredExchange
 from jax_moe_lb.transport.replicate import PeerCopy
 
 
@@ -48,7 +48,7 @@ def benchmark_seconds(function: Callable[..., Any], *args: Any, repeats: int = 5
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb.calibrate import benchmark_seconds
+        >>> from jax_moe_lb.sim import benchmark_seconds
         >>> benchmark_seconds(jnp.sin, jnp.zeros(8)) > 0
         True
     """
