@@ -59,6 +59,7 @@ def test_ultraeps_rates_give_the_sum_of_its_ideal_column():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ultraep_gains_throughput_in_the_tables_of_its_paper():
     tables = {table.name: table for table in bench_sim_ultraep.tables(32)}
     gains = tables["figure_11_gains"].rows
