@@ -75,8 +75,21 @@ def save_pretrained(
     with vacant(folder) as aside:
         write_tensors(aside, *_tensors(model, jnp.dtype(dtype)), max_file_bytes)
         write_whole(aside / "config.json", config_json(model.config, dtype).encode())
+        write_whole(aside / "README.md", readme(model.config).encode())
         if keep_from is not None:
             copy_files(KEPT_FILES, keep_from, aside)
+
+
+def readme(config: DecoderConfig) -> str:
+    """Return a page about a saved model: its architecture, and how to load it."""
+    architecture = ", ".join(json.loads(config.source).get("architectures") or ["a mixture-of-experts model"])
+    return (
+        f"# {architecture}\n\n"
+        f"{config.num_layers} layers, {config.num_experts} experts of which {config.router.num_experts_per_tok} serve a token. "
+        "Written by jax_moe_lb in the format of `transformers`:\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("this folder")\n```\n'
+    )
 
 
 @contextmanager

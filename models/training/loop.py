@@ -257,12 +257,17 @@ def _begun(run: Run) -> nnx.State:
 
 
 def _export(run: Run, source: Source, state: nnx.State) -> None:
-    """Write the model in the format of `transformers`, in place of an earlier one of the run."""
-    if jax.process_index() == 0:
-        shutil.rmtree(run.folder.model, ignore_errors=True)
-    save_pretrained(run.programs.model(state), run.folder.model, dtype=source.stored_dtype, keep_from=source.folder)
-    if run.config.data.tokenizer is not None and jax.process_index() == 0:
-        shutil.copyfile(run.config.data.tokenizer, run.folder.model / "tokenizer.json")
+    """Write the model in the format of `transformers`, in place of an earlier one of the run once it is complete."""
+    made, is_writer = run.folder.model.with_name("model.new"), jax.process_index() == 0
+    if is_writer:
+        shutil.rmtree(made, ignore_errors=True)
+    save_pretrained(run.programs.model(state), made, dtype=source.stored_dtype, keep_from=source.folder)
+    if not is_writer:
+        return
+    if run.config.data.tokenizer is not None:
+        shutil.copyfile(run.config.data.tokenizer, made / "tokenizer.json")
+    shutil.rmtree(run.folder.model, ignore_errors=True)
+    made.replace(run.folder.model)
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,6 +57,8 @@ def test_a_round_trip_keeps_every_bit(name, tmp_path, all_devices):
     assert before.keys() == after.keys()
     for tensor, value in before.items():
         assert np.array_equal(value, after[tensor]), tensor
+    architecture = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
+    assert (tmp_path / "out" / "README.md").read_text().startswith(f"# {architecture}\n")
 
 
 @pytest.mark.slow
