@@ -83,9 +83,10 @@ def save_pretrained(
 def readme(config: DecoderConfig) -> str:
     """Return a page about a saved model: its architecture, and how to load it."""
     architecture = ", ".join(json.loads(config.source).get("architectures") or ["a mixture-of-experts model"])
+    per_token = config.router.num_experts_per_tok
     return (
         f"# {architecture}\n\n"
-        f"{config.num_layers} layers, {config.num_experts} experts of which {config.router.num_experts_per_tok} serve a token. "
+        f"{config.num_layers} layers, {config.num_experts} experts of which {per_token} serve a token. "
         "Written by jax_moe_lb in the format of `transformers`:\n\n"
         "```python\nfrom transformers import AutoModelForCausalLM\n\n"
         'model = AutoModelForCausalLM.from_pretrained("this folder")\n```\n'
