@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
-from jax_moe_lb.collectives.one_shot_lists import ROW_BYTES, blocks_per_peer
+from jax_moe_lb.collectives.one_shot_lists import BLOCK_BYTES, VECTOR_BYTES, blocks_per_peer
 from jax_moe_lb.recordings.device_rates import DeviceRates, GpuRates, TpuRates
 
 UpdateBytes = Num[np.ndarray, "R R U"]
@@ -27,9 +27,6 @@ UpdateBytes = Num[np.ndarray, "R R U"]
 
 PeerBytes = Num[np.ndarray, "R R"]
 """Bytes from rank (row) to rank (column)."""
-
-VECTOR_BYTES = 8
-"""Widest vector of the one-shot kernel; 128 threads copy `ROW_BYTES` with it in one iteration."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def one_shot_block_s(sent: UpdateBytes, row_bytes: int, operand_rows: int, rates
     ranks, _, updates = sent.shape
     blocks = blocks_per_peer(updates, operand_rows)
     # Vectors are not wider than a row: 128 threads then copy less than a KiB.
-    piece = ROW_BYTES * min(VECTOR_BYTES, row_bytes & -row_bytes) // VECTOR_BYTES
+    piece = BLOCK_BYTES * min(VECTOR_BYTES, row_bytes & -row_bytes) // VECTOR_BYTES
     pieces = -(-sent // piece).reshape(ranks, ranks, updates // blocks, blocks)
     done: np.ndarray = np.zeros(pieces.shape, np.int64)
     for update in range(blocks):

@@ -22,8 +22,11 @@ MOST_BLOCKS = 64
 ROWS_PER_BLOCK = 16
 """Rows of the operand per block of a peer: the same function."""
 
-ROW_BYTES = 1024
-"""Bytes that the 128 threads of a block copy at once, in vectors of 8 bytes: a finer row is a multiple of them."""
+VECTOR_BYTES = 8
+"""Widest vector that a thread copies at once. A row that is no multiple of it is copied in narrower vectors."""
+
+BLOCK_BYTES = 1024
+"""Bytes that the 128 threads of a block copy at once, in vectors of 8 bytes."""
 
 
 def blocks_per_peer(updates: int, operand_rows: int) -> int:
@@ -83,12 +86,16 @@ def row_split(operand: Shaped[Array, "P *X"]) -> int:
         operand: `[P, ...]`, the rows to send.
 
     Returns:
-        The smallest factor that gives `MOST_BLOCKS * ROWS_PER_BLOCK` rows. It is less if finer rows would not be
-        multiples of `ROW_BYTES`.
+        The smallest factor that gives `MOST_BLOCKS * ROWS_PER_BLOCK` rows. It is less if finer rows would have less
+        than `BLOCK_BYTES`, or a part of a vector.
     """
     row_bytes = math.prod(operand.shape[1:]) * operand.dtype.itemsize
+    finest = row_bytes // BLOCK_BYTES
     split = 1
-    while operand.shape[0] * split < MOST_BLOCKS * ROWS_PER_BLOCK and row_bytes % (2 * split * ROW_BYTES) == 0:
+    # Blocks share the bytes of an update, not its rows, so finer rows need no whole number of KiB.
+    while operand.shape[0] * split < MOST_BLOCKS * ROWS_PER_BLOCK and 2 * split <= finest:
+        if row_bytes % (2 * split * VECTOR_BYTES):
+            break
         split *= 2
     return split
 

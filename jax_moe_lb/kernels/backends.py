@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,9 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 TILE = 128
 """Multiple of widths required by kernels on GPUs; most also require it of the number of rows."""
+
+MOST_PADDED = 1.25
+"""Most operations of a product with widths padded to tiles, over those of the product; blocks of rows have as many."""
 
 FIRST_WITH_HOPPER_KERNELS = (0, 12)
 """First JAX version whose Pallas compiles `hopper.py`."""
@@ -75,6 +79,13 @@ class Product:
         """Whether rows are multiplied with the transposes of the matrices."""
         return self.kind == "transposed"
 
+    def in_tiles(self) -> "Product":
+        """Return the product with both widths rounded up to multiples of `TILE`, or itself if that adds too much."""
+        inner, outer = (-(-width // TILE) * TILE for width in self.widths)
+        if inner * outer > MOST_PADDED * math.prod(self.widths):
+            return self
+        return replace(self, widths=(inner, outer))
+
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes of the operands, with matrices in one array."""
         inner, outer = self.widths
@@ -103,6 +114,7 @@ class Backend:
             unsupported.
         outer: function for "outer", of the same arguments and `sums`, to which it adds; `sums` may be `None`.
         takes_parts: if True, matrices and sums may be in several arrays. False by default.
+        pads: if True, widths are padded to multiples of `TILE`; see `Product.in_tiles`. False by default.
         recorded: kernel of `recorded_rates` with the same tiles; `None` (default) for no record.
     """
 
@@ -113,10 +125,27 @@ class Backend:
     matmul: Callable[..., Any] | None
     outer: Callable[..., Any]
     takes_parts: bool = False
+    pads: bool = False
     recorded: RecordedKernel | None = None
 
+    def form(self, product: Product) -> Product:
+        """Return the product as computed by the backend: the given one, or one with padded widths."""
+        return product.in_tiles() if self.pads else product
+
     def __call__(self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any) -> Any:
-        """Compute the product; concatenate matrices in several arrays first if the backend requires it."""
+        """Compute the product; concatenate and pad operands first if the backend requires it."""
+        form = self.form(product)
+        if form == product:
+            return self._multiply(product, left, right, group_sizes, sums)
+        left, right = _padded(product, form, left, right)
+        found = self._multiply(form, left, right, group_sizes, None)
+        inner, outer = product.widths
+        if product.kind != "outer":
+            return found[:, :outer]
+        found = jax.tree.map(lambda array: array[:, :inner, :outer], found)
+        return found if sums is None else _sum_of(product, sums, found)
+
+    def _multiply(self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any) -> Any:
         in_one = isinstance(product.num_groups, int) or self.takes_parts
         if self.matmul is not None and product.kind != "outer":
             return self.matmul(product, left, right if in_one else jnp.concatenate(right), group_sizes)
@@ -161,18 +190,24 @@ def choose_backend(product: Product, platform: str) -> BackendChoice:
     for backend in BACKENDS:
         if backend.platform in (platform, None):
             has_kernel = product.kind == "outer" or backend.matmul is not None
-            reason = backend.why_not(product) if has_kernel else "it has no such kernel"
+            reason = backend.why_not(backend.form(product)) if has_kernel else "it has no such kernel"
             if reason is None:
                 able.append(backend)
             elif not able:
                 rejected[backend.name] = reason
     first, rates = able[0], [_recorded_rate(backend, product.kind) for backend in able]
     if rates[0] is None:
-        return BackendChoice(first, first.why, rejected)
+        return BackendChoice(first, first.why + _padding(first, product), rejected)
     fastest, rate = max(zip(able, rates, strict=True), key=lambda both: both[1] or 0.0)
     if fastest is not first:
         rejected[first.name] = f"recorded at {rates[0]:.0f} TFLOP/s"
-    return BackendChoice(fastest, f"{fastest.why}, recorded at {rate:.0f} TFLOP/s", rejected)
+    reason = f"{fastest.why}, recorded at {rate:.0f} TFLOP/s{_padding(fastest, product)}"
+    return BackendChoice(fastest, reason, rejected)
+
+
+def _padding(backend: Backend, product: Product) -> str:
+    padded, given = backend.form(product).widths, product.widths
+    return "" if padded == given else f", widths {given[0]} and {given[1]} padded to {padded[0]} and {padded[1]}"
 
 
 def _recorded_rate(backend: Backend, kind: Kind) -> float | None:
@@ -249,13 +284,27 @@ def _misfit(product: Product, dtypes: tuple[Any, ...], row_tile: int, sizes: tup
     return "an operand is empty" if 0 in sizes else None
 
 
+def _padded(product: Product, form: Product, left: Array, right: Any) -> tuple[Array, Any]:
+    """Pad operands with zeros to the widths of a form; uninitialized rows stay so."""
+    inner, outer = (wide - width for wide, width in zip(form.widths, product.widths, strict=True))
+    if product.kind == "outer":
+        return jnp.pad(left, ((0, 0), (0, inner))), jnp.pad(right, ((0, 0), (0, outer)))
+    of_matrix = ((0, outer), (0, inner)) if product.is_transposed else ((0, inner), (0, outer))
+    matrices = jax.tree.map(lambda array: jnp.pad(array, ((0, 0), *of_matrix)), right)
+    return jnp.pad(left, ((0, 0), (0, inner))), matrices
+
+
+def _sum_of(product: Product, sums: Any, products: Any) -> Any:
+    return jax.tree.map(lambda before, array: (before + array).astype(product.dtype), sums, products)
+
+
 def _then_add(multiply: Callable[..., Any]) -> Callable[..., Any]:
     """Add `sums` to the result of a backend without accumulation."""
 
     def multiply_then_add(product: Product, left: Array, right: Array, group_sizes: GroupSizes, sums: Any) -> Any:
         products = multiply(product, left, right, group_sizes)
         if sums is not None:
-            products = jax.tree.map(jnp.add, sums, products)
+            return _sum_of(product, sums, products)
         return jax.tree.map(lambda array: array.astype(product.dtype), products)
 
     return multiply_then_add
@@ -374,6 +423,7 @@ BACKENDS = (
         why_not=_no_tokamax,
         matmul=_tokamax,
         outer=_then_add(_tokamax),
+        pads=True,
         recorded="Mosaic",
     ),
     Backend(
@@ -383,6 +433,7 @@ BACKENDS = (
         why_not=_no_triton,
         matmul=None,
         outer=_then_add(_triton_outer),
+        pads=True,
         recorded="Triton",
     ),
     Backend(

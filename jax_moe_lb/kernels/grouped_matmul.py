@@ -32,7 +32,8 @@ def grouped_matmul(
 
     Args:
         rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` may be uninitialized, here and in the backward
-            pass. Kernels on GPUs require multiples of 128 for `A`, `I` and `O`; other sizes take blocks of rows.
+            pass. Kernels on GPUs require multiples of 128 for `A`; they pad `I` and `O` to multiples of 128, if that
+            adds at most a quarter of operations. Other sizes take blocks of rows.
         weights: `[S, I, O]`, in the dtype of `rows`; or a tuple of such arrays with consecutive groups. The Hopper
             kernel reads such parts in place; all other backends concatenate them.
         group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.

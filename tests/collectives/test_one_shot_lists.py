@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,8 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_moe_lb.collectives.one_shot_lists import (
+    BLOCK_BYTES,
     MOST_BLOCKS,
     ROWS_PER_BLOCK,
+    VECTOR_BYTES,
     blocks_per_peer,
     for_one_shot_kernel,
     row_split,
@@ -58,8 +62,9 @@ def exchange(filled):
         pytest.param(70, 300, (512,), "bfloat16", marks=pytest.mark.thorough),
         (2, 16, (64, 96), "bfloat16"),
         pytest.param(2, 16, (3 * 64 * 96,), "float32", marks=pytest.mark.thorough),
+        pytest.param(2, 16, (360, 360), "bfloat16", marks=pytest.mark.thorough),
     ],
-    ids=["tokens", "row weights", "many slots", "weights of experts", "gradients of replicas"],
+    ids=["tokens", "row weights", "many slots", "weights of experts", "gradients of replicas", "no whole KiB"],
 )
 def test_a_filled_exchange_has_the_same_bits(slots, num_rows, row, dtype):
     rng = np.random.default_rng(0)
@@ -76,6 +81,8 @@ def test_a_filled_exchange_has_the_same_bits(slots, num_rows, row, dtype):
         ((32768, 2048), "bfloat16", (32768, 2048)),
         ((16, 2048, 768), "bfloat16", (1024, 32, 768)),
         ((2, 4718592), "bfloat16", (1024, 9216)),
+        ((2, 2880, 2880), "bfloat16", (1024, 45, 360)),
+        ((2, 2880), "bfloat16", (8, 720)),
         ((16, 12), "float32", (16, 12)),
     ],
 )
@@ -87,7 +94,9 @@ def test_few_rows_are_split_to_feed_all_blocks(shape, dtype, expected):
         return split_rows(rows, splits[0])
 
     assert jax.eval_shape(split, jax.ShapeDtypeStruct(shape, dtype)).shape == expected
-    assert expected[0] >= MOST_BLOCKS * ROWS_PER_BLOCK or splits == [1]
+    row_bytes = math.prod(expected[1:]) * jnp.dtype(dtype).itemsize
+    assert row_bytes % VECTOR_BYTES == 0
+    assert expected[0] >= MOST_BLOCKS * ROWS_PER_BLOCK or row_bytes < 2 * BLOCK_BYTES
 
 
 def lowered(in_one_process):

@@ -63,6 +63,16 @@ def test_tiles_of_both_widths():
     np.testing.assert_allclose(sums, by_group(others, rows, group_sizes), rtol=1e-5, atol=1e-4)
 
 
+def test_widths_are_padded_to_tiles():
+    rows, others = make_operands(columns=INNER - 8)
+    group_sizes = (100, 0, 180)
+    unwritten = (array.at[280:].set(jnp.nan) for array in (rows, others))
+    sums = triton_outer(*unwritten, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
+    np.testing.assert_allclose(sums, by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
+    choice = grouped_kernels.choose_backend(outer_product(rows, others, 3, jnp.float32), "cuda")
+    assert ", widths 248 and 128 padded to 256 and 128; not " in choice.why
+
+
 @pytest.mark.slow
 def test_a_narrow_result_is_rounded_once():
     rows, others = make_operands()
@@ -86,7 +96,7 @@ def test_on_a_mesh():
     np.testing.assert_allclose(sums(rows, others, group_sizes), np.concatenate(each), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("operands", [make_operands(jnp.float32), make_operands(columns=INNER - 8)])
+@pytest.mark.parametrize("operands", [make_operands(jnp.float32), make_operands(columns=40)])
 def test_what_does_not_fit_is_left_to_others(operands):
     assert "; expected " in rejected(TRITON, outer_product(*operands, 1, jnp.float32))
 
