@@ -43,7 +43,7 @@ class Fault:
     Args:
         code: `[*D]` int32, `NO_FAULT` (0) or the code of the first failed check.
         counts: `[*D, R, E]` int32, the counts of the plan.
-        routed: `[*D, R, 4]` int32, routing errors of each rank; see `validation.check_routed`.
+        routed: `[*D, R, 5]` int32, routing errors of each rank; see `validation.check_routed`.
         homes: `[*D, E]` int32, the place of each expert; `None` if experts never move.
         plan: plan of the balancer, before any replacement; `Stats` describes the executed plan.
         dynamic: `[*D, E]` bool, False for static experts; `None` if all experts are dynamic.
@@ -54,7 +54,7 @@ class Fault:
 
     code: Int[AnyArray, "*D"]
     counts: Int[AnyArray, "*D R E"]
-    routed: Int[AnyArray, "*D R 4"]
+    routed: Int[AnyArray, "*D R 5"]
     homes: Int[AnyArray, "*D E"] | None
     plan: Plan
     dynamic: Bool[AnyArray, "*D E"] | None

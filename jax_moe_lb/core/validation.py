@@ -126,14 +126,15 @@ def check_routed(wrong: AnyArray, num_experts: Any) -> None:
     """Check the routing of all ranks.
 
     Args:
-        wrong: `[R, 4]` integers. Each rank reports the number of invalid expert ids, the lowest and the highest of them
-            (0 if there are none), and whether a routing weight is not finite.
+        wrong: `[R, 5]` integers. Each rank reports the number of invalid expert ids, the lowest and the highest of them
+            (0 if there are none), whether a routing weight is not finite, and the most nodes of a token with too many.
         num_experts: `E`.
 
     Raises:
-        ValueError: an id is out of range or a weight is not finite; the message names the rank.
+        ValueError: an id is out of range, a weight is not finite, or a token has experts on too many nodes; the message
+            names the rank.
     """
-    for rank, (num_bad, lowest, highest, bad_weights) in enumerate(np.asarray(wrong).tolist()):
+    for rank, (num_bad, lowest, highest, bad_weights, nodes) in enumerate(np.asarray(wrong).tolist()):
         if num_bad:
             bad = lowest if lowest < -1 else highest
             raise ValueError(
@@ -142,6 +143,11 @@ def check_routed(wrong: AnyArray, num_experts: Any) -> None:
             )
         if bad_weights:
             raise ValueError(f"router logits of rank {rank} give weights that are not finite; expected finite logits")
+        if nodes:
+            raise ValueError(
+                f"a token of rank {rank} has experts on {nodes} nodes; expected at most max_nodes of the dispatch. "
+                "Pass Forward(max_nodes=None) with a router without this limit."
+            )
 
 
 def check_homes(homes: Any) -> None:

@@ -25,6 +25,7 @@ from jax_moe_lb.routing.routers import (
     RouterFunction,
     Routing,
     TokenInfo,
+    TopK,
     mask_tokens,
     router_options,
     tokens_per_expert,
@@ -143,7 +144,9 @@ def moe(
     routing = route(x, kernel, router, info, params.selection_bias, params.logit_bias)
     factor = options.capacity_factor
     limit = None if factor is None else capacity(factor, routing.experts.size, kernel.shape[1])
-    counted = count(routing, kernel.shape[1], topology, limit)
+    system = _for_router(system, router, homes, kernel.shape[1], topology)
+    excess = system.dispatch.excess_nodes(_places(routing.experts, homes), kernel.shape[1], topology)
+    counted = count(routing, kernel.shape[1], topology, limit, excess)
     routed, is_homed = permute_to_homes(counted, homes)
     # One rank alone has all experts at home.
     num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
@@ -218,7 +221,7 @@ class RoutingCounts(NamedTuple):
             not finite.
         counts: `[R, E]` int32, copies routed by each rank to each expert; equal on all ranks.
         asked: `[R, E]` int32, counts before the capacity limit.
-        wrong: `[R, 4]` int32, errors of each rank for `validation.check_routed`; equal on all ranks.
+        wrong: `[R, 5]` int32, errors of each rank for `validation.check_routed`; equal on all ranks.
         ok: whether the routing of all ranks is valid.
     """
 
@@ -226,12 +229,18 @@ class RoutingCounts(NamedTuple):
     weights: RoutingWeights
     counts: Counts
     asked: Counts
-    wrong: Int[Array, "R 4"]
+    wrong: Int[Array, "R 5"]
     ok: Bool[Array, ""]
 
 
 @jax.named_scope("count")
-def count(routing: Routing, num_experts: int, topology: Topology, capacity: int | None = None) -> RoutingCounts:
+def count(
+    routing: Routing,
+    num_experts: int,
+    topology: Topology,
+    capacity: int | None = None,
+    excess: Int[Array, "T"] | None = None,
+) -> RoutingCounts:
     """Gather the counts of this microbatch, equal on all ranks, with the routing errors of each rank.
 
     Args:
@@ -239,29 +248,53 @@ def count(routing: Routing, num_experts: int, topology: Topology, capacity: int 
         num_experts: `E`.
         topology: topology of the layer; counts are gathered over its expert axes.
         capacity: maximum number of copies per expert and rank; `None` (default) for no limit.
+        excess: `[T]` int32, not 0 for tokens with too many nodes; `None` (default) for none.
 
     Returns:
         Counts `[R, E]`, the experts and weights of this rank's copies, and errors.
     """
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
     finite = jnp.isfinite(routing.weights)
-    experts = jnp.where(valid & finite, routing.experts, NO_EXPERT)
+    excess = jnp.zeros_like(routing.experts[:, 0]) if excess is None else excess
+    fits = (excess == 0)[:, None]
+    experts = jnp.where(valid & finite & fits, routing.experts, NO_EXPERT)
     # An output of 0 would be a silent loss of the token.
-    weights = jnp.where(valid, routing.weights, jnp.nan)
+    weights = jnp.where(valid & fits, routing.weights, jnp.nan)
     # The range of invalid ids has a fixed size and suffices for a message. Valid ids count as 0, which is never
     # invalid.
     bad_ids = jnp.where(valid, 0, routing.experts).reshape(-1)
     lowest, highest = bad_ids.min(initial=0), bad_ids.max(initial=0)
-    wrong = jnp.stack([(~valid).sum(dtype=jnp.int32), lowest, highest, (~finite.all()).astype(jnp.int32)])
+    num_bad, not_finite = (~valid).sum(dtype=jnp.int32), (~finite.all()).astype(jnp.int32)
+    wrong = jnp.stack([num_bad, lowest, highest, not_finite, excess.max(initial=0)])
     mine = jnp.concatenate([tokens_per_expert(experts.reshape(1, -1), num_experts)[0], wrong])
-    # One all-gather for counts and errors: a second collective would cost as much for four integers.
+    # One all-gather for counts and errors: a second collective would cost as much for five integers.
     table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
     asked, wrong = table[:, :num_experts], table[:, num_experts:]
-    ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
+    ok = (wrong[:, (0, 3, 4)] == 0).all()
     if capacity is None:
         return RoutingCounts(experts, weights, asked, asked, wrong, ok)
     experts = within_capacity(experts, num_experts, capacity)
     return RoutingCounts(experts, weights, jnp.minimum(asked, capacity), asked, wrong, ok)
+
+
+def _for_router(
+    system: System, router: RouterFunction, homes: Int[Array, "E"] | None, num_experts: int, topology: Topology
+) -> System:
+    """Return the system with a dispatch for the groups of its router, if these are at home in order."""
+    # Other routers may choose experts outside of the groups, such as `ForceBalanced`.
+    limit = router.group_limit if type(router) is TopK and homes is None else None
+    if limit is None:
+        return system
+    nodes = topology.num_ranks // topology.levels[-1].size
+    return replace(system, dispatch=system.dispatch.limited_to(limit.max_nodes(num_experts, nodes)))
+
+
+def _places(experts: Int[Array, "T K"], homes: Int[Array, "E"] | None) -> Int[Array, "T K"]:
+    """Return the place of each expert; invalid ids stay so."""
+    if homes is None:
+        return experts
+    valid = (experts >= 0) & (experts < homes.shape[0])
+    return jnp.where(valid, homes[jnp.where(valid, experts, 0)], NO_EXPERT)
 
 
 @jax.named_scope("at_homes")

@@ -189,6 +189,23 @@ class GroupLimit:
         # Use -inf instead of 0, because a bias can make all scores negative.
         return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
+    def max_nodes(self, num_experts: int, num_nodes: int) -> int:
+        """Return the largest number of nodes with experts of one token, if experts are at home in order.
+
+        Args:
+            num_experts: `E`, a multiple of both numbers.
+            num_nodes: number of nodes, each with equally many experts.
+
+        Examples:
+            >>> limit = GroupLimit(num_groups=8, top_groups=4)
+            >>> [limit.max_nodes(256, nodes) for nodes in (2, 4, 8, 32)]
+            [2, 4, 4, 16]
+        """
+        size, per_node = num_experts // self.num_groups, num_experts // num_nodes
+        ends = [(group * size // per_node, ((group + 1) * size - 1) // per_node) for group in range(self.num_groups)]
+        of_groups = sorted((last - first + 1 for first, last in ends), reverse=True)
+        return min(num_nodes, sum(of_groups[: self.top_groups]))
+
 
 @dataclass(frozen=True)
 @checked_fields

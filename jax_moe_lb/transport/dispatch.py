@@ -143,6 +143,28 @@ class Dispatch(DispatchOptions[ReceiptT]):
             `[T, H]`, weighted sums; unrouted choices count as 0.
         """
 
+    def limited_to(self, max_nodes: int) -> "Dispatch":
+        """Return the dispatch for a router that limits the nodes of a token; the same one if its buffers need no limit.
+
+        Args:
+            max_nodes: largest number of nodes with experts of one token.
+        """
+        del max_nodes
+        return self
+
+    def excess_nodes(self, experts: Int[Array, "T K"], num_experts: int, topology: Topology) -> Int[Array, "T"] | None:
+        """Return the number of nodes of each token with more nodes than the buffers have room for, and 0 for others.
+
+        `moe` treats such tokens as invalid routing. By default `None`: there is room for any token.
+
+        Args:
+            experts: `[T, K]` integers, expert of each choice by place; those out of range are ignored.
+            num_experts: `E`.
+            topology: topology of the layer.
+        """
+        del experts, num_experts, topology
+        return None
+
     def within_rounds(self, receipt: ReceiptT) -> Bool[Array, ""]:
         """Return whether `max_rounds` suffices.
 

@@ -6,7 +6,7 @@ can run beside it. Inside a node the rail ranks are the sources of the tokens, a
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
@@ -18,7 +18,7 @@ from jax_moe_lb.collectives.permutes import agreed
 from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Axes, Counts
+from jax_moe_lb.core.types import Axes, Counts, iota
 from jax_moe_lb.transport.cost import RowArrays, TransportCost
 from jax_moe_lb.transport.lists import Group, Lists, rows_with_padding
 from jax_moe_lb.transport.once import ListDispatch, check_rails, lists_of
@@ -41,6 +41,14 @@ class Forward(ListDispatch):
     chunk then depends on no hop inside of another, and may run beside it. Outputs return in the same way if
     `max_rounds` is 1; a loop of rounds carries the sums of all chunks.
 
+    Args:
+        max_nodes: largest number of nodes with experts of one token, as in node-limited routing. Buffers of sent rows
+            are smaller by it; a token with more nodes is a fault, and its output NaN. `None` (default): `moe` takes it
+            from a `TopK` router with `group_limit`, if experts are at home in order, and else allows all nodes.
+
+    Raises:
+        ValueError: `max_nodes` is below 1.
+
     Examples:
         >>> from jax_moe_lb import System
         >>> from jax_moe_lb.balancers import Exact
@@ -48,7 +56,28 @@ class Forward(ListDispatch):
         True
     """
 
+    max_nodes: int | None = None
+
     takes_chunks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_nodes is not None and self.max_nodes < 1:
+            raise ValueError(f"max_nodes is {self.max_nodes}; expected at least 1, or None")
+
+    def limited_to(self, max_nodes: int) -> "Forward":
+        """Return the dispatch with `max_nodes`, unless it has a limit; see `Dispatch.limited_to`."""
+        return replace(self, max_nodes=max_nodes) if self.max_nodes is None else self
+
+    def excess_nodes(self, experts: Int[Array, "T K"], num_experts: int, topology: Topology) -> Int[Array, "T"] | None:
+        """Return the number of nodes of each token with more than `max_nodes`; see `Dispatch.excess_nodes`."""
+        nodes = topology.num_ranks // topology.levels[-1].size
+        if self.max_nodes is None or self.max_nodes >= min(nodes, experts.shape[1]):
+            return None
+        # Those out of range are below 0 or above all nodes.
+        node = experts // (num_experts // nodes)
+        visits = (node[:, None] == iota(nodes)[None, :, None]).any(2).sum(1, dtype=jnp.int32)
+        return jnp.where(visits > self.max_nodes, visits, 0)
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> ListReceipt:
         """Return the rows of this rank on both hops; see `Dispatch`.
@@ -63,7 +92,8 @@ class Forward(ListDispatch):
         node, offset = jax.lax.axis_index(between.axes), jax.lax.axis_index(inside.axes)
         per_node = counts.shape[1] // nodes
         # Experts of other nodes have code 0 on arrival.
-        first_hop = Lists.of(jnp.where(experts < 0, -1, experts // per_node), experts % per_node + 1, 1, between)
+        to_node = jnp.where(experts < 0, -1, experts // per_node)
+        first_hop = Lists.of(to_node, experts % per_node + 1, 1, between, self.max_nodes)
         steps = chunks_between(first_hop, self.buffers, between)
         num_rows, site = nodes * -(-experts.shape[0] // len(steps)), "dispatch of experts, between nodes"
         codes = jnp.concatenate([step.clear(step.exchange(step.codes(), num_rows, site)) for step in steps])
@@ -86,10 +116,13 @@ class Forward(ListDispatch):
 
     def cost(self) -> TransportCost:
         """Return a hop between nodes and one inside, of rows that are tokens instead of copies."""
-        return _ForwardCost(self.buffers)
+        return _ForwardCost(self.buffers, self.max_nodes)
 
 
+@dataclass(frozen=True)
 class _ForwardCost(TransportCost):
+    max_nodes: int | None = None
+
     once_per_member = True
     by_level = True
     early_hops = 1
@@ -129,7 +162,7 @@ class _ForwardCost(TransportCost):
     def row_arrays(self, num_tokens: int, per_token: int, topology: Topology) -> RowArrays:
         members = topology.levels[-1].size
         nodes = topology.num_ranks // members
-        entries, first = nodes * num_tokens, num_tokens * min(per_token, nodes)
+        entries, first = nodes * num_tokens, num_tokens * min(per_token, nodes, self.max_nodes or nodes)
         room = rows_with_padding(self.buffers, num_tokens * per_token, per_token, members)
         sent = min(room, entries * min(per_token, members))
         return RowArrays(sent, room, room, entries, carries_sums=True, sent_first=first, forwarded=entries)

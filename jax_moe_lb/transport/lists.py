@@ -55,7 +55,7 @@ class Group(NamedTuple):
 class Lists:
     """Lists of a rank for all ranks of its group.
 
-    A *row* is an entry in the list of one rank. `Q = N * min(K, P)` bounds their number.
+    A *row* is an entry in the list of one rank. `Q = N * min(K, P)` bounds their number, or a limit of `P`.
 
     Args:
         entry: `[Q]` int32, entry of each row; rows are sorted by rank, then by entry.
@@ -78,7 +78,14 @@ class Lists:
     table: Int[Array, "P P"]
 
     @classmethod
-    def of(cls, rank: PerChoice, code: PerChoice, steps: Int[Array, ""] | int, group: Group) -> "Lists":
+    def of(
+        cls,
+        rank: PerChoice,
+        code: PerChoice,
+        steps: Int[Array, ""] | int,
+        group: Group,
+        max_ranks: int | None = None,
+    ) -> "Lists":
         """Make the lists of a rank, and gather the sizes of the lists of all ranks.
 
         Args:
@@ -86,9 +93,10 @@ class Lists:
             code: `[N, K]` int32, code of each choice, above 0.
             steps: number of steps, equal on all ranks; 0 counts as 1.
             group: ranks of the lists.
+            max_ranks: largest number of ranks of an entry, which bounds the rows; `None` (default) for all.
         """
         (num_entries, per_entry), num_ranks = rank.shape, jax.lax.axis_size(group.axes)
-        num_rows = num_entries * min(per_entry, num_ranks)
+        num_rows = num_entries * min(per_entry, num_ranks, max_ranks or num_ranks)
         copies = (rank[None] == iota(num_ranks)[:, None, None]).sum(2, dtype=jnp.int32).reshape(-1)
         place = starts((copies > 0).astype(jnp.int32))
         cell = jnp.maximum(rank, 0) * num_entries + iota(num_entries)[:, None]

@@ -57,7 +57,9 @@ class ListDispatch(Dispatch[ListReceipt]):
     ) -> Tokens:
         """Serve all copies of a plan, in rounds of lists; see `Dispatch.serve_plan`."""
         route = Route(self, *self.groups(plan.domain, topology))
-        return serve_lists(x, weights, experts, plan, receipt, replicate, route, topology)
+        outputs = serve_lists(x, weights, experts, plan, receipt, replicate, route, topology)
+        # Choices with invalid routing are in no list: without NaN, their loss would be silent.
+        return jnp.where(jnp.isfinite(weights).all(1, keepdims=True), outputs, jnp.nan)
 
 
 @dataclass(frozen=True)

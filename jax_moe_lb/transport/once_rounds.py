@@ -56,12 +56,12 @@ def chunks_between(lists: Lists, buffers: Buffers, group: Group) -> tuple[Step, 
         buffers: buffers with the number of chunks.
         group: ranks of the hop.
     """
-    num_tokens, per_token = lists.row.shape
+    num_tokens, num_rows = lists.row.shape[0], lists.entry.shape[0]
     part = -(-num_tokens // buffers.chunks)
     # Without empty chunks, if there are few tokens.
     number = -(-num_tokens // max(part, 1)) or 1
-    num_sent = part * min(per_token, lists.copies.shape[0])
-    return lists.step(0, lists.entry.shape[0], group).chunks(number, num_sent, in_one_buffer=False)
+    num_sent = part * (num_rows // max(num_tokens, 1))
+    return lists.step(0, num_rows, group).chunks(number, num_sent, in_one_buffer=False)
 
 
 def _of_step(entries: Float[Array, "N W"], step: Step) -> Float[Array, "_ W"]:

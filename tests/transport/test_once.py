@@ -13,8 +13,9 @@ from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Buffers, System, TopK, Topology, exact, greedy, plain, rails
 from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.balancers import Greedy, HybridEP
-from jax_moe_lb.core import plain_plan
-from jax_moe_lb.routing import Routing
+from jax_moe_lb.core import plain_plan, raise_on_fault
+from jax_moe_lb.layer.moe import _for_router, _places
+from jax_moe_lb.routing import GroupLimit, Routing
 from jax_moe_lb.transport import Direct, Forward, Once, QuantizedTransfer
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
@@ -176,6 +177,70 @@ def test_exchanges_between_nodes_do_not_wait_for_other_chunks():
     assert sorted((first, second)) == [1, 2]
     names = {one.name for one in found["combine"]}
     assert sorted(len(names & before(one)) for one in found["combine"]) == [0, 0, 1, 1]
+
+
+GROUPED = TopK(4, group_limit=GroupLimit(4, 2, 1))
+
+
+def ungrouped(logits, bias, info) -> Routing:
+    """The groups of `GROUPED`, unknown to the layer, but the first token of rank 2 has experts in four of them."""
+    routing = GROUPED(logits, bias, info)
+    token = info.first + jnp.arange(logits.shape[0], dtype=jnp.int32)
+    everywhere = jnp.arange(0, 8, 2, dtype=jnp.int32)
+    is_odd = (token == 2 * logits.shape[0])[:, None]
+    return replace(routing, experts=jnp.where(is_odd, everywhere[None], routing.experts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffers", [Buffers(0.7), pytest.param(Buffers(8.0, 1, 3), marks=pytest.mark.thorough)])
+def test_buffers_have_room_for_the_nodes_of_the_router(buffers, x64):
+    """A router with two of four groups sends at most two rows per token between nodes, with the same values."""
+    case, mesh = Case(num_experts=8), make_mesh((4, 2), MESH)
+    topology, operands = Topology.from_mesh(mesh, MESH), case.params("float64")
+    x, mask = case.tokens(WORKLOADS[1], 8, "float64")
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape))
+    system = replace(BALANCED, dispatch=Forward(buffers))
+    layer = sharded_moe(mesh, topology, system, GROUPED)
+    (y, _), gradients = with_gradients(layer)(x, mask, *operands, target)
+    (want, _), want_gradients = dense_of(GROUPED)(x, mask, *operands, target)
+    assert_close((y, gradients), (want, want_gradients), 1e-12)
+    limited, unlimited = (
+        str(jax.make_jaxpr(sharded_moe(mesh, topology, system, router))(x, mask, *operands))
+        for router in (GROUPED, ungrouped)
+    )
+    few, many = (f"f64[{nodes * case.num_tokens // buffers.chunks},{case.width}]" for nodes in (2, 4))
+    assert few in limited
+    assert few not in unlimited
+    assert many in unlimited
+
+
+@pytest.mark.slow
+def test_a_token_with_too_many_nodes_is_a_fault():
+    case, mesh = Case(num_experts=8), make_mesh((4, 2), MESH)
+    system = replace(BALANCED, dispatch=Forward(max_nodes=2))
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh, MESH), system, ungrouped)
+    kernel, experts = case.params("float32")
+    x, mask = case.tokens(WORKLOADS[1], 8, "float32")
+    y, stats = jax.jit(layer)(x, jnp.ones_like(mask), kernel, experts)
+    with pytest.raises(ValueError, match="a token of rank 2 has experts on 4 nodes; expected at most max_nodes"):
+        raise_on_fault(stats)
+    is_lost = jnp.isnan(y).any(1)
+    assert is_lost[2 * case.num_tokens]
+    assert is_lost.sum() == 1
+
+
+def test_the_limit_of_a_router_holds_for_experts_at_home_in_order_alone():
+    mesh, system = make_mesh((4, 2), MESH), System(dispatch=Forward())
+    topology = Topology.from_mesh(mesh, MESH)
+    at_home = jnp.arange(8, dtype=jnp.int32)
+    routers = (GROUPED, None), (GROUPED, at_home), (ungrouped, None)
+    found = [_for_router(system, router, homes, 8, topology).dispatch for router, homes in routers]
+    assert found == [Forward(max_nodes=2), Forward(), Forward()]
+    # Places decide: experts 0 and 1 are in one node unless they moved.
+    experts = jnp.array([[0, 1, 2], [0, 2, 4], [-1, 8, 7]], jnp.int32)
+    for homes, visits in ((None, [0, 3, 0]), (at_home.at[1].set(7).at[7].set(1), [3, 3, 0])):
+        assert Forward(max_nodes=2).excess_nodes(_places(experts, homes), 8, topology).tolist() == visits
+    assert Forward(max_nodes=3).excess_nodes(experts, 8, topology) is None
 
 
 def addressed(dispatch, system, shape, experts, counts):
