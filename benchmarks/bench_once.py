@@ -7,6 +7,9 @@ every rank, and the tables of these lists are the rows of the exchanges. The dis
 tokens and ranks, are counted in NumPy from routing and plan. Rows that stay on their rank are not counted. Under plans
 with a proportional split, as those of UltraEP, sources choose the copies for each rank (`transport/serving_ranks.py`).
 The last columns compare with copies in the order of tokens.
+
+Recorded loads are the last step of training of the preset tiny without a router loss: 16 experts, 2 per token. A
+recording has counts only, so the tokens of each rank are sampled from its counts.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from benchmarks.bench_stale_plans import recorded
 from benchmarks.results import Table, out_option, report
 from jax_moe_lb import Buffers, Plan, System, Topology, exact, plain, ultraep, use_virtual_cpu_devices
 from jax_moe_lb.core import imbalance, load, nearest_first, plain_plan, rows_between
@@ -33,6 +37,8 @@ RANKS, EXPERTS, PER_TOKEN, SLOTS = 8, 256, 8, 2
 ONE_ROUND = Buffers(headroom=RANKS)
 """Receive buffer for any load: the tables then have all rows."""
 
+RECORDED_EXPERTS, RECORDED_PER_TOKEN = 16, 2
+
 GROUPS, GROUPS_PER_TOKEN = 8, 4
 """Node-limited routing of DeepSeek-V3."""
 
@@ -41,10 +47,16 @@ def routing(kind: str, num_tokens: int) -> np.ndarray:
     """Return the experts of every token, `[R, T, K]`, distinct for each token.
 
     Args:
-        kind: "uniform" or "Zipf"; with "node-limited", a token chooses among 4 of 8 groups of experts.
+        kind: "uniform", "Zipf" or "recorded"; with "node-limited", a token chooses among 4 of 8 groups of experts.
         num_tokens: `T`, tokens of a rank.
     """
     rng = np.random.default_rng(0)
+    if kind == "recorded":
+        # [layers, R, E]: the most uneven layer.
+        counts = recorded("no router loss", 0)[-1]
+        chosen = counts[np.argmax(counts.sum(1).max(1))]
+        logits = rng.gumbel(size=(RANKS, num_tokens, chosen.shape[1])) + np.log(np.maximum(chosen, 0.5))[:, None]
+        return np.argsort(-logits, -1)[..., :RECORDED_PER_TOKEN].astype(np.int32)
     logits = rng.gumbel(size=(RANKS, num_tokens, EXPERTS))
     if "Zipf" in kind:
         logits += np.log(rng.permutation(np.arange(1.0, EXPERTS + 1)) ** -0.8)
@@ -103,15 +115,16 @@ class Case:
     def of(cls, kind: str, system: System, num_tokens: int, shape: tuple[int, int]) -> "Case":
         """Plan the counts of a routing on the host."""
         topology, experts = Topology.from_mesh(mesh(shape), AXES), routing(kind, num_tokens)
-        counts = np.stack([np.bincount(one.reshape(-1), minlength=EXPERTS) for one in experts]).astype(np.int32)
+        num_experts = RECORDED_EXPERTS if kind == "recorded" else EXPERTS
+        counts = np.stack([np.bincount(one.reshape(-1), minlength=num_experts) for one in experts]).astype(np.int32)
         # The same slots for all plans: one compilation.
-        start = plain_plan(counts, topology, EXPERTS // RANKS + SLOTS)
+        start = plain_plan(counts, topology, num_experts // RANKS + SLOTS)
         return cls(shape, experts, counts, system.balancer.rebalance(counts, start, topology, ())[0])
 
     def node_pairs(self) -> int:
         """Return the distinct pairs of a token and another node with an expert of it."""
         nodes, members = self.shape
-        node, own = self.experts // (EXPERTS // nodes), np.arange(RANKS)[:, None] // members
+        node, own = self.experts // (self.counts.shape[1] // nodes), np.arange(RANKS)[:, None] // members
         return int(sum(((node == n).any(2) & (own != n)).sum() for n in range(nodes)))
 
     def rank_pairs(self, choose: Choose) -> int:
@@ -133,13 +146,14 @@ class Case:
             choose: ranks of the copies of a rail rank.
         """
         nodes, members = self.shape
-        per_node, pairs = EXPERTS // nodes, 0
+        (_, num_experts), pairs = self.counts.shape, 0
+        per_node = num_experts // nodes
         for node in range(nodes):
             mine = slice(node * per_node, (node + 1) * per_node)
-            counts = self.counts.reshape(nodes, members, EXPERTS)[:, :, mine].sum(0, dtype=np.int32)
+            counts = self.counts.reshape(nodes, members, num_experts)[:, :, mine].sum(0, dtype=np.int32)
             quota = self.plan.quota[mine, node * members : (node + 1) * members]
             for offset in range(members):
-                tokens = self.experts[offset::members].reshape(-1, PER_TOKEN) - node * per_node
+                tokens = self.experts[offset::members].reshape(-1, self.experts.shape[2]) - node * per_node
                 going = nearest_first(counts, quota, offset, self.plan.domain, self.plan.split)
                 inside = np.where((tokens >= 0) & (tokens < per_node), tokens, -1)
                 pairs += _pairs(choose(inside, going), members, offset)
@@ -169,7 +183,7 @@ def _pairs(rank: np.ndarray, num_ranks: int, own: int) -> int:
 def row(kind: str, name: str, system: System, num_tokens: int, shape: tuple[int, int]) -> list[float | str]:
     """Return a row of the table: rows per token, and over the distinct pairs."""
     case, (nodes, members) = Case.of(kind, system, num_tokens, shape), shape
-    given = case.experts.reshape(-1, PER_TOKEN), case.counts, case.plan
+    given = case.experts.reshape(-1, case.experts.shape[2]), case.counts, case.plan
     (between, inside), (_, once) = (
         jax.tree.map(np.asarray, tables_of(dispatch, shape)(*given))
         for dispatch in (Forward(ONE_ROUND), Once(ONE_ROUND))
@@ -185,6 +199,7 @@ def row(kind: str, name: str, system: System, num_tokens: int, shape: tuple[int,
         kind,
         name,
         float(imbalance(load(case.plan))),
+        max(float(imbalance(of_node)) for of_node in np.asarray(load(case.plan)).reshape(nodes, members)),
         copies[far].sum() / tokens,
         hop / tokens,
         hop / case.node_pairs(),
@@ -203,6 +218,7 @@ COLUMNS = {
     "routing": "",
     "plan": "",
     "imbalance": ".3f",
+    "inside nodes": ".3f",
     "between nodes, Direct": ".2f",
     "between nodes, Forward": ".2f",
     "over (token, node) pairs": ".3f",
@@ -223,7 +239,7 @@ def main() -> None:
     out_option(parser)
     given = parser.parse_args()
     use_virtual_cpu_devices(RANKS)
-    kinds = ("uniform", "Zipf", "uniform, node-limited", "Zipf, node-limited")
+    kinds = ("uniform", "Zipf", "uniform, node-limited", "Zipf, node-limited", "recorded")
     plans = {"plain": plain(), "exact": exact(SLOTS), "ultraep": ultraep(SLOTS)}
     rows = [
         row(kind, name, system, given.tokens, shape)
@@ -231,7 +247,7 @@ def main() -> None:
         for kind in kinds
         for name, system in plans.items()
     ]
-    title = f"Rows per token; {RANKS} ranks, {EXPERTS} experts, {PER_TOKEN} per token"
+    title = f"Rows per token; {RANKS} ranks, {EXPERTS} experts, {PER_TOKEN} per token, recorded loads excepted"
     report({"rows": Table(COLUMNS, rows, title)}, given.out)
 
 

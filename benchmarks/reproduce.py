@@ -237,6 +237,7 @@ RUNS = (
         aside=MEASURED,
         unread=("measured",),
     ),
+    Run("network.bench_once", refusal=_network, result="network_once", aside=MEASURED),
     Run("network.bench_rails", refusal=_network, result="network_rails", aside=MEASURED),
     Run("network.bench_training", ("table", "2"), refusal=_network, result="network_training", aside=MEASURED),
     Run(
