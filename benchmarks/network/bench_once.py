@@ -34,7 +34,8 @@ DISPATCHES = ("Direct", "Once", "Forward")
 EXCHANGES = 5
 """Exchanges of rows in a step: dispatch and combine, and three backward, in which rows travel again."""
 
-DEADLINE_S = 900
+DEADLINE_S = 2400
+"""Time limit of all programs of one division into processes, in seconds."""
 
 
 def routed(kind: str) -> np.ndarray:
@@ -98,12 +99,12 @@ def step_of(kind: str, name: str) -> tuple[Any, tuple]:
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), args
 
 
-def body(rank: Rank, repeats: int) -> list[dict[str, Any]]:
+def body(rank: Rank, routings: list[str], repeats: int) -> list[dict[str, Any]]:
     """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
     from benchmarks.network.jax_ranks import check_same_program
 
     found = []
-    for kind in ROUTINGS:
+    for kind in routings:
         for name in DISPATCHES:
             step, args = step_of(kind, name)
             lowered = step.lower(*args)
@@ -145,13 +146,13 @@ def timed_step(rank: Rank, program: Any, args: tuple) -> tuple[float, int]:
 # ---- the parent ----------------------------------------------------------------
 
 
-def rows_of(processes: int, devices: int, repeats: int) -> list[list[Value]]:
+def rows_of(processes: int, devices: int, routings: list[str], repeats: int) -> list[list[Value]]:
     """Return the rows of the table for one division into processes."""
     from benchmarks.network.jax_ranks import launch_jax
 
     with TwoDatacenters(processes // NODES, None).build() as network:
         ranks = launch_jax(
-            network, lambda rank: body(rank, repeats), devices_per_process=devices, deadline_s=DEADLINE_S
+            network, lambda rank: body(rank, routings, repeats), devices_per_process=devices, deadline_s=DEADLINE_S
         )
     table: list[list[Value]] = []
     for of_ranks in zip(*ranks, strict=True):
@@ -170,10 +171,14 @@ def main() -> None:
     sandbox.enter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="Steps at each rate.")
+    parser.add_argument(
+        "--routings", nargs="+", default=list(ROUTINGS), choices=ROUTINGS, help="Routings of the table."
+    )
     out_option(parser)
     given = parser.parse_args()
     load = os.getloadavg()[0]
-    rows = [row for processes, devices in PROCESSES for row in rows_of(processes, devices, given.repeats)]
+    of_each = [rows_of(*processes, given.routings, given.repeats) for processes in PROCESSES]
+    rows = [row for rows in of_each for row in rows]
     columns = {"processes x devices": "", "routing": "", "dispatch": "", "rows": "d", "expected MB": ".2f"}
     columns |= {"counted MB": ".2f", "counted / expected": ".2f"}
     columns |= {f"s at {rate / 1e6:.0f} Mbit/s": ".2f" for rate in RATES_BITS_PER_S}

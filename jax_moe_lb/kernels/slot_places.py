@@ -6,10 +6,11 @@ every copy in the operand of the grouped products, without a sort.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jax_moe_lb.core.types import GroupSizes, Rows, iota, wide_dtype
+from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
 
 
 class SlotPlaces(NamedTuple):
@@ -69,14 +70,38 @@ def sum_rows(rows: Rows, place: Int[Array, "B K"], weights: Float[Array, "B K"] 
         >>> sum_rows(rows, place, weights=jnp.array([[3.0, 1.0], [0.5, 9.0]])).tolist()
         [[5.0], [1.0]]
     """
-    dtype = wide_dtype(rows) if weights is None else jnp.promote_types(wide_dtype(rows), weights.dtype)
+    # XLA compiles a reduction over gathered rows into one kernel on NVIDIA GPUs, and into an array of all of them
+    # elsewhere.
+    return jax.lax.platform_dependent(rows, place, weights, cuda=_in_one_kernel, default=_by_choice)
+
+
+def _in_one_kernel(
+    rows: Rows, place: Int[Array, "B K"], weights: Float[Array, "B K"] | None = None
+) -> Float[Array, "B H"]:
+    dtype, there = _sum_dtype(rows, weights), _is_there(rows, place)
+    parts = rows[jnp.where(there, place, 0)].astype(dtype)
+    parts = parts if weights is None else parts * weights[:, :, None].astype(dtype)
+    # A thread adds the choices of its element in their order.
+    return jnp.where(there[:, :, None], parts, 0).sum(1)
+
+
+def _by_choice(rows: Rows, place: Int[Array, "B K"], weights: Float[Array, "B K"] | None) -> Float[Array, "B H"]:
+    dtype = _sum_dtype(rows, weights)
     total = jnp.zeros((place.shape[0], rows.shape[1]), dtype)
     # Unrolled over the few choices, in their order: equal inputs give equal bits.
     for k in range(place.shape[1]):
         at = place[:, k]
-        there = (at >= 0) & (at < rows.shape[0])
+        there = _is_there(rows, at)
         # Absent rows all read the first row, which stays in a cache.
         part = rows[jnp.where(there, at, 0)].astype(dtype)
         part = part if weights is None else part * weights[:, k, None].astype(dtype)
         total = total + jnp.where(there[:, None], part, 0)
     return total
+
+
+def _sum_dtype(rows: Rows, weights: Float[Array, "B K"] | None) -> DType:
+    return wide_dtype(rows) if weights is None else jnp.promote_types(wide_dtype(rows), weights.dtype)
+
+
+def _is_there(rows: Rows, place: Int[Array, "*B"]) -> Bool[Array, "*B"]:
+    return (place >= 0) & (place < rows.shape[0])

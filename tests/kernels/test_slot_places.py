@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.kernels.slot_places import slot_places, sum_rows
+from jax_moe_lb.kernels.slot_places import _in_one_kernel, slot_places, sum_rows
 
 
 def random_codes(kind: str, rng: np.random.Generator, rows: int, per_row: int, slots: int) -> np.ndarray:
@@ -33,8 +33,9 @@ def test_copies_are_sorted_by_slot_then_by_row(kind):
     np.testing.assert_array_equal(places.place.reshape(-1), want)
 
 
+@pytest.mark.parametrize("form", [sum_rows, _in_one_kernel])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_sums_are_wide_and_read_no_row_without_a_place(dtype):
+def test_sums_are_wide_and_read_no_row_without_a_place(dtype, form):
     rng = np.random.default_rng(1)
     rows = jnp.asarray(rng.normal(size=(20, 5)), dtype).at[15:].set(jnp.nan)
     place = rng.integers(-1, 15, (7, 3)).astype(np.int32)
@@ -43,6 +44,17 @@ def test_sums_are_wide_and_read_no_row_without_a_place(dtype):
     want = np.zeros((7, 5))
     for b, k in np.argwhere((place >= 0) & (place < 20)):
         want[b] += np.asarray(rows[place[b, k]], np.float64) * weights[b, k]
-    got = sum_rows(rows, jnp.asarray(place), jnp.asarray(weights))
+    got = form(rows, jnp.asarray(place), jnp.asarray(weights))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    without = np.where(np.isnan(weights), 0, 1).astype(np.float32)
+    np.testing.assert_array_equal(form(rows, jnp.asarray(place)), form(rows, jnp.asarray(place), jnp.asarray(without)))
+
+
+def test_sums_on_nvidia_gpus_are_one_reduction_of_gathered_rows():
+    given = jnp.zeros((20, 5), jnp.bfloat16), jnp.zeros((7, 3), jnp.int32), jnp.zeros((7, 3))
+    texts = [
+        jax.jit(sum_rows).trace(*given).lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")
+    ]
+    assert [text.count('stablehlo.gather"(%arg0') for text in texts] == [1, 3]
+    assert ["stablehlo.reduce(" in text for text in texts] == [True, False]
