@@ -23,7 +23,7 @@ ROWS_PER_BLOCK = 16
 """Rows of the operand per block of a peer: the same function."""
 
 VECTOR_BYTES = 8
-"""Widest vector that a thread copies at once. A row that is no multiple of it is copied in narrower vectors."""
+"""Bytes of the widest vector of a thread. Rows of no multiple are copied in narrower vectors."""
 
 BLOCK_BYTES = 1024
 """Bytes that the 128 threads of a block copy at once, in vectors of 8 bytes."""
