@@ -241,6 +241,8 @@ def test_the_limit_of_a_router_holds_for_experts_at_home_in_order_alone():
     for homes, visits in ((None, [0, 3, 0]), (at_home.at[1].set(7).at[7].set(1), [3, 3, 0])):
         assert Forward(max_nodes=2).excess_nodes(_places(experts, homes), 8, topology).tolist() == visits
     assert Forward(max_nodes=3).excess_nodes(experts, 8, topology) is None
+    rows = [Forward(max_nodes=limit).cost().row_arrays(24, 4, topology) for limit in (2, None)]
+    assert [(one.sent_first, one.forwarded) for one in rows] == [(48, 96), (96, 96)]
 
 
 def addressed(dispatch, system, shape, experts, counts):
