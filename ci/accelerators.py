@@ -222,7 +222,8 @@ def cases(system: str | None, target: str | None, nightly: bool) -> list[Case]:
         Case(on, name, True, SMALL) for on in TARGETS for name in system_names() if nightly or name in SMALL_SYSTEMS[on]
     ]
     small += [Case("h100:1x8", name, True, SMALL, own_kernels=True) for name in ("feplb", "ultraep") if nightly]
-    small.append(Case("h100:2x8", "exact", True, SMALL, once_per_node=True))
+    nodes = ("h100:2x8", "h100:4x8") if nightly else ("h100:2x8",)
+    small += [Case(on, "exact", True, SMALL, once_per_node=True) for on in nodes]
     every = dict.fromkeys([*sorted(LIMITS, key=lambda case: not case.train), *small, *STEP_MS])
     chosen = [case for case in every if nightly or case not in NIGHTLY]
     return [case for case in chosen if system in (None, case.system) and target in (None, case.target)]
@@ -293,7 +294,7 @@ def main() -> int:
     """Compile all cases and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--system", choices=system_names())
-    parser.add_argument("--target", choices=sorted({*TARGETS, *(case.target for case in LIMITS)}))
+    parser.add_argument("--target", choices=sorted({case.target for case in cases(None, None, nightly=True)}))
     parser.add_argument("--nightly", action="store_true", help="compile all systems and all cases")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     args = parser.parse_args()

@@ -5,8 +5,8 @@ nodes of two, runs forward and backward in two processes of two devices and in f
 the nodes is rate-limited and its bytes are counted; links inside a node are not limited.
 
 Between processes on CPUs an exchange sends whole steps of `P / R` rows, for `P` rows of the operand, to each rank. With
-even routing, in which each token has two experts on every rank, the steps of `Direct` are full. Outputs of `Once` return
-from buffers for copies, so its steps have room for twice as many rows.
+even routing, in which each token has two experts on every rank, the steps of `Direct` are full. Outputs of `Once`
+return from buffers for copies, so its steps have room for twice as many rows.
 """
 
 import argparse
