@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_moe_lb import System, use_virtual_cpu_devices
 from jax_moe_lb.advise.choice import with_dispatch
 from jax_moe_lb.layer.systems import system_named
-from jax_moe_lb.nn.moe import BalancerState
+from jax_moe_lb.nn.variables import BalancerState
 from jax_moe_lb.transport import Kernels
 from models.config import ParallelConfig
 

@@ -24,7 +24,7 @@ from benchmarks.network.replayed import OWN, Replayed
 from benchmarks.network.topologies import Rails
 from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, plain, ultraep
 from jax_moe_lb.layer.systems import feplb, hybridep
-from jax_moe_lb.nn.moe import RouterBias
+from jax_moe_lb.nn.variables import RouterBias
 from models.config import BatchConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.data.corpus import Corpus
 from models.data.marks import num_predicted

@@ -5,8 +5,8 @@ connection per pair of ranks, and the acknowledgement of a receiver waits behind
 each other thus get half the bandwidth if they start at different times. Cycles of three or more ranks do not have this
 problem.
 
-`gather_tiles` and `sum_tiles` are transposes of each other. They are XLA's own collectives, except between two
-processes on CPUs, where they use unidirectional permutes.
+`gather_tiles` and `sum_tiles` are transposes of each other; `exchange_tiles` sends a block to each rank. They are XLA's
+own collectives, except between two processes on CPUs, where they use unidirectional permutes.
 """
 
 from functools import partial
@@ -205,6 +205,19 @@ def sum_tiles(tiles: Shaped[Array, "M *X"], axis: str) -> Leaf:
     return jax.lax.platform_dependent(tiles, cpu=partial(sum_of_pair, axis=axis), default=scatter)
 
 
+def exchange_tiles(tiles: Shaped[Array, "M *X"], axis: str) -> Shaped[Array, "M *X"]:
+    """Send a block to every rank of an axis, and return the received blocks in the order of the ranks.
+
+    Args:
+        tiles: `[M, ...]`, one block for each rank of the axis, concatenated.
+        axis: name of one mesh axis.
+    """
+    exchange = partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True)
+    if jax.process_count() == 1 or not _is_pair(tiles, axis):
+        return exchange(tiles)
+    return jax.lax.platform_dependent(tiles, cpu=partial(exchange_of_pair, axis=axis), default=exchange)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _between_processes(leaf: Leaf, axis: str) -> Array:
     gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True)
@@ -239,6 +252,14 @@ def sum_of_pair(tiles: Array, axis: str) -> Leaf:
     is_first = jax.lax.axis_index(axis) == 0
     mine, theirs = jnp.where(is_first, first, second), jnp.where(is_first, second, first)
     return mine + _swap(theirs, axis)
+
+
+def exchange_of_pair(tiles: Array, axis: str) -> Array:
+    """Compute `exchange_tiles` for an axis of two ranks, by permutes without mutual sends."""
+    first, second = jnp.split(tiles, 2)
+    is_first = jax.lax.axis_index(axis) == 0
+    arrived = _swap(jnp.where(is_first, second, first), axis)
+    return jnp.where(is_first, jnp.concatenate([first, arrived]), jnp.concatenate([arrived, second]))
 
 
 def _swap(leaf: Leaf, axis: str) -> Leaf:

@@ -4,11 +4,14 @@ from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert, SharedMi
 from jax_moe_lb.nn.moe import MoE, as_linen
 from jax_moe_lb.nn.relocation import expert_bytes, mesh_independent_state, relocate, restore_mesh_independent_state
 from jax_moe_lb.nn.sharding import logical_axis_rules
+from jax_moe_lb.nn.variables import GradientResidual, keep_residuals
 
 __all__ = [
     "as_linen",
     "expert_bytes",
     "ExpertConfig",
+    "GradientResidual",
+    "keep_residuals",
     "logical_axis_rules",
     "MoE",
     "mesh_independent_state",

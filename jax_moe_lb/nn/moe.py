@@ -3,7 +3,7 @@
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,35 +30,22 @@ from jax_moe_lb.nn.sharding import (
     place,
     remove_padding,
     reshaped,
+    residual_specs,
     sharded_known,
     sharded_moe,
+    sharded_residual,
+)
+from jax_moe_lb.nn.variables import (
+    BalancerState,
+    CodecState,
+    ExpertHomes,
+    GradientResidual,
+    RouterBias,
+    RunningLoads,
 )
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.routers import RouterFunction, router_options, updated_bias
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
-
-
-class BalancerState(nnx.Variable):
-    """Balancer state between steps. Optimizers do not update it: it is no `nnx.Param`."""
-
-
-class RouterBias(nnx.Variable):
-    """Routing bias of each expert, `[E]` float32. `MoE.update_bias` updates it; it has no gradient."""
-
-
-class ExpertHomes(nnx.Variable):
-    """Place of each expert, `[E]` int32. `relocate` updates it; it has no gradient."""
-
-
-class RunningLoads(nnx.Variable):
-    """Running mean of each expert's load, `[E]` float32. `MoE.update_loads` updates it."""
-
-
-class CodecState(nnx.Variable):
-    """Decoded weights of each rank's expert domain, `[E * domain_size, ...]`.
-
-    Every call of the layer updates them; they have no gradient.
-    """
 
 
 class MoE(nnx.Module):
@@ -154,6 +141,9 @@ class MoE(nnx.Module):
         self.known: nnx.List[CodecState] = nnx.List([])
         if migrate is not None and migrate.codec.remembers:
             self.known = nnx.List(self._known_weights(migrate))
+        self.residual: nnx.List[GradientResidual] = nnx.List([])
+        if migrate is not None and migrate.needs_residual:
+            self.residual = nnx.List(self._zero_residual(migrate))
         self._make_states(num_experts, options.selection_bias)
 
     def _make_states(self, num_experts: int, selection_bias: bool) -> None:
@@ -256,7 +246,8 @@ class MoE(nnx.Module):
             selection_bias=_value(self.bias),
             homes=_value(self.homes),
             state=state,
-            known=jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,
+            known=_as_experts(self.known, stored),
+            residual=_as_experts(self.residual, stored),
         )
         y, stats, state, known = sharded_moe(inputs, layer=self._config(x, stored))
         raise_if_concrete(stats)
@@ -291,11 +282,15 @@ class MoE(nnx.Module):
         """Send the uncompressed experts to all ranks of their expert domain, to reset the codec state.
 
         A new layer starts in this state. Call it after loading other weights or moving experts. Without it, later calls
-        correct the codec state gradually. It has no effect without such a codec.
+        correct the codec state gradually. It also sets the residual of encoded gradients to zero. It has no effect
+        without such a codec.
         """
-        if self.system.migrate is not None and self.known:
-            for weights, now in zip(self.known, self._known_weights(self.system.migrate), strict=True):
+        migrate = self.system.migrate
+        if migrate is not None and self.known:
+            for weights, now in zip(self.known, self._known_weights(migrate), strict=True):
                 weights.set_value(now.get_value())
+        for left in self.residual:
+            left.set_value(jnp.zeros_like(left.get_value()))
 
     def update_bias(self, stats: Stats, rate: float = 1e-3) -> None:
         """Update the selection bias of the router from the load of one step; call it after the optimizer step.
@@ -352,6 +347,14 @@ class MoE(nnx.Module):
             for leaf in jax.tree.leaves(known)
         ]
 
+    def _zero_residual(self, migrate: GatherExpertDomain) -> list[GradientResidual]:
+        specs = residual_specs(self._experts(), self.topology, migrate)
+        zeros = sharded_residual(self._experts(), topology=self.topology, migrate=migrate, mesh=self.mesh)
+        return [
+            GradientResidual(leaf, out_sharding=tuple(spec), mesh=self.mesh)
+            for leaf, spec in zip(jax.tree.leaves(zeros), jax.tree.leaves(specs), strict=True)
+        ]
+
     def _shared(self) -> Experts:
         return Experts(
             self.shared_up[...], self.shared_down[...], _value(self.shared_gate), self.expert_config.activation
@@ -396,6 +399,10 @@ def _linen_signature() -> inspect.Signature:
 
 # Show the signature of `MoE` in `help` and editors in place of `*args`.
 as_linen.__signature__ = _linen_signature()  # type: ignore[attr-defined]
+
+
+def _as_experts(leaves: Sequence[nnx.Variable], like: Experts) -> Experts | None:
+    return jax.tree.unflatten(jax.tree.structure(like), [leaf[...] for leaf in leaves]) if leaves else None
 
 
 def _value(variable: nnx.Variable | None) -> Array | None:

@@ -16,7 +16,8 @@ from jaxtyping import Int
 from jax_moe_lb.core.experts import LOGICAL_AXES
 from jax_moe_lb.core.types import AnyArray
 from jax_moe_lb.core.validation import checked_permutation
-from jax_moe_lb.nn.moe import BalancerState, CodecState, MoE
+from jax_moe_lb.nn.moe import MoE
+from jax_moe_lb.nn.variables import BalancerState, CodecState, GradientResidual
 
 Params = TypeVar("Params")
 OptState = TypeVar("OptState")
@@ -153,7 +154,7 @@ def _names(path: Any) -> Path:
     return names[:-1] if names[-1:] == ("value",) else names
 
 
-OF_ONE_MESH = (BalancerState, CodecState)
+OF_ONE_MESH = (BalancerState, CodecState, GradientResidual)
 """Variables with one part per rank or group: they do not fit another mesh."""
 
 

@@ -129,6 +129,7 @@ class LayerInputs(NamedTuple):
         homes: `[E]` int32, place of each expert.
         state: balancer state, stacked over groups.
         known: codec state of the expert domains.
+        residual: entries of expert gradients not sent home.
     """
 
     tokens: Any
@@ -142,6 +143,7 @@ class LayerInputs(NamedTuple):
     homes: Any
     state: Any
     known: Any
+    residual: Any
 
 
 # Jitted here: all layers of one configuration share a compilation, even if the caller does not jit.
@@ -166,6 +168,7 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
         homes=whole,
         state=by_group,
         known=by_expert,
+        residual=None if inputs.residual is None else residual_specs(inputs.experts, topology, migrate),
     )
     # Some axes may already be manual, such as the stages of a pipeline. All other mesh axes become manual here, because
     # the compiler cannot partition custom calls; devices along unused axes repeat the same computation.
@@ -186,9 +189,9 @@ def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, St
     state = jax.tree.map(lambda leaf: leaf[0], inputs.state)
     experts, known, migrate = layer.shards(inputs.experts), inputs.known, layer.system.migrate
     if migrate is not None and known is not None:
-        experts, known = migrate.update(experts, known)
+        experts, known = migrate.update(experts, known, inputs.residual)
     elif migrate is not None:
-        experts = migrate(experts)
+        experts = migrate(experts, residual=inputs.residual)
     experts = experts.fused() if layer.fuse_gate_up else experts
     y, stats, after = moe(
         inputs.tokens,
@@ -210,6 +213,20 @@ def sharded_known(experts: Experts, *, migrate: GatherExpertDomain, mesh: Mesh) 
     spec = PartitionSpec(migrate.domains.expert_axes)
     placed = place(experts, NamedSharding(mesh, spec), mesh)
     return jax.shard_map(migrate.known, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
+
+
+def residual_specs(experts: Experts, topology: Topology, migrate: GatherExpertDomain | None) -> Experts:
+    """Return the `PartitionSpec` of each array of a residual: whole matrices, but for tensor shards."""
+    return FsdpExperts().specs(experts, expert_axes(topology, migrate), topology.tensor_axes)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("topology", "migrate", "mesh"))
+def sharded_residual(experts: Experts, *, topology: Topology, migrate: GatherExpertDomain, mesh: Mesh) -> Experts:
+    """Run `migrate.initial_residual` on all ranks."""
+    specs = residual_specs(experts, topology, migrate)
+    return jax.shard_map(migrate.initial_residual, mesh=mesh, in_specs=(specs,), out_specs=specs)(
+        _place_by(experts, specs, mesh)
+    )
 
 
 def _place_by(tree: Any, specs: Any, mesh: Mesh) -> Any:

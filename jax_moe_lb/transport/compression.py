@@ -37,6 +37,42 @@ class Encoded:
     values: tuple[Array, ...]
     indices: tuple[Array, ...]
 
+    @property
+    def words(self) -> UInt32[Array, "G W"]:
+        """All values and indices of an expert side by side, so that one exchange carries them."""
+        return jnp.concatenate([_as_uint32(leaf) for leaf in jax.tree.leaves(self)], 1)
+
+    def from_words(self, words: UInt32[Array, "*B W"]) -> "Encoded":
+        """Return the entries in words made by `words` of other experts of the same shapes and dtypes.
+
+        Args:
+            words: `[G, W]`, words of any number of experts.
+        """
+        leaves, tree = jax.tree.flatten(self)
+        ends = np.cumsum([_as_uint32(leaf).shape[1] for leaf in leaves])[:-1]
+        parts = zip(jnp.split(words, ends, 1), leaves, strict=True)
+        return jax.tree.unflatten(tree, [_from_uint32(part, leaf) for part, leaf in parts])
+
+
+def _as_uint32(array: Shaped[Array, "G k"]) -> UInt32[Array, "G V"]:
+    """Return the bits of an array in 32-bit words; of 16-bit numbers, the second half is in the upper bits."""
+    if array.dtype.itemsize == 2:
+        halves = jax.lax.bitcast_convert_type(array, jnp.uint16).astype(jnp.uint32)
+        lower, upper = jnp.split(jnp.pad(halves, ((0, 0), (0, array.shape[1] % 2))), 2, 1)
+        return lower | upper << jnp.uint32(16)
+    # Numbers of 64 bits become two words each.
+    return jax.lax.bitcast_convert_type(array, jnp.uint32).reshape(array.shape[0], -1)
+
+
+def _from_uint32(words: UInt32[Array, "G V"], like: Shaped[Array, "_ k"]) -> Shaped[Array, "G k"]:
+    """Return the array of `_as_uint32`, with the columns and dtype of `like`."""
+    if like.dtype.itemsize == 2:
+        halves = jnp.concatenate([words & jnp.uint32(0xFFFF), words >> jnp.uint32(16)], 1)[:, : like.shape[1]]
+        return jax.lax.bitcast_convert_type(halves.astype(jnp.uint16), like.dtype)
+    per_number = like.dtype.itemsize // 4
+    shape = (words.shape[0], like.shape[1], *[per_number] * (per_number > 1))
+    return jax.lax.bitcast_convert_type(words.reshape(shape), like.dtype)
+
 
 class CodecBase(Enum):
     """Base of the differences sent by a `Codec`.
@@ -71,9 +107,12 @@ class Codec:
             paper's maximum is 50. An index takes 2 or 4 bytes per entry: for float32, a ratio just above 1 keeps only
             two thirds or half of the entries.
         base: base of the differences; `CodecBase.SHARED` by default.
+        gradient_ratio: the same for the gradients of gathered experts on their way home, which carry their largest
+            entries and an error feedback. 1.0 (default) does not compress them. Above 1, `GatherExpertDomain` requires
+            a residual.
 
     Raises:
-        ValueError: `ratio` is below 1 or not finite.
+        ValueError: `ratio` or `gradient_ratio` is below 1 or not finite.
 
     Reference:
         HybridEP, arXiv 2510.19470, parameter-efficient migration.
@@ -94,10 +133,12 @@ class Codec:
 
     ratio: float = 1.0
     base: CodecBase = CodecBase.SHARED
+    gradient_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ratio < math.inf:
-            raise ValueError(f"Codec.ratio is {self.ratio}; expected a finite number, at least 1")
+        for name in ("ratio", "gradient_ratio"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ValueError(f"Codec.{name} is {getattr(self, name)}; expected a finite number, at least 1")
 
     @property
     def compresses(self) -> bool:
@@ -113,6 +154,11 @@ class Codec:
     def remembers(self) -> bool:
         """Whether ranks store the decoded weights for the next call."""
         return self.compresses and self.base is CodecBase.REMEMBERED
+
+    @property
+    def of_gradients(self) -> "Codec":
+        """Codec of the gradients: `gradient_ratio` as ratio, and zeros as base."""
+        return Codec(self.gradient_ratio, CodecBase.ZERO)
 
     def num_kept(self, num_entries: int, itemsize: int) -> int:
         """Return `k`, the number of entries sent for a matrix, at least 1.
@@ -150,7 +196,16 @@ class Codec:
         residual = jax.tree.map(lambda w: w.astype(wide_dtype(w)), experts)
         if base is not None:
             residual = jax.tree.map(lambda r, b: r - b.reshape(-1, *r.shape[1:]).astype(r.dtype), residual, base)
-        pairs = [self._largest(r, w) for r, w in zip(jax.tree.leaves(residual), jax.tree.leaves(experts), strict=True)]
+        return self.select(residual, experts)
+
+    def select(self, differences: Experts, like: Experts) -> Encoded:
+        """Select the largest entries by magnitude.
+
+        Args:
+            differences: `[G, ...]` for each weight array, float32 or wider.
+            like: experts with the dtypes of the selected values.
+        """
+        pairs = [self._largest(d, w) for d, w in zip(jax.tree.leaves(differences), jax.tree.leaves(like), strict=True)]
         return Encoded(tuple(values for values, _ in pairs), tuple(indices for _, indices in pairs))
 
     def _largest(self, residual: Array, like: Array) -> tuple[Array, Array]:

@@ -21,9 +21,11 @@ from jaxtyping import Array
 from jax_moe_lb.collectives.permutes import gather_tiles, sum_tiles
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.experts import Experts
+from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import Level, Topology
-from jax_moe_lb.core.types import pytree
+from jax_moe_lb.core.types import pytree, wide_dtype
 from jax_moe_lb.transport.compression import Codec, Encoded, average
+from jax_moe_lb.transport.expert_gradients import place_with_residual, placed_at_home, residual_experts
 
 DOMAIN, OFFSET = "_domain", "_offset"
 """Suffixes of the two axes of a split axis."""
@@ -169,7 +171,7 @@ def _inside(topology: Topology, levels: tuple[Level, ...]) -> int:
     return inside
 
 
-TravellingWeights = TypeVar("TravellingWeights", Experts, Encoded)
+TravellingWeights = TypeVar("TravellingWeights", Experts, Array)
 
 
 @pytree
@@ -195,11 +197,17 @@ class GatherExpertDomain:
     layer; see `scan_prefetched`.
 
     Experts travel from the outermost level inward: over the slowest links, a rank receives only the experts of its
-    offset. Each step gathers over the axis of one level. Its transpose returns the gradients home by a reduce-scatter
-    over the same axes. With a codec, gradients are straight-through: they equal the gradients of the decoded experts.
+    offset. Each step gathers over the axis of one level; with a codec, one exchange carries all weight arrays. Its
+    transpose returns the gradients home by a reduce-scatter over the same axes. With a codec, gradients are
+    straight-through: they equal the gradients of the decoded experts.
 
     A codec with base `CodecBase.REMEMBERED` has a state, the decoded experts of the domain on all of its ranks.
     Initialize it with `known` and call `update`. With other codecs, call the object.
+
+    With `codec.gradient_ratio` above 1, gradients of other ranks' experts go home encoded, in one exchange per level.
+    Each rank keeps the entries that it does not send in a *residual* and adds it to its next gradients (error
+    feedback). Initialize it with `initial_residual` and pass it to every call. A backward pass has no other result than
+    gradients, so it returns the new residual as the gradient of the residual: overwrite the residual by it.
 
     Args:
         domains: expert domains of the mesh.
@@ -252,45 +260,69 @@ class GatherExpertDomain:
             mean = self.average(experts)
         return Packed(self.codec.encode(experts, mean), mean)
 
-    def __call__(self, experts: Experts, packed: Packed | None = None) -> Experts:
+    @property
+    def needs_residual(self) -> bool:
+        """Whether gradients go home encoded, so that calls require a residual."""
+        return self.codec.gradient_ratio > 1 and self.domains.domain_size > 1
+
+    def initial_residual(self, experts: Experts) -> Experts:
+        """Return a residual of zeros, `[L * B, ...]`, in float32 or wider.
+
+        Each level with `m` ranks in an expert domain adds a part of it: the experts gathered up to this level, `m`
+        times those of the level outside. With a single such level, `B` is `M`.
+
+        Args:
+            experts: the `L` home experts of this rank.
+        """
+        number = residual_experts(experts.up.shape[0], self.domains.offset_axes)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((number, *leaf.shape[1:]), wide_dtype(leaf)), experts)
+        return vary_like(zeros, experts)
+
+    def __call__(self, experts: Experts, packed: Packed | None = None, residual: Experts | None = None) -> Experts:
         """Return the experts of the expert domain, in rank order.
 
-        It is differentiable in `experts`.
+        It is differentiable in `experts`, and in `residual` as described above.
 
         Args:
             experts: the `L` home experts of this rank, used without compression on this rank.
             packed: return value of `pack`; `None` (default) encodes here.
+            residual: entries not sent by earlier backward passes, from `initial_residual` or the last gradient; `None`
+                (default) if gradients are not encoded.
 
         Returns:
             `L * M` experts, the home experts of this rank in the topology `domains.between`.
 
         Raises:
-            ValueError: the codec's base is `CodecBase.REMEMBERED`.
+            ValueError: the codec's base is `CodecBase.REMEMBERED`, or `residual` is missing or not needed.
         """
         packed = self.pack(experts) if packed is None else packed
-        if packed is None:
+        if packed is not None:
+            return self._placed(experts, self._decoded(packed.encoded, packed.mean, experts), residual)
+        if residual is None and not self.needs_residual:
             return self._gathered(experts)
-        return self._placed(experts, self.codec.decode(self._gathered(packed.encoded), packed.mean, experts))
+        return self._placed(experts, self._gathered(jax.lax.stop_gradient(experts)), residual)
 
     def known(self, experts: Experts) -> Experts:
         """Return the initial state of `update`: the experts of the expert domain, `[L * M, ...]`, uncompressed."""
         return jax.lax.stop_gradient(self._gathered(experts))
 
-    def update(self, experts: Experts, known: Experts) -> tuple[Experts, Experts]:
+    def update(self, experts: Experts, known: Experts, residual: Experts | None = None) -> tuple[Experts, Experts]:
         """Return the experts of the expert domain, after a transfer of the largest changes only.
 
-        It is differentiable in `experts`.
+        It is differentiable in `experts`, and in `residual` as described above.
 
         Args:
             experts: the `L` home experts of this rank, used without compression on this rank.
             known: state of the expert domain, equal on its ranks: return value of `known` or second result of the last
                 call. Its dtype may be wider than the dtype of `experts`. Later calls correct its errors.
+            residual: as in `__call__`.
 
         Returns:
             `L * M` experts as from `__call__`, and the new state.
 
         Raises:
-            ValueError: the codec's base is not `CodecBase.REMEMBERED`, or `known` has another number of experts.
+            ValueError: the codec's base is not `CodecBase.REMEMBERED`, `known` has another number of experts, or
+                `residual` is missing or not needed.
         """
         num_home = experts.up.shape[0]
         if not self.codec.remembers:
@@ -303,16 +335,27 @@ class GatherExpertDomain:
         known, now = jax.lax.stop_gradient((known, experts))
         first = jax.lax.axis_index(self.domains.offset_axes) * num_home
         mine = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, num_home), known)
-        known = self.codec.decode(self._gathered(self.codec.encode(now, mine)), known, known)
+        known = self._decoded(self.codec.encode(now, mine), known, known)
         held = jax.tree.map(lambda k, w: k.astype(w.dtype), known, experts)
-        return self._placed(experts, held), known
+        return self._placed(experts, held, residual), known
 
     def _gathered(self, tree: TravellingWeights) -> TravellingWeights:
         return jax.tree.map(lambda leaf: _gather(leaf, self.domains.offset_axes), tree)
 
-    def _placed(self, experts: Experts, decoded: Experts) -> Experts:
+    def _decoded(self, encoded: Encoded, base: Experts | None, like: Experts) -> Experts:
+        """Gather encoded experts in one exchange per level, and decode them."""
+        return self.codec.decode(encoded.from_words(self._gathered(encoded.words)), base, like)
+
+    def _placed(self, experts: Experts, decoded: Experts, residual: Experts | None) -> Experts:
         axes = self.domains.offset_axes
-        return jax.tree.map(lambda home, others: _place_home(home, others, axes), experts, decoded)
+        if residual is None and not self.needs_residual:
+            return jax.tree.map(lambda home, others: _place_home(home, others, axes), experts, decoded)
+        if residual is None:
+            ratio = self.codec.gradient_ratio
+            raise ValueError(f"residual is None; expected the result of initial_residual, as gradient_ratio is {ratio}")
+        if not self.needs_residual:
+            raise ValueError("residual is given; expected None, as gradients are not encoded")
+        return place_with_residual(experts, decoded, residual, self.codec.of_gradients, axes)
 
 
 def _gather(leaf: Array, axes: tuple[str, ...]) -> Array:
@@ -334,8 +377,7 @@ def _place_home(home: Array, others: Array, axes: tuple[str, ...]) -> Array:
 
     @jax.custom_vjp
     def place(home: Array, others: Array) -> Array:
-        first = jax.lax.axis_index(axes) * home.shape[0]
-        return jax.lax.dynamic_update_slice_in_dim(others, home, first, 0)
+        return placed_at_home(home, others, axes)
 
     def backward(residuals: None, upstream: Array) -> tuple[Array, Array]:
         del residuals

@@ -54,14 +54,15 @@ class FsdpExperts:
     embed_axes: Axes = ()
     mlp_axes: Axes = ()
 
-    def __call__(self, experts: Experts, packed: None = None) -> Experts:
+    def __call__(self, experts: Experts, packed: None = None, residual: None = None) -> Experts:
         """Return the experts with whole matrices; call it inside `jax.shard_map`.
 
         Args:
             experts: home experts of this rank, sharded over these axes.
             packed: `None`, for compatibility with `GatherExpertDomain` in `scan_prefetched`.
+            residual: `None`, as `packed`.
         """
-        del packed
+        del packed, residual
 
         def gather(path: Any, leaf: Array) -> Array:
             for dimension, axes in enumerate(self._gathered(path), start=1):
@@ -91,6 +92,9 @@ class FsdpExperts:
         return tuple(axes[name] for name in LOGICAL_AXES[path[0].name])
 
 
+GatherArguments = tuple[Experts, Packed | None, Experts | None]
+"""Arguments of `GatherExpertDomain`: home experts, encoded experts and residual."""
+
 LayerFunction = Callable[[Carry, Any, Experts], tuple[Carry, Any]]
 """Function of a layer, `(x, layer, held) -> (x, out)`, with the experts of the expert domain as `held`."""
 
@@ -102,6 +106,7 @@ def scan_prefetched(
     experts: Experts,
     migrate: GatherExpertDomain | FsdpExperts,
     packed: Packed | None = None,
+    residual: Experts | None = None,
     *,
     gather_again: bool = False,
 ) -> tuple[Carry, Any]:
@@ -119,6 +124,8 @@ def scan_prefetched(
         experts: home experts stacked over layers, `[N, L, ...]`.
         migrate: gather of the experts.
         packed: return value of `migrate.pack`, stacked over layers; `None` (default) encodes in the loop.
+        residual: entries of gradients not sent, stacked over layers; `None` (default) if `migrate` needs none. See
+            `GatherExpertDomain`.
         gather_again: if True, the residuals of a layer are its inputs only. The backward pass then gathers the experts
             again and recomputes the layer. False (default) saves the gathered experts of all layers.
 
@@ -148,23 +155,24 @@ def scan_prefetched(
     def part(tree: Any, at: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf[at], tree)
 
-    def run(x: Carry, layer: Any, home: Experts, sent: Packed | None, held: Experts) -> tuple[Carry, Any]:
-        return _forgetful(block, migrate, x, layer, home, sent, held) if gather_again else block(x, layer, held)
+    def run(x: Carry, layer: Any, source: GatherArguments, held: Experts) -> tuple[Carry, Any]:
+        return _forgetful(block, migrate, x, layer, *source, held) if gather_again else block(x, layer, held)
 
     def step(carry: tuple[Carry, Experts], now: tuple) -> tuple[tuple, Any]:
         x, held = carry
-        layer, home, sent, following = now
+        layer, source, following = now
         # Before the layer, and from loop inputs only: the gather then has no dependency on the layer.
         prefetched = migrate(*following)
-        x, out = run(x, layer, home, sent, held)
+        x, out = run(x, layer, source, held)
         return (x, prefetched), out
 
-    first, most, rest = part((experts, packed), 0), slice(-1), slice(1, None)
-    along = (*part((layers, experts, packed), most), part((experts, packed), rest))
+    sources: GatherArguments = (experts, packed, residual)
+    first, most, rest = part(sources, 0), slice(-1), slice(1, None)
+    along = (*part((layers, sources), most), part(sources, rest))
     (x, held), outs = jax.lax.scan(step, (x, migrate(*first)), along)
-    layer, home, sent = part((layers, experts, packed), -1)
+    layer, source = part((layers, sources), -1)
     # The last layer runs after the loop, because it has no next layer to gather for.
-    x, last = run(x, layer, home, sent, held)
+    x, last = run(x, layer, source, held)
     return x, jax.tree.map(lambda out, end: jnp.concatenate([out, end[None]]), outs, last)
 
 
@@ -176,27 +184,32 @@ def _forgetful(
     layer: Any,
     home: Experts,
     sent: Packed | None,
+    residual: Experts | None,
     held: Experts,
 ) -> tuple[Carry, Any]:
     """Call `block`; its backward pass gathers `held` again from `home`."""
-    del home, sent, migrate
+    del home, sent, residual, migrate
     return block(x, layer, held)
 
 
 def _keep_home(
     block: LayerFunction, migrate: GatherExpertDomain | FsdpExperts, *args: Any
 ) -> tuple[tuple[Carry, Any], tuple]:
-    return _forgetful(block, migrate, *args), args[:4]
+    return _forgetful(block, migrate, *args), args[:5]
 
 
 def _through_home(
     block: LayerFunction, migrate: GatherExpertDomain | FsdpExperts, saved: tuple, upstream: tuple
 ) -> tuple:
-    x, layer, home, sent = saved
+    x, layer, home, sent, residual = saved
     # Without the barrier, XLA merges this gather with the equal one of the forward pass and keeps its result.
     home, sent, upstream = jax.lax.optimization_barrier((home, sent, upstream))
-    pull_back = jax.vjp(lambda x, layer, home: block(x, layer, migrate(home, sent)), x, layer, home)[1]
-    return *pull_back(upstream), None, None
+
+    def again(x: Carry, layer: Any, home: Experts, residual: Experts | None) -> tuple[Carry, Any]:
+        return block(x, layer, migrate(home, sent, residual))
+
+    *gradients, left = jax.vjp(again, x, layer, home, residual)[1](upstream)
+    return *gradients, None, left, None
 
 
 _forgetful.defvjp(_keep_home, _through_home)

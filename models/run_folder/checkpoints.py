@@ -27,8 +27,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jax_moe_lb.core import FileLimits
-from jax_moe_lb.nn.moe import ExpertHomes, RunningLoads
 from jax_moe_lb.nn.relocation import OF_ONE_MESH
+from jax_moe_lb.nn.variables import ExpertHomes, RunningLoads
 from models.config import CheckpointConfig
 from models.run_folder.checkpoint_limits import check_arrays, check_texts
 from models.run_folder.files import damage, has_checksums, naming, write_checksums

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jax_moe_lb import Stats, System, Topology, compiler_options, router_loss
+from jax_moe_lb.nn import GradientResidual, keep_residuals
 from models.config import TrainConfig
 from models.data.marks import num_predicted, predicted, words
 from models.decoder.config import DecoderConfig
@@ -104,10 +105,12 @@ def _of_one(
         total, (loss, stats) = loss_of(model, tokens, counts)
         return total + router_loss(stats) / accumulate, (loss, stats)
 
-    (_, (loss, stats)), gradients = nnx.value_and_grad(objective, argnums=nnx.DiffState(0, trained), has_aux=True)(
+    # Residuals of encoded gradients belong to trained experts; the next microbatch begins with them.
+    variables = nnx.Any(trained, GradientResidual) if trained is nnx.Param else trained
+    (_, (loss, stats)), gradients = nnx.value_and_grad(objective, argnums=nnx.DiffState(0, variables), has_aux=True)(
         model
     )
-    return loss, stats, gradients
+    return loss, stats, keep_residuals(model, gradients)
 
 
 def _as_groups(leaf: Array) -> Array:

@@ -22,7 +22,7 @@ from jax_moe_lb import (
 from jax_moe_lb.kernels import ClampedSwiGLU, relu_squared
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.layer.systems import eplb
-from jax_moe_lb.nn.moe import BalancerState
+from jax_moe_lb.nn.variables import BalancerState
 from tests.layer_cases import assert_close, make_mesh
 from tests.nn.moe_cases import (
     BIASED,

@@ -23,7 +23,7 @@ from jax_moe_lb import (
     plain,
 )
 from jax_moe_lb.nn import logical_axis_rules
-from jax_moe_lb.nn.moe import BalancerState, RouterBias
+from jax_moe_lb.nn.variables import BalancerState, RouterBias
 from tests.layer_cases import assert_close, make_mesh
 from tests.nn.moe_cases import (
     BIASED,
