@@ -56,7 +56,9 @@ def table(config: TrainConfig, codecs: list[str], corpus: Corpus) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="The first is the base.")
+    parser.add_argument(
+        "--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="The first is the base."
+    )
     out_option(parser)
     given = parser.parse_args()
     use_virtual_cpu_devices(NUM_DEVICES)

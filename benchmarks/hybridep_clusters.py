@@ -124,6 +124,16 @@ def migration(shape: ModelShape, machine: Cluster, codec: Codec, sizes: tuple[in
     return Migration(sizes, codec, gradients_home=False, mean_travels=False)
 
 
+def in_library(migration: Migration) -> Migration:
+    """Return a migration as this library runs it: gradients go home as encoded as experts, and the mean travels first.
+
+    Args:
+        migration: domain sizes and codec of the experts.
+    """
+    codec = replace(migration.codec, gradient_ratio=migration.codec.ratio)
+    return Migration(migration.domain_sizes, codec)
+
+
 def fitted(assumed: Assumed = Assumed(), relative: bool = True, names: str = "ML") -> Setting:
     """Fit the two values by least squares of relative deviations over the Tutel rows.
 

@@ -53,7 +53,7 @@ def table_v(setting: clusters.Setting, names: str = "ML", shares_links: bool = F
             sizes = size * clusters.MIB, clusters.EXPERT_BYTES, clusters.EXPERTS, clusters.DATACENTERS[name]
             shape = setting.model(*sizes)
             chosen = clusters.migration(shape, machine, clusters.SR)
-            took_s = clusters.step(shape, machine, chosen).step_s
+            took_s = clusters.step(shape, machine, clusters.in_library(chosen)).step_s
             plain.append((clusters.step(shape, machine).step_s, published_s))
             hybrid.append((took_s, hybridep.HYBRIDEP[name][size]))
             constant.append(shape.other_s / took_s)
@@ -106,7 +106,7 @@ def _ablation(setting: clusters.Setting, part: int) -> Pairs:
             shape = setting.model(*sizes)
             alone = clusters.migration(shape, machine, clusters.NO_CODEC, row[2])
             way = clusters.migration(shape, machine, clusters.SR) if part else alone
-            pairs.append((clusters.step(shape, machine, way).step_s, row[:2][part]))
+            pairs.append((clusters.step(shape, machine, clusters.in_library(way)).step_s, row[:2][part]))
     return pairs
 
 

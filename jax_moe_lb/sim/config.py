@@ -152,11 +152,13 @@ class MigrationSection(_Section):
     domain_sizes: tuple[CountField, ...] = Field(default=(), max_length=len(LEVEL_NAMES))
     ratio: float = 1.0
     base: CodecBase = CodecBase.SHARED
+    gradient_ratio: float = 1.0
     gather_again: bool = False
 
     def build(self) -> Migration:
         """Build the `Migration`."""
-        return Migration(self.domain_sizes, Codec(self.ratio, self.base), self.gather_again)
+        codec = Codec(self.ratio, self.base, self.gradient_ratio)
+        return Migration(self.domain_sizes, codec, self.gather_again)
 
 
 class PeersSection(_Section):

@@ -7,6 +7,7 @@ the largest ones. `benchmarks/bench_memory_model.py` compares the sum with the c
 per write and once per operation reading it. `benchmarks/bench_hbm_model.py` compares the sum with compiled programs.
 """
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import NamedTuple, TypeVar
 
@@ -439,6 +440,11 @@ def _gathered_bytes(model: ModelShape, cluster: Cluster, migration: Migration, s
     # Such a codec encodes differences from the experts decoded last, so each rank keeps those of every layer.
     if migration.codec.remembers:
         held += model.layers * (gathered + home)
+    if migration.codec.gradient_ratio > 1 and step.backward:
+        # The residual has a part for each level that gathers: all experts gathered there.
+        sizes = migration.sizes(cluster)
+        parts = sum(math.prod(sizes[: at + 1]) for at, size in enumerate(sizes) if size > 1)
+        held += model.layers * parts * home // model.itemsize * SUMS_BYTES
     return float(held)
 
 

@@ -143,8 +143,22 @@ class ModelShape:
         Returns:
             The number of bytes.
         """
-        up = jax.ShapeDtypeStruct((num_experts, self.hidden, self.inner), DTYPES[self.itemsize])
-        down = jax.ShapeDtypeStruct((num_experts, self.inner, self.hidden), DTYPES[self.itemsize])
+        return self._encoded_bytes(codec, num_experts, self.itemsize)
+
+    def encoded_gradient_bytes(self, codec: Codec, num_experts: int) -> int:
+        """Count the bytes of the gradients of experts on their way home, encoded if the codec has a `gradient_ratio`.
+
+        Args:
+            codec: Codec that encodes the gradients.
+            num_experts: Number of experts.
+        """
+        if codec.gradient_ratio == 1:
+            return num_experts * self.expert_gradient_bytes
+        return self._encoded_bytes(codec.of_gradients, num_experts, self.gradient_itemsize)
+
+    def _encoded_bytes(self, codec: Codec, num_experts: int, itemsize: int) -> int:
+        up = jax.ShapeDtypeStruct((num_experts, self.hidden, self.inner), DTYPES[itemsize])
+        down = jax.ShapeDtypeStruct((num_experts, self.inner, self.hidden), DTYPES[itemsize])
         found = []
 
         def ask(experts: Experts) -> None:

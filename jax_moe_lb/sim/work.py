@@ -53,7 +53,7 @@ class Migration:
     Args:
         domain_sizes: Expert-domain size `S` of every level, outermost first. `()` (default) is plain expert parallelism
             without a gather. `choose_expert_domains` computes the fastest sizes.
-        codec: Encoding of the gathered experts; uncompressed by default.
+        codec: Encoding of the gathered experts and of their gradients; uncompressed by default.
         gather_again: If True, the backward pass gathers again. If False (default), the gathered experts are kept.
         gradients_home: If True (default, as in this library), gradients of gathered experts return to their homes.
             HybridEP's paper does not count these bytes.
@@ -416,7 +416,7 @@ def shared_work(
     inside = tuple(level.size // size for level, size in zip(cluster.levels, sizes, strict=True))
     members, num_home = math.prod(inside), num_experts // cluster.num_ranks
     travelling = float(model.encoded_bytes(migration.codec, num_home))
-    returning = float(num_home * model.expert_gradient_bytes * migration.gradients_home)
+    returning = float(model.encoded_gradient_bytes(migration.codec, num_home) * migration.gradients_home)
     # int32 has 4 bytes.
     counts = all_gather(4.0 * (num_experts + ERROR_WORDS), inside, cluster)
     address = exchanged(all_to_all(float(members * dispatch.cost().address_bytes), inside, cluster), inside, cluster)
@@ -460,7 +460,10 @@ def _gather(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Fl
 
 
 def _home(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Reduce-scatter the gradients of gathered experts to their homes, from the innermost level outwards."""
+    """Reduce-scatter the gradients of gathered experts to their homes, from the innermost level outwards.
+
+    Encoded gradients take an all-to-all of as many bytes at each level.
+    """
     if not num_bytes:
         return ()
     held = [num_bytes * math.prod(sizes[:at]) for at in range(len(sizes))]
