@@ -22,6 +22,7 @@ from models.settings import updated
 NUM_DEVICES, AVERAGED_STEPS = 4, 50
 CODECS = {
     "whole": Codec(),
+    "gradients 5": Codec(gradient_ratio=5.0),
     "gradients 10": Codec(gradient_ratio=10.0),
     "gradients 50": Codec(gradient_ratio=50.0),
     "experts and gradients 50": Codec(50.0, CodecBase.REMEMBERED, gradient_ratio=50.0),
