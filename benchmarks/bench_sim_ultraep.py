@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks import results
 from benchmarks.popular_ranks import CASES, TOKENS_PER_RANK, Case
 from benchmarks.published import Comparison, tables_of
+from benchmarks.results import Table, Value
 from benchmarks.ultraep_rack import (
     FIGURE_11,
     FIGURE_12,
@@ -40,6 +41,12 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.planners import domain_lower_bound, plan_relocation
 from jax_moe_lb.sim import Cluster, Report, Step, simulate, simulate_uniform
 from jax_moe_lb.transport import Direct, Gather, Relay
+
+PUBLISHED = ("plain", "EPLB+", "UltraEP")
+"""Systems of figure 11 with published numbers, in its order."""
+
+BALANCED = ("experts", "dispatch", "combine")
+"""Stages that take as long as the busiest rank."""
 
 
 def parts(report: Report, layers: int, mark: str, whole_s: float) -> dict[str, float]:
@@ -84,7 +91,7 @@ def figure_11(cluster: Cluster, tokens: int) -> list[Comparison]:
     speed = Comparison("figure_11", "Figure 11: throughput in % of the ideal")
     gain = Comparison("figure_11_gains", "Figure 11: throughput gained by UltraEP, %")
     level = Comparison("figure_11_imbalance", "Figure 11: imbalance after balancing")
-    names = ("plain", "EPLB+", "UltraEP")
+    names = PUBLISHED
     for model, training in FIGURE_11.items():
         loads = np.stack([drawn(training.case, seed, tokens) for seed in range(2)])
         shape = training.shape
@@ -115,6 +122,49 @@ def figure_11(cluster: Cluster, tokens: int) -> list[Comparison]:
         "slower than both."
     )
     return [speed, gain, level]
+
+
+def figure_11_terms(cluster: Cluster, tokens: int) -> Table:
+    """Return the time that each system loses against the ideal, by terms, in percent of the ideal step.
+
+    Experts and exchanges of tokens take as long as the busiest rank, so with another imbalance they lose
+    `imbalance - 1` of their share of the ideal step.
+    """
+    rows: list[list[Value]] = []
+    outside, step_s = [], {}
+    for model, training in FIGURE_11.items():
+        loads, shape = np.stack([drawn(training.case, seed, tokens) for seed in range(2)]), training.shape
+        ideal = simulate_uniform(shape, cluster, step=STEP)
+        share = busy(ideal, BALANCED) / ideal.step_s
+        for name, reached, left in zip(PUBLISHED, training.throughput, training.imbalance, strict=True):
+            report = simulate(SYSTEMS[name], shape, cluster, loads, step=STEP)
+            experts, exchanges = (
+                (busy(report, stages) - busy(ideal, stages)) / ideal.step_s for stages in (BALANCED[:1], BALANCED[1:])
+            )
+            rest = report.step_s / ideal.step_s - 1 - experts - exchanges
+            lost, known = training.ideal / reached - 1, share * (left - 1) + rest
+            step_s[model, name] = report.step_s
+            rows.append([f"{model}, {name}", *(100 * x for x in (lost, experts, exchanges, rest, known, lost - known))])
+            if name == "plain" and lost < known:
+                outside.append(f"{100 * (1 - lost / known):.0f} % for {model}")
+    columns = {"": "", "lost, published": ".1f", "experts": ".1f", "exchanges": ".1f", "plan and weights": ".1f"}
+    columns |= {"sum with the published imbalance": ".1f", "left of the published": "+.1f"}
+    layers = {name: sum(map(sum, parts.values())) for name, parts in MEASURED.items()}
+    gain = 100 * (layers["Megatron"] / layers["UltraEP"] - 1)
+    simulated = 100 * (step_s["Qwen3", "plain"] / step_s["Qwen3", "UltraEP"] - 1)
+    reached = FIGURE_11["Qwen3"].throughput
+    notes = [
+        f"Over plain, the paper's own layers of Qwen3 (figure 13) gain {gain:.1f} %, the simulated ones "
+        f"{simulated:.1f} %, and the published steps (figure 11) {100 * (reached[2] / reached[0] - 1):.1f} %. Work "
+        f"outside the layers that takes this share of an ideal step explains what plain loses less: "
+        f"{', '.join(outside)}."
+    ]
+    return Table(columns, rows, "Figure 11 taken apart: time lost against the ideal, in % of its step", notes)
+
+
+def busy(report: Report, stages: tuple[str, ...]) -> float:
+    """Return the seconds of these stages in both passes."""
+    return sum(report.stages[name + mark].busy_s for name in stages for mark in ("", " (backward)"))
 
 
 def moved(loads: np.ndarray, cluster: Cluster) -> np.ndarray:
@@ -238,7 +288,8 @@ def main() -> None:
     options = parser.parse_args()
     if TOKENS_PER_RANK % options.tokens:
         parser.error(f"--tokens is {options.tokens}; expected a divisor of {TOKENS_PER_RANK}")
-    results.report(tables_of(tables(options.tokens)), options.out)
+    terms = {"figure_11_terms": figure_11_terms(fitted(), options.tokens)}
+    results.report(tables_of(tables(options.tokens)) | terms, options.out)
 
 
 if __name__ == "__main__":
