@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, greedy, plain
+from jax_moe_lb.nn import GradientResidual, keep_residuals
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.layer_cases import assert_close, make_mesh
 
@@ -104,3 +106,41 @@ def test_the_topology_of_another_mesh_is_refused():
             experts=ExpertConfig(24),
             rngs=nnx.Rngs(0),
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_gradients_of_a_layer_and_its_residuals_sum_to_the_exact_ones(remat):
+    """With a data axis, whose sum comes first, so that its groups have one residual."""
+    base = make_mesh((2, 2), ("data", "expert"))
+    mesh = hybrid_mesh(base, {"expert": 2})
+    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base))
+
+    def layer(codec):
+        system = plain().replace(migrate=GatherExpertDomain(domains, codec))
+        return MoE(8, 4, TopK(2), mesh=mesh, system=system, experts=ExpertConfig(12), rngs=nnx.Rngs(0))
+
+    exact, encoded = layer(Codec()), layer(Codec(gradient_ratio=8.0))
+    x = jax.random.normal(jax.random.key(1), (64, 8))
+
+    @nnx.jit
+    def step(layer):
+        def loss(layer):
+            apply = nnx.remat(lambda layer, x: layer(x)) if remat else lambda layer, x: layer(x)
+            return jnp.square(apply(layer, x)[0]).mean()
+
+        variables = nnx.DiffState(0, nnx.Any(nnx.Param, GradientResidual))
+        return keep_residuals(layer, nnx.grad(loss, argnums=variables)(layer))
+
+    want, steps = step(exact), [step(encoded) for _ in range(3)]
+    assert [left.shape for left in encoded.residual] == [(8, 8, 12), (8, 12, 8), (8, 8, 12)]
+    assert encoded.residual[0].sharding.spec == encoded.up.sharding.spec
+    # Parameters stay, so the exact gradients do, too.
+    for name, left in zip(("up", "down", "gate"), encoded.residual, strict=True):
+        total = sum(np.asarray(gradients[name][...]) for gradients in steps)
+        rest = np.asarray(left[...])
+        assert np.any(rest)
+        np.testing.assert_allclose(total + rest[:4] + rest[4:], 3 * np.asarray(want[name][...]), atol=1e-6)
+    np.testing.assert_allclose(steps[0]["kernel"][...], want["kernel"][...], atol=1e-6)
+    encoded.tell_domains()
+    assert not any(np.any(left[...]) for left in encoded.residual)
