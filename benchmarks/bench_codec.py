@@ -2,8 +2,7 @@
 
 The tiny language model runs on 8 virtual devices in 2 domains of 4, so three of four experts served by a rank are
 decoded. The codecs are plain (ratio 1), and ratios 10 and 50 with three bases: the shared expert, none, and the
-remembered one; and encoded gradients with error feedback, alone and beside encoded experts. Each runs with several
-seeds. With `--upcycled` all experts of a layer start as copies of one, as in
+remembered one. Each runs with several seeds. With `--upcycled` all experts of a layer start as copies of one, as in
 sparse upcycling: they resemble each other more than independently initialized experts. The table has the final gaps;
 `--plot FILE.png` draws the loss of every step.
 
@@ -39,10 +38,6 @@ CODECS = {
     "ratio 50, shared": Codec(50.0),
     "ratio 50, alone": Codec(50.0, CodecBase.ZERO),
     "ratio 50, remembered": Codec(50.0, CodecBase.REMEMBERED),
-    "gradients 10": Codec(gradient_ratio=10.0),
-    "gradients 50": Codec(gradient_ratio=50.0),
-    "ratio 10, remembered, gradients 10": Codec(10.0, CodecBase.REMEMBERED, gradient_ratio=10.0),
-    "ratio 50, remembered, gradients 50": Codec(50.0, CodecBase.REMEMBERED, gradient_ratio=50.0),
 }
 AVERAGED_STEPS = 20
 """Number of last steps over which the final loss is averaged."""

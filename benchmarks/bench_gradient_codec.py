@@ -51,19 +51,20 @@ def table(config: TrainConfig, codecs: list[str], corpus: Corpus) -> Table:
         print(rows[-1], flush=True)
     columns = {"codec": "", "training loss": ".4f", "training gap, %": "+.2f"}
     columns |= {"validation loss": ".4f", "validation gap, %": "+.2f"}
-    return Table(columns, rows, f"Loss after {config.steps:,} steps, in nats per byte")
+    return Table(columns, rows, f"Loss after {config.steps:,} steps, seed {config.seed}, in nats per byte")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="The first is the base."
     )
     out_option(parser)
     given = parser.parse_args()
     use_virtual_cpu_devices(NUM_DEVICES)
-    config = updated(preset("tiny"), {**SIZES, "steps": given.steps})
+    config = updated(preset("tiny"), {**SIZES, "steps": given.steps, "seed": given.seed})
     report({"losses": table(config, given.codecs, default_corpus(config.data.max_corpus_bytes))}, given.out)
 
 

@@ -193,6 +193,8 @@ RUNS = (
         result="bench_codec_long",
         aside=LONG,
     ),
+    Run("bench_gradient_codec", aside=LONG),
+    Run("bench_gradient_codec", ("--seed", "1"), result="bench_gradient_codec_1", aside=LONG),
     Run("bench_straggler", ("--number", "50"), aside=LONG),
     Run("bench_training", aside=LONG),
     Run("bench_training_curves", aside=LONG),
