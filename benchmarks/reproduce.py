@@ -115,6 +115,7 @@ class Run:
 LONG = "takes an hour or more"
 MEASURED = "stays as it was measured"
 CODECS = ("ratio 50, remembered", "ratio 50, shared")
+GRADIENT_CODECS = ("whole", "gradients 5")
 RUNS = (
     Run("bench_ultraep", quick=("--tokens", "512")),
     Run(
@@ -150,6 +151,7 @@ RUNS = (
         quick=("--domains", "4", "--seeds", "1"),
         unread=("times_4", "times_16", "rounds"),
     ),
+    Run("bench_sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="bench_sim_rails_iteration"),
     Run("bench_validation", quick=("--only", "interfaces", "hybridep")),
     Run("bench_exact", ("table", "--loads", "LOADS"), ("table", "--step", "8"), _loads, "bench_exact_quality"),
     Run("bench_exact", ("optimum", "--loads", "LOADS"), None, _loads, "bench_exact_optimum"),
@@ -193,8 +195,8 @@ RUNS = (
         result="bench_codec_long",
         aside=LONG,
     ),
-    Run("bench_gradient_codec", aside=LONG),
-    Run("bench_gradient_codec", ("--seed", "1"), result="bench_gradient_codec_1", aside=LONG),
+    Run("bench_gradient_codec", quick=("--steps", "20")),
+    Run("bench_gradient_codec", ("--seed", "1", "--codecs", *GRADIENT_CODECS), result="bench_gradient_codec_1"),
     Run("bench_straggler", ("--number", "50"), aside=LONG),
     Run("bench_training", aside=LONG),
     Run("bench_training_curves", aside=LONG),
