@@ -99,6 +99,7 @@ def table_v_forms(setting: Setting) -> Comparison:
     table = Comparison("table_v_forms", "Table V, HybridEP: mean absolute deviation in %, by what travels")
     forms = {
         "as this library runs: experts and gradients encoded, their mean first": Codec(50.0, gradient_ratio=50.0),
+        "experts encoded, gradients encoded to a fifth": Codec(50.0, gradient_ratio=5.0),
         "experts encoded, gradients whole: the default of `Codec(50.0)`": SR,
         "experts and gradients whole: the default of `Codec()`": NO_CODEC,
     }

@@ -205,7 +205,7 @@ def _through_home(
     # Without the barrier, XLA merges this gather with the equal one of the forward pass and keeps its result.
     home, sent, upstream = jax.lax.optimization_barrier((home, sent, upstream))
 
-    def again(x: Carry, layer: Any, home: Experts, residual: Experts | None) -> tuple[Carry, Any]:
+    def again(x: Carry, layer: Any, home: Experts, residual: Any) -> tuple[Carry, Any]:
         return block(x, layer, migrate(home, sent, residual))
 
     *gradients, left = jax.vjp(again, x, layer, home, residual)[1](upstream)

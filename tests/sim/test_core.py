@@ -360,6 +360,22 @@ def test_an_all_reduce_passes_every_member_once():
     assert len(shared_work(shape, cluster, replace(alone, codec=Codec(10.0)), 32, Direct()).gather) == len(plainly) + 1
 
 
+def test_encoded_gradients_send_as_many_bytes_home_as_encoded_experts_take():
+    cluster = Cluster((Links("dc", 2, 1e9), Links("gpu", 4, 1e9)))
+    shape = model(experts=32, itemsize=4)
+    codec = Codec(10.0, CodecBase.ZERO, gradient_ratio=10.0)
+    encoded, whole = (
+        shared_work(shape, cluster, Migration((2, 4), one), 32, Direct())
+        for one in (codec, replace(codec, gradient_ratio=1.0))
+    )
+
+    def sent(flows):
+        return np.sum([level_bytes(flow, cluster) for flow in flows], 0)
+
+    np.testing.assert_allclose(sent(encoded.gather_home), sent(encoded.gather))
+    np.testing.assert_allclose(sent(whole.gather_home), 10 * sent(encoded.gather_home), rtol=0.01)
+
+
 def test_what_a_codec_remembers_takes_memory():
     cluster, shape = Cluster((Links("dc", 2, 1e9), Links("gpu", 4, 1e9))), model(experts=32)
     forgetful, remembering = (

@@ -7,7 +7,7 @@ import pytest
 from jax_moe_lb import Buffers, exact, plain
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
 from jax_moe_lb.sim.memory import ADDRESS_BYTES, Memory, memory_of
-from jax_moe_lb.transport import Direct, Forward, Kernels, Once
+from jax_moe_lb.transport import Codec, Direct, Forward, Kernels, Once
 
 CLUSTER = Cluster((Links("node", 2, 1e9), Links("gpu", 8, 1e11)))
 MODEL = ModelShape(layers=4, hidden=1024, inner=512, experts=64, per_token=4, tokens=1024, gradient_itemsize=2)
@@ -108,6 +108,14 @@ def test_gathered_experts_are_served_like_those_at_home():
     assert gathered.sums == 2 * held(plain(), few).sums
     # A rank that has gathered all experts has no replicas.
     assert held(migration=Migration((2, 8))).replicas == 0
+
+
+def test_residuals_of_encoded_gradients_take_memory_for_the_experts_of_every_level():
+    ways = [Migration((2, 4), Codec(gradient_ratio=ratio)) for ratio in (1.0, 10.0)]
+    whole, encoded = (held(plain(), migration=way).gathered for way in ways)
+    # Two ranks' experts at the outer level and eight at the inner one, four each, in float32.
+    assert encoded - whole == MODEL.layers * (2 + 8) * 4 * 2 * MODEL.expert_bytes
+    assert held(plain(), migration=ways[1], step=Step(backward=False)).gathered < whole
 
 
 def test_memory_says_its_parts_by_name():

@@ -23,9 +23,21 @@ def test_the_rate_fitted_to_tutels_rows_is_one_that_the_line_can_have(setting):
 
 @pytest.mark.slow
 def test_rows_of_table_v_that_nothing_was_fitted_to_are_predicted_within_15_percent(setting):
-    tutel, predicted, returned, _ = hybridep.table_v(setting)
+    tutel, predicted, _ = hybridep.table_v(setting)
     assert max(abs(row.deviation) for row in predicted.rows) < 15
-    assert predicted.mean_deviation < tutel.mean_deviation < returned.mean_deviation
+    encoded, _, whole, *_ = hybridep.table_v_forms(setting).rows
+    assert predicted.mean_deviation == pytest.approx(encoded.simulated)
+    assert predicted.mean_deviation < tutel.mean_deviation < whole.simulated
+
+
+@pytest.mark.slow
+def test_whole_gradients_that_go_home_explain_table_vi_at_24_and_8_mb(setting):
+    for name, (alone_s, both_s, sizes) in hybridep.ABLATION[24, 8].items():
+        if name == "S":
+            continue
+        machine = setting.cluster(hybridep.DATACENTERS[name])
+        shape = setting.model(24 * hybridep.MIB, 8 * hybridep.MIB, machine.num_ranks, hybridep.DATACENTERS[name])
+        assert hybridep.table_vi_steps(shape, machine, sizes) == pytest.approx((alone_s, both_s), rel=0.1)
 
 
 def test_domain_sizes_of_table_iv_are_the_fastest_in_the_simulator():
