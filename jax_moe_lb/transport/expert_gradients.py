@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_moe_lb.collectives.permutes import exchange_tiles
-from jax_moe_lb.core.types import Axes, wide_dtype
 from jax_moe_lb.core.experts import Experts
+from jax_moe_lb.core.types import Axes, wide_dtype
 from jax_moe_lb.transport.compression import Codec
 
 
