@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jax_moe_lb import Experts, Topology
 from jax_moe_lb.collectives.permutes import exchange_of_pair, exchange_tiles
-from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh, scan_prefetched
 from jax_moe_lb.transport.compression import Encoded
 from tests.layer_cases import make_mesh
 
@@ -194,3 +194,36 @@ def test_a_missing_residual_is_named():
     assert home.up.shape == (1, *SHAPE)
     with pytest.raises(ValueError, match=r"Codec.gradient_ratio is 0.5; expected a finite number, at least 1"):
         Codec(gradient_ratio=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather_again", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_prefetched_layers_have_the_residuals_of_a_loop(gather_again):
+    mesh, migrate = migrating(Codec(gradient_ratio=RATIO), dc=2, node=1)
+    rng = np.random.default_rng(0)
+    layers = [experts_of(rng.normal(size=(4, *SHAPE))) for _ in range(3)]
+    home = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    x = jnp.asarray(rng.normal(size=(4, SHAPE[0])), "float32")
+
+    def block(x, layer, held):
+        del layer
+        return jnp.tanh(x + jnp.tanh(x @ held.up.mean(0)) @ held.down.mean(0)), None
+
+    def prefetched(x, home, residual):
+        return scan_prefetched(block, x, jnp.zeros(3), home, migrate, None, residual, gather_again=gather_again)[0]
+
+    def looped(x, home, residual):
+        for layer in range(3):
+            one, left = jax.tree.map(lambda leaf, layer=layer: leaf[layer], (home, residual))
+            x = block(x, None, migrate(one, residual=left))[0]
+        return x
+
+    def gradients(run):
+        def of_rank(x, home):
+            residual = jax.vmap(migrate.initial_residual)(home)
+            return jax.grad(lambda *args: jnp.square(run(*args)).sum(), (1, 2))(x, home, residual)
+
+        ranks, stacked = PartitionSpec(migrate.domains.expert_axes), PartitionSpec(None, migrate.domains.expert_axes)
+        return jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=(ranks, stacked), out_specs=stacked))(x, home)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients(prefetched), gradients(looped))
