@@ -5,6 +5,9 @@ It follows from the probabilities `p` of the experts, if a token samples `K` dis
 p / (1 - p)`. The share of tokens without an expert in a member is `e_K(w (1 - f)) / e_K(w)`. Here `e_K` is the
 elementary symmetric polynomial, and `f` the share of each expert's tokens served by the member. The estimate is exact
 for equal probabilities. For uneven ones it was within 5 % of synthetic tokens (`tests/transport/test_wave_rows.py`).
+
+Both polynomials are coefficients of `z^K` in products of `1 - p + p z`, and of `1 - p + p (1 - f) z`. They follow from
+the values of the products on a circle, by a Fourier sum. A member changes only the factors of its own experts.
 """
 
 import math
@@ -24,6 +27,15 @@ RowsBetween = Num[np.ndarray, "R R"]
 
 CERTAIN = 1 - 1e-6
 """Upper bound of probabilities, so that odds are finite."""
+
+RADIUS = 1 / 8
+"""Radius of the circle. The products have mean degree `K` at radius 1; a smaller one damps the degrees above `K`."""
+
+LEAST_POINTS = 9
+"""Number of points for few experts per token. Higher degrees are aliased with a factor of `RADIUS**9`, below 1e-8."""
+
+NO_CHANCE = 1e-9
+"""Probability of `K` experts below which rounding errors of the Fourier sum matter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,17 +68,18 @@ class WaveRows:
             `[R, members]`.
         """
         (num_ranks, num_experts), counts = self.counts.shape, self.counts
-        there = self._by_expert.reshape(num_ranks, num_experts, members, -1).sum(3)
-        part = there / np.maximum(counts, 1)[:, :, None]
-        num_tokens = counts.sum(1) / self.per_token
-        chance = np.minimum(counts / np.maximum(num_tokens, 1)[:, None], CERTAIN)
-        odds = chance / (1 - chance)
-        anywhere = _symmetric(odds[:, None], self.per_token)
-        nowhere = _symmetric(odds[:, None] * (1 - part).transpose(0, 2, 1), self.per_token)
-        # A rank without tokens has no odds.
-        share = 1 - np.divide(nowhere, anywhere, out=np.ones_like(nowhere), where=anywhere > 0)
+        there = self._by_expert
+        if members < num_ranks:
+            there = np.add.reduceat(there, np.arange(0, num_ranks, num_ranks // members), axis=2)
+        own = _own_experts(self.plan.quota.reshape(num_experts, members, -1).sum(2))
+        # [R, X, M]: copies for the experts of each member, and the chance of a token to have one and go there.
+        sent = there[:, own, np.arange(members)]
+        num_tokens = np.maximum(counts.sum(1) / self.per_token, 1)
+        chance = np.minimum(counts / num_tokens[:, None], CERTAIN)
+        going = chance[:, own] * (sent / np.maximum(counts, 1)[:, own])
+        share = 1 - _share_without(chance, going, own, self.per_token)
         # At most the number of copies, and enough tokens for all copies.
-        copies = there.sum(1)
+        copies = sent.sum(1)
         return np.clip(share * num_tokens[:, None], copies / self.per_token, copies)
 
     @cached_property
@@ -130,10 +143,26 @@ def spread_evenly(rows: float, sizes: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(by_level)
 
 
-def _symmetric(odds: Float[np.ndarray, "R M E"], degree: int) -> Float[np.ndarray, "R M"]:
-    """Compute the elementary symmetric polynomial of the given degree over the last axis."""
-    found = np.zeros((degree + 1, *odds.shape[:2]))
-    found[0] = 1.0
-    for one in np.moveaxis(odds, 2, 0):
-        found[1:] += one * found[:-1]
-    return found[degree]
+def _own_experts(served: Int[np.ndarray, "E M"]) -> Int[np.ndarray, "X M"]:
+    """List the experts of each member, the others after them so that all lists have equal lengths."""
+    most = int((served > 0).sum(0).max())
+    return np.argsort(served <= 0, axis=0, kind="stable")[:most]
+
+
+def _share_without(
+    chance: Float[np.ndarray, "R E"], going: Float[np.ndarray, "R X M"], own: Int[np.ndarray, "X M"], degree: int
+) -> Float[np.ndarray, "R M"]:
+    """Return the share of tokens of `degree` experts without any in each member; 1 if there are no such tokens."""
+    # An odd number of points above the degree: none at -RADIUS, where factors may be 0, and no lower degree is aliased.
+    number = max(LEAST_POINTS, degree + 1 + degree % 2)
+    anywhere, nowhere = np.zeros(chance.shape[0]), np.zeros((chance.shape[0], own.shape[1]))
+    for at in range(number // 2 + 1):
+        turn = np.exp(2j * np.pi * at / number)
+        factors = 1 + chance * (RADIUS * turn - 1)
+        # The other half of the circle has the conjugate values.
+        whole = factors.prod(1) * turn**-degree * (2 if at else 1)
+        part = 1 - going * (RADIUS * turn) / factors[:, own]
+        anywhere += whole.real
+        nowhere += (whole[:, None] * part.prod(1)).real
+    least = NO_CHANCE * number * RADIUS**degree
+    return np.divide(nowhere, anywhere[:, None], out=np.ones_like(nowhere), where=anywhere[:, None] > least)
