@@ -31,6 +31,10 @@ the 50 steps before.
 """
 
 
+ALIKE = (LoadShape.RANKS, LoadShape.HOT, LoadShape.ZIPF)
+"""Load shapes with the same counts if each rank has one expert."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """Routing of one step on which systems are compared.
@@ -79,7 +83,8 @@ def drawn_workloads(
         num_ranks: Number of ranks `R`.
         imbalance: `max / mean` of the ranks' load. At 1, all shapes are equal, and there is one workload.
         layers: Number of layers of each workload.
-        shapes: Load shapes; shapes without a solution for the imbalance on this machine are skipped.
+        shapes: Load shapes; shapes without a solution for the imbalance on this machine are skipped. With one expert
+            per rank, those of `ALIKE` are skipped after the first one.
         draws: Number of workloads of each shape.
         seed: Seed of the first workload of each shape; each further one adds 1.
         drift: Change of popularity in the steps before; none by default.
@@ -94,6 +99,9 @@ def drawn_workloads(
         even = skewed_counts(model, num_ranks, 1.0, layers, seed)
         return [Workload("even", even, even.sum(1), np.stack([even] * BEFORE))]
     workloads, refusals, times = [], [], (*EARLIER, *range(-BEFORE, 1))
+    if model.experts == num_ranks:
+        first = next((shape for shape in shapes if shape in ALIKE), None)
+        shapes = [shape for shape in shapes if shape is first or shape not in ALIKE]
     for draw in range(draws):
         for shape in shapes:
             try:

@@ -2,10 +2,11 @@
 
 The search has three stages. On the workload of the first shape, it simulates one layer of the first choices of the
 space. Then it repeatedly simulates all neighbors of the fastest families, until no neighbor is faster. On the other
-shapes it continues from the fastest families of the shapes before. The second stage
-simulates one layer of the fastest choices on every shape. The third stage simulates whole steps of the best ones on all
-workloads. A choice with a lower bound above the time of others is not simulated. The first two stages are a heuristic:
-a choice that is slow on the first workloads is not simulated on the others.
+shapes it continues from the fastest families of the shapes before, without choices `FAR` slower than the fastest one.
+The second stage simulates one layer of the fastest choices on every shape. The third stage simulates whole steps of the
+best ones on all workloads, without families `FAR` slower than the fastest. A choice with a lower bound above the time
+of others is not simulated. The first two stages are a heuristic: a choice that is slow on the first workloads is not
+simulated on the others.
 """
 
 import itertools
@@ -176,7 +177,10 @@ MOST_MOVES = 8
 """Maximum number of iterations over neighbors; three or four are usual."""
 
 FINALISTS = 8
-"""Number of families simulated with whole steps on all workloads."""
+"""Maximum number of families simulated with whole steps on all workloads."""
+
+FAR = 1.1
+"""Time of one layer over the fastest choice's from which a choice is not simulated further."""
 
 
 @dataclass(frozen=True)
@@ -255,16 +259,21 @@ def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads
 
     fits = may(Choice())
     explored: list[dict[Choice, float]] = []
+
+    def is_near(choice: Choice) -> bool:
+        return may(choice) and all(times.get(choice, 0.0) <= FAR * min(times.values()) for times in explored if times)
+
     for workload in shapes:
         # The best choices of one shape are among those of the others as a rule, so further shapes start from them.
         best = [choice for times in explored for choice in _best_of_families(times, FAMILIES)]
-        explored.append(_explored(space, judge, workload, may, list(dict.fromkeys(best)) or space.first()))
+        explored.append(_explored(space, judge, workload, is_near, list(dict.fromkeys(best)) or space.first()))
     if not any(explored):
         raise ValueError(f"no choice fits into memory: plain {needs(judge, Choice())}")
     chosen = {choice for times in explored for choice in _best_of_families(times, FINALISTS)} | {Choice()}
     # Simulate all of them on every shape, so that a favorite of one shape is compared on the others.
     middle = {choice: float(np.median([judge.glance(choice, workload) for workload in shapes])) for choice in chosen}
-    finalists = dict.fromkeys([*_best_of_families(middle, FINALISTS), Choice()])
+    near = {choice: took for choice, took in middle.items() if took <= FAR * min(middle.values())}
+    finalists = dict.fromkeys([*_best_of_families(near, FINALISTS), Choice()])
     outcomes = [judged(choice, judge, workloads) for choice in finalists]
     plain = next(one for one in outcomes if one.choice == Choice())
     # Compare per workload, because workloads differ; ties go to the simplest choice.

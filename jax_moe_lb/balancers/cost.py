@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -165,14 +166,7 @@ class Cost:
         Raises:
             ValueError: the topology lacks a rate, or a size is `None`.
         """
-        # Compute the table in Python, once, and look it up in the program. Floating point may round differently on
-        # different devices, and ranks deciding differently would deadlock.
-        token_s, found = self._token_s(topology), []
-        rate = slowest_bytes_per_s(self._rated(topology), domain)
-        for number in range(most + 1):
-            hidden_s = min(number * (self.gradient_bytes or 0.0) / rate, self.overlap_s or 0.0)
-            found.append(in_copies(number * _known("expert_bytes", self.expert_bytes) / rate - hidden_s, token_s))
-        return np.where(np.arange(most + 1) <= self._most_replicas(most), np.array(found), MOST_COPIES).astype(np.int32)
+        return _table(self, topology, domain, most)
 
     def slot_time(self, topology: Topology) -> int:
         """Return the time of the products of a replica beyond its tokens, in token copies.
@@ -220,6 +214,21 @@ class Cost:
         )
         flops = rates.grouped["product"] if topology.flops_per_s is None else topology.flops_per_s
         return replace(topology, levels=levels, flops_per_s=flops)
+
+
+@lru_cache(maxsize=256)
+def _table(cost: Cost, topology: Topology, domain: int, most: int) -> Int[np.ndarray, "N"]:
+    """Compute `Cost.table` once for all layers and loads."""
+    # Compute the table in Python, once, and look it up in the program. Floating point may round differently on
+    # different devices, and ranks deciding differently would deadlock.
+    token_s, found = cost._token_s(topology), []
+    rate = slowest_bytes_per_s(cost._rated(topology), domain)
+    for number in range(most + 1):
+        hidden_s = min(number * (cost.gradient_bytes or 0.0) / rate, cost.overlap_s or 0.0)
+        found.append(in_copies(number * _known("expert_bytes", cost.expert_bytes) / rate - hidden_s, token_s))
+    table = np.where(np.arange(most + 1) <= cost._most_replicas(most), np.array(found), MOST_COPIES).astype(np.int32)
+    table.setflags(write=False)
+    return table
 
 
 def in_copies(seconds: float, token_s: float) -> int:

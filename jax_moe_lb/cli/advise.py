@@ -342,7 +342,7 @@ def advise(
         else:
             sample = sample_of(machine) if machine.num_ranks > MOST_PLANNED_RANKS else None
             workloads = _drawn(of_cluster, shape, machine, sample, imbalance)
-            shapes = workloads[: len({workload.name.split(", draw")[0] for workload in workloads})]
+            shapes = [workload for workload in workloads if workload.name.endswith(", draw 1")] or workloads
         space = Space(
             sample or machine,
             # A sample has fewer experts to replicate.

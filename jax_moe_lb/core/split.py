@@ -220,6 +220,8 @@ def copies_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Spli
     # Most experts are served by one rank, which gets all their tokens.
     copies[:, np.arange(num_experts), quota.argmax(1)] = counts
     shared = np.flatnonzero((quota > 0).sum(1) > 1)
+    if not len(shared):
+        return copies
     copies[:, shared] = 0
 
     def add(sources: _Entries, experts: _Entries, ranks: _Sent, sent: _Sent) -> None:

@@ -7,7 +7,7 @@ of a rank from the rows of its slots.
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from jaxtyping import Float, Num
@@ -343,12 +343,12 @@ class Cluster:
                     f"expected a divisor of the {inner} ranks that share them"
                 )
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Number of ranks of the group, `R`."""
         return math.prod(level.size for level in self.levels)
 
-    @property
+    @cached_property
     def inner(self) -> tuple[int, ...]:
         """Number of ranks inside one member of each level, outermost first."""
         sizes = [level.size for level in self.levels]

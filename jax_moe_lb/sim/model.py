@@ -11,6 +11,7 @@ own, which carry no tokens of the expert-parallel exchanges. They add stages to 
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ class ModelShape:
         Returns:
             The number of bytes.
         """
-        return self._encoded_bytes(codec, num_experts, self.itemsize)
+        return _encoded_bytes(codec, (num_experts, self.hidden, self.inner), self.itemsize, self.gated)
 
     def encoded_gradient_bytes(self, codec: Codec, num_experts: int) -> int:
         """Count the bytes of the gradients of experts on their way home, encoded if the codec has a `gradient_ratio`.
@@ -154,19 +155,8 @@ class ModelShape:
         """
         if codec.gradient_ratio == 1:
             return num_experts * self.expert_gradient_bytes
-        return self._encoded_bytes(codec.of_gradients, num_experts, self.gradient_itemsize)
-
-    def _encoded_bytes(self, codec: Codec, num_experts: int, itemsize: int) -> int:
-        up = jax.ShapeDtypeStruct((num_experts, self.hidden, self.inner), DTYPES[itemsize])
-        down = jax.ShapeDtypeStruct((num_experts, self.inner, self.hidden), DTYPES[itemsize])
-        found = []
-
-        def ask(experts: Experts) -> None:
-            found.append(codec.encoded_bytes(experts))
-
-        # `eval_shape` calls the codec with abstract arrays, so experts of any size take no memory.
-        jax.eval_shape(lambda up, down: ask(Experts(up, down, up if self.gated else None)), up, down)
-        return found[0]
+        shape = num_experts, self.hidden, self.inner
+        return _encoded_bytes(codec.of_gradients, shape, self.gradient_itemsize, self.gated)
 
     def before_experts_s(self, cluster: Cluster) -> float:
         """Compute the seconds of attention and router of one layer in the forward pass, on one rank."""
@@ -176,6 +166,22 @@ class ModelShape:
         # Scores and their products with the values; half of each, because attention is causal.
         attention = 2 * self.hidden * self.sequence
         return self.tokens * (products + attention) / cluster.flops_per_s
+
+
+@lru_cache(maxsize=64)
+def _encoded_bytes(codec: Codec, shape: tuple[int, int, int], itemsize: int, gated: bool) -> int:
+    """Count the bytes of encoded experts of shape `[E, H, F]`, once for all choices of a search."""
+    num_experts, hidden, inner = shape
+    up = jax.ShapeDtypeStruct(shape, DTYPES[itemsize])
+    down = jax.ShapeDtypeStruct((num_experts, inner, hidden), DTYPES[itemsize])
+    found = []
+
+    def ask(experts: Experts) -> None:
+        found.append(codec.encoded_bytes(experts))
+
+    # `eval_shape` calls the codec with abstract arrays, so experts of any size take no memory.
+    jax.eval_shape(lambda up, down: ask(Experts(up, down, up if gated else None)), up, down)
+    return found[0]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ groups of `sizes` members at each level.
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Num
@@ -55,7 +56,24 @@ class Flow:
     @property
     def is_empty(self) -> bool:
         """True if no link carries bytes."""
-        return not any(a.any() for a in self.sent)
+        return not any(self.uses)
+
+    @cached_property
+    def most(self) -> tuple[float, ...]:
+        """Per level, the bytes of its busiest link."""
+        sides = zip(self.sent, self.received, strict=True)
+        return tuple(float(max(sent.max(initial=0), received.max(initial=0))) for sent, received in sides)
+
+    @cached_property
+    def mean_sent(self) -> tuple[float, ...]:
+        """Per level, the bytes sent by a link, mean over links."""
+        # An even flow has one entry for all links.
+        return tuple(float(sent.mean()) for sent in self.sent)
+
+    @cached_property
+    def uses(self) -> tuple[bool, ...]:
+        """Per level, True if a link carries bytes."""
+        return tuple(most > 0 for most in self.most)
 
 
 def flow(rank_bytes: RankBytes, cluster: Cluster) -> Flow:
@@ -162,11 +180,10 @@ def level_seconds(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) ->
     """
     times = []
     for at, level in enumerate(cluster.levels):
-        most = max(flow.sent[at].max(initial=0), flow.received[at].max(initial=0))
         rate = level.bytes_per_s
         if copy_engine and cluster.copy_bytes_per_s is not None:
             rate = min(rate, cluster.copy_bytes_per_s * cluster.inner[at] / level.links)
-        times.append(float(most) / rate)
+        times.append(flow.most[at] / rate)
     return tuple(times)
 
 
@@ -182,17 +199,14 @@ def latency_s(flow: Flow, cluster: Cluster) -> float:
     latencies = [level.latency_s for level in cluster.levels]
     if flow.hops:
         return math.fsum(hops * latency for hops, latency in zip(flow.hops, latencies, strict=True))
-    used = (sent.any() or received.any() for sent, received in zip(flow.sent, flow.received, strict=True))
-    return max((latency for latency, is_used in zip(latencies, used, strict=True) if is_used), default=0.0)
+    return max((latency for latency, is_used in zip(latencies, flow.uses, strict=True) if is_used), default=0.0)
 
 
 def level_bytes(flow: Flow, cluster: Cluster) -> tuple[float, ...]:
     """Sum the bytes sent by all links of each level."""
     totals = []
-    for sent, level, inner in zip(flow.sent, cluster.levels, cluster.inner, strict=True):
-        num_links = cluster.num_ranks // inner * level.links
-        # An even flow has one entry for all links.
-        totals.append(float(sent.sum()) * num_links / sent.size)
+    for mean, level, inner in zip(flow.mean_sent, cluster.levels, cluster.inner, strict=True):
+        totals.append(mean * (cluster.num_ranks // inner * level.links))
     return tuple(totals)
 
 

@@ -53,7 +53,7 @@ def _of_home(work: LayerWork) -> Wave:
 
 
 def _parts(flows: tuple[Flow, ...], chunks: int) -> tuple[Flow, ...]:
-    return tuple(flow.times(1 / chunks) for flow in flows)
+    return tuple(flow.times(1 / chunks) for flow in flows) if chunks > 1 else flows
 
 
 class _Served(NamedTuple):
@@ -299,8 +299,8 @@ class Scheduler:
         Hops of different levels overlap: while a chunk is on its second hop, the next one is on its first.
         """
         done: tuple[Task, ...] = ()
+        parts = _parts(flows, len(after))
         for one in after:
-            parts = _parts(flows, len(after))
             done = (*done, *(self._exchanges(stage, parts, at, one, messages=messages) or one))
         return done
 
@@ -374,5 +374,5 @@ class Scheduler:
         return Transfer(messages * latency_s(flow, self.cluster), busy, level_seconds(flow, self.cluster))
 
     def _links(self, flow: Flow) -> tuple[str, ...]:
-        used = (sent.any() or received.any() for sent, received in zip(flow.sent, flow.received, strict=True))
-        return tuple(f"{level.name} links" for level, is_used in zip(self.cluster.levels, used, strict=True) if is_used)
+        levels = zip(self.cluster.levels, flow.uses, strict=True)
+        return tuple(f"{level.name} links" for level, is_used in levels if is_used)

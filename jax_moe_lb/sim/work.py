@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,12 +139,12 @@ class Wave:
     early: int = 0
     chunks: tuple[int, int] = (1, 1)
 
-    @property
+    @cached_property
     def back(self) -> tuple[Flow, ...]:
         """Exchanges that return outputs to the ranks of their tokens."""
         return self._returned(self.widths.back)
 
-    @property
+    @cached_property
     def gradients_back(self) -> tuple[Flow, ...]:
         """Exchanges that return the gradients of tokens to their ranks."""
         return self._returned(self.widths.gradients_back)
@@ -152,10 +153,14 @@ class Wave:
         """Return the exchanges that send gradients of outputs to the experts' ranks, and token copies again.
 
         Args:
-            copies: Number of times that token copies are sent again.
+            copies: Number of times that token copies are sent again, 0 or 1.
         """
-        factor = copies + self.widths.gradients_out / self.widths.out
-        return tuple(flow.times(factor) for flow in self.dispatch)
+        return self._gradients_out[copies]
+
+    @cached_property
+    def _gradients_out(self) -> tuple[tuple[Flow, ...], ...]:
+        factors = (copies + self.widths.gradients_out / self.widths.out for copies in (0, 1))
+        return tuple(tuple(flow.times(factor) for flow in self.dispatch) for factor in factors)
 
     def _returned(self, row_bytes: float) -> tuple[Flow, ...]:
         return tuple(flow.reversed.times(row_bytes / self.widths.out) for flow in reversed(self.dispatch))

@@ -155,14 +155,11 @@ def _share_without(
     """Return the share of tokens of `degree` experts without any in each member; 1 if there are no such tokens."""
     # An odd number of points above the degree: none at -RADIUS, where factors may be 0, and no lower degree is aliased.
     number = max(LEAST_POINTS, degree + 1 + degree % 2)
-    anywhere, nowhere = np.zeros(chance.shape[0]), np.zeros((chance.shape[0], own.shape[1]))
-    for at in range(number // 2 + 1):
-        turn = np.exp(2j * np.pi * at / number)
-        factors = 1 + chance * (RADIUS * turn - 1)
-        # The other half of the circle has the conjugate values.
-        whole = factors.prod(1) * turn**-degree * (2 if at else 1)
-        part = 1 - going * (RADIUS * turn) / factors[:, own]
-        anywhere += whole.real
-        nowhere += (whole[:, None] * part.prod(1)).real
+    # Half of the circle: the other half has the conjugate values.
+    turns = np.exp(2j * np.pi * np.arange(number // 2 + 1) / number)
+    factors = 1 + chance * (RADIUS * turns - 1)[:, None, None]
+    whole = factors.prod(2) * (turns**-degree * np.where(turns == 1, 1, 2))[:, None]
+    part = 1 - going * (RADIUS * turns)[:, None, None, None] / factors[:, :, own]
+    anywhere, nowhere = whole.real.sum(0)[:, None], (whole[:, :, None] * part.prod(2)).real.sum(0)
     least = NO_CHANCE * number * RADIUS**degree
-    return np.divide(nowhere, anywhere[:, None], out=np.ones_like(nowhere), where=anywhere[:, None] > least)
+    return np.divide(nowhere, anywhere, out=np.ones_like(nowhere), where=anywhere > least)
