@@ -128,6 +128,7 @@ RUNS = (
         quick=("--number", "20"),
         unread=("fastermoe", "best", "best_without_tau", "points_zipf_16384", "points_zipf_32768"),
     ),
+    Run("bench_balancers", quick=("--quick",)),
     Run("bench_baselines"),
     Run("bench_planner_times", quick=("--quick",)),
     Run("bench_advice_regret", quick=("--quick",)),

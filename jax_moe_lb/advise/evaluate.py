@@ -31,6 +31,10 @@ the 50 steps before.
 """
 
 
+HEADROOMS = (None, 1.25, 2.0)
+"""Receive buffers relative to the mean load: a system's default 1.05, and larger ones that save rounds of uneven loads.
+"""
+
 ALIKE = (LoadShape.RANKS, LoadShape.HOT, LoadShape.ZIPF)
 """Load shapes with the same counts if each rank has one expert."""
 
@@ -159,7 +163,7 @@ class Evaluator:
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
     _simulations: int = field(default=0, repr=False, compare=False)
     _built: dict[Choice, Candidate] = field(default_factory=dict, repr=False, compare=False)
-    _seen: dict[tuple[Choice, str], float] = field(default_factory=dict, repr=False)
+    _seen: dict[tuple[Choice, str], tuple[float, int]] = field(default_factory=dict, repr=False)
     _placed: dict[tuple[str, int], Int[np.ndarray, "X R E"]] = field(default_factory=dict, repr=False)
 
     def glance(self, choice: Choice, workload: Workload) -> float:
@@ -172,12 +176,32 @@ class Evaluator:
         Returns:
             The seconds of the layer.
         """
+        return self._glanced(choice, workload)[0]
+
+    def least_headroom(self, choice: Choice, workload: Workload) -> Choice:
+        """Return the choice with the least headroom that has one round in a simulated layer; else the choice itself.
+
+        More headroom than for one round saves no time.
+
+        Args:
+            choice: Choice with or without `headroom`.
+            workload: Workload with a unique name.
+        """
+        for headroom in HEADROOMS[: HEADROOMS.index(choice.headroom)]:
+            smaller = replace(choice, headroom=headroom)
+            if self._seen.get((smaller, workload.name), (0.0, 0))[1] == 1:
+                return smaller
+        return choice
+
+    def _glanced(self, choice: Choice, workload: Workload) -> tuple[float, int]:
+        """Return the seconds and the rounds of one layer."""
         key = choice, workload.name
         if key not in self._seen:
             # Other layers and microbatches take the same time under all choices.
             model = replace(self.model, layers=1, other_s=0.0)
             step = replace(self.step, parallel=self.step.parallel.of_one_microbatch)
-            self._seen[key] = self._simulated(choice, workload.first_layer, model, step).step_s
+            found = self._simulated(choice, workload.first_layer, model, step)
+            self._seen[key] = found.step_s, found.rounds
         return self._seen[key]
 
     def report(self, choice: Choice, workload: Workload) -> Report:

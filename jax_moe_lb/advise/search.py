@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_moe_lb.advise.choice import Choice
-from jax_moe_lb.advise.evaluate import Evaluator, Workload
+from jax_moe_lb.advise.evaluate import HEADROOMS, Evaluator, Workload
 from jax_moe_lb.advise.fit import fits_in_memory, needs
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.run import Report, mean_report
@@ -26,10 +26,6 @@ SLOTS = (1, 2, 4, 8)
 
 EPS = (None, 0.05)
 """Values of `eps` tried for `Exact`: its default 0.01, and a larger one."""
-
-HEADROOMS = (None, 1.25, 2.0)
-"""Receive buffers relative to the mean load: a system's default 1.05, and larger ones that save rounds of uneven loads.
-"""
 
 BALANCED = ("greedy", "exact", "ultraep")
 """Systems that plan quotas, tried in all compositions."""
@@ -306,7 +302,7 @@ def _explored(
         for choice in sorted(bounds, key=bounds.__getitem__):
             best = [times[one] for one in _best_of_families(times, FAMILIES)]
             limit = best[-1] if len(best) == FAMILIES else float("inf")
-            if bounds[choice] <= limit:
+            if bounds[choice] <= limit and judge.least_headroom(choice, workload) == choice:
                 times[choice] = judge.glance(choice, workload)
 
     look(first)

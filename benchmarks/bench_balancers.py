@@ -1,0 +1,130 @@
+"""All balancers on the same loads: imbalance, replicas, weights, simulated time of a layer, and planning time.
+
+    python -m benchmarks.bench_balancers [--quick] [--out FILE.json]
+
+A load is a sequence of steps of two layers, replayed by the simulator, so that balancers with a history have seen
+earlier steps; rows are means over the last steps. Every rank has two slots more than home experts. Synthetic loads have
+an imbalance of 2 without balancing, on 8, 32 and 64 ranks of one domain, and on 32 ranks with drift. The recorded load
+is `traces/free_0.npz`, the routing of a small trained model on 8 ranks, scaled to the same number of tokens.
+
+Times are of one forward and backward pass on the rates of `h100_node`, in units of `plain`'s, without planning. The
+planning time is that of `recordings/planner_times.yaml`; planners without a measured row have none.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from benchmarks.results import Table, Value, out_option, report
+from jax_moe_lb import System, exact, plain
+from jax_moe_lb.balancers import LLEP, Exact, MoonEP
+from jax_moe_lb.layer.systems import eplb, eplb_plus, fastermoe, feplb, greedy, lplb, ultraep
+from jax_moe_lb.recordings.planner_times import planner_time, planner_times
+from jax_moe_lb.sim import Drift, LoadShape, ModelShape, drifting_counts, mean_report, replay
+from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.run import Report
+
+SLOTS = 2
+HISTORY, STEPS = 5, 4
+"""Steps before the rows' means, and in them."""
+
+MODEL = ModelShape(layers=2, hidden=2048, inner=768, experts=64, per_token=8, tokens=8192)
+DRIFT = Drift(steady=0.4, drifting=0.6, steps=8.0)
+"""Most of the popularity drifts, with a correlation of `1 / e` after 8 steps."""
+
+SYSTEMS = {
+    "plain": plain(),
+    "exact": exact(),
+    "exact, tokens only": System(Exact()),
+    "greedy": greedy(),
+    "ultraep": ultraep(),
+    "MoonEP": System(MoonEP()),
+    "LLEP": System(LLEP()),
+    "eplb_plus": eplb_plus(),
+    "eplb": eplb(),
+    "lplb": lplb(),
+    "fastermoe": fastermoe(),
+    "feplb": feplb(),
+}
+
+Trace = Int[np.ndarray, "steps X R E"]
+
+
+def drawn(num_ranks: int, num_experts: int, drift: Drift) -> tuple[ModelShape, Trace]:
+    """Return a model and its synthetic counts."""
+    model = replace(MODEL, experts=num_experts)
+    times = range(HISTORY + STEPS)
+    return model, drifting_counts(model, num_ranks, times, 2, drift, 2.0, 0, LoadShape.ZIPF)
+
+
+def recorded() -> tuple[ModelShape, Trace]:
+    """Return a model and the last counts of the recording, with as many tokens as the synthetic ones."""
+    with np.load(Path(__file__).parent / "traces" / "free_0.npz") as file:
+        counts = file["counts"][-(HISTORY + STEPS) :, :2].astype(np.int64)
+    copies, per_token = counts.sum(3)[0, 0, 0], 2
+    factor = MODEL.tokens * MODEL.per_token // copies
+    shape = replace(MODEL, experts=counts.shape[3], per_token=per_token, tokens=int(copies * factor // per_token))
+    return shape, (counts * factor).astype(np.int32)
+
+
+def loads(quick: bool) -> dict[str, tuple[ModelShape, Trace]]:
+    """Return models and counts by the name of the table."""
+    found = {"recorded": recorded(), "ranks_8": drawn(8, 64, Drift())}
+    if quick:
+        return found
+    large = {"ranks_32": drawn(32, 256, Drift()), "ranks_64": drawn(64, 256, Drift())}
+    return found | large | {"drift": drawn(32, 256, DRIFT)}
+
+
+def row_of(system: System, model: ModelShape, trace: Trace) -> tuple[list[Value], float]:
+    """Return imbalance, replicas, MB of weights and planning time of a balancer, and the seconds of a layer."""
+    num_ranks = trace.shape[2]
+    node = load_config("cluster", "h100_node", "cluster").cluster.build()
+    cluster = replace(node, levels=(replace(node.levels[0], size=num_ranks),), planner_s=0.0, memory_bytes=None)
+    found = mean_report(list(replay(system, model, cluster, trace))[HISTORY:])
+    sent = weights_bytes(found) / model.layers
+    planner_s = planning_s(system, num_ranks, model.experts)
+    values: list[Value] = [found.imbalance_after, sent / model.expert_bytes, sent / 1e6]
+    return [*values, planner_s and planner_s * 1e6], found.step_s / model.layers
+
+
+def weights_bytes(found: Report) -> float:
+    """Return the bytes of replicas in a forward pass."""
+    return found.stages["weights"].bytes if "weights" in found.stages else 0.0
+
+
+def planning_s(system: System, num_ranks: int, num_experts: int) -> float | None:
+    """Return the measured seconds of a plan; None if the table has no row of this planner."""
+    name, place = type(system.balancer).__name__, system.balancer.place
+    if not any(row.planner == name for row in planner_times()):
+        return None
+    return planner_time(name, place, num_ranks, num_experts).time
+
+
+def table_of(name: str, model: ModelShape, trace: Trace) -> Table:
+    """Return one row per balancer."""
+    rows = {
+        name: row_of(system if name == "plain" else replace(system, replica_slots=SLOTS), model, trace)
+        for name, system in SYSTEMS.items()
+    }
+    plain_s = rows["plain"][1]
+    columns = {"balancer": "", "max / mean load": ".3f", "replicas": ".1f", "weights MB": ".0f"}
+    lines = [[name, *values, seconds / plain_s] for name, (values, seconds) in rows.items()]
+    title = f"{name.replace('_', ' ')}: {trace.shape[2]} ranks, {model.experts} experts"
+    return Table(columns | {"planning us": ".0f", "layer over plain": ".3f"}, lines, title)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="Use the loads on 8 ranks only.")
+    out_option(parser)
+    given = parser.parse_args()
+    report({name: table_of(name, *one) for name, one in loads(given.quick).items()}, given.out)
+
+
+if __name__ == "__main__":
+    main()
