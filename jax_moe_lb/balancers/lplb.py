@@ -5,7 +5,7 @@ from itertools import groupby
 
 import numpy as np
 from jaxtyping import Int
-from scipy.optimize import linprog
+import scipy  # loads scipy.optimize, which takes a second, at its first use
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.eplb import History, check_every, checked, mean, no_history, observe
@@ -216,7 +216,7 @@ def _least_maximum(
 
 
 def _solve(cost: np.ndarray, a_ub: np.ndarray, b_ub: np.ndarray, a_eq: np.ndarray, b_eq: np.ndarray) -> np.ndarray:
-    answer = linprog(cost, a_ub, b_ub, a_eq, b_eq, bounds=(0, None), method="highs-ds")
+    answer = scipy.optimize.linprog(cost, a_ub, b_ub, a_eq, b_eq, bounds=(0, None), method="highs-ds")
     if answer.x is None:
         raise ValueError(f"HiGHS found no quota: {answer.message}")
     return answer.x

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Num
-from scipy.optimize import nnls
+import scipy  # loads scipy.optimize, which takes a second, at its first use
 
 from jax_moe_lb.core.checks import checked_fields
 
@@ -246,6 +246,6 @@ def _fit(
     best = (math.inf, 0.0, 0.0, 1.0)
     for steps in np.geomspace(1, longest, TIMES):
         columns = np.stack([np.ones(len(lags)), 1 - np.exp(-np.array(lags) / steps)], 1)
-        (fresh, drifting), missed = nnls(columns / scale[:, None], found / scale)
+        (fresh, drifting), missed = scipy.optimize.nnls(columns / scale[:, None], found / scale)
         best = min(best, (missed, float(fresh), float(drifting), float(steps)))
     return best[1:]

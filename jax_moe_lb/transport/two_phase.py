@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
@@ -147,10 +147,8 @@ class _TwoPhaseCost(TransportCost):
         return self.buffers.rows(num_copies) + self.moved.rows(num_copies)
 
 
-@partial(jax.jit, static_argnames=("balancer",))
-def _dynamic_and_served(
-    balancer: Balancer, start: Plan, plan: Plan, room: Int[Array, ""] | int
-) -> tuple[Bool[Array, "E"], Quota]:
+@partial(jax.jit, static_argnames=("balancer", "room"))
+def _dynamic_and_served(balancer: Balancer, start: Plan, plan: Plan, room: int) -> tuple[Bool[Array, "E"], Quota]:
     """Return the movable experts, and the quota with the rows that do not fit `room` at home.
 
     One program takes a tenth of the time of compiling each of its operations.

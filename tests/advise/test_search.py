@@ -8,7 +8,7 @@ import pytest
 import jax_moe_lb
 from jax_moe_lb.advise import search as space_module
 from jax_moe_lb.advise.choice import Choice, system_code, usage
-from jax_moe_lb.advise.evaluate import Evaluator, drawn_workloads
+from jax_moe_lb.advise.evaluate import ALIKE, Evaluator, drawn_workloads
 from jax_moe_lb.advise.search import Space, search
 from jax_moe_lb.cli.compile import compose
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
@@ -101,3 +101,34 @@ def test_flags_of_training(choice, train):
     given = combined(*(readers[flag](text) for flag, text in flags.items()))
     made = make_system(ParallelConfig(expert_parallel=4, **given["parallel"]))
     assert replace(made, relocates=choice.relocated) == choice.build_system()
+
+
+def test_load_shapes_with_equal_counts_are_one_workload():
+    model = replace(MODEL, experts=4)
+    alike = [drawn_workloads(model, 4, 1.5, 1, [shape], 1, 0)[0].counts for shape in ALIKE]
+    assert all((one == alike[0]).all() for one in alike)
+    names = [one.name for one in drawn_workloads(model, 4, 1.5, 1, list(LoadShape), 2, 0)]
+    assert names == ["popular ranks, draw 1", "lognormal, draw 1", "popular ranks, draw 2", "lognormal, draw 2"]
+    # Two experts per rank tell them apart.
+    assert len(drawn_workloads(MODEL, 4, 1.5, 1, list(LoadShape), 1, 0)) == 4
+
+
+def test_headroom_beyond_one_round_saves_no_time():
+    judge = Evaluator(MODEL, replace(CLUSTER, levels=(Links("gpu", 4, 50e9),)), Step())
+    load = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.RANKS], 1, 0)[0]
+    balanced, plain = Choice("exact", 2), Choice()
+    roomy = [replace(choice, headroom=2.0) for choice in (balanced, plain)]
+    assert [judge.least_headroom(choice, load) for choice in roomy] == roomy
+    times = [judge.glance(choice, load) for choice in (balanced, plain)]
+    # A balanced load has one round, that of plain two.
+    assert [judge.least_headroom(choice, load) for choice in roomy] == [balanced, roomy[1]]
+    assert judge.glance(roomy[0], load) >= times[0]
+    assert judge.glance(roomy[1], load) < times[1]
+
+
+def test_far_choices_are_not_simulated_further():
+    judge = Evaluator(MODEL, CLUSTER, Step())
+    loads = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.RANKS, LoadShape.LOGNORMAL], 1, 0)
+    found = search(Space(CLUSTER, 1, with_relocation=False), judge, loads, loads)
+    limit = space_module.FAR * min(found.glances.values())
+    assert all(found.glances[one.choice] <= limit for one in found.outcomes if one.choice != Choice())

@@ -8,6 +8,7 @@ from jax_moe_lb.aot import LayerSizes
 from jax_moe_lb.aot.load import zipf_counts
 from jax_moe_lb.core import Level, plain_plan
 from jax_moe_lb.core.plan import load
+from jax_moe_lb.core.split import copies_of_all
 from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.transport import Direct, Forward
 from jax_moe_lb.transport.wave_rows import EvenRouting, WaveRows, share_in_member, spread_evenly
@@ -25,6 +26,35 @@ def test_tokens_with_uneven_chances_are_estimated_within_five_percent():
     for members in (4, 2):
         visits = has.reshape(tokens, members, -1).any(2).sum(0)
         np.testing.assert_allclose(wave.tokens(members)[0], visits, rtol=0.05)
+
+
+def symmetric(odds, degree):
+    """Return the elementary symmetric polynomial, by its recurrence."""
+    found = np.eye(1, degree + 1)[0]
+    for one in odds:
+        found[1:] += one * found[:-1]
+    return found[degree]
+
+
+@pytest.mark.parametrize("per_token", [1, 2, 5])
+def test_tokens_of_members_equal_the_recurrence(per_token):
+    rng, tokens = np.random.default_rng(per_token), 1000
+    # All tokens choose expert 3, so that one factor has almost certain odds.
+    counts = np.minimum(rng.multinomial(tokens * per_token, rng.dirichlet(np.full(16, 0.5)), 4), tokens)
+    counts = counts.astype(np.int32)
+    counts[0, 3] = tokens
+    plan = plan_on_host(exact(2), counts, Topology.flat(4)).plan
+    wave = WaveRows(counts, plan, per_token)
+    there = copies_of_all(counts, plan.quota, plan.domain, plan.split)
+    found = wave.tokens(4)
+    for rank, member in np.ndindex(4, 4):
+        copies = there[rank, :, member]
+        number = counts[rank].sum() / per_token
+        chance = np.minimum(counts[rank] / number, 1 - 1e-6)
+        odds, there_part = chance / (1 - chance), copies / np.maximum(counts[rank], 1)
+        share = 1 - symmetric(odds * (1 - there_part), per_token) / symmetric(odds, per_token)
+        wanted = np.clip(share * number, copies.sum() / per_token, copies.sum())
+        assert found[rank, member] == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
 def test_ranks_without_tokens_send_none():
