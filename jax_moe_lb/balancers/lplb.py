@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
-from jaxtyping import Int
 import scipy  # loads scipy.optimize, which takes a second, at its first use
+from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.eplb import History, check_every, checked, mean, no_history, observe

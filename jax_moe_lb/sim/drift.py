@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int, Num
 import scipy  # loads scipy.optimize, which takes a second, at its first use
+from jaxtyping import Float, Int, Num
 
 from jax_moe_lb.core.checks import checked_fields
 
