@@ -1,11 +1,11 @@
-"""Planners of other projects against ours: imbalance, replicas, and planning time on a CPU.
+"""Planners of other projects against ours: imbalance and replicas, and EPLB's planning time on a CPU.
 
     python -m benchmarks.bench_planners [--loads FILE.npy ...] [--step 6] [--eplb eplb.py] [--out FILE.json]
 
 All planners have the same slots, 64 ranks in one domain with two replica slots each, and know the exact load. EPLB as
 published may also move homes. LPLB has the load itself as its history, its best case. UltraEP's minimum replica is 1/64
-of a rank's copies, as in its paper. Planners with a JAX form are timed jitted, with the surrounding program; EPLB runs
-as NumPy on the host, one layer at a time. `--eplb` adds DeepSeek's original: a copy of `eplb.py` of
+of a rank's copies, as in its paper. EPLB runs as NumPy on the host, one layer at a time; `bench_planner_times` has the
+times of the others. `--eplb` adds DeepSeek's original: a copy of `eplb.py` of
 https://github.com/deepseek-ai/EPLB, which requires PyTorch.
 
 Synthetic loads are those of `popular_ranks` with 256 experts. Recorded loads are files `[layers, experts]`, with random
@@ -75,7 +75,7 @@ def published(file: Path) -> Callable:
 
 
 def one_layer(run: Callable, packed: dict[str, Callable], counts: np.ndarray) -> tuple[dict[str, Found], dict]:
-    """Return the results of each planner on a load, and its times in seconds."""
+    """Return the results of each planner on a load, and the times of EPLB's in seconds."""
     # The published minimum is for 8192 tokens with 8 experts each; scale it to these copies.
     facts = LayerCost(num_copies=int(counts.sum()) // NUM_RANKS)
     on_device, found = jax.device_put(counts), {"plain": (plain_imbalance(counts), 0, 0)}
@@ -83,12 +83,11 @@ def one_layer(run: Callable, packed: dict[str, Callable], counts: np.ndarray) ->
     for name, balancer in BALANCERS.items():
         call = functools.partial(run, balancer.sized(facts))
         _, state = call(jax.device_put(balancer.init(counts.shape)), on_device)
-        calls[name] = functools.partial(call, state, on_device)
-        found[name] = row_of(calls[name]()[0])
+        found[name] = row_of(call(state, on_device)[0])
     case = popular_ranks.Case(counts.shape[1], NUM_RANKS, REPLICA_SLOTS, 0.0)
     for name, rebalance in packed.items():
         calls[name] = functools.partial(packed_afresh, case, counts, rebalance)
-        level, replicas, most, _ = packed_afresh(case, counts, rebalance)
+        level, replicas, most = packed_afresh(case, counts, rebalance)
         found[name] = float(level), int(replicas), int(most)
     return found, interleaved_s(calls, REPEATS)
 
