@@ -9,6 +9,11 @@ is `traces/free_0.npz`, the routing of a small trained model on 8 ranks, scaled 
 
 Times are of one forward and backward pass on the rates of `h100_node`, in units of `plain`'s, without planning. The
 planning time is that of `recordings/planner_times.yaml`; planners without a measured row have none.
+
+The last table bounds the gain of a predictor and of planning beside other work: layer times over those of `exact` with
+its planning, if planning takes no time, if plans and weights of the true counts are ready before the layer, and if the
+plans are those of the step before. Exposed weights bound the gain of using a replica's first tile before its last has
+come.
 """
 
 import argparse
@@ -20,12 +25,12 @@ from jaxtyping import Int
 
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import System, exact, plain
-from jax_moe_lb.balancers import LLEP, Exact, MoonEP
+from jax_moe_lb.balancers import LLEP, Exact, Given, MoonEP, plan_all
 from jax_moe_lb.layer.systems import eplb, eplb_plus, fastermoe, feplb, greedy, lplb, ultraep
 from jax_moe_lb.recordings.planner_times import planner_time, planner_times
-from jax_moe_lb.sim import Drift, LoadShape, ModelShape, drifting_counts, mean_report, replay
+from jax_moe_lb.sim import Cluster, Drift, LoadShape, ModelShape, drifting_counts, mean_report, replay, simulate
 from jax_moe_lb.sim.config import load_config
-from jax_moe_lb.sim.run import Report
+from jax_moe_lb.sim.run import Report, StageTime, States
 
 SLOTS = 2
 HISTORY, STEPS = 5, 4
@@ -79,11 +84,15 @@ def loads(quick: bool) -> dict[str, tuple[ModelShape, Trace]]:
     return found | large | {"drift": drawn(32, 256, DRIFT)}
 
 
+def machine(num_ranks: int) -> Cluster:
+    """Return one domain of ranks with the rates of `h100_node`."""
+    node = load_config("cluster", "h100_node", "cluster").cluster.build()
+    return replace(node, levels=(replace(node.levels[0], size=num_ranks),), memory_bytes=None)
+
+
 def row_of(system: System, model: ModelShape, trace: Trace) -> tuple[list[Value], float]:
     """Return imbalance, replicas, MB of weights and planning time of a balancer, and the seconds of a layer."""
-    num_ranks = trace.shape[2]
-    node = load_config("cluster", "h100_node", "cluster").cluster.build()
-    cluster = replace(node, levels=(replace(node.levels[0], size=num_ranks),), planner_s=0.0, memory_bytes=None)
+    num_ranks, cluster = trace.shape[2], replace(machine(trace.shape[2]), planner_s=0.0)
     found = mean_report(list(replay(system, model, cluster, trace))[HISTORY:])
     sent = weights_bytes(found) / model.layers
     planner_s = planning_s(system, num_ranks, model.experts)
@@ -117,13 +126,41 @@ def table_of(name: str, model: ModelShape, trace: Trace) -> Table:
     return Table(columns | {"planning us": ".0f", "layer over plain": ".3f"}, lines, title)
 
 
+def ahead_of(name: str, model: ModelShape, trace: Trace) -> list[Value]:
+    """Return the layer times of plans made before the layer, over those of `exact`, which plans in it."""
+    cluster = machine(trace.shape[2])
+    topology, slots = cluster.topology(), model.experts // cluster.num_ranks + SLOTS
+    system, given = exact(replica_slots=SLOTS), System(Given(1), replica_slots=SLOTS)
+
+    def follow(counts: Int[np.ndarray, "X R E"]) -> States:
+        """Return the states that follow the plans of these counts."""
+        return [[Given(1).follow(plan_all(Exact(), layer[None], topology, slots))] for layer in counts]
+
+    steps = range(HISTORY, HISTORY + STEPS)
+    own = [simulate(system, model, cluster, trace[at]) for at in steps]
+    hidden = [simulate(system, model, replace(cluster, planner_s=0.0), trace[at]) for at in steps]
+    known = [simulate(given, model, cluster, trace[at], states=follow(trace[at])) for at in steps]
+    stale = [simulate(given, model, cluster, trace[at], states=follow(trace[at - 1])) for at in steps]
+    own_s, *others_s = (mean_report(found).step_s for found in (own, hidden, known, stale))
+    weights = mean_report(own).stages.get("weights", StageTime())
+    return [name.replace("_", " "), *(one / own_s for one in others_s), weights.exposed_s / own_s]
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Use the loads on 8 ranks only.")
     out_option(parser)
     given = parser.parse_args()
-    report({name: table_of(name, *one) for name, one in loads(given.quick).items()}, given.out)
+    found = loads(given.quick)
+    columns = {
+        "load": "",
+        "planning hidden": ".3f",
+        "plans and weights ahead": ".3f",
+        "plans of the step before": ".3f",
+    }
+    ahead = Table(columns | {"weights exposed": ".1%"}, [ahead_of(name, *one) for name, one in found.items()])
+    report({name: table_of(name, *one) for name, one in found.items()} | {"ahead": ahead}, given.out)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_headroom_beyond_one_round_saves_no_time():
     # A balanced load has one round, that of plain two.
     assert [judge.least_headroom(choice, load) for choice in roomy] == [balanced, roomy[1]]
     assert judge.glance(roomy[0], load) >= times[0]
-    assert judge.glance(roomy[1], load) < times[1]
+    assert judge.glance(roomy[1], load) <= times[1]
 
 
 def test_far_choices_are_not_simulated_further():
