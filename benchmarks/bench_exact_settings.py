@@ -5,8 +5,8 @@
 One layer, forward and backward, of published models on the preset h100_node, planning included, on synthetic loads of
 two shapes and several imbalances. The settings are 65: `eps`, `max_fan_out`, one or two slots, with and without relays,
 each with `cost=None`, and no plan. A row has the loads of one model on which the default is worst. The second table
-leaves out the memory bandwidth of the preset, and so the time in which home experts and slots are joined into one array,
-which the layer does with slots, used or not.
+leaves out the memory bandwidth of the preset, and so the time of joining home experts and slots into one array, which a
+layer with slots does whether they are used or not.
 """
 
 import argparse
