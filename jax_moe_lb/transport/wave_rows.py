@@ -145,7 +145,7 @@ def spread_evenly(rows: float, sizes: tuple[int, ...]) -> tuple[float, ...]:
 
 def _own_experts(served: Int[np.ndarray, "E M"]) -> Int[np.ndarray, "X M"]:
     """List the experts of each member, the others after them so that all lists have equal lengths."""
-    most = int((served > 0).sum(0).max())
+    most = int(np.max(np.count_nonzero(served, axis=0)))
     return np.argsort(served <= 0, axis=0, kind="stable")[:most]
 
 
