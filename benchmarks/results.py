@@ -133,10 +133,13 @@ class Record:
         ).hexdigest()
 
 
-def save(tables: Mapping[str, Table], out: Path) -> None:
+NO_ACCELERATOR = "no accelerator used"
+
+
+def save(tables: Mapping[str, Table], out: Path, accelerator: str = NO_ACCELERATOR) -> None:
     """Write a run with the name of the file; other runs of the file are kept."""
     stored = {name: _stored(table) for name, table in tables.items()}
-    _write(_runs(out) | {out.stem: {**circumstances(), "tables": stored}}, out)
+    _write(_runs(out) | {out.stem: {**circumstances(accelerator), "tables": stored}}, out)
 
 
 def load(path: Path) -> dict[str, Table]:
@@ -215,7 +218,7 @@ def _text(value: Any, depth: int = 0) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def circumstances() -> dict[str, str]:
+def circumstances(accelerator: str = NO_ACCELERATOR) -> dict[str, str]:
     """Return command, commit, date, machine and software of this process."""
     module = getattr(sys.modules["__main__"].__spec__, "name", None)
     command = shlex.join(["python", *(["-m", module] if module else sys.argv[:1]), *_arguments()])
@@ -224,7 +227,7 @@ def circumstances() -> dict[str, str]:
         "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, "
-        f"load average {os.getloadavg()[0]:.1f}; no accelerator used",
+        f"load average {os.getloadavg()[0]:.1f}; {accelerator}",
         "software": f"Python {platform.python_version()}, jax {version('jax')}",
     }
 

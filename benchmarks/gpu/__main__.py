@@ -1,0 +1,135 @@
+"""Check every claim about NVIDIA GPUs on this machine, and print a table of them: true, false or not reached.
+
+    make gpu                                    # all parts; continues where the last run stopped
+    make gpu ARGS="--parts build values"        # some parts
+    make gpu ARGS="--again layer-exact times"   # claims, or all claims of a part, again
+    make gpu ARGS=--dry-run                     # tiny sizes on CPUs, without a GPU; reaches no claim
+
+`claims.py` lists the claims. Each part runs in processes of its own for at most 8 minutes, and writes
+`benchmarks/results/gpu/PART.json` after each claim. Claims that are true or false are not checked again without
+`--again`; the others are. A check that raises, or that ends its process, makes its claim false; the next one starts in
+a new process.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.gpu.claims import PARTS
+from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, NOT_REACHED, TRUE, Row, now, read_rows, write_row
+from benchmarks.gpu.worker import RUNNING
+from benchmarks.render import RESULTS
+from benchmarks.results import Table
+
+LIMIT_S = 480.0
+"""Time limit of a part."""
+
+MEMORY_FRACTION = 0.45
+"""Share of the GPU's memory for the process of a part, which starts others beside it."""
+
+
+def start(arguments: list[str], limit_s: float) -> int | None:
+    """Run a worker; return its exit status, or `None` if it was stopped at the limit."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)}
+    command = [sys.executable, "-m", "benchmarks.gpu.worker", *arguments]
+    try:
+        return subprocess.run(command, env=environment, timeout=limit_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def run_part(part: str, names: list[str], path: Path, *, dry_run: bool, limit_s: float = LIMIT_S) -> None:
+    """Check claims of a part in as many processes as needed, and write their outcomes."""
+    run, deadline = now(), time.monotonic() + limit_s
+    options = ["--run", run, *(["--dry-run"] if dry_run else [])]
+    while names:
+        status = start([part, str(path), *names, *options], max(deadline - time.monotonic(), 0.0))
+        rows = read_rows(path)
+        if status is None:
+            reason = f"the part reached its limit of {limit_s:.0f} s"
+            write_ends(path, [name for name in names if not is_complete(rows.get(name), run)], run, reason)
+            return
+        left = [name for name in names if name not in rows or rows[name].run != run]
+        for row in rows.values():
+            if row.run == run and row.found == RUNNING:
+                why = f"the check ended its process with status {status}"
+                failed = replace(row, outcome=NOT_REACHED, found=f"{DRY_RUN_FAILED}{why}")
+                write_row(path, failed if dry_run else replace(row, outcome=FALSE, found=why))
+        if left == names:
+            write_ends(path, names, run, f"{DRY_RUN_FAILED}the process of the part ended with status {status}")
+            return
+        names = left
+
+
+def is_complete(row: Row | None, run: str) -> bool:
+    """Return whether a claim was checked to its end in this run."""
+    return row is not None and row.run == run and row.found != RUNNING
+
+
+def write_ends(path: Path, names: list[str], run: str, reason: str) -> None:
+    """Write that claims were not reached in this run."""
+    for name in names:
+        write_row(path, Row(name, NOT_REACHED, reason, 0.0, "", "", run))
+
+
+def remaining(part: str, path: Path, again: list[str]) -> list[str]:
+    """Return the claims of a part without an outcome, and those to check again."""
+    rows = read_rows(path)
+    names = [claim.name for claim in PARTS[part]]
+    known = {name for name in names if name in rows and rows[name].outcome in (TRUE, FALSE)}
+    return [name for name in names if name not in known or part in again or name in again]
+
+
+def summary(folder: Path) -> tuple[Table, Counter[str]]:
+    """Return the table of all claims with the stored outcomes, and the number of claims of each outcome."""
+    rows = []
+    for part, claims in PARTS.items():
+        stored = read_rows(folder / f"{part}.json")
+        for claim in claims:
+            row = stored.get(claim.name)
+            outcome, found = (row.outcome, row.found) if row else (NOT_REACHED, "not run")
+            rows.append([part, claim.name, claim.text, claim.source, outcome, found])
+    columns = dict.fromkeys(("part", "name", "claim", "source", "outcome", "found"), "")
+    return Table(columns, rows), Counter(row[4] for row in rows)
+
+
+def run(parts: list[str], again: list[str], folder: Path, *, dry_run: bool) -> int:
+    """Run the parts and print the table; return the exit status."""
+    failed = False
+    for part in parts:
+        path = folder / f"{part}.json"
+        names = remaining(part, path, again)
+        print(f"{part}: {len(names)} of {len(PARTS[part])} claims to check", flush=True)
+        run_part(part, names, path, dry_run=dry_run)
+        failed |= any(row.found.startswith(DRY_RUN_FAILED) for row in read_rows(path).values())
+    table, counted = summary(folder)
+    print(f"\n{table}\n\n" + ", ".join(f"{counted[name]} {name}" for name in (TRUE, FALSE, NOT_REACHED)))
+    return int(failed or counted[FALSE] > 0)
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run; all by default")
+    parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="claims or parts to check again")
+    parser.add_argument("--dry-run", action="store_true", help="use tiny sizes and CPUs, and a temporary folder")
+    given = parser.parse_args()
+    names = {claim.name for claims in PARTS.values() for claim in claims}
+    if unknown := set(given.again) - names - set(PARTS):
+        parser.error(f"--again is {', '.join(sorted(unknown))}; expected names of claims or parts")
+    if given.dry_run:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.exit(run(given.parts, given.again, Path(folder), dry_run=True))
+    sys.exit(run(given.parts, given.again, RESULTS / "gpu", dry_run=False))
+
+
+if __name__ == "__main__":
+    main()

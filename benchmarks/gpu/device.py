@@ -1,0 +1,75 @@
+"""Facts about the GPUs of this process, and times of kernels from XLA's profiler."""
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.profiler import ProfileData
+from jax.stages import Compiled
+
+from jax_moe_lb.aot.targets import GPUS
+
+
+def gpu_kind() -> str | None:
+    """Return the name of this GPU in `aot.targets.GPUS`; `None` if it has none."""
+    kind = jax.devices()[0].device_kind.lower()
+    # The longest name first: a GB200 is no B200.
+    return next((name for name in sorted(GPUS, key=len, reverse=True) if name in kind), None)
+
+
+def kernel_seconds(run: Callable[[], object], calls: int) -> dict[str, list[float]]:
+    """Return the durations of all operations of the first device in some calls, by their name in the program.
+
+    Args:
+        run: call of a compiled program; it is called once before.
+        calls: number of profiled calls.
+
+    Returns:
+        Seconds of each execution, by operation. Kernels without one, as in CUDA graphs, have their own name.
+    """
+    jax.block_until_ready(run())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                jax.block_until_ready(run())
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return _durations(ProfileData.from_file(str(file)))
+
+
+def _durations(data: ProfileData) -> dict[str, list[float]]:
+    on_gpu = jax.default_backend() == "gpu"
+    found = defaultdict(list)
+    for plane in data.planes:
+        if plane.name != ("/device:GPU:0" if on_gpu else "/host:CPU"):
+            continue
+        for line in plane.lines:
+            # Other lines of a GPU are sums of these.
+            if on_gpu and not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                if name := dict(event.stats).get("hlo_op", event.name if on_gpu else None):
+                    found[str(name)].append(event.duration_ns * 1e-9)
+    return found
+
+
+def custom_call_seconds(target: str, kernel: str, program: Compiled, run: Callable[[], object]) -> float | None:
+    """Return the median seconds of a custom call in a call of a program; `None` if the profile has none.
+
+    Args:
+        target: target of the custom call.
+        kernel: part of the name of its kernel.
+        program: compiled program with the custom call.
+        run: call of the program.
+    """
+    names = re.findall(rf'%?([\w.-]+) = .*custom_call_target="{target}"', program.as_text() or "")
+    durations = [
+        seconds
+        for name, all_of in kernel_seconds(run, 2).items()
+        if name in names or kernel in name
+        for seconds in all_of
+    ]
+    return float(np.median(durations)) if durations else None

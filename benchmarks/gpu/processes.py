@@ -1,0 +1,77 @@
+"""Checks of copies between processes on one GPU: values, and the end of a process.
+
+They cover the handles of IPC, mapped memory, words awaited by streams, and copy engines. They do not cover peer access
+between two GPUs, NVLink, or a whole layer, whose collectives NCCL refuses for two processes on one GPU.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+
+from benchmarks.gpu.findings import Check, Finding, Scale
+from jax_moe_lb.core.custom_calls import is_built
+
+MEMORY_FRACTION = 0.1
+LIMIT_S = 150.0
+
+
+def start(number: int, width: int, calls: int, *, on_gpu: bool) -> list[subprocess.Popen[str]]:
+    """Start the processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)}
+    common = ["--number", number, "--port", port, "--width", width, "--calls", calls]
+    command = [sys.executable, "-m", "benchmarks.gpu.process_rank", *map(str, common)]
+    command += ["--platform", "cuda" if on_gpu else "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    return [subprocess.Popen([*command, "--process", str(i)], **pipes) for i in range(number)]  # type: ignore[call-overload]
+
+
+def stop(processes: list[subprocess.Popen[str]]) -> None:
+    """End all processes."""
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def copies_between(number: int) -> Check:
+    """Return the check of copies between a number of processes on one GPU."""
+
+    def check(scale: Scale) -> Finding:
+        if scale.dry and number > 2:
+            return Finding(None, "a dry run takes 2 processes only")
+        on_gpu = jax.default_backend() == "gpu"
+        if on_gpu and not is_built("cuda"):
+            return Finding(None, "the CUDA module is not built")
+        processes = start(number, scale.of(1024, 16), scale.of(200, 2), on_gpu=on_gpu)
+        try:
+            said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        finally:
+            stop(processes)
+        for process, text in zip(processes, said, strict=True):
+            assert process.returncode == 0, text[-400:]
+        return Finding(True, said[0].splitlines()[-1])
+
+    return check
+
+
+def ended_process_is_named(scale: Scale) -> Finding:
+    """Check that the others end within 30 s after one process is killed, with its number."""
+    if jax.default_backend() != "gpu" or not is_built("cuda"):
+        return Finding(None, "collectives of XLA copy on CPUs, without a process group of this library")
+    processes = start(2, 256, 10**6, on_gpu=True)
+    try:
+        time.sleep(30.0)  # until both copy
+        assert all(process.poll() is None for process in processes), "a process ended before it was killed"
+        processes[1].kill()
+        begin = time.monotonic()
+        said = processes[0].communicate(timeout=30.0)[0]
+    finally:
+        stop(processes)
+    seconds = time.monotonic() - begin
+    return Finding("1" in said and processes[0].returncode != 0, f"{seconds:.1f} s: {said.splitlines()[-1][:200]}")

@@ -1,0 +1,43 @@
+"""Checks of training: losses of a small model fall, and equal those of the system without balancing."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.gpu.findings import Check, Finding, Scale
+
+MEMORY_FRACTION = 0.4
+RELATIVE = 0.02
+"""Largest difference of the last losses of two systems, after rounding in another order."""
+
+
+def losses_of(system: str, steps: int, dry: bool) -> list[float]:
+    """Train the preset `tiny` in a process of its own, and return its losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--system", system, "--steps", str(steps), "--run-dir", f"{folder}/run"]
+        if dry:
+            options += ["--set", "model.num_layers=1", "--set", "batch.sequence_length=32"]
+        environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)}
+        if dry:
+            environment["JAX_PLATFORMS"] = "cpu"
+        command = [sys.executable, "-m", "models.train", "tiny", *options]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr[-400:]
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    return [found["loss"] for line in lines if "loss" in (found := json.loads(line))]
+
+
+def trains(system: str) -> Check:
+    """Return the check that a system trains to the loss of `plain`."""
+
+    def check(scale: Scale) -> Finding:
+        losses, plain = (losses_of(name, scale.of(200, 2), scale.dry) for name in (system, "plain"))
+        assert all(map(math.isfinite, losses)), "a loss is not finite"
+        found = f"loss {losses[0]:.3f} to {losses[-1]:.3f}; plain to {plain[-1]:.3f}"
+        return Finding(losses[-1] < losses[0] and abs(losses[-1] / plain[-1] - 1) <= RELATIVE, found)
+
+    return check
