@@ -11,22 +11,26 @@ NATIVE := CMakeLists.txt $(shell find ffi)
 # Child processes read compiled modules; without these each compiles every import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test test-all lint reproduce clean
+.PHONY: train check test test-all lint reproduce gpu clean
 train: $(VENV)/.installed
 	$(BIN)/python -m models.train $(ARGS)
 # Distribute by file, so that shared fixtures are built once, and in order, so that slow files start first.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # Fast checks, about a minute.
 check: lint
-	$(PYTEST) -m 'not slow and not thorough and not gpu' $(ARGS)
+	$(PYTEST) -m 'not slow and not thorough' $(ARGS)
 # One case per kind of fault; `test-all` runs all cases.
 test: $(VENV)/.installed
-	$(PYTEST) -m 'not thorough and not gpu' $(ARGS)
+	$(PYTEST) -m 'not thorough' $(ARGS)
 test-all: $(VENV)/.installed
 	$(PYTEST) $(ARGS)
 # Reproduce every number and plot of the docs; ARGS=--quick uses smaller sizes.
 reproduce: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.reproduce $(ARGS)
+# Check all claims about GPUs on this machine, in parts of 8 minutes; ARGS=--dry-run runs without a GPU.
+gpu: $(VENV)/.installed
+	$(if $(findstring --dry-run,$(ARGS)),,$(call install,-e '.[cuda,train]' $(BUILD_OPTIONS)))
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

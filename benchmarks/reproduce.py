@@ -56,10 +56,6 @@ def _network(given: argparse.Namespace) -> str | None:
     return sandbox.missing()
 
 
-def _gpu(given: argparse.Namespace) -> str | None:
-    return None if Path("/dev/nvidia0").exists() else "there is no GPU"
-
-
 @dataclass(frozen=True)
 class Run:
     """One benchmark.
@@ -233,7 +229,6 @@ RUNS = (
         aside=LONG,
     ),
     Run("bench_reliability", ("soak",), ("soak", "--steps", "300", "--devices", "8"), result="reliability_soak"),
-    Run("bench_copy_engine", refusal=_gpu),
     Run("network.bench_hybridep", refusal=_network, result="network_hybridep", aside=MEASURED),
     Run(
         "network.bench_hybridep",

@@ -118,9 +118,8 @@ def cpu_type() -> str:
 
 def pytest_configure(config):
     enable_compilation_cache(config)
-    # GPU tests run separately; no other test may depend on a GPU.
-    if config.option.markexpr != "gpu":
-        jax.config.update("jax_platforms", "cpu")
+    # No test may depend on a GPU; `benchmarks.gpu` checks claims about them.
+    jax.config.update("jax_platforms", "cpu")
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def x64():
         yield
 
 
-ABSENT = {"gpu", "netns"}
+ABSENT = {"netns"}
 """Markers of hardware or privileges whose absence excuses a skip in continuous integration."""
 
 

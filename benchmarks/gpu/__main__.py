@@ -13,11 +13,13 @@ a new process.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,13 +37,19 @@ MEMORY_FRACTION = 0.45
 
 
 def start(arguments: list[str], limit_s: float) -> int | None:
-    """Run a worker; return its exit status, or `None` if it was stopped at the limit."""
+    """Run a worker; return its exit status, or `None` if it was stopped at the limit, with all processes it started."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)}
     command = [sys.executable, "-m", "benchmarks.gpu.worker", *arguments]
+    worker = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        return subprocess.run(command, env=environment, timeout=limit_s, check=False).returncode
+        return worker.wait(limit_s)
     except subprocess.TimeoutExpired:
         return None
+    finally:
+        # Processes of a check may outlive the worker and hold memory of the GPU.
+        with suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
 
 
 def run_part(part: str, names: list[str], path: Path, *, dry_run: bool, limit_s: float = LIMIT_S) -> None:

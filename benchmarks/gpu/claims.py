@@ -37,7 +37,7 @@ VALUES = (
         )
         for name in system_names()
     ),
-    Claim("copies", "Copies beside a product are exact", CALLS, engines.copies_are_exact),
+    Claim("copy-values", "Copies beside a product are exact", CALLS, engines.copies_are_exact),
     Claim(
         "relays", "Copies along relays are exact, and gradients are summed at home", CALLS, engines.relays_and_gradients
     ),

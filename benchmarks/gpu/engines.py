@@ -5,6 +5,7 @@ between devices.
 """
 
 from collections.abc import Callable
+from functools import cache
 from time import perf_counter
 
 import jax
@@ -105,6 +106,7 @@ def measure_planned(width: int, inner: int, rows: int, slots: int, repeats: int)
     }
 
 
+@cache
 def measure_all(scale: Scale) -> dict[str, dict[str, float]]:
     """Return both measurements for several numbers of slots."""
     if scale.dry:

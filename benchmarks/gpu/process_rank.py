@@ -28,6 +28,13 @@ def weights_of(number: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(number * HOME, width, width)).astype(np.float32)
 
 
+def wanted_of(rng: np.random.Generator, number: int) -> np.ndarray:
+    """Return experts of other ranks for all slots, as in a legal plan, and some empty slots."""
+    others = rng.integers(HOME, number * HOME, (number, SLOTS))
+    wanted = (others + HOME * np.arange(number)[:, None]) % (number * HOME)
+    return np.where(rng.random(wanted.shape) < 0.2, -1, wanted).astype(np.int32)
+
+
 def run(number: int, process: int, width: int, calls: int) -> str:
     """Copy in all processes, and compare; return the numbers."""
     mesh = Mesh(np.array(jax.devices()), ("expert",), axis_types=(AxisType.Auto,))
@@ -47,7 +54,7 @@ def run(number: int, process: int, width: int, calls: int) -> str:
     home, x = place(mesh, spec, weights), place(mesh, spec, np.tile(np.eye(256, dtype=np.float32), (number, 1)))
     rng, program, seconds = np.random.default_rng(1), jax.jit(copies), []
     for _ in range(calls):
-        wanted = rng.integers(-1, number * HOME, (number, SLOTS)).astype(np.int32)
+        wanted = wanted_of(rng, number)
         begin = time.perf_counter()
         slots = program(home, place(mesh, everywhere, wanted), x)[1].addressable_shards[0].data
         mine = np.asarray(slots)

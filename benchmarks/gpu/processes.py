@@ -44,7 +44,7 @@ def copies_between(number: int) -> Check:
 
     def check(scale: Scale) -> Finding:
         if scale.dry and number > 2:
-            return Finding(None, "a dry run takes 2 processes only")
+            return Finding(None, "not in a dry run")
         on_gpu = jax.default_backend() == "gpu"
         if on_gpu and not is_built("cuda"):
             return Finding(None, "the CUDA module is not built")

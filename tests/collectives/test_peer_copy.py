@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from benchmarks import bench_copy_engine
-from benchmarks.results import load
 from jax_moe_lb.collectives import expert_gather as arrivals
 from jax_moe_lb.collectives import expert_gather as fetch
 from jax_moe_lb.collectives import peer_copy as copies
@@ -250,19 +248,6 @@ def test_vmap_copies_one_after_the_other():
     slots = run(home, wanted)
     for i in range(2):
         np.testing.assert_array_equal(slots[i], expected(home[i], wanted[i]))
-
-
-# ---- the benchmark --------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs_in_its_smallest_form(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench_copy_engine", "--smoke", "--out", str(tmp_path / "found.json")])
-    bench_copy_engine.main()
-    assert dict(load(tmp_path / "found.json")["copies"].rows)["copied_bytes"] == 2 * RANKS * 64 * 32
-    monkeypatch.setattr("sys.argv", ["bench_copy_engine"])
-    with pytest.raises(SystemExit, match="needs a GPU"):
-        bench_copy_engine.main()
 
 
 def test_sums_of_more_replicas_than_a_legal_plan_has_are_no_numbers():

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Run the checks of claims about GPUs with tiny sizes on CPUs, so that they do not fail for their own faults on a GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+.venv/bin/python -m benchmarks.gpu --dry-run

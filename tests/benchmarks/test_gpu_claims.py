@@ -1,0 +1,136 @@
+"""Checks of claims about GPUs: outcomes are honest, kept, and continued; `ci/gpu.sh` runs the checks themselves."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import worker
+from benchmarks.gpu.claims import PARTS
+from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, NOT_REACHED, TRUE, Claim, Finding, Row, read_rows, write_row
+from benchmarks.results import Table, load
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(claim, outcome=TRUE, run="before"):
+    return Row(claim, outcome, "found", 1.0, "1 x H100", "", run)
+
+
+def test_every_claim_is_listed_once_with_an_existing_source():
+    claims = [claim for part in PARTS.values() for claim in part]
+    assert len({claim.name for claim in claims}) == len({claim.text for claim in claims}) == len(claims)
+    assert not {claim.source for claim in claims if not (ROOT / claim.source).is_file()}
+    assert not set(PARTS) & {claim.name for claim in claims}
+
+
+@pytest.mark.parametrize("holds", [True, False, None])
+def test_no_claim_is_reached_on_a_cpu(holds):
+    outcome, found = worker.outcome_of(Finding(holds, "12 us"), "cpu")
+    assert (outcome, found) == (NOT_REACHED, "on cpu: 12 us")
+
+
+def test_outcomes_on_a_gpu():
+    found = [worker.outcome_of(Finding(holds, ""), "gpu")[0] for holds in (True, False, None)]
+    assert found == [TRUE, FALSE, NOT_REACHED]
+
+
+def test_a_second_run_checks_unreached_claims_and_those_asked_for(tmp_path):
+    path = tmp_path / "copies.json"
+    names = [claim.name for claim in PARTS["copies"]]
+    write_row(path, row(names[0]))
+    write_row(path, row(names[1], FALSE))
+    write_row(path, row(names[2], NOT_REACHED))
+    assert gpu.remaining("copies", path, []) == names[2:]
+    assert gpu.remaining("copies", path, [names[1]]) == names[1:]
+    assert gpu.remaining("copies", path, ["copies"]) == names
+
+
+def test_a_claim_keeps_the_outcomes_and_tables_of_others(tmp_path):
+    path = tmp_path / "gpu" / "kernels.json"
+    write_row(path, row("rates"), Table({"us": ".0f"}, [[12.0]]))
+    write_row(path, row("planner-time", FALSE))
+    assert [one.outcome for one in read_rows(path).values()] == [TRUE, FALSE]
+    assert load(path)["rates"].rows == [[12.0]]
+
+
+def fake_start(path, script):
+    """Return a `start` whose workers do what the script says for each of their claims."""
+
+    def start(arguments, limit_s):
+        names, run = arguments[2 : arguments.index("--run")], arguments[arguments.index("--run") + 1]
+        for name in names:
+            write_row(path, Row(name, NOT_REACHED, worker.RUNNING, 0.0, "", "", run))
+            if script[name] == "dies":
+                return -11
+            if script[name] == "hangs":
+                return None
+            write_row(path, row(name, FALSE if script[name] == "raises" else TRUE, run))
+            if script[name] == "raises":
+                return 0
+        return 0
+
+    return start
+
+
+def test_a_crash_makes_its_claim_false_and_the_next_one_runs(tmp_path, monkeypatch):
+    path = tmp_path / "copies.json"
+    script = {"a": "ends", "b": "dies", "c": "raises", "d": "ends"}
+    monkeypatch.setattr(gpu, "start", fake_start(path, script))
+    gpu.run_part("copies", list(script), path, dry_run=False)
+    rows = read_rows(path)
+    assert [one.outcome for one in rows.values()] == [TRUE, FALSE, FALSE, TRUE]
+    assert rows["b"].found == "the check ended its process with status -11"
+
+
+def test_claims_after_the_limit_are_not_reached_and_keep_their_turn(tmp_path, monkeypatch):
+    path, script = tmp_path / "copies.json", {"a": "ends", "b": "hangs", "c": "ends"}
+    monkeypatch.setattr(gpu, "start", fake_start(path, script))
+    gpu.run_part("copies", list(script), path, dry_run=False)
+    assert [one.outcome for one in read_rows(path).values()] == [TRUE, NOT_REACHED, NOT_REACHED]
+    assert "limit of 480 s" in read_rows(path)["b"].found
+
+
+def test_a_part_that_cannot_start_ends(tmp_path, monkeypatch):
+    path = tmp_path / "copies.json"
+    monkeypatch.setattr(gpu, "start", lambda arguments, limit_s: 1)
+    gpu.run_part("copies", ["a", "b"], path, dry_run=True)
+    assert all(one.found.startswith(DRY_RUN_FAILED) for one in read_rows(path).values())
+
+
+def test_a_worker_and_its_processes_are_stopped_at_the_limit(tmp_path, monkeypatch):
+    script = tmp_path / "worker"
+    script.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path}/child\nwait\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert gpu.start([], 2.0) is None
+    child = Path("/proc") / (tmp_path / "child").read_text().strip() / "stat"
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_a_raising_check_is_false_on_a_gpu_and_fails_a_dry_run(tmp_path, monkeypatch):
+    def raises(scale):
+        raise AssertionError("values differ")
+
+    claim = Claim("copies", "Copies are exact", "README.md", raises)
+    for backend, outcome, found in (
+        ("gpu", FALSE, "AssertionError: values differ"),
+        ("cpu", NOT_REACHED, f"{DRY_RUN_FAILED}AssertionError: values differ"),
+    ):
+        monkeypatch.setattr(worker.jax, "default_backend", lambda backend=backend: backend)
+        assert not worker.check(claim, tmp_path / "copies.json", "now", worker.Scale(True))
+        (stored,) = read_rows(tmp_path / "copies.json").values()
+        assert (stored.outcome, stored.found) == (outcome, found)
+
+
+@pytest.mark.slow
+def test_a_dry_run_ends_with_a_table_and_leaves_no_file():
+    before = sorted(ROOT.glob("benchmarks/results/**/*.json"))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--parts", "training"]
+    ended = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, check=True)
+    claims = sum(map(len, PARTS.values()))
+    assert ended.stdout.endswith(f"0 true, 0 false, {claims} not reached\n")
+    assert sorted(ROOT.glob("benchmarks/results/**/*.json")) == before
