@@ -24,7 +24,7 @@ void Chain::Fill(Serving& serving, int32_t limit, DonorRule rule) {
     std::pop_heap(rooms_.begin(), rooms_.end());
     const Room receiver = rooms_.back();
     rooms_.pop_back();
-    Give(serving, limit, PickDonor(serving, limit, receiver.tokens, rule), receiver, rule);
+    Give(serving, limit, PickDonor(serving, limit, receiver.tokens(), rule), receiver, rule);
   }
 }
 
@@ -40,7 +40,7 @@ void Chain::Start(const Serving& serving, int32_t limit) {
       start_[rank] = load;
       hottest_[rank] = Hottest(serving, rank);
     } else if (load < limit && slots_ > 0) {
-      rooms_.push_back({limit - load, rank});
+      rooms_.push_back(Room(limit - load, rank));
     }
   }
   // A rank is in the heap at most once: it leaves when it receives and returns with its remaining room.
@@ -49,7 +49,7 @@ void Chain::Start(const Serving& serving, int32_t limit) {
 
 void Chain::AddRoom(int32_t tokens, uint32_t rank) {
   if (tokens <= 0 || used_[rank] == slots_) return;
-  rooms_.push_back({tokens, rank});
+  rooms_.push_back(Room(tokens, rank));
   std::push_heap(rooms_.begin(), rooms_.end());
 }
 
@@ -61,9 +61,9 @@ uint32_t Chain::Most(Key key) const {
   for (const uint32_t rank : donors_) {
     const int64_t its_key = key(rank);
     // Donors are in ascending order, so that ties go to the lower rank.
-    if (its_key <= best_key) continue;
-    best_key = its_key;
-    best = rank;
+    const bool is_more = its_key > best_key;
+    best_key = is_more ? its_key : best_key;
+    best = is_more ? rank : best;
   }
   return best;
 }
@@ -92,12 +92,12 @@ void Chain::Give(Serving& serving, int32_t limit, uint32_t donor, Room receiver,
   const uint32_t expert = hottest_[donor];
   // The piece closes the receiver, takes the whole expert, or (kSequential) ends the donor. So no rank gets the same
   // expert twice, as Serving requires.
-  int32_t tokens = std::min(serving.tokens(expert), receiver.tokens);
+  int32_t tokens = std::min(serving.tokens(expert), receiver.tokens());
   if (rule == DonorRule::kSequential) tokens = std::min(tokens, serving.load(donor) - limit);
-  serving.Add(expert, receiver.rank, tokens);
-  ++used_[receiver.rank];
+  serving.Add(expert, receiver.rank(), tokens);
+  ++used_[receiver.rank()];
   ++sent_[donor];
-  AddRoom(receiver.tokens - tokens, receiver.rank);
+  AddRoom(receiver.tokens() - tokens, receiver.rank());
   const int32_t surplus = serving.load(donor) - limit;
   if (surplus > 0 && sent_[donor] < fan_out_) {
     hottest_[donor] = Hottest(serving, donor);

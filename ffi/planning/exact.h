@@ -20,6 +20,9 @@ struct ExactOptions {
   // outside of the domain. Without rows: unknown. If known, replicas change places if this keeps the limit and serves
   // more tokens on the rank where they start.
   MatrixView<const int32_t> counts = {nullptr, 0, 0};
+
+  // If true, the caller has checked the values of `counts`.
+  bool counts_are_checked = false;
 };
 
 // Plans one domain from the tokens of its experts.

@@ -4,6 +4,11 @@
 #include <numeric>
 
 namespace moe_lb {
+namespace {
+
+constexpr int64_t kUnbounded = int64_t{1} << 61;
+
+}  // namespace
 
 void Thinning::Thin(Serving& serving, int32_t limit) {
   order_.clear();
@@ -14,16 +19,16 @@ void Thinning::Thin(Serving& serving, int32_t limit) {
   // replica is still tried once.
   std::stable_sort(order_.begin(), order_.end(),
                    [&](uint32_t a, uint32_t b) { return serving.tokens(a) < serving.tokens(b); });
-  int64_t slack = 0;
-  for (uint32_t rank = 0; rank < serving.num_ranks(); ++rank) slack += limit - serving.load(rank);
-  FindCycles(serving);
+  FindComponents(serving, limit);
   serving.Save(&saved_);
   for (const uint32_t entry : order_) {
-    if (!MayGo(serving, entry, slack)) continue;
+    if (!MayGo(serving, entry)) continue;
     serving.Remove(entry);
     // A removal adds load to home alone, so only home must be offloaded.
     if (serving.OffloadRank(serving.rank(serving.expert(entry)), limit)) {
       serving.Save(&saved_);
+      // The component may have fallen apart, and its parts have less room.
+      FindComponents(serving, limit);
     } else {
       // OffloadRank may have moved tokens before it failed, so all amounts are restored.
       serving.Restore(saved_, entry);
@@ -31,24 +36,26 @@ void Thinning::Thin(Serving& serving, int32_t limit) {
   }
 }
 
-// A necessary condition. In a tree of replicas, loads determine the tokens of each replica up to the slack, so a
-// replica with more can be removed only if there is a cycle. Cycles found at the start suffice, because removals create
-// none.
-bool Thinning::MayGo(const Serving& serving, uint32_t entry, int64_t slack) {
-  return serving.tokens(entry) <= slack || has_cycle_[Group(serving.rank(entry))] != 0;
+// A necessary condition, which most replicas fail. In a tree of replicas, a removal separates the replica's rank from
+// the home of its expert. The ranks left beside home then serve its tokens, within their room. Their room is at most
+// the one of the component, since no rank is above the limit. Only with a cycle may tokens take another path: its room
+// is unbounded.
+bool Thinning::MayGo(const Serving& serving, uint32_t entry) {
+  return serving.tokens(entry) <= room_[Group(serving.rank(entry))];
 }
 
-void Thinning::FindCycles(const Serving& serving) {
+void Thinning::FindComponents(const Serving& serving, int32_t limit) {
   group_.resize(serving.num_ranks());
   std::iota(group_.begin(), group_.end(), 0);
-  has_cycle_.assign(serving.num_ranks(), 0);
+  room_.assign(serving.num_ranks(), 0);
   for (auto entry = static_cast<uint32_t>(serving.num_experts()); entry < serving.num_entries(); ++entry) {
     if (serving.removed(entry)) continue;
     const uint32_t a = Group(serving.rank(entry));
     const uint32_t b = Group(serving.rank(serving.expert(entry)));
     if (a != b) group_[a] = b;
-    has_cycle_[b] |= static_cast<uint8_t>(a == b || has_cycle_[a] != 0);
+    room_[b] = a == b ? kUnbounded : std::max(room_[a], room_[b]);
   }
+  for (uint32_t rank = 0; rank < serving.num_ranks(); ++rank) room_[Group(rank)] += limit - serving.load(rank);
 }
 
 uint32_t Thinning::Group(uint32_t rank) {

@@ -15,13 +15,13 @@ class Thinning {
   void Thin(Serving& serving, int32_t limit);
 
  private:
-  bool MayGo(const Serving& serving, uint32_t entry, int64_t slack);
-  void FindCycles(const Serving& serving);
+  bool MayGo(const Serving& serving, uint32_t entry);
+  void FindComponents(const Serving& serving, int32_t limit);
   uint32_t Group(uint32_t rank);
 
   std::vector<uint32_t> order_;
-  std::vector<uint32_t> group_;     // [R], union-find
-  std::vector<uint8_t> has_cycle_;  // [R], of the groups' heads
+  std::vector<uint32_t> group_;  // [R], union-find
+  std::vector<int64_t> room_;    // [R], below the limit, of the groups' heads
   Serving::Amounts saved_;
 };
 
