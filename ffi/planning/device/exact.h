@@ -178,7 +178,7 @@ class ExactPlanner {
     if (round > 0 || is_fewest) {
       // A chain may run out of slots and exceed the limit.
       const int memory = is_fewest ? candidate - kHalf + 1 : 0;
-      Thin<T, W> thin(t_, flow, at_.thin + at_.one_thin * static_cast<size_t>(memory), total_);
+      Thin<T, W> thin(t_, flow, at_.thin + at_.one_thin * static_cast<size_t>(memory));
       if (load <= limit_) left = thin.Run(limit_);
     }
     if (t_.lane() != 0) return;

@@ -18,28 +18,41 @@ class Thin {
   template <typename V>
   using Array = typename T::template Array<V>;
 
-  MOE_LB_DEVICE Thin(const T& t, Flow<T, W>& flow, size_t at, int32_t total)
+  MOE_LB_DEVICE Thin(const T& t, Flow<T, W>& flow, size_t at)
       : t_(t),
         flow_(flow),
-        total_(total),
         num_amounts_(flow.shape.num_experts + flow.shape.all_slots()),
         saved_(t.template Shared<int32_t>(at)),
         sorted_(t.template Shared<uint16_t>(at + 4 * static_cast<size_t>(num_amounts_ + flow.shape.num_ranks))) {}
 
-  // Returns the number of replicas left. Expects no removed replicas.
+  // Returns the number of replicas left.
   MOE_LB_DEVICE int Run(int32_t limit) {
     Sort();
     flow_.FindAllNeighbours(t_);
-    const int64_t slack = static_cast<int64_t>(flow_.shape.num_ranks) * limit - total_;
-    const Ranks<W> in_cycles = slack >= limit ? flow_.AllRanks() : FindCycles();
+    FindBeside(flow_.AllRanks());
+    FindRooms(flow_.AllRanks(), limit);
     Save();
     int left = flow_.num_entries;
-    for (int i = 0; i < flow_.num_entries; ++i) {
-      const int slot = sorted_[i];
-      // See Thinning::MayGo.
-      const int32_t tokens = flow_.tokens[flow_.shape.num_experts + slot];
-      if (tokens > slack && !in_cycles.Has(flow_.RankOf(slot))) continue;
-      if (Remove(slot, limit)) --left;
+    for (int base = 0; base < flow_.num_entries; base += kLanes) {
+      const int i = base + t_.lane();
+      const int mine = i < flow_.num_entries ? static_cast<int>(sorted_[i]) : 0;
+      // Each lane checks one replica, and the first that may go is tried.
+      for (uint32_t done = 0; done != UINT32_MAX;) {
+        const bool may_go =
+            static_cast<int32_t>(flow_.tokens[flow_.shape.num_experts + mine]) <= RoomAt(flow_.RankOf(mine));
+        const uint32_t found = t_.Ballot(i < flow_.num_entries && may_go) & ~done;
+        if (found == 0) break;
+        done |= (2u << LowestBit(found)) - 1;
+        const int slot = t_.From(mine, LowestBit(found));
+        if (!Remove(slot, limit)) continue;
+        --left;
+        // The component may have fallen apart, and its parts have less room.
+        Ranks<W> ends = NoRanks<W>();
+        ends.Add(flow_.RankOf(slot));
+        ends.Add(flow_.HomeOf(flow_.expert[slot]));
+        FindBeside(ends);
+        FindRooms(ends, limit);
+      }
     }
     return left;
   }
@@ -64,10 +77,11 @@ class Thin {
     t_.SyncWarp();
   }
 
-  // Ranks whose component, with replicas as edges from home, has a cycle: it has as many replicas as ranks.
-  MOE_LB_DEVICE Ranks<W> FindCycles() const {
-    Ranks<W> beside[size_t{W}], left = flow_.AllRanks(), found = NoRanks<W>();
-    for (int k = 0; k < W; ++k) beside[k] = Beside(kLanes * k + t_.lane());
+  // The room below the limit of the components of these ranks, with replicas as edges from home; INT32_MAX with a
+  // cycle, that is, with as many replicas as ranks. See Thinning::MayGo.
+  MOE_LB_DEVICE void FindRooms(Ranks<W> left, int32_t limit) {
+    // Rooms are added up in 32 bits. Larger ones exclude no removal, which does not change the plan.
+    const bool is_small = static_cast<int64_t>(flow_.shape.num_ranks) * limit <= INT32_MAX;
     while (left.Any()) {
       Ranks<W> component = NoRanks<W>(), now = NoRanks<W>();
       now.Add(left.Lowest());
@@ -76,26 +90,47 @@ class Thin {
         Ranks<W> next;
         for (int w = 0; w < W; ++w) {
           uint32_t mine = 0;
-          for (int k = 0; k < W; ++k) mine |= (now.words[k] >> t_.lane() & 1) != 0 ? beside[k].words[w] : 0;
+          for (int k = 0; k < W; ++k) mine |= (now.words[k] >> t_.lane() & 1) != 0 ? beside_[k].words[w] : 0;
           next.words[w] = t_.Or(mine) & ~component.words[w];
         }
         now = next;
       }
-      uint32_t mine = 0;
+      uint32_t replicas = 0, room = 0;
       for (int k = 0; k < W; ++k) {
         left.words[k] &= ~component.words[k];
-        if ((component.words[k] >> t_.lane() & 1) != 0) mine += flow_.used[kLanes * k + t_.lane()];
+        if ((component.words[k] >> t_.lane() & 1) == 0) continue;
+        const int rank = kLanes * k + t_.lane();
+        replicas += replicas_[k];
+        room += static_cast<uint32_t>(limit - static_cast<int32_t>(flow_.load[rank]));
       }
-      if (t_.Sum(mine) < static_cast<uint32_t>(component.Count())) continue;
-      for (int k = 0; k < W; ++k) found.words[k] |= component.words[k];
+      const bool is_tree = t_.Sum(replicas) < static_cast<uint32_t>(component.Count());
+      room = t_.Sum(room);
+      for (int k = 0; k < W; ++k) {
+        if ((component.words[k] >> t_.lane() & 1) == 0) continue;
+        room_[k] = is_tree && is_small ? static_cast<int32_t>(room) : INT32_MAX;
+      }
     }
-    return found;
   }
 
-  // The ranks with a replica of an expert at home here, and the homes of the replicas here.
-  MOE_LB_DEVICE Ranks<W> Beside(int rank) const {
+  MOE_LB_DEVICE int32_t RoomAt(int rank) const {
+    int32_t room = 0;
+    for (int k = 0; k < W; ++k) {
+      const int32_t its = t_.From(room_[k], rank % kLanes);
+      if (rank / kLanes == k) room = its;
+    }
+    return room;
+  }
+
+  MOE_LB_DEVICE void FindBeside(const Ranks<W>& ranks) {
+    for (int k = 0; k < W; ++k) {
+      if ((ranks.words[k] >> t_.lane() & 1) != 0) FindBeside(k);
+    }
+  }
+
+  // The ranks with a replica of an expert at home here, the homes of the replicas here, and their number.
+  MOE_LB_DEVICE void FindBeside(int k) {
+    const int rank = kLanes * k + t_.lane();
     Ranks<W> ranks = NoRanks<W>();
-    if (rank >= flow_.shape.num_ranks) return ranks;
     for (int word = 0; word < flow_.shape.split_words(); ++word) {
       for (uint32_t bits = flow_.split[rank * flow_.shape.split_words() + word]; bits != 0; bits &= bits - 1) {
         const int expert = rank * flow_.shape.home + kLanes * word + LowestBit(bits);
@@ -103,8 +138,13 @@ class Thin {
       }
     }
     const int first = rank * flow_.shape.slots, end = first + static_cast<int>(flow_.used[rank]);
-    for (int slot = first; slot < end; ++slot) ranks.Add(flow_.HomeOf(flow_.expert[slot]));
-    return ranks;
+    replicas_[k] = 0;
+    for (int slot = first; slot < end; ++slot) {
+      if (static_cast<int>(flow_.gone[slot]) != 0) continue;
+      ranks.Add(flow_.HomeOf(flow_.expert[slot]));
+      ++replicas_[k];
+    }
+    beside_[k] = ranks;
   }
 
   MOE_LB_DEVICE void Save() {
@@ -153,7 +193,10 @@ class Thin {
 
   const T& t_;
   Flow<T, W>& flow_;
-  int32_t total_;
+  // Of the ranks of this lane: ranks of their replicas and of replicas of their experts, and replicas.
+  Ranks<W> beside_[size_t{W}];
+  uint32_t replicas_[size_t{W}] = {};
+  int32_t room_[size_t{W}] = {};
   int num_amounts_;
   Array<int32_t> saved_;    // [E + R * slots + R]
   Array<uint16_t> sorted_;  // [R * slots], slots
