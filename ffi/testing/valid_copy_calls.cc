@@ -100,7 +100,7 @@ class Peers {
   Call MakeCall(const std::function<Operands(const Array& place)>& operands) const {
     Call call;
     call.attributes = attributes_;
-    // Lanes are devices arriving as the same rank with the same tables; each lane is a meeting of its own.
+    // Lanes are devices arriving as the same rank with the same tables; each lane is a generation of its own.
     const int64_t lanes = attributes_.at("num_lanes").bytes[0];
     for (int64_t device = 0; device < participants_ * lanes; ++device) {
       call.devices.push_back(operands(Ints({2}, {static_cast<int32_t>(device % participants_), 0})));

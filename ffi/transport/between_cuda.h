@@ -1,4 +1,4 @@
-// Copies between processes with one GPU each, in place of a meeting of devices.
+// Copies between processes with one GPU each, in place of a rendezvous of devices.
 #pragma once
 
 #include <cuda_runtime_api.h>

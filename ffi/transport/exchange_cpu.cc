@@ -26,18 +26,18 @@ struct Participant {
   int64_t device = 0;
 };
 
-using Meeting = Rendezvous<Participant>;
+using ExchangeRendezvous = Rendezvous<Participant>;
 
 // State of one call site.
 struct ExchangeState {
   static xf::TypeId id;
   static xf::TypeInfo info;
 
-  explicit ExchangeState(RendezvousOptions options) : meeting(std::move(options), Exchange) {}
+  explicit ExchangeState(RendezvousOptions options) : rendezvous(std::move(options), Exchange) {}
 
-  static void Exchange(View<Participant> participants, const Meeting::Finish& finish);
+  static void Exchange(View<Participant> participants, const ExchangeRendezvous::Finish& finish);
 
-  Meeting meeting;
+  ExchangeRendezvous rendezvous;
 };
 
 xf::TypeId ExchangeState::id = {};
@@ -47,12 +47,12 @@ xf::TypeInfo ExchangeState::info = xf::MakeTypeInfo<ExchangeState>();
 struct Work {
   std::vector<ExchangeSide> sides;
   std::atomic<size_t> num_left;
-  Meeting::Finish finish;
+  ExchangeRendezvous::Finish finish;
 
   View<const ExchangeSide> view() const { return {sides.data(), sides.size()}; }
 };
 
-void ExchangeState::Exchange(View<Participant> participants, const Meeting::Finish& finish) {
+void ExchangeState::Exchange(View<Participant> participants, const ExchangeRendezvous::Finish& finish) {
   const auto work = std::make_shared<Work>();
   for (const Participant& participant : participants) work->sides.push_back(participant.side);
   // Check all sides before the first copy: if one rank is invalid, no output changes.
@@ -119,7 +119,7 @@ xf::Future Execute(ExchangeState* state, xf::RunId run_id, int32_t device, xf::A
                    xf::Result<xf::AnyBuffer> result) {
   xf::Promise promise;
   xf::Future future(promise);
-  const Meeting::Done done = [promise](const Outcome& outcome) mutable {
+  const ExchangeRendezvous::Done done = [promise](const Outcome& outcome) mutable {
     if (outcome.failure) {
       promise.SetError(ToError(outcome));
     } else {
@@ -151,7 +151,7 @@ xf::Future Execute(ExchangeState* state, xf::RunId run_id, int32_t device, xf::A
          ViewOf(input_offsets), ViewOf(send_sizes), ViewOf(output_offsets), ViewOf(recv_sizes)},
         device};
   }
-  state->meeting.Arrive({run_id.run_id, device, group, rank}, participant, std::move(refusal), done);
+  state->rendezvous.Arrive({run_id.run_id, device, group, rank}, participant, std::move(refusal), done);
   return future;
 }
 

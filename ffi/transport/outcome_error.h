@@ -1,4 +1,4 @@
-// Converts the outcome of a meeting to an XLA error.
+// Converts the outcome of a rendezvous to an XLA error.
 #pragma once
 
 #include "ffi/common/handler.h"

@@ -33,7 +33,7 @@ static std::vector<PeerShare> SharesOf(View<CallArguments> arguments) {
   return shares;
 }
 
-void Copy(View<CallArguments> arguments, Meeting::Finish finish) {
+void Copy(View<CallArguments> arguments, CallRendezvous::Finish finish) {
   const std::vector<PeerShare> shares = SharesOf(arguments);
   // All copies are planned from the table of rank 0, and each rank computes its own, so they must be equal.
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
@@ -42,7 +42,7 @@ void Copy(View<CallArguments> arguments, Meeting::Finish finish) {
   RunPeerTasks(std::move(tasks), PeerTable(shares), [finish] { finish(Ok()); });
 }
 
-static void Sum(View<CallArguments> arguments, Meeting::Finish finish) {
+static void Sum(View<CallArguments> arguments, CallRendezvous::Finish finish) {
   const std::vector<PeerShare> shares = SharesOf(arguments);
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   if (Status bad = CheckWanted(shares[0].wanted, shares[0].weights.num_home)) return finish(bad);
@@ -53,7 +53,7 @@ static void Sum(View<CallArguments> arguments, Meeting::Finish finish) {
 xf::TypeId Site::id = {};
 xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
 
-template <void (*act)(View<CallArguments>, Meeting::Finish)>
+template <void (*act)(View<CallArguments>, CallRendezvous::Finish)>
 static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                                    int64_t chunk_bytes, double timeout_s, std::string_view site,
                                                    xf::Span<const int64_t> processes) {
@@ -101,7 +101,7 @@ xf::Future Failed(const Status& bad) {
 xf::Future Arrive(Site* site, const Arrival& who, CallArguments arguments, Status refusal) {
   xf::Promise promise;
   xf::Future future(promise);
-  site->meeting.Arrive(who, std::move(arguments), std::move(refusal), [promise](const Outcome& outcome) {
+  site->rendezvous.Arrive(who, std::move(arguments), std::move(refusal), [promise](const Outcome& outcome) {
     // Completing the promise runs the rest of this device's program here, up to its next collective, which blocks. The
     // rendezvous calls this on a separate thread, or on XLA's.
     xf::Promise completed = promise;

@@ -187,7 +187,7 @@ Outcome Join(cudaStream_t stream, int64_t run_id, int32_t device, const Addresse
                    "computation of its `start`"),
             false};
   }
-  // The meeting has usually ended by now. Its last device sets the events to wait for.
+  // The rendezvous has usually ended by now. Its last device sets the events to wait for.
   if (const Outcome outcome = pending->Wait(); outcome.failure) return outcome;
   Status bad = pending->JoinOn(stream);
   if (!bad && pending->between != nullptr)

@@ -75,7 +75,8 @@ Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arra
   if (Status bad = PlannedTables(call.results, num_home, &arguments->tables)) return bad;
   PeerShareBuilder builder(attributes, post.who.device);
   if (Status bad = ReadShare(TablesIn(call.results, num_home, arguments->tables), arrays, &builder)) return bad;
-  // The share refers to `arguments->tables`. Moving `arguments` into the meeting moves the vector and keeps its memory.
+  // The share refers to `arguments->tables`. Moving `arguments` into the rendezvous moves the vector and keeps its
+  // memory.
   arguments->share = builder.Take();
   return Ok();
 }

@@ -248,7 +248,7 @@ xf::Error PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerIntege
   // Shapes and programs are equal on all devices, so all fail alike.
   if (Status bad = SortPlannedArrays(args, rets, &arrays)) return ToError(bad);
   if (Status bad = TakePost(run.run_id, device, arrays, &post)) return ToError(bad);
-  // The meeting has usually ended by now. `copy_join` needs the events, which its last device sets.
+  // The rendezvous has usually ended by now. `copy_join` needs the events, which its last device sets.
   if (const Outcome outcome = post->pending->Wait(); outcome.failure) return ToError(outcome);
   if (Status bad = Finish(stream, call, *post, arrays, ticket)) return ToError(bad);
   OpenTickets().OpenAs(run.run_id, post->pending->ticket, post->pending);

@@ -1,4 +1,4 @@
-// Queues the copies of all devices of a meeting, on the thread of the last device to arrive.
+// Queues the copies of all devices of a rendezvous, on the thread of the last device to arrive.
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -162,7 +162,7 @@ Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stre
 }
 
 // Runs on the thread of a device's copies, which sets its device for every call.
-void Copy(View<CallArguments> arguments, const Meeting::Finish& finish) {
+void Copy(View<CallArguments> arguments, const CallRendezvous::Finish& finish) {
   Status bad = CopyAll(arguments);
   const Status failed = RecordCopied(arguments);
   if (!bad) bad = failed;

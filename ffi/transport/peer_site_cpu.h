@@ -22,21 +22,21 @@ struct CallArguments {
   std::vector<int32_t> tables;      // storage of the share's tables, if XLA has no buffer of them
 };
 
-using Meeting = Rendezvous<CallArguments>;
+using CallRendezvous = Rendezvous<CallArguments>;
 
 // Copies the weights or rows listed by the tables of the ranks.
-void Copy(View<CallArguments> arguments, Meeting::Finish finish);
+void Copy(View<CallArguments> arguments, CallRendezvous::Finish finish);
 
 // State of one call site of an executable.
 struct Site {
   static xf::TypeId id;
   static xf::TypeInfo info;
 
-  Site(PeerAttributes given, Meeting::Act act)
-      : attributes(std::move(given)), meeting(attributes.Options(), std::move(act)) {}
+  Site(PeerAttributes given, CallRendezvous::Act act)
+      : attributes(std::move(given)), rendezvous(attributes.Options(), std::move(act)) {}
 
   const PeerAttributes attributes;
-  Meeting meeting;
+  CallRendezvous rendezvous;
 };
 
 xf::Future Failed(const Status& bad);

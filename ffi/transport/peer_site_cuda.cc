@@ -79,7 +79,7 @@ PendingJoins::~PendingJoins() {
   gpu_->Launched(words_);
   for (const std::shared_ptr<PendingCall>& pending : calls_) {
     if (pending->is_joined()) continue;
-    // Another device may queue copies into this one until the meeting ends.
+    // Another device may queue copies into this one until the rendezvous ends.
     static_cast<void>(pending->Wait());
     // An error means that the device has stopped, so there is no work to wait for.
     static_cast<void>(pending->JoinOn(stream_));
@@ -107,13 +107,14 @@ void Site::Begin(PendingCall* pending) const {
 void Site::Meet(const Arrival& who, CallArguments arguments, Status refusal) {
   const std::shared_ptr<PendingCall> pending = arguments.pending;
   if (pending->between != nullptr) return pending->End(pending->between->Meet(attributes, arguments, refusal));
-  meeting.Arrive(who, std::move(arguments), std::move(refusal), [pending](const Outcome& how) { pending->End(how); });
+  rendezvous.Arrive(who, std::move(arguments), std::move(refusal),
+                    [pending](const Outcome& how) { pending->End(how); });
 }
 
 void Site::Fail(PendingCall* pending, Outcome outcome) {
   const Outcome named = {At(attributes.site, *outcome.failure), outcome.timed_out};
   if (pending->between != nullptr) return pending->End(pending->between->Fail(pending->number, named, pending));
-  meeting.FailRun(pending->run_id, outcome);
+  rendezvous.FailRun(pending->run_id, outcome);
   pending->End(named);
 }
 

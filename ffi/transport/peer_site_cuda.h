@@ -25,9 +25,9 @@ using Addresses = std::vector<const void*>;
 struct PendingCall {
   PendingCall(int64_t run, int64_t number, Addresses given) : run_id(run), ticket(number), slots(std::move(given)) {}
 
-  // Sets the outcome of the meeting for these copies. Call it once.
+  // Sets the outcome of the rendezvous for these copies. Call it once.
   void End(const Outcome& how);
-  // Blocks until `End`. The time-out of the meeting bounds the wait.
+  // Blocks until `End`. The time-out of the rendezvous bounds the wait.
   Outcome Wait();
   // Makes `stream` wait for the copies into this device and for readers of its weights. Later calls have no effect.
   Status JoinOn(cudaStream_t stream);
@@ -94,17 +94,17 @@ struct CallArguments {
   std::shared_ptr<void> owner = nullptr;  // owner of the share's tables, if not `resources`
 };
 
-using Meeting = Rendezvous<CallArguments>;
+using CallRendezvous = Rendezvous<CallArguments>;
 
-// Queues the copies of all devices of a meeting.
-void Copy(View<CallArguments> arguments, const Meeting::Finish& finish);
+// Queues the copies of all devices of a rendezvous.
+void Copy(View<CallArguments> arguments, const CallRendezvous::Finish& finish);
 
 // Queues one task on the copy stream of the receiving device, which must be current.
 Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stream);
 
 // State of one call site of an executable.
 struct Site {
-  explicit Site(PeerAttributes given) : attributes(std::move(given)), meeting(attributes.Options(), Copy) {}
+  explicit Site(PeerAttributes given) : attributes(std::move(given)), rendezvous(attributes.Options(), Copy) {}
 
   // Connects to the other processes, if ranks are processes of their own. Call it in the initialize stage.
   Outcome Prepare();
@@ -117,7 +117,7 @@ struct Site {
   void Fail(PendingCall* pending, Outcome outcome);
 
   const PeerAttributes attributes;
-  Meeting meeting;
+  CallRendezvous rendezvous;
   std::atomic<Between*> between{nullptr};  // null: all are devices of this process
 };
 

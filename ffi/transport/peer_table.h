@@ -11,8 +11,8 @@
 
 namespace moe_lb {
 
-// Arguments of one participant of a meeting: the arrays of its `R / participants` ranks, one after the other. Usually a
-// participant has one rank.
+// Arguments of one participant of a rendezvous: the arrays of its `R / participants` ranks, one after the other.
+// Usually a participant has one rank.
 struct PeerShare {
   int64_t device = 0;
   MatrixView<const int32_t> wanted{nullptr, 0, 0};

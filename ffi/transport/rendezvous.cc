@@ -4,7 +4,7 @@ namespace moe_lb {
 
 namespace {
 
-// A meeting allocates an entry per rank, so an attribute must not request unbounded memory.
+// A generation allocates an entry per rank, so an attribute must not request unbounded memory.
 constexpr int64_t kMaxPlaces = 1 << 16;
 
 }  // namespace

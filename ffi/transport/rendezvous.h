@@ -1,4 +1,4 @@
-// Meeting point of the shards of one program, each on its own thread, at a call site.
+// Rendezvous of the shards of one program, each on its own thread, at a call site.
 #pragma once
 
 #include <chrono>
@@ -31,7 +31,7 @@ struct Arrival {
   int64_t rank;    // in the group
 };
 
-// Result of a meeting, the same for all of its ranks.
+// Result of a generation, the same for all of its ranks.
 struct Outcome {
   Status failure;
   bool timed_out = false;
@@ -41,7 +41,7 @@ struct RendezvousOptions {
   std::string site;       // starts every message: "ragged_exchange at dispatch"
   int64_t num_ranks;      // of a group, at least 1
   int64_t num_lanes = 1;  // devices arriving as the same rank of the same group with the same data, at least 1
-  std::chrono::duration<double> timeout;  // from the first arrival of a meeting, above 0
+  std::chrono::duration<double> timeout;  // from the first arrival of a generation, above 0
 };
 
 // Returns a failure if an option is out of range.
@@ -61,9 +61,9 @@ std::string MissingMessage(const RendezvousOptions& options, const std::vector<i
 //   - A device failing before its rank is known fails its run: all waiting ranks of the run, and later arrivals.
 // Some programs are partitioned over axes that the call site cannot see (Auto axes beside manual ones). Several devices
 // (`num_lanes`) then arrive as the same rank with the same data. Each joins the first lane without its rank, and a
-// lane is a meeting of its own.
+// lane is a generation of its own.
 //
-// Thread-safe; `Arrive` does not block. A meeting is erased when all its ranks have arrived. The last `kMaxFailed`
+// Thread-safe; `Arrive` does not block. A generation is erased when all its ranks have arrived. The last `kMaxFailed`
 // failed meetings are kept for late arrivals.
 //
 // `CallArguments` is movable and default-constructible.
@@ -75,8 +75,8 @@ class Rendezvous {
   using Done = std::function<void(const Outcome&)>;
   using Finish = std::function<void(const Status&)>;
 
-  // Action of a meeting. `arguments` is in rank order and lives until `finish` is called. Call `finish` once when the
-  // action is complete, before `act` returns or later on a thread outside XLA. If `act` throws, the meeting
+  // Action of a generation. `arguments` is in rank order and lives until `finish` is called. Call `finish` once when
+  // the action is complete, before `act` returns or later on a thread outside XLA. If `act` throws, the generation
   // fails.
   using Act = std::function<void(View<CallArguments> arguments, Finish finish)>;
 
@@ -86,7 +86,7 @@ class Rendezvous {
 
   // Returns at once (after `act`, for the last rank). `done` is called exactly once and must not throw. It runs on this
   // thread before Arrive returns, or on its own thread (`Settlers`), so it may complete a promise of XLA. A rank out of
-  // range fails alone, because it belongs to no meeting.
+  // range fails alone, because it belongs to no generation.
   void Arrive(const Arrival& who, CallArguments arguments, Status refusal, Done done) {
     shared_->Arrive(who, std::move(arguments), std::move(refusal), std::move(done));
   }
@@ -110,7 +110,7 @@ class Rendezvous {
  private:
   struct Lane;
 
-  // The n-th meeting of a group. It is erased when every rank of every lane has arrived and been served.
+  // The n-th generation of a group. It is erased when every rank of every lane has arrived and been served.
   struct Generation {
     std::vector<std::shared_ptr<Lane>> lanes;
     int64_t num_over = 0;
@@ -125,7 +125,7 @@ class Rendezvous {
   };
   using Key = std::pair<int64_t, int64_t>;  // run, group
 
-  // One meeting.
+  // One generation.
   struct Lane {
     explicit Lane(size_t num_ranks) : arguments(num_ranks), refusals(num_ranks), here(num_ranks), dones(num_ranks) {}
 
@@ -146,7 +146,7 @@ class Rendezvous {
     bool IsComplete() const { return num_here == here.size(); }
   };
 
-  // Outlives the rendezvous while a meeting is open.
+  // Outlives the rendezvous while a generation is open.
   struct Shared : std::enable_shared_from_this<Shared> {
     Shared(RendezvousOptions given_options, Act given_act)
         : options(std::move(given_options)), act(std::move(given_act)) {}
@@ -190,7 +190,7 @@ void Rendezvous<CallArguments>::Shared::Arrive(const Arrival& who, CallArguments
     if (!late) lane = Join(who);
     if (lane != nullptr) late = lane->late;
     if (lane == nullptr) {
-      // The run has failed and has no meeting left.
+      // The run has failed and has no generation left.
     } else if (late) {
       // Late arrivals are counted too: the lane is erased after the last of them.
       if (lane->IsComplete()) Forget(*lane);
@@ -332,8 +332,8 @@ void Rendezvous<CallArguments>::Shared::RememberFailed(Lane& lane) {
   if (group == nullptr || group->failed) return;
   group->failed = true;
   failed.push_back(lane.key);
-  // Even later arrivals open a new meeting and fail after its time-out. In return, memory does not grow with the number
-  // of failures.
+  // Even later arrivals open a new generation and fail after its time-out. In return, memory does not grow with the
+  // number of failures.
   if (failed.size() > kMaxFailed) {
     groups.erase(failed.front());
     failed.pop_front();
@@ -374,7 +374,7 @@ void Rendezvous<CallArguments>::Shared::FailRun(int64_t run_id, const Outcome& o
       group = groups.erase(group);
     }
   }
-  // Cancel without the lock: the deadline may own the last reference to a meeting.
+  // Cancel without the lock: the deadline may own the last reference to a generation.
   for (const Watchdog::Ticket& deadline : deadlines) Watchdog::OfProcess().Cancel(deadline);
 }
 

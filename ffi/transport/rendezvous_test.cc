@@ -26,9 +26,9 @@ struct Number {
   int64_t* sum = nullptr;
 };
 
-using Meeting = Rendezvous<Number>;
+using NumberRendezvous = Rendezvous<Number>;
 
-void Sum(View<Number> arguments, const Meeting::Finish& finish) {
+void Sum(View<Number> arguments, const NumberRendezvous::Finish& finish) {
   int64_t sum = 0;
   for (const Number& number : arguments) sum += number.value;
   for (const Number& number : arguments) *number.sum = sum;
@@ -36,12 +36,12 @@ void Sum(View<Number> arguments, const Meeting::Finish& finish) {
 }
 
 // The same on another thread.
-void SumLater(View<Number> arguments, const Meeting::Finish& finish) {
+void SumLater(View<Number> arguments, const NumberRendezvous::Finish& finish) {
   Copiers::Of(0).Enqueue([arguments, finish] { Sum(arguments, finish); });
 }
 
 RendezvousOptions Options(int64_t num_ranks, double timeout_s = 60, int64_t num_lanes = 1) {
-  return {"meeting", num_ranks, num_lanes, std::chrono::duration<double>(timeout_s)};
+  return {"rendezvous", num_ranks, num_lanes, std::chrono::duration<double>(timeout_s)};
 }
 
 // Runs `body(thread)` on separate threads.
@@ -56,9 +56,10 @@ void MaybePause(std::minstd_rand& random) {
   if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
 }
 
-// Every device is a thread; groups side by side; several runs and generations; each meeting's sum is checked.
-void EveryGenerationMeetsItsOwn(int64_t num_threads, int64_t num_ranks, int64_t num_generations, Meeting::Act act) {
-  Meeting meeting(Options(num_ranks), std::move(act));
+// Every device is a thread; groups side by side; several runs and generations; each rendezvous's sum is checked.
+void EveryGenerationMeetsItsOwn(int64_t num_threads, int64_t num_ranks, int64_t num_generations,
+                                NumberRendezvous::Act act) {
+  NumberRendezvous rendezvous(Options(num_ranks), std::move(act));
   OnThreads(num_threads, [&](int64_t device) {
     std::minstd_rand random(static_cast<unsigned>(device) + 1);
     const int64_t group = device / num_ranks, rank = device % num_ranks;
@@ -67,43 +68,45 @@ void EveryGenerationMeetsItsOwn(int64_t num_threads, int64_t num_ranks, int64_t 
         MaybePause(random);
         int64_t sum = 0;
         const int64_t value = run * 1000000 + generation * 1000 + group;
-        const Outcome outcome = meeting.ArriveAndWait({run, device, group, rank}, {value, &sum}, Ok());
+        const Outcome outcome = rendezvous.ArriveAndWait({run, device, group, rank}, {value, &sum}, Ok());
         EXPECT(!outcome.failure);
         EXPECT_EQ(sum, num_ranks * value);
       }
     }
   });
-  EXPECT_EQ(meeting.num_open(), 0U);
+  EXPECT_EQ(rendezvous.num_open(), 0U);
 }
 
 // Two concurrent runs, with arrivals that do not block.
 void NoThreadWaitsInArrive() {
   constexpr int64_t kRanks = 4, kRuns = 50;
-  Meeting meeting(Options(kRanks), SumLater);
+  NumberRendezvous rendezvous(Options(kRanks), SumLater);
   std::vector<int64_t> sums(kRanks * kRuns);
   std::atomic<int64_t> num_done{0};
   OnThreads(kRanks, [&](int64_t rank) {
     for (int64_t i = 0; i < kRuns; ++i) {
       const int64_t run = rank % 2 == 0 ? i : kRuns - 1 - i;  // in opposite orders
-      meeting.Arrive({run, rank, 0, rank}, {run, &sums[static_cast<size_t>(run * kRanks + rank)]}, Ok(),
-                     [&](const Outcome& outcome) {
-                       EXPECT(!outcome.failure);
-                       ++num_done;
-                     });
+      rendezvous.Arrive({run, rank, 0, rank}, {run, &sums[static_cast<size_t>(run * kRanks + rank)]}, Ok(),
+                        [&](const Outcome& outcome) {
+                          EXPECT(!outcome.failure);
+                          ++num_done;
+                        });
     }
   });
   while (num_done < kRanks * kRuns) std::this_thread::yield();
   for (int64_t i = 0; i < kRanks * kRuns; ++i) EXPECT_EQ(sums[static_cast<size_t>(i)], kRanks * (i / kRanks));
-  EXPECT_EQ(meeting.num_open(), 0U);
+  EXPECT_EQ(rendezvous.num_open(), 0U);
 }
 
 // The last rank must not run the callbacks of the others: XLA would run their programs on its thread.
 void OthersAreCalledBackOnAThreadOfTheirOwn() {
-  Meeting meeting(Options(2), Sum);
+  NumberRendezvous rendezvous(Options(2), Sum);
   int64_t sum = 0;
   std::promise<std::thread::id> first, second;
-  meeting.Arrive({0, 0, 0, 0}, {1, &sum}, Ok(), [&](const Outcome&) { first.set_value(std::this_thread::get_id()); });
-  meeting.Arrive({0, 1, 0, 1}, {1, &sum}, Ok(), [&](const Outcome&) { second.set_value(std::this_thread::get_id()); });
+  rendezvous.Arrive({0, 0, 0, 0}, {1, &sum}, Ok(),
+                    [&](const Outcome&) { first.set_value(std::this_thread::get_id()); });
+  rendezvous.Arrive({0, 1, 0, 1}, {1, &sum}, Ok(),
+                    [&](const Outcome&) { second.set_value(std::this_thread::get_id()); });
   EXPECT(first.get_future().get() != std::this_thread::get_id());
   EXPECT(second.get_future().get() == std::this_thread::get_id());
 }
@@ -111,117 +114,118 @@ void OthersAreCalledBackOnAThreadOfTheirOwn() {
 // A loop in which each arrival comes from the previous callback: recursion depth and memory must stay constant.
 void ALongChainStaysFlat() {
   constexpr int64_t kGenerations = 10000;
-  Meeting meeting(Options(2), Sum);
+  NumberRendezvous rendezvous(Options(2), Sum);
   int64_t sums[2] = {0, 0};
   std::promise<void> over[2];
   std::function<void(int64_t, int64_t)> next = [&](int64_t rank, int64_t generation) {
     if (generation == kGenerations) return over[rank].set_value();
-    meeting.Arrive({7, rank, 0, rank}, {generation, &sums[rank]}, Ok(),
-                   [&next, &sums, rank, generation](const Outcome& outcome) {
-                     EXPECT(!outcome.failure);
-                     EXPECT_EQ(sums[rank], 2 * generation);
-                     // As XLA does: never deeper than one callback.
-                     Copiers::Of(rank).Enqueue([&next, rank, generation] { next(rank, generation + 1); });
-                   });
+    rendezvous.Arrive({7, rank, 0, rank}, {generation, &sums[rank]}, Ok(),
+                      [&next, &sums, rank, generation](const Outcome& outcome) {
+                        EXPECT(!outcome.failure);
+                        EXPECT_EQ(sums[rank], 2 * generation);
+                        // As XLA does: never deeper than one callback.
+                        Copiers::Of(rank).Enqueue([&next, rank, generation] { next(rank, generation + 1); });
+                      });
   };
   Copiers::Of(0).Enqueue([&] { next(0, 0); });
   Copiers::Of(1).Enqueue([&] { next(1, 0); });
   over[0].get_future().get();
   over[1].get_future().get();
-  EXPECT_EQ(meeting.num_open(), 0U);
+  EXPECT_EQ(rendezvous.num_open(), 0U);
 }
 
 void OneRefusalFailsAll(int64_t num_ranks) {
-  Meeting meeting(Options(num_ranks), [](View<Number>, const Meeting::Finish&) { EXPECT(false); });
+  NumberRendezvous rendezvous(Options(num_ranks), [](View<Number>, const NumberRendezvous::Finish&) { EXPECT(false); });
   for (int64_t run = 0; run < 20; ++run) {
     OnThreads(num_ranks, [&](int64_t rank) {
       const Status refusal = rank > 0 && rank % 3 == 0 ? Refuse("size of rank ", rank, " is -1") : Ok();
-      const Outcome outcome = meeting.ArriveAndWait({run, rank, 0, rank}, {}, refusal);
-      EXPECT_EQ(outcome.failure.value_or("none"), "meeting: size of rank 3 is -1");
+      const Outcome outcome = rendezvous.ArriveAndWait({run, rank, 0, rank}, {}, refusal);
+      EXPECT_EQ(outcome.failure.value_or("none"), "rendezvous: size of rank 3 is -1");
       EXPECT(!outcome.timed_out);
     });
   }
-  EXPECT_EQ(meeting.num_open(), 0U);
+  EXPECT_EQ(rendezvous.num_open(), 0U);
 }
 
 void WhatFailsInActFailsAll() {
-  const auto outcome_of = [](Meeting::Act act) {
-    Meeting meeting(Options(1), std::move(act));
-    return meeting.ArriveAndWait({0, 0, 0, 0}, {}, Ok()).failure.value_or("none");
+  const auto outcome_of = [](NumberRendezvous::Act act) {
+    NumberRendezvous rendezvous(Options(1), std::move(act));
+    return rendezvous.ArriveAndWait({0, 0, 0, 0}, {}, Ok()).failure.value_or("none");
   };
-  EXPECT_EQ(outcome_of([](View<Number>, const Meeting::Finish& finish) { finish(Refuse("too few rows")); }),
-            "meeting: too few rows");
-  EXPECT_EQ(outcome_of([](View<Number>, const Meeting::Finish&) { throw std::runtime_error("no memory"); }),
-            "meeting: no memory");
+  EXPECT_EQ(outcome_of([](View<Number>, const NumberRendezvous::Finish& finish) { finish(Refuse("too few rows")); }),
+            "rendezvous: too few rows");
+  EXPECT_EQ(outcome_of([](View<Number>, const NumberRendezvous::Finish&) { throw std::runtime_error("no memory"); }),
+            "rendezvous: no memory");
 }
 
 void WhoIsMissingIsNamed() {
   // The other threads must start within this time, on a loaded machine, too.
-  Meeting meeting(Options(8, 1.0), Sum);
-  const std::string want = "meeting: rank 2 of 8 did not arrive within 1 s; missing ranks: 2 5";
+  NumberRendezvous rendezvous(Options(8, 1.0), Sum);
+  const std::string want = "rendezvous: rank 2 of 8 did not arrive within 1 s; missing ranks: 2 5";
   int64_t sum = 0;
   OnThreads(8, [&](int64_t rank) {
     if (rank == 2 || rank == 5) return;
-    const Outcome outcome = meeting.ArriveAndWait({0, rank, 0, rank}, {0, &sum}, Ok());
+    const Outcome outcome = rendezvous.ArriveAndWait({0, rank, 0, rank}, {0, &sum}, Ok());
     EXPECT_EQ(outcome.failure.value_or("none"), want);
     EXPECT(outcome.timed_out);
   });
   // A late rank does not wait.
   for (const int64_t rank : {2, 5}) {
-    const Outcome outcome = meeting.ArriveAndWait({0, rank, 0, rank}, {0, &sum}, Ok());
+    const Outcome outcome = rendezvous.ArriveAndWait({0, rank, 0, rank}, {0, &sum}, Ok());
     EXPECT_EQ(outcome.failure.value_or("none"), want);
   }
-  EXPECT_EQ(meeting.num_open(), 0U);
+  EXPECT_EQ(rendezvous.num_open(), 0U);
 }
 
 // Ranks arrive near the time-out: all must get the same outcome, and the next run is unaffected.
 void ArrivingAtTheDeadline() {
   constexpr int64_t kRanks = 8;
-  Meeting meeting(Options(kRanks, 0.002), SumLater);
+  NumberRendezvous rendezvous(Options(kRanks, 0.002), SumLater);
   for (int64_t run = 0; run < 100; ++run) {
     std::atomic<int64_t> num_failed{0};
     std::vector<int64_t> sums(kRanks);
     OnThreads(kRanks, [&](int64_t rank) {
       std::minstd_rand random(static_cast<unsigned>(run * kRanks + rank + 1));
       std::this_thread::sleep_for(std::chrono::microseconds(random() % 2500));
-      const Outcome outcome = meeting.ArriveAndWait({run, rank, 0, rank}, {1, &sums[static_cast<size_t>(rank)]}, Ok());
+      const Outcome outcome =
+          rendezvous.ArriveAndWait({run, rank, 0, rank}, {1, &sums[static_cast<size_t>(rank)]}, Ok());
       if (outcome.failure) ++num_failed;
     });
     EXPECT(num_failed == 0 || num_failed == kRanks);
   }
-  EXPECT_EQ(meeting.num_open(), 0U);
+  EXPECT_EQ(rendezvous.num_open(), 0U);
 }
 
 // Runs with missing ranks must not accumulate.
 void FailedMeetingsAreForgotten() {
-  Meeting meeting(Options(2, 1e-4), Sum);
+  NumberRendezvous rendezvous(Options(2, 1e-4), Sum);
   int64_t sum = 0;
   for (int64_t run = 0; run < 200; ++run) {
-    EXPECT(meeting.ArriveAndWait({run, 0, 0, 0}, {0, &sum}, Ok()).timed_out);
+    EXPECT(rendezvous.ArriveAndWait({run, 0, 0, 0}, {0, &sum}, Ok()).timed_out);
   }
-  EXPECT(meeting.num_open() <= Meeting::kMaxFailed);
+  EXPECT(rendezvous.num_open() <= NumberRendezvous::kMaxFailed);
 }
 
 // Two devices arrive as each rank, in any order.
 void LanesAreFilledInOrder() {
   constexpr int64_t kRanks = 4, kLanes = 2;
-  Meeting meeting(Options(kRanks, 60, kLanes), Sum);
+  NumberRendezvous rendezvous(Options(kRanks, 60, kLanes), Sum);
   OnThreads(kRanks * kLanes, [&](int64_t device) {
     std::minstd_rand random(static_cast<unsigned>(device) + 1);
     for (int64_t generation = 0; generation < 200; ++generation) {
       MaybePause(random);
       int64_t sum = 0;
-      EXPECT(!meeting.ArriveAndWait({0, device, 0, device % kRanks}, {generation, &sum}, Ok()).failure);
+      EXPECT(!rendezvous.ArriveAndWait({0, device, 0, device % kRanks}, {generation, &sum}, Ok()).failure);
       EXPECT_EQ(sum, kRanks * generation);
     }
   });
-  EXPECT_EQ(meeting.num_open(), 0U);
+  EXPECT_EQ(rendezvous.num_open(), 0U);
 }
 
 void BadArgumentsAreNamed() {
-  Meeting meeting(Options(2), Sum);
-  EXPECT_EQ(meeting.ArriveAndWait({0, 0, 0, 2}, {}, Ok()).failure.value_or("none"),
-            "meeting: rank is 2; expected 0 to 1");
+  NumberRendezvous rendezvous(Options(2), Sum);
+  EXPECT_EQ(rendezvous.ArriveAndWait({0, 0, 0, 2}, {}, Ok()).failure.value_or("none"),
+            "rendezvous: rank is 2; expected 0 to 1");
   EXPECT_EQ(CheckOptions(Options(0)).value_or("none"), "num_ranks is 0; expected at least 1");
   EXPECT_EQ(CheckOptions(Options(1, 1, 0)).value_or("none"), "num_lanes is 0; expected at least 1");
   EXPECT_EQ(CheckOptions(Options(1, -1)).value_or("none"), "timeout_s is -1; expected above 0 and at most 1e6");
@@ -231,7 +235,7 @@ void BadArgumentsAreNamed() {
 // A device without a known rank fails its run for the others at once, and no other run.
 void AFailedRunEndsForAll() {
   for (const bool first : {false, true}) {
-    Meeting meeting(Options(3), Sum);
+    NumberRendezvous rendezvous(Options(3), Sum);
     std::vector<Outcome> outcomes(3);
     std::vector<int64_t> sums(3);
     std::atomic<int> waiting{0};
@@ -240,22 +244,22 @@ void AFailedRunEndsForAll() {
       const auto at = static_cast<size_t>(rank);
       if (rank == 2) {
         while (!first && waiting < 2) std::this_thread::yield();
-        meeting.FailRun(7, {Status(moe_lb::Problem("a device is lost", true)), false});
+        rendezvous.FailRun(7, {Status(moe_lb::Problem("a device is lost", true)), false});
       }
       if (first) std::this_thread::sleep_for(std::chrono::milliseconds(20));
       ++waiting;
       // Another group of the run fails too, because the group of the device is unknown.
-      outcomes[at] = meeting.ArriveAndWait({7, rank, rank % 2, rank}, {rank, &sums[at]}, Ok());
+      outcomes[at] = rendezvous.ArriveAndWait({7, rank, rank % 2, rank}, {rank, &sums[at]}, Ok());
     });
     EXPECT(std::chrono::steady_clock::now() - began < std::chrono::seconds(20));
     for (const Outcome& outcome : outcomes) {
-      EXPECT(outcome.failure == Status("meeting: a device is lost"));
+      EXPECT(outcome.failure == Status("rendezvous: a device is lost"));
       EXPECT(outcome.failure->is_internal);
     }
-    EXPECT_EQ(meeting.num_open(), 0u);
+    EXPECT_EQ(rendezvous.num_open(), 0u);
     OnThreads(3, [&](int64_t rank) {
       const auto at = static_cast<size_t>(rank);
-      const Outcome outcome = meeting.ArriveAndWait({8, rank, 0, rank}, {rank, &sums[at]}, Ok());
+      const Outcome outcome = rendezvous.ArriveAndWait({8, rank, 0, rank}, {rank, &sums[at]}, Ok());
       EXPECT(!outcome.failure);
       EXPECT_EQ(sums[at], 3);
     });

@@ -45,7 +45,7 @@ class Watchdog {
   std::map<Ticket, std::function<void()>> waiting_;
   uint64_t num_tickets_ = 0;
   // Next time the thread wakes by itself. Only an earlier deadline must wake it, so a cancel and a new watch per
-  // meeting cost no thread switch.
+  // generation cost no thread switch.
   Clock::time_point wakes_at_ = Clock::time_point::max();
   bool stopping_ = false;
   std::thread thread_;  // last: it uses all of the above

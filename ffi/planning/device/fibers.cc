@@ -187,32 +187,32 @@ void Fibers::RunWarp(int warp) {
 
 void Fibers::Resolve(int warp) {
   const auto first = fibers_.begin() + warp * kLanes;
-  const Meeting meeting = first->meeting;
+  const WarpOperation operation = first->operation;
   uint64_t all = first->value;
   uint32_t votes = 0;
   BlockTime time;
   for (int lane = 0; lane < kLanes; ++lane) {
     const Fiber& fiber = *(first + lane);
-    if (fiber.line != first->line || fiber.meeting != meeting) {
+    if (fiber.line != first->line || fiber.operation != operation) {
       Fault("lanes meet at lines " + std::to_string(first->line) + " and " + std::to_string(fiber.line));
     }
     time = Longer(time, fiber.time);
     votes |= fiber.value != 0 ? 1u << lane : 0;
     if (lane == 0) continue;
-    if (meeting == Meeting::kMax) all = std::max(all, fiber.value);
-    if (meeting == Meeting::kMin) all = std::min(all, fiber.value);
-    if (meeting == Meeting::kOr) all |= fiber.value;
-    if (meeting == Meeting::kSum) all = static_cast<uint32_t>(all + fiber.value);
+    if (operation == WarpOperation::kMax) all = std::max(all, fiber.value);
+    if (operation == WarpOperation::kMin) all = std::min(all, fiber.value);
+    if (operation == WarpOperation::kOr) all |= fiber.value;
+    if (operation == WarpOperation::kSum) all = static_cast<uint32_t>(all + fiber.value);
   }
-  if (meeting == Meeting::kBallot) all = votes;
-  Wait(&time, meeting == Meeting::kBallot    ? Latency::kBallot
-              : meeting == Meeting::kShuffle ? Latency::kShuffle
-              : meeting == Meeting::kBarrier ? Latency::kSyncWarp
-                                             : Latency::kReduce);
+  if (operation == WarpOperation::kBallot) all = votes;
+  Wait(&time, operation == WarpOperation::kBallot    ? Latency::kBallot
+              : operation == WarpOperation::kShuffle ? Latency::kShuffle
+              : operation == WarpOperation::kBarrier ? Latency::kSyncWarp
+                                                     : Latency::kReduce);
   ++time.warp_operations;
-  if (meeting == Meeting::kBarrier) ++warp_number_[warp];
+  if (operation == WarpOperation::kBarrier) ++warp_number_[warp];
   for (auto fiber = first; fiber != first + kLanes; ++fiber) {
-    fiber->result = meeting == Meeting::kShuffle ? (first + fiber->from % kLanes)->value : all;
+    fiber->result = operation == WarpOperation::kShuffle ? (first + fiber->from % kLanes)->value : all;
     fiber->time = time;
     fiber->loads = false;
     fiber->state = State::kRuns;
@@ -235,9 +235,9 @@ void Fibers::ReleaseBlock() {
   }
 }
 
-uint64_t Fibers::Meet(int thread, Meeting meeting, uint64_t value, int from, int line) {
+uint64_t Fibers::Join(int thread, WarpOperation operation, uint64_t value, int from, int line) {
   Fiber& fiber = fibers_[static_cast<size_t>(thread)];
-  fiber.meeting = meeting;
+  fiber.operation = operation;
   fiber.value = value;
   fiber.from = from;
   fiber.line = line;
@@ -260,7 +260,7 @@ void FiberThreads::SyncWarp(const char* file, int line) const {
   const Barrier barrier = {file, line};
   if (barrier == block_->disabled) return;
   block_->barriers_.insert(barrier);
-  block_->Meet(thread_, Fibers::Meeting::kBarrier, 0, 0, line);
+  block_->Join(thread_, Fibers::WarpOperation::kBarrier, 0, 0, line);
 }
 
 void FiberThreads::SyncBlock(const char* file, int line) const {
@@ -272,27 +272,27 @@ void FiberThreads::SyncBlock(const char* file, int line) const {
 }
 
 uint32_t FiberThreads::Max(uint32_t value, int line) const {
-  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kMax, value, 0, line));
+  return static_cast<uint32_t>(block_->Join(thread_, Fibers::WarpOperation::kMax, value, 0, line));
 }
 
 uint32_t FiberThreads::Min(uint32_t value, int line) const {
-  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kMin, value, 0, line));
+  return static_cast<uint32_t>(block_->Join(thread_, Fibers::WarpOperation::kMin, value, 0, line));
 }
 
 uint32_t FiberThreads::Or(uint32_t value, int line) const {
-  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kOr, value, 0, line));
+  return static_cast<uint32_t>(block_->Join(thread_, Fibers::WarpOperation::kOr, value, 0, line));
 }
 
 uint32_t FiberThreads::Sum(uint32_t value, int line) const {
-  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kSum, value, 0, line));
+  return static_cast<uint32_t>(block_->Join(thread_, Fibers::WarpOperation::kSum, value, 0, line));
 }
 
 uint32_t FiberThreads::Ballot(bool condition, int line) const {
-  return static_cast<uint32_t>(block_->Meet(thread_, Fibers::Meeting::kBallot, condition ? 1 : 0, 0, line));
+  return static_cast<uint32_t>(block_->Join(thread_, Fibers::WarpOperation::kBallot, condition ? 1 : 0, 0, line));
 }
 
 uint64_t FiberThreads::Shuffle(uint64_t value, int lane, int line) const {
-  return block_->Meet(thread_, Fibers::Meeting::kShuffle, value, lane, line);
+  return block_->Join(thread_, Fibers::WarpOperation::kShuffle, value, lane, line);
 }
 
 // Two accesses are ordered by a barrier of the block between them, or, within a warp, by one of the warp.

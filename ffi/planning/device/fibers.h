@@ -208,13 +208,13 @@ class Fibers {
  private:
   friend class FiberThreads;
   enum class State { kRuns, kMeets, kSyncs, kEnds };  // of a fiber: meets its warp or the block
-  enum class Meeting { kMax, kMin, kOr, kSum, kBallot, kShuffle, kBarrier };
+  enum class WarpOperation { kMax, kMin, kOr, kSum, kBallot, kShuffle, kBarrier };
 
   struct Fiber {
     void* context = nullptr;
     std::unique_ptr<char[]> stack;
     State state = State::kEnds;
-    Meeting meeting = Meeting::kBarrier;
+    WarpOperation operation = WarpOperation::kBarrier;
     int line = 0;
     uint64_t value = 0, result = 0;
     int from = 0;
@@ -225,7 +225,7 @@ class Fibers {
   static void Enter(Fibers* block);
   void Start(int thread);
   void Resume(int thread);
-  uint64_t Meet(int thread, Meeting meeting, uint64_t value, int from, int line);
+  uint64_t Join(int thread, WarpOperation operation, uint64_t value, int from, int line);
   void Park(int thread, State state);
   void RunWarp(int warp);
   void Resolve(int warp);
