@@ -21,6 +21,9 @@ from jax_moe_lb.core.types import AnyArray, Counts, State, iota, namespace
 from jax_moe_lb.core.validation import fallback_to_plain
 from jax_moe_lb.recordings.planner_times import Place, planner_time
 
+MOST_KERNEL_RANKS = 64
+"""Largest domain that a kernel of NVIDIA GPUs plans."""
+
 
 @dataclass(frozen=True)
 @checked_fields
@@ -151,6 +154,11 @@ class Balancer(abc.ABC):
         """Place where the balancer plans on GPUs; by default operations of the program."""
         return Place.JNP if self.needs_counts else Place.NOWHERE
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether NVIDIA GPUs plan domains of at most `MOST_KERNEL_RANKS` ranks in a kernel; False by default."""
+        return False
+
     def planning_s(self, num_ranks: int, num_experts: int, host_wait_s: float) -> float:
         """Return the seconds from counts to plan where the balancer plans, by the table of `recordings`.
 
@@ -163,7 +171,9 @@ class Balancer(abc.ABC):
         if place is Place.NOWHERE:
             return 0.0
         row = planner_time(type(self).__name__, place, num_ranks, num_experts)
-        return row.time + host_wait_s * place.waits_for_host
+        # The time of a kernel has not been measured: the one of its C++ stands in, without the wait.
+        waits = place.waits_for_host and not (self.has_kernel and num_ranks <= MOST_KERNEL_RANKS)
+        return row.time + host_wait_s * waits
 
     def plans(self, counts: Counts, plan: Plan, topology: Topology) -> bool:
         """Return whether `rebalance` runs its planner for these counts; by default `needs_counts`.

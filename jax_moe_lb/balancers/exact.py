@@ -118,6 +118,11 @@ class Exact(Balancer):
         """C++ on the host."""
         return Place.NATIVE
 
+    @property
+    def has_kernel(self) -> bool:
+        """True: see `fits_kernel` of its planner."""
+        return True
+
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan each domain separately; see `Balancer.rebalance`.
 

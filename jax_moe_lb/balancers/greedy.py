@@ -59,6 +59,11 @@ class Greedy(Balancer):
         """C++ on the host."""
         return Place.NATIVE
 
+    @property
+    def has_kernel(self) -> bool:
+        """True: see `fits_kernel` of its planner."""
+        return True
+
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan all domains side by side; see `Balancer.rebalance`."""
         del counts, topology
