@@ -13,3 +13,9 @@ install --upgrade --prerelease allow --index-strategy unsafe-best-match --extra-
 install --no-build-isolation --no-deps --reinstall -C build-dir=build/nightly -e .
 "$venv/bin/jax-moe-lb" doctor
 make VENV="$venv" test-all
+# Mutants of C++, other ones every night: those of kernels and exchanges need no CUDA toolkit.
+cmake -S . -B build/mutants -G Ninja -DCMAKE_CXX_FLAGS="-O1 -DNDEBUG" -DPython_EXECUTABLE="$PWD/$venv/bin/python" \
+  -Dnanobind_DIR="$("$venv/bin/python" -m nanobind --cmake_dir)" -Dpybind11_DIR="$("$venv/bin/python" -m pybind11 --cmakedir)"
+"$venv/bin/python" ci/mutants.py build/mutants --sample 20 --seed "$(date +%Y%m%d)" --out build/mutants_nightly.json \
+  --files 'ffi/planning/device/*.h' 'ffi/transport/exchange*.cc' 'ffi/transport/rendezvous.*' ||
+  echo "mutants survived: see the list above"

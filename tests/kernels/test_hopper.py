@@ -33,6 +33,16 @@ SIZES = {
 }
 
 
+def test_kernels_start_after_their_predecessor():
+    """With programmatic dependent launch, a kernel could read group sizes that are not written yet."""
+    rows, weights = jnp.zeros((NUM_ROWS, INNER), jnp.bfloat16), (jnp.zeros((2, INNER, OUTER), jnp.bfloat16),)
+    sizes = jnp.asarray([100, 28], jnp.int32)
+    for run, right in ((hopper_matmul, weights), (lambda *args: hopper_outer(*args, parts=(2,)), rows)):
+        text = str(jax.make_jaxpr(run)(rows, right, sizes)).lower()
+        assert "core_map" in text
+        assert "pdl" not in text
+
+
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     on_hopper(monkeypatch)

@@ -1,0 +1,56 @@
+// Sockets between processes accept only processes of the same user.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <string>
+
+#include "ffi/common/testing.h"
+#include "ffi/transport/local_socket_cuda.h"
+
+namespace moe_lb {
+namespace {
+
+constexpr uid_t kOther = 65534;  // nobody
+
+// Connects in a child process of the given user, and returns the status of accepting it.
+Status AcceptFrom(uid_t user, Status* connected) {
+  Descriptor listening, socket;
+  std::string address;
+  EXPECT(!ListenLocally(&listening, &address));
+  const pid_t child = fork();
+  if (child == 0) {
+    Descriptor own;
+    if (setuid(user) != 0) _exit(2);
+    _exit(ConnectLocally(address, &own) ? 1 : 0);
+  }
+  int code = 0;
+  EXPECT_EQ(waitpid(child, &code, 0), child);
+  *connected =
+      WEXITSTATUS(code) == 0 ? Ok() : Problem("the child ends with " + std::to_string(WEXITSTATUS(code)), true);
+  return AcceptLocally(listening, &socket);
+}
+
+void TheSameUserMayConnect() {
+  Status connected;
+  EXPECT(!AcceptFrom(geteuid(), &connected));
+  EXPECT(!connected);
+}
+
+void AnotherUserMayNot() {
+  if (geteuid() != 0) return;  // only root can become another user
+  Status connected;
+  const Status accepted = AcceptFrom(kOther, &connected);
+  EXPECT(accepted.has_value());
+  EXPECT(accepted && accepted->find("belongs to user 65534") != std::string::npos);
+  // The other end also refuses: the listening process belongs to root.
+  EXPECT(connected.has_value());
+}
+
+}  // namespace
+}  // namespace moe_lb
+
+int main() {
+  moe_lb::TheSameUserMayConnect();
+  moe_lb::AnotherUserMayNot();
+}
