@@ -39,8 +39,8 @@ def test_kernels_start_after_their_predecessor():
     sizes = jnp.asarray([100, 28], jnp.int32)
     for run, right in ((hopper_matmul, weights), (lambda *args: hopper_outer(*args, parts=(2,)), rows)):
         text = str(jax.make_jaxpr(run)(rows, right, sizes)).lower()
-        assert "core_map" in text
-        assert "pdl" not in text
+        assert "wgmma" in text
+        assert "griddepcontrol" not in text
 
 
 @pytest.fixture(autouse=True)
