@@ -23,7 +23,13 @@ TESTS = {
     "ffi/common/*_cuda.cc": STAND_IN,
     "ffi/transport/exchange*.cc": ("exchange_test", "fuzz_exchange_test"),
     "ffi/transport/rendezvous.*": ("rendezvous_test",),
-    "ffi/transport/peer_*.cc": ("peer_copies_test", "peer_rows_test", "peer_runner_test", "peer_tickets_test"),
+    "ffi/transport/peer_*.cc": (
+        "peer_copies_test",
+        "peer_rows_test",
+        "peer_runner_test",
+        "peer_tickets_test",
+        "fuzz_peers_test",
+    ),
 }
 """Tests that see the files of a pattern, the fastest first. The first pattern of a file holds."""
 

@@ -144,6 +144,16 @@ void RefusedCountsSetTheStatus() {
   }
 }
 
+void DomainsOf64RanksAreTheLargestThatFit() {
+  for (const int ranks : {64, 65}) {
+    ExactCall call = {};
+    call.all_ranks = ranks;
+    call.all_experts = ranks;
+    call.all_slots = 2;
+    EXPECT_EQ(Fit(&call, ranks), ranks == 64);
+  }
+}
+
 // A search that starts without replicas, which planners do only if no rule lowers the load.
 bool SearchesFromHomeAsOnTheHost(Fibers& block) {
   const std::vector<int32_t> tokens = {90, 5, 3, 40, 20, 9, 1, 0, 2, 7, 30, 8};
@@ -198,5 +208,6 @@ int main(int argc, char** argv) {
   RandomCountsGiveThePlanOfTheHost(number, seed);
   LargeCountsGiveThePlanOfTheHost();
   RefusedCountsSetTheStatus();
+  DomainsOf64RanksAreTheLargestThatFit();
   EveryBarrierIsNeeded();
 }
