@@ -29,15 +29,19 @@ class Thin {
   MOE_LB_DEVICE int Run(int32_t limit) {
     Sort();
     flow_.FindAllNeighbours(t_);
-    FindBeside(flow_.AllRanks());
-    FindRooms(flow_.AllRanks(), limit);
     Save();
+    Ranks<W> changed = flow_.AllRanks();
     int left = flow_.num_entries;
     for (int base = 0; base < flow_.num_entries; base += kLanes) {
       const int i = base + t_.lane();
       const int mine = i < flow_.num_entries ? static_cast<int>(sorted_[i]) : 0;
       // Each lane checks one replica, and the first that may go is tried.
       for (uint32_t done = 0; done != UINT32_MAX;) {
+        if (changed.Any()) {
+          FindBeside(changed);
+          FindRooms(changed, limit);
+          changed = NoRanks<W>();
+        }
         const bool may_go =
             static_cast<int32_t>(flow_.tokens[flow_.shape.num_experts + mine]) <= RoomAt(flow_.RankOf(mine));
         const uint32_t found = t_.Ballot(i < flow_.num_entries && may_go) & ~done;
@@ -47,11 +51,8 @@ class Thin {
         if (!Remove(slot, limit)) continue;
         --left;
         // The component may have fallen apart, and its parts have less room.
-        Ranks<W> ends = NoRanks<W>();
-        ends.Add(flow_.RankOf(slot));
-        ends.Add(flow_.HomeOf(flow_.expert[slot]));
-        FindBeside(ends);
-        FindRooms(ends, limit);
+        changed.Add(flow_.RankOf(slot));
+        changed.Add(flow_.HomeOf(flow_.expert[slot]));
       }
     }
     return left;
