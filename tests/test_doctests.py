@@ -36,6 +36,7 @@ MARKS = [(pytest.mark.slow, COMPILED | SLOWEST), (pytest.mark.thorough, SLOWEST)
 
 WITHOUT_EXAMPLE = {
     "Buffer": "it stands in a `ProgramReport`",
+    "GradientResidual": "only `MoE` makes one, and the example of `keep_residuals` shows it",
     "ProgramCollective": "it stands in a `ProgramReport`",
     "Operation": "it stands in a `ProgramReport`",
     "ProgramReport": "only `compile_for` and `compile_layer` make one, and their examples show it",

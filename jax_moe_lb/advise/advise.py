@@ -17,10 +17,10 @@ from jax_moe_lb.advise.fit import fits_in_memory, groups_of, needs
 from jax_moe_lb.advise.search import SearchResult, SearchResults, Space, search
 from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.sim.run import keeps_history, remembered, simulate
 from jax_moe_lb.sim.stream_model import Work, choose_expert_domains
-from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.compression import Codec
 
 FACTORS = (0.5, 1, 2, 4)

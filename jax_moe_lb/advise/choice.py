@@ -12,8 +12,8 @@ from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.layer.systems import System, plain, system_named
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.memory import memory_of
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
-from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.compression import Codec
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch

@@ -30,8 +30,8 @@ from jax_moe_lb.layer import systems
 from jax_moe_lb.layer.systems import System, system_named, system_names
 from jax_moe_lb.recordings.yaml_file import shown
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
-from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.exchange import Kernels
 
 GATHERED, SPRAYED = "hybridep", "rails"

@@ -36,10 +36,10 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
 from jax_moe_lb.sim.loads import drifting_counts, skewed_counts
 from jax_moe_lb.sim.memory import HbmTraffic, traffic_of
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.run import Report, keeps_history, mean_report, remembered, replay
 from jax_moe_lb.sim.trace import write_png, write_trace
-from jax_moe_lb.sim.work import Migration
 
 CYCLE = 3
 """Steps between two plans of a system with history."""

@@ -4,10 +4,10 @@ from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Collective, Communicat
 from jax_moe_lb.sim.drift import Drift, fitted_drift
 from jax_moe_lb.sim.loads import LoadShape, drifting_counts, skewed_counts
 from jax_moe_lb.sim.measure import benchmark_seconds
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Parallel, Peers, Step
 from jax_moe_lb.sim.run import Report, mean_report, replay, simulate, simulate_uniform
 from jax_moe_lb.sim.stream_model import ExpertDomainChoice, Work, choose_expert_domains
-from jax_moe_lb.sim.work import Migration
 
 __all__ = [
     "AnalyticGemm",

@@ -20,8 +20,8 @@ from jax_moe_lb.recordings.yaml_file import MOST_LAYERS, MOST_POINTS, MOST_WIDTH
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Communication, Gemm, Links, MeasuredGemm
 from jax_moe_lb.sim.drift import RECORDED, Drift
 from jax_moe_lb.sim.loads import LoadShape
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Parallel, Peers, Step
-from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.compression import Codec, CodecBase
 
 VERSION = 1

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
-from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.exchange import Kernels
 
 BreakdownT = TypeVar("BreakdownT", bound="ByteBreakdown")

@@ -20,11 +20,12 @@ from jax_moe_lb.recordings.yaml_file import check_entries, check_timeline
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Timeline
 from jax_moe_lb.sim.memory import Memory, memory_of
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.sim.network import level_bytes
 from jax_moe_lb.sim.schedule import Scheduler
 from jax_moe_lb.sim.uniform import experts_of, sampled_work, uniform_work
-from jax_moe_lb.sim.work import LayerWork, Migration, layer_work
+from jax_moe_lb.sim.work import LayerWork, layer_work
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 

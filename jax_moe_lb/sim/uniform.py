@@ -19,9 +19,10 @@ from jax_moe_lb.core.types import Counts
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.recordings.yaml_file import MOST_PLANNED_RANKS
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import Flow, even_flow
-from jax_moe_lb.sim.work import LayerWork, Migration, Wave, exchanged, layer_work, shared_work, widths_of
+from jax_moe_lb.sim.work import LayerWork, Wave, exchanged, layer_work, shared_work, widths_of
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.wave_rows import EvenRouting

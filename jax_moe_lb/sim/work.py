@@ -1,7 +1,7 @@
 """Work of one layer under a `System`: bytes on links and rows in slots, from the system's own plans."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,21 +9,19 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan, load, plain_plan
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import (
     Flow,
     MessageSizes,
     all_gather,
-    all_reduce,
     all_to_all,
     flow,
     pair_hops,
-    reduce_scatter,
     with_messages,
 )
 from jax_moe_lb.sim.padded import exchange_hops, padded_rows, ring_experts
@@ -35,69 +33,11 @@ from jax_moe_lb.sim.traffic import (
     replicas_between,
     rows_per_slot,
 )
-from jax_moe_lb.transport.compression import Codec
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows
 
 ERROR_WORDS = 4
 """Number of integers with the router's error code, sent beside each rank's counts; see `layer.moe.count`."""
-
-
-@dataclass(frozen=True)
-@checked_fields
-class Migration:
-    """Gathers of experts inside expert domains, before tokens are known, as in HybridEP.
-
-    Pass it to `simulate` to move experts instead of tokens over slow links. The default gathers no experts.
-    `transport/expert_domains.py` implements the gathers.
-
-    Args:
-        domain_sizes: Expert-domain size `S` of every level, outermost first. `()` (default) is plain expert parallelism
-            without a gather. `choose_expert_domains` computes the fastest sizes.
-        codec: Encoding of the gathered experts and of their gradients; uncompressed by default.
-        gather_again: If True, the backward pass gathers again. If False (default), the gathered experts are kept.
-        gradients_home: If True (default, as in this library), gradients of gathered experts return to their homes.
-            HybridEP's paper does not count these bytes.
-        mean_travels: If True (default, as in this library), the shared expert of `codec` is all-reduced before every
-            gather. HybridEP's paper does this in parallel with the backward pass and does not count it.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Cluster, Links
-        >>> cluster = Cluster((Links("dc", 4, 1.25e9), Links("gpu", 8, 100e9)))
-        >>> Migration(domain_sizes=(2, 1)).sizes(cluster), Migration().sizes(cluster)
-        ((2, 1), (1, 1))
-    """
-
-    domain_sizes: tuple[int, ...] = ()
-    codec: Codec = field(default_factory=Codec)
-    gather_again: bool = False
-    gradients_home: bool = True
-    mean_travels: bool = True
-
-    def sizes(self, cluster: Cluster) -> tuple[int, ...]:
-        """Return the size of an expert domain at every level of the cluster, outermost first.
-
-        Args:
-            cluster: Machine.
-
-        Raises:
-            ValueError: `domain_sizes` has another number of levels than the cluster, or a size that is no divisor.
-        """
-        sizes = self.domain_sizes or (1,) * len(cluster.levels)
-        members = tuple(level.size for level in cluster.levels)
-        if len(sizes) != len(members) or any(s < 1 or size % s for s, size in zip(sizes, members, strict=True)):
-            raise ValueError(f"domain_sizes is {sizes}; expected a divisor of each of the levels' sizes {members}")
-        return sizes
-
-    def gathered_bytes(self, model: ModelShape, cluster: Cluster) -> int:
-        """Compute the bytes of the gathered experts of one layer on one rank.
-
-        Args:
-            model: Sizes of the layer.
-            cluster: Machine.
-        """
-        others = math.prod(self.sizes(cluster)) - 1
-        return model.experts // cluster.num_ranks * others * model.expert_bytes
 
 
 class RowBytes(NamedTuple):
@@ -429,8 +369,8 @@ def shared_work(
         # An all-gather is one operation, and addresses follow from the counts.
         counts, address = tuple(with_messages(one, exchange_hops(members, 0, 1)) for one in counts), address.times(0.0)
     return LayerWork(
-        gather=(*_mean(model, migration, cluster), *_gather(travelling, sizes, cluster)),
-        gather_home=_home(returning, sizes, cluster),
+        gather=(*migration.mean(model, cluster), *migration.gather(travelling, cluster)),
+        gather_home=migration.gather_home(returning, cluster),
         gather_again=migration.gather_again,
         counts=counts,
         address=address,
@@ -445,39 +385,6 @@ def shared_work(
         num_home=num_home,
         load=np.zeros(1, np.int64),
     )
-
-
-def _mean(model: ModelShape, migration: Migration, cluster: Cluster) -> tuple[Flow, ...]:
-    """Return the all-reduce of the shared expert, required by a codec that encodes differences from it."""
-    wanted = migration.codec.shares and migration.mean_travels and math.prod(migration.sizes(cluster)) > 1
-    everyone = tuple(level.size for level in cluster.levels)
-    return all_reduce(float(model.expert_bytes), everyone, cluster) if wanted else ()
-
-
-def _gather(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Gather from the outermost level inwards; each level forwards the experts gathered by the outer ones.
-
-    Every expert crosses the slow outer links once per domain member there, instead of once per rank.
-    """
-    # `transport/expert_domains.py` has one all-gather per level, whatever the algorithm.
-    held = [num_bytes * math.prod(sizes[:at]) for at in range(len(sizes))]
-    return tuple(one for at, each in enumerate(held) for one in all_gather(each, _one_level(sizes, at), cluster))
-
-
-def _home(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Reduce-scatter the gradients of gathered experts to their homes, from the innermost level outwards.
-
-    Encoded gradients take an all-to-all of as many bytes at each level.
-    """
-    if not num_bytes:
-        return ()
-    held = [num_bytes * math.prod(sizes[:at]) for at in range(len(sizes))]
-    levels = reversed(list(enumerate(held)))
-    return tuple(one for at, each in levels for one in reduce_scatter(each, _one_level(sizes, at), cluster))
-
-
-def _one_level(sizes: MessageSizes, at: int) -> MessageSizes:
-    return tuple(size if level == at else 1 for level, size in enumerate(sizes))
 
 
 def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster, *, by_level: bool = False) -> Flow:
