@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import Topology
-from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, Greedy, RailS, UltraEP
+from jax_moe_lb.balancers import EPLB, FEPLB, LLEP, LPLB, EPLBPlus, Exact, FasterMoE, Greedy, MoonEP, RailS, UltraEP
 from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.types import Counts
@@ -38,6 +38,8 @@ BALANCERS: tuple[Balancer, ...] = (
     FEPLB(),
     RailS(),
     LPLB(),
+    MoonEP(),
+    LLEP(),
 )
 SLOTS, LOADS, REPEATS, TOKENS = 2, 6, 5, 8192
 SPREAD = 0.8

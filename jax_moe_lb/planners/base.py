@@ -63,7 +63,7 @@ def edit(planner: NativePlanner, placement: Placement, quota: Quota) -> tuple[Pl
         placement,
         quota,
         reference=planner.reference,
-        in_kernel=fits_kernel(planner.name, placement.shape, len(quota), options["domain"]),
+        in_kernel=lambda: fits_kernel(planner.name, shapes[0], shapes[1][0], options["domain"]),
         **options,
     )
     return placement, quota
@@ -96,7 +96,7 @@ def run_planner(
     *operands: Any,
     reference: Callable,
     host_options: Mapping[str, Any] = MappingProxyType({}),
-    in_kernel: bool = False,
+    in_kernel: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> tuple[Any, ...]:
     """Run a planner on its operands.
@@ -109,8 +109,8 @@ def run_planner(
         *operands: integer arrays. Values beyond int32 are clipped to its range, and the planner rejects them.
         reference: the same rule in jnp for platforms without the custom call, called as `(*operands, **options)`.
         host_options: options of the NumPy form only; the custom call derives them from shapes.
-        in_kernel: if True, NVIDIA GPUs plan in a kernel, the custom call `moe_lb_plan_<name>_kernel`. If False
-            (default), they plan on the host.
+        in_kernel: called for traced operands; if it returns True, NVIDIA GPUs plan in a kernel, the custom call
+            `moe_lb_plan_<name>_kernel`. If it returns False, as by default, they plan on the host.
         **options: static numbers, passed to all three forms by name. NumPy scalars keep their dtype as attributes.
 
     Returns:
@@ -123,7 +123,7 @@ def run_planner(
     def native(*operands: jax.Array, name: str = name) -> tuple[jax.Array, ...]:
         return plan_call(name, _results(shapes, operands), *operands, **options)
 
-    kernel = partial(native, name=f"{name}_kernel") if in_kernel else None
+    kernel = partial(native, name=f"{name}_kernel") if in_kernel() else None
 
     def otherwise(*operands: jax.Array) -> tuple[jax.Array, ...]:
         # Only custom calls distinguish 32-bit from 64-bit numbers. The reference takes Python scalars, which do not
@@ -148,7 +148,7 @@ def _as_tuple(planned: Any) -> tuple[Any, ...]:
 
 def is_on_host(*arrays: Any) -> bool:
     """Return whether `plan_on_host` can plan these arrays: all are NumPy arrays and the planning module is built."""
-    return has_planning_module() and all(isinstance(array, np.ndarray) for array in arrays)
+    return all(isinstance(array, np.ndarray) for array in arrays) and has_planning_module()
 
 
 def plan_on_host(name: str, *args: np.ndarray, **options: Any) -> Any:

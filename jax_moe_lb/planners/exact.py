@@ -66,7 +66,7 @@ def exact(
         reference=partial(_from_host if call_host else exact_in_jax, num_slots=num_slots),
         # The custom call derives the slots from the shape of its result; the NumPy form needs an argument.
         host_options={"num_slots": num_slots},
-        in_kernel=fits_kernel(counts.shape, num_slots, domain, eps, localize),
+        in_kernel=lambda: fits_kernel(counts.shape, num_slots, domain, eps, localize),
         domain=domain,
         # A NumPy scalar keeps 64 bits as an attribute, which C++ reads as a double.
         eps=np.float64(eps),

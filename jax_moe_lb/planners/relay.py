@@ -44,9 +44,11 @@ def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: in
         "max_relays": max_relays,
         "min_gain": min_gain,
     }
-    num_ranks = placement.shape[0]
-    in_kernel = fits_kernel("relay", placement.shape, num_ranks * num_home, num_ranks)
-    shapes = (placement.shape,)
+    num_ranks, shapes = placement.shape[0], (placement.shape,)
+
+    def in_kernel() -> bool:
+        return fits_kernel("relay", shapes[0], num_ranks * num_home, num_ranks)
+
     return run_planner("relay", shapes, placement, reference=relay_reference, in_kernel=in_kernel, **options)[0]
 
 

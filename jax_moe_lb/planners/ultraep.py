@@ -211,7 +211,7 @@ def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tok
         placement,
         quota,
         reference=ultraep_reference,
-        in_kernel=fits_kernel("ultraep", placement.shape, len(quota), domain),
+        in_kernel=lambda: fits_kernel("ultraep", placement.shape, len(quota), domain),
         domain=domain,
         eps=np.float32(eps),
         min_tokens=min_tokens,
