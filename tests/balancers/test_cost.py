@@ -119,7 +119,8 @@ def test_the_planner_does_not_run_in_vain():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_in_shard_map_vmap_and_scan(axis_type):
     cost, mesh, spec = Cost(499.0, 1000.0), make_mesh((4,), ("x",), axis_type), PartitionSpec("x")
     counts = np.stack([COUNTS, np.diag([10, 10, 10, 10]), np.diag([12, 13, 9, 6]), COUNTS]).astype(np.int32)

@@ -30,7 +30,8 @@ def operations(system: str) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["greedy", pytest.param("feplb", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("system", ["greedy", "feplb"])
 def test_every_stage_has_its_name(system):
     found = operations(system)
     forward = {name for _, scopes in found if "backward" not in scopes for name in scopes}

@@ -14,7 +14,7 @@ from models.mesh import make_mesh, place_batch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [CASES["exact"], pytest.param(CASES["router bias"], marks=pytest.mark.thorough), Case(None)],
+    [*(pytest.param(CASES[name], marks=pytest.mark.thorough) for name in ("exact", "router bias")), Case(None)],
     ids=["exact", "router bias", "without experts"],
 )
 def test_a_program_learns(case):

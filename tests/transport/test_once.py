@@ -192,7 +192,8 @@ def ungrouped(logits, bias, info) -> Routing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buffers", [Buffers(0.7), pytest.param(Buffers(8.0, 1, 3), marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("buffers", [Buffers(0.7), Buffers(8.0, 1, 3)])
 def test_buffers_have_room_for_the_nodes_of_the_router(buffers, x64):
     """A router with two of four groups sends at most two rows per token between nodes, with the same values."""
     case, mesh = Case(num_experts=8), make_mesh((4, 2), MESH)

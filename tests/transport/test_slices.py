@@ -54,6 +54,7 @@ def test_one_round_has_the_same_bits(system, dtype):
         jax.tree.map(np.testing.assert_array_equal, by_rank, by_slot)
 
 
+@pytest.mark.thorough
 def test_forward_has_the_same_bits():
     case, system = Case(), exact(buffers=Buffers(8.0))
     kernel, experts = case.params("float32")

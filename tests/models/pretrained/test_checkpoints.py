@@ -84,6 +84,7 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_local_experts": 4,
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_loading_holds_at_most_two_tensors_besides_the_parameters(tmp_path):
     """A checkpoint of 400 MB is read by a process of its own, onto four devices."""
     text = json.dumps(json.loads(tiny_config("mixtral")) | LARGE)
