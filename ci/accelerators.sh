@@ -13,13 +13,14 @@ toolkit=$(echo "$venv"/lib/python3.*/site-packages/nvidia/cu13)
 cudart=$(echo "$toolkit"/lib/libcudart.so.*)
 # Use a separate folder, as the other build has another toolkit or none.
 CUDAToolkit_ROOT=$toolkit install --no-build-isolation -C build-dir=build/accelerators \
+  -C cmake.define.JAX_MOE_LB_CUDA_ARCHITECTURES=90 \
   -C cmake.define.JAX_MOE_LB_CUDA=ON -C cmake.define.CUDA_CUDART="$cudart" -e '.[cuda,tpu,train]'
-# One compiler runs beside the other.
-"$venv/bin/python" ci/kernels.py "$toolkit/bin/nvcc" &
-kernels=$!
-"$venv/bin/python" ci/recorded_rates.py
 nightly=()
 [[ " $* " != *" --nightly "* ]] || nightly=(--nightly)
+# One compiler runs beside the other.
+"$venv/bin/python" ci/kernels.py "$toolkit/bin/nvcc" "${nightly[@]}" &
+kernels=$!
+"$venv/bin/python" ci/recorded_rates.py
 "$venv/bin/python" -m tests.models.compile_reference "${nightly[@]}"
 wait "$kernels"
 # Run the program of a documentation page unchanged.
