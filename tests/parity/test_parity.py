@@ -74,9 +74,10 @@ def compare(reference, mesh, system, **options):
 @pytest.mark.parametrize(
     ("name", "mesh", "system", "scan_layers"),
     [
-        *[(name, "1x8", "exact", True) for name in DISTINCT],
-        *[(name, "1x1", "plain", True) for name in COMBINED],
-        *[pytest.param(name, "1x8", "exact", True, marks=pytest.mark.thorough) for name in COMBINED],
+        *[(name, "1x8", "exact", True) for name in DISTINCT if name != "gpt_oss"],
+        # Its `exact` takes 30 CPU seconds.
+        *[(name, "1x1", "plain", True) for name in ("gpt_oss", *COMBINED)],
+        *[pytest.param(name, "1x8", "exact", True, marks=pytest.mark.thorough) for name in ("gpt_oss", *COMBINED)],
         *[(name, "2x4", "plain", False) for name in ("mixtral", "deepseek_v3")],
         *[pytest.param(name, "2x4", "plain", False, marks=pytest.mark.thorough) for name in ("qwen3_moe", "glm4_moe")],
         pytest.param("gpt_oss", "2x4", "plain", False, marks=pytest.mark.thorough),
