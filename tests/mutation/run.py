@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 MUTANTS = Path(__file__).with_name("mutants.yaml")
 KINDS = {"swapped comparison", "dropped mask", "off by one", "missing transpose", "wrong axis", "wrong dtype"}
 
-DEFAULT, FURTHER = "not thorough and not gpu", "thorough"
+DEFAULT, FURTHER = "not thorough", "thorough"
 """Marker expressions of `make test`, and of the tests that only `make test-all` runs."""
 
 REMOVE_FINDER = """import sys
