@@ -47,7 +47,7 @@ CLEARLY = 1.2
 
 def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
     """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
-    from benchmarks.network.jax_ranks import check_same_program
+    from benchmarks.network.jax_ranks import check_same_program, timed_step
     from benchmarks.network.layer import CHOICES, Sizes, jitted_step
 
     sizes, records = Sizes(num_tokens, WIDTH, inner), []
@@ -56,35 +56,18 @@ def body(rank: Rank, num_tokens: int, inner: int, repeats: int) -> list[dict[str
         lowered = step.lower(*args)
         check_same_program(lowered.as_text())
         program = lowered.compile()
-        _step(rank, program, args)
+        timed_step(rank, program, args)
         record = {"sizes": dataclasses.asdict(sizes), "choice": dataclasses.asdict(choice), "at": {}}
         for rate in (None, *RATES_BITS_PER_S):
             if rank.index == 0:
                 rank.network.set_rate(rate)
-            times_s, sent_bytes = zip(*(_step(rank, program, args) for _ in range(repeats)), strict=True)
+            times_s, sent_bytes = zip(*(timed_step(rank, program, args) for _ in range(repeats)), strict=True)
             record["at"][str(rate)] = {"seconds": times_s, "sent_bytes": sent_bytes}
         if rank.index == 0:
             rank.network.set_rate(None)
             print(f"T {num_tokens}, F {inner}, {choice}", flush=True)
         records.append(record)
     return records
-
-
-def _step(rank: Rank, program: Any, args: tuple) -> tuple[float, list[int]]:
-    """Return the seconds of one step, and the bytes sent by each datacenter, counted by rank 0."""
-    import jax
-
-    from benchmarks.network.jax_ranks import barrier
-
-    barrier("throttled")
-    before = rank.network.counters() if rank.index == 0 else ()
-    barrier("counted")
-    start_s = time.perf_counter()
-    jax.block_until_ready(program(*args))
-    seconds = time.perf_counter() - start_s
-    barrier("done")
-    after = rank.network.counters() if rank.index == 0 else ()
-    return seconds, [end.sent_bytes - start.sent_bytes for start, end in zip(before, after, strict=True)]
 
 
 # ---- the parent ----------------------------------------------------------------

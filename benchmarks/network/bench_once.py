@@ -11,7 +11,6 @@ return from buffers for copies, so its steps have room for twice as many rows.
 
 import argparse
 import os
-import time
 from functools import partial
 from typing import Any
 
@@ -104,7 +103,7 @@ def step_of(kind: str, name: str) -> tuple[Any, tuple]:
 
 def body(rank: Rank, routings: list[str], repeats: int) -> list[dict[str, Any]]:
     """Time every program at every rate on all ranks; rank 0 also sets the rate and reads the counters."""
-    from benchmarks.network.jax_ranks import check_same_program
+    from benchmarks.network.jax_ranks import check_same_program, timed_step
 
     found = []
     for kind in routings:
@@ -120,30 +119,12 @@ def body(rank: Rank, routings: list[str], repeats: int) -> list[dict[str, Any]]:
                     rank.network.set_rate(rate)
                 seconds, sent_bytes = zip(*(timed_step(rank, program, args) for _ in range(repeats)), strict=True)
                 times.append(seconds)
-                sent += sent_bytes
+                sent += [max(of_nodes, default=0) for of_nodes in sent_bytes]
             if rank.index == 0:
                 rank.network.set_rate(None)
                 print(f"{kind}, {name}", flush=True)
             found.append({"routing": kind, "dispatch": name, "seconds": times, "sent_bytes": sent})
     return found
-
-
-def timed_step(rank: Rank, program: Any, args: tuple) -> tuple[float, int]:
-    """Return the seconds of one step, and the most bytes sent by a node, counted by rank 0."""
-    import jax
-
-    from benchmarks.network.jax_ranks import barrier
-
-    barrier("throttled")
-    before = rank.network.counters() if rank.index == 0 else ()
-    barrier("counted")
-    start_s = time.perf_counter()
-    jax.block_until_ready(program(*args))
-    seconds = time.perf_counter() - start_s
-    barrier("done")
-    after = rank.network.counters() if rank.index == 0 else ()
-    sent = [end.sent_bytes - start.sent_bytes for start, end in zip(before, after, strict=True)]
-    return seconds, max(sent, default=0)
 
 
 # ---- the parent ----------------------------------------------------------------
