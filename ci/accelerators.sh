@@ -12,8 +12,8 @@ install "jax[cuda13,tpu]" cmake ninja nanobind pybind11 scikit-build-core
 toolkit=$(echo "$venv"/lib/python3.*/site-packages/nvidia/cu13)
 cudart=$(echo "$toolkit"/lib/libcudart.so.*)
 # Use a separate folder, as the other build has another toolkit or none.
-CUDAToolkit_ROOT=$toolkit install --no-build-isolation -C build-dir=build/accelerators \
-  -C cmake.define.JAX_MOE_LB_CUDA_ARCHITECTURES=90 \
+# No kernel or handler runs here, so they are not optimized, and ci/kernels.py compiles the kernels for a GPU.
+CUDAToolkit_ROOT=$toolkit install --no-build-isolation -C build-dir=build/accelerators -C cmake.build-type=None \
   -C cmake.define.JAX_MOE_LB_CUDA=ON -C cmake.define.CUDA_CUDART="$cudart" -e '.[cuda,tpu,train]'
 nightly=()
 [[ " $* " != *" --nightly "* ]] || nightly=(--nightly)

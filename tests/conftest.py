@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jaxlib
+import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Lowered
@@ -20,7 +21,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Garbage collection scans all traced JAX objects; rarer collections save 5 % of the time.
 gc.set_threshold(100_000, 20, 20)
 
-# Install the hook before any import of the package, for the whole test session.
+check_shapes = jaxtyping.jaxtyped
+
+
+def check_outer_functions(*, typechecker):
+    """Check functions of modules and classes; a nested one would be decorated again in each call of the outer one."""
+    check = check_shapes(typechecker=typechecker)
+    return lambda function: function if "<locals>" in function.__qualname__ else check(function)
+
+
+# The hook decorates with this name. Install it before any import of the package, for the whole test session.
+jaxtyping.jaxtyped = check_outer_functions
 install_import_hook("jax_moe_lb", "beartype.beartype")
 
 # Compilation dominates here; without optimisations it takes a third less time.

@@ -126,6 +126,7 @@ def test_headroom_beyond_one_round_saves_no_time():
     assert judge.glance(roomy[1], load) <= times[1]
 
 
+@pytest.mark.slow
 def test_far_choices_are_not_simulated_further():
     judge = Evaluator(MODEL, CLUSTER, Step())
     loads = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.RANKS, LoadShape.LOGNORMAL], 1, 0)

@@ -115,7 +115,12 @@ def out_of_range(logits, bias, info):
 @pytest.mark.parametrize(
     ("router", "value", "says"),
     [
-        (TopK(2), np.nan, "router logits of rank 1 give weights that are not finite; expected finite logits"),
+        pytest.param(
+            TopK(2),
+            np.nan,
+            "router logits of rank 1 give weights that are not finite; expected finite logits",
+            marks=pytest.mark.thorough,
+        ),
         (out_of_range, 0.0, r"expert ids of rank 1 include 99 \(2 bad ones\); expected 0 to 15, or -1 for no expert"),
     ],
     ids=["not finite", "out of range"],

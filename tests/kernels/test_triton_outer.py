@@ -40,7 +40,7 @@ def by_group(rows, others, group_sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "group_sizes",
     [(64, 128, 128), (0, 1, 0, 63, 65, 0), (0, 0), (NUM_ROWS,), (0, NUM_ROWS, 0)],

@@ -49,7 +49,11 @@ def by_the_book(tokens, placement, domain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, marks=() if i in (0, 3, 4, 5) else pytest.mark.thorough) for i, shape in enumerate(SHAPES)],
+    ids=str,
+)
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([2, 30, 5000]), empty=st.sampled_from([1.0, 0.6]))
 def test_all_implementations_follow_the_rule(shape, seed, scale, empty):

@@ -18,6 +18,9 @@ from tests.planners.planner_cases import PLANNERS, as_tuple, assert_same
 EACH_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 WITH_REFERENCE = {name: planner for name, planner in PLANNERS.items() if planner.reference is not None}
 EACH_WITH_REFERENCE = pytest.mark.parametrize("planner", WITH_REFERENCE.values(), ids=WITH_REFERENCE)
+ON_MESHES = pytest.mark.parametrize(
+    "axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.thorough), AxisType.Explicit]
+)
 EACH_IN_JAX = pytest.mark.parametrize(
     ("planner", "plan"),
     [
@@ -31,8 +34,8 @@ EACH_IN_JAX = pytest.mark.parametrize(
 )
 
 
-def each_in_jax_on_meshes(of_references=()):
-    """Parametrize with implementations and axis types; by default references have only the axis types given here."""
+def each_in_jax_on_meshes(**axis_types):
+    """Parametrize with implementations and axis types; those not given here for an implementation are thorough."""
     return pytest.mark.parametrize(
         ("planner", "plan", "axis_type"),
         [
@@ -41,7 +44,7 @@ def each_in_jax_on_meshes(of_references=()):
                 plan,
                 axis_type,
                 id=f"{name}-{implementation}-{axis_type.name}",
-                marks=() if implementation == "op" or axis_type in of_references else pytest.mark.thorough,
+                marks=() if axis_type in axis_types.get(implementation, ()) else pytest.mark.thorough,
             )
             for name, planner in PLANNERS.items()
             for implementation, plan in (("op", planner.op), ("reference", planner.reference))
@@ -76,7 +79,13 @@ def test_three_implementations_agree(planner):
 
 
 @pytest.mark.slow
-@EACH_WITH_REFERENCE
+@pytest.mark.parametrize(
+    "planner",
+    [
+        pytest.param(planner, id=name, marks=() if name in ("greedy", "spray") else pytest.mark.thorough)
+        for name, planner in WITH_REFERENCE.items()
+    ],
+)
 def test_a_reference_under_vmap_inside_remat_inside_scan_plans_each_for_itself(planner):
     cases, want = stacked(planner, 4)
 
@@ -112,7 +121,7 @@ def test_vmap_over_one_operand_keeps_the_others(planner):
 
 
 @pytest.mark.slow
-@each_in_jax_on_meshes()
+@each_in_jax_on_meshes(op=[AxisType.Explicit])
 def test_shard_map_with_a_case_for_each_shard(planner, plan, axis_type):
     mesh, cases, want = make_mesh((8,), ("x",), axis_type), *stacked(planner, 8)
 
@@ -126,7 +135,7 @@ def test_shard_map_with_a_case_for_each_shard(planner, plan, axis_type):
 
 
 @pytest.mark.slow
-@each_in_jax_on_meshes(of_references=[AxisType.Explicit])
+@each_in_jax_on_meshes(op=[AxisType.Explicit], reference=[AxisType.Explicit])
 def test_a_result_varies_over_the_axes_of_any_operand(planner, plan, axis_type):
     """The last operand differs between shards; the others are equal."""
     mesh = make_mesh((8,), ("x",), axis_type)
@@ -149,7 +158,7 @@ def test_a_result_varies_over_the_axes_of_any_operand(planner, plan, axis_type):
 
 @pytest.mark.slow
 @EACH_PLANNER
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@ON_MESHES
 def test_a_result_of_equal_operands_is_the_same_on_all_shards(planner, axis_type):
     """Its out-spec may be replicated, which is an error for varying values."""
     mesh, case = make_mesh((8,), ("x",), axis_type), planner.draw(np.random.default_rng(2))
@@ -162,7 +171,7 @@ def test_a_result_of_equal_operands_is_the_same_on_all_shards(planner, axis_type
 
 @pytest.mark.slow
 @EACH_PLANNER
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@ON_MESHES
 def test_outside_shard_map_on_a_mesh(planner, axis_type):
     mesh, case = make_mesh((8,), ("x",), axis_type), planner.draw(np.random.default_rng(3))
     with jax.set_mesh(mesh):

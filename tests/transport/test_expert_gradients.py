@@ -170,6 +170,7 @@ def test_words_hold_all_bits(dtype):
         assert encoded.words.dtype == jnp.uint32
 
 
+@pytest.mark.slow
 def test_exchanges_of_a_pair_are_those_of_xla():
     mesh = make_mesh((2, 2), ("one", "other"))
     tiles = jnp.arange(16.0).reshape(16, 1)
