@@ -1,14 +1,19 @@
 """Layers of other projects against ours, compiled for a node of 8 H100 not present: forward and backward.
 
-    python -m benchmarks.bench_peers_compiled [--out benchmarks/results/bench_peers_compiled.json]
+    python -m benchmarks.bench_peers_compiled [--maxtext] [--out benchmarks/results/bench_peers_compiled.json]
 
-Requires the compiler: the extra `cuda`, as installed by `ci/accelerators.sh` into `.venv-accelerators`. The sizes are
-the defaults of `compile_layer`: H 2048, F 768, E 128, T 4096 per rank, K 8, bfloat16. "Ideal" is three times the
-forward operations of the token copies and the router. XLA counts products in a loop of unknown length once, such as our
-rounds beyond the first; see `compiled.ProgramReport`. The programs are not run.
+With `--maxtext`, MaxText's ring of experts is compiled beside ours for 8 TPU v5e, as its grouped products have no
+kernel for GPUs; see `benchmarks/peer_maxtext.py` for its installation. The work inside its kernels is not counted, so
+that table has only the memory.
+
+Requires the compiler: the extra `cuda` or `tpu`, as installed by `ci/accelerators.sh` into `.venv-accelerators`. The
+sizes are the defaults of `compile_layer`: H 2048, F 768, E 128, T 4096 per rank, K 8, bfloat16. "Ideal" is three
+times the forward operations of the token copies and the router. XLA counts products in a loop of unknown length once,
+such as our rounds beyond the first; see `compiled.ProgramReport`. The programs are not run.
 """
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -16,18 +21,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.bench_peers import DENSE, GSHARD, RAGGED, WORST_CASE, step_of
-from benchmarks.peer_layers import OfRank, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
-from benchmarks.results import Table, Value, out_alone, report
+from benchmarks.peer_layers import Layer, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
+from benchmarks.results import Table, Value, out_option, report
+from benchmarks.skewed_layer import Sizes
 from jax_moe_lb import Buffers, Experts, exact, plain, ultraep
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
 
-TARGET = "h100:1x8"
 BACKWARD = 3
 """Ideal ratio of a forward and backward pass to a forward pass."""
 
 
-def layers(mesh: Mesh) -> dict[str, OfRank]:
-    """Return all layers by name; ours as on GPUs, without host callbacks for checks."""
+def layers_on_gpus(mesh: Mesh, sizes: LayerSizes) -> Iterator[tuple[str, Layer]]:
+    """Yield all layers and their names; ours as on GPUs, without host callbacks for checks."""
     systems = {
         "plain": plain(),
         "exact": exact(),
@@ -35,7 +40,27 @@ def layers(mesh: Mesh) -> dict[str, OfRank]:
         WORST_CASE: plain(Buffers(headroom=float(mesh.size))),
     }
     found = {name: ours(system, mesh) for name, system in systems.items()}
-    return found | {GSHARD: gshard, DENSE: dense_one_hot, RAGGED: ragged_dot_ring}
+    found |= {GSHARD: gshard, DENSE: dense_one_hot, RAGGED: ragged_dot_ring}
+    for name, of_rank in found.items():
+        yield name, over_ranks(mesh, of_rank, sizes.per_token)
+
+
+def layers_on_tpus(mesh: Mesh, sizes: LayerSizes) -> Iterator[tuple[str, Layer]]:
+    """Yield ours and MaxText's layers, and their names."""
+    systems = {
+        "exact, one round": exact(buffers=Buffers(max_rounds=1)),
+        "exact": exact(),
+        "plain": plain(),
+        WORST_CASE: plain(Buffers(headroom=float(mesh.size))),
+    }
+    for name, system in systems.items():
+        yield name, over_ranks(mesh, ours(system, mesh), sizes.per_token)
+    # MaxText changes global settings of JAX, so ours are compiled before.
+    from benchmarks.peer_maxtext import RING, maxtext_layer
+
+    theirs = Sizes(mesh.size, sizes.tokens, sizes.hidden, sizes.inner, sizes.experts, sizes.per_token)
+    for name, options in RING.items():
+        yield name, maxtext_layer(theirs, mesh, options)
 
 
 def shapes(mesh: Mesh, sizes: LayerSizes) -> tuple:
@@ -53,21 +78,25 @@ def shapes(mesh: Mesh, sizes: LayerSizes) -> tuple:
 
 def main() -> None:
     """Print the table."""
-    out = out_alone(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--maxtext", action="store_true", help="compile for TPUs, and MaxText's layers, too")
+    out_option(parser)
+    given = parser.parse_args()
     use_no_accelerators()
-    sizes, target = LayerSizes(), Target.parse(TARGET)
+    name, make = ("v5e:2x4", layers_on_tpus) if given.maxtext else ("h100:1x8", layers_on_gpus)
+    sizes, target = LayerSizes(), Target.parse(name)
     mesh = target.mesh()
     args, ideal_flops = shapes(mesh, sizes), BACKWARD * sizes.ideal_flops
     compile_one = partial(compile_for, target, args=args, mesh=mesh, ideal_flops=ideal_flops)
     rows: list[list[Value]] = []
-    for name, of_rank in layers(mesh).items():
+    columns = {"layer": "", "temporary MB": ".0f"}
+    if not given.maxtext:
+        columns |= {"TFLOP": ".2f", "FLOPs over ideal": ".2f", "memory traffic GB": ".2f", "host waits": "d"}
+    for layer_name, layer in make(mesh, sizes):
         with quiet_stderr():
-            found = row_of(partial(compile_one, step_of(over_ranks(mesh, of_rank, sizes.per_token))))
-        rows.append([name, *found])
+            rows.append([layer_name, *row_of(partial(compile_one, step_of(layer)))][: len(columns)])
         print(rows[-1], flush=True)
-    columns = {"layer": "", "TFLOP": ".2f", "FLOPs over ideal": ".2f", "temporary MB": ".0f"}
-    columns |= {"memory traffic GB": ".2f", "host waits": "d"}
-    report({"h100": Table(columns, rows)}, out)
+    report({name.partition(":")[0]: Table(columns, rows)}, given.out)
 
 
 def row_of(compiled: Callable[[], ProgramReport]) -> list[Value]:
@@ -76,7 +105,8 @@ def row_of(compiled: Callable[[], ProgramReport]) -> list[Value]:
         found = compiled()
     except ValueError as error:
         return [f"refused: {str(error).splitlines()[0][:120]}", *[None] * 4]
-    return [found.flops / 1e12, found.flops_over_ideal, found.temp_bytes / 1e6, found.hbm_bytes / 1e9, found.host_waits]
+    work: list[Value] = [found.flops / 1e12, found.flops_over_ideal, found.hbm_bytes / 1e9, found.host_waits]
+    return [found.temp_bytes / 1e6, *work]
 
 
 if __name__ == "__main__":

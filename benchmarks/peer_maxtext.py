@@ -29,6 +29,21 @@ support on CPUs, or a kernel that is interpreted there.
 CAPACITY = {"sparse_matmul": False, "capacity_factor": 1.25}
 """GShard's one-hot products, dropping tokens above the capacity."""
 
+IN_BFLOAT16 = {"dtype": "bfloat16", "weight_dtype": "bfloat16", "matmul_precision": "default"}
+ON_TPUS = {"hardware": "tpu", "megablox": True, "use_ring_of_experts": True, "use_ragged_sort": True, **IN_BFLOAT16}
+RING = {
+    "MaxText ring, worst-case buffer": ON_TPUS,
+    "MaxText ring, buffer 1.5 (drops)": {**ON_TPUS, "ragged_buffer_factor": 1.5},
+    "MaxText ring, buffer 1.5, fallback of a layer": {
+        **ON_TPUS,
+        "ragged_buffer_factor": 1.5,
+        "moe_dropless_fallback": "layer",
+    },
+}
+"""MaxText's ring of experts on TPUs. Its fallback of a step runs the second of these programs and, if that dropped
+rows, the step again by the first.
+"""
+
 
 def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Callable:
     """Return MaxText's `RoutedMoE` as `(x, kernel, experts) -> y` on global arrays.
@@ -43,15 +58,20 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
     shape = tuple(sizes.num_ranks if name == "expert" else 1 for name in names)
     theirs = Mesh(np.asarray(mesh.devices).reshape(shape), names)
     with jax.set_mesh(theirs), nnx.logical_axis_rules(config.logical_axis_rules):
-        block = RoutedMoE(
-            config,
-            sizes.num_experts,
-            sizes.per_tok,
-            theirs,
-            nd_dense_init(1.0, "fan_in", "truncated_normal"),
-            ("embed", None),
-            nnx.Rngs(0),
-            intermediate_dim=sizes.inner,
+        # Without arrays, as the devices may be absent; the layer replaces the parameters.
+        block = nnx.eval_shape(
+            lambda: RoutedMoE(
+                config,
+                sizes.num_experts,
+                sizes.per_tok,
+                theirs,
+                nd_dense_init(1.0, "fan_in", "truncated_normal"),
+                ("embed", None),
+                nnx.Rngs(0),
+                intermediate_dim=sizes.inner,
+                weight_dtype=config.weight_dtype,
+                dtype=config.dtype,
+            )
         )
     graph, parameters, rest = nnx.split(block, nnx.Param, ...)
 
@@ -69,19 +89,19 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
 
 
 def maxtext_config(sizes: Sizes, options: dict[str, object]) -> Any:
-    """Return MaxText's configuration of a layer of these sizes, in float32.
+    """Return MaxText's configuration of a layer of these sizes, by default in float32 on a CPU.
 
     Args:
         sizes: sizes of the layer.
         options: options overriding `base.yml`.
     """
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
+    given = {"hardware": "cpu", "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", **options}
     return pyconfig.initialize(
         [None, str(base)],
         run_name="peers",
         enable_checkpointing=False,
         skip_jax_distributed_system=True,
-        hardware="cpu",
         base_emb_dim=sizes.width,
         base_moe_mlp_dim=sizes.inner,
         base_mlp_dim=sizes.inner,
@@ -91,9 +111,6 @@ def maxtext_config(sizes: Sizes, options: dict[str, object]) -> Any:
         per_device_batch_size=1,
         ici_expert_parallelism=sizes.num_ranks,
         ici_fsdp_parallelism=1,
-        dtype="float32",
-        weight_dtype="float32",
-        matmul_precision="highest",
         model_call_mode="train",
-        **options,
+        **given,
     )
