@@ -175,8 +175,8 @@ class Balancer(abc.ABC):
         waits = place.waits_for_host and not (self.has_kernel and num_ranks <= MOST_KERNEL_RANKS)
         return row.time + host_wait_s * waits
 
-    def plans(self, counts: Counts, plan: Plan, topology: Topology) -> bool:
-        """Return whether `rebalance` runs its planner for these counts; by default `needs_counts`.
+    def plans(self, counts: Counts, plan: Plan, topology: Topology) -> int:
+        """Return how often `rebalance` runs its planner for these counts; once by default, if it `needs_counts`.
 
         The simulator uses it.
 
@@ -186,7 +186,7 @@ class Balancer(abc.ABC):
             topology: topology of the group.
         """
         del counts, plan, topology
-        return self.needs_counts
+        return int(self.needs_counts)
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
         """Return the experts movable by `rebalance`, before it runs; all by default.

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from jax_moe_lb.balancers.base import Balancer, LayerCost
-from jax_moe_lb.balancers.cost import Cost, busiest, expected_max_loads, received
+from jax_moe_lb.balancers.cost import MOST_COPIES, Cost, busiest, max_load_bounds, received
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Counts, State, namespace
+from jax_moe_lb.core.types import AnyArray, Counts, State, namespace
 from jax_moe_lb.planners.base import is_on_host
 from jax_moe_lb.planners.exact import check_exact, exact
 from jax_moe_lb.recordings.planner_times import Place
@@ -25,6 +26,9 @@ SEARCH_ENDS = 1 / 4096
 
 LIMITS = (1, 2, 4, 8)
 """Numbers of replicas sent and received by a rank that `Exact` with a cost tries, beside any number."""
+
+MOST_PLANS = 2
+"""Maximum number of plans made by `Exact` with a cost, each under another limit."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,10 @@ class Exact(Balancer):
     It plans from the counts alone. After another balancer (`Chain`), the replicas, relays and rails of its plan are
     dropped.
 
-    With a `cost`, it keeps the old plan unless the new one saves time. The decision holds for all domains together,
-    because a layer takes as long as its slowest rank. Before planning, it tests whether bringing the busiest rank to
-    the mean would pay for the planner and one replica. If not, the planner does not run. After planning, it tests
-    whether the token copies saved on the busiest rank pay for the replicas.
+    With a `cost`, it keeps the old plan unless a new one saves time. The decision holds for all domains together,
+    because a layer takes as long as its slowest rank. The planner runs under the limit of replicas with the lowest bound
+    on the time of its plans, and once more if the next bound is below the time found. If no bound saves time, the
+    planner does not run.
 
     On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++; GPUs run it as a kernel if a domain has at most
     64 ranks and fits into shared memory. On other platforms, such as TPU, a different
@@ -107,11 +111,11 @@ class Exact(Balancer):
         # The search stops at this distance from the mean.
         return topology.num_domains * (1 + max(self.eps, SEARCH_ENDS))
 
-    def plans(self, counts: Counts, plan: Plan, topology: Topology) -> bool:
-        """Return whether the planner runs for these counts, NumPy arrays; with a `cost` it may not pay."""
+    def plans(self, counts: Counts, plan: Plan, topology: Topology) -> int:
+        """Return how often the planner runs for these counts, NumPy arrays; with a `cost` it may not pay."""
         if self.cost is None or not self._weighs(plan, topology):
-            return True
-        return int(self._choice(self.cost, counts, plan, topology)) > 0
+            return 1
+        return self._weighed_on_host(self.cost, counts, plan, topology)[1]
 
     @property
     def place(self) -> Place:
@@ -162,25 +166,26 @@ class Exact(Balancer):
         most = most if self.max_fan_out is None else min(most, self.max_fan_out)
         return (*(limit for limit in LIMITS if limit < most), most)
 
-    def _choice(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> IntScalar:
-        """Return the index of the limit with the least expected time, plus one; 0 if none saves time."""
-        limits, most_received = self._limits(plan), plan.slots - plan.num_home
-        table, slot_time = cost.table(topology, plan.domain, limits[-1]), cost.slot_time(topology)
-        # Without a limit, a rank sends as many replicas as it receives, unless all are of its experts.
-        fixed = [
-            table[limit if at + 1 < len(limits) else most_received] + slot_time * min(limit, most_received)
-            for at, limit in enumerate(limits)
-        ]
-        times = expected_max_loads(counts, plan, limits) + np.array(fixed, np.int32)
-        xp = namespace(times)
+    def _bounds(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Int[AnyArray, "N"]:
+        """Return a lower bound on the time of plans under each limit, in token copies."""
+        limits = self._limits(plan)
+        table = cost.table(topology, plan.domain, limits[-1])
+        # A plan that moves no more replicas than a lower limit allows is one under that limit.
+        moved = table[[1, *(limit + 1 for limit in limits[:-1])]]
+        times = max_load_bounds(counts, plan, limits) + moved
         # A plan without replicas serves the loads of the homes.
         homes = counts.sum(0, dtype=np.int32).reshape(plan.num_ranks, plan.num_home).sum(1, dtype=np.int32)
-        times = xp.minimum(times, homes.max())
+        return namespace(times).minimum(times, homes.max())
+
+    def _choice(self, cost: Cost, bounds: Int[AnyArray, "N"], plan: Plan, topology: Topology) -> IntScalar:
+        """Return the index of the limit with the lowest bound, plus one; 0 if no bound saves time."""
+        xp = namespace(bounds)
         time = self._time(cost, plan, topology) - np.int32(cost.planner_copies(topology))
-        choice = xp.where(times.min() < time, times.argmin().astype(np.int32) + np.int32(1), np.int32(0))
+        choice = xp.where(bounds.min() < time, bounds.argmin().astype(np.int32) + np.int32(1), np.int32(0))
         if cost.max_rows is not None:
             # A rank cannot serve its load at home, so save rows at any price.
-            choice = xp.where(load(plan).max() > cost.max_rows, np.int32(len(limits)), choice)
+            last, is_untried = np.int32(bounds.shape[0]), bounds[-1] < MOST_COPIES
+            choice = xp.where((load(plan).max() > cost.max_rows) & is_untried, last, choice)
         return choice
 
     def _time(self, cost: Cost, plan: Plan, topology: Topology) -> IntScalar:
@@ -190,22 +195,30 @@ class Exact(Balancer):
         served = load(plan) + np.int32(cost.slot_time(topology)) * received(plan)
         return served.max() + table[busiest(plan)]
 
+    def _faster(self, cost: Cost, other: Plan, plan: Plan, topology: Topology) -> Any:
+        """Return whether another plan takes less time, or has fewer rows if a rank cannot serve its rows."""
+        pays = self._time(cost, other, topology) < self._time(cost, plan, topology)
+        if cost.max_rows is None:
+            return pays
+        most, were = load(other).max(), load(plan).max()
+        return namespace(most).where((most > cost.max_rows) | (were > cost.max_rows), most < were, pays)
+
+    def _weighed_on_host(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> tuple[Plan, int]:
+        """Return the plan with the least time, and how often the planner ran."""
+        limits, bounds = self._limits(plan), self._bounds(cost, counts, plan, topology)
+        for run in range(MOST_PLANS):
+            choice = int(self._choice(cost, bounds, plan, topology))
+            if not choice:
+                return plan, run
+            bounds[choice - 1] = MOST_COPIES
+            other = self._planned(counts, plan, limits[choice - 1])
+            plan = other if self._faster(cost, other, plan, topology) else plan
+        return plan, MOST_PLANS
+
     def _weighed(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Plan:
-        """Return the plan under the best limit, or the old one if it takes less time."""
-        limits = self._limits(plan)
-
-        def better(other: Plan, plan: Plan) -> Any:
-            pays = self._time(cost, other, topology) < self._time(cost, plan, topology)
-            if cost.max_rows is None:
-                return pays
-            most, were = load(other).max(), load(plan).max()
-            return namespace(most).where((most > cost.max_rows) | (were > cost.max_rows), most < were, pays)
-
-        # All ranks take the same branch: counts and plan are equal on all ranks, and times are integers.
-        choice = self._choice(cost, counts, plan, topology)
+        """Return the plan with the least time under the limits with the lowest bounds, or the old one."""
         if is_on_host(counts, plan.placement, plan.quota):
-            other = self._planned(counts, plan, limits[choice - 1]) if choice else plan
-            return other if better(other, plan) else plan
+            return self._weighed_on_host(cost, counts, plan, topology)[0]
 
         def keep(counts: Counts, plan: Plan) -> Plan:
             del counts
@@ -213,12 +226,21 @@ class Exact(Balancer):
 
         def weigh(limit: int, counts: Counts, plan: Plan) -> Plan:
             other = self._planned(counts, plan, limit)
-            pays = better(other, plan)
+            is_faster = self._faster(cost, other, plan, topology)
             # The planner has already run, so a conditional would save no time.
-            return jax.tree.map(lambda new, old: jnp.where(pays, new, old), other, plan)
+            return jax.tree.map(lambda new, old: jnp.where(is_faster, new, old), other, plan)
 
         # All branches must return arrays varying over the same mesh axes.
         counts, placement, quota = alike(counts, plan.placement, plan.quota)
         plan = replace(plan, placement=placement, quota=quota)
-        branches: list[Callable[..., Any]] = [keep, *(partial(weigh, limit) for limit in limits)]
-        return jax.lax.switch(choice, branches, counts, plan)
+        branches: list[Callable[..., Any]] = [keep, *(partial(weigh, limit) for limit in self._limits(plan))]
+
+        def run(_: Array, carry: tuple[Plan, Array]) -> tuple[Plan, Array]:
+            plan, bounds = carry
+            # All ranks take the same branch: counts and plan are equal on all ranks, and times are integers.
+            choice = self._choice(cost, bounds, plan, topology)
+            tried = jnp.arange(bounds.shape[0]) + 1 == choice
+            return jax.lax.switch(choice, branches, counts, plan), jnp.where(tried, np.int32(MOST_COPIES), bounds)
+
+        # A loop, so that the planners are compiled once.
+        return jax.lax.fori_loop(0, MOST_PLANS, run, (plan, self._bounds(cost, counts, plan, topology)))[0]

@@ -164,7 +164,7 @@ class _Arrays:
         carried = (2 * widened + (widened - 1) + widened + 1) * all_kinds
         # Transposes of rows and weights, and of hidden activations as they are made. Joined weights are transposed when
         # joined.
-        transposed = turns * (2 * self.rows + self.hidden + (0 if joins else 2 * all_kinds))
+        transposed = turns * (2 * self.rows + self.hidden + (0 if joins else transposed_bytes(all_kinds)))
         return HbmTraffic(
             permutation=2 * permuted_bytes(self.gathered),
             sums=summed_bytes(self.gathered, self.tokens),
@@ -203,6 +203,15 @@ def joined_bytes(weights_bytes: float, *, is_backward: bool) -> float:
         is_backward: If True, include the transposes of the weights.
     """
     return (4 if is_backward else 2) * weights_bytes
+
+
+def transposed_bytes(weights_bytes: float) -> float:
+    """Count the bytes read and written to transpose weights in a rank's memory for the backward pass.
+
+    Args:
+        weights_bytes: Bytes of the weights.
+    """
+    return 2 * weights_bytes
 
 
 MOMENTS_BYTES = 8.0

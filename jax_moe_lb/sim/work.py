@@ -264,10 +264,9 @@ def _planner_s(system: System, group: Group, counts: Counts, plan: Plan) -> floa
     if planner_s is None:
         planner_s = system.balancer.planning_s(counts.shape[0], counts.shape[1], cluster.host_wait_s)
     topology = cluster.topology(group.sizes)
-    if system.balancer.plans(counts, plain_plan(counts, topology, plan.slots), topology):
-        return planner_s
-    # The branch waits for the host, as XLA evaluates it there.
-    return min(planner_s, cluster.host_wait_s)
+    runs = system.balancer.plans(counts, plain_plan(counts, topology, plan.slots), topology)
+    # The branch of a planner that does not run waits for the host, as XLA evaluates it there.
+    return runs * planner_s if runs else min(planner_s, cluster.host_wait_s)
 
 
 def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowBytes:

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_moe_lb import Chain, Cost, Plan, Topology
 from jax_moe_lb.balancers import Exact, Greedy
-from jax_moe_lb.balancers.cost import busiest, expected_max_loads, lowest_max_load, min_saved, slowest_bytes_per_s
+from jax_moe_lb.balancers.cost import busiest, lowest_max_load, max_load_bounds, min_saved, slowest_bytes_per_s
 from jax_moe_lb.core import Level, check_plan, load, plain_plan
 from tests.layer_cases import make_mesh
 
@@ -196,17 +196,37 @@ def test_plans_are_not_weighed_without_rates_unless_it_is_required():
         Cost(device="h1000")
 
 
-def test_expected_maxima_are_between_the_bound_and_the_mean_of_the_busiest():
-    start = plain_plan(COUNTS, TOPOLOGY, 2)
-    # One replica: rank 1 with the emptiest rank has a mean of 10.5; two busy ranks and two helpers have the mean.
-    assert expected_max_loads(COUNTS, start, (1, 2, 3)).tolist() == [10, 10, 10]
+def test_maxima_are_bounded_by_parts_of_a_rank_and_by_its_hottest_experts():
+    assert max_load_bounds(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), (1, 2, 3)).tolist() == [10, 10, 10]
+    # One replica takes at most half of the 30 copies, two take two thirds.
+    counts = np.diag([30, 2, 2, 2]).astype(np.int32)
+    assert max_load_bounds(counts, plain_plan(counts, TOPOLOGY, 2), (1, 2, 3)).tolist() == [15, 10, 9]
     # A rank keeps what its hottest expert leaves.
     counts = np.zeros((2, 4), np.int32)
-    counts[0] = 50, 40, 5, 5
-    assert expected_max_loads(counts, plain_plan(counts, Topology.flat(2), 3), (1, 2)).tolist() == [50, 50]
+    counts[0] = 90, 50, 5, 5
+    assert max_load_bounds(counts, plain_plan(counts, Topology.flat(2), 3), (1, 2)).tolist() == [75, 75]
     counts[0] = 30, 30, 30, 0
-    # Rank 0 has 60 of 90 and gives one expert of 30.
-    assert expected_max_loads(counts, plain_plan(counts, Topology.flat(2), 3), (1,)).tolist() == [45]
+    assert max_load_bounds(counts, plain_plan(counts, Topology.flat(2), 3), (1,)).tolist() == [45]
+    counts[0] = 30, 30, 0, 0
+    assert max_load_bounds(counts, plain_plan(counts, Topology.flat(2), 3), (1,)).tolist() == [30]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_limit_of_replicas_is_much_faster_than_the_chosen_plan(seed):
+    """The chosen plan is within 2 % of the best of all limits, and no slower than the old plan."""
+    rng = np.random.default_rng(seed)
+    num_ranks, num_home = 8, int(rng.choice([1, 4, 16]))
+    heat = rng.lognormal(0, rng.choice([0.5, 1.0, 1.5]), num_ranks * num_home)
+    counts = rng.multinomial(4096, heat / heat.sum(), num_ranks).astype(np.int32)
+    topology = Topology((Level("gpu", 8, bytes_per_s=1.0),), 8, flops_per_s=1.0)
+    # A replica takes the time of 1 to 10 % of the mean load.
+    cost = Cost(expert_bytes=float(rng.integers(40, 400)), token_flops=1.0, slot_copies=int(rng.integers(0, 100)))
+    balancer, start = Exact(cost=cost), plain_plan(counts, topology, num_home + 2)
+    chosen = balancer.rebalance(counts, start, topology, ())[0]
+    plans = [balancer._planned(counts, start, limit) for limit in balancer._limits(start)]
+    time, *times = (int(balancer._time(cost, plan, topology)) for plan in (chosen, start, *plans))
+    assert time <= min(times[0], 1.02 * min(times))
+    assert balancer.plans(counts, start, topology) <= 2
 
 
 @pytest.mark.parametrize(("part", "shape"), [("relay", (4, 2)), ("rails", (4, 4, 1))])
