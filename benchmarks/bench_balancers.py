@@ -25,7 +25,7 @@ from jaxtyping import Int
 
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import System, exact, plain
-from jax_moe_lb.balancers import LLEP, Exact, Given, MoonEP, plan_all
+from jax_moe_lb.balancers import ECHO, EPIC, LLEP, Exact, Given, MoonEP, plan_all
 from jax_moe_lb.layer.systems import eplb, eplb_plus, fastermoe, feplb, greedy, lplb, ultraep
 from jax_moe_lb.recordings.planner_times import planner_time, planner_times
 from jax_moe_lb.sim import Cluster, Drift, LoadShape, ModelShape, drifting_counts, mean_report, replay, simulate
@@ -48,6 +48,8 @@ SYSTEMS = {
     "ultraep": ultraep(),
     "MoonEP": System(MoonEP()),
     "LLEP": System(LLEP()),
+    "ECHO": System(ECHO()),
+    "EPIC": System(EPIC()),
     "eplb_plus": eplb_plus(),
     "eplb": eplb(),
     "lplb": lplb(),

@@ -18,7 +18,21 @@ import numpy as np
 
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import Topology
-from jax_moe_lb.balancers import EPLB, FEPLB, LLEP, LPLB, EPLBPlus, Exact, FasterMoE, Greedy, MoonEP, RailS, UltraEP
+from jax_moe_lb.balancers import (
+    ECHO,
+    EPIC,
+    EPLB,
+    FEPLB,
+    LLEP,
+    LPLB,
+    EPLBPlus,
+    Exact,
+    FasterMoE,
+    Greedy,
+    MoonEP,
+    RailS,
+    UltraEP,
+)
 from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.types import Counts
@@ -40,6 +54,8 @@ BALANCERS: tuple[Balancer, ...] = (
     LPLB(),
     MoonEP(),
     LLEP(),
+    ECHO(),
+    EPIC(),
 )
 SLOTS, LOADS, REPEATS, TOKENS = 2, 6, 5, 8192
 SPREAD = 0.8

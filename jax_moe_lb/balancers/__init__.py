@@ -2,6 +2,8 @@
 
 from jax_moe_lb.balancers.base import Balancer, Chain, LayerCost, Plain
 from jax_moe_lb.balancers.cost import Cost
+from jax_moe_lb.balancers.echo import ECHO
+from jax_moe_lb.balancers.epic import EPIC
 from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.fastermoe import FasterMoE
@@ -20,6 +22,8 @@ __all__ = [
     "Balancer",
     "Chain",
     "Cost",
+    "ECHO",
+    "EPIC",
     "EPLB",
     "EPLBPlus",
     "Exact",

@@ -44,8 +44,8 @@ class Exact(Balancer):
     dropped.
 
     With a `cost`, it keeps the old plan unless a new one saves time. The decision holds for all domains together,
-    because a layer takes as long as its slowest rank. The planner runs under the limit of replicas with the lowest bound
-    on the time of its plans, and once more if the next bound is below the time found. If no bound saves time, the
+    because a layer takes as long as its slowest rank. The planner runs under the limit of replicas with the lowest
+    bound on the time of its plans, and once more if the next bound is below the time found. If no bound saves time, the
     planner does not run.
 
     On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++; GPUs run it as a kernel if a domain has at most

@@ -7,6 +7,8 @@ import numpy as np
 
 from jax_moe_lb import Balancer, Chain, Topology
 from jax_moe_lb.balancers import (
+    ECHO,
+    EPIC,
     EPLB,
     FEPLB,
     LLEP,
@@ -59,6 +61,8 @@ def draw_balancer(rng: np.random.Generator, num_home: int) -> Balancer:
         LPLB(every=every),
         RailS(),
         MoonEP(),
+        ECHO(),
+        EPIC(min_saved=few),
         Given(2),
         LLEP(min_tokens=few, min_imbalance=float(rng.choice([1.0, 1.3]))),
         Chain((Greedy(min_tokens=few), Exact())),

@@ -1,0 +1,101 @@
+"""ECHO: tokens beyond the mean spill to clones of hot experts, by one pass over sorted spills and rooms."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost
+from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+
+
+@dataclass(frozen=True)
+@checked_fields
+class ECHO(PlannedOnHost):
+    """Elastic cloning for hot experts: spilled tokens of the hottest experts fill the emptiest ranks.
+
+    Use it as a baseline. A rank above the mean of its domain keeps its coldest experts, as far as the mean allows; the
+    rest of its tokens spill. The largest spills fill the largest rooms, one after another. A rank then clones the
+    experts with the most tokens for it, as many as it has replica slots. All other tokens stay at home.
+
+    The original plans on the GPU, without a wait for the host. This one plans in Python on the host.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import ECHO
+        >>> from jax_moe_lb.core import load, plain_plan
+        >>> counts = np.diag([12, 15, 7, 6]).astype(np.int32)
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> plan, _ = ECHO().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
+        >>> print(load(plan), plan.placement[:, 1])
+        [10 11  9 10] [-1 -1  0  1]
+
+    Reference:
+        Megatron-LM pull request 2368, its planner with the algorithm `one_shot_greedy`, without its threshold. Ties go
+        to the lower index here.
+    """
+
+    _host: HostCallback = field(default_factory=lambda: HostCallback(clone), init=False, repr=False, compare=False)
+
+
+def clone(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
+    """Return ECHO's plan for the slots of a plan; the planner of a `HostCallback`.
+
+    Args:
+        counts: `[R, E]` int32.
+        plan: plan with placement and domains; its replicas are dropped.
+        topology: unused; the plan has the domain.
+    """
+    del topology
+    tokens, num_home = counts.sum(0).astype(np.int64), plan.num_home
+    placement, quota = plan.placement.copy(), np.zeros((plan.num_experts, plan.num_ranks), np.int64)
+    placement[:, num_home:] = -1
+    quota[np.arange(plan.num_experts), np.arange(plan.num_experts) // num_home] = tokens
+    for first in range(0, plan.num_ranks, plan.domain):
+        own: Any = np.arange(first * num_home, (first + plan.domain) * num_home)
+        moved = spilled_tokens(tokens[own].reshape(plan.domain, num_home))
+        for rank in range(plan.domain):
+            hottest: Any = np.argsort(-moved[:, rank], kind="stable")[: plan.slots - num_home]
+            hottest = hottest[moved[hottest, rank] > 0]
+            placement[first + rank, num_home : num_home + len(hottest)] = own[hottest]
+            quota[own[hottest], first + rank] += moved[hottest, rank]
+            quota[own[hottest], first + hottest // num_home] -= moved[hottest, rank]
+    return replace(plan, placement=placement, quota=quota.astype(np.int32))
+
+
+def spilled_tokens(tokens: np.ndarray) -> np.ndarray:
+    """Return the tokens that each expert of a domain gives to each rank, if slots abound.
+
+    Args:
+        tokens: `[M, L]`, tokens of the home experts of each rank.
+
+    Returns:
+        `[M * L, M]` token copies.
+
+    Examples:
+        >>> print(spilled_tokens(np.array([[9, 3], [8, 0], [1, 3]])))
+        [[0 0 4]
+         [0 0 0]
+         [0 0 0]
+         [0 0 0]
+         [0 0 0]
+         [0 0 0]]
+    """
+    load = tokens.sum(1)
+    mean = load.sum() // len(load)
+    order = np.argsort(tokens, axis=1, kind="stable")
+    # The coldest experts stay, up to the mean.
+    beyond = np.maximum(np.take_along_axis(tokens, order, 1).cumsum(1) - mean, 0)
+    spills = np.zeros_like(tokens)
+    np.put_along_axis(spills, order, np.diff(beyond, axis=1, prepend=0), 1)
+    spills, rooms = spills.reshape(-1), np.maximum(mean - load, 0)
+    by_spill, by_room = np.argsort(-spills, kind="stable"), np.argsort(-rooms, kind="stable")
+    # Spills and rooms are intervals, each one after another; a spill gives its overlap with a room.
+    spill_ends, room_ends = spills[by_spill].cumsum(), rooms[by_room].cumsum()
+    starts = np.maximum.outer(spill_ends - spills[by_spill], room_ends - rooms[by_room])
+    moved = np.zeros((len(spills), len(rooms)), np.int64)
+    moved[np.ix_(by_spill, by_room)] = np.maximum(np.minimum.outer(spill_ends, room_ends) - starts, 0)
+    return moved
