@@ -2,6 +2,7 @@
 
 from jax_moe_lb.balancers.base import Balancer, Chain, LayerCost, Plain
 from jax_moe_lb.balancers.cost import Cost
+from jax_moe_lb.balancers.craft import slots_by_layer
 from jax_moe_lb.balancers.echo import ECHO
 from jax_moe_lb.balancers.epic import EPIC
 from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
@@ -41,6 +42,7 @@ __all__ = [
     "Plain",
     "plan_all",
     "RailS",
+    "slots_by_layer",
     "UltraEP",
 ]
 
