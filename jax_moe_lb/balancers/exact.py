@@ -16,7 +16,7 @@ from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import AnyArray, Counts, State, namespace
+from jax_moe_lb.core.types import AnyArray, Counts, State, iota, namespace
 from jax_moe_lb.planners.base import is_on_host
 from jax_moe_lb.planners.exact import check_exact, exact
 from jax_moe_lb.recordings.planner_times import Place
@@ -239,7 +239,7 @@ class Exact(Balancer):
             plan, bounds = carry
             # All ranks take the same branch: counts and plan are equal on all ranks, and times are integers.
             choice = self._choice(cost, bounds, plan, topology)
-            tried = jnp.arange(bounds.shape[0]) + 1 == choice
+            tried = iota(bounds.shape[0]) == choice - 1
             return jax.lax.switch(choice, branches, counts, plan), jnp.where(tried, np.int32(MOST_COPIES), bounds)
 
         # A loop, so that the planners are compiled once.

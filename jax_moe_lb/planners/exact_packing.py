@@ -151,7 +151,7 @@ def fill(tokens: Int[Array, "M L"], limit: Int[Array, ""], way: SearchOrder, slo
 def _clear(c: OffloadChain, limit: Array, number: Array, max_fan_out: int) -> OffloadChain:
     """Clear the `number` least loaded ranks."""
     load = c.now.load
-    pending = (jnp.argsort(jnp.argsort(load)) < number) & (load <= limit)
+    pending = (jnp.argsort(jnp.argsort(load)).astype(jnp.int32) < number) & (load <= limit)
     c = OffloadChain(c.now, jnp.where(pending, limit, c.goal), c.used, c.sent, c.more)
     c, _ = jax.lax.while_loop(lambda s: s[1].any(), lambda s: _clear_one(*s, limit, max_fan_out), (c, pending))
     return OffloadChain(c.now, c.goal, c.used, c.sent, load[0] >= 0)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_moe_lb import Chain, Cost, Plan, Topology
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Chain, Cost, Plan, System, TopK, Topology
 from jax_moe_lb.balancers import Exact, Greedy
 from jax_moe_lb.balancers.cost import busiest, lowest_max_load, max_load_bounds, min_saved, slowest_bytes_per_s
 from jax_moe_lb.core import Level, check_plan, load, plain_plan
-from tests.layer_cases import make_mesh
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 # The example of docs/systems/exact.md. Rank 1 falls from 15 token copies to the mean, 10, with one replica from each of
 # three ranks. At 100 bytes and 1000 operations per second, a replica takes `expert_bytes / 100` seconds and a
@@ -140,6 +141,30 @@ def test_in_shard_map_vmap_and_scan(axis_type):
     np.testing.assert_array_equal(jax.jit(jax.vmap(one))(counts), want)
     scanned = jax.jit(lambda counts: jax.lax.scan(lambda _, each: (0, one(each)), 0, counts)[1])(counts)
     np.testing.assert_array_equal(scanned, want)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_layer_with_weighed_plans_equals_the_dense_one(x64):
+    """Outputs and gradients, for workloads that are balanced and declined."""
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    levels = (Level("gpu", 8, bytes_per_s=100.0),)
+    topology = dataclasses.replace(
+        Topology.from_mesh(mesh, ("expert",), ranks_per_domain=8), levels=levels, flops_per_s=1000.0
+    )
+    kernel, experts = case.params("float64")
+    cost = Cost(expert_bytes=1000.0, token_flops=1000.0, token_bytes=0.0)
+    layer = with_gradients(sharded_moe(mesh, topology, System(Exact(cost=cost), replica_slots=2)))
+    dense, declined = dense_with_gradients(TopK(2)), set()
+    for workload in WORKLOADS:
+        x, mask = case.tokens(workload, 8, "float64")
+        target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float64")
+        (y, stats), gradients = layer(x, mask, kernel, experts, target)
+        (want, _), want_gradients = dense(x, mask, kernel, experts, target)
+        assert_close((y, gradients), (want, want_gradients), 1e-12)
+        homes = np.asarray(stats.counts).reshape(-1, 16).sum(0).reshape(8, 2).sum(1)
+        declined.add(bool((np.asarray(stats.load_after).reshape(-1) == homes).all()))
+    assert declined == {False, True}
 
 
 def test_tokens_that_are_worth_a_time():
