@@ -67,6 +67,7 @@ class ExpertChoice(Router):
         selection_bias: see `Router`.
         logit_bias: see `Router`.
         capacity_factor: see `Router`.
+        scale_inputs: see `Router`.
 
     Raises:
         ValueError: `num_experts_per_tok` is below 1 or above `max_experts_per_tok`.
@@ -132,6 +133,7 @@ class HashRouter(Router):
         selection_bias: see `Router`.
         logit_bias: see `Router`.
         capacity_factor: see `Router`.
+        scale_inputs: see `Router`.
 
     Raises:
         ValueError: `num_experts_per_tok` is below 1.
@@ -198,6 +200,7 @@ class NoisyTopK(Router):
         selection_bias: see `Router`; the option of `router` by default.
         logit_bias: see `Router`; the option of `router` by default.
         capacity_factor: see `Router`; the option of `router` by default.
+        scale_inputs: see `Router`; the option of `router` by default.
 
     Raises:
         ValueError: `std` is negative.

@@ -97,6 +97,8 @@ class Router:
         logit_bias: if True, add a learned bias to the router logits, as in GPT-OSS; False by default.
         capacity_factor: if set, drop copies as in GShard: the capacity of an expert is `capacity_factor` times its mean
             number of copies from each rank, and first choices take precedence. `None` (default) for a dropless layer.
+        scale_inputs: if True, multiply tokens by their routing weight before their expert, as in Llama 4, instead of
+            its output. It requires one expert per token. False by default.
 
     Raises:
         ValueError: `capacity_factor` is not positive and finite.
@@ -112,6 +114,7 @@ class Router:
     selection_bias: bool = False
     logit_bias: bool = False
     capacity_factor: float | None = None
+    scale_inputs: bool = False
 
     def __post_init__(self) -> None:
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
@@ -119,7 +122,7 @@ class Router:
 
     def _inherit(self, inner: "Router") -> None:
         """Take the options of the wrapped router for options with default values."""
-        for name in ("selection_bias", "logit_bias", "capacity_factor"):
+        for name in ("selection_bias", "logit_bias", "capacity_factor", "scale_inputs"):
             # A frozen dataclass rejects ordinary assignment.
             object.__setattr__(self, name, getattr(self, name) or getattr(inner, name))
 
@@ -225,6 +228,7 @@ class TopK(Router):
         selection_bias: see `Router`.
         logit_bias: see `Router`.
         capacity_factor: see `Router`.
+        scale_inputs: see `Router`.
 
     Raises:
         ValueError: `num_experts_per_tok` is below 1.
@@ -321,6 +325,7 @@ class ForceBalanced(Router):
         selection_bias: see `Router`; the option of `router` by default.
         logit_bias: see `Router`; the option of `router` by default.
         capacity_factor: see `Router`; the option of `router` by default.
+        scale_inputs: see `Router`; the option of `router` by default.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -29,6 +29,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0,),
     "layer_types": (),
     "lm_head_bias": (),
+    "moe_layers": (),
+    "no_rope_layers": (),
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "mlp_bias": (),
@@ -117,7 +119,7 @@ class Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a number as a float; `default` replaces an absent field."""
-        return _number(name, self.get(name), default)
+        return checked_number(name, self.get(name), default)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a Boolean field; `default` replaces an absent field."""
@@ -179,7 +181,7 @@ class Fields:
         kind = settings.get("rope_type", settings["type"])
 
         def number(name: str, default: float) -> float:
-            return _number(f"rope_parameters.{name}", settings.get(name), default)
+            return checked_number(f"rope_parameters.{name}", settings.get(name), default)
 
         factor = number("factor", 1.0)
         return Rope(
@@ -203,13 +205,23 @@ class Fields:
 def _attention_factor(settings: dict[str, Any], factor: float) -> float:
     given, above, below = (settings.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None:
-        return _number("rope_parameters.attention_factor", given, None)
+        return checked_number("rope_parameters.attention_factor", given)
     if above and below:
         return yarn_scale(factor, above) / yarn_scale(factor, below)
     return yarn_scale(factor)
 
 
-def _number(name: str, value: Any, default: float | None) -> float:
+def checked_number(name: str, value: Any, default: float | None = None) -> float:
+    """Return a field's value as a float; `default` replaces `None`.
+
+    Args:
+        name: name of the field.
+        value: its value.
+        default: value of an absent field; `None` (default) for none.
+
+    Raises:
+        ValueError: the value is no number, or not finite.
+    """
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_NUMBER:
         raise ValueError(f"config.json: {name} is {shown(value)}; expected a finite number")

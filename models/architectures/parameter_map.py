@@ -67,18 +67,26 @@ def scale(name: str, path: str, width: int) -> ParameterSlice:
     return ParameterSlice(f"{name}.weight", (width,), f"{path}.scale")
 
 
+def stream_norm(config: DecoderConfig, name: str, path: str) -> Iterator[ParameterSlice]:
+    """Yield the weight of a norm of the residual stream, and the bias of a layer norm."""
+    yield scale(name, path, config.embed_dim)
+    if config.layer_norm:
+        yield ParameterSlice(f"{name}.bias", (config.embed_dim,), f"{path}.bias")
+
+
 def outside(config: DecoderConfig) -> Iterator[ParameterSlice]:
     """Yield the parameters outside the layers: embedding, final norm and output head."""
     yield ParameterSlice("model.embed_tokens.weight", (config.vocab_size, config.embed_dim), "embed.embedding")
-    yield scale("model.norm", "norm", config.embed_dim)
+    yield from stream_norm(config, "model.norm", "norm")
     if not config.tie_embeddings:
-        yield from linear("lm_head", "head", config.embed_dim, config.vocab_size)
+        yield from linear("lm_head", "head", config.embed_dim, config.vocab_size, config.head_bias)
 
 
 def layer_norms(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
     """Yield the norms before attention and before the experts."""
-    yield scale(f"model.layers.{layer}.input_layernorm", f"blocks.{layer}.attention_norm", config.embed_dim)
-    yield scale(f"model.layers.{layer}.post_attention_layernorm", f"blocks.{layer}.moe_norm", config.embed_dim)
+    theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
+    yield from stream_norm(config, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
+    yield from stream_norm(config, f"{theirs}.post_attention_layernorm", f"{ours}.moe_norm")
 
 
 def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
@@ -89,7 +97,7 @@ def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSl
     yield from linear(f"{theirs}.k_proj", f"{ours}.k", width, keys, config.qkv_bias)
     yield from linear(f"{theirs}.v_proj", f"{ours}.v", width, keys, config.qkv_bias)
     yield from linear(f"{theirs}.o_proj", f"{ours}.out", queries, width, config.out_bias)
-    if config.qk_norm:
+    if config.qk_norm not in (None, HeadNorm.UNWEIGHTED):
         is_full = config.qk_norm is HeadNorm.FULL_WIDTH
         yield scale(f"{theirs}.q_norm", f"{ours}.q_norm", queries if is_full else config.head_dim)
         yield scale(f"{theirs}.k_norm", f"{ours}.k_norm", keys if is_full else config.head_dim)
@@ -127,10 +135,12 @@ def experts(
         yield ParameterSlice(f"{one}.{down}.weight", (width, inner), f"{ours}.down", expert=expert, transposed=True)
 
 
-def shared_expert(config: DecoderConfig, layer: int, name: str = "shared_experts") -> Iterator[ParameterSlice]:
-    """Yield the weights of the shared expert, the checkpoint module `name`."""
+def shared_expert(
+    config: DecoderConfig, layer: int, name: str = "shared_experts", inside: str = "mlp"
+) -> Iterator[ParameterSlice]:
+    """Yield the weights of the shared expert, the checkpoint module `name` inside of `inside`."""
     if config.shared_mlp_dim:
-        theirs, ours = f"model.layers.{layer}.mlp.{name}", f"blocks.{layer}.moe"
+        theirs, ours = f"model.layers.{layer}.{inside}.{name}", f"blocks.{layer}.moe"
         wide, narrow = (config.shared_mlp_dim, config.embed_dim), (config.embed_dim, config.shared_mlp_dim)
         yield ParameterSlice(f"{theirs}.gate_proj.weight", wide, f"{ours}.shared_gate", transposed=True)
         yield ParameterSlice(f"{theirs}.up_proj.weight", wide, f"{ours}.shared_up", transposed=True)
@@ -140,9 +150,9 @@ def shared_expert(config: DecoderConfig, layer: int, name: str = "shared_experts
             yield ParameterSlice(f"{theirs}_gate.weight", gate, f"{ours}.shared_kernel", transposed=True)
 
 
-def dense(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Yield the weights of a dense feed-forward layer."""
-    theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}.dense"
+def dense(config: DecoderConfig, layer: int, inside: str = "mlp") -> Iterator[ParameterSlice]:
+    """Yield the weights of a dense feed-forward layer, the checkpoint module `inside`."""
+    theirs, ours = f"model.layers.{layer}.{inside}", f"blocks.{layer}.dense"
     yield from linear(f"{theirs}.gate_proj", f"{ours}.gate", config.embed_dim, config.dense_mlp_dim)
     yield from linear(f"{theirs}.up_proj", f"{ours}.up", config.embed_dim, config.dense_mlp_dim)
     yield from linear(f"{theirs}.down_proj", f"{ours}.down", config.dense_mlp_dim, config.embed_dim)

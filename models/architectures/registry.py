@@ -13,8 +13,10 @@ from models.architectures import (
     glm4_moe,
     gpt_oss,
     granitemoe,
+    llama4,
     minimax_m2,
     mixtral,
+    phimoe,
     qwen3_moe,
 )
 from models.architectures.config_json import Fields
@@ -48,9 +50,11 @@ ARCHITECTURES = {
     "gpt_oss": Architecture(gpt_oss.config, gpt_oss.pieces, gpt_oss.DEFAULTS),
     "granitemoe": Architecture(granitemoe.config, granitemoe.pieces, granitemoe.DEFAULTS),
     "kimi_k2": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.KIMI_DEFAULTS),
+    "llama4_text": Architecture(llama4.config, llama4.pieces, llama4.DEFAULTS),
     "minimax_m2": Architecture(minimax_m2.config, minimax_m2.pieces, minimax_m2.DEFAULTS),
     "mixtral": Architecture(mixtral.config, mixtral.pieces, mixtral.DEFAULTS),
     "olmoe": Architecture(qwen3_moe.olmoe_config, qwen3_moe.pieces, qwen3_moe.OLMOE_DEFAULTS),
+    "phimoe": Architecture(phimoe.config, phimoe.pieces, phimoe.DEFAULTS),
     "qwen2_moe": Architecture(qwen3_moe.qwen2_config, qwen3_moe.pieces, qwen3_moe.QWEN2_DEFAULTS),
     "qwen3_moe": Architecture(qwen3_moe.config, qwen3_moe.pieces, qwen3_moe.DEFAULTS),
     "solar_open": Architecture(glm4_moe.config, glm4_moe.pieces, glm4_moe.SOLAR_DEFAULTS),

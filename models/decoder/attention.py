@@ -133,6 +133,7 @@ def attend(
     window: int | None = None,
     sinks: Array | None = None,
     segments: Array | None = None,
+    chunk: int | None = None,
     whole: bool = False,
 ) -> Array:
     """Compute attention of each query to the keys up to its position, in float32.
@@ -148,6 +149,7 @@ def attend(
         window: number of keys visible to a query, including its own; `None` is unlimited.
         sinks: `[N]`, one attention-sink logit per head: it takes part in the softmax and has no value.
         segments: int32 `[B, T]`, the number of each token's document, only if `whole`; `None` (default) for one.
+        chunk: number of consecutive positions that see each other alone; `None` (default) is unlimited.
         whole: if True, query `t` is at position `t`, as in training. Blocks then skip keys after their last query.
 
     Returns:
@@ -155,12 +157,12 @@ def attend(
     """
     if q.shape[1] <= QUERY_BLOCK:
         whole_block = {"start": 0, "stop": q.shape[1], "keys": k.shape[1]}
-        return _of_block(q, k, v, positions, sinks, segments, window=window, scale=scale, **whole_block)
+        return _of_block(q, k, v, positions, sinks, segments, window=window, chunk=chunk, scale=scale, **whole_block)
     parts = []
     for start in range(0, q.shape[1], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, q.shape[1])
         keys = stop if whole else k.shape[1]
-        block = partial(_of_block, window=window, scale=scale, start=start, stop=stop, keys=keys)
+        block = partial(_of_block, window=window, chunk=chunk, scale=scale, start=start, stop=stop, keys=keys)
         # Slice inside the checkpointed function; slices passed to it would be stored as residuals.
         parts.append(jax.checkpoint(block)(q, k, v, positions, sinks, segments))
     return jnp.concatenate(parts, 1)
@@ -175,6 +177,7 @@ def _of_block(
     segments: Array | None,
     *,
     window: int | None,
+    chunk: int | None,
     scale: float,
     start: int,
     stop: int,
@@ -191,6 +194,8 @@ def _of_block(
         seen &= segments[:, start:stop, None] == segments[:, None, :keys]
     if window is not None:
         seen &= places > positions[:, :, None] - window
+    if chunk is not None:
+        seen &= places // chunk == positions[:, :, None] // chunk
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, num_groups, -1, 1, 1)
@@ -210,25 +215,36 @@ def remember(cache: Cache, new: Cache, positions: Array) -> Cache:
     return put(cache[0], new[0]), put(cache[1], new[1])
 
 
+def chunks_in(positions: Array, chunk: int) -> Array:
+    """Return the number of each token's chunk, int32 `[B, T]`, ascending.
+
+    Args:
+        positions: int32 `[B, T]`, counting from 0 in each document.
+        chunk: positions of a chunk.
+    """
+    return jnp.cumsum((positions % chunk == 0).astype(jnp.int32), 1)
+
+
 class GroupedAttention(nnx.Module):
-    """Grouped-query attention with rotary positions, and optional head norms, biases, sinks and sliding windows.
+    """Grouped-query attention with rotary positions, and optional head norms, biases, sinks, windows and chunks.
 
     Args:
         config: sizes of the model.
-        layer: index of the layer, which selects its window.
+        layer: index of the layer, which selects its window, its chunk and whether it has rotary positions.
         mesh: devices of the computation, which select the kernel.
         rngs: random number generators of the parameters.
     """
 
     def __init__(self, config: DecoderConfig, layer: int, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.rotates = config, mesh, layer not in config.unrotated_layers
         width, dims, dtypes = config.embed_dim, config.head_dim, {"rngs": rngs} | _dtypes(config)
 
         def head_norm(num_heads: int) -> nnx.RMSNorm | None:
-            if config.qk_norm is None:
+            is_unweighted = config.qk_norm is HeadNorm.UNWEIGHTED
+            if config.qk_norm is None or (is_unweighted and not self.rotates):
                 return None
             normalized = num_heads * dims if config.qk_norm is HeadNorm.FULL_WIDTH else dims
-            return norm(normalized, config.norm_eps, config, rngs)
+            return norm(normalized, config.norm_eps, config, rngs, use_scale=not is_unweighted)
 
         self.q = nnx.Linear(width, config.num_heads * dims, use_bias=config.qkv_bias, **dtypes)
         self.k = nnx.Linear(width, config.num_kv_heads * dims, use_bias=config.qkv_bias, **dtypes)
@@ -236,23 +252,31 @@ class GroupedAttention(nnx.Module):
         self.out = nnx.Linear(config.num_heads * dims, width, use_bias=config.out_bias, **dtypes)
         self.q_norm, self.k_norm = head_norm(config.num_heads), head_norm(config.num_kv_heads)
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), config.param_dtype)) if config.sinks else None
-        self.window = config.window(layer)
+        self.window, self.chunk = config.window(layer), config.chunk(layer)
+        self.temperature = None if self.rotates else config.temperature
 
     def __call__(
         self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None
     ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         q, k, v = self._heads(x)
-        q, k = self.config.rope(q, positions), self.config.rope(k, positions)
+        if self.rotates:
+            # A rotation keeps the norm of a head, so that norms before and after it are equal.
+            q, k = self.config.rope(q, positions), self.config.rope(k, positions)
+        elif self.temperature is not None:
+            q = (q * self.temperature(positions)[:, :, None, None]).astype(x.dtype)
         q, k, v = checkpoint_name((q, k, v), "attention")
         if cache is not None:
             cache = k, v = remember(cache, (k, v), positions)
         options: dict[str, Any] = {"scale": self.config.attention_scale, "window": self.window}
         options["sinks"] = None if self.sinks is None else self.sinks[...]
-        if cache is None:
-            y = causal_attention(q, k, v, self.mesh, segments=segments, **options)
+        if cache is not None:
+            y = attend(q, k, v, positions, chunk=self.chunk, **options)
         else:
-            y = attend(q, k, v, positions, **options)
+            # A chunk at least as long as the sequence limits nothing.
+            if self.chunk is not None and self.chunk < x.shape[1]:
+                segments = chunks_in(positions, self.chunk)
+            y = causal_attention(q, k, v, self.mesh, segments=segments, **options)
         y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 
@@ -273,9 +297,22 @@ class GroupedAttention(nnx.Module):
         return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
 
-def norm(width: int, eps: float, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def norm(width: int, eps: float, config: DecoderConfig, rngs: nnx.Rngs, *, use_scale: bool = True) -> nnx.RMSNorm:
     """Return an RMS norm computing in float32, for parameters of any dtype."""
-    return nnx.RMSNorm(width, epsilon=eps, dtype=jnp.float32, param_dtype=config.param_dtype, rngs=rngs)
+    options: dict[str, Any] = {"dtype": jnp.float32, "param_dtype": config.param_dtype, "use_scale": use_scale}
+    return nnx.RMSNorm(width, epsilon=eps, rngs=rngs, **options)
+
+
+StreamNorm = nnx.RMSNorm | nnx.LayerNorm
+"""Norm of the residual stream."""
+
+
+def stream_norm(config: DecoderConfig, rngs: nnx.Rngs) -> StreamNorm:
+    """Return a norm of the residual stream, computing in float32."""
+    if not config.layer_norm:
+        return norm(config.embed_dim, config.norm_eps, config, rngs)
+    options: dict[str, Any] = {"dtype": jnp.float32, "param_dtype": config.param_dtype, "use_fast_variance": False}
+    return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_eps, rngs=rngs, **options)
 
 
 def _dtypes(config: DecoderConfig) -> dict:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+import jax.numpy as jnp
+from jax import Array
+
 from jax_moe_lb import Losses, TopK
 from jax_moe_lb.core.experts import Activation
 from models.config import COMPUTE_DTYPES, require_positive
@@ -35,6 +38,25 @@ class HeadNorm(Enum):
     """Each head on its own: Qwen3, GLM-4.5."""
     FULL_WIDTH = "full width"
     """All heads together: OLMoE, MiniMax-M2."""
+    UNWEIGHTED = "unweighted"
+    """Each head on its own, without learned weights, in layers with rotary positions: Llama 4."""
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Factor on the queries of layers without rotary positions, growing with the position (arXiv 2501.19399).
+
+    Args:
+        floor: tokens between two steps of the factor.
+        scale: factor on the logarithm of the number of steps.
+    """
+
+    floor: float
+    scale: float
+
+    def __call__(self, positions: Array) -> Array:
+        """Return the float32 factors of int32 positions."""
+        return jnp.log1p(jnp.floor((positions + 1).astype(jnp.float32) / self.floor)) * self.scale + 1
 
 
 @dataclass(frozen=True)
@@ -66,11 +88,17 @@ class DecoderConfig:
         sinks: if True, each head has an attention-sink logit.
         windows: number of keys visible to a query, per layer, including its own; `None` is unlimited. Empty for no
             limit in any layer.
+        chunks: number of consecutive positions that see each other alone, per layer; `None` is unlimited. Empty for no
+            limit in any layer.
+        unrotated_layers: indices of the layers without rotary positions.
+        temperature: factor on the queries of these layers; `None` for none.
         latent: sizes of latent attention; `None` uses grouped-query attention.
         embed_scale: factor on embeddings.
         residual_scale: factor on what attention and experts add to the residual stream.
         logit_scale: factor on logits.
         tie_embeddings: if True, the output layer is the transposed embedding.
+        layer_norm: if True, the norms of the residual stream are layer norms with biases instead of RMS norms.
+        head_bias: if True, the output layer has a bias.
         num_further: number of multi-token prediction modules, for training; see `models.decoder.model`.
         activation: activation of the experts; `None` is SwiGLU.
         losses: router losses of training; `None` for none.
@@ -80,8 +108,8 @@ class DecoderConfig:
             `models.decoder.layers.scanned`.
 
     Raises:
-        ValueError: a size is below 1, `num_kv_heads` does not divide `num_heads`, a dtype is unknown, `windows` has
-            another length than `num_layers`, or all layers are dense.
+        ValueError: a size is below 1, `num_kv_heads` does not divide `num_heads`, a dtype is unknown, `windows` or
+            `chunks` has another length than `num_layers`, or all layers are dense.
     """
 
     vocab_size: int
@@ -107,11 +135,16 @@ class DecoderConfig:
     qk_norm: HeadNorm | None = None
     sinks: bool = False
     windows: tuple[int | None, ...] = ()
+    chunks: tuple[int | None, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
+    temperature: Temperature | None = None
     latent: Latent | None = None
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     tie_embeddings: bool = False
+    layer_norm: bool = False
+    head_bias: bool = False
     num_further: int = 0
     activation: Activation | None = None
     losses: Losses | None = None
@@ -130,11 +163,16 @@ class DecoderConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(COMPUTE_DTYPES)}")
         if set(range(self.num_layers)) <= set(self.dense_layers):
             raise ValueError(f"dense_layers contains all {self.num_layers} layers; expected at least one with experts")
-        if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"windows has {len(self.windows)} entries; expected one for each of {self.num_layers} layers"
-            )
+        for name in ("windows", "chunks"):
+            if getattr(self, name) and len(getattr(self, name)) != self.num_layers:
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries; expected one for each of {self.num_layers} layers"
+                )
 
     def window(self, layer: int) -> int | None:
         """Return the number of keys visible to a query of a layer; `None` is unlimited."""
         return self.windows[layer] if self.windows else None
+
+    def chunk(self, layer: int) -> int | None:
+        """Return the number of consecutive positions that see each other alone in a layer; `None` is unlimited."""
+        return self.chunks[layer] if self.chunks else None

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax_moe_lb import ExpertConfig, Losses, MoE, Precision, SharedExpert, Stats, System, Topology
 from jax_moe_lb.nn import SharedMix
 from models.data.marks import positions_in
-from models.decoder.attention import Cache, GroupedAttention, LatentAttention, norm
+from models.decoder.attention import Cache, GroupedAttention, LatentAttention, norm, stream_norm
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import Rules, scanned
 from models.mesh import batch_sharding
@@ -105,13 +105,13 @@ class DecoderBlock(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.residual_scale = config.residual_scale
-        self.attention_norm = norm(config.embed_dim, config.norm_eps, config, rngs)
+        self.attention_norm = stream_norm(config, rngs)
         self.attention: GroupedAttention | LatentAttention
         if config.latent is None:
             self.attention = GroupedAttention(config, layer, mesh=mesh, rngs=rngs)
         else:
             self.attention = LatentAttention(config, config.latent, mesh=mesh, rngs=rngs)
-        self.moe_norm = norm(config.embed_dim, config.norm_eps, config, rngs)
+        self.moe_norm = stream_norm(config, rngs)
         self.dense = FeedForward(config, rngs=rngs) if layer in config.dense_layers else None
         where: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rules": rules}
         self.moe = None if self.dense else _experts(config, **where, rngs=rngs)
@@ -180,8 +180,8 @@ class Decoder(nnx.Module):
         self.embed = nnx.Embed(config.vocab_size, config.embed_dim, dtype=config.compute_dtype, **dtypes)
         options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rules": rules, "rngs": rngs}
         self.blocks = nnx.List([DecoderBlock(config, layer, **options) for layer in range(config.num_layers)])
-        self.norm = norm(config.embed_dim, config.norm_eps, config, rngs)
-        words: dict[str, Any] = {"use_bias": False, "dtype": config.compute_dtype, **dtypes}
+        self.norm = stream_norm(config, rngs)
+        words: dict[str, Any] = {"use_bias": config.head_bias, "dtype": config.compute_dtype, **dtypes}
         self.head = None if config.tie_embeddings else nnx.Linear(config.embed_dim, config.vocab_size, **words)
         further = range(config.num_layers, config.num_layers + config.num_further)
         blocks = (DecoderBlock(config, layer, **options) for layer in further)

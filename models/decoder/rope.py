@@ -1,4 +1,4 @@
-"""Rotary position embedding, with linear, llama3 and YaRN scaling for long contexts."""
+"""Rotary position embedding, with linear, llama3, YaRN and LongRoPE scaling for long contexts."""
 
 import math
 from dataclasses import dataclass
@@ -67,7 +67,9 @@ class Rope:
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
         turns = self.original_positions * plain / (2 * math.pi)
-        share = np.clip((turns - self.low_frequency) / (self.high_frequency - self.low_frequency), 0, 1)
+        # Equal bounds, as in Llama 4, are a step.
+        between = max(self.high_frequency - self.low_frequency, 1e-9)
+        share = np.clip((turns - self.low_frequency) / between, 0, 1)
         return (1 - share) * plain / self.factor + share * plain
 
     def _yarn(self, plain: np.ndarray) -> np.ndarray:
@@ -89,13 +91,57 @@ class Rope:
         permuted alike, so scores do not change.
         """
         # bfloat16 cannot represent integers between 256 and 258, so angles are float32.
-        angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(self.frequencies())[None, None, None]
-        sin, cos = jnp.sin(angles) * self.attention_factor, jnp.cos(angles) * self.attention_factor
+        frequencies, factor = self._of_sequences(positions)
+        angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[:, None, None]
+        sin, cos = jnp.sin(angles) * factor, jnp.cos(angles) * factor
         wide = x[..., : self.dim].astype(jnp.float32)
         half = self.dim // 2
         left, right = (wide[..., ::2], wide[..., 1::2]) if self.interleaved else (wide[..., :half], wide[..., half:])
         turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
         return jnp.concatenate([turned, x[..., self.dim :]], -1) if self.dim < x.shape[-1] else turned
+
+    def _of_sequences(self, positions: Array) -> tuple[Array, Array | float]:
+        """Return the frequencies `[1 or B, dim / 2]` and the factor on queries and keys, a scalar or `[B, 1, 1, 1]`."""
+        del positions
+        return jnp.asarray(self.frequencies())[None], self.attention_factor
+
+
+@dataclass(frozen=True)
+class LongRope(Rope):
+    """Rotary position embedding with two sets of frequencies, for short and for long sequences.
+
+    A sequence is long if it has more than `original_positions` positions.
+
+    Args:
+        short_factors: divisors of the frequencies of short sequences, `dim / 2` numbers.
+        long_factors: divisors of the frequencies of long sequences.
+        short_scale: factor on the rotated queries and keys of short sequences.
+        long_scale: factor on those of long sequences.
+
+    Raises:
+        ValueError: there are not `dim / 2` divisors.
+
+    Reference:
+        LongRoPE, arXiv 2402.13753, as in Phi-3.5-MoE. `transformers` 5.24 applies the short divisors to long sequences,
+        unlike the authors' code.
+    """
+
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    short_scale: float = 1.0
+    long_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
+            if len(factors) != self.dim // 2 or min(factors) <= 0:
+                raise ValueError(f"{name} has {len(factors)} numbers; expected {self.dim // 2} positive ones")
+
+    def _of_sequences(self, positions: Array) -> tuple[Array, Array | float]:
+        is_long = positions.max(1) >= self.original_positions
+        short, long = (self.frequencies() / np.float32(factors) for factors in (self.short_factors, self.long_factors))
+        scale = jnp.where(is_long, jnp.float32(self.long_scale), jnp.float32(self.short_scale))
+        return jnp.where(is_long[:, None], long[None], short[None]), scale[:, None, None, None]
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:

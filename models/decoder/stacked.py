@@ -15,6 +15,7 @@ from jax_moe_lb import Stats
 from jax_moe_lb.routing import updated_bias
 from models.config import LoraConfig
 from models.data.marks import positions_in, predicted, segments, words
+from models.decoder.attention import StreamNorm
 from models.decoder.layers import KEPT, ParameterGather, add_adapters, period_of, scan_stacked, split
 from models.decoder.model import Decoder, DecoderBlock, scaled
 from models.mesh import batch_sharding
@@ -124,7 +125,7 @@ class StackedDecoder(nnx.Module):
                 moe.bias[...] = jax.vmap(partial(updated_bias, rate=rate))(bias, load)
             first += sum(moe.bias.shape[0] for moe in layers)
 
-    def _cross_entropy(self, norm: nnx.RMSNorm, x: Array, targets: Array, are_counted: Array, head: Array) -> Array:
+    def _cross_entropy(self, norm: StreamNorm, x: Array, targets: Array, are_counted: Array, head: Array) -> Array:
         """Return the sum of the cross-entropies of the counted targets."""
         length = x.shape[1]
 
@@ -177,7 +178,7 @@ class StackedDecoder(nnx.Module):
         gathered = [(path, variable.replace(gather.one(path, variable))) for path, variable in outside]
         return nnx.merge(graph, nnx.from_flat_state([*gathered, *inside]))
 
-    def _logits(self, norm: nnx.RMSNorm, x: Array, head: Array) -> Array:
+    def _logits(self, norm: StreamNorm, x: Array, head: Array) -> Array:
         logits = jnp.matmul(norm(x).astype(x.dtype), head).astype(jnp.float32)
         return scaled(logits, self.config.logit_scale)
 

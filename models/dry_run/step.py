@@ -183,21 +183,22 @@ def decoder_flops_per_token(config: DecoderConfig, sequence_length: int) -> int:
 
     Args:
         config: sizes of the model.
-        sequence_length: tokens per sequence; a token attends to those before it, or to a window of them.
+        sequence_length: tokens per sequence; a token attends to those before it, in a window or its chunk.
     """
     # An embedding is a lookup, not a matrix product.
     products = num_params(config)[1] - (0 if config.tie_embeddings else config.vocab_size * config.embed_dim)
     latent = config.latent
     channels = latent.plain_dim + latent.rotated_dim + latent.value_dim if latent else 2 * config.head_dim
     attention = sum(
-        _keys_seen(sequence_length, config.window(layer)) * config.num_heads * channels
+        _keys_seen(sequence_length, config.window(layer), config.chunk(layer)) * config.num_heads * channels
         for layer in range(config.num_layers)
     )
     return 2 * BACKWARD * (products + attention)
 
 
-def _keys_seen(length: int, window: int | None) -> int:
+def _keys_seen(length: int, window: int | None, chunk: int | None) -> int:
     """Return the number of keys visible to a query, on average."""
+    length = length if chunk is None else min(chunk, length)
     reach = length if window is None else min(window, length)
     return (reach * (reach + 1) // 2 + (length - reach) * reach) // length
 

@@ -13,6 +13,7 @@ from models.architectures.published import PUBLISHED
 from models.architectures.registry import configured
 from models.config import COMPUTE_DTYPES, ModelConfig
 from models.decoder.config import DecoderConfig
+from models.decoder.sparse_mixer import SparseMixer
 from models.settings import Given, layered
 
 PUBLISHED_NAMES = {name.lower(): name for name in PUBLISHED}
@@ -66,6 +67,10 @@ def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source |
     name, folder = PUBLISHED_NAMES.get(model.checkpoint), Path(model.checkpoint)
     fields = read_fields(folder, limits) if name is None else Fields(json.dumps(PUBLISHED[name]))
     config = configured(fields, scan_layers=True, predict_further=model.further_weight > 0, **options)
+    if isinstance(config.router, SparseMixer):
+        raise ValueError(
+            "model_type is 'phimoe'; expected another to train, as training with SparseMixer samples experts"
+        )
     if model.bias_rate and not config.router.selection_bias:
         raise ValueError(f"model.bias_rate is {model.bias_rate}; expected 0, as the model has no routing biases")
     losses = Losses(switch=model.aux_loss, z=model.z_loss)

@@ -136,6 +136,40 @@ CONFIGS = {
     ),
     "solar_open": ("SolarOpenConfig", SIGMOID | {"attention_bias": True, "first_k_dense_replace": 0}),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", LATENT),
+    "llama4_text": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 40,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 5,
+            "floor_scale": 3,
+        },
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        {
+            "num_local_experts": 8,
+            "intermediate_size": 24,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.4,
+            "sliding_window": 7,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.5, 2.0, 3.0],
+                "long_factor": [4.0, 5.0, 6.0, 7.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.4,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

@@ -1,0 +1,53 @@
+"""Router of Phi-3.5-MoE."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_moe_lb import TopK
+from jax_moe_lb.core.types import iota
+from jax_moe_lb.routing import Routing, TokenInfo
+
+
+@dataclass(frozen=True)
+class SparseMixer(TopK):
+    """Router with two experts per token, each weighted by a softmax over the logits near its own.
+
+    The second expert is the best without the first. Inference only: training samples experts and estimates the gradient
+    of the choice.
+
+    Args:
+        jitter: half of the largest distance of a logit in the softmax, relative to its magnitude or to the best logit.
+
+    Reference:
+        Liu et al. 2024, GRIN, arXiv 2409.12136; `sparsemixer` of the published code.
+    """
+
+    jitter: float = 0.01
+
+    def __call__(self, logits: Array, bias: Array | None = None, info: TokenInfo = TokenInfo()) -> Routing:
+        """Route tokens.
+
+        Args:
+            logits: `[T, E]`, float32 or wider.
+            bias: unused.
+            info: unused.
+
+        Returns:
+            The routing, with `K = 2`.
+        """
+        del bias, info
+        first = jnp.argmax(logits, -1)
+        others = jnp.where(iota(logits.shape[1])[None] == first[:, None], -jnp.inf, logits)
+        experts = jnp.stack([first, jnp.argmax(others, -1)], -1).astype(jnp.int32)
+        weights = jnp.concatenate([self._weight(logits, logits), self._weight(others, logits)], -1)
+        return Routing(experts, weights, logits, jax.nn.softmax(logits, -1))
+
+    def _weight(self, offered: Array, logits: Array) -> Array:
+        """Return the weight of the best offered logit, `[T, 1]`."""
+        best = offered.max(-1, keepdims=True)
+        distance = (best - logits) / jnp.maximum(jnp.abs(logits), best)
+        near = jnp.where(distance > 2 * self.jitter, -jnp.inf, offered)
+        return jax.nn.softmax(near, -1).max(-1, keepdims=True)
