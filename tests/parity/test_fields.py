@@ -13,6 +13,7 @@ from tests.parity.references import CONFIGS, USUAL
 SIZES = {
     "hidden_size",
     "intermediate_size",
+    "intermediate_size_mlp",
     "kv_lora_rank",
     "moe_intermediate_size",
     "moe_num_experts",
@@ -42,6 +43,7 @@ WITHOUT_EFFECT = {
     "eos_token_id",
     "id2label",
     "initializer_range",
+    "input_jitter_noise",
     "is_encoder_decoder",
     "label2id",
     "max_position_embeddings",
@@ -64,13 +66,26 @@ WITHOUT_EFFECT = {
 
 DERIVED = {
     "deepseek_v3": {"head_dim", "qk_head_dim", "num_key_value_heads"},
+    "llama4_text": {"interleave_moe_layer_step", "no_rope_layer_interval"},
     "glm4_moe_lite": {"first_k_dense_replace", "head_dim", "qk_head_dim", "num_key_value_heads"},
     "qwen2_moe": {"head_dim", "max_window_layers", "sliding_window"},
     "qwen3_moe": {"sliding_window", "max_window_layers"},
     "dots1": {"max_window_layers"},
+    "phimoe": {"original_max_position_embeddings"},
     "solar_open": {"first_k_dense_replace", "intermediate_size"},
 }
 """Fields that repeat others: `transformers` ignores them, or they only matter for a refused feature."""
+
+REQUIRED_ROPE = {
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "long_mscale",
+    "low_freq_factor",
+    "short_factor",
+    "short_mscale",
+}
+"""Rotary settings without which `transformers` refuses a file."""
 
 
 def ours(raw):
@@ -126,7 +141,7 @@ def test_absent_fields_have_the_defaults_of_transformers(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_absent_rope_settings_have_the_defaults_of_transformers(name):
     fields = whole(name)
-    for key in fields["rope_parameters"].keys() - {"factor", "low_freq_factor", "high_freq_factor"}:
+    for key in fields["rope_parameters"].keys() - REQUIRED_ROPE:
         rope = {one: value for one, value in fields["rope_parameters"].items() if one not in (key, "type")}
         raw = fields | {"rope_parameters": rope}
         assert ours(raw) == ours(filled_in(name, raw)), key
@@ -164,6 +179,27 @@ def test_fields_that_change_the_outputs_are_refused_by_name(name, field, value):
     fields = whole(name)
     assert not isinstance(ours(fields), str)
     assert ours(fields | {field: value}).startswith(f"config.json: {field} is ")
+
+
+def test_phimoe_reads_the_jitter_of_its_router():
+    """Elsewhere it has an effect in training alone."""
+    fields = whole("phimoe")
+    assert ours(fields | {"router_jitter_noise": 0.2}).router.jitter == 0.2
+
+
+@pytest.mark.parametrize("name", ["short_factor", "long_factor", "short_mscale", "long_mscale"])
+def test_longrope_without_a_setting_is_refused(name):
+    fields = whole("phimoe")
+    rope = {key: value for key, value in fields["rope_parameters"].items() if key != name}
+    assert ours(fields | {"rope_parameters": rope}).startswith(f"config.json: rope_parameters.{name} is None; expected")
+
+
+def test_llama4_reads_the_steps_of_its_lists():
+    fields = {key: value for key, value in whole("llama4_text").items() if not key.endswith("_layers")}
+    fields |= {"num_hidden_layers": 4, "layer_types": None, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3}
+    config = ours(fields)
+    assert (config.dense_layers, config.unrotated_layers, config.chunks) == ((0, 2), (2,), (5, 5, None, 5))
+    assert "layer_types is ['sliding" in ours(fields | {"layer_types": ["sliding_attention"] * 4})
 
 
 def test_kimi_k2_is_deepseek_v3():

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb import ExpertConfig, MoE, TokenInfo, TopK, Topology
+from jax_moe_lb import ExpertConfig, Experts, MoE, TokenInfo, TopK, Topology
 from jax_moe_lb.routing import ExpertChoice, HashRouter, NoisyTopK
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import NO_EXPERT, tokens_per_expert
@@ -48,6 +50,39 @@ def test_a_hash_gives_different_experts_and_uses_all(per_tok, num_experts):
     assert all(len(set(experts)) == per_tok for experts in routing.experts[:64].tolist())
     load = tokens_per_expert(routing.experts.reshape(1, -1), num_experts)[0]
     assert 2 * load.min() > load.max()
+
+
+@pytest.mark.slow
+def test_scaled_inputs_equal_scaled_tokens():
+    """Values and gradients of a balanced layer equal those of every token times its score."""
+    mesh = make_mesh((4,), ("expert",))
+    score = TopK(1, score=jax.nn.sigmoid, renormalise=False)
+    options = {"mesh": mesh, "system": "exact", "experts": ExpertConfig(INNER)}
+    layer = MoE(WIDTH, NUM_EXPERTS, replace(score, scale_inputs=True), **options, rngs=nnx.Rngs(0))
+    x, target = (jax.random.normal(jax.random.key(i), (32, WIDTH)) for i in (1, 2))
+    mask = jnp.arange(32) % 5 != 0
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def ours(params, x):
+        return (nnx.merge(graph, params, rest, copy=True)(x, mask)[0] * target).sum()
+
+    def dense(params, x):
+        kernel, experts = params["kernel"][...], Experts(*(params[name][...] for name in ("up", "down", "gate")))
+        weights = score(jnp.matmul(x, kernel, precision="highest")).weights
+        # The routing does not change, as every row of logits has one positive factor.
+        one = TopK(1, score=jax.nn.sigmoid)
+        return (dense_moe(x * weights, kernel, experts, one, mask) * target).sum()
+
+    run = jax.jit(lambda params, x: [jax.value_and_grad(loss, (0, 1))(params, x) for loss in (ours, dense)])
+    got, want = run(params, x)
+    assert_close(got, want, 1e-5)
+
+
+def test_inputs_of_several_experts_are_not_scaled():
+    mesh = make_mesh((1,), ("expert",))
+    layer = MoE(WIDTH, 4, TopK(2, scale_inputs=True), mesh=mesh, experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="num_experts_per_tok is 2; expected 1, as"):
+        nnx.eval_shape(layer, jnp.zeros((4, WIDTH)))
 
 
 def test_bad_routers_are_refused():

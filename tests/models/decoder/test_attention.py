@@ -180,6 +180,20 @@ def test_cudnn_attention_lowers_to_two_kernels(widths, num_calls):
     assert "64x64xf32" not in text
 
 
+def test_chunks_begin_with_their_document():
+    positions = jnp.asarray([[0, 1, 2, 3, 4, 0, 1, 2]])
+    assert scores.chunks_in(positions, 2).tolist() == [[1, 1, 2, 2, 3, 4, 4, 5]]
+
+
+def test_chunks_of_cached_keys_equal_those_of_whole_sequences():
+    q, k, v, _ = inputs(7, jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(7)[None], q.shape[:2])
+    whole = scores.attend(q, k, v, positions, scale=1.0, segments=scores.chunks_in(positions, 3), whole=True)
+    cached = scores.attend(q, k, v, positions, scale=1.0, chunk=3)
+    np.testing.assert_allclose(cached, whole, rtol=1e-6)
+    np.testing.assert_allclose(whole[:, 3], v[:, 3], rtol=1e-6)  # the first of a chunk sees itself alone
+
+
 def test_layers_repeat_with_the_period_of_their_windows():
     assert period_of("ababab") == 2
     assert period_of("aaaa") == 1

@@ -10,13 +10,14 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from models import train
-from models.config import ParallelConfig
+from models.config import ModelConfig, ParallelConfig
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
 from models.mesh import make_mesh
 from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import RunFolder
-from models.tiny_checkpoint import SIZES, write_tiny
+from models.tiny_checkpoint import SIZES, tiny_config, write_tiny
+from models.training.source import source_of
 from models.training.step import next_token_loss
 from tests.models.processes import end, free_port, start
 
@@ -140,6 +141,12 @@ def test_bad_options_are_refused(checkpoint, options, message):
     result = CliRunner().invoke(train.app, [str(checkpoint), *options])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {message}"), result.stderr
+
+
+def test_sampled_routing_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(tiny_config("phimoe"))
+    with pytest.raises(ValueError, match="model_type is 'phimoe'; expected another one, as its training samples"):
+        source_of(ModelConfig(checkpoint=str(tmp_path)))
 
 
 def test_a_run_is_not_written_into_its_checkpoint(checkpoint):

@@ -1,0 +1,39 @@
+"""Rotary positions of long sequences."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.decoder.rope import LongRope, Rope
+
+LONG = LongRope(
+    4,
+    base=100.0,
+    original_positions=3,
+    short_factors=(1.0, 2.0),
+    long_factors=(4.0, 5.0),
+    short_scale=1.5,
+    long_scale=2.0,
+)
+
+
+def test_a_sequence_longer_than_the_original_ones_has_the_long_factors():
+    x = np.random.default_rng(0).normal(size=(2, 4, 1, 4)).astype(np.float32)
+    positions = np.asarray([[0, 1, 2, 2], [0, 1, 2, 3]])
+    for line, (factors, scale) in enumerate((((1.0, 2.0), 1.5), ((4.0, 5.0), 2.0))):
+        angles = positions[line, :, None] / np.asarray(factors) / np.asarray([1.0, 10.0])
+        turned = (x[line, :, 0, :2] + 1j * x[line, :, 0, 2:]) * np.exp(1j * angles) * scale
+        got = LONG(jnp.asarray(x), jnp.asarray(positions, jnp.int32))[line, :, 0]
+        np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sequence_has_the_long_factors_of_all_channels():
+    with pytest.raises(ValueError, match="long_factor has 1 numbers; expected 2 positive ones"):
+        LongRope(4, short_factors=(1.0, 1.0), long_factors=(1.0,))
+
+
+def test_equal_bounds_of_llama3_are_a_step():
+    """Llama 4 has them: a frequency is either unchanged or divided."""
+    rope = Rope(8, base=1e4, kind="llama3", factor=16.0, original_positions=60, low_frequency=1.0, high_frequency=1.0)
+    plain = Rope(8, base=1e4).frequencies()
+    np.testing.assert_allclose(rope.frequencies(), plain / [1, 16, 16, 16], rtol=1e-6)
