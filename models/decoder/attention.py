@@ -52,21 +52,21 @@ def causal_attention(
         window: number of keys visible to a query, including its own; `None` (default) is unlimited.
         sinks: `[N]`, one attention-sink logit per head; `None` (default) for none.
         segments: int32 `[B, T]`, the number of each token's document; a query sees only its own. `None` (default) for
-            one document per sequence. With sinks or latent attention these scores are computed in blocks.
+            one document per sequence. cuDNN's kernel reads a mask `[B, 1, T, T]` made from them.
 
     Returns:
         Outputs `[B, T, N, V]`, in the dtype of `q`.
     """
     usual = q.shape[-1] ** -0.5
     scale, is_usual = usual if scale is None else scale, scale in (None, usual)
-    if has_cudnn_kernel(mesh, q, v):
+    # The gradient of cuDNN's kernel with a mask needs an even length.
+    if has_cudnn_kernel(mesh, q, v) and (segments is None or q.shape[1] % 2 == 0):
         if sinks is None and q.shape[-1] == v.shape[-1]:
             reach = None if window is None else (window - 1, 0)
             mask = None if segments is None else (segments[:, :, None] == segments[:, None])[:, None]
             options: dict[str, Any] = {"is_causal": True, "local_window_size": reach, "implementation": "cudnn"}
             return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, **options)
-        if segments is None:
-            return cudnn_attention(q, k, v, sinks, scale, window)
+        return cudnn_attention(q, k, v, sinks, segments, scale, window)
     if is_usual and window is None and sinks is None and segments is None and q.shape[-1] == v.shape[-1]:
         return attention_in_blocks(q, k, v)
     positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])

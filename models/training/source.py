@@ -68,9 +68,7 @@ def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source |
     fields = read_fields(folder, limits) if name is None else Fields(json.dumps(PUBLISHED[name]))
     config = configured(fields, scan_layers=True, predict_further=model.further_weight > 0, **options)
     if isinstance(config.router, SparseMixer):
-        raise ValueError(
-            "model_type is 'phimoe'; expected another to train, as training with SparseMixer samples experts"
-        )
+        raise ValueError("model_type is 'phimoe'; expected another one, as its training samples experts (SparseMixer)")
     if model.bias_rate and not config.router.selection_bias:
         raise ValueError(f"model.bias_rate is {model.bias_rate}; expected 0, as the model has no routing biases")
     losses = Losses(switch=model.aux_loss, z=model.z_loss)

@@ -111,26 +111,30 @@ def test_the_devices_of_the_mesh_choose_the_kernel(kind, dtype, widths, has_kern
     assert has_cudnn_kernel(mesh, q, v) == has_kernel
 
 
-def scores_of(q, k, scale, window):
+def scores_of(q, k, segments, scale, window):
     """Return masked scores `[B, N, T, S]`, as cuDNN's kernel computes them."""
     keys = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
     query, key = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
-    seen = (key <= query) & (key > query - (q.shape[1] if window is None else window))
+    seen = ((key <= query) & (key > query - (q.shape[1] if window is None else window)))[None, None]
+    if segments is not None:
+        # The kernel adds the bias to the scores.
+        outside = cudnn_attention._other_operands(q.astype(jnp.bfloat16), segments)[0] < -1e9
+        seen = seen & ~outside
     return jnp.where(seen, jnp.einsum("btnc,bsnc->bnts", q, keys) * scale, -jnp.inf)
 
 
-def cudnn_forward(q, k, v, scale, window):
+def cudnn_forward(q, k, v, segments, scale, window):
     """Write out cuDNN's forward primitive."""
-    scores = scores_of(q, k, scale, window)
+    scores = scores_of(q, k, segments, scale, window)
     values = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
     return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores, -1), values), jax.nn.logsumexp(scores, -1)
 
 
-def cudnn_backward(q, k, v, total, out, upstream, scale, window):
+def cudnn_backward(q, k, v, segments, total, out, upstream, scale, window):
     """Write out cuDNN's backward primitive, which takes the statistics and outputs as given."""
     groups = q.shape[2] // k.shape[2]
     keys, values = jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2)
-    shares = jnp.exp(scores_of(q, k, scale, window) - total[..., None])
+    shares = jnp.exp(scores_of(q, k, segments, scale, window) - total[..., None])
     product = jnp.einsum("btnv,btnv->bnt", upstream, out)
     inner = shares * (jnp.einsum("btnv,bsnv->bnts", upstream, values) - product[..., None]) * scale
     summed = [jnp.einsum("bnts,btnc->bsnc", *pair) for pair in ((inner, q), (shares, upstream))]
@@ -140,9 +144,9 @@ def cudnn_backward(q, k, v, total, out, upstream, scale, window):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 3])
-def test_cudnn_attention_equals_plain_attention(has_sinks, window, monkeypatch):
-    """Values and gradients of latent widths, groups, windows and sinks, with the primitives written out."""
+@pytest.mark.parametrize(("window", "segments"), [(None, None), (3, None), (4, [[0, 0, 0, 1, 1, 1, 1, 1, 2], [0] * 9])])
+def test_cudnn_attention_equals_plain_attention(has_sinks, window, segments, monkeypatch):
+    """Values and gradients of latent widths, groups, windows, sinks and documents, with the primitives written out."""
     monkeypatch.setattr(cudnn_attention, "forward", cudnn_forward)
     monkeypatch.setattr(cudnn_attention, "backward", cudnn_backward)
     shapes = ((2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6), (2, 9, 4, 6))
@@ -151,12 +155,14 @@ def test_cudnn_attention_equals_plain_attention(has_sinks, window, monkeypatch):
     )
     sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0]) if has_sinks else None
     positions = jnp.broadcast_to(jnp.arange(9)[None], (2, 9))
+    segments = None if segments is None else jnp.asarray(segments, jnp.int32)
 
     def fused(q, k, v, sinks):
-        return cudnn_attention.cudnn_attention(q, k, v, sinks, 0.3, window)
+        return cudnn_attention.cudnn_attention(q, k, v, sinks, segments, 0.3, window)
 
     def plain(q, k, v, sinks):
-        return scores.attend(q, k, v, positions, scale=0.3, window=window, sinks=sinks, whole=True)
+        options = {"scale": 0.3, "window": window, "sinks": sinks, "segments": segments}
+        return scores.attend(q, k, v, positions, **options, whole=True)
 
     def with_gradients(function):
         out, transposed = jax.vjp(function, q, k, v, sinks)
@@ -166,17 +172,22 @@ def test_cudnn_attention_equals_plain_attention(has_sinks, window, monkeypatch):
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), ours, want)
 
 
-@pytest.mark.parametrize(("widths", "num_calls"), [((192, 128), 2), ((64, 64), 2)])
-def test_cudnn_attention_lowers_to_two_kernels(widths, num_calls):
+@pytest.mark.parametrize("in_documents", [False, True])
+@pytest.mark.parametrize("widths", [(192, 128), (64, 64)])
+def test_cudnn_attention_lowers_to_two_kernels(widths, in_documents):
     q, k = (jax.ShapeDtypeStruct((1, 64, heads, widths[0]), jnp.bfloat16) for heads in (4, 2))
     v = jax.ShapeDtypeStruct((1, 64, 2, widths[1]), jnp.bfloat16)
     sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
 
-    def loss(q, k, v, sinks):
-        return cudnn_attention.cudnn_attention(q, k, v, sinks, 0.3, 16).astype(jnp.float32).sum()
+    segments = jax.ShapeDtypeStruct((1, 64), jnp.int32) if in_documents else None
 
-    text = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(q, k, v, sinks).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__cudnn$fmhaSoftmax") == num_calls
+    def loss(q, k, v, sinks, segments):
+        return cudnn_attention.cudnn_attention(q, k, v, sinks, segments, 0.3, 16).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(q, k, v, sinks, segments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    name = "__cudnn$fmhaScaleBiasSoftmax" if in_documents else "__cudnn$fmhaSoftmax"
+    assert text.count(f"{name}(") + text.count(f"{name}Backward(") == 2
     assert "64x64xf32" not in text
 
 
