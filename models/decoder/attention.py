@@ -225,6 +225,21 @@ def chunks_in(positions: Array, chunk: int) -> Array:
     return jnp.cumsum((positions % chunk == 0).astype(jnp.int32), 1)
 
 
+class Linear(nnx.Linear):
+    """Linear map, plus the low-rank map of its adapters if `add_adapters` added some.
+
+    Both are applied to the tokens, so that the gradient of the adapters needs none of the matrix.
+    """
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        """Apply the map to tokens `[B, T, H]`."""
+        y = super().__call__(inputs, out_sharding)
+        if not hasattr(self, "kernel_a"):
+            return y
+        a, b = (adapter[...].astype(y.dtype) for adapter in (self.kernel_a, self.kernel_b))
+        return y + jnp.matmul(jnp.matmul(inputs.astype(y.dtype), a), b)
+
+
 class GroupedAttention(nnx.Module):
     """Grouped-query attention with rotary positions, and optional head norms, biases, sinks, windows and chunks.
 
@@ -246,10 +261,10 @@ class GroupedAttention(nnx.Module):
             normalized = num_heads * dims if config.qk_norm is HeadNorm.FULL_WIDTH else dims
             return norm(normalized, config.norm_eps, config, rngs, use_scale=not is_unweighted)
 
-        self.q = nnx.Linear(width, config.num_heads * dims, use_bias=config.qkv_bias, **dtypes)
-        self.k = nnx.Linear(width, config.num_kv_heads * dims, use_bias=config.qkv_bias, **dtypes)
-        self.v = nnx.Linear(width, config.num_kv_heads * dims, use_bias=config.qkv_bias, **dtypes)
-        self.out = nnx.Linear(config.num_heads * dims, width, use_bias=config.out_bias, **dtypes)
+        self.q = Linear(width, config.num_heads * dims, use_bias=config.qkv_bias, **dtypes)
+        self.k = Linear(width, config.num_kv_heads * dims, use_bias=config.qkv_bias, **dtypes)
+        self.v = Linear(width, config.num_kv_heads * dims, use_bias=config.qkv_bias, **dtypes)
+        self.out = Linear(config.num_heads * dims, width, use_bias=config.out_bias, **dtypes)
         self.q_norm, self.k_norm = head_norm(config.num_heads), head_norm(config.num_kv_heads)
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), config.param_dtype)) if config.sinks else None
         self.window, self.chunk = config.window(layer), config.chunk(layer)
@@ -341,9 +356,9 @@ class LatentAttention(nnx.Module):
         self.config, self.latent, self.mesh = config, latent, mesh
         width, num_heads, q_width = config.embed_dim, config.num_heads, latent.query_rank
 
-        def linear(inner: int, outer: int, use_bias: bool = False) -> nnx.Linear:
+        def linear(inner: int, outer: int, use_bias: bool = False) -> Linear:
             dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype}
-            return nnx.Linear(inner, outer, use_bias=use_bias, rngs=rngs, **dtypes)
+            return Linear(inner, outer, use_bias=use_bias, rngs=rngs, **dtypes)
 
         self.q_down = None if q_width is None else linear(width, q_width, config.qkv_bias)
         self.q_norm = None if q_width is None else norm(q_width, LATENT_EPS, config, rngs)

@@ -69,8 +69,8 @@ ADAPTED = re.compile(r"attention\.\w+\.kernel|moe\.(up|gate|down)")
 def add_adapters(block: nnx.Module, rank: int, mesh: Mesh, rngs: nnx.Rngs) -> None:
     """Add adapters to a stack of blocks: for a matrix `[..., I, O]` of each, `[..., I, rank]` and `[..., rank, O]`.
 
-    They are attributes beside the matrix, with its name and `_a` or `_b`. Their product, initially 0, is added to the
-    matrix by `ParameterGather`.
+    They are attributes beside the matrix, with its name and `_a` or `_b`. Their product is initially 0.
+    `ParameterGather` adds it to the matrices of experts; attention applies it to its tokens.
 
     Args:
         block: the stack, with parameters sharded by `split`.
@@ -122,19 +122,23 @@ class ParameterGather:
     adapter_scale: float = 1.0
 
     def __call__(self, state: nnx.State, first: int = 0) -> nnx.State:
-        """Gather all parameters of a state.
+        """Gather all parameters of a state, and apply the factor of its adapters.
 
         Args:
             state: state of a model or a layer.
             first: number of leading dimensions removed since `split`; 1 for a layer of a stack.
         """
-        flat = nnx.to_flat_state(state)
-        values = {path: self.one(path, variable, first) for path, variable in flat}
+        variables: dict[Any, Any] = dict(nnx.to_flat_state(state))
+        values = {path: self.one(path, variable, first) for path, variable in variables.items()}
         for *inside, name in list(values):
             matrix, a, b = ((*inside, f"{name}{suffix}") for suffix in ("", "_a", "_b"))
-            if a in values:
+            if a not in values:
+                continue
+            if variables[matrix].get_metadata("gathered"):
+                values[b] = values[b] * self.adapter_scale
+            else:
                 values[matrix] = adapted(values[matrix], values[a], values[b], self.adapter_scale)
-        return nnx.from_flat_state([(path, variable.replace(values[path])) for path, variable in flat])
+        return nnx.from_flat_state([(path, variable.replace(values[path])) for path, variable in variables.items()])
 
     def one(self, path: tuple[Any, ...], variable: nnx.Variable, first: int = 0) -> Any:
         """Gather the value of one variable; the arguments match those of `__call__`."""

@@ -1,0 +1,86 @@
+"""Adapters equal merged weights, and frozen matrices have no gradient."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.architectures.config_json import Fields
+from models.architectures.registry import configured
+from models.config import BatchConfig, LoraConfig, ModelConfig, ParallelConfig, TrainConfig
+from models.decoder.layers import adapted
+from models.mesh import batch_sharding, make_mesh, make_system
+from models.tiny_checkpoint import tiny_config
+from models.training.step import make_programs
+
+NUM_LAYERS, RANK = 3, 2
+WIDTHS = {"hidden_size": 96, "head_dim": 40, "intermediate_size": 160, "num_local_experts": 4}
+MATRICES = {(96, 160), (96, 80), (160, 96)}
+"""Shapes of the matrices of attention."""
+
+
+def programs_of(rank, parallel):
+    """Return the programs of a small Mixtral, and its tokens."""
+    fields = json.loads(tiny_config("mixtral")) | WIDTHS | {"num_hidden_layers": NUM_LAYERS}
+    decoder, mesh = configured(Fields(json.dumps(fields)), scan_layers=True), make_mesh(parallel)
+    config = TrainConfig(
+        model=ModelConfig(checkpoint="tiny"),
+        parallel=parallel,
+        lora=LoraConfig(rank=rank),
+        batch=BatchConfig(size=4, sequence_length=32),
+        steps=10,
+    )
+    tokens = jax.ShapeDtypeStruct((4, 33), jnp.int32, sharding=batch_sharding(mesh))
+    return make_programs(config, mesh, make_system(parallel), decoder), tokens
+
+
+def products_like(jaxpr, shapes):
+    """Return the shapes of matrix products in a program that are, transposed or not, among `shapes`."""
+    found = [tuple(map(int, dims.split(","))) for dims in re.findall(r":f32\[([0-9,]+)\] = dot_general", str(jaxpr))]
+    return [shape for shape in found if shape in shapes or shape[::-1] in shapes]
+
+
+@pytest.mark.parametrize(("rank", "num_products"), [(0, 4), (RANK, 0)])
+def test_matrices_of_attention_have_no_gradient_beside_adapters(rank, num_products):
+    programs, tokens = programs_of(rank, ParallelConfig(2, 2, "plain"))
+    assert len(products_like(programs.step.trace(programs.state_shapes, tokens).jaxpr, MATRICES)) == num_products
+
+
+@pytest.mark.slow
+def test_no_gradients_of_all_layers_are_held():
+    """The temporaries of a step with adapters are smaller by more than the frozen parameters."""
+    compiled = []
+    for rank in (0, RANK):
+        programs, tokens = programs_of(rank, ParallelConfig(1, 1, "plain"))
+        compiled.append(programs.step.trace(programs.state_shapes, tokens).lower().compile())
+    frozen = NUM_LAYERS * 4 * sum(np.prod(shape) for shape in [*MATRICES, (96, 80), *[(96, 160)] * 12])
+    full, low_rank = (program.memory_analysis().temp_size_in_bytes for program in compiled)
+    assert full - low_rank > frozen
+
+
+@pytest.mark.slow
+def test_adapters_equal_merged_weights():
+    programs, _ = programs_of(RANK, ParallelConfig(1, 2, "plain"))
+    model = programs.model(programs.init())
+    graph, state = nnx.split(model)
+    before = dict(nnx.to_flat_state(state))
+    flat = dict(before)
+    for i, (path, variable) in enumerate(flat.items()):
+        if str(path[-1]).endswith("_b"):
+            noise = 0.1 * jax.random.normal(jax.random.key(i), variable.shape)
+            flat[path] = variable.replace(noise)
+    merged = dict(flat)
+    for *inside, name in flat:
+        matrix, a, b = ((*inside, f"{name}{suffix}") for suffix in ("", "_a", "_b"))
+        if a in flat:
+            whole = adapted(flat[matrix][...], flat[a][...], flat[b][...], model.adapter_scale)
+            merged[matrix], merged[b] = flat[matrix].replace(whole), flat[b].replace(jnp.zeros_like(flat[b][...]))
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 256)
+    run = jax.jit(lambda state: nnx.merge(graph, state)(tokens)[0])
+    start, got, want = (run(nnx.from_flat_state(list(given.items()))) for given in (before, flat, merged))
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+    assert np.abs(got - start).max() > 1e-3
