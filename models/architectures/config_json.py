@@ -24,6 +24,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (0,),
     "attention_multiplier": (),
     "attn_logit_softcapping": (0,),
+    "attn_temperature_tuning": (),
     "clip_qkv": (),
     "embedding_multiplier": (1,),
     "final_logit_softcapping": (0,),

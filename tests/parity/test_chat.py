@@ -1,7 +1,6 @@
 """Chat templates render, and mark answers, as `transformers` does."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from models.data.chat import ChatTemplate
+from models.pretrained.saving import KEPT_FILES, copy_files
 from models.tiny_checkpoint import byte_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tune_chat.py"
@@ -80,5 +80,9 @@ def test_a_tuned_model_answers_alike(tmp_path):
 
 
 def test_saved_folders_keep_the_template(both, tmp_path):
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert (tmp_path / "chat_template.jinja").exists() or "chat_template" in settings
+    ours, theirs = both
+    (tmp_path / "saved").mkdir()
+    copy_files(KEPT_FILES, tmp_path, tmp_path / "saved")
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved")
+    assert again.chat_template == theirs.chat_template
+    assert ChatTemplate(tmp_path / "saved").text(TALK, asks=True) == ours.text(TALK, asks=True)
