@@ -16,12 +16,16 @@ from jax.sharding import Mesh
 
 from models.decoder.config import DecoderConfig, HeadNorm, Latent
 from models.decoder.cudnn_attention import cudnn_attention
+from models.decoder.splash_attention import BLOCKS, splash_attention
 
 QUERY_BLOCK = 512
 """Maximum number of queries per sequence with materialized scores."""
 
 CUDNN_HEAD_DIM = 128
 """Maximum head dimension of cuDNN's kernel on every GPU with bfloat16 matrix products; must be a multiple of 8."""
+
+SPLASH_WIDTH = 64
+"""Divisor of the widths of keys and values of splash attention: those compiled are 64, 128 and 192."""
 
 CUDNN_LATENT_DIMS = (192, 128)
 """Widths of keys and values of cuDNN's kernel for latent attention: those of DeepSeek-V3 and Kimi-K2."""
@@ -40,8 +44,9 @@ def causal_attention(
 ) -> Array:
     """Compute causal attention of whole sequences.
 
-    NVIDIA GPUs use cuDNN's kernel where `has_cudnn_kernel`; other cases compute scores in blocks of queries. The mesh
-    decides, not the local devices, so ahead-of-time compilation yields the program of the target.
+    NVIDIA GPUs use cuDNN's kernel where `has_cudnn_kernel`, TPUs splash attention where `has_splash_kernel`; other
+    cases compute scores in blocks of queries. The mesh decides, not the local devices, so ahead-of-time compilation
+    yields the program of the target.
 
     Args:
         q: queries `[B, T, N, C]`.
@@ -67,6 +72,8 @@ def causal_attention(
             options: dict[str, Any] = {"is_causal": True, "local_window_size": reach, "implementation": "cudnn"}
             return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, **options)
         return cudnn_attention(q, k, v, sinks, segments, scale, window)
+    if has_splash_kernel(mesh, q, v):
+        return splash_attention(q, k, v, mesh, scale=scale, window=window, sinks=sinks, segments=segments)
     if is_usual and window is None and sinks is None and segments is None and q.shape[-1] == v.shape[-1]:
         return attention_in_blocks(q, k, v)
     positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])
@@ -85,6 +92,19 @@ def has_cudnn_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
     if widths[0] == widths[1]:
         return widths[0] <= CUDNN_HEAD_DIM and widths[0] % 8 == 0
     return widths == CUDNN_LATENT_DIMS and float(getattr(device, "compute_capability", 0)) >= 9
+
+
+def has_splash_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
+    """Return whether splash attention takes queries `[B, T, N, C]` and values `[B, T, G, V]` on the devices of a mesh.
+
+    Each device takes whole sequences, so their number must be a multiple of the devices.
+    """
+    device, (batch, length, _, width) = mesh.devices.flat[0], q.shape
+    if q.dtype != jnp.bfloat16 or not device.device_kind.startswith("TPU"):
+        return False
+    # The sequences of a pipeline stage are split already.
+    are_whole = batch % mesh.size == 0 and not jax.sharding.get_abstract_mesh().manual_axes
+    return are_whole and length % BLOCKS[-1] == 0 and width % SPLASH_WIDTH == 0 and v.shape[-1] % SPLASH_WIDTH == 0
 
 
 def attention_in_blocks(q: Array, k: Array, v: Array, block: int = QUERY_BLOCK) -> Array:
