@@ -164,6 +164,9 @@ def _short(path: str) -> str:
 
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*->.*\{\s*$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+CONTINUED = re.compile(r'\n(?="|\}\})')
+"""End of a line within the metadata of a TPU kernel, which XLA prints in several lines."""
+
 OPCODE = re.compile(r"([\w\-]+)\(")
 NAME = re.compile(r"%([\w.\-]+)")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation|comparator)=%?([\w.\-]+)")
@@ -317,7 +320,7 @@ def parse_module(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    for line in CONTINUED.sub(" ", text).splitlines():
         if header := HEADER.match(line):
             current = computations[header[2]] = Computation(header[2])
             entry = header[2] if header[1] else entry

@@ -140,3 +140,22 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
     assert call.numbers("lhs_contracting_dims") == (1, 0)
     assert call.numbers("absent") == ()
     assert call.nbytes == jnp.zeros((4, 4), jnp.float32).nbytes
+
+
+def test_metadata_in_several_lines_does_not_end_a_computation():
+    """XLA prints the metadata of TPU kernels so."""
+    text = """HloModule one
+
+ENTRY %main (p: f32[2]) -> f32[2] {
+  %p = f32[2] parameter(0)
+  %kernel = f32[2] custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\\\"block_q\\\\": 512}"
+}}, metadata={op_name="splash"}
+  ROOT %out = f32[2] negate(%kernel)
+}
+"""
+    module = parse_module(text)
+    entry = module.computations["main"]
+    assert [one.name for one in entry] == ["p", "kernel", "out"]
+    assert entry.root.name == "out"
+    assert module.op_name(entry.instructions["kernel"]) == "splash"
