@@ -251,6 +251,9 @@ class Linear(nnx.Linear):
     Both are applied to the tokens, so that the gradient of the adapters needs none of the matrix.
     """
 
+    kernel_a: Any
+    kernel_b: Any
+
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Apply the map to tokens `[B, T, H]`."""
         y = super().__call__(inputs, out_sharding)

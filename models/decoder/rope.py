@@ -139,7 +139,9 @@ class LongRope(Rope):
 
     def _of_sequences(self, positions: Array) -> tuple[Array, Array | float]:
         is_long = positions.max(1) >= self.original_positions
-        short, long = (self.frequencies() / np.float32(factors) for factors in (self.short_factors, self.long_factors))
+        short, long = (
+            self.frequencies() / np.asarray(factors, np.float32) for factors in (self.short_factors, self.long_factors)
+        )
         scale = jnp.where(is_long, jnp.float32(self.long_scale), jnp.float32(self.short_scale))
         return jnp.where(is_long[:, None], long[None], short[None]), scale[:, None, None, None]
 
