@@ -28,6 +28,7 @@ from jax_moe_lb.routing.routers import (
     TopK,
     mask_tokens,
     router_options,
+    scale_inputs,
     tokens_per_expert,
 )
 from jax_moe_lb.transport.dispatch import Routed, Served
@@ -143,7 +144,7 @@ def moe(
     info = rank_tokens(tokens, x.shape[0], topology)
     routing = route(x, kernel, router, info, params.selection_bias, params.logit_bias)
     if options.scale_inputs:
-        x, routing = _scaled_inputs(x, routing)
+        x, routing = scale_inputs(x, routing)
     factor = options.capacity_factor
     limit = None if factor is None else capacity(factor, routing.experts.size, kernel.shape[1])
     system = _for_router(system, router, homes, kernel.shape[1], topology)
@@ -212,21 +213,6 @@ def route(
     routing = vary_like(router(logits, bias, info), logits)
     routing = routing if info.mask is None else mask_tokens(routing, info.mask)
     return checkpoint_name(routing, "moe_routing")
-
-
-def _scaled_inputs(x: Tokens, routing: Routing) -> tuple[Tokens, Routing]:
-    """Return tokens times their routing weights, and the routing with weights 1.
-
-    Raises:
-        ValueError: a token has several experts, so that its copies would differ.
-    """
-    per_tok = routing.weights.shape[1]
-    if per_tok != 1:
-        raise ValueError(f"num_experts_per_tok is {per_tok}; expected 1, as router.scale_inputs is True")
-    # Keep the weights of faults and padding.
-    is_valid = (routing.experts >= 0) & jnp.isfinite(routing.weights)
-    weights = jnp.where(is_valid, 1, routing.weights)
-    return x * routing.weights.astype(x.dtype), replace(routing, weights=weights)
 
 
 class RoutingCounts(NamedTuple):

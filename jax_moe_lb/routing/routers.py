@@ -5,14 +5,14 @@ Routers compute in float32 (or float64) for any dtype of the activations, becaus
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jax_moe_lb.core.checks import checked_fields
-from jax_moe_lb.core.types import TokenMask, iota, pytree
+from jax_moe_lb.core.types import TokenMask, Tokens, iota, pytree
 
 NO_EXPERT = -1
 """Expert id of an unrouted token copy, such as a copy of a padding token."""
@@ -388,6 +388,27 @@ def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
         routing.logits,
         routing.scores,
     )
+
+
+def scale_inputs(x: Tokens, routing: Routing) -> tuple[Tokens, Routing]:
+    """Multiply tokens by their routing weight, and set it to 1; `moe` calls it for routers with `scale_inputs`.
+
+    Args:
+        x: `[T, H]`, tokens of this rank.
+        routing: their routing, with `K = 1`.
+
+    Returns:
+        The tokens and the routing. Weights of padding and of faults stay.
+
+    Raises:
+        ValueError: tokens have several experts, whose inputs would differ.
+    """
+    per_tok = routing.weights.shape[1]
+    if per_tok != 1:
+        raise ValueError(f"num_experts_per_tok is {per_tok}; expected 1, as router.scale_inputs is True")
+    is_valid = (routing.experts >= 0) & jnp.isfinite(routing.weights)
+    weights = jnp.where(is_valid, 1, routing.weights)
+    return x * routing.weights.astype(x.dtype), replace(routing, weights=weights)
 
 
 def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1e-3) -> Float[Array, "E"]:
