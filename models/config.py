@@ -151,10 +151,17 @@ class ParallelConfig:
         fsdp: if True, also split matrices and their optimizer state over `data_parallel`, and gather each before use.
             This saves memory and adds communication. If False, each group holds all of them. A checkpoint's are always
             split over all devices.
+        stages: pipeline stages of a checkpoint's layers with experts, each with groups of its own; 1 (default) for no
+            pipeline. Other layers run on all devices.
+        repeats: times a microbatch passes each stage; a stage then has this many blocks of layers.
+        microbatches: microbatches in the pipeline, a multiple of `stages`; `None` takes `stages`.
+        layers_before: layers with experts that run before the pipeline, on all devices. Set it if `stages * repeats`
+            does not divide the number of layers.
 
     Raises:
-        ValueError: a number is out of range, `ranks_per_domain` does not divide `expert_parallel`, or `fsdp` is set
-            with `data_parallel=1`.
+        ValueError: a number is out of range, `ranks_per_domain` does not divide `expert_parallel`, `fsdp` is set
+            with `data_parallel=1`, `microbatches` is no multiple of `stages`, or options of a pipeline are set without
+            one.
     """
 
     data_parallel: int = 1
@@ -167,8 +174,13 @@ class ParallelConfig:
     dispatch: str = "direct"
     own_kernels: bool = False
     fsdp: bool = False
+    stages: int = 1
+    repeats: int = 1
+    microbatches: int | None = None
+    layers_before: int = 0
 
     def __post_init__(self) -> None:
+        self._check_pipeline()
         require_positive("data_parallel", self.data_parallel)
         require_positive("expert_parallel", self.expert_parallel)
         if self.max_rounds is not None:
@@ -185,10 +197,35 @@ class ParallelConfig:
                     f"expected a divisor of expert_parallel {self.expert_parallel}"
                 )
 
+    def _check_pipeline(self) -> None:
+        require_positive("stages", self.stages)
+        require_positive("repeats", self.repeats)
+        require_finite("layers_before", self.layers_before)
+        if self.num_microbatches < 1 or self.num_microbatches % self.stages:
+            raise ValueError(f"microbatches is {self.microbatches}; expected a multiple of stages {self.stages}")
+        for name, usual in {"repeats": 1, "microbatches": None, "layers_before": 0}.items():
+            if self.stages == 1 and getattr(self, name) != usual:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {usual} without a pipeline. Set stages")
+
     @property
     def num_shards(self) -> int:
         """Number of devices of the mesh, over which the batch is split."""
-        return self.data_parallel * self.expert_parallel
+        return self.data_parallel * self.expert_parallel * self.stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches in the pipeline, 1 without one."""
+        return self.stages if self.microbatches is None else self.microbatches
+
+    @property
+    def axes(self) -> str:
+        """Names of the fields with the sizes of the mesh, for messages."""
+        return "data_parallel x expert_parallel" + " x stages" * (self.stages > 1)
+
+    @property
+    def sizes(self) -> str:
+        """Sizes of the mesh, in the order of `axes`."""
+        return f"{self.data_parallel} x {self.expert_parallel}" + f" x {self.stages}" * (self.stages > 1)
 
 
 @dataclass(frozen=True)
@@ -425,12 +462,16 @@ class TrainConfig:
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; expected at least 0")
         parallel, batch = self.parallel, self.batch
-        if batch.size % (batch.accumulate * parallel.num_shards):
-            times = f" x batch.accumulate {batch.accumulate}" if batch.accumulate > 1 else ""
+        if batch.size % (self.num_microbatches * parallel.data_parallel * parallel.expert_parallel):
+            times = f" x microbatches {parallel.num_microbatches}" if parallel.stages > 1 else ""
+            times += f" x batch.accumulate {batch.accumulate}" if batch.accumulate > 1 else ""
+            shards = parallel.data_parallel * parallel.expert_parallel
             raise ValueError(
-                f"batch.size is {batch.size}; expected a multiple of the {parallel.num_shards} shards, "
+                f"batch.size is {batch.size}; expected a multiple of the {shards} shards, "
                 f"data_parallel {parallel.data_parallel} x expert_parallel {parallel.expert_parallel}{times}"
             )
+        if parallel.stages > 1 and self.model.checkpoint is None:
+            raise ValueError(f"parallel.stages is {parallel.stages}; expected 1 without model.checkpoint")
         if self.lora.rank and self.model.checkpoint is None:
             raise ValueError(f"lora.rank is {self.lora.rank}; expected 0 without model.checkpoint")
         if parallel.fsdp and self.model.embed_dim % parallel.data_parallel:
@@ -438,6 +479,11 @@ class TrainConfig:
                 f"parallel.fsdp is set with data_parallel {parallel.data_parallel}; expected a divisor of "
                 f"model.embed_dim {self.model.embed_dim}"
             )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of a step, each routed and planned on its own."""
+        return self.batch.accumulate * self.parallel.num_microbatches
 
     @property
     def tokens_per_step(self) -> int:

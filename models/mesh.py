@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import System, use_virtual_cpu_devices
+from jax_moe_lb import System, Topology, use_virtual_cpu_devices
 from jax_moe_lb.advise.choice import with_dispatch
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn.variables import BalancerState
@@ -17,6 +18,9 @@ from jax_moe_lb.transport import Kernels
 from models.config import ParallelConfig
 
 MESH_AXES = ("data", "expert")
+
+STAGE = "stage"
+"""Mesh axis of pipeline stages, after the other axes; a mesh without a pipeline lacks it."""
 
 
 def offer_cpu_devices(num_devices: int) -> None:
@@ -27,7 +31,7 @@ def offer_cpu_devices(num_devices: int) -> None:
 
 
 def make_mesh(parallel: ParallelConfig) -> Mesh:
-    """Return the mesh `(data, expert)` of the first devices.
+    """Return the mesh `(data, expert)` of the first devices, or `(data, expert, stage)` with several stages.
 
     Args:
         parallel: sizes of the axes.
@@ -35,15 +39,35 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
     Raises:
         ValueError: there are too few devices, or more devices than shards in a multi-process run.
     """
-    sizes, devices = (parallel.data_parallel, parallel.expert_parallel), jax.devices()
+    devices = jax.devices()
     enough = len(devices) == parallel.num_shards if jax.process_count() > 1 else len(devices) >= parallel.num_shards
     if not enough:
         raise ValueError(
-            f"data_parallel x expert_parallel is {parallel.data_parallel} x {parallel.expert_parallel}; "
+            f"{parallel.axes} is {parallel.sizes}; "
             f"expected a product of {len(devices)}, the {devices[0].platform} devices here"
         )
-    grid = np.asarray(devices[: parallel.num_shards]).reshape(sizes)
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return mesh_from(devices[: parallel.num_shards], parallel)
+
+
+def mesh_from(devices: Sequence[Any], parallel: ParallelConfig) -> Mesh:
+    """Return the mesh of all given devices.
+
+    Devices of a group lie side by side, and those of a stage. The axis `stage` comes last: a dimension split over all
+    axes is then split over `data` and `expert` first, so that an exchange along `stage` alone removes this axis from it.
+    """
+    sizes, names = (parallel.data_parallel, parallel.expert_parallel), MESH_AXES
+    grid = np.array(devices, object).reshape(parallel.stages, *sizes)
+    if parallel.stages > 1:
+        grid, names = np.moveaxis(grid, 0, -1), (*MESH_AXES, STAGE)
+    else:
+        grid = grid[0]
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def topology_of(mesh: Mesh, ranks_per_domain: int | None = None) -> Topology:
+    """Return the topology of the expert layers on a mesh; each stage of a pipeline has ranks of its own."""
+    data_axes = tuple(axis for axis in mesh.axis_names if axis not in ("expert", STAGE))
+    return Topology.from_mesh(mesh, data_axes=data_axes, ranks_per_domain=ranks_per_domain)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -28,7 +28,12 @@ ConfigT = TypeVar("ConfigT")
 SYSTEM_OPTIONS = ("replica_slots", "headroom", "max_rounds", "dispatch", "own_kernels")
 """Keys of the section `parallel` accepted by `--system`."""
 
-MESH_AXES = {"data": "data_parallel", "expert": "expert_parallel", "domain": "ranks_per_domain"}
+MESH_AXES = {
+    "data": "data_parallel",
+    "expert": "expert_parallel",
+    "domain": "ranks_per_domain",
+    "stage": "stages",
+}
 """Keys of the section `parallel` by their name in `--mesh`."""
 
 LIST = "list"

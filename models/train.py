@@ -64,7 +64,7 @@ RELOCATE_INTERVAL = 50
 
 CONFIG = f"Checkpoint folder, .yaml file, or one of {', '.join([*PRESETS, *PUBLISHED_NAMES])}."
 SYSTEM = f"NAME or NAME:key=value,key=value: {', '.join(system_names())}; keys {', '.join(SYSTEM_OPTIONS)}."
-MESH = "Axes and sizes, data=2,expert=4,domain=4: groups, ranks per group, ranks that share expert weights."
+MESH = "Axes and sizes, data=2,expert=4,domain=4,stage=2: groups, ranks per group, ranks that share weights, pipeline stages."
 DATA = "File or folder of text, JSON lines of text or messages, or token arrays; or PATH:WEIGHT; repeatable."
 RUN_DIR = "Run folder. [default: runs/CONFIG or runs/CHECKPOINT-tuned, then ...-2; the last to resume or overwrite]"
 RESUME = "Continue from the newest checkpoint; mesh and system stay as they were, unless given."
@@ -326,7 +326,7 @@ def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
 
 def _introduce(console: Console, run: Run) -> None:
     config, corpus = run.config, run.corpus
-    devices = f"{config.parallel.data_parallel} x {config.parallel.expert_parallel} {jax.devices()[0].platform} devices"
+    devices = f"{config.parallel.sizes} {jax.devices()[0].platform} devices"
     where = f"{config.tokens_per_step} {corpus.unit}s a step, in {run.folder.path}"
     _print(console, f"{config.parallel.system} on {devices}, {where}")
     lengths = f"{corpus.length(held_out=False):,} + {corpus.length(held_out=True):,}"

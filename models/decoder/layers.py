@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb.layer import CHECKPOINT_NAMES
+from models.mesh import STAGE
 
 Rules = tuple[tuple[str, str | None], ...]
 
@@ -25,37 +27,46 @@ ROUTER = ("moe", "kernel")
 """Path of the router weights, which compute in float32; all other matrices compute in the compute dtype."""
 
 
-def split(variable: nnx.Variable, path: tuple[Any, ...], mesh: Mesh, first: int = 0) -> None:
+def split(
+    variable: nnx.Variable, path: tuple[Any, ...], mesh: Mesh, first: int = 0, *, is_staged: bool = False
+) -> None:
     """Set the sharding metadata of a parameter; its optimizer state follows.
 
-    Home experts keep the sharding of their layer. Other parameters shard one dimension over all devices. If no
-    dimension is divisible by their number, they shard over one axis, and otherwise stay replicated, such as small
-    biases.
+    Home experts keep the sharding of their layer, with stages of a pipeline beside `data`. Other parameters shard one
+    dimension over all devices. If no dimension is divisible by their number, they shard over one axis, and otherwise
+    stay replicated, such as small biases.
 
     Args:
         variable: the parameter, with its value or its shape.
         path: path in the model; for a stack of layers, path in one layer.
         mesh: devices.
         first: first dimension that may be sharded; 1 in a stack, whose layer dimension stays whole.
+        is_staged: if True, the stages of a pipeline shard the dimension of layers, and the other axes the rest.
     """
     spec = tuple(nnx.get_partition_spec(variable).get_value())
     is_experts = "expert" in jax.tree.leaves(spec)
-    if is_experts:
-        spec = (None,) * first + spec
-    else:
-        spec = _one_dimension(variable.shape, first, mesh, is_table=path[-1] == "embedding")
+    shape, axes = variable.shape[first:], tuple(axis for axis in mesh.axis_names if axis != STAGE or not is_staged)
+    if not is_experts:
+        spec = _one_dimension(shape, mesh, axes, is_table=path[-1] == "embedding")
+    elif STAGE in axes:
+        spec = tuple(_with_stage(entry, size, mesh) for entry, size in zip(spec, shape, strict=False))
+    spec = ((STAGE,) if is_staged else (None,) * first) + spec
     variable.set_metadata(out_sharding=spec, sharding_rules=(), mesh=mesh, gathered=not is_experts)
 
 
-def _one_dimension(shape: tuple[int, ...], first: int, mesh: Mesh, *, is_table: bool) -> tuple[Any, ...]:
+def _one_dimension(shape: tuple[int, ...], mesh: Mesh, axes: tuple[str, ...], *, is_table: bool) -> tuple[Any, ...]:
     # Shard an embedding table by channels. Token ids and vectors are then exchanged, and the table stays in place.
-    order = range(len(shape) - 1, first - 1, -1) if is_table else range(first, len(shape))
-    axes = tuple(mesh.axis_names)
+    order = range(len(shape) - 1, -1, -1) if is_table else range(len(shape))
     for over in (axes, *((axis,) for axis in axes)):
         for at in order:
             if shape[at] % math.prod(mesh.shape[axis] for axis in over) == 0:
                 return (None,) * at + (over,)
     return ()
+
+
+def _with_stage(entry: Any, size: int, mesh: Mesh) -> Any:
+    both = entry == "data" and size % (mesh.shape["data"] * mesh.shape[STAGE]) == 0
+    return ("data", STAGE) if both else entry
 
 
 class Adapter(nnx.Param):
@@ -66,7 +77,7 @@ ADAPTED = re.compile(r"attention\.\w+\.kernel|moe\.(up|gate|down)")
 """Path of the matrices with adapters in a block: attention and experts."""
 
 
-def add_adapters(block: nnx.Module, rank: int, mesh: Mesh, rngs: nnx.Rngs) -> None:
+def add_adapters(block: nnx.Module, rank: int, mesh: Mesh, rngs: nnx.Rngs, *, is_staged: bool = False) -> None:
     """Add adapters to a stack of blocks: for a matrix `[..., I, O]` of each, `[..., I, rank]` and `[..., rank, O]`.
 
     They are attributes beside the matrix, with its name and `_a` or `_b`. Their product is initially 0.
@@ -77,6 +88,7 @@ def add_adapters(block: nnx.Module, rank: int, mesh: Mesh, rngs: nnx.Rngs) -> No
         rank: rank of the updates.
         mesh: devices.
         rngs: random number generators of the adapters.
+        is_staged: see `split`.
     """
     for path, matrix in nnx.to_flat_state(nnx.state(block, nnx.Param)):
         if not ADAPTED.fullmatch(".".join(map(str, path))):
@@ -91,7 +103,7 @@ def add_adapters(block: nnx.Module, rank: int, mesh: Mesh, rngs: nnx.Rngs) -> No
         spec = list(matrix.get_metadata("out_sharding"))
         for part, adapter in parts.items():
             if matrix.get_metadata("gathered"):
-                split(adapter, (*inside, part), mesh, 1)
+                split(adapter, (*inside, part), mesh, 1, is_staged=is_staged)
             else:
                 # The dimension of the rank stays whole.
                 own = [None if at == (-1 if part == "a" else -2) + len(spec) else axis for at, axis in enumerate(spec)]
@@ -117,9 +129,13 @@ class ParameterGather:
         adapter_scale: factor on the products of adapters.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     dtype: Any
     adapter_scale: float = 1.0
+
+    def inside(self, mesh: AbstractMesh) -> "ParameterGather":
+        """Return the gather inside a `jax.shard_map`, over the axes of its mesh that are not manual."""
+        return replace(self, mesh=mesh)
 
     def __call__(self, state: nnx.State, first: int = 0) -> nnx.State:
         """Gather all parameters of a state, and apply the factor of its adapters.
@@ -151,8 +167,19 @@ class ParameterGather:
             return value
         is_wide = value.ndim < 2 or path[-2:] == ROUTER
         narrow = value if is_wide else value.astype(self.dtype)
-        parts = NamedSharding(self.mesh, PartitionSpec(*variable.get_metadata("out_sharding")[first:]))
-        return _gathered(narrow, parts)
+        spec = [without(entry, self._manual) for entry in variable.get_metadata("out_sharding")[first:]]
+        return _gathered(narrow, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+    @property
+    def _manual(self) -> set[str]:
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return {axis for axis, kind in kinds if kind == AxisType.Manual}
+
+
+def without(entry: Any, axes: Collection[str]) -> Any:
+    """Return an entry of a `PartitionSpec` without some mesh axes."""
+    left = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis not in axes)
+    return left or None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -178,6 +205,9 @@ KEPT = (*CHECKPOINT_NAMES, "attention")
 
 The backward pass reuses routing, plans and attention products, and rematerializes everything else.
 """
+
+LAYER_INPUT = "layer_input"
+"""Name of the input of a layer in a loop, as set by `checkpoint_name`."""
 
 NARROWED = ("qkv", "out", "up", "down", "gate")
 """Weights of the products in the compute dtype; routers and norms compute in float32."""
@@ -255,7 +285,7 @@ def scanned(
         return found
 
     stacks = [stacked(states[place::period]) for place in range(period)]
-    x, stats, kept = _loop(graphs[:period], stacks, x, sharding, lambda state: state, remat, shared)
+    x, stats, kept = scan_states(graphs[:period], stacks, x, sharding, lambda state: state, remat, shared)
     for i, layer in enumerate(layers):
         nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i // period], kept[i % period]))
     return x, stats
@@ -290,13 +320,13 @@ def scan_stacked(
         The last `x`, and the statistics stacked over the layers.
     """
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
-    x, stats, moved = _loop(graphs, states, x, sharding, gather, remat, shared)
+    x, stats, moved = scan_states(graphs, states, x, sharding, gather, remat, shared)
     for stack, state in zip(stacks, moved, strict=True):
         nnx.update(stack, state)
     return x, stats
 
 
-def _loop(
+def scan_states(
     graphs: Sequence[nnx.GraphDef],
     stacks: Sequence[nnx.State],
     x: Array,
@@ -305,11 +335,16 @@ def _loop(
     remat: str,
     shared: Sequence[Array | None],
 ) -> tuple[Array, Any, list[nnx.State]]:
-    """Return the last `x`, the statistics in the order of the layers, and the changed state of each stack."""
+    """Apply stacks of layers, split into graphs and states, to `x`; see `scan_stacked`.
+
+    Returns:
+        The last `x`, the statistics in the order of the layers, and the changed state of each stack.
+    """
 
     def run_layer(graph: nnx.GraphDef, x: Array, state: nnx.State) -> tuple[Array, tuple[Any, nnx.State]]:
         layer: Any = nnx.merge(graph, gather(state))
-        x, stats = layer(jax.lax.with_sharding_constraint(x, sharding), *shared)
+        x = checkpoint_name(jax.lax.with_sharding_constraint(x, sharding), LAYER_INPUT)
+        x, stats = layer(x, *shared)
         return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
     # The body of a scan shares no expressions with the forward pass, so prevent_cse is not needed.

@@ -19,7 +19,7 @@ from models.data.marks import positions_in
 from models.decoder.attention import Cache, GroupedAttention, LatentAttention, norm, stream_norm
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import Rules, scanned
-from models.mesh import batch_sharding
+from models.mesh import batch_sharding, topology_of
 
 
 def scaled(x: Array, factor: float) -> Array:
@@ -175,7 +175,7 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.config, self.mesh = config, mesh
-        topology = Topology.from_mesh(mesh, ranks_per_domain=ranks_per_domain)
+        topology = topology_of(mesh, ranks_per_domain)
         dtypes: dict[str, Any] = {"param_dtype": config.param_dtype, "rngs": rngs}
         self.embed = nnx.Embed(config.vocab_size, config.embed_dim, dtype=config.compute_dtype, **dtypes)
         options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rules": rules, "rngs": rngs}

@@ -18,6 +18,7 @@ from models.data.marks import positions_in, predicted, segments, words
 from models.decoder.attention import StreamNorm
 from models.decoder.layers import KEPT, ParameterGather, add_adapters, period_of, scan_stacked, split
 from models.decoder.model import Decoder, DecoderBlock, scaled
+from models.decoder.pipeline import Pipeline, through_stages
 from models.mesh import batch_sharding
 
 LOSS_BLOCK = 1024
@@ -41,7 +42,12 @@ class StackedDecoder(nnx.Module):
             keys and values of all layers do not fit.
         within_documents: if True (default), attention stays within a document, and positions count from its start.
         lora: adapters of attention and experts (default none).
+        pipeline: schedule of the layers with experts over the mesh axis `stage`; `None` (default) for none. Values and
+            gradients are those of one microbatch after the other.
         rngs: random number generators of the adapters.
+
+    Raises:
+        ValueError: the mesh lacks the stages of the pipeline, or they do not divide the layers.
     """
 
     def __init__(
@@ -51,13 +57,19 @@ class StackedDecoder(nnx.Module):
         remat: str = ",".join(KEPT),
         within_documents: bool = True,
         lora: LoraConfig = LoraConfig(),
+        pipeline: Pipeline | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         self.config, self.mesh = decoder.config, decoder.mesh
-        self.remat, self.within_documents = remat, within_documents
+        self.remat, self.within_documents, self.pipeline = remat, within_documents, pipeline
         self.embed, self.norm, self.head = decoder.embed, decoder.norm, decoder.head
         runs = [list(run) for _, run in itertools.groupby(decoder.blocks, lambda block: block.moe is None)]
         self.stacks = nnx.List([_stacked(run) for run in runs])
+        # The longest run of layers with experts.
+        self.piped = max(range(len(runs)), key=lambda i: len(runs[i]) * (runs[i][0].moe is not None))
+        if pipeline is not None:
+            pipeline.check(self.mesh, len(runs[self.piped]), len(self.stacks[self.piped]))
+        is_even = pipeline is not None and not pipeline.layers_before and pipeline.repeats == 1
         self.further = decoder.further
         for further in self.further:
             (further.block,) = _stacked([further.block])
@@ -70,10 +82,13 @@ class StackedDecoder(nnx.Module):
             *((f"further.{i}.block", 0) for i in range(len(self.further))),
         )
         for path, variable in nnx.to_flat_state(nnx.state(self, nnx.Param)):
-            split(variable, path, self.mesh, int(path[0] == "stacks" or "block" in path))
+            is_stack = path[0] == "stacks" or "block" in path
+            split(variable, path, self.mesh, int(is_stack), is_staged=is_even and path[:2] == ("stacks", self.piped))
         self.adapter_scale = lora.alpha / lora.rank if lora.rank else 0.0
-        for stack in itertools.chain(*self.stacks) if lora.rank else ():
-            add_adapters(stack, lora.rank, self.mesh, rngs or nnx.Rngs(0))
+        rngs = rngs or nnx.Rngs(0)
+        for i, stacks in enumerate(self.stacks if lora.rank else ()):
+            for stack in stacks:
+                add_adapters(stack, lora.rank, self.mesh, rngs, is_staged=is_even and i == self.piped)
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
         """Return float32 logits `[B, T, vocab_size]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
@@ -151,7 +166,13 @@ class StackedDecoder(nnx.Module):
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_stack)
 
     def _scanned(self, stacks: Sequence[DecoderBlock], x: Array, documents: Array | None) -> tuple[Array, Stats]:
-        gather = partial(ParameterGather(self.mesh, x.dtype, self.adapter_scale), first=1)
+        gather = ParameterGather(self.mesh, x.dtype, self.adapter_scale)
+        if self.pipeline is not None and stacks[0].moe is not None:
+            num_periods, first = stacks[0].moe.kernel.shape[0], self.pipeline.layers_before // len(stacks)
+            num_before = first if stacks[0] is self.stacks[self.piped][0] else num_periods
+            how: dict[str, Any] = {"pipeline": self.pipeline, "num_before": num_before, "remat": self.remat}
+            return through_stages(stacks, x, documents, gather=gather, **how)
+        gather = partial(gather, first=1)
         shared = () if documents is None else (positions_in(documents), None, None, documents)
         return scan_stacked(stacks, x, batch_sharding(self.mesh), gather, self.remat, shared)
 

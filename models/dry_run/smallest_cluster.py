@@ -88,7 +88,7 @@ def row(run: PublishedRun, report: ProgramReport) -> tuple[str, ...]:
     return (
         run.name,
         report.target,
-        f"{parallel.data_parallel} x {parallel.expert_parallel}",
+        parallel.sizes,
         _gb(report.argument_bytes),
         _gb(report.temp_bytes),
         _gb(report.memory_bytes or 0),

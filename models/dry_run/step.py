@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jax_moe_lb.aot import ProgramReport, Target, compile_for, print_report, quiet_stderr, use_no_accelerators
 from jax_moe_lb.core import FileLimits
@@ -16,7 +15,7 @@ from models.architectures.published import num_params, published_config
 from models.config import TUNING, ModelConfig, ParallelConfig, TrainConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import KEPT
-from models.mesh import MESH_AXES, batch_sharding, make_system
+from models.mesh import batch_sharding, make_system, mesh_from
 from models.settings import Given, layered, updated
 from models.training.source import PUBLISHED_NAMES, source_of, with_sizes
 from models.training.step import make_programs
@@ -30,7 +29,7 @@ def show(config: TrainConfig, target: Target, limits: FileLimits = FileLimits())
     with quiet_stderr():
         report = dry_run(config, target, limits)
     parallel = config.parallel
-    where = f"{parallel.data_parallel} x {parallel.expert_parallel} devices of {target.name}"
+    where = f"{parallel.sizes} devices of {target.name}"
     print_report(report, f"a step of {config.tokens_per_step} tokens, {parallel.system} on {where}")
 
 
@@ -73,7 +72,7 @@ def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
-    """Return the mesh `(data, expert)` of all devices of a target.
+    """Return the mesh of all devices of a target, see `models.mesh.make_mesh`.
 
     Raises:
         ValueError: the configuration needs another number of devices.
@@ -81,11 +80,9 @@ def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
     devices = target.devices()
     if len(devices) != parallel.num_shards:
         raise ValueError(
-            f"data_parallel x expert_parallel is {parallel.data_parallel} x {parallel.expert_parallel}; "
-            f"expected a product of {len(devices)}, the devices of {target.name}"
+            f"{parallel.axes} is {parallel.sizes}; expected a product of {len(devices)}, the devices of {target.name}"
         )
-    grid = np.array(devices).reshape(parallel.data_parallel, parallel.expert_parallel)
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return mesh_from(devices, parallel)
 
 
 SEQUENCE_LENGTH = 4096
@@ -125,14 +122,15 @@ class PublishedRun:
         Raises:
             ValueError: a number is out of range, or the ranks do not match the devices of the target.
         """
-        num_devices = math.prod(target.shape)
         name = PUBLISHED_NAMES[preset]
         chosen = {key: value for key, value in given.get("parallel", {}).items() if value is not None}
+        stages = max(chosen.get("stages", 1), 1)
+        num_devices = math.prod(target.shape) // stages
         ranks = chosen.get("expert_parallel")
         if ranks is None:
             most = num_devices // chosen["data_parallel"] if chosen.get("data_parallel", 0) > 0 else num_devices
             ranks = _largest_divisor(math.gcd(published_config(name).num_experts, most), MOST_RANKS)
-        on_node = num_devices // target.num_domains
+        on_node = math.prod(target.shape) // target.num_domains
         usual: dict[str, Any] = {
             "expert_parallel": ranks,
             "data_parallel": max(num_devices // ranks, 1) if ranks > 0 else 1,
@@ -141,7 +139,8 @@ class PublishedRun:
         parallel = updated(ParallelConfig(), usual | chosen, "parallel.")
         kept = [one for one in KEPT if one != "attention" or name not in ATTENTION_AGAIN]
         model = {"checkpoint": preset, "compute_dtype": "bfloat16", "remat": ",".join(kept)}
-        batch = {"size": parallel.num_shards, "sequence_length": SEQUENCE_LENGTH}
+        size = parallel.data_parallel * parallel.expert_parallel * parallel.num_microbatches
+        batch = {"size": size, "sequence_length": SEQUENCE_LENGTH}
         usual_given = {"model": model, "batch": batch, "data": {"within_documents": False}}
         config = updated(TUNING, layered(usual_given, given, {"parallel": dataclasses.asdict(parallel)}))
         return cls(name, updated(config, with_sizes(given, source_of(config.model))))
@@ -157,7 +156,7 @@ class PublishedRun:
     def __str__(self) -> str:
         parallel, train = self.train.parallel, self.train
         tokens = f"{train.batch.size} sequences of {train.batch.sequence_length} tokens"
-        groups = f"{parallel.data_parallel} x {parallel.expert_parallel} devices"
+        groups = f"{parallel.sizes} devices"
         return f"a step of {self.name}, {tokens}, {parallel.system} on {groups}"
 
 

@@ -217,7 +217,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
             state, loss, stats = do(step, state, tokens)
             step_time_s = time.perf_counter() - step_started
             check_step(step, float(loss), stats, checkpoints.newest_step)
-            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.batch.accumulate)
+            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.num_microbatches)
             recorder.other(pace.stepped(step, step_time_s))
             line.show(row)
             if step % config.validation.interval == 0 or step == config.steps:

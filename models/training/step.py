@@ -24,9 +24,11 @@ from models.data.marks import num_predicted, predicted, words
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import EXPERT_RULES, KEPT, Adapter
 from models.decoder.model import Decoder
+from models.decoder.pipeline import Pipeline
 from models.decoder.stacked import StackedDecoder
 from models.decoder.tiny import LanguageModel
-from models.mesh import placed_shapes, state_shardings
+from models.mesh import placed_shapes, state_shardings, topology_of
+from models.settings import in_section
 from models.training.optimizer import apply_gradients, make_optimizer
 from models.training.resume import moved_state
 
@@ -157,7 +159,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: Deco
         ValueError: the model does not fit the mesh.
     """
     if system.migrate is None:
-        topology = Topology.from_mesh(mesh, ranks_per_domain=config.parallel.ranks_per_domain)
+        topology = topology_of(mesh, config.parallel.ranks_per_domain)
     else:
         topology = system.migrate.domains.between
     system = system.replace(relocates=config.relocation.interval is not None)
@@ -214,8 +216,9 @@ def _model(
     ranks = config.parallel.ranks_per_domain
     whole = Decoder(decoder, mesh=mesh, system=system, ranks_per_domain=ranks, rules=EXPERT_RULES, rngs=rngs)
     remat = ",".join(KEPT) if config.model.remat is None else config.model.remat
-    within_documents = config.data.within_documents
-    return StackedDecoder(whole, remat=remat, within_documents=within_documents, lora=config.lora, rngs=rngs)
+    options: dict[str, Any] = {"within_documents": config.data.within_documents, "lora": config.lora, "rngs": rngs}
+    with in_section("parallel"):
+        return StackedDecoder(whole, remat=remat, pipeline=Pipeline.of(config.parallel), **options)
 
 
 def _step(
