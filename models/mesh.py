@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import System, Topology, use_virtual_cpu_devices
 from jax_moe_lb.advise.choice import with_dispatch
@@ -20,7 +20,7 @@ from models.config import ParallelConfig
 MESH_AXES = ("data", "expert")
 
 STAGE = "stage"
-"""Mesh axis of pipeline stages, after the other axes; a mesh without a pipeline lacks it."""
+"""Mesh axis of pipeline stages, outside the other axes; a mesh without a pipeline lacks it."""
 
 
 def offer_cpu_devices(num_devices: int) -> None:
@@ -31,7 +31,7 @@ def offer_cpu_devices(num_devices: int) -> None:
 
 
 def make_mesh(parallel: ParallelConfig) -> Mesh:
-    """Return the mesh `(data, expert)` of the first devices, or `(data, expert, stage)` with several stages.
+    """Return the mesh `(data, expert)` of the first devices, or `(stage, data, expert)` with several stages.
 
     Args:
         parallel: sizes of the axes.
@@ -50,18 +50,19 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
 
 
 def mesh_from(devices: Sequence[Any], parallel: ParallelConfig) -> Mesh:
-    """Return the mesh of all given devices.
-
-    Devices of a group lie side by side, and those of a stage. The axis `stage` comes last: a dimension split over all
-    axes is then split over `data` and `expert` first, so that an exchange along `stage` alone removes this axis from it.
-    """
+    """Return the mesh of all given devices, see `make_mesh`."""
     sizes, names = (parallel.data_parallel, parallel.expert_parallel), MESH_AXES
-    grid = np.array(devices, object).reshape(parallel.stages, *sizes)
     if parallel.stages > 1:
-        grid, names = np.moveaxis(grid, 0, -1), (*MESH_AXES, STAGE)
-    else:
-        grid = grid[0]
-    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+        sizes, names = (parallel.stages, *sizes), (STAGE, *MESH_AXES)
+    return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def all_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Return the axes that split a dimension over all devices, outermost first.
+
+    `stage` is the innermost of them, so that an exchange along it alone removes it from the dimension.
+    """
+    return tuple(sorted(mesh.axis_names, key=lambda axis: axis == STAGE))
 
 
 def topology_of(mesh: Mesh, ranks_per_domain: int | None = None) -> Topology:
@@ -72,7 +73,7 @@ def topology_of(mesh: Mesh, ranks_per_domain: int | None = None) -> Topology:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of a batch: sequences split over all devices."""
-    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return NamedSharding(mesh, PartitionSpec(all_axes(mesh)))
 
 
 def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:

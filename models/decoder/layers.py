@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb.layer import CHECKPOINT_NAMES
-from models.mesh import STAGE
+from models.mesh import STAGE, all_axes
 
 Rules = tuple[tuple[str, str | None], ...]
 
@@ -45,7 +45,7 @@ def split(
     """
     spec = tuple(nnx.get_partition_spec(variable).get_value())
     is_experts = "expert" in jax.tree.leaves(spec)
-    shape, axes = variable.shape[first:], tuple(axis for axis in mesh.axis_names if axis != STAGE or not is_staged)
+    shape, axes = variable.shape[first:], tuple(axis for axis in all_axes(mesh) if axis != STAGE or not is_staged)
     if not is_experts:
         spec = _one_dimension(shape, mesh, axes, is_table=path[-1] == "embedding")
     elif STAGE in axes:

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.config import ParallelConfig
 from models.data.marks import positions_in
 from models.decoder.layers import LAYER_INPUT, ParameterGather, computed_again, scan_states, without
-from models.mesh import STAGE
+from models.mesh import STAGE, batch_sharding
 
 BY_STAGE, OF_BLOCKS = PartitionSpec(STAGE), PartitionSpec(None, STAGE)
 
@@ -290,7 +290,7 @@ def _from_stages(array: Array, shape: tuple[int, ...], pipeline: Pipeline, mesh:
     groups, stages, per_stage, size = _shape(shape[0], pipeline, mesh)
     array = array.reshape(stages, per_stage, groups, size, *shape[1:])
     array = array.transpose(2, 0, 1, 3, *range(4, array.ndim)).reshape(shape)
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+    return jax.lax.with_sharding_constraint(array, batch_sharding(mesh))
 
 
 def _shape(batch: int, pipeline: Pipeline, mesh: Mesh) -> tuple[int, int, int, int]:

@@ -19,7 +19,7 @@ from models.decoder.attention import StreamNorm
 from models.decoder.layers import KEPT, ParameterGather, add_adapters, period_of, scan_stacked, split
 from models.decoder.model import Decoder, DecoderBlock, scaled
 from models.decoder.pipeline import Pipeline, through_stages
-from models.mesh import batch_sharding
+from models.mesh import all_axes, batch_sharding
 
 LOSS_BLOCK = 1024
 """Tokens per sequence with materialized logits; with a vocabulary of 150,000 they take 0.6 GB in float32."""
@@ -215,4 +215,4 @@ def _stacked(blocks: Sequence[DecoderBlock]) -> nnx.List:
 def _in_blocks(array: Array, mesh: Mesh) -> Array:
     """Reshape `[B, T, ...]` to `[blocks, B, LOSS_BLOCK, ...]`; each block has tokens of all sequences."""
     blocks = array.reshape(array.shape[0], -1, LOSS_BLOCK, *array.shape[2:]).swapaxes(0, 1)
-    return jax.lax.with_sharding_constraint(blocks, NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)))
+    return jax.lax.with_sharding_constraint(blocks, NamedSharding(mesh, PartitionSpec(None, all_axes(mesh))))

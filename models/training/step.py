@@ -27,7 +27,7 @@ from models.decoder.model import Decoder
 from models.decoder.pipeline import Pipeline
 from models.decoder.stacked import StackedDecoder
 from models.decoder.tiny import LanguageModel
-from models.mesh import placed_shapes, state_shardings, topology_of
+from models.mesh import all_axes, placed_shapes, state_shardings, topology_of
 from models.settings import in_section
 from models.training.optimizer import apply_gradients, make_optimizer
 from models.training.resume import moved_state
@@ -82,7 +82,7 @@ def loss_and_gradients(
     params, frozen, rest = states
     # Each device contributes sequences to every microbatch, so the split moves no data.
     parts = tokens.reshape(-1, accumulate, tokens.shape[1]).swapaxes(0, 1)
-    parts = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)))
+    parts = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, all_axes(mesh))))
     # Sums are float32, for parameters of any dtype.
     wide = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), params)
     zeros = jax.lax.with_sharding_constraint(wide, state_shardings(params, mesh))

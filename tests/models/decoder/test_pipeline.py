@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_moe_lb import Losses
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -56,11 +57,31 @@ def assert_equal(got, want, tolerance=1e-5):
     assert not expected
 
 
-def test_dense_layers_and_layers_before(all_devices):
-    tokens = np.asarray(jax.random.randint(jax.random.key(1), (16, 13), 0, 256))
-    decoder = decoder_config("deepseek_v3", 6)
-    decoder = dataclasses.replace(decoder, losses=None)
-    parallel = ParallelConfig(2, 2, "exact", stages=2, repeats=2, microbatches=4, layers_before=1)
-    assert_equal(
-        results(decoder, parallel, 1, tokens), results(decoder, ParallelConfig(2, 2, "exact"), 4, tokens)
-    )
+@pytest.fixture
+def tokens(all_devices):
+    return np.asarray(jax.random.randint(jax.random.key(1), (16, 13), 0, 256))
+
+
+CASES = {
+    "alternating windows, a block a stage": (("gpt_oss", 4), ParallelConfig(2, 2, "exact", stages=2)),
+    "alternating windows, two blocks a stage": (
+        ("gpt_oss", 8),
+        ParallelConfig(2, 1, "plain", stages=2, repeats=2, microbatches=4),
+    ),
+    "dense layers, latent attention, layers before": (
+        ("deepseek_v3", 6),
+        ParallelConfig(1, 2, "greedy", stages=2, repeats=2, microbatches=4, layers_before=1),
+    ),
+    "four stages": (("mixtral", 4), ParallelConfig(2, 1, "plain", stages=4, microbatches=8)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "parallel"), CASES.values(), ids=CASES)
+def test_it_equals_one_microbatch_after_the_other(model, parallel, tokens):
+    decoder = dataclasses.replace(decoder_config(*model), losses=Losses(switch=0.1, z=0.01))
+    alone = dataclasses.replace(parallel, stages=1, repeats=1, microbatches=None, layers_before=0)
+    # With one sequence a device, both have the same microbatches.
+    batch = tokens[: parallel.data_parallel * parallel.expert_parallel * parallel.num_microbatches]
+    assert_equal(results(decoder, parallel, 1, batch), results(decoder, alone, parallel.num_microbatches, batch))
