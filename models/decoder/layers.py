@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +159,8 @@ class ParameterGather:
     def one(self, path: tuple[Any, ...], variable: nnx.Variable, first: int = 0) -> Any:
         """Gather the value of one variable; the arguments match those of `__call__`."""
         value = variable.get_value()
+        if isinstance(value, Summed):
+            value = _read(*value)
         if not variable.has_metadata("gathered"):
             return value
         # Fix the layout; a product with the transpose would make XLA store a transposed copy of all layers.
@@ -180,6 +182,42 @@ def without(entry: Any, axes: Collection[str]) -> Any:
     """Return an entry of a `PartitionSpec` without some mesh axes."""
     left = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis not in axes)
     return left or None
+
+
+class Summed(NamedTuple):
+    """Value of a parameter read by several microbatches, whose gradients are added in float32.
+
+    Args:
+        value: the parameter, without a gradient.
+        sums: float32 of its shape, never read; its gradient is that of the parameter.
+    """
+
+    value: Array
+    sums: Array
+
+    @classmethod
+    def of(cls, value: Array) -> "Summed":
+        """Return a parameter with the sums of its gradients, which are rounded to its dtype at the end."""
+        return cls(jax.lax.stop_gradient(value), _sums_of(value))
+
+
+@jax.custom_vjp
+def _sums_of(value: Array) -> Array:
+    return jnp.zeros(value.shape, jnp.float32)
+
+
+_sums_of.defvjp(
+    lambda value: (_sums_of(value), jnp.zeros((), value.dtype)),
+    lambda like, sums: (sums.astype(like.dtype),),
+)
+
+
+@jax.custom_vjp
+def _read(value: Array, sums: Array) -> Array:
+    return value
+
+
+_read.defvjp(lambda value, sums: (value, None), lambda _, gradient: (None, gradient.astype(jnp.float32)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

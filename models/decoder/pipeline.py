@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import ParallelConfig
 from models.data.marks import positions_in
-from models.decoder.layers import LAYER_INPUT, ParameterGather, computed_again, scan_states, without
+from models.decoder.layers import LAYER_INPUT, ParameterGather, Summed, computed_again, scan_states, without
 from models.mesh import STAGE, batch_sharding
 
 BY_STAGE, OF_BLOCKS = PartitionSpec(STAGE), PartitionSpec(None, STAGE)
@@ -147,6 +147,7 @@ def through_stages(
     """
     mesh = gather.mesh
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
+    states = [jax.tree.map(_summed, state, is_leaf=lambda node: isinstance(node, nnx.Param)) for state in states]
     is_piped = jax.tree.leaves(states)[0].shape[0] > num_before
     if documents is not None:
         documents = _to_stages(documents, pipeline, mesh).reshape(pipeline.microbatches, -1, documents.shape[1])
@@ -263,6 +264,12 @@ def _others(mesh: Any) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis != STAGE)
 
 
+def _summed(variable: Any) -> Any:
+    """Add the gradients of narrow parameters over microbatches in float32."""
+    is_narrow = isinstance(variable, nnx.Param) and variable.get_value().dtype != jnp.float32
+    return variable.replace(Summed.of(variable.get_value())) if is_narrow else variable
+
+
 def _in_blocks(state: nnx.State, first: int, pipeline: Pipeline, mesh: Mesh) -> nnx.State:
     """Reshape the leaves of a stack, from period `first` on, to `[R, S, periods of a block, ...]`."""
 
@@ -270,9 +277,12 @@ def _in_blocks(state: nnx.State, first: int, pipeline: Pipeline, mesh: Mesh) -> 
         spec = tuple(variable.get_metadata("out_sharding") or ()) if variable.has_metadata("gathered") else ()
         inner = [without(entry, {STAGE}) for entry in spec[1:]]
         sharding = NamedSharding(mesh, PartitionSpec(None, STAGE, None, *inner))
-        leaf = variable.get_value()[first:]
-        leaf = leaf.reshape(pipeline.repeats, pipeline.stages, -1, *leaf.shape[1:])
-        return variable.replace(jax.lax.with_sharding_constraint(leaf, sharding))
+
+        def blocks(leaf: Array) -> Array:
+            leaf = leaf[first:].reshape(pipeline.repeats, pipeline.stages, -1, *leaf.shape[1:])
+            return jax.lax.with_sharding_constraint(leaf, sharding)
+
+        return variable.replace(jax.tree.map(blocks, variable.get_value()))
 
     return nnx.from_flat_state([(path, one(variable)) for path, variable in nnx.to_flat_state(state)])
 

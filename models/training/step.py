@@ -162,6 +162,8 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: Deco
         topology = topology_of(mesh, config.parallel.ranks_per_domain)
     else:
         topology = system.migrate.domains.between
+    if config.parallel.stages > 1:
+        _check_stateless(system, config)
     system = system.replace(relocates=config.relocation.interval is not None)
     trained = Adapter if config.lora.rank else nnx.Param
 
@@ -204,6 +206,15 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: Deco
         model=lambda state: nnx.merge(graph, state)[0],
         topology=topology,
     )
+
+
+def _check_stateless(system: System, config: TrainConfig) -> None:
+    sizes = config.parallel.expert_parallel, config.model.num_experts
+    if system.migrate is not None or jax.tree.leaves(system.balancer.init(sizes)):
+        raise ValueError(
+            f"parallel.system is {config.parallel.system!r}; expected one without state between microbatches, as "
+            f"parallel.stages is {config.parallel.stages}"
+        )
 
 
 def _model(
