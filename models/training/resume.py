@@ -26,11 +26,13 @@ from models.settings import Given, layered
 
 OF_THE_SYSTEM = ("replica_slots", "headroom", "max_rounds")
 OF_THE_RANKS = ("ranks_per_domain",)
+OF_THE_STAGES = ("repeats", "microbatches", "layers_before")
 
 
 def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
     """Return the layout: options that a resumed run may change if its balancers start anew."""
-    return {
+    stages = {"stages": parallel.stages} if parallel.stages > 1 else {}
+    return stages | {
         "system": parallel.system,
         "data_parallel": parallel.data_parallel,
         "expert_parallel": parallel.expert_parallel,
@@ -65,6 +67,8 @@ def as_before(folder: RunFolder, given: Given) -> Given:
             moves = {}
     if parallel_given.get("expert_parallel", parallel.get("expert_parallel")) != parallel.get("expert_parallel"):
         parallel |= dict.fromkeys(OF_THE_RANKS)
+    if parallel_given.get("stages", parallel.get("stages")) != parallel.get("stages"):
+        parallel = {name: value for name, value in parallel.items() if name not in OF_THE_STAGES}
     moves = {name: value for name, value in moves.items() if value is not None}
     return layered({"parallel": parallel, "relocation": moves}, given)
 

@@ -2,34 +2,40 @@
 
 import dataclasses
 import json
+import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jax_moe_lb import Losses
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig
-from models.data.marks import num_predicted
+from models.data.marks import marked, num_predicted
+from models.decoder.pipeline import Pipeline
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh, make_system, place_batch
 from models.tiny_checkpoint import tiny_config
 from models.training.step import loss_and_gradients, make_programs
 
-LOSSES = ModelConfig(checkpoint="tiny", aux_loss=0.1, z_loss=0.01)
+CHECKPOINT = ModelConfig(checkpoint="tiny")
 
 
-def decoder_config(name, num_layers, **options):
-    fields = json.loads(tiny_config(name)) | {"num_hidden_layers": num_layers, "hidden_size": 32} | options
-    return configured(Fields(json.dumps(fields)), predict_further=bool(options.get("num_nextn_predict_layers")))
+def decoder_config(name, num_layers, num_further=0):
+    fields = json.loads(tiny_config(name)) | {"num_hidden_layers": num_layers, "hidden_size": 32}
+    if num_further:
+        fields["num_nextn_predict_layers"] = num_further
+    return configured(Fields(json.dumps(fields)), predict_further=num_further > 0)
 
 
-def results(decoder, parallel, accumulate, tokens, further_weight=0.0):
-    """Return loss, statistics and gradients of a batch."""
+def results(decoder, parallel, accumulate, tokens):
+    """Return loss, statistics and gradients of a batch, with the loss of multi-token prediction."""
     train = TrainConfig(
-        model=LOSSES, parallel=parallel, batch=BatchConfig(len(tokens), tokens.shape[1] - 1, accumulate), steps=5
+        model=CHECKPOINT, parallel=parallel, batch=BatchConfig(len(tokens), tokens.shape[1] - 1, accumulate), steps=5
     )
     mesh = make_mesh(parallel)
     programs = make_programs(train, mesh, make_system(parallel), decoder)
@@ -37,7 +43,7 @@ def results(decoder, parallel, accumulate, tokens, further_weight=0.0):
     @jax.jit
     def run(state, tokens):
         def loss(model, tokens, counts):
-            return StackedDecoder.loss(model, tokens, counts, further_weight)
+            return StackedDecoder.loss(model, tokens, counts, 0.3 if decoder.num_further else 0.0)
 
         counts = num_predicted(tokens, decoder.num_further)
         return loss_and_gradients(programs.model(state), nnx.Param, loss, tokens, counts, accumulate, mesh)
@@ -59,16 +65,20 @@ def assert_equal(got, want, tolerance=1e-5):
 
 @pytest.fixture
 def tokens(all_devices):
-    return np.asarray(jax.random.randint(jax.random.key(1), (16, 13), 0, 256))
+    """Return sequences of documents, which start at random tokens."""
+    values = np.random.default_rng(1).integers(0, 256, (16, 13))
+    starts = np.random.default_rng(2).random(values.shape) < 0.2
+    return marked(values, starts, np.zeros(values.shape, bool))
 
 
 CASES = {
+    "one microbatch a stage": (("mixtral", 2), ParallelConfig(2, 1, "plain", stages=2)),
     "alternating windows, a block a stage": (("gpt_oss", 4), ParallelConfig(2, 2, "exact", stages=2)),
     "alternating windows, two blocks a stage": (
         ("gpt_oss", 8),
         ParallelConfig(2, 1, "plain", stages=2, repeats=2, microbatches=4),
     ),
-    "dense layers, latent attention, layers before": (
+    "dense layers, layers before, multi-token prediction": (
         ("deepseek_v3", 6),
         ParallelConfig(1, 2, "greedy", stages=2, repeats=2, microbatches=4, layers_before=1),
     ),
@@ -77,11 +87,88 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize(("model", "parallel"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        pytest.param(*case, id=name, marks=[] if name.startswith("one") else pytest.mark.thorough)
+        for name, case in CASES.items()
+    ],
+)
 def test_it_equals_one_microbatch_after_the_other(model, parallel, tokens):
+    """Loss, gradients and all statistics of balanced layers, in float32."""
     decoder = dataclasses.replace(decoder_config(*model), losses=Losses(switch=0.1, z=0.01))
     alone = dataclasses.replace(parallel, stages=1, repeats=1, microbatches=None, layers_before=0)
     # With one sequence a device, both have the same microbatches.
     batch = tokens[: parallel.data_parallel * parallel.expert_parallel * parallel.num_microbatches]
     assert_equal(results(decoder, parallel, 1, batch), results(decoder, alone, parallel.num_microbatches, batch))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        (lambda: Pipeline(1, 1, 1), "stages is 1; expected at least 2"),
+        (lambda: Pipeline(4, 1, 2), "microbatches is 2; expected a multiple of stages 4"),
+        (lambda: Pipeline(2, 1, 2), r"mesh has the axes {'data': 2, 'expert': 4}; expected 'stage' of size 2"),
+    ],
+)
+def test_bad_pipelines_are_refused(pipeline, message, all_devices):
+    with pytest.raises(ValueError, match=message):
+        pipeline().check(make_mesh(ParallelConfig(2, 4)), 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "period", "options", "message"),
+    [
+        (58, 1, {}, "layers_before is 0; expected a number that leaves a multiple of 4 of the 58 layers with experts"),
+        (58, 1, {"layers_before": 58}, "layers_before is 58; expected a number that leaves a multiple of 4"),
+        (36, 2, {"layers_before": 3}, "layers_before is 3; expected a multiple of 2, their period"),
+        (36, 2, {"repeats": 3}, r"a multiple of 24 of the 36 layers .*, stages 4 x repeats 3 x period 2"),
+    ],
+)
+def test_layers_that_cannot_be_divided_are_refused(num_layers, period, options, message, all_devices):
+    mesh = make_mesh(ParallelConfig(1, 2, stages=4))
+    with pytest.raises(ValueError, match=message):
+        Pipeline(4, microbatches=4, **options).check(mesh, num_layers, period)
+
+
+def test_bad_runs_are_refused_before_compiling(all_devices):
+    parallel = ParallelConfig(1, 2, "eplb", stages=2)
+    train = TrainConfig(model=CHECKPOINT, parallel=parallel, batch=BatchConfig(4, 12))
+    with pytest.raises(ValueError, match="parallel.system is 'eplb'; expected one without state between microbatches"):
+        make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 2))
+    parallel = ParallelConfig(1, 2, "plain", stages=2)
+    with pytest.raises(ValueError, match="parallel.layers_before is 0; expected a number that leaves a multiple of 2"):
+        make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 3))
+    programs = make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 2))
+    with pytest.raises(ValueError, match="batch is 6; expected a multiple of microbatches 2 x 2, the devices of a stage"):
+        jax.eval_shape(programs.evaluate, programs.state_shapes, jax.ShapeDtypeStruct((6, 13), jnp.int32))
+
+
+def test_each_device_keeps_its_part_of_a_stage(all_devices):
+    """With layers in blocks or before the pipeline, the stages split matrices instead of layers."""
+    for options, spec in {
+        (): ("stage", "expert", "data", None),
+        (("repeats", 2),): (None, "expert", ("data", "stage"), None),
+    }.items():
+        parallel = ParallelConfig(2, 2, "plain", stages=2, **dict(options))
+        train = TrainConfig(model=CHECKPOINT, parallel=parallel, batch=BatchConfig(8, 12))
+        programs = make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 4))
+        up = programs.state_shapes[0]["stacks"][0][0]["moe"]["up"].get_value()
+        assert up.sharding.spec == PartitionSpec(*spec)
+        for leaf in jax.tree.leaves(programs.state_shapes):
+            assert leaf.size < 1024 or 8 * math.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size
+
+
+def test_the_schedule_of_the_figure():
+    """Each block follows the previous block of its microbatch, on the next stage and in the next tick or later."""
+    for pipeline in (Pipeline(2, 2, 2), Pipeline(4, 3, 8), Pipeline(4, 1, 4)):
+        place = {}
+        for tick in range(pipeline.num_ticks):
+            for stage in range(pipeline.stages):
+                repeat, microbatch = divmod(tick - stage, pipeline.microbatches)
+                if 0 <= repeat < pipeline.repeats:
+                    place[microbatch, repeat * pipeline.stages + stage] = tick, stage
+        assert len(place) == pipeline.microbatches * pipeline.stages * pipeline.repeats
+        for (microbatch, block), (tick, stage) in place.items():
+            assert stage == block % pipeline.stages
+            assert not block or place[microbatch, block - 1][0] < tick

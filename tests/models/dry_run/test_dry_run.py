@@ -50,6 +50,16 @@ def test_devices_of_a_group_lie_side_by_side(monkeypatch):
     assert np.array_equal(mesh.devices, np.array(devices).reshape(2, 4))
 
 
+def test_stages_lie_on_different_nodes(monkeypatch):
+    devices = jax.devices()[:8]
+    monkeypatch.setattr(Target, "devices", lambda self: devices)
+    mesh = module.mesh_of(ParallelConfig(2, 2, stages=2), Target.parse("h100:2x4"))
+    assert mesh.axis_names == ("stage", "data", "expert")
+    assert np.array_equal(mesh.devices, np.array(devices).reshape(2, 2, 2))
+    with pytest.raises(ValueError, match="data_parallel x expert_parallel x stages is 2 x 4 x 2; expected a product of 8"):
+        module.mesh_of(ParallelConfig(2, 4, stages=2), Target.parse("h100:2x4"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -80,6 +90,7 @@ def test_options_of_published_models_are_refused(arguments, message, monkeypatch
         ("deepseek-v3", "h100:32x8", {}, (4, 64, 8)),
         ("deepseek-v3", "h100:32x8", {"data_parallel": 8}, (8, 32, 8)),
         ("gpt-oss-120b", "h100:8x8", {"expert_parallel": 4}, (16, 4, 4)),
+        ("deepseek-v3", "h100:16x8", {"stages": 4, "layers_before": 2}, (1, 32, 8)),
     ],
 )
 def test_usual_groups_of_published_models(name, target, given, expected):

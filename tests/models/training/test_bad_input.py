@@ -24,6 +24,7 @@ CASES = {
     "seed": (["--seed", "-1"], "seed is -1; expected"),
     "devices": (["--mesh", "expert=16"], "data_parallel x expert_parallel is 1 x 16; expected"),
     "experts": (["--mesh", "expert=5", "--set", "batch.size=30"], "num_experts is 16; expected"),
+    "stages": (["--mesh", "expert=4,stage=2"], "parallel.stages is 2; expected 1 without model.checkpoint"),
     "domains": (["--mesh", "expert=8,domain=3"], "parallel.ranks_per_domain is 3; expected a divisor"),
     "missing data": (["--data", "missing"], "data is 'missing', which does not exist; expected"),
     "data weight": (["--data", "short:0"], "data is 'short' with weight 0; expected a finite number above 0"),
@@ -68,7 +69,7 @@ CASES = {
     "system value": (["--system", "exact:headroom=x"], "parallel.headroom is 'x'; expected a number or none"),
     "axis": (
         ["--mesh", "tensor=2"],
-        "--mesh tensor=2: key is 'tensor'; expected KEY=VALUE, a key of data, expert, domain",
+        "--mesh tensor=2: key is 'tensor'; expected KEY=VALUE, a key of data, expert, domain, stage",
     ),
     "twice": (
         ["--mesh", "expert=4", "--set", "parallel.expert_parallel=8"],

@@ -179,6 +179,20 @@ def test_schedules(schedule, shares):
         (lambda: ModelConfig(z_loss=-1.0), "z_loss is -1.0; expected a finite number of at least 0"),
         (lambda: ModelConfig(vocab_size=0), "vocab_size is 0; expected at least 1"),
         (lambda: ParallelConfig(fsdp=True), "fsdp is set, but data_parallel is 1; expected at least 2 groups"),
+        (lambda: ParallelConfig(stages=0), "stages is 0; expected at least 1"),
+        (lambda: ParallelConfig(stages=2, repeats=0), "repeats is 0; expected at least 1"),
+        (lambda: ParallelConfig(stages=2, microbatches=1), "microbatches is 1; expected a multiple of stages 2"),
+        (lambda: ParallelConfig(stages=2, microbatches=0), "microbatches is 0; expected a multiple of stages 2"),
+        (lambda: ParallelConfig(repeats=2), "repeats is 2; expected 1 without a pipeline. Set stages"),
+        (lambda: ParallelConfig(layers_before=2), "layers_before is 2; expected 0 without a pipeline"),
+        (
+            lambda: TrainConfig(parallel=ParallelConfig(1, 4, stages=2)),
+            "parallel.stages is 2; expected 1 without model.checkpoint",
+        ),
+        (
+            lambda: TrainConfig(parallel=ParallelConfig(1, 4, stages=2, microbatches=6)),
+            "batch.size is 32; expected a multiple of the 4 shards, .* x microbatches 6",
+        ),
         (lambda: OptimizerConfig(schedule="step"), "schedule is 'step'; expected one of cosine, linear, constant, wsd"),
         (
             lambda: TrainConfig(batch=BatchConfig(accumulate=3)),
