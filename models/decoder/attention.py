@@ -4,6 +4,7 @@
 from a compressed vector per token, which is stored in the cache.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from models.decoder.config import DecoderConfig, HeadNorm, Latent
 from models.decoder.cudnn_attention import cudnn_attention
@@ -67,17 +68,46 @@ def causal_attention(
     # The gradient of cuDNN's kernel with a mask needs an even length.
     if has_cudnn_kernel(mesh, q, v) and (segments is None or q.shape[1] % 2 == 0):
         if sinks is None and q.shape[-1] == v.shape[-1]:
-            reach = None if window is None else (window - 1, 0)
-            mask = None if segments is None else (segments[:, :, None] == segments[:, None])[:, None]
-            options: dict[str, Any] = {"is_causal": True, "local_window_size": reach, "implementation": "cudnn"}
-            return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, **options)
-        return cudnn_attention(q, k, v, sinks, segments, scale, window)
+            kernel = partial(_of_jax, scale=scale, window=window)
+        else:
+            kernel = partial(_of_cudnn, scale=scale, window=window)
+        return _on_each_device(kernel, q, k, v, sinks, segments)
     if has_splash_kernel(mesh, q, v):
         return splash_attention(q, k, v, mesh, scale=scale, window=window, sinks=sinks, segments=segments)
     if is_usual and window is None and sinks is None and segments is None and q.shape[-1] == v.shape[-1]:
         return attention_in_blocks(q, k, v)
     positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])
     return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks, segments=segments, whole=True)
+
+
+def _of_jax(
+    q: Array, k: Array, v: Array, sinks: None, segments: Array | None, *, scale: float, window: int | None
+) -> Array:
+    reach = None if window is None else (window - 1, 0)
+    mask = None if segments is None else (segments[:, :, None] == segments[:, None])[:, None]
+    options: dict[str, Any] = {"is_causal": True, "local_window_size": reach, "implementation": "cudnn"}
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, **options)
+
+
+def _of_cudnn(
+    q: Array, k: Array, v: Array, sinks: Array | None, segments: Array | None, *, scale: float, window: int | None
+) -> Array:
+    return cudnn_attention(q, k, v, sinks, segments, scale, window)
+
+
+def _on_each_device(
+    kernel: Callable[..., Array], q: Array, k: Array, v: Array, sinks: Array | None, segments: Array | None
+) -> Array:
+    """Call a kernel, inside a stage of a pipeline with the sequences of each device; arguments as `causal_attention`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return kernel(q, k, v, sinks, segments)
+    # JAX cannot partition cuDNN's calls over the other axes of a mesh of which some are manual.
+    axes = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    split = PartitionSpec(axes)
+    specs = (split, split, split, PartitionSpec(), split)
+    run = jax.shard_map(kernel, in_specs=specs, out_specs=split, axis_names=set(axes), check_vma=False)
+    return run(q, k, v, sinks, segments)
 
 
 def has_cudnn_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
