@@ -64,7 +64,7 @@ RELOCATE_INTERVAL = 50
 
 CONFIG = f"Checkpoint folder, .yaml file, or one of {', '.join([*PRESETS, *PUBLISHED_NAMES])}."
 SYSTEM = f"NAME or NAME:key=value,key=value: {', '.join(system_names())}; keys {', '.join(SYSTEM_OPTIONS)}."
-MESH = "Axes and sizes, data=2,expert=4,domain=4,stage=2: groups, ranks per group, ranks that share weights, pipeline stages."
+MESH = "Axes and sizes, data=2,expert=4,domain=4,stage=2: groups, ranks in each, ranks that share weights, stages."
 DATA = "File or folder of text, JSON lines of text or messages, or token arrays; or PATH:WEIGHT; repeatable."
 RUN_DIR = "Run folder. [default: runs/CONFIG or runs/CHECKPOINT-tuned, then ...-2; the last to resume or overwrite]"
 RESUME = "Continue from the newest checkpoint; mesh and system stay as they were, unless given."

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb.layer import CHECKPOINT_NAMES
@@ -185,29 +185,30 @@ def without(entry: Any, axes: Collection[str]) -> Any:
 
 
 class Summed(NamedTuple):
-    """Value of a parameter read by several microbatches, whose gradients are added in float32.
+    """Value of a parameter in one layer, whose gradient is added to sums over microbatches.
 
     Args:
         value: the parameter, without a gradient.
-        sums: float32 of its shape, never read; its gradient is that of the parameter.
+        sums: float32 of its shape, see `sums_of`.
     """
 
     value: Array
     sums: Array
 
-    @classmethod
-    def of(cls, value: Array) -> "Summed":
-        """Return a parameter with the sums of its gradients, which are rounded to its dtype at the end."""
-        return cls(jax.lax.stop_gradient(value), _sums_of(value))
-
 
 @jax.custom_vjp
-def _sums_of(value: Array) -> Array:
+def sums_of(value: Array) -> Array:
+    """Return float32 zeros in the shape of a parameter, whose gradient is that of the parameter.
+
+    Their values are never read. A loop that carries them carries the sums of the gradients backward, and each layer
+    adds to its own part in place. The gradient of a parameter closed over by the loop would be a stack of all layers in
+    each iteration, in the dtype of the parameter.
+    """
     return jnp.zeros(value.shape, jnp.float32)
 
 
-_sums_of.defvjp(
-    lambda value: (_sums_of(value), jnp.zeros((), value.dtype)),
+sums_of.defvjp(
+    lambda value: (sums_of(value), jnp.zeros((), value.dtype)),
     lambda like, sums: (sums.astype(like.dtype),),
 )
 
@@ -218,6 +219,28 @@ def _read(value: Array, sums: Array) -> Array:
 
 
 _read.defvjp(lambda value, sums: (value, None), lambda _, gradient: (None, gradient.astype(jnp.float32)))
+
+
+@jax.custom_vjp
+def _part(sums: Array, at: Array) -> tuple[Array, Array]:
+    """Return the sums, and the part of one layer."""
+    return sums, sums[at]
+
+
+_part.defvjp(
+    lambda sums, at: (_part(sums, at), at),
+    lambda at, gradients: (gradients[0].at[at].add(gradients[1]), None),
+)
+
+
+def _with_sums(state: nnx.State, sums: nnx.State, at: Array) -> tuple[nnx.State, nnx.State]:
+    """Pair the parameters of a layer with their part of the sums; return the sums for the next layer."""
+    flat, after = dict(nnx.to_flat_state(state)), []
+    for path, whole in nnx.to_flat_state(sums):
+        left, part = _part(whole.get_value(), at)
+        after.append((path, whole.replace(left)))
+        flat[path] = flat[path].replace(Summed(flat[path].get_value(), part))
+    return nnx.from_flat_state(list(flat.items())), nnx.from_flat_state(after)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -323,7 +346,7 @@ def scanned(
         return found
 
     stacks = [stacked(states[place::period]) for place in range(period)]
-    x, stats, kept = scan_states(graphs[:period], stacks, x, sharding, lambda state: state, remat, shared)
+    x, stats, kept, _ = scan_states(graphs[:period], stacks, x, sharding, lambda state: state, remat, shared)
     for i, layer in enumerate(layers):
         nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i // period], kept[i % period]))
     return x, stats
@@ -358,7 +381,7 @@ def scan_stacked(
         The last `x`, and the statistics stacked over the layers.
     """
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
-    x, stats, moved = scan_states(graphs, states, x, sharding, gather, remat, shared)
+    x, stats, moved, _ = scan_states(graphs, states, x, sharding, gather, remat, shared)
     for stack, state in zip(stacks, moved, strict=True):
         nnx.update(stack, state)
     return x, stats
@@ -372,11 +395,25 @@ def scan_states(
     gather: Callable[[nnx.State], nnx.State],
     remat: str,
     shared: Sequence[Array | None],
-) -> tuple[Array, Any, list[nnx.State]]:
+    sums: Sequence[nnx.State] = (),
+    first: Array | int = 0,
+) -> tuple[Array, Any, list[nnx.State], Sequence[nnx.State]]:
     """Apply stacks of layers, split into graphs and states, to `x`; see `scan_stacked`.
 
+    Args:
+        graphs: one for each layer of a period.
+        stacks: their states, which stack all periods.
+        x: residual stream `[B, T, H]`.
+        sharding: sharding of `x` in every layer.
+        gather: function from the stored state of a layer to the state used.
+        remat: residuals to keep.
+        shared: further arguments of every layer.
+        sums: for each stack, sums of the gradients of parameters, see `sums_of`; empty (default) for gradients without
+            sums.
+        first: index of the first period in the sums.
+
     Returns:
-        The last `x`, the statistics in the order of the layers, and the changed state of each stack.
+        The last `x`, the statistics in the order of the layers, the changed state of each stack, and the sums.
     """
 
     def run_layer(graph: nnx.GraphDef, x: Array, state: nnx.State) -> tuple[Array, tuple[Any, nnx.State]]:
@@ -388,16 +425,22 @@ def scan_states(
     # The body of a scan shares no expressions with the forward pass, so prevent_cse is not needed.
     runs = [computed_again(partial(run_layer, graph), remat, prevent_cse=False) for graph in graphs]
 
-    def run_period(x: Array, states: Sequence[nnx.State]) -> tuple[Array, list[tuple[Any, nnx.State]]]:
-        per_layer = []
-        for run, state in zip(runs, states, strict=True):
+    def run_period(
+        carry: tuple[Array, list[nnx.State]], period: tuple[Array, list[nnx.State]]
+    ) -> tuple[tuple[Array, list[nnx.State]], list[tuple[Any, nnx.State]]]:
+        (x, sums), (at, states), after, per_layer = carry, period, [], []
+        for place, (run, state) in enumerate(zip(runs, states, strict=True)):
+            if sums:
+                state, left = _with_sums(state, sums[place], at)
+                after.append(left)
             x, found = run(x, state)
             per_layer.append(found)
-        return x, per_layer
+        return (x, after), per_layer
 
-    x, per_place = jax.lax.scan(run_period, x, list(stacks))
+    places = first + jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
+    (x, after), per_place = jax.lax.scan(run_period, (x, list(sums)), (places, list(stacks)))
     stats, kept = zip(*per_place, strict=True)
-    return x, jax.tree.map(_interleaved, *stats), list(kept)
+    return x, jax.tree.map(_interleaved, *stats), list(kept), after
 
 
 def _interleaved(*stacks: Array) -> Array:

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import ParallelConfig
 from models.data.marks import positions_in
-from models.decoder.layers import LAYER_INPUT, ParameterGather, Summed, computed_again, scan_states, without
+from models.decoder.layers import LAYER_INPUT, ParameterGather, computed_again, scan_states, sums_of, without
 from models.mesh import STAGE, batch_sharding
 
 BY_STAGE, OF_BLOCKS = PartitionSpec(STAGE), PartitionSpec(None, STAGE)
@@ -107,14 +107,18 @@ class Parts(NamedTuple):
 
     Args:
         before: states of the layers before the pipeline, the same on all stages.
+        sums_before: sums of their gradients.
         blocks: states `[R, S, layers, ...]` of the blocks, `[R, 1, layers, ...]` on a stage.
+        sums: sums of their gradients.
         x: microbatches `[S, M / S, B, T, H]`, `[1, M / S, B, T, H]` on a stage.
         documents: int32 `[M, B, T]`, the same on all stages; `None` for one per sequence.
         stage: index of the stage, `[S]` and `[1]`.
     """
 
     before: Any
+    sums_before: Any
     blocks: Any
+    sums: Any
     x: Array
     documents: Array | None
     stage: Array
@@ -147,13 +151,17 @@ def through_stages(
     """
     mesh = gather.mesh
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
-    states = [jax.tree.map(_summed, state, is_leaf=lambda node: isinstance(node, nnx.Param)) for state in states]
-    is_piped = jax.tree.leaves(states)[0].shape[0] > num_before
+    is_piped = _num_periods(states) > num_before
     if documents is not None:
         documents = _to_stages(documents, pipeline, mesh).reshape(pipeline.microbatches, -1, documents.shape[1])
+    # Sums of gradients over all microbatches.
+    sums = [_sums(state) for state in states]
+    states = [jax.tree.map(jax.lax.stop_gradient, state) for state in states]
     parts = Parts(
         jax.tree.map(lambda leaf: leaf[:num_before], list(states)) if num_before else None,
+        [jax.tree.map(lambda leaf: leaf[:num_before], one) for one in sums],
         [_in_blocks(state, num_before, pipeline, mesh) for state in states] if is_piped else None,
+        [_in_blocks(one, num_before, pipeline, mesh) for one in sums] if is_piped else None,
         _to_stages(x, pipeline, mesh),
         documents,
         jnp.arange(pipeline.stages, dtype=jnp.int32),
@@ -162,7 +170,7 @@ def through_stages(
     run = jax.shard_map(
         stage,
         mesh=mesh,
-        in_specs=(Parts(PartitionSpec(), OF_BLOCKS, BY_STAGE, PartitionSpec(), BY_STAGE),),
+        in_specs=(Parts(PartitionSpec(), PartitionSpec(), OF_BLOCKS, OF_BLOCKS, BY_STAGE, PartitionSpec(), BY_STAGE),),
         out_specs=(BY_STAGE, BY_STAGE, OF_BLOCKS),
         axis_names={STAGE},
         # With it, JAX 0.12 cannot lower the gradients of nested shard_maps.
@@ -186,23 +194,25 @@ class _Stage:
     def __call__(self, parts: Parts) -> tuple[Array, Any, Any]:
         x, stage, first, rest = parts.x[0], parts.stage[0], None, None
         if parts.before is not None:
-            x, first = self._before(parts.before, x, parts.documents, stage)
+            x, first = self._before(parts.before, parts.sums_before, x, parts.documents, stage)
         if parts.blocks is not None:
             blocks = jax.tree.map(lambda leaf: leaf[:, 0], parts.blocks)
-            x, rest = self._ticks(blocks, x, parts.documents, stage)
+            sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), parts.sums)
+            x, rest = self._ticks(blocks, sums, x, parts.documents, stage)
         return x[None], first, rest
 
-    def _before(self, states: Any, x: Array, documents: Array | None, stage: Array) -> tuple[Array, Any]:
+    def _before(self, states: Any, sums: Any, x: Array, documents: Array | None, stage: Array) -> tuple[Array, Any]:
         """Apply layers to the microbatches at home; return their statistics `[M / S, layers, D, ...]`."""
         per_stage = self.pipeline.per_stage
 
-        def one(_: None, at: Array) -> tuple[None, tuple[Array, Any]]:
+        def one(sums: Any, at: Array) -> tuple[Any, tuple[Array, Any]]:
             mine = None if documents is None else documents[stage * per_stage + at]
-            return None, self._layers(states, x[at], mine, None)
+            y, stats, sums = self._layers(states, sums, 0, x[at], mine, None)
+            return sums, (y, stats)
 
-        return jax.lax.scan(one, None, jnp.arange(per_stage))[1]
+        return jax.lax.scan(one, sums, jnp.arange(per_stage))[1]
 
-    def _ticks(self, blocks: Any, x: Array, documents: Array | None, stage: Array) -> tuple[Array, Any]:
+    def _ticks(self, blocks: Any, sums: Any, x: Array, documents: Array | None, stage: Array) -> tuple[Array, Any]:
         """Run the pipeline; return the outputs at home and statistics `[R, 1, M, layers, D, ...]` of this stage."""
         pipeline = self.pipeline
         num_stages, total = pipeline.stages, pipeline.microbatches * pipeline.repeats
@@ -211,8 +221,8 @@ class _Stage:
         back = [(i, i - 1) for i in range(1, num_stages)]
         block = self._rematerialized(partial(self._block, documents))
 
-        def tick(carry: tuple[Array, Array, Array], now: Array) -> tuple[tuple[Array, Array, Array], Any]:
-            home, waiting, arrived = carry
+        def tick(carry: tuple[Array, Array, Array, Any], now: Array) -> tuple[tuple[Array, Array, Array, Any], Any]:
+            home, waiting, arrived, sums = carry
             slot, item = now % pipeline.per_stage, jnp.clip(now - stage, 0, total - 1)
             # Stage 0 reads new microbatches from its home slots, which the other stages pass on to it.
             first, returned = home[slot], arrived
@@ -220,12 +230,13 @@ class _Stage:
                 returned, waiting = waiting[now % delay], waiting.at[now % delay].set(arrived)
             if pipeline.repeats > 1:
                 first = jnp.where(now < pipeline.microbatches, first, returned)
-            y, stats = block(blocks, jnp.where(stage == 0, first, arrived), item, item == now - stage)
+            x = jnp.where(stage == 0, first, arrived)
+            y, stats, sums = block(blocks, sums, x, item, item == now - stage)
             passed = jnp.where(stage == num_stages - 1, y, jax.lax.ppermute(home[slot], STAGE, back))
-            return (home.at[slot].set(passed), waiting, jax.lax.ppermute(y, STAGE, onwards)), stats
+            return (home.at[slot].set(passed), waiting, jax.lax.ppermute(y, STAGE, onwards), sums), stats
 
-        start = (x, jnp.zeros((delay, *x.shape[1:]), x.dtype), jnp.zeros_like(x[0]))
-        (home, _, _), stats = jax.lax.scan(tick, start, jnp.arange(pipeline.num_ticks))
+        start = (x, jnp.zeros((delay, *x.shape[1:]), x.dtype), jnp.zeros_like(x[0]), sums)
+        (home, _, _, _), stats = jax.lax.scan(tick, start, jnp.arange(pipeline.num_ticks))
         # The last outputs entered their slots `stages - 1` ticks after the last inputs left them.
         home = jnp.roll(home, 1 - num_stages, 0)
 
@@ -236,13 +247,13 @@ class _Stage:
         return home, jax.tree.map(own, stats)
 
     def _block(
-        self, documents: Array | None, blocks: Any, x: Array, item: Array, is_active: Array
-    ) -> tuple[Array, Any]:
+        self, documents: Array | None, blocks: Any, sums: Any, x: Array, item: Array, is_active: Array
+    ) -> tuple[Array, Any, Any]:
         """Apply the block of one item, a microbatch in a repeat; mask all tokens unless it is active."""
         repeat, microbatch = item // self.pipeline.microbatches, item % self.pipeline.microbatches
         states = jax.tree.map(lambda leaf: leaf[0] if leaf.shape[0] == 1 else leaf[repeat], blocks)
-        mine = None if documents is None else documents[microbatch]
-        return self._layers(states, x, mine, jnp.broadcast_to(is_active, x.shape[:2]))
+        mine, first = None if documents is None else documents[microbatch], repeat * _num_periods(states)
+        return self._layers(states, sums, first, x, mine, jnp.broadcast_to(is_active, x.shape[:2]))
 
     def _rematerialized(self, block: Callable) -> Callable:
         # A block of one repeat is no loop invariant, so without this its weights would be stored in every tick.
@@ -250,24 +261,30 @@ class _Stage:
         return block if self.remat == "none" else computed_again(block, names, prevent_cse=False)
 
     def _layers(
-        self, states: Any, x: Array, documents: Array | None, mask: Array | None
-    ) -> tuple[Array, Any]:
+        self, states: Any, sums: Any, first: Array | int, x: Array, documents: Array | None, mask: Array | None
+    ) -> tuple[Array, Any, Any]:
         mesh = jax.sharding.get_abstract_mesh()
         gather = partial(self.gather.inside(mesh), first=1)
         shared = (None if documents is None else positions_in(documents), mask, None, documents)
         sharding = NamedSharding(mesh, PartitionSpec(_others(mesh)))
-        x, stats, _ = scan_states(self.graphs, states, x, sharding, gather, self.remat, shared)
-        return x, stats
+        x, stats, _, sums = scan_states(
+            self.graphs, states, x, sharding, gather, self.remat, shared, sums=sums, first=first
+        )
+        return x, stats, sums
 
 
 def _others(mesh: Any) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis != STAGE)
 
 
-def _summed(variable: Any) -> Any:
-    """Add the gradients of narrow parameters over microbatches in float32."""
-    is_narrow = isinstance(variable, nnx.Param) and variable.get_value().dtype != jnp.float32
-    return variable.replace(Summed.of(variable.get_value())) if is_narrow else variable
+def _num_periods(states: Any) -> int:
+    return int(jax.tree.leaves(states)[0].shape[0])
+
+
+def _sums(state: nnx.State) -> nnx.State:
+    """Return the sums of the gradients of a stack's parameters, with the metadata of their sharding."""
+    params = [(path, one) for path, one in nnx.to_flat_state(state) if isinstance(one, nnx.Param)]
+    return nnx.from_flat_state([(path, one.replace(sums_of(one.get_value()))) for path, one in params])
 
 
 def _in_blocks(state: nnx.State, first: int, pipeline: Pipeline, mesh: Mesh) -> nnx.State:
@@ -277,12 +294,9 @@ def _in_blocks(state: nnx.State, first: int, pipeline: Pipeline, mesh: Mesh) -> 
         spec = tuple(variable.get_metadata("out_sharding") or ()) if variable.has_metadata("gathered") else ()
         inner = [without(entry, {STAGE}) for entry in spec[1:]]
         sharding = NamedSharding(mesh, PartitionSpec(None, STAGE, None, *inner))
-
-        def blocks(leaf: Array) -> Array:
-            leaf = leaf[first:].reshape(pipeline.repeats, pipeline.stages, -1, *leaf.shape[1:])
-            return jax.lax.with_sharding_constraint(leaf, sharding)
-
-        return variable.replace(jax.tree.map(blocks, variable.get_value()))
+        leaf = variable.get_value()[first:]
+        leaf = leaf.reshape(pipeline.repeats, pipeline.stages, -1, *leaf.shape[1:])
+        return variable.replace(jax.lax.with_sharding_constraint(leaf, sharding))
 
     return nnx.from_flat_state([(path, one(variable)) for path, variable in nnx.to_flat_state(state)])
 

@@ -48,8 +48,12 @@ def results(decoder, parallel, accumulate, tokens, state=None):
         counts = num_predicted(tokens, decoder.num_further)
         return loss_and_gradients(programs.model(state), nnx.Param, loss, tokens, counts, accumulate, mesh)
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.state_shapes)
-    state = programs.init() if state is None else jax.device_put(state, shardings)
+    shapes, structure = jax.tree.flatten(programs.state_shapes)
+    if state is None:
+        state = programs.init()
+    else:
+        placed = zip(jax.tree.leaves(state), shapes, strict=True)
+        state = jax.tree.unflatten(structure, [jax.device_put(leaf, shape.sharding) for leaf, shape in placed])
     return *run(state, place_batch(tokens, mesh)), state
 
 
@@ -138,13 +142,19 @@ def test_layers_that_cannot_be_divided_are_refused(num_layers, period, options, 
 def test_bad_runs_are_refused_before_compiling(all_devices):
     parallel = ParallelConfig(1, 2, "eplb", stages=2)
     train = TrainConfig(model=CHECKPOINT, parallel=parallel, batch=BatchConfig(4, 12))
-    with pytest.raises(ValueError, match="parallel.system is 'eplb'; expected one without state between microbatches"):
+    with pytest.raises(
+        ValueError, match=r"parallel\.system is 'eplb'; expected one without state between microbatches"
+    ):
         make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 2))
     parallel = ParallelConfig(1, 2, "plain", stages=2)
-    with pytest.raises(ValueError, match="parallel.layers_before is 0; expected a number that leaves a multiple of 2"):
+    with pytest.raises(
+        ValueError, match=r"parallel\.layers_before is 0; expected a number that leaves a multiple of 2"
+    ):
         make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 3))
     programs = make_programs(train, make_mesh(parallel), make_system(parallel), decoder_config("mixtral", 2))
-    with pytest.raises(ValueError, match="batch is 6; expected a multiple of microbatches 2 x 2, the devices of a stage"):
+    with pytest.raises(
+        ValueError, match="batch is 6; expected a multiple of microbatches 2 x 2, the devices of a stage"
+    ):
         jax.eval_shape(programs.evaluate, programs.state_shapes, jax.ShapeDtypeStruct((6, 13), jnp.int32))
 
 

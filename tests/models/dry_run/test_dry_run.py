@@ -56,7 +56,9 @@ def test_stages_lie_on_different_nodes(monkeypatch):
     mesh = module.mesh_of(ParallelConfig(2, 2, stages=2), Target.parse("h100:2x4"))
     assert mesh.axis_names == ("stage", "data", "expert")
     assert np.array_equal(mesh.devices, np.array(devices).reshape(2, 2, 2))
-    with pytest.raises(ValueError, match="data_parallel x expert_parallel x stages is 2 x 4 x 2; expected a product of 8"):
+    with pytest.raises(
+        ValueError, match="data_parallel x expert_parallel x stages is 2 x 4 x 2; expected a product of 8"
+    ):
         module.mesh_of(ParallelConfig(2, 4, stages=2), Target.parse("h100:2x4"))
 
 
