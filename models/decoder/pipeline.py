@@ -157,11 +157,16 @@ def through_stages(
     # Sums of gradients over all microbatches.
     sums = [_sums(state) for state in states]
     states = [jax.tree.map(jax.lax.stop_gradient, state) for state in states]
+    before, blocks = (
+        [jax.tree.map(lambda leaf: leaf[:num_before], trees) if num_before else None for trees in (states, sums)],
+        [
+            [_in_blocks(one, num_before, pipeline, mesh) for one in trees] if is_piped else None
+            for trees in (states, sums)
+        ],
+    )
     parts = Parts(
-        jax.tree.map(lambda leaf: leaf[:num_before], list(states)) if num_before else None,
-        [jax.tree.map(lambda leaf: leaf[:num_before], one) for one in sums],
-        [_in_blocks(state, num_before, pipeline, mesh) for state in states] if is_piped else None,
-        [_in_blocks(one, num_before, pipeline, mesh) for one in sums] if is_piped else None,
+        *before,
+        *blocks,
         _to_stages(x, pipeline, mesh),
         documents,
         jnp.arange(pipeline.stages, dtype=jnp.int32),

@@ -91,6 +91,24 @@ def test_a_run_resumes_on_another_mesh(checkpoint):
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2], ids=["all parameters", "adapters"])
+def test_a_run_with_a_pipeline_goes_on_without_one(checkpoint, rank, monkeypatch):
+    """With accumulation; the pipeline has two blocks a stage, so that its layers are stored in another order."""
+    monkeypatch.setitem(SIZES, "mixtral", SIZES["mixtral"] | {"num_hidden_layers": 4})
+    write_tiny("mixtral", checkpoint.parent / "four")
+    four, options = checkpoint.parent / "four", [*held_out(checkpoint), "--set", f"lora.rank={rank}"]
+    straight, _ = tuned(four, "straight", "--mesh", "data=2,expert=2", "--steps", 6, *options)
+    stages = ["--mesh", "data=1,expert=2,stage=2", "--set", "parallel.repeats=2"]
+    resumed, output = tuned(four, "resumed", *stages, "--steps", 3, *options)
+    assert "plain on 1 x 2 x 2 cpu devices" in output
+    assert np.load(resumed.counts)["counts"].shape == (12, 4, 2, 4)
+    _, output = tuned(four, "resumed", "--mesh", "data=2,expert=2,stage=1", "--steps", 6, *options, "--resume")
+    assert "resuming from step 3" in output
+    np.testing.assert_allclose(losses(resumed), losses(straight), rtol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_adapters_alone_are_trained_and_merged(checkpoint):
     """The saved checkpoint has the validation loss of the last step."""
     options = ["--mesh", "data=2,expert=2", "--steps", 6, "--set", f"data.validation={checkpoint.parent / 'held_out'}"]
