@@ -51,10 +51,10 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
 
 def mesh_from(devices: Sequence[Any], parallel: ParallelConfig) -> Mesh:
     """Return the mesh of all given devices, see `make_mesh`."""
-    sizes, names = (parallel.data_parallel, parallel.expert_parallel), MESH_AXES
-    if parallel.stages > 1:
-        sizes, names = (parallel.stages, *sizes), (STAGE, *MESH_AXES)
-    return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    stages = {STAGE: parallel.stages} if parallel.stages > 1 else {}
+    shape = stages | dict(zip(MESH_AXES, (parallel.data_parallel, parallel.expert_parallel), strict=True))
+    grid = np.array(devices).reshape(tuple(shape.values()))
+    return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def all_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

@@ -119,9 +119,9 @@ class Parts(NamedTuple):
     sums_before: Any
     blocks: Any
     sums: Any
-    x: Array
-    documents: Array | None
-    stage: Array
+    x: Any
+    documents: Any
+    stage: Any
 
 
 def through_stages(
@@ -149,7 +149,7 @@ def through_stages(
     Returns:
         The last `x`, and statistics `[layers, M * D, ...]`, with microbatches as groups, the first microbatch first.
     """
-    mesh = gather.mesh
+    mesh: Any = gather.mesh
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
     is_piped = _num_periods(states) > num_before
     if documents is not None:
@@ -157,34 +157,39 @@ def through_stages(
     # Sums of gradients over all microbatches.
     sums = [_sums(state) for state in states]
     states = [jax.tree.map(jax.lax.stop_gradient, state) for state in states]
-    before, blocks = (
-        [jax.tree.map(lambda leaf: leaf[:num_before], trees) if num_before else None for trees in (states, sums)],
-        [
-            [_in_blocks(one, num_before, pipeline, mesh) for one in trees] if is_piped else None
-            for trees in (states, sums)
-        ],
+    first, blocks = (
+        partial(_first, number=num_before),
+        partial(_in_blocks, first=num_before, pipeline=pipeline, mesh=mesh),
     )
     parts = Parts(
-        *before,
-        *blocks,
-        _to_stages(x, pipeline, mesh),
-        documents,
-        jnp.arange(pipeline.stages, dtype=jnp.int32),
+        before=[first(state) for state in states] if num_before else None,
+        sums_before=[first(one) for one in sums] if num_before else None,
+        blocks=[blocks(state) for state in states] if is_piped else None,
+        sums=[blocks(one) for one in sums] if is_piped else None,
+        x=_to_stages(x, pipeline, mesh),
+        documents=documents,
+        stage=jnp.arange(pipeline.stages, dtype=jnp.int32),
     )
     stage = _Stage(pipeline, graphs, gather, remat)
     run = jax.shard_map(
         stage,
         mesh=mesh,
-        in_specs=(Parts(PartitionSpec(), PartitionSpec(), OF_BLOCKS, OF_BLOCKS, BY_STAGE, PartitionSpec(), BY_STAGE),),
+        in_specs=(_specs(),),
         out_specs=(BY_STAGE, BY_STAGE, OF_BLOCKS),
         axis_names={STAGE},
         # With it, JAX 0.12 cannot lower the gradients of nested shard_maps.
         check_vma=False,
     )
-    x_out, first, rest = run(parts)
-    found = [jax.tree.map(lambda leaf: _as_layers(leaf.swapaxes(0, 1)), first)] if num_before else []
+    x_out, earlier, rest = run(parts)
+    found = [jax.tree.map(lambda leaf: _as_layers(leaf.swapaxes(0, 1)), earlier)] if num_before else []
     found += [jax.tree.map(lambda leaf: _as_layers(_in_order(leaf)), rest)] if is_piped else []
     return _from_stages(x_out, x.shape, pipeline, mesh), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
+
+
+def _specs() -> Any:
+    everywhere = PartitionSpec()
+    specs: dict[str, Any] = {"before": everywhere, "sums_before": everywhere, "blocks": OF_BLOCKS, "sums": OF_BLOCKS}
+    return Parts(**specs, x=BY_STAGE, documents=everywhere, stage=BY_STAGE)
 
 
 @dataclass(frozen=True)
@@ -290,6 +295,11 @@ def _sums(state: nnx.State) -> nnx.State:
     """Return the sums of the gradients of a stack's parameters, with the metadata of their sharding."""
     params = [(path, one) for path, one in nnx.to_flat_state(state) if isinstance(one, nnx.Param)]
     return nnx.from_flat_state([(path, one.replace(sums_of(one.get_value()))) for path, one in params])
+
+
+def _first(state: nnx.State, number: int) -> nnx.State:
+    sliced: nnx.State = jax.tree.map(lambda leaf: leaf[:number], state)
+    return sliced
 
 
 def _in_blocks(state: nnx.State, first: int, pipeline: Pipeline, mesh: Mesh) -> nnx.State:

@@ -172,9 +172,8 @@ class StackedDecoder(nnx.Module):
             num_before = first if stacks[0] is self.stacks[self.piped][0] else num_periods
             how: dict[str, Any] = {"pipeline": self.pipeline, "num_before": num_before, "remat": self.remat}
             return through_stages(stacks, x, documents, gather=gather, **how)
-        gather = partial(gather, first=1)
         shared = () if documents is None else (positions_in(documents), None, None, documents)
-        return scan_stacked(stacks, x, batch_sharding(self.mesh), gather, self.remat, shared)
+        return scan_stacked(stacks, x, batch_sharding(self.mesh), partial(gather, first=1), self.remat, shared)
 
     def _embedded(self, tokens: Array) -> Array:
         """Look up all tokens in the local channels of the table, then exchange for all channels of the local tokens."""
