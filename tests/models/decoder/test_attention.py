@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from models.config import preset
 from models.decoder import attention as scores
 from models.decoder import cudnn_attention
-from models.decoder.attention import attention_in_blocks, has_cudnn_kernel
+from models.decoder.attention import _on_each_device, attend, attention_in_blocks, has_cudnn_kernel
 from models.decoder.layers import period_of
 from models.decoder.tiny import rope
 from models.mesh import batch_sharding, make_mesh, make_system
@@ -225,3 +226,30 @@ def test_no_array_of_the_reference_has_all_pairs_of_tokens():
     assert re.search(rf"bf16\[8,{length},2048\]", program)
     assert re.search(rf"f32\[8,16,512,{length}\]", program)
     assert not re.search(rf"\[[0-9,]*\b{length},{length}\]", program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sinks", "segments", None])
+def test_kernels_of_a_stage_run_on_each_device(name):
+    """Inside a `shard_map` over one axis, with gradients of arrays that all sequences share."""
+    mesh = jax.make_mesh((2, 2, 2), ("stage", "data", "expert"), axis_types=(AxisType.Auto,) * 3)
+    q, k, v = (jax.random.normal(jax.random.key(i), (8, 12, 2, 8)) for i in range(3))
+    other = {"sinks": jnp.arange(2.0), "segments": jnp.arange(96).reshape(8, 12) // 5, None: None}[name]
+
+    def kernel(q, k, v, other):
+        positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32)[None], q.shape[:2])
+        return attend(q, k, v, positions, scale=0.3, whole=True, **({name: other} if name else {}))
+
+    def staged(q, k, v, other):
+        by_stage = PartitionSpec("stage")
+        specs = (by_stage, by_stage, by_stage, by_stage if name == "segments" else PartitionSpec())
+        run = partial(_on_each_device, kernel)
+        options = {"axis_names": {"stage"}, "check_vma": False}
+        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=by_stage, **options)(q, k, v, other)
+
+    def gradients(function):
+        arguments = (0, 1, 2, 3) if name == "sinks" else (0, 1, 2)
+        return jax.jit(jax.grad(lambda *arrays: jnp.square(function(*arrays)).sum(), arguments))(q, k, v, other)
+
+    for got, want in zip(gradients(staged), gradients(kernel), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
