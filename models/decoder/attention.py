@@ -98,7 +98,7 @@ def _of_cudnn(
 def _on_each_device(
     kernel: Callable[..., Array], q: Array, k: Array, v: Array, sinks: Array | None, segments: Array | None
 ) -> Array:
-    """Call a kernel, inside a stage of a pipeline with the sequences of each device; arguments as `causal_attention`."""
+    """Call a kernel; inside a stage of a pipeline, with the sequences of each device."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return kernel(q, k, v, sinks, segments)
