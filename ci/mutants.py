@@ -1,63 +1,104 @@
 """Mutate the C++ of transports and of kernels, and list the mutants that no test detects.
 
-    python ci/mutants.py BUILD_FOLDER [--files GLOB ...] [--sample N] [--seed S] [--out FILE]
+    python ci/mutants.py [--files GLOB ...] [--sample N --seed S] [--again] [--record FILE] [--list]
 
-BUILD_FOLDER is a CMake build of this checkout with tests. Each mutant changes one line of a file in place, builds the
-tests that see the file, and runs them until one fails. The file is then restored. A second run continues the list in
-`--out`. Run no other build of the checkout meanwhile.
+All mutants are compiled at once, in copies of the sources in `--build`: each mutated place tests a number that the
+environment of a test selects (ci/mutants.h). A mutant that does not compile in this form is compiled alone. A first run
+of each part of each test records its time and the places it reaches. Each mutant then runs the parts that reach it, the
+fastest first, until one fails. A second run continues the first; `--again` repeats the mutants that survived.
 """
 
 import argparse
+import fnmatch
+import hashlib
 import json
+import os
 import random
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-STAND_IN = ("stand_in_faults_test", "stand_in_runs_test", "processes_test", "left_out_between_test")
-TESTS = {
-    "ffi/planning/device/*.h": ("edit_block_test", "exact_block_test"),
-    "ffi/transport/*_cuda.cc": STAND_IN,
-    "ffi/common/*_cuda.cc": STAND_IN,
-    "ffi/transport/exchange*.cc": ("exchange_test", "fuzz_exchange_test"),
-    "ffi/transport/rendezvous.*": ("rendezvous_test",),
-    "ffi/transport/peer_*.cc": (
-        "peer_copies_test",
-        "peer_rows_test",
-        "peer_runner_test",
-        "peer_tickets_test",
-        "fuzz_peers_test",
-    ),
-}
-"""Tests that see the files of a pattern, the fastest first. The first pattern of a file holds."""
+FILES = (
+    "ffi/common/*",
+    "ffi/planning/*_cuda.cc",
+    "ffi/planning/slot_ring.*",
+    "ffi/planning/device/*.h",
+    "ffi/transport/*",
+)
+NOT_MUTATED = ("*_test.cc", "*testing*", "*fibers*", "ffi/common/module.h")
+"""Tests and their support, and a header of Python modules, which no C++ test includes."""
 
-TEST_S, BUILD_S = 300, 900
-"""Time limits of a test and of a build, in seconds. A test that exceeds its limit detects the mutant: it hangs."""
+PARTED = (
+    "edit_block_test",
+    "exact_block_test",
+    "left_out_between_test",
+    "processes_test",
+    "stand_in_faults_test",
+    "stand_in_runs_test",
+)
+"""Tests that list their parts for the argument `--parts` and run one for its words."""
 
-SURVIVED, NOT_BUILT = "survived", "does not build"
+SURVIVED, NOT_REACHED, NOT_BUILT = "survived", "not reached", "does not build"
 
-Operator = tuple[re.Pattern[str], str]
+@dataclass(frozen=True)
+class Operator:
+    """One kind of change.
+
+    Args:
+        pattern: its first group is the replaced text, empty for an insertion.
+        selected: the replacement in sources with all mutants; `{}` is the number of the mutant.
+        alone: the replacement in sources with this mutant alone.
+    """
+
+    pattern: re.Pattern[str]
+    selected: str
+    alone: str
+
+
+def _skip(statement: str) -> Operator:
+    """Skip a statement, which starts a line or follows another one."""
+    return Operator(re.compile(rf"(?:^\s*|[;{{}}] )()(?={statement})"), "if (mutants::Keep({})) ", "if (false) ")
+
+
+def _instead(value: str, expression: str) -> Operator:
+    """Use a value instead of an expression."""
+    return Operator(re.compile(rf"()\b(?={expression})"), f"mutants::Is({{}}) ? {value} : ", f"true ? {value} : ")
+
+
+def _compare(text: str, other: str) -> Operator:
+    return Operator(re.compile(rf"( {text} )"), f" {text} mutants::Swap{{{{{{}}}}}} {text} ", f" {other} ")
+
+
 OPERATORS: dict[str, Operator] = {
-    "drop a wait": (re.compile(r"^\s*(MOE_LB_CUDA\(cuda\w*(Wait|Synchronize)\w*\(.*\)\);|wait\(.*\);)$"), ""),
-    "drop a record": (re.compile(r"^\s*MOE_LB_CUDA\(cudaEventRecord\(.*\)\);$"), ""),
-    "drop a barrier": (re.compile(r"\bt_?\.Sync(Warp|Block)\(\);"), ";"),
-    "drop a device switch": (re.compile(r"^.*\bcudaSetDevice\(.*\);$"), ""),
-    "drop a close": (
-        re.compile(r"^\s*(static_cast<void>\((driver\.(release|unmap|free_address)|cudaIpcClose).*|close\(.*)$"),
-        "",
+    "drop a wait": _instead("cudaSuccess", r"cuda(?:StreamWaitEvent|StreamSynchronize)\("),
+    "drop a wait for a word": _instead("CUDA_SUCCESS", r"driver\.wait_value\("),
+    "drop a wait of the host": _instead("Outcome{{}}", r"(?<== )(?:group_?->)?WaitFor\w+\("),
+    "drop a wait for a change": _skip(r"changed_\.wait\("),
+    "drop a notification": _skip(r"\w+\.notify_(?:one|all)\(\);"),
+    "drop a record": _instead("cudaSuccess", r"cudaEventRecord\("),
+    "drop a written word": _instead("CUDA_SUCCESS", r"driver\.write_value\("),
+    "drop a barrier": _skip(r"t_?\.Sync(?:Warp|Block)\(\);"),
+    "drop a device switch": _instead("cudaSuccess", r"cudaSetDevice\("),
+    "drop a close": _skip(
+        r"(?:if \(.*\) )?(?:close\(|static_cast<void>\((?:driver\.(?:release|unmap|free_address)"
+        r"|cuda(?:IpcCloseMemHandle|EventDestroy|FreeHost))\()"
     ),
-    "drop a store": (re.compile(r"^\s*[\w.>-]+\.store\(.*\);$"), ""),
-    "drop a refusal": (re.compile(r"^\s*if \(.*\) (return (Refuse|Problem)\(.*|continue;|break;)$"), ""),
-    "< to <=": (re.compile(r" < "), " <= "),
-    "<= to <": (re.compile(r" <= "), " < "),
-    "> to >=": (re.compile(r" > "), " >= "),
-    ">= to >": (re.compile(r" >= "), " > "),
-    "+ 1 to nothing": (re.compile(r" \+ 1\b(?!\.)"), ""),
-    "task to task + 1": (re.compile(r"\btask\b(?=[),;])"), "task + 1"),
+    "drop a store": _skip(r"[\w.>()-]+\.store\("),
+    "drop a refusal": _skip(r"if \(.*\) (?:return (?:Refuse|Problem)\(|continue;|break;)"),
+    "< to <=": _compare("<", "<="),
+    "<= to <": _compare("<=", "<"),
+    "> to >=": _compare(">", ">="),
+    ">= to >": _compare(">=", ">"),
+    "+ 1 to nothing": Operator(re.compile(r"( \+ 1)\b(?!\.)"), " + mutants::One({})", ""),
+    "task to task + 1": Operator(re.compile(r"(?<![\w&*] )\b(task)\b(?=[),;])"), "task + mutants::None({})", "task + 1"),
 }
-"""Pattern of the mutated text, and the text that replaces it."""
 
 
 @dataclass(frozen=True)
@@ -67,95 +108,299 @@ class Mutant:
     Args:
         file: path in the checkout.
         line: number of the line, from 1.
+        start: first replaced character of the line.
+        end: first character after them.
         operator: key of `OPERATORS`.
-        before: the line.
-        after: the changed line.
-        outcome: the test that detects it, `SURVIVED` or `NOT_BUILT`; empty before it has run.
+        code: the line without indentation.
+        nth: number of this change among those of equal lines, from 0.
     """
 
     file: str
     line: int
+    start: int
+    end: int
     operator: str
-    before: str
-    after: str
-    outcome: str = ""
+    code: str
+    nth: int
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> str:
         """Identity, also after other lines were added to the file."""
-        return self.file, self.operator, self.before, self.after
+        return f"{self.file}: {self.operator}: {self.code}" + (f" [{self.nth}]" if self.nth else "")
 
 
 def mutants_of(file: str, text: str) -> list[Mutant]:
-    """Return all mutants of a file; comments and directives are left alone."""
-    found = []
+    """Return all mutants of a file; comments, strings and directives are left alone."""
+    found: list[Mutant] = []
+    counts: Counter[tuple[str, str]] = Counter()
     for number, line in enumerate(text.splitlines(), 1):
         code = line.split("//")[0].rstrip()
-        if not code.strip() or code.lstrip().startswith(("#", "template", "static_assert")):
+        if code.lstrip().startswith(("#", "template", "static_assert")):
             continue
-        for operator, (pattern, replacement) in OPERATORS.items():
-            for match in pattern.finditer(code):
-                changed = code[: match.start()] + replacement + code[match.end() :]
-                found.append(Mutant(file, number, operator, line, changed))
+        for operator, change in OPERATORS.items():
+            for match in change.pattern.finditer(code):
+                start, end = match.span(1)
+                if code[:start].count('"') % 2 == 1:
+                    continue
+                same = (operator, code.strip())
+                found.append(Mutant(file, number, start, end, operator, code.strip(), counts[same]))
+                counts[same] += 1
     return found
 
 
-def tests_of(file: str) -> tuple[str, ...]:
-    """Return the tests that see a file; none for files of no pattern."""
-    return next((tests for pattern, tests in TESTS.items() if Path(file).match(pattern)), ())
+def mutated(text: str, changes: list[tuple[Mutant, str]]) -> str:
+    """Return the text of a file with replacements, which keep its lines."""
+    lines = text.splitlines()
+    # From the end of each line; of two insertions at one place, the first comes first.
+    for one, replacement in sorted(changes, key=lambda change: (change[0].start, change[0].end), reverse=True):
+        line = lines[one.line - 1]
+        lines[one.line - 1] = line[: one.start] + replacement + line[one.end :]
+    return "\n".join(lines) + "\n"
 
 
-def _run(command: list[str], limit_s: float) -> bool:
+# ---- generated sources ---------------------------------------------------------------
+
+
+class Build:
+    """A build of copies of the sources, with all mutants that compile together.
+
+    Args:
+        folder: of the build.
+        mutants: all mutants; the n-th has number n + 1.
+    """
+
+    def __init__(self, folder: Path, mutants: list[Mutant]):
+        self.folder, self.mutants = folder, mutants
+        self.source, self.binaries = folder / "source", folder / "build"
+        self.alone: set[Mutant] = set()
+        # Read once: the checkout may change during a run.
+        files = [Path("CMakeLists.txt"), Path("ci/mutants.h"), *Path("ffi").rglob("*.*")]
+        self.texts = {str(path): path.read_text() for path in files}
+
+    def make(self) -> None:
+        """Build; mutants named by errors are left out, and `alone` then contains them."""
+        memory = self.folder / "alone.json"
+        known = set(json.loads(memory.read_text())) if memory.exists() else set()
+        self.alone = {one for one in self.mutants if one.key in known}
+        self._copy()
+        while True:
+            self._write(self._together())
+            failed, errors = self._build()
+            if not failed:
+                break
+            places = {(file, int(line)) for file, line in re.findall(r"(?:source/)(ffi/[\w/.]+):(\d+):", errors)}
+            culprits = {one for one in self.mutants if (one.file, one.line) in places} - self.alone
+            if not culprits:
+                raise SystemExit("the sources do not build:\n" + errors[-3000:])
+            self.alone |= culprits
+        memory.write_text(json.dumps(sorted(one.key for one in self.alone), indent=1))
+
+    def make_alone(self, mutant: Mutant) -> bool:
+        """Build with one mutant and no other; return whether it builds."""
+        self._write({mutant.file: [(mutant, OPERATORS[mutant.operator].alone)]})
+        return not self._build()[0]
+
+    def tests(self) -> list[list[str]]:
+        """Return the command of each part of each test."""
+        listed = subprocess.run(
+            ["ctest", "--test-dir", self.binaries, "--show-only=json-v1"], capture_output=True, check=True
+        )
+        commands = [test["command"] for test in json.loads(listed.stdout)["tests"]]
+        parts = []
+        for command in commands:
+            if Path(command[0]).name not in PARTED:
+                parts.append(command)
+                continue
+            named = subprocess.run([*command, "--parts"], capture_output=True, check=True, text=True).stdout
+            parts += [[*command, *words.split()] for words in named.splitlines()]
+        return parts
+
+    def _together(self) -> dict[str, list[tuple[Mutant, str]]]:
+        changes: dict[str, list[tuple[Mutant, str]]] = {}
+        for number, one in enumerate(self.mutants, 1):
+            if one not in self.alone:
+                changes.setdefault(one.file, []).append((one, OPERATORS[one.operator].selected.format(number)))
+        return changes
+
+    def _copy(self) -> None:
+        if (self.binaries / "build.ninja").exists():
+            return
+        self._write(self._together())
+        flags = f"-O1 -DNDEBUG -w -DMOE_LB_FEW_RUNS -include {(self.source / 'ci/mutants.h').resolve()}"
+        modules = {name: [sys.executable, "-m", name, option] for name, option in
+                   {"nanobind": "--cmake_dir", "pybind11": "--cmakedir"}.items()}
+        found = [f"-D{name}_DIR={subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()}"
+                 for name, command in modules.items()]
+        subprocess.run(
+            ["cmake", "-S", self.source, "-B", self.binaries, "-G", "Ninja", f"-DCMAKE_CXX_FLAGS={flags}",
+             f"-DPython_EXECUTABLE={sys.executable}", *found], check=True, stdout=subprocess.DEVNULL)
+
+    def _write(self, changes: dict[str, list[tuple[Mutant, str]]]) -> None:
+        for file, original in self.texts.items():
+            text, copy = mutated(original, changes.get(file, [])), self.source / file
+            # Leave equal files alone, so that only changed ones are compiled.
+            if not copy.exists() or copy.read_text() != text:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_text(text)
+
+    def _build(self) -> tuple[bool, str]:
+        command = ["cmake", "--build", self.binaries, "--target", "cpp_tests", "--", "-k", "0", "-j", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode != 0, done.stdout + done.stderr
+
+
+# ---- runs ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A test, or a part of it, that passes without a mutant.
+
+    Args:
+        command: its program and arguments.
+        wall_s: its duration in seconds.
+        cpu_s: its processor time in seconds.
+        reached: numbers of the mutants whose places it executes.
+    """
+
+    command: tuple[str, ...]
+    wall_s: float
+    cpu_s: float
+    reached: frozenset[int]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the test and its arguments."""
+        return " ".join([Path(self.command[0]).name, *self.command[1:]])
+
+    def fails(self, mutant: int) -> str:
+        """Run it with a mutant active; return how it failed, empty if it passed."""
+        return _fault(self.command, {"MUTANT": str(mutant)}, 5 * self.wall_s + 5, int(2 * self.cpu_s + 5))
+
+
+def _fault(command: tuple[str, ...], environment: dict[str, str], wall_s: float, cpu_s: int) -> str:
+    """Run a command; return its failure. Processor time does not depend on other work on the machine."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    process = subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True, preexec_fn=limit)
     try:
-        return subprocess.run(command, capture_output=True, timeout=limit_s, check=False).returncode == 0
+        code = process.wait(wall_s)
     except subprocess.TimeoutExpired:
-        return False
-
-
-def outcome_of(mutant: Mutant, build: Path) -> str:
-    """Build and run the tests of a mutant in place."""
-    path, tests = Path(mutant.file), tests_of(mutant.file)
-    original = path.read_text()
-    lines = original.splitlines()
-    lines[mutant.line - 1] = mutant.after
-    try:
-        path.write_text("\n".join(lines) + "\n")
-        if not _run(["cmake", "--build", str(build), "--target", *tests], BUILD_S):
-            return NOT_BUILT
-        return next((test for test in tests if not _run([str(build / test)], TEST_S)), SURVIVED)
+        return "time-out"
     finally:
-        path.write_text(original)
+        # Also processes that it started.
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    return "" if code == 0 else "time-out" if code in (-signal.SIGXCPU, -signal.SIGKILL) else "failure"
+
+
+def run_unmutated(command: list[str], build: Build) -> Part:
+    """Run a part of a test without a mutant."""
+    path = build.folder / "reached"
+    path.write_bytes(bytes(len(build.mutants) + 1))
+    begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    if fault := _fault(tuple(command), {"REACHED": str(path)}, 900, 900):
+        raise SystemExit(f"{' '.join(command)} fails without a mutant: {fault}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    reached = frozenset(number for number, byte in enumerate(path.read_bytes()) if byte)
+    return Part(tuple(command), round(time.monotonic() - begin, 2), round(cpu_s, 2), reached)
+
+
+def parts_of(build: Build) -> list[Part]:
+    """Return all parts of tests, the fastest first; those of an earlier run of the same program are read."""
+    memory = build.folder / "parts.json"
+    stored = json.loads(memory.read_text()) if memory.exists() else {}
+    parts = []
+    for command in build.tests():
+        key = hashlib.sha256(Path(command[0]).read_bytes()).hexdigest() + " ".join(command[1:])
+        if key not in stored:
+            one = run_unmutated(command, build)
+            stored[key] = asdict(one) | {"reached": sorted(one.reached)}
+            memory.write_text(json.dumps(stored))
+        row = stored[key]
+        parts.append(Part(tuple(row["command"]), row["wall_s"], row["cpu_s"], frozenset(row["reached"])))
+    return sorted(parts, key=lambda one: one.wall_s)
+
+
+def outcome_of(mutant: Mutant, build: Build, parts: list[Part]) -> str:
+    """Run the parts of tests that reach a mutant, up to the first that fails."""
+    number = build.mutants.index(mutant) + 1
+    if mutant in build.alone:
+        if not build.make_alone(mutant):
+            return NOT_BUILT
+        # Parts that reach another place of the file: this one cannot record it.
+        near = {n for n, one in enumerate(build.mutants, 1) if one.file == mutant.file and one not in build.alone}
+        parts = [part for part in parts if near & part.reached or not near]
+    else:
+        parts = [part for part in parts if number in part.reached]
+    if not parts:
+        return NOT_REACHED
+    for part in parts:
+        if how := part.fails(number):
+            return f"{how} of {part.name}"
+    return SURVIVED
+
+
+def record(path: Path, outcomes: dict[str, str]) -> None:
+    """Write the counts of each file and the mutants that no test detects; keep the reasons given for them."""
+    reasons = json.loads(path.read_text())["survivors"] if path.exists() else {}
+    files: dict[str, Counter[str]] = {}
+    for key, outcome in outcomes.items():
+        kind = outcome if outcome in (SURVIVED, NOT_REACHED, NOT_BUILT) else "killed"
+        files.setdefault(key.split(":")[0], Counter())[kind] += 1
+    survivors = {key: reasons.get(key, "") for key, outcome in outcomes.items() if outcome in (SURVIVED, NOT_REACHED)}
+    path.write_text(json.dumps({"files": files, "survivors": survivors}, indent=1) + "\n")
 
 
 def main() -> int:
     """Run the mutants; return 1 if one survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("build", type=Path)
-    parser.add_argument("--files", nargs="+", default=list(TESTS), metavar="GLOB", help="files to mutate")
+    parser.add_argument("--build", type=Path, default=Path("build/mutants"), help="folder of the build")
+    parser.add_argument("--files", nargs="+", default=["*"], metavar="GLOB", help="files to mutate")
     parser.add_argument("--sample", type=int, help="number of mutants; all by default")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--out", type=Path, default=Path("build/mutants_cpp.json"))
+    parser.add_argument("--again", action="store_true", help="repeat the mutants that survived")
+    parser.add_argument("--record", type=Path, help="file of counts and survivors")
     parser.add_argument("--list", action="store_true", help="print the mutants without running them")
     given = parser.parse_args()
-    files = sorted({str(path) for pattern in given.files for path in Path().glob(pattern) if "_test." not in path.name})
-    mutants = [one for file in files if tests_of(file) for one in mutants_of(file, Path(file).read_text())]
+    files = sorted({str(path) for pattern in FILES for path in Path().glob(pattern)})
+    files = [file for file in files if not any(fnmatch.fnmatch(file, one) for one in NOT_MUTATED)]
+    mutants = [one for file in files for one in mutants_of(file, Path(file).read_text())]
+    chosen = [one for one in mutants if any(fnmatch.fnmatch(one.file, pattern) for pattern in given.files)]
     if given.sample is not None:
-        mutants = random.Random(given.seed).sample(mutants, min(given.sample, len(mutants)))
+        chosen = random.Random(given.seed).sample(chosen, min(given.sample, len(chosen)))
     if given.list:
-        print(*(f"{one.file}:{one.line}: {one.operator}: {one.before.strip()}" for one in mutants), sep="\n")
+        print(*(f"{one.file}:{one.line}: {one.operator}: {one.code}" for one in chosen), sep="\n")
         return 0
-    done = [Mutant(**one) for one in json.loads(given.out.read_text())] if given.out.exists() else []
-    known = {one.key for one in done}
-    for one in mutants:
-        if one.key in known:
+    build = Build(given.build, mutants)
+    build.make()
+    memory = given.build / "outcomes.json"
+    outcomes: dict[str, str] = json.loads(memory.read_text()) if memory.exists() else {}
+    parts = parts_of(build)
+    # Those compiled alone last: each changes the build.
+    for one in sorted(chosen, key=lambda one: one in build.alone):
+        known = outcomes.get(one.key)
+        if known is not None and not (given.again and known in (SURVIVED, NOT_REACHED)):
             continue
-        done.append(Mutant(**(asdict(one) | {"outcome": outcome_of(one, given.build)})))
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps([asdict(each) for each in done], indent=1))
-        print(f"{one.file}:{one.line}: {one.operator}: {done[-1].outcome}", flush=True)
-    built = [one for one in done if one.outcome != NOT_BUILT]
-    survivors = [one for one in built if one.outcome == SURVIVED]
-    print(f"{len(built) - len(survivors)} of {len(built)} killed, {len(done) - len(built)} do not build")
+        outcomes[one.key] = outcome_of(one, build, parts)
+        memory.write_text(json.dumps(outcomes, indent=1))
+        print(f"{one.file}:{one.line}: {one.operator}: {one.code}: {outcomes[one.key]}", flush=True)
+    outcomes = {one.key: outcomes[one.key] for one in chosen}
+    if given.record:
+        record(given.record, outcomes)
+    counts = Counter(outcomes.values())
+    survivors = counts[SURVIVED] + counts[NOT_REACHED]
+    built = len(chosen) - counts[NOT_BUILT]
+    print(f"{built - survivors} of {built} killed, {counts[NOT_REACHED]} not reached, {counts[NOT_BUILT]} do not build")
     return bool(survivors)
 
 

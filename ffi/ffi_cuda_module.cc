@@ -40,6 +40,12 @@ static std::vector<Registrations> All() {
   return all;
 }
 
+#ifdef MOE_LB_KERNELS_HAVE_CODE
+static constexpr bool kKernelsHaveCode = true;
+#else
+static constexpr bool kKernelsHaveCode = false;
+#endif
+
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb.core.custom_calls registers them";
   module.def("registrations", [] { return AsPython(All()); }, "State types and handlers, as capsules");
@@ -49,7 +55,11 @@ NB_MODULE(_ffi_cuda, module) {
              "Return whether `exact` runs as a kernel for these sizes");
   module.def("kernel_fits", &KernelFits, nb::arg("planner"), nb::arg("ranks"), nb::arg("experts"), nb::arg("slots"),
              nb::arg("domain"), "Return whether another planner runs as a kernel for these sizes");
+  module.def(
+      "why_no_kernels", []() -> Reason { return CheckKernels(kKernelsHaveCode); },
+      "Return the reason if this machine's driver cannot run the kernels of planners, else None");
 #endif
+  module.def("driver_version", &DriverVersion, "Return the newest CUDA version of this machine's driver, or nothing");
   module.def(
       "why_unusable", []() -> Reason { return CheckDriver(); },
       "Return the reason if the custom calls cannot run with this machine's driver, else None");

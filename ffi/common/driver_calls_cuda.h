@@ -41,8 +41,9 @@ struct DriverCalls {
   decltype(&cuMemSetAccess) set_access;
   decltype(&cuMemRelease) release;
 
-  // The table of this machine's driver.
+  // The table of this machine's driver, looked up once.
   static const DriverCalls& Get();
+  static DriverCalls Find();
 
   // True if a driver is installed. Programs may be compiled for other machines without one.
   bool is_there() const { return error_name != nullptr; }

@@ -3,7 +3,11 @@
 #pragma once
 
 #include <cstdlib>
+#include <functional>
 #include <iostream>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace moe_lb {
 
@@ -15,6 +19,23 @@ void ExpectEqual(const A& a, const B& b, const char* what, const char* file, int
 }
 
 inline void Expect(bool ok, const char* what, const char* file, int line) { ExpectEqual(ok, true, what, file, line); }
+
+// A name and a function.
+using TestParts = std::vector<std::pair<std::string, std::function<void()>>>;
+
+// Runs the part named by the only argument, or all parts if there is none. `--parts` prints the names, for
+// ci/mutants.py. Returns the exit status.
+inline int RunParts(int argc, char** argv, const TestParts& parts) {
+  const std::string wanted = argc > 1 ? argv[1] : "";
+  bool found = wanted.empty();
+  for (const auto& [name, run] : parts) {
+    if (wanted == "--parts") std::cout << name << std::endl;
+    if (!wanted.empty() && name != wanted) continue;
+    run();
+    found = true;
+  }
+  return found || wanted == "--parts" ? 0 : 2;
+}
 
 }  // namespace moe_lb
 

@@ -246,6 +246,9 @@ std::optional<std::string> FakeXla::Register(const Registrations& part) {
           metadata.api_version.minor_version != XLA_FFI_API_MINOR) {
         return std::string(handler.name) + ": built against another version of the FFI";
       }
+      if ((metadata.traits & XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE) != 0) {
+        graph_handlers_.insert(handler.name);
+      }
       const int64_t state = metadata.state_type_id.type_id;
       // XLA cannot free a state of a type registered after the handler or not at all.
       if (instantiate && (state < 1 || state > static_cast<int64_t>(types_.size()))) {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -30,6 +31,9 @@ class FakeXla {
 
   const XLA_FFI_Api& api() const { return api_; }
 
+  // Names of the handlers whose calls XLA may record into a graph.
+  const std::set<std::string>& graph_handlers() const { return graph_handlers_; }
+
   // Used by the function table.
   const XLA_FFI_TypeInfo* type_info(XLA_FFI_TypeId id) const;
   void Schedule(std::function<void()> task);
@@ -39,6 +43,7 @@ class FakeXla {
   void RunTasks();
 
   XLA_FFI_Api api_;
+  std::set<std::string> graph_handlers_;
   std::vector<const XLA_FFI_TypeInfo*> types_;  // of type 1, 2, ...
   std::mutex mutex_;
   std::condition_variable changed_;

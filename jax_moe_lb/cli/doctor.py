@@ -72,13 +72,13 @@ def _state(module: str, how_to_build: str) -> str:
         return f"cannot be loaded: {error}"
     if module == _custom_calls.PLANNING_MODULE:
         return "built"
-    state, reason = _registrations_state(loaded.registrations()), _custom_calls.why_unusable(module)
+    state, reason = _registrations_state(loaded), _custom_calls.why_unusable(module)
     if reason is not None:
         return f"{state}; not used: {reason}"
     return "; ".join([state, *_lacks(loaded)])
 
 
-DRIVER_CHECKS = ("why_not_batched", "why_not_between_processes", "why_no_peer_access")
+DRIVER_CHECKS = ("why_no_kernels", "why_not_batched", "why_not_between_processes", "why_no_peer_access")
 """Functions of the CUDA module that return the reason of a missing feature."""
 
 
@@ -88,9 +88,12 @@ def _lacks(module: ModuleType) -> list[str]:
     return [reason for check in checks if check is not None and (reason := check()) is not None]
 
 
-def _registrations_state(registrations: dict) -> str:
+def _registrations_state(module: ModuleType) -> str:
+    registrations = module.registrations()
     built = registrations["api_version"]
     state = f"built, {len(registrations['handlers'])} custom calls, XLA FFI {'.'.join(map(str, built))}"
+    driver = getattr(module, "driver_version", str)()
+    state += f", driver for {driver}" * bool(driver)
     refused = _custom_calls.why_refused(built)
     return state if refused is None else f"{state}; {refused}"
 

@@ -86,8 +86,12 @@ def fits_kernel(name: str, placement: Shape, num_experts: int, domain: int) -> b
 
 
 def kernel_check(name: str) -> Callable[..., bool] | None:
-    """Return a function of the CUDA module about kernels; `None` if it is not built, or without kernels."""
-    return getattr(importlib.import_module(MODULES["cuda"]), name, None) if is_built("cuda") else None
+    """Return a function of the CUDA module about kernels; `None` if it is not built, or the driver cannot run them."""
+    if not is_built("cuda"):
+        return None
+    module = importlib.import_module(MODULES["cuda"])
+    why_none = getattr(module, "why_no_kernels", None)
+    return getattr(module, name, None) if why_none is None or why_none() is None else None
 
 
 def run_planner(

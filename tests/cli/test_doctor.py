@@ -32,6 +32,7 @@ from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
 from jax_moe_lb.core import custom_calls
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
+from jax_moe_lb.planners.base import kernel_check
 from jax_moe_lb.planners.greedy import greedy_planner
 from jax_moe_lb.planners.relay import relay
 from jax_moe_lb.transport import Gather
@@ -233,10 +234,25 @@ def test_what_the_driver_lacks_is_named(monkeypatch):
     module.registrations = _ffi.registrations
     module.why_unusable = module.why_not_between_processes = lambda: None
     module.why_not_batched = lambda: "the driver here has no cuMemcpyBatchAsync"
+    module.driver_version = lambda: "CUDA 12.4"
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(custom_calls.MODULES, "cuda", module.__name__)
     assert custom_calls.is_built("cuda")
-    assert build_states()[module.__name__].endswith("; the driver here has no cuMemcpyBatchAsync")
+    assert build_states()[module.__name__].endswith(", driver for CUDA 12.4; the driver here has no cuMemcpyBatchAsync")
+
+
+def test_kernels_that_the_driver_cannot_run_are_named_and_not_used(monkeypatch):
+    module = ModuleType("jax_moe_lb._old_driver")
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    module.registrations = _ffi.registrations
+    module.exact_kernel_fits = lambda *sizes: True
+    module.why_no_kernels = lambda: None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(custom_calls.MODULES, "cuda", module.__name__)
+    assert kernel_check("exact_kernel_fits") is module.exact_kernel_fits
+    module.why_no_kernels = lambda: "planners run on the host"
+    assert kernel_check("exact_kernel_fits") is None
+    assert build_states()[module.__name__].endswith("; planners run on the host")
 
 
 def test_a_build_against_newer_headers_is_named(monkeypatch):

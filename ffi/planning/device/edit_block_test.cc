@@ -2,10 +2,12 @@
 //
 //   edit_block_test [number of random plans] [seed]
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -263,13 +265,19 @@ void AtomicAccessesNeedNoBarrierBetweenThem() {
 
 int main(int argc, char** argv) {
   using namespace moe_lb::device;
-  const int64_t number = argc > 1 ? std::atoll(argv[1]) : 400;
+  const bool is_counted = argc > 1 && std::isdigit(argv[1][0]) != 0;
+  const int64_t number = is_counted ? std::atoll(argv[1]) : 400;
   const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
-  AtomicAccessesNeedNoBarrierBetweenThem();
-  for (const Kind kind : {Kind::kGreedy, Kind::kUltraEp, Kind::kFeplb, Kind::kRelay}) {
-    RandomPlansGiveThePlanOfTheHost(kind, number, seed);
-    RefusedPlansSetTheStatus(kind);
-    LargePlansGiveThePlanOfTheHost(kind);
-    EveryBarrierIsNeeded(kind);
+  moe_lb::TestParts parts = {{"atomic", AtomicAccessesNeedNoBarrierBetweenThem}};
+  const std::map<std::string, Kind> kinds = {
+      {"greedy", Kind::kGreedy}, {"ultraep", Kind::kUltraEp}, {"feplb", Kind::kFeplb}, {"relay", Kind::kRelay}};
+  for (const auto& [name, kind] : kinds) {
+    parts.emplace_back(name, [=, kind = kind] {
+      RandomPlansGiveThePlanOfTheHost(kind, number, seed);
+      RefusedPlansSetTheStatus(kind);
+    });
+    parts.emplace_back(name + "_large", [kind = kind] { LargePlansGiveThePlanOfTheHost(kind); });
+    parts.emplace_back(name + "_barriers", [kind = kind] { EveryBarrierIsNeeded(kind); });
   }
+  return moe_lb::RunParts(is_counted ? 1 : argc, argv, parts);
 }

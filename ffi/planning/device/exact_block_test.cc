@@ -2,6 +2,7 @@
 //
 //   exact_block_test [number of random counts] [seed]
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -203,11 +204,13 @@ void EveryBarrierIsNeeded() {
 
 int main(int argc, char** argv) {
   using namespace moe_lb::device;
-  const int64_t number = argc > 1 ? std::atoll(argv[1]) : 500;
+  const bool is_counted = argc > 1 && std::isdigit(argv[1][0]) != 0;
+  const int64_t number = is_counted ? std::atoll(argv[1]) : 500;
   const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
-  RandomCountsGiveThePlanOfTheHost(number, seed);
-  LargeCountsGiveThePlanOfTheHost();
-  RefusedCountsSetTheStatus();
-  DomainsOf64RanksAreTheLargestThatFit();
-  EveryBarrierIsNeeded();
+  return moe_lb::RunParts(is_counted ? 1 : argc, argv,
+                          {{"random", [=] { RandomCountsGiveThePlanOfTheHost(number, seed); }},
+                           {"large", LargeCountsGiveThePlanOfTheHost},
+                           {"refused", RefusedCountsSetTheStatus},
+                           {"largest", DomainsOf64RanksAreTheLargestThatFit},
+                           {"barriers", EveryBarrierIsNeeded}});
 }

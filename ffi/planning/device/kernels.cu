@@ -23,8 +23,10 @@ cudaError_t LaunchPlanner(const Call& call, cudaStream_t stream) {
   const cudaError_t allowed =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
   if (allowed != cudaSuccess) return allowed;
-  kernel<<<static_cast<unsigned>(call.blocks()), kThreads, shared_bytes, stream>>>(call);
-  return cudaGetLastError();
+  // Not cudaGetLastError, which may return an error of this thread that an earlier call has handled.
+  void* arguments[] = {const_cast<Call*>(&call)};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(call.blocks())),
+                          dim3(kThreads), arguments, shared_bytes, stream);
 }
 
 }  // namespace

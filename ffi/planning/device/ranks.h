@@ -52,6 +52,17 @@ MOE_LB_DEVICE Ranks<W> NoRanks() {
   return none;
 }
 
+// Returns the value of a rank. values: of the ranks of this lane. The rank may differ between lanes.
+template <int W, typename T, typename V>
+MOE_LB_DEVICE V ValueOf(const T& t, const V (&values)[size_t{W}], int rank) {
+  V found = 0;
+  for (int k = 0; k < W; ++k) {
+    const V its = t.From(values[k], rank % kLanes);
+    if (rank / kLanes == k) found = its;
+  }
+  return found;
+}
+
 // The lowest rank with the largest amount, -1 if all are 0, and the amount. amounts: [W], of the ranks of this lane.
 struct Peak {
   int rank;

@@ -88,7 +88,7 @@ class RelayPlanner {
     Ranks<W> left;
     for (int k = 0; k < W; ++k) left.words[k] = replicas_[expert * W + k];
     const int relay = ChooseRelays(num_relays, &left);
-    uint32_t sends = SendsOf(relay);
+    uint32_t sends = ValueOf<W>(t_, sends_, relay);
     for (int i = 0; i < number - num_relays; ++i) {
       const int rank = left.Lowest();
       left.Drop(rank);
@@ -123,15 +123,6 @@ class RelayPlanner {
       if (t_.lane() == i) mine = rank;
     }
     return mine;
-  }
-
-  MOE_LB_DEVICE uint32_t SendsOf(int rank) const {
-    uint32_t sends = 0;
-    for (int k = 0; k < W; ++k) {
-      const uint32_t its = t_.From(sends_[k], rank % kLanes);
-      if (rank / kLanes == k) sends = its;
-    }
-    return sends;
   }
 
   MOE_LB_DEVICE void Send(int rank, uint32_t copies) {

@@ -42,8 +42,8 @@ class Thin {
           FindRooms(changed, limit);
           changed = NoRanks<W>();
         }
-        const bool may_go =
-            static_cast<int32_t>(flow_.tokens[flow_.shape.num_experts + mine]) <= RoomAt(flow_.RankOf(mine));
+        const auto room = ValueOf<W>(t_, room_, flow_.RankOf(mine));
+        const bool may_go = static_cast<int32_t>(flow_.tokens[flow_.shape.num_experts + mine]) <= room;
         const uint32_t found = t_.Ballot(i < flow_.num_entries && may_go) & ~done;
         if (found == 0) break;
         done |= (2u << LowestBit(found)) - 1;
@@ -111,15 +111,6 @@ class Thin {
         room_[k] = is_tree && is_small ? static_cast<int32_t>(room) : INT32_MAX;
       }
     }
-  }
-
-  MOE_LB_DEVICE int32_t RoomAt(int rank) const {
-    int32_t room = 0;
-    for (int k = 0; k < W; ++k) {
-      const int32_t its = t_.From(room_[k], rank % kLanes);
-      if (rank / kLanes == k) room = its;
-    }
-    return room;
   }
 
   MOE_LB_DEVICE void FindBeside(const Ranks<W>& ranks) {

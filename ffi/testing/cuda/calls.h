@@ -11,8 +11,15 @@ namespace moe_lb::testing {
 // Counts a call, and returns the error set for it by a test.
 cudaError_t Enter(const char* name);
 
-// The device of this thread.
+// The device of this thread, as this process numbers it.
 int CurrentDevice();
+// The number of devices that this process sees.
+int NumDevices();
+// The number of a device on the machine.
+int MachineDevice(int device);
+
+// Returns an error of a runtime function, which cudaGetLastError then returns.
+cudaError_t Fail(cudaError_t error);
 
 // True if an ordering call from this place is to be ignored.
 bool IsIgnored(const char* function, const void* returns_to);

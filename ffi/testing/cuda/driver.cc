@@ -83,7 +83,7 @@ int DeviceOf(int descriptor) {
 
 // Whether a device of this process can access the memory in a file.
 bool CanAccess(int device, int descriptor) {
-  return TheStandIn().without_peer_access.count({device, DeviceOf(descriptor)}) == 0;
+  return TheStandIn().without_peer_access.count({MachineDevice(device), DeviceOf(descriptor)}) == 0;
 }
 
 #define MOE_LB_DRIVER_ENTER(name) \
@@ -112,7 +112,7 @@ CUresult WaitValue(CUstream stream, CUdeviceptr address, cuuint32_t value, unsig
   }
   Launch(stream, [word, value] {
     // Other processes do not ring the bell.
-    while (static_cast<int32_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0) {
+    while (static_cast<int32_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0 && !IsCorrupt()) {
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
   });
@@ -213,7 +213,10 @@ CUresult SetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc* acce
   {
     const std::lock_guard<std::mutex> lock(TheMemory().mutex);
     const int owner = TheMemory().owners[reinterpret_cast<void*>(address)];
-    if (TheStandIn().without_peer_access.count({access->location.id, owner}) > 0) return CUDA_ERROR_INVALID_DEVICE;
+    // The number is this process's, not the exporter's.
+    if (access->location.id < 0 || access->location.id >= NumDevices()) return CUDA_ERROR_INVALID_DEVICE;
+    const std::pair<int, int> pair(MachineDevice(access->location.id), owner);
+    if (TheStandIn().without_peer_access.count(pair) > 0) return CUDA_ERROR_INVALID_DEVICE;
   }
   mprotect(reinterpret_cast<void*>(address), size, PROT_READ | PROT_WRITE);
   return CUDA_SUCCESS;
@@ -284,10 +287,14 @@ EntryPoint Entry(const char* name, int since, Function* function) {
   return {name, since, reinterpret_cast<void*>(function)};
 }
 
+CUresult GetProcAddress(const char* name, void** function, int version, cuuint64_t,
+                        CUdriverProcAddressQueryResult* how);
+
 const std::vector<EntryPoint>& EntryPoints() {
   static auto* const all = new std::vector<EntryPoint>{
       Entry("cuMemcpyBatchAsync", 13000, MemcpyBatch),
       Entry("cuMemcpyBatchAsync", 12080, MemcpyBatchFirst),
+      Entry("cuGetProcAddress", 12000, GetProcAddress),
       Entry("cuGetErrorName", 6000, ErrorName),
       Entry("cuMemGetAddressRange", 3020, AddressRange),
       Entry("cuPointerGetAttribute", 4000, PointerAttribute),
@@ -306,11 +313,30 @@ const std::vector<EntryPoint>& EntryPoints() {
   return *all;
 }
 
+// CUDA Driver API, Driver Entry Point Access, cuGetProcAddress: returns the newest form of a function as of the requested
+// version; "if the requested symbol was found but the version is too high" for the driver, it returns
+// CUDA_ERROR_NOT_FOUND, as for a missing symbol.
+CUresult GetProcAddress(const char* name, void** function, int version, cuuint64_t,
+                        CUdriverProcAddressQueryResult* how) {
+  *function = nullptr;
+  *how = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  if (TheStandIn().missing_functions.count(name) > 0) return CUDA_ERROR_NOT_FOUND;
+  for (const EntryPoint& one : EntryPoints()) {
+    if (std::strcmp(one.name, name) != 0) continue;
+    *how = CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT;
+    if (one.since > version || version > TheStandIn().driver_version) continue;
+    *function = one.function;
+    *how = CU_GET_PROC_ADDRESS_SUCCESS;
+    return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_NOT_FOUND;
+}
+
 }  // namespace
 
 Allocation NewAllocation(size_t size, MemoryKind kind, char* at) {
   Allocation made;
-  const std::string name = "memory of device " + std::to_string(CurrentDevice());
+  const std::string name = "memory of device " + std::to_string(MachineDevice(CurrentDevice()));
   made.descriptor = memfd_create(name.c_str(), MFD_CLOEXEC);
   const size_t with_count = OpenCount::Offset(size) + kPage;
   if (made.descriptor < 0 || ftruncate(made.descriptor, static_cast<off_t>(with_count)) != 0) std::abort();
@@ -369,16 +395,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   *function = nullptr;
   *how = cudaDriverEntryPointSymbolNotFound;
   if (TheStandIn().driver_version == 0) return cudaErrorInsufficientDriver;
-  const int known = std::min(static_cast<int>(version), TheStandIn().driver_version);
-  for (const EntryPoint& one : EntryPoints()) {
-    if (std::strcmp(one.name, name) != 0) continue;
-    // Return the newest version supported by both; CUDA returns a failure for a version missing in the driver.
-    *how = cudaDriverEntryPointVersionNotSufficent;
-    if (one.since > known || static_cast<int>(version) > TheStandIn().driver_version) continue;
-    *function = one.function;
-    *how = cudaDriverEntryPointSuccess;
-    break;
-  }
+  CUdriverProcAddressQueryResult found;
+  static_cast<void>(GetProcAddress(name, function, static_cast<int>(version), 0, &found));
+  *how = static_cast<cudaDriverEntryPointQueryResult>(found);
   return cudaSuccess;
 }
 
@@ -397,7 +416,10 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
   if (const cudaError_t bad = Enter("cudaIpcGetMemHandle"); bad != cudaSuccess) return bad;
   const Allocation found = AllocationOf(memory);
-  if (found.size == 0 || found.kind != MemoryKind::kClassic || found.begin != memory) return cudaErrorInvalidValue;
+  // Memory of cudaMallocAsync too: CUDA C++ Programming Guide, Stream Ordered Memory Allocator, IPC: its pool is shared.
+  if (found.size == 0 || found.kind != MemoryKind::kClassic || found.begin != memory) {
+    return Fail(cudaErrorInvalidValue);
+  }
   const ClassicHandle says = {getpid(), found.descriptor, found.size};
   std::memcpy(handle, &says, sizeof says);
   return cudaSuccess;
@@ -412,11 +434,11 @@ cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsig
   if (says.process == getpid())
     return Forbidden(cudaErrorInvalidResourceHandle, "a handle was opened by its own process");
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) return cudaErrorInvalidResourceHandle;
+  if (file < 0) return Fail(cudaErrorInvalidResourceHandle);
   // cudaIpcOpenMemHandle, flag cudaIpcMemLazyEnablePeerAccess: fails if cudaDeviceCanAccessPeer says no.
   if (!CanAccess(CurrentDevice(), file)) {
     close(file);
-    return cudaErrorPeerAccessUnsupported;
+    return Fail(cudaErrorPeerAccessUnsupported);
   }
   *memory = mmap(nullptr, says.size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (*memory == MAP_FAILED) return cudaErrorMemoryAllocation;

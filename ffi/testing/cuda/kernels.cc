@@ -2,6 +2,7 @@
 #include "ffi/planning/device/launch.h"
 #include "ffi/planning/greedy.h"
 #include "ffi/planning/ultraep.h"
+#include "ffi/testing/cuda/calls.h"
 #include "ffi/testing/cuda/stand_in.h"
 
 namespace moe_lb::device {
@@ -12,6 +13,7 @@ size_t Size(int number) { return static_cast<size_t>(number); }
 // Runs `plan(placement, quota, new placement, new quota)` on the arrays of a call.
 template <typename Plan>
 cudaError_t LaunchEdit(const EditCall& call, cudaStream_t stream, const Plan& plan) {
+  if (const cudaError_t bad = testing::Enter("cudaLaunchKernel"); bad != cudaSuccess) return bad;
   testing::Launch(stream, [call, plan] {
     const size_t ranks = Size(call.all_ranks), experts = Size(call.all_experts), slots = Size(call.slots);
     const Status bad = plan(
@@ -25,6 +27,7 @@ cudaError_t LaunchEdit(const EditCall& call, cudaStream_t stream, const Plan& pl
 }  // namespace
 
 cudaError_t Launch(const ExactCall& call, cudaStream_t stream) {
+  if (const cudaError_t bad = testing::Enter("cudaLaunchKernel"); bad != cudaSuccess) return bad;
   testing::Launch(stream, [call] {
     const size_t ranks = Size(call.all_ranks), experts = Size(call.all_experts);
     const ExactDomainsOptions options = {call.eps, call.fan_out, call.localize};
@@ -55,6 +58,7 @@ cudaError_t Launch(const FeplbCall& call, cudaStream_t stream) {
 }
 
 cudaError_t Launch(const RelayCall& call, cudaStream_t stream) {
+  if (const cudaError_t bad = testing::Enter("cudaLaunchKernel"); bad != cudaSuccess) return bad;
   testing::Launch(stream, [call] {
     const RelayOptions options = {call.min_replicas, call.max_relays, call.min_gain};
     const Status bad = Relay({call.placement, Size(call.num_ranks), Size(call.slots)}, call.home, options,

@@ -73,6 +73,7 @@ void WriteHome(const LayerShape& shape, const DeviceArray& home, int64_t run, in
 
 void Wave(Program& program, const Between& between) {
   program.Launch([us = between.wave_us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+  if (between.corrupts) program.Launch([] { Corrupt(cudaErrorIllegalAddress); });
   if (between.blocks_host) program.BlockHost();
   if (between.dies) raise(SIGKILL);
 }

@@ -29,6 +29,7 @@ struct Between {
   bool fails = false;        // the program fails there
   bool other_home = false;   // XLA has rematerialized the home weights at another address
   bool dies = false;         // the process is killed there
+  bool corrupts = false;     // a kernel fails there
 };
 
 // Attributes of a call site of all ranks.

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <iostream>
 #include <set>
 #include <sstream>
@@ -167,5 +168,12 @@ int TryAll(const std::string& program) {
 
 }  // namespace
 
-// Without arguments, try all places; else run as started by StartProcesses.
-int main(int argc, char** argv) { return argc < 5 ? TryAll(argv[0]) : RunAll(std::stoll(argv[2]), argv[4]); }
+// Without arguments, try all places; with "nothing", leave nothing out; else run as started by StartProcesses.
+int main(int argc, char** argv) {
+  if (argc == 2 && argv[1] == std::string("--parts")) return std::puts("nothing") < 0 ? 1 : 0;
+  if (argc == 2) {
+    std::set<std::string> places;
+    return Succeed(argv[0], "", &places) ? 0 : 1;
+  }
+  return argc < 5 ? TryAll(argv[0]) : RunAll(std::stoll(argv[2]), argv[4]);
+}

@@ -10,6 +10,7 @@ namespace moe_lb::testing {
 enum class MemoryKind {
   kClassic,  // from cudaMalloc; shared by cudaIpcMemHandle_t
   kMapped,   // from the driver's cuMemCreate and cuMemMap; shared by file descriptors
+  kPool,     // from cudaMallocAsync, whose pools alone can be shared
 };
 
 struct Allocation {

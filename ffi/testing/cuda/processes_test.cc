@@ -57,13 +57,12 @@ int64_t NumSent() { return moe_lb::Neighbours::OfProcess().num_sent(); }
 
 // ---- parts of each process ---------------------------------------------------------
 
-// All kinds of calls. In later runs the arrays are elsewhere in the same memory, and no notes are sent.
-void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
+// All kinds of calls. In later runs the arrays are elsewhere in the same memory, and no notes are sent. device: CUDA's.
+void CopyAll(int64_t rank, int64_t count, MemoryKind kind, int device) {
   CopyLayer copies(ShapeOf(count), false), relays(ShapeOf(count), true);
   PlannedLayer planned(ShapeOf(count));
   RowsLayer onward(ShapeOf(count), false), back(ShapeOf(count), true);
   // XLA numbers the only device of a process 0; CUDA numbers the GPUs that it sees.
-  const auto device = static_cast<int>(7 - rank);
   Gpu gpu(0, device, kind);
   TheStandIn().longest_delay_us = 100;
   const auto run_all = [&](int64_t run) {
@@ -92,8 +91,20 @@ void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
   EXPECT(Contexts() == std::set<int>{device});
 }
 
-void CopyClassic(int64_t rank, int64_t count) { CopyAll(rank, count, MemoryKind::kClassic); }
-void CopyMapped(int64_t rank, int64_t count) { CopyAll(rank, count, MemoryKind::kMapped); }
+void CopyClassic(int64_t rank, int64_t count) {
+  CopyAll(rank, count, MemoryKind::kClassic, static_cast<int>(7 - rank));
+}
+void CopyMapped(int64_t rank, int64_t count) {
+  CopyAll(rank, count, MemoryKind::kMapped, static_cast<int>(7 - rank));
+}
+
+// Each process sees two devices, in another order: its device 0 is another one on the machine, and its device 1 the
+// device 0 of the next process.
+void CopyVisible(int64_t rank, int64_t count) {
+  const auto machine = [count](int64_t of) { return static_cast<int>((of % count + 1) % count); };
+  TheStandIn().visible = {machine(rank), machine(rank + 1)};
+  CopyAll(rank, count, MemoryKind::kMapped, 0);
+}
 
 // More copies in flight than the pages have entries, the first in many more chunks than the last, and one rank with a
 // slow stream.
@@ -177,8 +188,7 @@ void NameTooMuch(int64_t rank, int64_t) {
 }
 
 // Every process copies a word of every other, once, as when processes connect.
-moe_lb::Status TryPeers(int64_t rank, int64_t count, int64_t number) {
-  const auto device = static_cast<int>(rank) + 1;
+moe_lb::Status TryPeers(int64_t rank, int64_t count, int64_t number, int device) {
   EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
   const Allocation memory = NewAllocation(4096, rank % 2 == 0 ? MemoryKind::kClassic : MemoryKind::kMapped);
   EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
@@ -191,6 +201,10 @@ moe_lb::Status TryPeers(int64_t rank, int64_t count, int64_t number) {
   // The others may still read.
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   return bad;
+}
+
+moe_lb::Status TryPeers(int64_t rank, int64_t count, int64_t number) {
+  return TryPeers(rank, count, number, static_cast<int>(rank) + 1);
 }
 
 void Probe(int64_t rank, int64_t count) { EXPECT_EQ(TryPeers(rank, count, rank).value_or(""), std::string()); }
@@ -206,6 +220,15 @@ void ProbeWithout(int64_t rank, int64_t count, int64_t owner) {
 void ProbeWithoutMapped(int64_t rank, int64_t count) { ProbeWithout(rank, count, 1); }
 
 void ProbeWithoutClassic(int64_t rank, int64_t count) { ProbeWithout(rank, count, 2); }
+
+// The same, numbered by the machine: process 0 sees device 5 alone and cannot read device 3, which process 1 sees.
+void ProbeVisible(int64_t rank, int64_t count) {
+  TheStandIn().visible = {5 - 2 * static_cast<int>(rank)};
+  TheStandIn().without_peer_access = {{5, 3}, {0, 0}};
+  const moe_lb::Status bad = TryPeers(rank, count, rank, 0);
+  EXPECT_EQ(bad.has_value(), rank == 0);
+  if (bad) EXPECT(Has(*bad, "device 0 cannot copy from process 1: "));
+}
 
 // A word that is not there: memory of another kind of mapping, or stale memory.
 void ProbeStale(int64_t rank, int64_t count) {
@@ -254,6 +277,27 @@ void DieInPlan(int64_t rank, int64_t count) {
 void DieInRows(int64_t rank, int64_t count) {
   RowsLayer layer(ShapeOf(count), false);
   OneDies(layer, rank, count);
+}
+
+// A kernel of one rank fails. Its own error ends it, and so the others, which wait for none of its words.
+void FailKernel(int64_t rank, int64_t count) {
+  CopyLayer layer(ShapeOf(count), true);
+  Gpu gpu(0, 0, MemoryKind::kMapped);
+  TheStandIn().copy_us = 1000;
+  Ending ending;
+  const Clock::time_point begin = Clock::now();
+  for (int64_t run = 1; ending.ok; ++run) {
+    moe_lb::testing::Between between;
+    between.corrupts = rank == 1 && run == 4;
+    ending = layer.Run(gpu, rank, run, between);
+    EXPECT(run < 12);
+  }
+  EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
+  EXPECT(Has(ending.message, "cudaErrorIllegalAddress") || (rank != 1 && Has(ending.message, " has ended (process ")));
+  EXPECT(std::chrono::duration<double>(Clock::now() - begin).count() < kPatienceS);
+  if (rank == 1) std::_Exit(0);
+  Synchronize(gpu.stream());
+  std::this_thread::sleep_for(std::chrono::seconds(1));
 }
 
 // Runs until a failure and prints it. On command, a process stops itself in the middle.
@@ -356,6 +400,9 @@ using Part = void (*)(int64_t rank, int64_t count);
 const std::map<std::string, Part> kParts = {
     {"classic", CopyClassic},
     {"mapped", CopyMapped},
+    {"visible", CopyVisible},
+    {"probe_visible", ProbeVisible},
+    {"fail_kernel", FailKernel},
     {"reallocate", Reallocate},
     {"end", RunUntilFailure},
     {"never", NeverCome},
@@ -426,7 +473,8 @@ std::set<std::string> FilesIn(const char* directory) {
 
 }  // namespace
 
-// Without arguments, run the test; with a part and a number of processes, that part. A child also has its rank.
+// Without arguments, run the test; with a part and a number of processes, that part; a child also has its rank.
+// `--parts` prints them, for ci/mutants.py.
 int main(int argc, char** argv) {
   if (argc >= 4) {
     // A hang is a failure too.
@@ -440,20 +488,22 @@ int main(int argc, char** argv) {
     std::cout << "done" << std::endl;
     return 0;
   }
-  if (argc == 3) {
-    const std::string part = argv[1];
-    (part.rfind("die", 0) == 0 ? OneDiesBetween : ExpectAllSucceed)(argv[0], part, std::stoll(argv[2]));
-    return 0;
-  }
+  const std::vector<std::pair<std::string, int64_t>> parts = {
+      {"mapped", 2},       {"classic", 4},       {"mapped", 8},      {"reallocate", 3}, {"move", 3},
+      {"many", 3},         {"never", 3},         {"one_fails", 3},   {"other", 3},      {"probe", 3},
+      {"probe_mapped", 3}, {"probe_classic", 3}, {"probe_stale", 3}, {"free", 2},       {"bounds", 2},
+      {"die_copies", 3},   {"die_relays", 3},    {"die_plan", 3},    {"die_rows", 3},   {"end", 4},
+      {"visible", 3},      {"probe_visible", 2}, {"fail_kernel", 3},
+  };
   const auto before = std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp"));
-  for (const int64_t count : {2, 4, 8}) ExpectAllSucceed(argv[0], count == 4 ? "classic" : "mapped", count);
-  for (const char* const part : {"reallocate", "move", "many", "never", "one_fails", "other", "probe", "probe_mapped",
-                                 "probe_classic", "probe_stale"})
-    ExpectAllSucceed(argv[0], part, 3);
-  for (const char* const part : {"free", "bounds"}) ExpectAllSucceed(argv[0], part, 2);
-  for (const char* const part : {"die_copies", "die_relays", "die_plan", "die_rows"}) {
-    OneDiesBetween(argv[0], part, 3);
+  for (const auto& [part, count] : parts) {
+    if (argc == 2) std::cout << part << " " << count << std::endl;
+    if (argc == 2 || (argc == 3 && (part != argv[1] || count != std::stoll(argv[2])))) continue;
+    if (part == "end") {
+      OneIsKilled(argv[0], count, 2);
+    } else {
+      (part.rfind("die", 0) == 0 ? OneDiesBetween : ExpectAllSucceed)(argv[0], part, count);
+    }
   }
-  OneIsKilled(argv[0], 4, 2);
-  EXPECT(std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp")) == before);
+  EXPECT(argc > 1 || std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp")) == before);
 }

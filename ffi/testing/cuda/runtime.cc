@@ -48,6 +48,7 @@ struct State {
   std::array<Place, kMaxPlaces> places;
   std::array<Pinned, kMaxPinned> pinned;
   std::atomic<const void*> ignored{nullptr};
+  std::atomic<int> corrupt{0};  // the error of `Corrupt`
   std::atomic<uint64_t> contexts{0};  // bit i: device i
   std::atomic<int64_t> num_events{0};
   std::atomic<CUevent_st*> events{nullptr};
@@ -68,6 +69,8 @@ thread_local bool has_context = false;
 thread_local bool in_host_function = false;
 thread_local bool is_executing = false;
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local cudaStream_t captured = nullptr;  // by this thread
+thread_local bool capture_failed = false;
 
 Function& FunctionOf(const char* name) {
   for (Function& function : TheState().functions) {
@@ -78,11 +81,6 @@ Function& FunctionOf(const char* name) {
     if (std::strcmp(found, name) == 0) return function;
   }
   std::abort();  // more functions than the table has
-}
-
-cudaError_t Fail(cudaError_t error) {
-  last_error = error;
-  return error;
 }
 
 // Excludes launches while pinned memory is (de)allocated and all devices are synchronized for it.
@@ -104,6 +102,11 @@ void Sleep(int64_t us) {
 
 }  // namespace
 
+cudaError_t Fail(cudaError_t error) {
+  last_error = error;
+  return error;
+}
+
 cudaError_t Forbidden(cudaError_t error, const std::string& what) {
   const std::lock_guard<std::mutex> lock(TheState().mutex);
   TheState().violations.push_back(what);
@@ -112,10 +115,32 @@ cudaError_t Forbidden(cudaError_t error, const std::string& what) {
 
 namespace {
 
-// Calls that make no context and need none.
-bool NeedsContext(const std::string& name) {
-  return name != "cudaSetDevice" && name != "cudaGetDevice" && name != "cudaDeviceCanAccessPeer" &&
+// All but calls that make no context and need none.
+bool UsesContext(const std::string& name) {
+  return name != "cudaGetDevice" && name != "cudaDeviceCanAccessPeer" &&
          name != "cudaGetDeviceCount" && name != "cudaDriverGetVersion" && name != "cudaRuntimeGetVersion";
+}
+
+bool IsOfDriver(const char* name) { return std::strncmp(name, "cuda", 4) != 0; }
+
+// CUDA C++ Programming Guide, CUDA Graphs, Prohibited and Unhandled Operations: "It is invalid to synchronize or query the
+// execution status of a stream which is being captured or a captured event". CUDA Runtime API, Stream Management,
+// cudaThreadExchangeStreamCaptureMode: a thread that captures is "prohibited from potentially unsafe API calls", such as
+// queries of any event, and allocations, which may synchronize devices. cuMemcpyBatchAsync fails too (error 900), but does
+// not end the capture.
+bool IsUnsafeInCapture(const std::string& name) {
+  static const auto* const all = new std::set<std::string>{
+      "cudaEventQuery",   "cudaEventSynchronize", "cudaStreamQuery",  "cudaStreamSynchronize", "cudaHostAlloc",
+      "cudaFreeHost",     "cudaHostRegister",     "cuMemMap",         "cuMemUnmap",            "cudaIpcOpenMemHandle",
+      "cudaIpcCloseMemHandle"};
+  return all->count(name) > 0;
+}
+
+cudaError_t EnterCapture(const char* name) {
+  const bool is_batch = std::strcmp(name, "cuMemcpyBatchAsync") == 0;
+  if (!is_batch && !IsUnsafeInCapture(name)) return cudaSuccess;
+  capture_failed = capture_failed || !is_batch;
+  return Forbidden(cudaErrorStreamCaptureUnsupported, std::string(name) + " during stream capture");
 }
 
 // CUDA C++ Programming Guide, Initialization: the first runtime call that needs it creates the primary context of the
@@ -132,16 +157,27 @@ cudaError_t Enter(const char* name) {
     return Forbidden(cudaErrorNotPermitted, std::string(name) + " was called by a host function");
   }
   // CUDA Driver API, Context Management: a driver function without a current context fails, and creates none.
-  const bool is_of_driver = std::strncmp(name, "cuda", 4) != 0;
-  if (is_of_driver && !has_context) {
+  if (IsOfDriver(name) && !has_context) {
     return Forbidden(cudaErrorDeviceUninitialized, std::string(name) + " on a thread without a context");
   }
-  if (NeedsContext(name)) NoteContext();
+  if (UsesContext(name) && std::strcmp(name, "cudaSetDevice") != 0) NoteContext();
+  // CUDA Runtime API, Data types, cudaErrorIllegalAddress: "This leaves the process in an inconsistent state and any
+  // further CUDA work will return the same error." Error Handling: calls "may also return error codes from previous,
+  // asynchronous launches".
+  if (const int corrupt = TheState().corrupt.load(std::memory_order_relaxed); corrupt != 0 && UsesContext(name)) {
+    return static_cast<cudaError_t>(corrupt);
+  }
+  if (captured != nullptr) {
+    if (const cudaError_t bad = EnterCapture(name); bad != cudaSuccess) return bad;
+  }
   Function& function = FunctionOf(name);
   const int64_t call = function.calls.fetch_add(1, std::memory_order_relaxed);
   if (call < function.fails_from.load(std::memory_order_relaxed)) return cudaSuccess;
   if (call >= function.fails_until.load(std::memory_order_relaxed)) return cudaSuccess;
-  return Fail(static_cast<cudaError_t>(function.error.load(std::memory_order_relaxed)));
+  const auto error = static_cast<cudaError_t>(function.error.load(std::memory_order_relaxed));
+  // CUDA Runtime API, Error Handling, cudaGetLastError: of runtime calls "in the same instance of the CUDA Runtime
+  // library in the host thread".
+  return IsOfDriver(name) ? error : Fail(error);
 }
 
 bool IsIgnored(const char* function, const void* returns_to) {
@@ -203,6 +239,32 @@ void Launch(cudaStream_t stream, std::function<void()> kernel) {
   stream->Push(std::move(kernel));
 }
 
+void Corrupt(cudaError_t error) {
+  TheState().corrupt.store(static_cast<int>(error), std::memory_order_relaxed);
+  Progress().Ring();
+}
+
+bool IsCorrupt() { return TheState().corrupt.load(std::memory_order_relaxed) != 0; }
+
+Capture::Capture(cudaStream_t stream) : stream_(stream) {
+  captured = stream;
+  capture_failed = false;
+  stream->Record(&recorded_);
+}
+
+Capture::~Capture() { static_cast<void>(End()); }
+
+cudaError_t Capture::End() {
+  if (std::exchange(ended_, true)) return cudaSuccess;
+  stream_->Record(nullptr);
+  captured = nullptr;
+  return capture_failed ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+}
+
+void Capture::Replay() const {
+  for (const auto& work : recorded_) stream_->Push(work);
+}
+
 Executing::Executing() { is_executing = true; }
 Executing::~Executing() { is_executing = false; }
 
@@ -222,6 +284,18 @@ std::set<int> Contexts() {
 }
 
 int CurrentDevice() { return current_device; }
+
+// CUDA C++ Programming Guide, CUDA Environment Variables, CUDA_VISIBLE_DEVICES: only these devices "are visible to the
+// application, and they are enumerated in the order of the sequence".
+int NumDevices() {
+  const StandIn& options = TheStandIn();
+  return options.visible.empty() ? options.num_devices : static_cast<int>(options.visible.size());
+}
+
+int MachineDevice(int device) {
+  const std::vector<int>& visible = TheStandIn().visible;
+  return visible.empty() ? device : visible[static_cast<size_t>(device)];
+}
 
 int64_t NumEvents() { return TheState().num_events; }
 
@@ -282,12 +356,17 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorMemoryAllocation";
     case cudaErrorPeerAccessUnsupported:
       return "cudaErrorPeerAccessUnsupported";
+    case cudaErrorStreamCaptureUnsupported:
+      return "cudaErrorStreamCaptureUnsupported";
     default:
       return "another error";
   }
 }
 const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
-cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+cudaError_t cudaGetLastError() {
+  const int corrupt = TheState().corrupt.load(std::memory_order_relaxed);
+  return corrupt != 0 ? static_cast<cudaError_t>(corrupt) : std::exchange(last_error, cudaSuccess);
+}
 
 cudaError_t cudaDriverGetVersion(int* version) {
   MOE_LB_ENTER("cudaDriverGetVersion");
@@ -307,28 +386,31 @@ cudaError_t cudaGetDevice(int* device) {
 }
 cudaError_t cudaSetDevice(int device) {
   MOE_LB_ENTER("cudaSetDevice");
-  if (device < 0 || device >= TheStandIn().num_devices) return Fail(cudaErrorInvalidDevice);
+  if (device < 0 || device >= NumDevices()) return Fail(cudaErrorInvalidDevice);
   current_device = device;
   NoteContext();
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceCount(int* count) {
   MOE_LB_ENTER("cudaGetDeviceCount");
-  *count = TheStandIn().num_devices;
+  *count = NumDevices();
   return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
   MOE_LB_ENTER("cudaDeviceCanAccessPeer");
   // CUDA Runtime API, Peer Device Memory Access: the answer is for an ordered pair, and not for a device with itself.
-  *can = device != peer && TheStandIn().without_peer_access.count({device, peer}) == 0 ? 1 : 0;
+  const std::pair<int, int> pair(MachineDevice(device), MachineDevice(peer));
+  *can = device != peer && TheStandIn().without_peer_access.count(pair) == 0 ? 1 : 0;
   return cudaSuccess;
 }
 
 // ---- streams and events ----
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   MOE_LB_ENTER("cudaStreamCreateWithFlags");
   NoteAllocation("cudaStreamCreateWithFlags");
+  // CUDA Runtime API, Stream synchronization behavior: another stream waits for work of the legacy default stream.
+  if (flags != cudaStreamNonBlocking) return Forbidden(cudaErrorInvalidValue, "a stream that waits for the default one");
   *stream = new CUstream_st(current_device);
   return cudaSuccess;
 }
@@ -348,15 +430,22 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   MOE_LB_ENTER_ORDERING("cudaStreamWaitEvent");
+  // CUDA Runtime API, Data types, cudaErrorStreamCaptureIsolation: a dependency between captured and other work.
+  if (event->capture.load(std::memory_order_relaxed) != stream->capture()) {
+    return Forbidden(cudaErrorStreamCaptureIsolation, "cudaStreamWaitEvent between captured and other work");
+  }
   const uint64_t ticket = TicketOf(*event);
   // CUDA treats it as a completed wait, which is an error in a handler.
   if (ticket == 0) return Forbidden(cudaSuccess, "cudaStreamWaitEvent for an event that was never recorded");
-  stream->Push([event, ticket] { Progress().Until([=] { return IsReached(*event, ticket); }); });
+  stream->Push([event, ticket] { Progress().Until([=] { return IsReached(*event, ticket) || IsCorrupt(); }); });
   return cudaSuccess;
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   MOE_LB_ENTER("cudaEventCreateWithFlags");
+  // CUDA Runtime API, Event Management, cudaEventCreateWithFlags: without timing an event "will provide the best
+  // performance when used with cudaStreamWaitEvent() and cudaEventQuery()".
+  if ((flags & cudaEventDisableTiming) == 0) return Forbidden(cudaErrorInvalidValue, "an event with timing");
   *event = new CUevent_st(current_device);
   (*event)->next = TheState().events.exchange(*event, std::memory_order_relaxed);
   TheState().num_events.fetch_add(1, std::memory_order_relaxed);
@@ -372,6 +461,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (event->device != stream->device) {
     return Forbidden(cudaErrorInvalidResourceHandle, "cudaEventRecord: the event and the stream have other devices");
   }
+  event->capture.store(stream->capture(), std::memory_order_relaxed);
   const uint64_t ticket = event->recorded.fetch_add(1, std::memory_order_relaxed) + 1;
   stream->Push([event, ticket] {
     event->reached.store(ticket, std::memory_order_release);
@@ -379,14 +469,22 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   });
   return cudaSuccess;
 }
+// Event Management, cudaEventElapsedTime: of an event without timing "cudaErrorInvalidResourceHandle is returned".
+cudaError_t cudaEventElapsedTime(float*, cudaEvent_t, cudaEvent_t) {
+  MOE_LB_ENTER("cudaEventElapsedTime");
+  return Forbidden(cudaErrorInvalidResourceHandle, "cudaEventElapsedTime of an event without timing");
+}
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   MOE_LB_ENTER_ORDERING("cudaEventQuery");
+  if (event->capture.load(std::memory_order_relaxed) != nullptr) {
+    return Forbidden(cudaErrorCapturedEvent, "cudaEventQuery of a captured event");
+  }
   return IsReached(*event, TicketOf(*event)) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   MOE_LB_ENTER_ORDERING("cudaEventSynchronize");
   const uint64_t ticket = TicketOf(*event);
-  Progress().Until([&] { return IsReached(*event, ticket); });
+  Progress().Until([&] { return IsReached(*event, ticket) || IsCorrupt(); });
   return cudaSuccess;
 }
 

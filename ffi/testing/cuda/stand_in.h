@@ -1,7 +1,7 @@
 // A stand-in for the CUDA runtime, to run the GPU handlers without a GPU. It implements the functions they call on
 // threads (streams.h) and ordinary memory. Linked instead of cudart, with the same object files of the handlers.
 //
-// Not implemented: GPU kernels (tests launch functions instead), graphs, and timing.
+// Not implemented: GPU kernels (tests launch functions instead), graphs of several streams, and timing.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,12 +19,15 @@ namespace moe_lb::testing {
 // Options of the stand-in. Set them while no work is queued.
 struct StandIn {
   int num_devices = 8;
+  // The machine's numbers of this process's devices, as CUDA_VISIBLE_DEVICES orders them; empty: 0, 1, ...
+  std::vector<int> visible;
   int64_t longest_delay_us = 0;       // maximum random delay before each operation of a stream
   int64_t copy_us = 0;                // duration of a batch of copies, and of a copy between devices
   bool allocation_waits = false;      // pinned (de)allocation synchronizes all devices, as CUDA may do
   int driver_version = 13000;         // 0: no driver
   bool batches_are_supported = true;  // false: a driver without batches of copies
-  // Pairs (reader, owner) of devices without peer access.
+  std::set<std::string> missing_functions;  // of the driver
+  // Pairs (reader, owner) of the machine's devices without peer access.
   std::set<std::pair<int, int>> without_peer_access;
 };
 
@@ -36,6 +39,28 @@ void FailCalls(const std::string& function, int64_t after, cudaError_t error, in
 
 // Runs a function on a stream, as XLA launches a kernel. Not included in the counts of calls.
 void Launch(cudaStream_t stream, std::function<void()> kernel);
+
+// The error of a kernel that runs, called by the kernel: it shows at a later call, of any thread, and at all from then on.
+void Corrupt(cudaError_t error);
+
+// Records the work of a stream instead of running it, as XLA does to make a graph, from this to `End`. Calls of this
+// thread that CUDA does not allow meanwhile fail and end the capture.
+class Capture {
+ public:
+  explicit Capture(cudaStream_t stream);
+  ~Capture();
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  cudaError_t End();
+  // Queues the recorded work on the stream, any number of times.
+  void Replay() const;
+
+ private:
+  const cudaStream_t stream_;
+  bool ended_ = false;
+  std::vector<std::function<void()>> recorded_;
+};
 
 // Waits for a stream without a runtime call, like the end of a program.
 void Synchronize(cudaStream_t stream);

@@ -322,11 +322,12 @@ void MemoryFreedByArrayIsNotShared() {
     bool is_shared;
   };
   for (const One& one : {One{2 << 20, MemoryKind::kClassic, true}, One{(2 << 20) - 256, MemoryKind::kClassic, false},
-                         One{4096, MemoryKind::kMapped, true}}) {
+                         One{4096, MemoryKind::kMapped, true}, One{2 << 20, MemoryKind::kPool, false}}) {
     const Allocation memory = NewAllocation(one.size, one.kind);
     const moe_lb::Status bad = moe_lb::peer_cuda::CheckShareable(memory.begin + 8, 0);
     EXPECT_EQ(!bad, one.is_shared);
-    EXPECT(one.is_shared || Has(*bad, "the allocator frees memory of cudaMalloc array by array"));
+    const char* const why = one.kind == MemoryKind::kPool ? "cudaIpcGetMemHandle" : "frees memory of cudaMalloc array by";
+    EXPECT(one.is_shared || Has(*bad, why));
     FreeAllocation(memory);
   }
 }
@@ -347,6 +348,157 @@ void NoContextIsMadeOnOtherDevices() {
   EXPECT(Contexts() == (std::set<int>{4, 5, 6, 7}));
 }
 
+// A kernel fails. Its error shows at later calls, of all threads; no device waits for another. This runs in a new process,
+// which cannot use CUDA afterwards.
+void AFailedKernelEndsEverything() {
+  const auto gpus = Gpus(4);
+  CopyLayer copies(LayerShape(), true);
+  PlannedLayer planned{LayerShape()};
+  RowsLayer rows(LayerShape(), true);
+  HostPlan plan{LayerShape()};
+  ExpectGoodRun(copies, gpus, 1);
+  ExpectGoodRun(planned, gpus, 2);
+  ExpectGoodRun(rows, gpus, 3);
+  EXPECT_EQ(plan.Run(*gpus[0], 4).message, std::string());
+  Synchronize(gpus[0]->stream());
+  const Clock::time_point begin = Clock::now();
+  const auto expect_failure = [](const Ending& ending) {
+    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
+    EXPECT(Has(ending.message, "cudaErrorIllegalAddress"));
+  };
+  Between between;
+  between.corrupts = true;
+  // The first join may precede the error.
+  for (const Ending& ending : RunOnce(copies, gpus, 5, between)) {
+    if (!ending.ok) expect_failure(ending);
+  }
+  for (const Ending& ending : RunOnce(copies, gpus, 6)) expect_failure(ending);
+  for (const Ending& ending : RunOnce(planned, gpus, 7)) expect_failure(ending);
+  for (const Ending& ending : RunOnce(rows, gpus, 8)) expect_failure(ending);
+  expect_failure(plan.Run(*gpus[0], 9));
+  EXPECT(SecondsSince(begin) < 5);
+}
+
+// Another device's tables never come because of it.
+template <typename Layer>
+void AFailedKernelBeforeTheTablesEnds(Layer& layer) {
+  const auto gpus = Gpus(4);
+  ExpectGoodRun(layer, gpus, 1);
+  Launch(gpus[2]->stream(), [] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    Corrupt(cudaErrorIllegalAddress);
+  });
+  const Clock::time_point begin = Clock::now();
+  for (const Ending& ending : RunOnce(layer, gpus, 2)) {
+    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
+    EXPECT(Has(ending.message, "cudaErrorIllegalAddress"));
+  }
+  EXPECT(SecondsSince(begin) < 5);
+}
+
+void AFailedKernelEndsWaitingCopies() {
+  CopyLayer copies(LayerShape(), false);
+  AFailedKernelBeforeTheTablesEnds(copies);
+}
+
+void AFailedKernelEndsWaitingPlans() {
+  PlannedLayer planned{LayerShape()};
+  AFailedKernelBeforeTheTablesEnds(planned);
+}
+
+// Rules of CUDA that no handler breaks, shown by calls that do. In a new process, which counts its own violations.
+void TheStandInRefusesWhatCudaRefuses() {
+  Gpu gpu(0, 0);
+  size_t violations = 0;
+  const auto expect_violation = [&](const std::string& part) {
+    EXPECT_EQ(Violations().size(), ++violations);
+    EXPECT(Has(Violations().back(), part));
+  };
+  cudaEvent_t event = nullptr;
+  EXPECT_EQ(cudaEventCreateWithFlags(&event, cudaEventDefault), cudaErrorInvalidValue);
+  expect_violation("an event with timing");
+  EXPECT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
+  float ms = 0;
+  EXPECT_EQ(cudaEventElapsedTime(&ms, event, event), cudaErrorInvalidResourceHandle);
+  expect_violation("without timing");
+  cudaStream_t stream = nullptr;
+  EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamDefault), cudaErrorInvalidValue);
+  expect_violation("waits for the default one");
+  {
+    Capture capture(gpu.stream());
+    EXPECT_EQ(cudaStreamSynchronize(gpu.stream()), cudaErrorStreamCaptureUnsupported);
+    expect_violation("cudaStreamSynchronize during stream capture");
+    EXPECT_EQ(capture.End(), cudaErrorStreamCaptureInvalidated);
+  }
+  void* memory = nullptr;
+  {
+    Capture capture(gpu.stream());
+    EXPECT_EQ(cudaHostAlloc(&memory, 64, cudaHostAllocDefault), cudaErrorStreamCaptureUnsupported);
+    expect_violation("cudaHostAlloc during stream capture");
+  }
+  Capture capture(gpu.stream());
+  // Fails, but the graph is made without the copies.
+  CUdeviceptr none = 0;
+  size_t zero = 0;
+  moe_lb::BatchAttributes attributes = {1, {}, 1};
+  EXPECT_EQ(moe_lb::DriverCalls::Get().memcpy_batch(&none, &none, &zero, 1, &attributes, &zero, 1, gpu.stream()),
+            CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+  expect_violation("cuMemcpyBatchAsync during stream capture");
+  EXPECT_EQ(cudaEventRecord(event, gpu.stream()), cudaSuccess);
+  EXPECT_EQ(capture.End(), cudaSuccess);
+  EXPECT_EQ(cudaEventQuery(event), cudaErrorCapturedEvent);
+  expect_violation("of a captured event");
+  EXPECT_EQ(cudaStreamWaitEvent(gpu.stream(), event, 0), cudaErrorStreamCaptureIsolation);
+  expect_violation("between captured and other work");
+  std::_Exit(0);
+}
+
+// Each function of the driver that processes need to copy from each other, without it.
+void AMissingDriverFunctionIsNamed() {
+  for (const char* const name :
+       {"cuMemGetAddressRange", "cuPointerGetAttribute", "cuStreamWriteValue32", "cuStreamWaitValue32",
+        "cuMemRetainAllocationHandle", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle",
+        "cuMemAddressReserve", "cuMemAddressFree", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease"}) {
+    TheStandIn().missing_functions = {name};
+    const moe_lb::Status bad = moe_lb::DriverCalls::Find().CheckBetweenProcesses();
+    EXPECT(bad && Has(*bad, std::string("the driver here has no ") + name + ","));
+  }
+  TheStandIn().missing_functions = {};
+  struct Driver {
+    int version;
+    bool is_there, batches, processes;
+  };
+  // The last one before CUDA 12, the first one, the last without batches, both forms of batches.
+  for (const Driver& one : {Driver{0, false, false, false}, Driver{11080, false, false, false},
+                            Driver{12000, true, false, true}, Driver{12070, true, false, true},
+                            Driver{12080, true, true, true}, Driver{13000, true, true, true}}) {
+    TheStandIn().driver_version = one.version;
+    const moe_lb::DriverCalls calls = moe_lb::DriverCalls::Find();
+    EXPECT_EQ(calls.is_there(), one.is_there);
+    EXPECT_EQ(!calls.CheckBatches(), one.batches);
+    EXPECT_EQ(!calls.CheckBetweenProcesses(), one.processes);
+    EXPECT_EQ(calls.memcpy_batch != nullptr, one.version >= 13000);
+    EXPECT_EQ(calls.memcpy_batch_first != nullptr, one.version >= 12080 && one.version < 13000);
+  }
+  TheStandIn().driver_version = CUDART_VERSION;
+}
+
+// Without machine code, kernels need a driver as new as the toolkit.
+void KernelsNeedCodeOrANewDriver() {
+  constexpr int kMajor = CUDART_VERSION / 1000;
+  EXPECT(!moe_lb::CheckKernels(false) && !moe_lb::CheckKernels(true));
+  TheStandIn().driver_version = 0;
+  EXPECT(!moe_lb::CheckKernels(false));
+  EXPECT_EQ(moe_lb::DriverVersion(), std::string());
+  TheStandIn().driver_version = CUDART_VERSION - 10;
+  EXPECT(!moe_lb::CheckKernels(true));
+  const moe_lb::Status bad = moe_lb::CheckKernels(false);
+  EXPECT(bad && Has(*bad, "planners run on the host"));
+  TheStandIn().driver_version = kMajor * 1000 + 20;
+  EXPECT_EQ(moe_lb::DriverVersion(), "CUDA " + std::to_string(kMajor) + ".2");
+  TheStandIn().driver_version = CUDART_VERSION;
+}
+
 // The functions of a driver are looked up at the first copy, so this runs in a new process.
 void ADriverWithoutBatchesIsNamed() {
   TheStandIn().driver_version = 12040;
@@ -357,30 +509,16 @@ void ADriverWithoutBatchesIsNamed() {
   ExpectGoodRun(copies, gpus, 1);
 }
 
-}  // namespace
+void NoWritesAfterAnyFailure() {
+  CopyLayer copies(LayerShape(), true);
+  NoWritesAfterAFailure(copies);
+  PlannedLayer planned{LayerShape()};
+  NoWritesAfterAFailure(planned);
+  RowsLayer rows(LayerShape(), true);
+  NoWritesAfterAFailure(rows);
+}
 
-// "old_driver" or "contexts": only this part.
-int main(int argc, char** argv) {
-  if (argc > 1) {
-    (argv[1] == std::string("old_driver") ? ADriverWithoutBatchesIsNamed : NoContextIsMadeOnOtherDevices)();
-    for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
-    return 0;
-  }
-  for (const char* const part : {" old_driver", " contexts"}) {
-    EXPECT(std::system((argv[0] + std::string(part)).c_str()) == 0);
-  }
-  MissingPeerAccessIsNamed();
-  MemoryFreedByArrayIsNotShared();
-  AnOldDriverIsNamed();
-  {
-    CopyLayer copies(LayerShape(), true);
-    NoWritesAfterAFailure(copies);
-    PlannedLayer planned{LayerShape()};
-    NoWritesAfterAFailure(planned);
-    RowsLayer rows(LayerShape(), true);
-    NoWritesAfterAFailure(rows);
-  }
-  AnotherHomeIsRefused();
+void AnyFailureEndsAllCopies() {
   CopyLayer copies(LayerShape(), true);
   for (const char* const function : {"cudaMemcpyAsync", "cudaEventQuery", "cudaStreamWaitEvent", "cudaMemsetAsync",
                                      "cudaEventRecord", "cuMemcpyBatchAsync", "cudaSetDevice"}) {
@@ -388,23 +526,71 @@ int main(int argc, char** argv) {
     const int64_t own = std::string(function) == "cudaSetDevice" ? 8 : 0;
     OneFailureEndsAll(copies, function, own + 1);
   }
+}
+
+void AnyFailureEndsAllPlannedCopies() {
   PlannedLayer planned{LayerShape()};
   for (const char* const function : {"cudaMemcpyAsync", "cudaStreamWaitEvent", "cuMemcpyBatchAsync"}) {
     OneFailureEndsAll(planned, function, 1);
   }
+}
+
+void AnyFailureEndsAllRows() {
   RowsLayer rows(LayerShape(), true);
   OneFailureEndsAll(rows, "cudaMemcpyAsync", 1);
-  ADeviceThatIsStuckIsNamed<CopyLayer>();
-  ADeviceThatIsStuckIsNamed<PlannedLayer>();
-  NoAllocationWhileAProgramRuns();
-  AllocationDoesNotStopACollective();
-  CallSitesShareStreams();
-  TwoThreadsLaunchOnOneDevice();
-  LogicalDevicesShareAGpu();
-  WeightsMayHaveNoBytes();
+}
+
+void CopiesOverlapAWave() {
   CopyLayer direct(LayerShape(), false);  // relays would wait for each other
   CopiesOverlapAWaveThatTheHostWaitsFor(direct);
+  PlannedLayer planned{LayerShape()};
   CopiesOverlapAWaveThatTheHostWaitsFor(planned);
+  RowsLayer rows(LayerShape(), true);
   CopiesOverlapAWaveThatTheHostWaitsFor(rows);
+}
+
+const moe_lb::TestParts kParts = {
+    {"peer_access", MissingPeerAccessIsNamed},
+    {"shareable", MemoryFreedByArrayIsNotShared},
+    {"driver", AnOldDriverIsNamed},
+    {"functions", AMissingDriverFunctionIsNamed},
+    {"kernels", KernelsNeedCodeOrANewDriver},
+    {"no_writes", NoWritesAfterAnyFailure},
+    {"other_home", AnotherHomeIsRefused},
+    {"failed_copies", AnyFailureEndsAllCopies},
+    {"failed_planned", AnyFailureEndsAllPlannedCopies},
+    {"failed_rows", AnyFailureEndsAllRows},
+    {"stuck", ADeviceThatIsStuckIsNamed<CopyLayer>},
+    {"stuck_planned", ADeviceThatIsStuckIsNamed<PlannedLayer>},
+    {"no_allocation", NoAllocationWhileAProgramRuns},
+    {"collective", AllocationDoesNotStopACollective},
+    {"streams", CallSitesShareStreams},
+    {"two_threads", TwoThreadsLaunchOnOneDevice},
+    {"logical", LogicalDevicesShareAGpu},
+    {"no_bytes", WeightsMayHaveNoBytes},
+    {"overlap", CopiesOverlapAWave},
+};
+
+// Parts that run in processes of their own.
+const moe_lb::TestParts kAlone = {
+    {"contexts", NoContextIsMadeOnOtherDevices},
+    {"old_driver", ADriverWithoutBatchesIsNamed},
+    {"corrupt", AFailedKernelEndsEverything},
+    {"corrupt_copies", AFailedKernelEndsWaitingCopies},
+    {"corrupt_plans", AFailedKernelEndsWaitingPlans},
+    {"refusals", TheStandInRefusesWhatCudaRefuses},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  moe_lb::TestParts parts = kParts;
+  for (const auto& [name, run] : kAlone) {
+    const std::string command = argv[0] + (" " + name);
+    const bool is_wanted = argc > 1 && argv[1] == name;
+    parts.emplace_back(name, is_wanted ? run : [command] { EXPECT(std::system(command.c_str()) == 0); });
+  }
+  const int status = moe_lb::RunParts(argc, argv, parts);
   for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
+  return status;
 }

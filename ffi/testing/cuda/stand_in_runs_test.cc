@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,7 +22,7 @@ namespace {
 
 using namespace moe_lb::testing;
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__) || defined(MOE_LB_FEW_RUNS)
 constexpr int64_t kRuns = 40;
 constexpr int64_t kManyRuns = 100;
 #else
@@ -96,7 +97,51 @@ void HostPlansAreRight() {
   EXPECT_EQ(plan.num_wrong(), 0);
 }
 
-// Random calls of every planner, on the host and in a kernel, with the verifiers of the fuzz.
+// One random call of a planner, with the verifier of the fuzz. in_graph: record it and run it twice.
+void Plan(Gpu& gpu, const moe_lb::HandlerRegistration& handler, Random& random, int64_t run, bool in_graph) {
+  const ValidCalls& valid = AllValidCalls().at(handler.name);
+  const Call call = valid.make(random);
+  CallSite site(CudaXla(), handler, call.attributes);
+  EXPECT_EQ(site.instantiated().message, std::string());
+  Program program(gpu, run);
+  const auto arrays = [&program](const std::vector<Array>& given) {
+    DeviceArrays made;
+    for (const Array& array : given) {
+      made.push_back(program.New(array.dtype, array.dims));
+      if (!array.bytes.empty()) std::memcpy(made.back().data, array.bytes.data(), array.bytes.size());
+    }
+    return made;
+  };
+  const DeviceArrays results = arrays(call.devices[0].rets);
+  Invocation& invocation = program.Add(site, arrays(call.devices[0].args), results);
+  const auto verify = [&] {
+    Synchronize(gpu.stream());
+    ExpectOk(program.ending());
+    std::vector<Array> rets = call.devices[0].rets;
+    for (size_t i = 0; i < rets.size(); ++i) {
+      if (!rets[i].bytes.empty()) std::memcpy(rets[i].bytes.data(), results[i].data, rets[i].bytes.size());
+    }
+    // Status 0 is success.
+    EXPECT_EQ(rets.back().bytes[0], 0);
+    if (valid.verify) EXPECT_EQ(valid.verify(call.attributes, call.devices[0], rets), std::string());
+  };
+  if (!in_graph) {
+    program.Execute(invocation);
+    return verify();
+  }
+  Capture capture(gpu.stream());
+  program.Execute(invocation);
+  EXPECT_EQ(capture.End(), cudaSuccess);
+  for (int replay = 0; replay < 2; ++replay) {
+    for (const DeviceArray& result : results) {
+      if (result.data != nullptr) std::memset(result.data, 0xEE, result.size_bytes());
+    }
+    capture.Replay();
+    verify();
+  }
+}
+
+// Every planner, on the host and in a kernel.
 void EveryPlannerPlans() {
   Gpu gpu(0, 0);
   Random random(1);
@@ -104,35 +149,22 @@ void EveryPlannerPlans() {
   const auto kernels = moe_lb::PlanningKernelRegistrations().handlers;
   handlers.insert(handlers.end(), kernels.begin(), kernels.end());
   for (const moe_lb::HandlerRegistration& handler : handlers) {
-    const ValidCalls& valid = AllValidCalls().at(handler.name);
-    for (int64_t run = 1; run <= 20; ++run) {
-      const Call call = valid.make(random);
-      CallSite site(CudaXla(), handler, call.attributes);
-      EXPECT_EQ(site.instantiated().message, std::string());
-      std::vector<Array> rets = call.devices[0].rets;
-      {
-        Program program(gpu, run);
-        const auto arrays = [&program](const std::vector<Array>& given) {
-          DeviceArrays made;
-          for (const Array& array : given) {
-            made.push_back(program.New(array.dtype, array.dims));
-            if (!array.bytes.empty()) std::memcpy(made.back().data, array.bytes.data(), array.bytes.size());
-          }
-          return made;
-        };
-        const DeviceArrays results = arrays(rets);
-        program.Execute(program.Add(site, arrays(call.devices[0].args), results));
-        Synchronize(gpu.stream());
-        ExpectOk(program.ending());
-        for (size_t i = 0; i < rets.size(); ++i) {
-          if (!rets[i].bytes.empty()) std::memcpy(rets[i].bytes.data(), results[i].data, rets[i].bytes.size());
-        }
-      }
-      // Status 0 is success.
-      EXPECT_EQ(rets.back().bytes[0], 0);
-      if (valid.verify) EXPECT_EQ(valid.verify(call.attributes, call.devices[0], rets), std::string());
-    }
+    for (int64_t run = 1; run <= 20; ++run) Plan(gpu, handler, random, run, false);
   }
+  ExpectNoViolations();
+}
+
+// XLA records handlers with a trait into graphs. Those are the planners in kernels; a replay of another handler would
+// neither wait nor plan.
+void KernelsRunInGraphs() {
+  Gpu gpu(0, 0);
+  Random random(2);
+  std::set<std::string> names;
+  for (const moe_lb::HandlerRegistration& handler : moe_lb::PlanningKernelRegistrations().handlers) {
+    names.insert(handler.name);
+    for (int64_t run = 1; run <= 5; ++run) Plan(gpu, handler, random, run, true);
+  }
+  EXPECT(CudaXla().graph_handlers() == names);
   ExpectNoViolations();
 }
 
@@ -198,14 +230,16 @@ void ResourcesStayConstant() {
 
 }  // namespace
 
-int main() {
-  CopiesAreRight();
-  PlannedCopiesAreRight();
-  RowsAreRight();
-  HostPlansAreRight();
-  EveryPlannerPlans();
-  AnUnsupportedBatchIsCopiedOneByOne();
-  ALateDeviceHasNoEffect();
-  ProgramsRunAtOnce();
-  ResourcesStayConstant();
+int main(int argc, char** argv) {
+  return moe_lb::RunParts(argc, argv,
+                          {{"copies", CopiesAreRight},
+                           {"planned", PlannedCopiesAreRight},
+                           {"rows", RowsAreRight},
+                           {"host_plans", HostPlansAreRight},
+                           {"planners", EveryPlannerPlans},
+                           {"graphs", KernelsRunInGraphs},
+                           {"no_batches", AnUnsupportedBatchIsCopiedOneByOne},
+                           {"late_device", ALateDeviceHasNoEffect},
+                           {"two_programs", ProgramsRunAtOnce},
+                           {"resources", ResourcesStayConstant}});
 }

@@ -65,6 +65,7 @@ CUstream_st::CUstream_st(int on) : device(on), random_(static_cast<unsigned>(on)
 }
 
 void CUstream_st::Push(std::function<void()> work) {
+  if (recorded_ != nullptr) return recorded_->push_back(std::move(work));
   Node* const node = new Node;
   node->work = std::move(work);
   pushed_.fetch_add(1, std::memory_order_relaxed);
@@ -109,7 +110,7 @@ void CUstream_st::Run() {
     if (const int64_t longest = TheStandIn().longest_delay_us; longest > 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(random_() % static_cast<uint64_t>(longest)));
     }
-    node->work();
+    if (!IsCorrupt()) node->work();
     node->work = nullptr;
     done_.fetch_add(1, std::memory_order_release);
     Progress().Ring();

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <random>
+#include <vector>
 
 #include "ffi/testing/cuda/unseen.h"
 
@@ -23,12 +24,16 @@ struct CUevent_st {
   CUevent_st* next = nullptr;  // list of all events, so that none is reported as a leak
   std::atomic<uint64_t> recorded{0};
   std::atomic<uint64_t> reached{0};  // the last record reached by its stream
+  std::atomic<const void*> capture{nullptr};  // of the last record, if it was captured
 };
 
 struct CUstream_st {
   explicit CUstream_st(int on);
 
   void Push(std::function<void()> work);
+  // Work is appended to `recorded` instead; null ends that.
+  void Record(std::vector<std::function<void()>>* recorded) { recorded_ = recorded; }
+  const void* capture() const { return recorded_; }
   void End();  // returns at once; the stream ends after its queued work
   bool IsIdle() const;
   void Wait() const;  // for all work pushed so far
@@ -46,6 +51,7 @@ struct CUstream_st {
   void Link(Node* node);
   Node* Next();
 
+  std::vector<std::function<void()>>* recorded_ = nullptr;
   std::minstd_rand random_;
   Node* first_;  // complete
   Node* last_;
@@ -62,6 +68,9 @@ Bell& Progress();
 // Returns the last record of an event.
 uint64_t TicketOf(const CUevent_st& event);
 bool IsReached(const CUevent_st& event, uint64_t ticket);
+
+// True after `Corrupt`: streams then drop their work.
+bool IsCorrupt();
 
 // All existing streams, for device-wide synchronization.
 void WaitForAllStreams();
