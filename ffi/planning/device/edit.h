@@ -16,8 +16,8 @@ struct Moves {
   typename T::template Array<int32_t> tokens;
 
   MOE_LB_DEVICE void Place(const T& t, const EditCall& call, size_t at) {
-    tokens = t.template Shared<int32_t>(at);
-    expert_rank = t.template Shared<uint32_t>(at + MovesBytes(call) / 2);
+    tokens = t.template Shared<int32_t>(at, MovesBytes(call) / 8);
+    expert_rank = t.template Shared<uint32_t>(at + MovesBytes(call) / 2, MovesBytes(call) / 8);
   }
 
   // Called by one lane.
@@ -43,12 +43,13 @@ class EditedPlan {
         stride(call.all_ranks),
         t_(t),
         call_(call) {
-    sums_ = t.template Shared<uint64_t>(at.sums);
-    load = t.template Shared<int32_t>(at.load);
-    served = t.template Shared<int32_t>(at.served);
-    holders = t.template Shared<uint32_t>(at.holders);
-    slots = t.template Shared<int32_t>(at.slots);
-    quota = t.template Global<int32_t>(call.new_quota + first_rank);
+    const size_t ranks = Size(num_ranks), experts = Size(num_experts);
+    sums_ = t.template Shared<uint64_t>(at.sums, kWarps);
+    load = t.template Shared<int32_t>(at.load, ranks);
+    served = t.template Shared<int32_t>(at.served, experts);
+    holders = t.template Shared<uint32_t>(at.holders, experts * W);
+    slots = t.template Shared<int32_t>(at.slots, Size(call.all_slots()));
+    quota = t.template Global<int32_t>(call.new_quota + first_rank, call.all_amounts() - Size(first_rank));
   }
 
   const int home, num_ranks, num_experts;  // of the domain; home: experts of a rank
@@ -67,7 +68,7 @@ class EditedPlan {
     t_.SyncBlock();
     const bool good = ReadSlots(checks_homes);
     const uint64_t sum = SumOfBlock(t_, sums_, ReadQuota(good));
-    if (first_rank == 0 && t_.thread() == 0) t_.template Global<int32_t>(call_.status)[0] = sum <= INT32_MAX ? 0 : 1;
+    if (first_rank == 0 && t_.thread() == 0) t_.template Global<int32_t>(call_.status, 1)[0] = sum <= INT32_MAX ? 0 : 1;
     return sum <= INT32_MAX;
   }
 
@@ -124,14 +125,15 @@ class EditedPlan {
 
   // Writes the placement. A barrier of the block must have passed.
   MOE_LB_DEVICE void WritePlacement() const {
-    const auto result = t_.template Global<int32_t>(call_.new_placement + first_rank * call_.slots);
+    const auto result =
+        t_.template Global<int32_t>(call_.new_placement + first_rank * call_.slots, Size(call_.all_slots()));
     for (int i = t_.thread(); i < call_.all_slots(); i += kThreads) result[i] = slots[i];
   }
 
  private:
   // False: an expert is out of range or not at home, in any domain.
   MOE_LB_DEVICE bool ReadSlots(bool checks_homes) const {
-    const auto placement = t_.template Global<const int32_t>(call_.placement);
+    const auto placement = t_.template Global<const int32_t>(call_.placement, Size(call_.all_ranks * call_.slots));
     bool good = true;
     for (int i = t_.thread(); i < call_.all_ranks * call_.slots; i += kThreads) {
       const int rank = i / call_.slots, place = i % call_.slots;
@@ -150,7 +152,7 @@ class EditedPlan {
 
   // Returns the sum of all quotas that this thread reads. Threads read along rows, several rows at once.
   MOE_LB_DEVICE uint64_t ReadQuota(bool good) const {
-    const auto given = t_.template Global<const int32_t>(call_.quota);
+    const auto given = t_.template Global<const int32_t>(call_.quota, call_.all_amounts());
     const int rows = Most(1, kThreads / call_.all_ranks);
     uint64_t sum = 0;
     for (int i = t_.thread(); i < call_.all_ranks * rows; i += kThreads) {

@@ -247,7 +247,7 @@ void AtomicAccessesNeedNoBarrierBetweenThem() {
     Fibers block(64);
     int32_t sum = 0;
     block.Run([&](const FiberThreads& t) {
-      const auto array = t.Shared<int32_t>(0);
+      const auto array = t.Shared<int32_t>(0, 1);
       if (t.thread() == 0) array[0] = 0;
       if (kind != 1) t.SyncBlock();
       t.AddAt(array, 0, t.thread());

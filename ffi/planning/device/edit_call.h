@@ -25,6 +25,7 @@ struct EditCall {
   MOE_LB_ANYWHERE int home() const { return all_experts / all_ranks; }
   MOE_LB_ANYWHERE int num_experts() const { return home() * num_ranks; }
   MOE_LB_ANYWHERE int all_slots() const { return num_ranks * slots; }
+  MOE_LB_ANYWHERE size_t all_amounts() const { return Size(all_experts) * Size(all_ranks); }
   MOE_LB_ANYWHERE size_t words() const { return NumWords(num_ranks); }
 };
 

@@ -39,15 +39,15 @@ class ExactPlanner {
         at_(LayOut(call)),
         first_rank_(domain * call.shape.num_ranks),
         first_expert_(domain * call.shape.num_experts) {
-    sums_ = t.template Shared<uint64_t>(at_.sums);
-    Array<int32_t> results = t.template Shared<int32_t>(at_.results);
-    loads_ = results;
-    left_ = t.template Shared<int32_t>(at_.results + 4 * kCandidates);
-    entries_ = t.template Shared<int32_t>(at_.results + 8 * kCandidates);
-    chosen_ = t.template Shared<int32_t>(at_.results + 12 * kCandidates);
-    home_.tokens = t.template Shared<int32_t>(at_.tokens);
-    home_.load = t.template Shared<int32_t>(at_.load);
-    home_.hottest = t.template Shared<uint16_t>(at_.hottest);
+    const size_t ranks = Size(call.shape.num_ranks), experts = Size(call.shape.num_experts);
+    sums_ = t.template Shared<uint64_t>(at_.sums, kWarps);
+    loads_ = t.template Shared<int32_t>(at_.results, kCandidates);
+    left_ = t.template Shared<int32_t>(at_.results + 4 * kCandidates, kCandidates);
+    entries_ = t.template Shared<int32_t>(at_.results + 8 * kCandidates, kCandidates);
+    chosen_ = t.template Shared<int32_t>(at_.results + 12 * kCandidates, 3);
+    home_.tokens = t.template Shared<int32_t>(at_.tokens, experts);
+    home_.load = t.template Shared<int32_t>(at_.load, ranks);
+    home_.hottest = t.template Shared<uint16_t>(at_.hottest, ranks);
     replicas_.Place(t, call.shape, at_.replicas);
   }
 
@@ -55,8 +55,9 @@ class ExactPlanner {
 
   // Sums up the counts of each expert and empties the results. False: the counts are refused.
   MOE_LB_DEVICE bool Load() {
-    const auto counts = t_.template Global<const int32_t>(call_.counts);
+    const auto counts = t_.template Global<const int32_t>(call_.counts, call_.all_amounts());
     const Shape& shape = call_.shape;
+    const auto own_counts = t_.template Shared<int32_t>(at_.counts, shape.all_amounts());
     uint64_t sum = 0;
     bool negative = false;
     for (int expert = t_.thread(); expert < call_.all_experts; expert += kThreads) {
@@ -70,7 +71,7 @@ class ExactPlanner {
         tokens += static_cast<uint32_t>(count);
         const int own_rank = rank - first_rank_;
         if (call_.keeps_counts && is_own && own_rank >= 0 && own_rank < shape.num_ranks) {
-          t_.template Shared<int32_t>(at_.counts)[own_rank * shape.num_experts + own] = count;
+          own_counts[own_rank * shape.num_experts + own] = count;
         }
       }
       if (is_own) home_.tokens[own] = static_cast<int32_t>(tokens);
@@ -78,15 +79,15 @@ class ExactPlanner {
     Clear();
     sum = SumOfBlock(t_, sums_, negative ? kTooManyTokens : sum);
     const bool good = sum <= INT32_MAX;
-    if (first_rank_ == 0 && t_.thread() == 0) t_.template Global<int32_t>(call_.status)[0] = good ? 0 : 1;
+    if (first_rank_ == 0 && t_.thread() == 0) t_.template Global<int32_t>(call_.status, 1)[0] = good ? 0 : 1;
     if (good) AddUp();
     t_.SyncBlock();
     return good;
   }
 
   MOE_LB_DEVICE void Clear() const {
-    const auto placement = t_.template Global<int32_t>(call_.placement);
-    const auto quota = t_.template Global<int32_t>(call_.quota);
+    const auto placement = t_.template Global<int32_t>(call_.placement, Size(call_.all_ranks * call_.all_slots));
+    const auto quota = t_.template Global<int32_t>(call_.quota, call_.all_amounts());
     const int slots = call_.shape.num_ranks * call_.all_slots, amounts = call_.shape.num_experts * call_.all_ranks;
     for (int i = t_.thread(); i < slots; i += kThreads) placement[first_rank_ * call_.all_slots + i] = -1;
     for (int i = t_.thread(); i < amounts; i += kThreads) quota[first_expert_ * call_.all_ranks + i] = 0;
@@ -273,11 +274,12 @@ class ExactPlanner {
 
   MOE_LB_DEVICE void Localize(Flow<T, W>& flow, int stride) {
     if (call_.keeps_counts) {
-      const Starts<T> starts = {t_.template Shared<const int32_t>(at_.counts), stride};
+      const Starts<T> starts = {t_.template Shared<const int32_t>(at_.counts, call_.shape.all_amounts()), stride};
       Localizer<T, W>(t_, flow, replicas_, starts, limit_).Run();
     } else {
-      const int32_t* first = call_.counts + first_rank_ * call_.all_experts + first_expert_;
-      const Starts<T> starts = {t_.template Global<const int32_t>(first), stride};
+      const int first = first_rank_ * call_.all_experts + first_expert_;
+      const auto counts = t_.template Global<const int32_t>(call_.counts + first, call_.all_amounts() - Size(first));
+      const Starts<T> starts = {counts, stride};
       Localizer<T, W>(t_, flow, replicas_, starts, limit_).Run();
     }
   }
@@ -286,8 +288,8 @@ class ExactPlanner {
 
   MOE_LB_DEVICE void Write() const {
     const bool has_replicas = call_.shape.slots > 0 && call_.fan_out > 0;
-    const auto placement = t_.template Global<int32_t>(call_.placement);
-    const auto quota = t_.template Global<int32_t>(call_.quota);
+    const auto placement = t_.template Global<int32_t>(call_.placement, Size(call_.all_ranks * call_.all_slots));
+    const auto quota = t_.template Global<int32_t>(call_.quota, call_.all_amounts());
     Flow<T, W> flow;
     if (has_replicas) flow.Place(t_, call_.shape, FlowAt(chosen_[0]));
     const int count = has_replicas ? static_cast<int>(chosen_[2]) : 0;

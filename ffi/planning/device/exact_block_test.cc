@@ -162,7 +162,7 @@ bool SearchesFromHomeAsOnTheHost(Fibers& block) {
   std::vector<uint32_t> found(8, 7);
   block.Run([&](const FiberThreads& t) {
     if (t.warp() > 0) return;
-    const auto home = t.Shared<int32_t>(0);
+    const auto home = t.Shared<int32_t>(0, 12);
     for (int e = t.lane(); e < 12; e += kLanes) home[e] = tokens[static_cast<size_t>(e)];
     Flow<FiberThreads, 1> flow;
     flow.Place(t, shape, 64);

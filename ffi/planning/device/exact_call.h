@@ -27,6 +27,7 @@ struct ExactCall {
   bool keeps_counts;  // in shared memory, for `localize`
 
   MOE_LB_ANYWHERE int blocks() const { return all_ranks / shape.num_ranks; }
+  MOE_LB_ANYWHERE size_t all_amounts() const { return Size(all_experts) * Size(all_ranks); }
   MOE_LB_ANYWHERE size_t words() const { return shape.words(); }
 };
 

@@ -13,8 +13,8 @@ class FeplbPlanner {
     const FeplbLayout at = LayOut(call);
     EditedPlan<T, W> plan(t, call.plan, domain, at.plan);
     if (!plan.Load(true)) return;
-    Array<uint16_t> order = t.template Shared<uint16_t>(at.by_served);
-    Array<int32_t> count = t.template Shared<int32_t>(at.count);
+    Array<uint16_t> order = t.template Shared<uint16_t>(at.by_served, Size(plan.num_experts));
+    Array<int32_t> count = t.template Shared<int32_t>(at.count, 1);
     Moves<T> moves;
     moves.Place(t, call.plan, at.moves);
     plan.SortByServed(order);

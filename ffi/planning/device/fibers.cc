@@ -351,6 +351,13 @@ void FiberThreads::OnWrite(Shadow* shadow, bool is_atomic) const {
   shadow->writer = races ? Shadow::kSeveral : thread_;
 }
 
+void FiberThreads::CheckIndex(int i, size_t size) const {
+  if (i >= 0 && static_cast<size_t>(i) < size) return;
+  block_->Fault("thread " + std::to_string(thread_) + " uses element " + std::to_string(i) + " of " +
+                std::to_string(size));
+  block_->Park(thread_, Fibers::State::kEnds);
+}
+
 Shadow* FiberThreads::ShadowAt(const void* place) const {
   const auto offset = static_cast<const char*>(place) - block_->shared_.data();
   if (offset < 0 || offset >= static_cast<std::ptrdiff_t>(block_->shared_.size())) {

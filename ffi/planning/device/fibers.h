@@ -103,10 +103,10 @@ class FiberThreads {
   }
 
   template <typename V>
-  Array<V> Shared(size_t offset) const;
+  Array<V> Shared(size_t offset, size_t size) const;
   template <typename V>
-  Array<V> Global(V* data) const {
-    return Array<V>(this, data, false);
+  Array<V> Global(V* data, size_t size) const {
+    return Array<V>(this, data, size, false);
   }
 
  private:
@@ -116,6 +116,7 @@ class FiberThreads {
 
   uint64_t Shuffle(uint64_t value, int lane, int line) const;
   Shadow* ShadowAt(const void* place) const;
+  void CheckIndex(int i, size_t size) const;
   void OnRead(Shadow* shadow) const;
   void OnWrite(Shadow* shadow, bool is_atomic = false) const;
 
@@ -172,16 +173,19 @@ template <typename V>
 class FiberThreads::Array {
  public:
   Array() = default;
-  Array(const FiberThreads* t, V* data, bool is_shared) : t_(t), data_(data), is_shared_(is_shared) {}
+  Array(const FiberThreads* t, V* data, size_t size, bool is_shared)
+      : t_(t), data_(data), size_(size), is_shared_(is_shared) {}
 
   // Elements of every size have a shadow per byte, of which the first is used.
   FiberRef<V> operator[](int i) const {
+    t_->CheckIndex(i, size_);
     return FiberRef<V>(t_, data_ + i, is_shared_ ? t_->ShadowAt(data_ + i) : nullptr);
   }
 
  private:
   const FiberThreads* t_ = nullptr;
   V* data_ = nullptr;
+  size_t size_ = 0;
   bool is_shared_ = false;
 };
 
@@ -250,8 +254,8 @@ class Fibers {
 };
 
 template <typename V>
-FiberThreads::Array<V> FiberThreads::Shared(size_t offset) const {
-  return Array<V>(this, reinterpret_cast<V*>(block_->shared_.data() + offset), true);
+FiberThreads::Array<V> FiberThreads::Shared(size_t offset, size_t size) const {
+  return Array<V>(this, reinterpret_cast<V*>(block_->shared_.data() + offset), size, true);
 }
 
 }  // namespace moe_lb::device

@@ -13,6 +13,7 @@ struct Shape {
   int num_ranks, num_experts, home, slots;  // experts and replica slots of a rank
 
   MOE_LB_ANYWHERE int all_slots() const { return num_ranks * slots; }
+  MOE_LB_ANYWHERE size_t all_amounts() const { return Size(num_experts) * Size(num_ranks); }
   MOE_LB_ANYWHERE size_t words() const { return NumWords(num_ranks); }
   MOE_LB_ANYWHERE int split_words() const { return (home + kLanes - 1) / kLanes; }
 };
@@ -53,17 +54,18 @@ class Flow {
     shape = its_shape;
     const size_t ranks = static_cast<size_t>(shape.num_ranks), all = static_cast<size_t>(shape.all_slots());
     const size_t experts = static_cast<size_t>(shape.num_experts);
-    load = t.template Shared<int32_t>(at);
-    tokens = t.template Shared<int32_t>(at += 4 * ranks);
-    holders = t.template Shared<uint32_t>(at += 4 * (experts + all));
-    split = t.template Shared<uint32_t>(at += 4 * experts * W);
-    expert = t.template Shared<uint16_t>(at += 4 * ranks * static_cast<size_t>(shape.split_words()));
-    order = t.template Shared<uint16_t>(at += 2 * all);
-    slot_of = t.template Shared<uint16_t>(at += 2 * all);
-    taken = t.template Shared<uint16_t>(at += 2 * all);
-    given = t.template Shared<uint16_t>(at += 2 * ranks);
-    used = t.template Shared<uint16_t>(at += 2 * ranks);
-    gone = t.template Shared<uint8_t>(at += 2 * ranks);
+    const size_t splits = ranks * static_cast<size_t>(shape.split_words());
+    load = t.template Shared<int32_t>(at, ranks);
+    tokens = t.template Shared<int32_t>(at += 4 * ranks, experts + all);
+    holders = t.template Shared<uint32_t>(at += 4 * (experts + all), experts * W);
+    split = t.template Shared<uint32_t>(at += 4 * experts * W, splits);
+    expert = t.template Shared<uint16_t>(at += 4 * splits, all);
+    order = t.template Shared<uint16_t>(at += 2 * all, all);
+    slot_of = t.template Shared<uint16_t>(at += 2 * all, all);
+    taken = t.template Shared<uint16_t>(at += 2 * all, ranks);
+    given = t.template Shared<uint16_t>(at += 2 * ranks, ranks);
+    used = t.template Shared<uint16_t>(at += 2 * ranks, ranks);
+    gone = t.template Shared<uint8_t>(at += 2 * ranks, all);
   }
 
   MOE_LB_DEVICE int RankOf(int slot) const { return slot / shape.slots; }

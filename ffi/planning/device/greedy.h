@@ -16,7 +16,7 @@ class GreedyPlanner {
     const GreedyLayout at = LayOut(call);
     EditedPlan<T, W> plan(t, call.plan, domain, at.plan);
     if (call.keeps_quota) {
-      plan.quota = t.template Shared<int32_t>(at.quota);
+      plan.quota = t.template Shared<int32_t>(at.quota, Size(call.plan.all_experts) * Size(plan.num_ranks));
       plan.stride = plan.num_ranks;
     }
     if (!plan.Load(false)) return;
@@ -40,8 +40,8 @@ class GreedyPlanner {
 
   MOE_LB_DEVICE GreedyPlanner(const T& t, const GreedyCall& call, const EditedPlan<T, W>& plan, const GreedyLayout& at)
       : t_(t), call_(call), plan_(plan) {
-    offers_ = t.template Shared<uint32_t>(at.offers);
-    all_room_ = t.template Shared<uint32_t>(at.room);
+    offers_ = t.template Shared<uint32_t>(at.offers, 4 * kWarps);
+    all_room_ = t.template Shared<uint32_t>(at.room, Size(plan.num_ranks));
     plan.CountEmpty(open_);
     uint64_t sum = 0;
     for (int rank = 0; rank < plan.num_ranks; ++rank) sum += static_cast<uint32_t>(plan.load[rank]);
@@ -155,7 +155,8 @@ class GreedyPlanner {
   }
 
   MOE_LB_DEVICE void WriteQuota() const {
-    const auto result = t_.template Global<int32_t>(call_.plan.new_quota + plan_.first_rank);
+    const auto result = t_.template Global<int32_t>(call_.plan.new_quota + plan_.first_rank,
+                                                    call_.plan.all_amounts() - Size(plan_.first_rank));
     for (int i = t_.thread(); i < call_.plan.all_experts * plan_.num_ranks; i += kThreads) {
       result[i / plan_.num_ranks * call_.plan.all_ranks + i % plan_.num_ranks] = plan_.quota[i];
     }

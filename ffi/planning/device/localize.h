@@ -17,9 +17,9 @@ struct Replicas {
 
   MOE_LB_DEVICE void Place(const T& t, const Shape& shape, size_t at) {
     const size_t all = static_cast<size_t>(shape.all_slots());
-    tokens = t.template Shared<int32_t>(at);
-    expert = t.template Shared<uint16_t>(at + 4 * all);
-    rank = t.template Shared<uint16_t>(at + 6 * all);
+    tokens = t.template Shared<int32_t>(at, all);
+    expert = t.template Shared<uint16_t>(at + 4 * all, all);
+    rank = t.template Shared<uint16_t>(at + 6 * all, all);
   }
 
   // Lists the replicas of a flow that were not removed. A barrier must follow.

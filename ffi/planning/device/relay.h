@@ -14,7 +14,7 @@ class RelayPlanner {
     if (!planner.Load()) return;
     if (t.warp() == 0) planner.PlanTrees();
     t.SyncBlock();
-    const auto relay = t.template Global<int32_t>(call.relay);
+    const auto relay = t.template Global<int32_t>(call.relay, Size(planner.all_slots_));
     for (int i = t.thread(); i < planner.all_slots_; i += kThreads) relay[i] = planner.relays_[i];
   }
 
@@ -25,10 +25,10 @@ class RelayPlanner {
   MOE_LB_DEVICE RelayPlanner(const T& t, const RelayCall& call)
       : t_(t), call_(call), num_experts_(call.num_ranks * call.home), all_slots_(call.num_ranks * call.slots) {
     const RelayLayout at = LayOut(call);
-    sums_ = t.template Shared<uint64_t>(at.sums);
-    replicas_ = t.template Shared<uint32_t>(at.replicas);
-    experts_ = t.template Shared<int32_t>(at.experts);
-    relays_ = t.template Shared<int32_t>(at.relays);
+    sums_ = t.template Shared<uint64_t>(at.sums, kWarps);
+    replicas_ = t.template Shared<uint32_t>(at.replicas, Size(num_experts_) * W);
+    experts_ = t.template Shared<int32_t>(at.experts, Size(all_slots_));
+    relays_ = t.template Shared<int32_t>(at.relays, Size(all_slots_));
     for (int k = 0; k < W; ++k) sends_[k] = 0;
   }
 
@@ -36,7 +36,7 @@ class RelayPlanner {
   MOE_LB_DEVICE bool Load() {
     for (int i = t_.thread(); i < num_experts_ * W; i += kThreads) replicas_[i] = 0;
     t_.SyncBlock();
-    const auto placement = t_.template Global<const int32_t>(call_.placement);
+    const auto placement = t_.template Global<const int32_t>(call_.placement, Size(all_slots_));
     bool good = true;
     for (int i = t_.thread(); i < all_slots_; i += kThreads) {
       const int rank = i / call_.slots, place = i % call_.slots;
@@ -52,7 +52,7 @@ class RelayPlanner {
       good = good && expert / call_.home != rank && (before & bit) == 0;
     }
     good = SumOfBlock(t_, sums_, good ? 0 : 1) == 0;
-    if (t_.thread() == 0) t_.template Global<int32_t>(call_.status)[0] = good ? 0 : 1;
+    if (t_.thread() == 0) t_.template Global<int32_t>(call_.status, 1)[0] = good ? 0 : 1;
     return good;
   }
 

@@ -219,13 +219,13 @@ struct SearchMemory {
 
   MOE_LB_DEVICE void Place(const T& t, const Shape& shape, size_t at) {
     const size_t experts = static_cast<size_t>(shape.num_experts), all = static_cast<size_t>(shape.all_slots());
-    tokens = t.template Shared<int32_t>(at);
-    hot_tokens = t.template Shared<int32_t>(at += 4 * experts);
-    holders = t.template Shared<uint32_t>(at += 4 * experts);
-    by_tokens = t.template Shared<uint16_t>(at += 4 * W * experts);
-    slot = t.template Shared<uint16_t>(at += 2 * experts);
-    best = t.template Shared<uint16_t>(at += 2 * all);
-    sent = t.template Shared<uint16_t>(at += 2 * all);
+    tokens = t.template Shared<int32_t>(at, experts);
+    hot_tokens = t.template Shared<int32_t>(at += 4 * experts, experts);
+    holders = t.template Shared<uint32_t>(at += 4 * experts, experts * W);
+    by_tokens = t.template Shared<uint16_t>(at += 4 * W * experts, experts);
+    slot = t.template Shared<uint16_t>(at += 2 * experts, all);
+    best = t.template Shared<uint16_t>(at += 2 * all, all);
+    sent = t.template Shared<uint16_t>(at += 2 * all, Size(shape.num_ranks));
   }
 };
 

@@ -22,8 +22,9 @@ class Thin {
       : t_(t),
         flow_(flow),
         num_amounts_(flow.shape.num_experts + flow.shape.all_slots()),
-        saved_(t.template Shared<int32_t>(at)),
-        sorted_(t.template Shared<uint16_t>(at + 4 * static_cast<size_t>(num_amounts_ + flow.shape.num_ranks))) {}
+        saved_(t.template Shared<int32_t>(at, Size(num_amounts_ + flow.shape.num_ranks))),
+        sorted_(t.template Shared<uint16_t>(at + 4 * Size(num_amounts_ + flow.shape.num_ranks),
+                                            Size(flow.shape.all_slots()))) {}
 
   // Returns the number of replicas left.
   MOE_LB_DEVICE int Run(int32_t limit) {

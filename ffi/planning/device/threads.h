@@ -9,9 +9,9 @@
 //   Ballot(condition)         the lanes for which the condition holds, bit i for lane i
 //   From(value, lane)         the value of another lane
 //   OrAt, AddAt(array, i, value)  atomic; OrAt returns the bits before. Another atomic access needs no barrier
-//   Shared<V>(offset)         array at an offset in bytes in the shared memory of the block
-//   Global<V>(pointer)        array in global memory
-//   Array<V>                  the type of both; elements are read and written by []
+//   Shared<V>(offset, size)   array at an offset in bytes in the shared memory of the block, with `size` elements
+//   Global<V>(pointer, size)  array in global memory
+//   Array<V>                  the type of both; elements are read and written by []. Fibers check indices
 #pragma once
 
 #include <cstddef>
@@ -32,6 +32,8 @@ constexpr int kWarps = 8;
 constexpr int kThreads = kLanes * kWarps;
 // Shared memory of a block on the GPU with the least, an A100.
 constexpr size_t kSharedBytes = 163 << 10;
+
+MOE_LB_ANYWHERE size_t Size(int number) { return static_cast<size_t>(number); }
 
 template <typename V>
 MOE_LB_ANYWHERE V Least(V a, V b) {
@@ -103,11 +105,11 @@ class CudaThreads {
   __device__ __forceinline__ void AddAt(int32_t* array, int i, int32_t value) const { atomicAdd(array + i, value); }
 
   template <typename V>
-  __device__ __forceinline__ V* Shared(size_t offset) const {
+  __device__ __forceinline__ V* Shared(size_t offset, size_t /*size*/) const {
     return reinterpret_cast<V*>(shared_ + offset);
   }
   template <typename V>
-  __device__ __forceinline__ V* Global(V* data) const {
+  __device__ __forceinline__ V* Global(V* data, size_t /*size*/) const {
     return data;
   }
 

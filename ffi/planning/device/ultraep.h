@@ -38,9 +38,9 @@ class UltraEpPlanner {
   MOE_LB_DEVICE UltraEpPlanner(const T& t, const UltraEpCall& call, const EditedPlan<T, W>& plan,
                                const UltraEpLayout& at)
       : t_(t), call_(call), plan_(plan), at_(at) {
-    by_load_ = t.template Shared<uint16_t>(at.by_load);
-    by_served_ = t.template Shared<uint16_t>(at.by_served);
-    counts_ = t.template Shared<int32_t>(at.counts);
+    by_load_ = t.template Shared<uint16_t>(at.by_load, Size(plan.num_ranks));
+    by_served_ = t.template Shared<uint16_t>(at.by_served, Size(plan.num_experts));
+    counts_ = t.template Shared<int32_t>(at.counts, kLists);
   }
 
   MOE_LB_DEVICE Moves<T> MovesOf(int list) const {

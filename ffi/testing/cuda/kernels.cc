@@ -8,8 +8,6 @@
 namespace moe_lb::device {
 namespace {
 
-size_t Size(int number) { return static_cast<size_t>(number); }
-
 // Runs `plan(placement, quota, new placement, new quota)` on the arrays of a call.
 template <typename Plan>
 cudaError_t LaunchEdit(const EditCall& call, cudaStream_t stream, const Plan& plan) {

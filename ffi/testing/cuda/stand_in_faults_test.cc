@@ -193,6 +193,33 @@ void AllocationDoesNotStopACollective() {
   TheStandIn().allocation_waits = false;
 }
 
+// The end of the work on a slot whose event was not recorded is unknown: it is not used again, and its memory not
+// freed.
+void AFailedRecordRetiresItsSlot() {
+  const auto gpus = Gpus(1);
+  LayerShape shape;
+  shape.home = 43;  // a size unique to this test
+  auto plan = std::make_unique<HostPlan>(shape);
+  const auto wrong = plan->wrong();
+  const int64_t before = PinnedBytes();
+  EXPECT_EQ(plan->Run(*gpus[0], 1).message, std::string());
+  const int64_t pinned = PinnedBytes();
+  EXPECT(pinned > before);
+  FailCalls("cudaEventRecord", 0, cudaErrorIllegalAddress);
+  const Ending ending = plan->Run(*gpus[0], 2);
+  FailCalls("", 0, cudaSuccess);
+  EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
+  EXPECT(Has(ending.message, "cudaEventRecord"));
+  // More calls than slots, in the others.
+  for (int64_t run = 3; run <= 80; ++run) EXPECT_EQ(plan->Run(*gpus[0], run).message, std::string());
+  Synchronize(gpus[0]->stream());
+  EXPECT_EQ(wrong->load(), 0);
+  const Clock::time_point begin = Clock::now();
+  plan.reset();
+  EXPECT(SecondsSince(begin) < 5);
+  EXPECT_EQ(PinnedBytes(), pinned);
+}
+
 // The numbers of streams and pinned bytes do not grow with the number of layers of an executable.
 void CallSitesShareStreams() {
   const auto gpus = Gpus(4);
@@ -326,7 +353,8 @@ void MemoryFreedByArrayIsNotShared() {
     const Allocation memory = NewAllocation(one.size, one.kind);
     const moe_lb::Status bad = moe_lb::peer_cuda::CheckShareable(memory.begin + 8, 0);
     EXPECT_EQ(!bad, one.is_shared);
-    const char* const why = one.kind == MemoryKind::kPool ? "cudaIpcGetMemHandle" : "frees memory of cudaMalloc array by";
+    const char* const why =
+        one.kind == MemoryKind::kPool ? "cudaIpcGetMemHandle" : "frees memory of cudaMalloc array by";
     EXPECT(one.is_shared || Has(*bad, why));
     FreeAllocation(memory);
   }
@@ -348,8 +376,8 @@ void NoContextIsMadeOnOtherDevices() {
   EXPECT(Contexts() == (std::set<int>{4, 5, 6, 7}));
 }
 
-// A kernel fails. Its error shows at later calls, of all threads; no device waits for another. This runs in a new process,
-// which cannot use CUDA afterwards.
+// A kernel fails. Its error shows at later calls, of all threads; no device waits for another. This runs in a new
+// process, which cannot use CUDA afterwards.
 void AFailedKernelEndsEverything() {
   const auto gpus = Gpus(4);
   CopyLayer copies(LayerShape(), true);
@@ -469,9 +497,9 @@ void AMissingDriverFunctionIsNamed() {
     bool is_there, batches, processes;
   };
   // The last one before CUDA 12, the first one, the last without batches, both forms of batches.
-  for (const Driver& one : {Driver{0, false, false, false}, Driver{11080, false, false, false},
-                            Driver{12000, true, false, true}, Driver{12070, true, false, true},
-                            Driver{12080, true, true, true}, Driver{13000, true, true, true}}) {
+  for (const Driver& one :
+       {Driver{0, false, false, false}, Driver{11080, false, false, false}, Driver{12000, true, false, true},
+        Driver{12070, true, false, true}, Driver{12080, true, true, true}, Driver{13000, true, true, true}}) {
     TheStandIn().driver_version = one.version;
     const moe_lb::DriverCalls calls = moe_lb::DriverCalls::Find();
     EXPECT_EQ(calls.is_there(), one.is_there);
@@ -564,6 +592,7 @@ const moe_lb::TestParts kParts = {
     {"stuck_planned", ADeviceThatIsStuckIsNamed<PlannedLayer>},
     {"no_allocation", NoAllocationWhileAProgramRuns},
     {"collective", AllocationDoesNotStopACollective},
+    {"retired", AFailedRecordRetiresItsSlot},
     {"streams", CallSitesShareStreams},
     {"two_threads", TwoThreadsLaunchOnOneDevice},
     {"logical", LogicalDevicesShareAGpu},
@@ -573,12 +602,9 @@ const moe_lb::TestParts kParts = {
 
 // Parts that run in processes of their own.
 const moe_lb::TestParts kAlone = {
-    {"contexts", NoContextIsMadeOnOtherDevices},
-    {"old_driver", ADriverWithoutBatchesIsNamed},
-    {"corrupt", AFailedKernelEndsEverything},
-    {"corrupt_copies", AFailedKernelEndsWaitingCopies},
-    {"corrupt_plans", AFailedKernelEndsWaitingPlans},
-    {"refusals", TheStandInRefusesWhatCudaRefuses},
+    {"contexts", NoContextIsMadeOnOtherDevices},      {"old_driver", ADriverWithoutBatchesIsNamed},
+    {"corrupt", AFailedKernelEndsEverything},         {"corrupt_copies", AFailedKernelEndsWaitingCopies},
+    {"corrupt_plans", AFailedKernelEndsWaitingPlans}, {"refusals", TheStandInRefusesWhatCudaRefuses},
 };
 
 }  // namespace
