@@ -13,9 +13,8 @@ install --upgrade --prerelease allow --index-strategy unsafe-best-match --extra-
 install --no-build-isolation --no-deps --reinstall -C build-dir=build/nightly -e .
 "$venv/bin/jax-moe-lb" doctor
 make VENV="$venv" test-all
-# Mutants of C++, other ones every night: those of kernels and exchanges need no CUDA toolkit.
-cmake -S . -B build/mutants -G Ninja -DCMAKE_CXX_FLAGS="-O1 -DNDEBUG" -DPython_EXECUTABLE="$PWD/$venv/bin/python" \
-  -Dnanobind_DIR="$("$venv/bin/python" -m nanobind --cmake_dir)" -Dpybind11_DIR="$("$venv/bin/python" -m pybind11 --cmakedir)"
-"$venv/bin/python" ci/mutants.py build/mutants --sample 20 --seed "$(date +%Y%m%d)" --out build/mutants_nightly.json \
-  --files 'ffi/planning/device/*.h' 'ffi/transport/exchange*.cc' 'ffi/transport/rendezvous.*' ||
+# The CUDA module for drivers of CUDA 12.
+bash ci/cuda12.sh "$venv"
+# Mutants of C++, other ones every night. Without a CUDA toolkit, those of files with `_cuda` are left out.
+PATH=$PWD/$venv/bin:$PATH "$venv/bin/python" ci/mutants.py --sample 20 --seed "$(date +%Y%m%d)" ||
   echo "mutants survived: see the list above"

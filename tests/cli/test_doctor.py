@@ -242,7 +242,7 @@ def test_what_the_driver_lacks_is_named(monkeypatch):
 
 
 def test_kernels_that_the_driver_cannot_run_are_named_and_not_used(monkeypatch):
-    module = ModuleType("jax_moe_lb._old_driver")
+    module = ModuleType("jax_moe_lb._other_driver")
     module.__spec__ = ModuleSpec(module.__name__, None)
     module.registrations = _ffi.registrations
     module.exact_kernel_fits = lambda *sizes: True

@@ -10,6 +10,7 @@
 #include <map>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ffi/common/testing.h"
@@ -226,6 +227,43 @@ void LargePlansGiveThePlanOfTheHost(Kind kind) {
   }
 }
 
+// Calls of one rank with two experts, at the sizes that fill the shared memory, and those of the most ranks.
+void TheLargestPlansFit() {
+  const auto plan = [](int ranks, int experts, int slots) {
+    EditCall call = {};
+    call.all_ranks = call.num_ranks = ranks;
+    call.all_experts = experts;
+    call.slots = slots;
+    return call;
+  };
+  const auto feplb_fits = [&](int ranks, int experts, int slots) {
+    FeplbCall call = {};
+    call.plan = plan(ranks, experts, slots);
+    return Fit(&call);
+  };
+  EXPECT(feplb_fits(1, 2, 13902) && !feplb_fits(1, 2, 13904));
+  EXPECT(feplb_fits(64, 64, 2) && !feplb_fits(65, 65, 2));
+  EXPECT(feplb_fits(2, 4, 2) && !feplb_fits(2, 4, 1));
+  const auto greedy = [&](int slots) {
+    GreedyCall call = {};
+    call.plan = plan(1, 2, slots);
+    const bool fits = Fit(&call);
+    return std::pair(fits, call.keeps_quota);
+  };
+  EXPECT(greedy(41670) == std::pair(true, true));
+  EXPECT(greedy(41672) == std::pair(true, false));
+  EXPECT(greedy(41674) == std::pair(false, false));
+  const auto relay_fits = [](int ranks, int home, int slots) {
+    RelayCall call = {};
+    call.num_ranks = ranks;
+    call.home = home;
+    call.slots = slots;
+    return Fit(&call);
+  };
+  EXPECT(relay_fits(1, 2, 20855) && !relay_fits(1, 2, 20856));
+  EXPECT(relay_fits(64, 1, 2) && !relay_fits(65, 1, 2));
+}
+
 void EveryBarrierIsNeeded(Kind kind) {
   std::mt19937 random(4);
   std::vector<Case> cases;
@@ -268,7 +306,7 @@ int main(int argc, char** argv) {
   const bool is_counted = argc > 1 && std::isdigit(argv[1][0]) != 0;
   const int64_t number = is_counted ? std::atoll(argv[1]) : 400;
   const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
-  moe_lb::TestParts parts = {{"atomic", AtomicAccessesNeedNoBarrierBetweenThem}};
+  moe_lb::TestParts parts = {{"atomic", AtomicAccessesNeedNoBarrierBetweenThem}, {"largest", TheLargestPlansFit}};
   const std::map<std::string, Kind> kinds = {
       {"greedy", Kind::kGreedy}, {"ultraep", Kind::kUltraEp}, {"feplb", Kind::kFeplb}, {"relay", Kind::kRelay}};
   for (const auto& [name, kind] : kinds) {
