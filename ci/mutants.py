@@ -48,7 +48,7 @@ PARTED = (
 NOT_RUN = ("stand_in_faults_test overlap",)
 """Parts that expect short durations, and so fail beside other work on the machine."""
 
-CHECKS = "-D_GLIBCXX_ASSERTIONS -fsanitize=bounds -fsanitize-undefined-trap-on-error"
+CHECKS = "-D_GLIBCXX_ASSERTIONS -fsanitize=bounds-strict -fsanitize-undefined-trap-on-error"
 """Options that end a test at an index out of bounds, as the sanitizers of ci/sanitizers.sh do, at little cost."""
 
 SURVIVED, NOT_REACHED, NOT_BUILT = "survived", "not reached", "does not build"
@@ -56,17 +56,11 @@ SURVIVED, NOT_REACHED, NOT_BUILT = "survived", "not reached", "does not build"
 
 @dataclass(frozen=True)
 class Operator:
-    """One kind of change.
+    """One kind of change."""
 
-    Args:
-        pattern: its first group is the replaced text, empty for an insertion.
-        selected: the replacement in sources with all mutants; `{}` is the number of the mutant.
-        alone: the replacement in sources with this mutant alone.
-    """
-
-    pattern: re.Pattern[str]
-    selected: str
-    alone: str
+    pattern: re.Pattern[str]  # its first group is the replaced text, empty for an insertion
+    selected: str  # the replacement in sources with all mutants; `{}` is the number of the mutant
+    alone: str  # the replacement in sources with this mutant alone
 
 
 def _skip(statement: str) -> Operator:
@@ -112,25 +106,15 @@ OPERATORS: dict[str, Operator] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one line.
-
-    Args:
-        file: path in the checkout.
-        line: number of the line, from 1.
-        start: first replaced character of the line.
-        end: first character after them.
-        operator: key of `OPERATORS`.
-        code: the line without indentation.
-        nth: number of this change among those of equal lines, from 0.
-    """
+    """One change of one line: `start` to `end` of its characters are replaced."""
 
     file: str
-    line: int
+    line: int  # from 1
     start: int
     end: int
-    operator: str
-    code: str
-    nth: int
+    operator: str  # key of `OPERATORS`
+    code: str  # the line without indentation
+    nth: int  # of the equal changes of equal lines, from 0
 
     @property
     def key(self) -> str:
@@ -218,9 +202,12 @@ class Build:
         listed = json.loads(_output("ctest", "--test-dir", str(self.binaries), "--show-only=json-v1"))
         parts = []
         for command in (test["command"] for test in listed["tests"]):
-            is_parted = Path(command[0]).name in PARTED
-            names = _output(*command, "--parts").splitlines() if is_parted else [""]
-            parts += [[*command, *name.split()] for name in names]
+            name = Path(command[0]).name
+            # Of the random calls of a fuzz test, the first 1000.
+            names = ["1000" if name.startswith("fuzz") else ""]
+            if name in PARTED:
+                names = _output(*command, "--parts").splitlines()
+            parts += [[*command, *words.split()] for words in names]
         return parts
 
     def _together(self) -> dict[str, list[tuple[Mutant, str]]]:
@@ -259,19 +246,12 @@ class Build:
 
 @dataclass(frozen=True)
 class Part:
-    """A test, or a part of it, that passes without a mutant.
-
-    Args:
-        command: its program and arguments.
-        wall_s: its duration in seconds.
-        cpu_s: its processor time in seconds.
-        reached: numbers of the mutants whose places it executes.
-    """
+    """A test, or a part of it, that passes without a mutant."""
 
     command: tuple[str, ...]
     wall_s: float
     cpu_s: float
-    reached: frozenset[int]
+    reached: frozenset[int]  # numbers of the mutants whose places it executes
 
     @property
     def name(self) -> str:

@@ -87,7 +87,7 @@ class EditedPlan {
   }
 
   // Empty slots of the ranks of this lane.
-  MOE_LB_DEVICE void CountEmpty(int* empty) const {
+  MOE_LB_DEVICE void CountEmpty(int (&empty)[size_t{W}]) const {
     for (int k = 0; k < W; ++k) {
       const int rank = kLanes * k + t_.lane();
       empty[k] = 0;

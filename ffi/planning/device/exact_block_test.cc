@@ -129,6 +129,41 @@ void LargeCountsGiveThePlanOfTheHost() {
   for (const int num_ranks : {16, 32, 64}) ExpectPlanOfHost(block, LargeCase(random, num_ranks, 256));
 }
 
+// Of equal experts the first is taken, also of those that different lanes and passes of a warp compare.
+void TiesGiveThePlanOfTheHost() {
+  std::mt19937 random(6);
+  Fibers block(1 << 20);
+  for (int i = 0; i < 60; ++i) {
+    Case c = RandomCase(random);
+    c.num_ranks = c.domain = Pick(random, 2, 6);
+    c.home = std::vector<int>{1, 4, 32, 33, 40, 64}[random() % 6];
+    c.slots = Pick(random, 1, 3);
+    c.counts.clear();
+    for (size_t k = 0; k < c.ranks() * c.experts(); ++k) c.counts.push_back(random() % 3 == 0 ? 5 : 0);
+    // The first rank has most.
+    for (int expert = 0; expert < c.home; ++expert) c.counts[static_cast<size_t>(expert)] = 40;
+    ExpectPlanOfHost(block, c);
+  }
+}
+
+// Where the search begins to halve tokens.
+void TotalsAtTheLimitGiveThePlanOfTheHost() {
+  std::mt19937 random(7);
+  Fibers block(1 << 20);
+  for (int i = 0; i < 30; ++i) {
+    Case c = RandomCase(random);
+    c.num_ranks = c.domain = Pick(random, 3, 8);
+    c.home = Pick(random, 1, 3);
+    c.slots = 1;
+    c.eps = 0;
+    c.counts = Skewed(random, c.num_ranks, c.home, 1e6);
+    int64_t sum = 0;
+    for (const int32_t count : c.counts) sum += count;
+    c.counts[0] += static_cast<int32_t>(std::max<int64_t>(SubsetEvaluator::kMaxTokens - sum, 0));
+    ExpectPlanOfHost(block, c);
+  }
+}
+
 void RefusedCountsSetTheStatus() {
   std::mt19937 random(3);
   Fibers block(1 << 20);
@@ -152,6 +187,33 @@ void DomainsOf64RanksAreTheLargestThatFit() {
     call.all_experts = ranks;
     call.all_slots = 2;
     EXPECT_EQ(Fit(&call, ranks), ranks == 64);
+  }
+}
+
+// Sizes that fill the shared memory to the last byte, without and with the counts.
+void TheLargestDomainsFit() {
+  for (const bool localize : {false, true}) {
+    int num_full = 0;
+    for (int ranks = 2; ranks <= kMaxRanks; ++ranks) {
+      for (int size = 0; size < 4096; ++size) {
+        const int home = 1 + size / 64, slots = 1 + size % 64;
+        ExactCall call = {};
+        call.all_ranks = ranks;
+        call.all_experts = ranks * home;
+        call.all_slots = home + slots;
+        call.eps = 0.1;
+        call.localize = localize;
+        const bool fits = Fit(&call, ranks);
+        ExactCall most = call;
+        most.keeps_counts = localize;
+        num_full += LayOut(most).end == kSharedBytes ? 1 : 0;
+        EXPECT_EQ(call.keeps_counts, localize && LayOut(most).end <= kSharedBytes);
+        EXPECT_EQ(fits, LayOut(call).end <= kSharedBytes);
+        most.eps = 0;  // fewer candidates
+        EXPECT(LayOut(most).end < LayOut(call).end || call.keeps_counts != most.keeps_counts);
+      }
+    }
+    EXPECT(num_full > 0);
   }
 }
 
@@ -210,7 +272,10 @@ int main(int argc, char** argv) {
   return moe_lb::RunParts(is_counted ? 1 : argc, argv,
                           {{"random", [=] { RandomCountsGiveThePlanOfTheHost(number, seed); }},
                            {"large", LargeCountsGiveThePlanOfTheHost},
+                           {"ties", TiesGiveThePlanOfTheHost},
+                           {"limit", TotalsAtTheLimitGiveThePlanOfTheHost},
                            {"refused", RefusedCountsSetTheStatus},
                            {"largest", DomainsOf64RanksAreTheLargestThatFit},
+                           {"full", TheLargestDomainsFit},
                            {"barriers", EveryBarrierIsNeeded}});
 }

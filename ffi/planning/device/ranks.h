@@ -63,14 +63,14 @@ MOE_LB_DEVICE V ValueOf(const T& t, const V (&values)[size_t{W}], int rank) {
   return found;
 }
 
-// The lowest rank with the largest amount, -1 if all are 0, and the amount. amounts: [W], of the ranks of this lane.
+// The lowest rank with the largest amount, -1 if all are 0, and the amount. amounts: of the ranks of this lane.
 struct Peak {
   int rank;
   uint32_t amount;
 };
 
 template <int W, typename T>
-MOE_LB_DEVICE Peak FindPeak(const T& t, const uint32_t* amounts) {
+MOE_LB_DEVICE Peak FindPeak(const T& t, const uint32_t (&amounts)[size_t{W}]) {
   uint32_t most = 0;
   for (int k = 0; k < W; ++k) most = Most(most, amounts[k]);
   most = t.Max(most);
