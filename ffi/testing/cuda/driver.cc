@@ -313,8 +313,8 @@ const std::vector<EntryPoint>& EntryPoints() {
   return *all;
 }
 
-// CUDA Driver API, Driver Entry Point Access, cuGetProcAddress: returns the newest form of a function as of the requested
-// version; "if the requested symbol was found but the version is too high" for the driver, it returns
+// CUDA Driver API, Driver Entry Point Access, cuGetProcAddress: returns the newest form of a function as of the
+// requested version; "if the requested symbol was found but the version is too high" for the driver, it returns
 // CUDA_ERROR_NOT_FOUND, as for a missing symbol.
 CUresult GetProcAddress(const char* name, void** function, int version, cuuint64_t,
                         CUdriverProcAddressQueryResult* how) {
@@ -416,7 +416,8 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
   if (const cudaError_t bad = Enter("cudaIpcGetMemHandle"); bad != cudaSuccess) return bad;
   const Allocation found = AllocationOf(memory);
-  // Memory of cudaMallocAsync too: CUDA C++ Programming Guide, Stream Ordered Memory Allocator, IPC: its pool is shared.
+  // Memory of cudaMallocAsync too: CUDA C++ Programming Guide, Stream Ordered Memory Allocator, IPC: its pool is
+  // shared.
   if (found.size == 0 || found.kind != MemoryKind::kClassic || found.begin != memory) {
     return Fail(cudaErrorInvalidValue);
   }

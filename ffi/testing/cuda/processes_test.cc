@@ -94,9 +94,7 @@ void CopyAll(int64_t rank, int64_t count, MemoryKind kind, int device) {
 void CopyClassic(int64_t rank, int64_t count) {
   CopyAll(rank, count, MemoryKind::kClassic, static_cast<int>(7 - rank));
 }
-void CopyMapped(int64_t rank, int64_t count) {
-  CopyAll(rank, count, MemoryKind::kMapped, static_cast<int>(7 - rank));
-}
+void CopyMapped(int64_t rank, int64_t count) { CopyAll(rank, count, MemoryKind::kMapped, static_cast<int>(7 - rank)); }
 
 // Each process sees two devices, in another order: its device 0 is another one on the machine, and its device 1 the
 // device 0 of the next process.
@@ -377,6 +375,27 @@ void OneFails(int64_t rank, int64_t count) {
   EXPECT_EQ(copies.num_wrong(), 0);
 }
 
+// The page of a process has room for 16 kinds of weights. Only processes of the program may copy.
+void CopyKinds(int64_t rank, int64_t count) {
+  Gpu gpu(0, 0, MemoryKind::kMapped);
+  LayerShape most = ShapeOf(count), more = ShapeOf(count), others = ShapeOf(count);
+  most.widths.assign(16, 8);
+  more.widths.assign(17, 8);
+  for (int64_t& process : others.processes) process += 100;
+  CopyLayer copies(most, true), too_many(more, true), strange(others, true);
+  ExpectOk(copies.Run(gpu, rank, 1));
+  const Ending refused = too_many.Run(gpu, rank, 2);
+  EXPECT_EQ(refused.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
+  EXPECT(Has(refused.message, "home has 17 kinds of weights; expected at most 16"));
+  const Ending unnamed = strange.Run(gpu, rank, 3);
+  EXPECT_EQ(unnamed.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
+  EXPECT(Has(unnamed.message, "; expected all that run the program"));
+  Synchronize(gpu.stream());
+  ExpectOk(copies.Run(gpu, rank, 4));
+  Synchronize(gpu.stream());
+  EXPECT_EQ(copies.num_wrong(), 0);
+}
+
 // One process runs another program.
 void AskForOther(int64_t rank, int64_t count) {
   CopyLayer copies(ShapeOf(count), true), direct(ShapeOf(count), false);
@@ -409,6 +428,7 @@ const std::map<std::string, Part> kParts = {
     {"one_fails", OneFails},
     {"other", AskForOther},
     {"many", BeginMany},
+    {"kinds", CopyKinds},
     {"move", Move},
     {"free", FreeOpenMemory},
     {"bounds", NameTooMuch},
@@ -493,7 +513,7 @@ int main(int argc, char** argv) {
       {"many", 3},         {"never", 3},         {"one_fails", 3},   {"other", 3},      {"probe", 3},
       {"probe_mapped", 3}, {"probe_classic", 3}, {"probe_stale", 3}, {"free", 2},       {"bounds", 2},
       {"die_copies", 3},   {"die_relays", 3},    {"die_plan", 3},    {"die_rows", 3},   {"end", 4},
-      {"visible", 3},      {"probe_visible", 2}, {"fail_kernel", 3},
+      {"visible", 3},      {"probe_visible", 2}, {"fail_kernel", 3}, {"kinds", 2},
   };
   const auto before = std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp"));
   for (const auto& [part, count] : parts) {

@@ -48,7 +48,7 @@ struct State {
   std::array<Place, kMaxPlaces> places;
   std::array<Pinned, kMaxPinned> pinned;
   std::atomic<const void*> ignored{nullptr};
-  std::atomic<int> corrupt{0};  // the error of `Corrupt`
+  std::atomic<int> corrupt{0};        // the error of `Corrupt`
   std::atomic<uint64_t> contexts{0};  // bit i: device i
   std::atomic<int64_t> num_events{0};
   std::atomic<CUevent_st*> events{nullptr};
@@ -117,22 +117,22 @@ namespace {
 
 // All but calls that make no context and need none.
 bool UsesContext(const std::string& name) {
-  return name != "cudaGetDevice" && name != "cudaDeviceCanAccessPeer" &&
-         name != "cudaGetDeviceCount" && name != "cudaDriverGetVersion" && name != "cudaRuntimeGetVersion";
+  return name != "cudaGetDevice" && name != "cudaDeviceCanAccessPeer" && name != "cudaGetDeviceCount" &&
+         name != "cudaDriverGetVersion" && name != "cudaRuntimeGetVersion";
 }
 
 bool IsOfDriver(const char* name) { return std::strncmp(name, "cuda", 4) != 0; }
 
-// CUDA C++ Programming Guide, CUDA Graphs, Prohibited and Unhandled Operations: "It is invalid to synchronize or query the
-// execution status of a stream which is being captured or a captured event". CUDA Runtime API, Stream Management,
-// cudaThreadExchangeStreamCaptureMode: a thread that captures is "prohibited from potentially unsafe API calls", such as
-// queries of any event, and allocations, which may synchronize devices. cuMemcpyBatchAsync fails too (error 900), but does
-// not end the capture.
+// CUDA C++ Programming Guide, CUDA Graphs, Prohibited and Unhandled Operations: "It is invalid to synchronize or query
+// the execution status of a stream which is being captured or a captured event". CUDA Runtime API, Stream Management,
+// cudaThreadExchangeStreamCaptureMode: a thread that captures is "prohibited from potentially unsafe API calls", such
+// as queries of any event, and allocations, which may synchronize devices. cuMemcpyBatchAsync fails too (error 900),
+// but does not end the capture.
 bool IsUnsafeInCapture(const std::string& name) {
   static const auto* const all = new std::set<std::string>{
-      "cudaEventQuery",   "cudaEventSynchronize", "cudaStreamQuery",  "cudaStreamSynchronize", "cudaHostAlloc",
-      "cudaFreeHost",     "cudaHostRegister",     "cuMemMap",         "cuMemUnmap",            "cudaIpcOpenMemHandle",
-      "cudaIpcCloseMemHandle"};
+      "cudaEventQuery", "cudaEventSynchronize", "cudaStreamQuery",      "cudaStreamSynchronize",
+      "cudaHostAlloc",  "cudaFreeHost",         "cudaHostRegister",     "cuMemMap",
+      "cuMemUnmap",     "cudaIpcOpenMemHandle", "cudaIpcCloseMemHandle"};
   return all->count(name) > 0;
 }
 
@@ -410,7 +410,8 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   MOE_LB_ENTER("cudaStreamCreateWithFlags");
   NoteAllocation("cudaStreamCreateWithFlags");
   // CUDA Runtime API, Stream synchronization behavior: another stream waits for work of the legacy default stream.
-  if (flags != cudaStreamNonBlocking) return Forbidden(cudaErrorInvalidValue, "a stream that waits for the default one");
+  if (flags != cudaStreamNonBlocking)
+    return Forbidden(cudaErrorInvalidValue, "a stream that waits for the default one");
   *stream = new CUstream_st(current_device);
   return cudaSuccess;
 }

@@ -21,11 +21,11 @@ struct StandIn {
   int num_devices = 8;
   // The machine's numbers of this process's devices, as CUDA_VISIBLE_DEVICES orders them; empty: 0, 1, ...
   std::vector<int> visible;
-  int64_t longest_delay_us = 0;       // maximum random delay before each operation of a stream
-  int64_t copy_us = 0;                // duration of a batch of copies, and of a copy between devices
-  bool allocation_waits = false;      // pinned (de)allocation synchronizes all devices, as CUDA may do
-  int driver_version = 13000;         // 0: no driver
-  bool batches_are_supported = true;  // false: a driver without batches of copies
+  int64_t longest_delay_us = 0;             // maximum random delay before each operation of a stream
+  int64_t copy_us = 0;                      // duration of a batch of copies, and of a copy between devices
+  bool allocation_waits = false;            // pinned (de)allocation synchronizes all devices, as CUDA may do
+  int driver_version = 13000;               // 0: no driver
+  bool batches_are_supported = true;        // false: a driver without batches of copies
   std::set<std::string> missing_functions;  // of the driver
   // Pairs (reader, owner) of the machine's devices without peer access.
   std::set<std::pair<int, int>> without_peer_access;
@@ -40,7 +40,8 @@ void FailCalls(const std::string& function, int64_t after, cudaError_t error, in
 // Runs a function on a stream, as XLA launches a kernel. Not included in the counts of calls.
 void Launch(cudaStream_t stream, std::function<void()> kernel);
 
-// The error of a kernel that runs, called by the kernel: it shows at a later call, of any thread, and at all from then on.
+// The error of a kernel that runs, called by the kernel: it shows at a later call, of any thread, and at all from then
+// on.
 void Corrupt(cudaError_t error);
 
 // Records the work of a stream instead of running it, as XLA does to make a graph, from this to `End`. Calls of this

@@ -220,6 +220,21 @@ void AFailedRecordRetiresItsSlot() {
   EXPECT_EQ(PinnedBytes(), pinned);
 }
 
+// The last call site of a size frees its memory and events.
+void APlannerFreesItsMemory() {
+  const auto gpus = Gpus(1);
+  LayerShape shape;
+  shape.home = 47;  // a size unique to this test
+  auto plan = std::make_unique<HostPlan>(shape);
+  const int64_t pinned = PinnedBytes(), events = NumEvents();
+  EXPECT_EQ(plan->Run(*gpus[0], 1).message, std::string());
+  EXPECT(PinnedBytes() > pinned && NumEvents() > events);
+  Synchronize(gpus[0]->stream());
+  plan.reset();
+  EXPECT_EQ(PinnedBytes(), pinned);
+  EXPECT_EQ(NumEvents(), events);
+}
+
 // The numbers of streams and pinned bytes do not grow with the number of layers of an executable.
 void CallSitesShareStreams() {
   const auto gpus = Gpus(4);
@@ -593,6 +608,7 @@ const moe_lb::TestParts kParts = {
     {"no_allocation", NoAllocationWhileAProgramRuns},
     {"collective", AllocationDoesNotStopACollective},
     {"retired", AFailedRecordRetiresItsSlot},
+    {"freed", APlannerFreesItsMemory},
     {"streams", CallSitesShareStreams},
     {"two_threads", TwoThreadsLaunchOnOneDevice},
     {"logical", LogicalDevicesShareAGpu},

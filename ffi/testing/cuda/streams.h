@@ -23,7 +23,7 @@ struct CUevent_st {
   const int device;
   CUevent_st* next = nullptr;  // list of all events, so that none is reported as a leak
   std::atomic<uint64_t> recorded{0};
-  std::atomic<uint64_t> reached{0};  // the last record reached by its stream
+  std::atomic<uint64_t> reached{0};           // the last record reached by its stream
   std::atomic<const void*> capture{nullptr};  // of the last record, if it was captured
 };
 
