@@ -1,11 +1,11 @@
-"""Mutate the C++ of transports and of kernels, and list the mutants that no test detects.
+"""Mutate the C++ of transports and of kernels, and list the undetected mutants.
 
     python ci/mutants.py [--files GLOB ...] [--sample N --seed S] [--again] [--record FILE] [--list]
 
-All mutants are compiled at once, in copies of the sources in `--build`: each mutated place tests a number that the
-environment of a test selects (ci/mutants.h). A mutant that does not compile in this form is compiled alone. A first run
-of each part of each test records its time and the places it reaches. Each mutant then runs the parts that reach it, the
-fastest first, until one fails. A second run continues the first; `--again` repeats the mutants that survived.
+All mutants are compiled at once, in copies of the sources in `--build`: each mutated place tests a number from the
+environment of a test (ci/mutants.h). A mutant without such a form is compiled alone. A first run of each part of each
+test records its time and the places it reaches. Each mutant then runs the parts reaching it, the fastest first, until
+one fails. A second run continues the first; `--again` repeats the survivors.
 """
 
 import argparse
@@ -43,13 +43,13 @@ PARTED = (
     "stand_in_faults_test",
     "stand_in_runs_test",
 )
-"""Tests that list their parts for the argument `--parts` and run one for its words."""
+"""Tests listing their parts for the argument `--parts` and run one for its words."""
 
 NOT_RUN = ("stand_in_faults_test overlap",)
 """Parts that expect short durations, and so fail beside other work on the machine."""
 
 CHECKS = "-D_GLIBCXX_ASSERTIONS -fsanitize=bounds-strict -fsanitize-undefined-trap-on-error"
-"""Options that end a test at an index out of bounds, as the sanitizers of ci/sanitizers.sh do, at little cost."""
+"""Options to end a test at an index out of bounds, as the sanitizers of ci/sanitizers.sh do, at little cost."""
 
 SURVIVED, NOT_REACHED, NOT_BUILT = "survived", "not reached", "does not build"
 
@@ -159,7 +159,7 @@ def _output(*command: str) -> str:
 
 
 class Build:
-    """A build of copies of the sources, with all mutants that compile together.
+    """A build of copies of the sources, with all mutants compiling together.
 
     Args:
         folder: of the build.
@@ -230,7 +230,7 @@ class Build:
     def _write(self, changes: dict[str, list[tuple[Mutant, str]]]) -> None:
         for file, original in self.texts.items():
             text, copy = mutated(original, changes.get(file, [])), self.source / file
-            # Leave equal files alone, so that only changed ones are compiled.
+            # Compile only changed files.
             if not copy.exists() or copy.read_text() != text:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_text(text)
@@ -246,7 +246,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Part:
-    """A test, or a part of it, that passes without a mutant."""
+    """A test or a part of it, passing without a mutant."""
 
     command: tuple[str, ...]
     wall_s: float
@@ -283,7 +283,7 @@ def _fault(command: tuple[str, ...], environment: dict[str, str], wall_s: float,
     except subprocess.TimeoutExpired:
         return "time-out"
     finally:
-        # Also processes that it started.
+        # Also its child processes.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -322,12 +322,12 @@ def parts_of(build: Build) -> list[Part]:
 
 
 def outcome_of(mutant: Mutant, build: Build, parts: list[Part]) -> str:
-    """Run the parts of tests that reach a mutant, up to the first that fails."""
+    """Run the parts of tests reaching a mutant, up to the first failure."""
     number = build.mutants.index(mutant) + 1
     if mutant in build.alone:
         if not build.make_alone(mutant):
             return NOT_BUILT
-        # Parts that reach another place of the file: this one cannot record it.
+        # Parts reaching another place of the file, as this one is not recorded.
         near = {n for n, one in enumerate(build.mutants, 1) if one.file == mutant.file and one not in build.alone}
         parts = [part for part in parts if near & part.reached or not near]
     else:
@@ -341,7 +341,7 @@ def outcome_of(mutant: Mutant, build: Build, parts: list[Part]) -> str:
 
 
 def record(path: Path, outcomes: dict[str, str]) -> None:
-    """Write the counts of each file and the mutants that no test detects; keep the reasons given for them."""
+    """Write the counts of each file and the survivors; keep the reasons given for them."""
     reasons = json.loads(path.read_text())["survivors"] if path.exists() else {}
     files: dict[str, Counter[str]] = {}
     for key, outcome in outcomes.items():
@@ -358,7 +358,7 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=["*"], metavar="GLOB", help="files to mutate")
     parser.add_argument("--sample", type=int, help="number of mutants; all by default")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--again", action="store_true", help="repeat the mutants that survived")
+    parser.add_argument("--again", action="store_true", help="repeat the survivors")
     parser.add_argument("--record", type=Path, help="file of counts and survivors")
     parser.add_argument("--list", action="store_true", help="print the mutants without running them")
     given = parser.parse_args()

@@ -35,8 +35,9 @@ Status CheckDriver() {
 Status CheckKernels(bool has_code) {
   const int driver = Driver();
   if (driver == 0 || driver >= CUDART_VERSION || has_code) return Ok();
-  return Refuse("kernels of planners were compiled by CUDA ", Dotted(CUDART_VERSION), " for no particular GPU, and the ",
-                "driver here is for CUDA ", Dotted(driver), ", so that planners run on the host; expected a newer driver, ",
+  return Refuse("kernels of planners were compiled by CUDA ", Dotted(CUDART_VERSION),
+                " for no particular GPU, and the ", "driver here is for CUDA ", Dotted(driver),
+                ", so that planners run on the host; expected a newer driver, ",
                 "or a build with JAX_MOE_LB_CUDA_ARCHITECTURES");
 }
 

@@ -15,7 +15,8 @@ struct CopyTables {
   std::vector<int32_t> relay;
 };
 
-// Returns the tables of a run, equal on all devices. With relays, slot 0 of all ranks is copied from rank to rank.
+// Returns the tables of a run, equal on all devices. With relays, slot 0 of all ranks is copied from rank to rank, in
+// odd runs all slots.
 CopyTables TablesOf(const LayerShape& shape, int64_t run, bool relays) {
   std::minstd_rand random(static_cast<unsigned>(run) + 1);
   const auto size = static_cast<size_t>(shape.ranks * shape.slots);
@@ -23,8 +24,9 @@ CopyTables TablesOf(const LayerShape& shape, int64_t run, bool relays) {
   for (int64_t rank = 0; rank < shape.ranks; ++rank) {
     for (int64_t slot = 0; slot < shape.slots; ++slot) {
       const auto at = static_cast<size_t>(rank * shape.slots + slot);
-      if (relays && slot == 0) {
-        tables.wanted[at] = static_cast<int32_t>(run % shape.home);
+      // In odd runs each rank relays several slots, one task after the other.
+      if (relays && (slot == 0 || run % 2 == 1)) {
+        tables.wanted[at] = static_cast<int32_t>((run + slot) % shape.home);
         if (rank > 1) tables.relay[at] = static_cast<int32_t>(rank - 1);
       } else if (random() % 4 != 0) {
         tables.wanted[at] = static_cast<int32_t>(static_cast<int64_t>(random()) % shape.experts());
