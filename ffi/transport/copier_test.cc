@@ -1,6 +1,8 @@
 #include "ffi/transport/copier.h"
 
 #include <atomic>
+#include <chrono>
+#include <thread>
 #include <vector>
 
 #include "ffi/common/testing.h"
@@ -18,6 +20,12 @@ void JobsRunInOrderAndBeforeTheEnd() {
   }
   EXPECT_EQ(ran.size(), 1000U);
   for (int i = 0; i < 1000; ++i) EXPECT_EQ(ran[static_cast<size_t>(i)], i);
+}
+
+// Its thread sleeps by then.
+void AnIdleCopierEnds() {
+  Copier copier;
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
 }
 
 void ADeviceKeepsItsCopier() {
@@ -46,6 +54,7 @@ void ManyThreads() {
 
 int main() {
   JobsRunInOrderAndBeforeTheEnd();
+  AnIdleCopierEnds();
   ADeviceKeepsItsCopier();
   ManyThreads();
 }

@@ -1,4 +1,5 @@
-// Sockets between processes accept only processes of the same user.
+// Sockets between processes: users, addresses and closed descriptors.
+#include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -47,10 +48,32 @@ void AnotherUserMayNot() {
   EXPECT(connected.has_value());
 }
 
+void AnAddressFitsIntoItsField() {
+  Descriptor socket;
+  constexpr size_t kMost = 107;                                           // of sun_path, after a zero byte
+  EXPECT(ConnectLocally(std::string(kMost, 'a'), &socket)->is_internal);  // nobody listens
+  for (const size_t size : {size_t{0}, kMost + 1}) {
+    EXPECT(ConnectLocally(std::string(size, 'a'), &socket)->find("; expected 1 to 107") != std::string::npos);
+  }
+}
+
+void ADescriptorIsClosedWithItsOwner() {
+  int number = -1;
+  {
+    Descriptor memory;
+    EXPECT(!MakeSharedMemory(64, &memory));
+    number = memory.get();
+    EXPECT(fcntl(number, F_GETFD) >= 0);
+  }
+  EXPECT(fcntl(number, F_GETFD) < 0);
+}
+
 }  // namespace
 }  // namespace moe_lb
 
 int main() {
   moe_lb::TheSameUserMayConnect();
   moe_lb::AnotherUserMayNot();
+  moe_lb::AnAddressFitsIntoItsField();
+  moe_lb::ADescriptorIsClosedWithItsOwner();
 }

@@ -196,6 +196,7 @@ moe_lb::Status TryPeers(int64_t rank, int64_t count, int64_t number, int device)
   int now = -1;
   EXPECT_EQ(cudaGetDevice(&now), cudaSuccess);
   EXPECT_EQ(now, 0);
+  EXPECT_EQ(NumMapped(), 0);
   // The others may still read.
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   return bad;
