@@ -193,6 +193,12 @@ void AllocationDoesNotStopACollective() {
   TheStandIn().allocation_waits = false;
 }
 
+// Ends the process of a part without a check of leaks: handlers keep memory that a device may still write.
+[[noreturn]] void EndWithKeptMemory() {
+  for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
+  std::_Exit(0);
+}
+
 // The end of the work on a slot whose event was not recorded is unknown: it is not used again, and its memory not
 // freed.
 void AFailedRecordRetiresItsSlot() {
@@ -218,6 +224,7 @@ void AFailedRecordRetiresItsSlot() {
   plan.reset();
   EXPECT(SecondsSince(begin) < 5);
   EXPECT_EQ(PinnedBytes(), pinned);
+  EndWithKeptMemory();
 }
 
 // The last call site of a size frees its memory and events.
@@ -398,11 +405,11 @@ void AFailedKernelEndsEverything() {
   CopyLayer copies(LayerShape(), true);
   PlannedLayer planned{LayerShape()};
   RowsLayer rows(LayerShape(), true);
-  HostPlan plan{LayerShape()};
+  auto plan = std::make_unique<HostPlan>(LayerShape());
   ExpectGoodRun(copies, gpus, 1);
   ExpectGoodRun(planned, gpus, 2);
   ExpectGoodRun(rows, gpus, 3);
-  EXPECT_EQ(plan.Run(*gpus[0], 4).message, std::string());
+  EXPECT_EQ(plan->Run(*gpus[0], 4).message, std::string());
   Synchronize(gpus[0]->stream());
   const Clock::time_point begin = Clock::now();
   const auto expect_failure = [](const Ending& ending) {
@@ -418,8 +425,10 @@ void AFailedKernelEndsEverything() {
   for (const Ending& ending : RunOnce(copies, gpus, 6)) expect_failure(ending);
   for (const Ending& ending : RunOnce(planned, gpus, 7)) expect_failure(ending);
   for (const Ending& ending : RunOnce(rows, gpus, 8)) expect_failure(ending);
-  expect_failure(plan.Run(*gpus[0], 9));
+  expect_failure(plan->Run(*gpus[0], 9));
+  plan.reset();
   EXPECT(SecondsSince(begin) < 5);
+  EndWithKeptMemory();
 }
 
 // Another device's tables never come because of it.
@@ -607,7 +616,6 @@ const moe_lb::TestParts kParts = {
     {"stuck_planned", ADeviceThatIsStuckIsNamed<PlannedLayer>},
     {"no_allocation", NoAllocationWhileAProgramRuns},
     {"collective", AllocationDoesNotStopACollective},
-    {"retired", AFailedRecordRetiresItsSlot},
     {"freed", APlannerFreesItsMemory},
     {"streams", CallSitesShareStreams},
     {"two_threads", TwoThreadsLaunchOnOneDevice},
@@ -618,9 +626,10 @@ const moe_lb::TestParts kParts = {
 
 // Parts that run in processes of their own.
 const moe_lb::TestParts kAlone = {
-    {"contexts", NoContextIsMadeOnOtherDevices},      {"old_driver", ADriverWithoutBatchesIsNamed},
-    {"corrupt", AFailedKernelEndsEverything},         {"corrupt_copies", AFailedKernelEndsWaitingCopies},
-    {"corrupt_plans", AFailedKernelEndsWaitingPlans}, {"refusals", TheStandInRefusesWhatCudaRefuses},
+    {"contexts", NoContextIsMadeOnOtherDevices},        {"old_driver", ADriverWithoutBatchesIsNamed},
+    {"retired", AFailedRecordRetiresItsSlot},           {"corrupt", AFailedKernelEndsEverything},
+    {"corrupt_copies", AFailedKernelEndsWaitingCopies}, {"corrupt_plans", AFailedKernelEndsWaitingPlans},
+    {"refusals", TheStandInRefusesWhatCudaRefuses},
 };
 
 }  // namespace
