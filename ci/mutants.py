@@ -203,8 +203,7 @@ class Build:
         parts = []
         for command in (test["command"] for test in listed["tests"]):
             name = Path(command[0]).name
-            # Of the random calls of a fuzz test, the first 1000.
-            names = ["1000" if name.startswith("fuzz") else ""]
+            names = ["1000" if name.startswith("fuzz") else ""]  # of the random calls
             if name in PARTED:
                 names = _output(*command, "--parts").splitlines()
             parts += [[*command, *words.split()] for words in names]
