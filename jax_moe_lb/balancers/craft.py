@@ -50,14 +50,15 @@ def slots_by_layer(
     found = [0] * len(loads)
     while left := budget - sum(found):
         gains = [
-            ((loads[layer][at] - after) / more, -layer, more)
+            ((loads[layer][at] - after) / more, layer, more)
             for layer, at in enumerate(found)
             for more, after in enumerate(loads[layer][at + 1 : at + 1 + left], 1)
         ]
-        gain, layer, more = max(gains, default=(0.0, 0, 0))
+        # Of equal gains, those of the first layer and of the most slots.
+        gain, layer, more = max(gains, key=lambda one: (one[0], -one[1], one[2]), default=(0.0, 0, 0))
         if gain <= 0:
             break
-        found[-layer] += more
+        found[layer] += more
     return tuple(found)
 
 

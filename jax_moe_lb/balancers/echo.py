@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost
+from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost, served_at_home
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
@@ -51,9 +51,7 @@ def clone(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
     """
     del topology
     tokens, num_home = counts.sum(0).astype(np.int64), plan.num_home
-    placement, quota = plan.placement.copy(), np.zeros((plan.num_experts, plan.num_ranks), np.int64)
-    placement[:, num_home:] = -1
-    quota[np.arange(plan.num_experts), np.arange(plan.num_experts) // num_home] = tokens
+    placement, quota = served_at_home(counts, plan)
     for first in range(0, plan.num_ranks, plan.domain):
         own: Any = np.arange(first * num_home, (first + plan.domain) * num_home)
         moved = spilled_tokens(tokens[own].reshape(plan.domain, num_home))

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost
+from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost, served_at_home
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
@@ -67,9 +67,7 @@ def swap(counts: np.ndarray, plan: Plan, topology: Topology, min_saved: int = 1)
     """
     del topology
     tokens, num_home = counts.sum(0).astype(np.int64), plan.num_home
-    placement, quota = plan.placement.copy(), np.zeros((plan.num_experts, plan.num_ranks), np.int32)
-    placement[:, num_home:] = -1
-    quota[np.arange(plan.num_experts), np.arange(plan.num_experts) // num_home] = tokens
+    placement, quota = served_at_home(counts, plan)
     by_rank = tokens.reshape(plan.num_ranks, num_home)
     for first in range(0, plan.num_ranks if plan.slots > num_home else 0, plan.domain):
         order = first + np.argsort(-by_rank[first : first + plan.domain].sum(1), kind="stable")
@@ -84,4 +82,4 @@ def swap(counts: np.ndarray, plan: Plan, topology: Topology, min_saved: int = 1)
                     expert = home * num_home + at
                     placement[other, num_home] = expert
                     quota[expert, [home, other]] = quota[expert, [other, home]]
-    return replace(plan, placement=placement, quota=quota)
+    return replace(plan, placement=placement, quota=quota.astype(np.int32))

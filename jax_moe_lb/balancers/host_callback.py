@@ -193,6 +193,22 @@ def _same_type(answer: np.ndarray, before: np.ndarray) -> np.ndarray:
     return np.asarray(answer, before.dtype)
 
 
+def served_at_home(counts: np.ndarray, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Return a placement without replicas and the quota of the homes, for a planner to edit.
+
+    Args:
+        counts: `[R, E]` int32.
+        plan: plan with the slots; its replicas are dropped.
+
+    Returns:
+        `[R, S]` int32 and `[E, R]` int64.
+    """
+    placement, quota = plan.placement.copy(), np.zeros((plan.num_experts, plan.num_ranks), np.int64)
+    placement[:, plan.num_home :] = -1
+    quota[np.arange(plan.num_experts), np.arange(plan.num_experts) // plan.num_home] = counts.sum(0)
+    return placement, quota
+
+
 class PlannedOnHost(Balancer):
     """Base class of balancers whose plan is that of a `HostCallback`, `_host`."""
 

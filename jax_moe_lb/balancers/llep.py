@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost
+from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost, served_at_home
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
@@ -82,10 +82,7 @@ def spill(
         min_imbalance: as for `LLEP`.
     """
     del topology
-    tokens = counts.sum(0).astype(np.int64)
-    placement, quota = plan.placement.copy(), np.zeros((plan.num_experts, plan.num_ranks), np.int64)
-    placement[:, plan.num_home :] = -1
-    quota[np.arange(plan.num_experts), np.arange(plan.num_experts) // plan.num_home] = tokens
+    placement, quota = served_at_home(counts, plan)
     for first in range(0, plan.num_ranks, plan.domain):
         ranks = np.arange(first, first + plan.domain)
         load: np.ndarray = quota[:, ranks].sum(0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost
+from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost, served_at_home
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
@@ -50,10 +50,7 @@ def plan(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
         topology: unused; the plan has the domain.
     """
     del topology
-    tokens, size = counts.sum(0).astype(np.int64), plan.domain
-    placement, quota = plan.placement.copy(), np.zeros((plan.num_experts, plan.num_ranks), np.int64)
-    placement[:, plan.num_home :] = -1
-    quota[np.arange(plan.num_experts), np.arange(plan.num_experts) // plan.num_home] = tokens
+    size, (placement, quota) = plan.domain, served_at_home(counts, plan)
     for first in range(0, plan.num_ranks, size):
         ranks = slice(first, first + size)
         moved = receive_quotas(quota[:, ranks].sum(0))
