@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -244,6 +245,8 @@ def _arguments() -> list[str]:
 def _commit() -> str:
     """Return the commit, with a plus sign if the tree has changes."""
     here = Path(__file__).parent
+    if shutil.which("git") is None:
+        return "unknown"
     found = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=here, capture_output=True, text=True)
     if found.returncode:
         return "unknown"

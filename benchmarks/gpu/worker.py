@@ -5,6 +5,7 @@ A check that raises ends the process, since later CUDA calls of it might fail, t
 
 import argparse
 import time
+import traceback
 from pathlib import Path
 
 import jax
@@ -32,6 +33,7 @@ def check(claim: Claim, path: Path, run: str, scale: Scale) -> bool:
         finding = claim.check(scale) if scale.dry or backend == "gpu" else Finding(None, "JAX has no GPU")
         (outcome, found), table = outcome_of(finding, backend), finding.table
     except Exception as error:  # whatever it is, the claim is false
+        traceback.print_exc()
         completed, reason = False, " ".join(f"{type(error).__name__}: {error}".split())[:500]
         outcome, found = (FALSE, reason) if backend == "gpu" else (NOT_REACHED, f"{DRY_RUN_FAILED}{reason}")
     write_row(path, Row(claim.name, outcome, found, time.perf_counter() - begin, device, "", run), table)

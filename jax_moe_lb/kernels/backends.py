@@ -36,8 +36,8 @@ TILE = 128
 MOST_PADDED = 1.25
 """Most operations of a product with widths padded to tiles, over those of the product; blocks of rows have as many."""
 
-FIRST_WITH_HOPPER_KERNELS = (0, 12)
-"""First JAX version whose Pallas compiles `hopper.py`."""
+FIRST_WITH_HOPPER_KERNELS = (0, 11, 2)
+"""First JAX version whose Pallas compiles and interprets `hopper.py`."""
 
 NOT_INSTALLED = "not installed"
 
