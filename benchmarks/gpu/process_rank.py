@@ -35,13 +35,13 @@ def wanted_of(rng: np.random.Generator, number: int) -> np.ndarray:
     return np.where(rng.random(wanted.shape) < 0.2, -1, wanted).astype(np.int32)
 
 
-def run(number: int, process: int, width: int, calls: int) -> str:
+def run(number: int, process: int, width: int, calls: int, timeout_s: float) -> str:
     """Copy in all processes, and compare; return the numbers."""
     mesh = Mesh(np.array(jax.devices()), ("expert",), axis_types=(AxisType.Auto,))
     processes, on_gpus = tuple(range(number)), jax.default_backend() == "gpu"
     if on_gpus and not can_copy(processes, number):
         raise SystemExit("the processes cannot copy from each other; the warning has the reason")
-    route = Route(("expert",), timeout_s=60.0, processes=processes if on_gpus else ())
+    route = Route(("expert",), timeout_s=timeout_s, processes=processes if on_gpus else ())
     spec, everywhere = PartitionSpec("expert"), PartitionSpec()
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(spec, everywhere, spec), out_specs=(spec, spec))
@@ -69,7 +69,7 @@ def run(number: int, process: int, width: int, calls: int) -> str:
 def main() -> None:
     """Join the other processes, and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("number", "process", "port", "width", "calls"):
+    for name in ("number", "process", "port", "width", "calls", "timeout-s"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--platform", choices=("cpu", "cuda"), required=True)
     given = parser.parse_args()
@@ -79,7 +79,7 @@ def main() -> None:
     address = f"127.0.0.1:{given.port}"
     # All processes share the first GPU.
     jax.distributed.initialize(address, given.number, given.process, local_device_ids=[0])
-    print(run(given.number, given.process, given.width, given.calls), flush=True)
+    print(run(given.number, given.process, given.width, given.calls, given.timeout_s), flush=True)
 
 
 if __name__ == "__main__":
