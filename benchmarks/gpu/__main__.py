@@ -35,10 +35,14 @@ LIMIT_S = 480.0
 MEMORY_FRACTION = 0.45
 """Share of the GPU's memory for the process of a part, which starts others beside it."""
 
+MEMORY_FRACTIONS = {"comparison": 0.9}
+"""Shares of parts that start no other processes."""
+
 
 def start(arguments: list[str], limit_s: float) -> int | None:
     """Run a worker; return its exit status, or `None` if it was stopped at the limit, with all processes it started."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)}
+    fraction = MEMORY_FRACTIONS.get(arguments[0], MEMORY_FRACTION) if arguments else MEMORY_FRACTION
+    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(fraction)}
     command = [sys.executable, "-m", "benchmarks.gpu.worker", *arguments]
     worker = subprocess.Popen(command, env=environment, start_new_session=True)
     try:

@@ -21,9 +21,11 @@ class Scale:
 
     Args:
         dry: if True, tiny sizes for a dry run without a GPU.
+        keep: function that writes the table of a check while it grows, in case that a time limit ends the check.
     """
 
     dry: bool
+    keep: Callable[[Table], None] = lambda _: None
 
     def of(self, full: Value, tiny: Value) -> Value:
         """Return the value of a dry run, or the other one."""

@@ -6,6 +6,7 @@ A check that raises ends the process, since later CUDA calls of it might fail, t
 import argparse
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -27,7 +28,9 @@ def outcome_of(finding: Finding, backend: str) -> tuple[str, str]:
 def check(claim: Claim, path: Path, run: str, scale: Scale) -> bool:
     """Check one claim and write its outcome. Return False if the check raised an exception."""
     backend, device = jax.default_backend(), f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    write_row(path, Row(claim.name, NOT_REACHED, RUNNING, 0.0, device, "", run))
+    running = Row(claim.name, NOT_REACHED, RUNNING, 0.0, device, "", run)
+    write_row(path, running)
+    scale = replace(scale, keep=lambda table: write_row(path, running, table))
     begin, table, completed = time.perf_counter(), None, True
     try:
         finding = claim.check(scale) if scale.dry or backend == "gpu" else Finding(None, "JAX has no GPU")

@@ -1,0 +1,397 @@
+"""A user's comparison on one GPU: the slowest rank of an expert-parallel group under several systems.
+
+One GPU plays one rank of 8 after another, forward and backward, with the rows that the plan of the group gives it; see
+`one_rank.py` for the parts left out. The systems are plain expert parallelism in rounds, with a worst-case buffer and
+with a capacity limit that drops copies, and balanced ones.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.stages import Compiled
+
+from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.layers import mesh_of
+from benchmarks.gpu.one_rank import LocalExchange, RankInputs, rank_step
+from benchmarks.popular_ranks import Case, popularity
+from benchmarks.results import Table, Value
+from jax_moe_lb import Buffers, Experts, Plan, System, Topology, exact, plain, ultraep
+from jax_moe_lb.aot import compiler_options
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.plan import load
+from jax_moe_lb.layer.plan_on_host import plan_on_host
+from jax_moe_lb.routing.more_routers import capacity, within_capacity
+
+SKEWS = (4.0, 2.0, 1.0)
+"""Expected loads of the busiest rank over the mean, the most valuable first."""
+
+EVEN = "even"
+BATCHES, CALLS = 3, 4
+FLOP_PER_WEIGHT = 18
+"""Operations of a SwiGLU expert per row and `H x F`: three products forward and six backward, two operations each."""
+
+PEAK_FLOPS = 989e12
+"""bfloat16 rate of an H100 and an H200 from the data sheet."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a layer.
+
+    Args:
+        ranks: `R`.
+        tokens: `T`, per rank.
+        experts: `E`.
+        per_token: `K`.
+        hidden: `H`.
+        inner: `F`.
+    """
+
+    ranks: int
+    tokens: int
+    experts: int
+    per_token: int
+    hidden: int
+    inner: int
+
+    @property
+    def home(self) -> int:
+        """Home experts of a rank, `L`."""
+        return self.experts // self.ranks
+
+    @property
+    def copies(self) -> int:
+        """Token copies of a rank, the mean load."""
+        return self.tokens * self.per_token
+
+    @property
+    def floor_ms(self) -> float:
+        """Time of the operations at the mean load and the peak rate, without rematerialization."""
+        return 1e3 * FLOP_PER_WEIGHT * self.copies * self.hidden * self.inner / PEAK_FLOPS
+
+
+LAYERS = {
+    "qwen3": Layer(ranks=8, tokens=8192, experts=128, per_token=8, hidden=2048, inner=768),
+    "mixtral": Layer(ranks=8, tokens=4096, experts=8, per_token=2, hidden=4096, inner=14336),
+    "deepseek": Layer(ranks=8, tokens=4096, experts=256, per_token=8, hidden=7168, inner=2048),
+}
+"""Layers of Qwen3-30B-A3B, Mixtral-8x7B and DeepSeek-V3."""
+
+TINY = Layer(ranks=8, tokens=64, experts=16, per_token=2, hidden=128, inner=128)
+
+PLAIN, WORST, BALANCED = "plain, in rounds", "plain, worst-case buffer", "exact"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A system, and the capacity limit of its router.
+
+    Args:
+        system: system with the buffers of a rank.
+        factor: capacity of an expert over its mean load; `None` (default) drops no copies.
+    """
+
+    system: System
+    factor: float | None = None
+
+    def capacity(self, layer: Layer) -> int | None:
+        """Return the maximum number of copies per expert and rank."""
+        return None if self.factor is None else capacity(self.factor, layer.copies, layer.experts)
+
+
+def variants(layer: Layer) -> dict[str, Variant]:
+    """Return the compared systems, the most valuable first."""
+    # The router chooses distinct experts.
+    worst = layer.ranks * min(layer.per_token, layer.home) / layer.per_token
+    found = {
+        PLAIN: Variant(plain()),
+        BALANCED: Variant(exact()),
+        WORST: Variant(plain(Buffers(worst, max_rounds=1))),
+    }
+    for factor in (1.25, 2.0):
+        # Every expert may be full.
+        headroom = layer.experts * capacity(factor, layer.copies, layer.experts) / layer.copies
+        found[f"capacity {factor}"] = Variant(plain(Buffers(headroom, max_rounds=1)), factor)
+    return found | {
+        "exact, one round": Variant(exact(buffers=Buffers(max_rounds=1))),
+        "ultraep": Variant(ultraep()),
+    }
+
+
+def routing(layer: Layer, skew: float | str) -> np.ndarray:
+    """Return the experts `[R, T, K]` of all copies, int32, in the order of choices, sampled without replacement."""
+    if skew == EVEN:
+        first = np.arange(layer.ranks * layer.tokens)[:, None] * layer.per_token
+        experts = (first + np.arange(layer.per_token)) % layer.experts
+    else:
+        of_ranks = Case(layer.experts, layer.ranks, 0, float(skew))
+        weights = popularity(of_ranks, layer.per_token) if float(skew) > 1 else np.ones(layer.experts)
+        noise = jax.random.gumbel(jax.random.key(0), (layer.ranks * layer.tokens, layer.experts))
+        experts = jax.lax.top_k(noise + jnp.log(jnp.asarray(weights, jnp.float32)), layer.per_token)[1]
+    return np.asarray(experts, np.int32).reshape(layer.ranks, layer.tokens, layer.per_token)
+
+
+def counts_of(layer: Layer, routed: np.ndarray) -> np.ndarray:
+    """Return the counts `[R, E]`, int32."""
+    return np.stack([np.bincount(one[one >= 0], minlength=layer.experts) for one in routed]).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Routing and plan of a variant for the whole group.
+
+    Args:
+        routed: `[R, T, K]`, experts of all copies before the capacity limit.
+        counts: `[R, E]`, counts after the limit.
+        plan: plan of the group.
+        dropped: share of the copies dropped.
+        hurt: share of the tokens that lost a copy.
+    """
+
+    routed: np.ndarray
+    counts: np.ndarray
+    plan: Plan
+    dropped: float
+    hurt: float
+
+    @classmethod
+    def of(cls, layer: Layer, variant: Variant, skew: float | str) -> "Served":
+        """Route, limit and plan on the host."""
+        routed = routing(layer, skew)
+        kept = routed
+        if (limit := variant.capacity(layer)) is not None:
+            within = jax.jit(partial(within_capacity, num_experts=layer.experts, capacity=limit))
+            kept = np.stack([np.asarray(within(one)) for one in routed])
+        counts, lost = counts_of(layer, kept), kept < 0
+        plan = plan_on_host(variant.system, counts, Topology.flat(layer.ranks)).plan
+        return cls(routed, counts, plan, float(lost.mean()), float(lost.any(2).mean()))
+
+    def slow_ranks(self) -> list[int]:
+        """Return the rank with the most rows, and the one with the most replicas if it is another."""
+        loads, replicas = np.asarray(load(self.plan)), (self.plan.placement[:, self.plan.num_home :] >= 0).sum(1)
+        # Among ranks with equally many replicas, the one with the most rows.
+        ranks = int(loads.argmax()), int(np.lexsort((loads, replicas))[-1])
+        return sorted(set(ranks)) if replicas.any() else [ranks[0]]
+
+
+def arguments(layer: Layer, served: Served, rank: int, fixed: tuple[jax.Array, jax.Array, Experts]) -> RankInputs:
+    """Return the inputs of a rank on the device."""
+    x, upstream, experts = fixed
+    weights = jax.nn.softmax(jax.random.normal(jax.random.key(1), (layer.tokens, layer.per_token)))
+    data = served.routed[rank], served.counts, served.plan
+    routed, counts, plan = jax.tree.map(jnp.asarray, data)
+    # A plan without relays: replicas are local copies.
+    plan = Plan(plan.placement, plan.quota, domain=plan.domain, split=plan.split)
+    return RankInputs(jnp.int32(rank), routed, weights, counts, plan, x, experts, upstream)
+
+
+def fixed_arrays(layer: Layer) -> tuple[jax.Array, jax.Array, Experts]:
+    """Return random tokens, gradients of outputs and home experts, bfloat16."""
+
+    @jax.jit
+    def make() -> tuple[jax.Array, jax.Array, Experts]:
+        keys = jax.random.split(jax.random.key(2), 5)
+        tokens, inner = (layer.tokens, layer.hidden), (layer.home, layer.hidden, layer.inner)
+        x, upstream = (jax.random.normal(key, tokens, jnp.bfloat16) for key in keys[:2])
+        up, gate, down = (jax.random.normal(key, inner, jnp.bfloat16) / layer.hidden**0.5 for key in keys[2:])
+        return x, upstream, Experts(up, down.mT, gate)
+
+    return make()
+
+
+def program(layer: Layer, variant: Variant, mesh: jax.sharding.Mesh) -> Any:
+    """Return the jitted step of a rank, `RankInputs -> (outputs, gradients)`."""
+    exchange = LocalExchange(variant.system.dispatch.buffers)
+    topology = Topology.flat(layer.ranks)
+    step = partial(rank_step, exchange=exchange, capacity=variant.capacity(layer), topology=topology)
+    # Only a mesh gives the package's code its platform.
+    whole = PartitionSpec()
+    run = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return jax.jit(run, compiler_options=compiler_options(mesh))
+
+
+class Programs:
+    """Programs of all variants, compiled in threads, and run once each in the order of their memory."""
+
+    def __init__(self, layer: Layer, first: Mapping[str, RankInputs], mesh: jax.sharding.Mesh) -> None:
+        self.reasons: dict[str, str] = {}
+        self.peak_gb: dict[str, float | None] = {}
+        self.compiled: dict[str, Compiled] = {}
+        futures: dict[str, Future[Compiled]] = {}
+        with ThreadPoolExecutor(len(first)) as threads:
+            for name, variant in variants(layer).items():
+                if name in first:
+                    with self._reasons_of(name):
+                        # Tracing holds Python's lock; only XLA runs beside it.
+                        futures[name] = threads.submit(program(layer, variant, mesh).lower(first[name]).compile)
+        for name, future in futures.items():
+            with self._reasons_of(name):
+                self.compiled[name] = future.result()
+        for name in sorted(self.compiled, key=self.compiled_bytes):
+            with self._reasons_of(name):
+                self._run_first(name, first[name])
+
+    def compiled_bytes(self, name: str) -> int:
+        """Return the bytes of temporaries and results."""
+        memory: Any = self.compiled[name].memory_analysis()
+        return int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+
+    def _run_first(self, name: str, inputs: RankInputs) -> None:
+        def stats() -> dict[str, int]:
+            return jax.devices()[0].memory_stats() or {}
+
+        limit, start, before = (stats().get(key) for key in ("bytes_limit", "bytes_in_use", "peak_bytes_in_use"))
+        needed = self.compiled_bytes(name)
+        if limit is not None and start is not None and start + needed > limit:
+            self.reasons[name] = f"does not fit: {needed / 1e9:.1f} GB beside {start / 1e9:.1f} of {limit / 1e9:.1f} GB"
+            return
+        jax.block_until_ready(self.compiled[name](inputs))
+        after = stats().get("peak_bytes_in_use")
+        # A peak counts only if it is higher than those of the programs before.
+        raised = after is not None and before is not None and start is not None and after > before
+        self.peak_gb[name] = (after - start) / 1e9 if raised else None  # type: ignore[operator]
+
+    def _reasons_of(self, name: str) -> "Attempt":
+        return Attempt(partial(self.reasons.__setitem__, name))
+
+
+class Attempt:
+    """Context that keeps the reason of a failure and goes on."""
+
+    def __init__(self, keep: Callable[[str], None]) -> None:
+        self.keep = keep
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            self.keep(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        return isinstance(error, Exception)
+
+
+def milliseconds(call: Callable[[], object], batches: int = BATCHES, calls: int = CALLS) -> float:
+    """Return the median time of a call over batches of asynchronous calls, after one more."""
+    jax.block_until_ready(call())
+    found = []
+    for _ in range(batches):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        jax.block_until_ready(result)
+        found.append((time.perf_counter() - start) / calls)
+    return 1e3 * float(np.median(found))
+
+
+def planning_ms(system: System, counts: np.ndarray, scale: Scale) -> float:
+    """Return the time of the planner in the jitted program."""
+    topology = Topology.flat(counts.shape[0])
+    slots = counts.shape[1] // counts.shape[0] + system.replica_slots
+
+    @jax.jit
+    def rebalance(counts: jax.Array) -> Plan:
+        start = plain_plan(counts, topology, slots)
+        return system.balancer.rebalance(counts, start, topology, system.balancer.init(counts.shape))[0]
+
+    given = jnp.asarray(counts)
+    return milliseconds(lambda: rebalance(given), *scale.of((BATCHES, 10), (1, 1)))
+
+
+COLUMNS = {
+    "skew": "",
+    "system": "",
+    "load / mean": ".2f",
+    "rounds": "d",
+    "replicas": "d",
+    "ms": ".2f",
+    "floor ms": ".2f",
+    "planner ms": ".3f",
+    "GB": ".2f",
+    "GB compiled": ".2f",
+    "dropped copies": ".1%",
+    "tokens with a dropped copy": ".1%",
+    "": "",
+}
+TIME, MEMORY, COMPILED_MEMORY = (list(COLUMNS).index(name) for name in ("ms", "GB", "GB compiled"))
+
+
+def measured(
+    layer: Layer, name: str, skew: float | str, served: Served, fixed: Any, programs: Programs, scale: Scale
+) -> list[Value]:
+    """Return the row of a system at a skew; a failure is its last cell."""
+    system, plan = variants(layer)[name].system, served.plan
+    reason = {"": programs.reasons.get(name, "")}
+    buffers, busiest = system.dispatch.buffers, int(np.asarray(load(plan)).max())
+    rounds = -(-busiest // buffers.rows(layer.copies))
+    if buffers.max_rounds is not None and rounds > buffers.max_rounds:
+        reason[""] = reason[""] or f"{rounds} rounds; max_rounds is {buffers.max_rounds}"
+    took: float | None = None
+    planner: float | None = None
+    if not reason[""]:
+        with Attempt(partial(reason.__setitem__, "")):
+            took = max(
+                milliseconds(
+                    partial(programs.compiled[name], arguments(layer, served, rank, fixed)),
+                    *scale.of((BATCHES, CALLS), (1, 1)),
+                )
+                for rank in served.slow_ranks()
+            )
+    if system.replica_slots and name != "exact, one round":
+        with Attempt(partial(reason.__setitem__, "")):
+            planner = planning_ms(system, served.counts, scale)
+    compiled = programs.compiled_bytes(name) / 1e9 if name in programs.compiled else None
+    replicas = int((plan.placement[:, plan.num_home :] >= 0).sum())
+    drops = (served.dropped, served.hurt)
+    shown = skew if skew == EVEN else f"{skew:.0f}"
+    memory = programs.peak_gb.get(name), compiled
+    times = took, layer.floor_ms, planner
+    return [shown, name, busiest / layer.copies, rounds, replicas, *times, *memory, *drops, reason[""]]
+
+
+def rows_of(layer: Layer, scale: Scale) -> Iterator[list[Value]]:
+    """Yield the rows of all cases, the most valuable first."""
+    mesh, _ = mesh_of(1)
+    fixed, names = fixed_arrays(layer), variants(layer)
+    hardest = {name: Served.of(layer, variant, SKEWS[0]) for name, variant in names.items()}
+    first = {name: arguments(layer, one, one.slow_ranks()[0], fixed) for name, one in hardest.items()}
+    programs = Programs(layer, first, mesh)
+    for skew in SKEWS:
+        for name, variant in names.items():
+            served = hardest[name] if skew == SKEWS[0] else Served.of(layer, variant, skew)
+            yield measured(layer, name, skew, served, fixed, programs, scale)
+    yield measured(layer, PLAIN, EVEN, Served.of(layer, names[PLAIN], EVEN), fixed, programs, scale)
+
+
+def balanced_is_faster(name: str) -> Check:
+    """Return the check of one layer.
+
+    At the highest skew, the slowest rank of `exact` takes less than half the time of plain expert parallelism, and less
+    memory than a worst-case buffer.
+    """
+
+    def check(scale: Scale) -> Finding:
+        rows: list[list[Value]] = []
+        for row in rows_of(scale.of(LAYERS[name], TINY), scale):
+            rows.append(row)
+            scale.keep(Table(COLUMNS, rows))
+        at_highest = {row[1]: row for row in rows if row[0] == rows[0][0]}
+        times: dict[str, Any] = {one: at_highest[one][TIME] for one in (PLAIN, WORST, BALANCED)}
+        memory: dict[str, Any] = {one: at_highest[one][COMPILED_MEMORY] for one in (WORST, BALANCED)}
+        if None in (times[PLAIN], times[BALANCED], *memory.values()):
+            return Finding(None, "a case failed; see the table", Table(COLUMNS, rows))
+        holds = times[BALANCED] < times[PLAIN] / 2 and memory[BALANCED] < memory[WORST]
+        found = (
+            f"{times[BALANCED]:.1f} ms and {memory[BALANCED]:.1f} GB; plain {times[PLAIN]:.1f} ms; "
+            f"worst-case buffer {memory[WORST]:.1f} GB"
+        )
+        return Finding(holds, found, Table(COLUMNS, rows))
+
+    return check

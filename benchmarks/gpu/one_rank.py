@@ -1,0 +1,242 @@
+"""One rank of an expert-parallel group on one device, with local copies in place of transfers.
+
+It runs the package's own code for a rank: the sending order, the rounds of `in_rounds` with their receive buffers, the
+grouped products and their gradients, and `combine`. Its receipt has the sizes that the plan of the whole group gives
+this rank.
+
+These parts differ from a rank of a group:
+
+- Rows that arrive are copies of this rank's own rows, at the rate of this device's memory. NVLink is not used.
+- Replicas are copies of home experts, and gradients of as many replicas are added at home.
+- Routing, the all-gather of counts and the planner are left out.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jax_moe_lb import Experts, Plan, Topology
+from jax_moe_lb.core.manual_axes import unvarying_call
+from jax_moe_lb.core.plan import load
+from jax_moe_lb.core.split import nearest_first
+from jax_moe_lb.core.types import Counts, GroupSizes, Rows, Tokens, iota, pytree
+from jax_moe_lb.routing.more_routers import within_capacity
+from jax_moe_lb.transport.exchange import (
+    Copies,
+    Exchange,
+    Receipt,
+    RoutingWeights,
+    arriving_rows,
+    by_slot,
+    inverse_order,
+    landings,
+    sending_order,
+    sent_to_slots,
+)
+from jax_moe_lb.transport.replicate import Replicate
+from jax_moe_lb.transport.rounds import in_rounds
+
+ROWS_AT_ONCE, COLUMNS_AT_ONCE = 8, 1024
+"""Tile of `copy_rows` on GPUs."""
+
+
+@pytree
+class LocalReceipt(Receipt):
+    """Addresses of a rank's copies, and the rows that arrive from each rank for each slot, `[R, S]` int32."""
+
+    arriving: Int[Array, "R S"]
+
+
+@dataclass(frozen=True)
+class LocalExchange(Exchange[LocalReceipt]):
+    """Exchange of one rank as in `Direct` with one slice per rank, with local copies of as many rows."""
+
+    def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> LocalReceipt:
+        """Return the receipt of rank 0; see `receipt_of`."""
+        del topology
+        return self.receipt_of(jnp.int32(0), experts, counts, plan)
+
+    def receipt_of(
+        self, me: Int[Array, ""], experts: Int[Array, "T K"], counts: Counts, plan: Plan
+    ) -> LocalReceipt:
+        """Return the receipt of a rank, as `Direct.address` does.
+
+        Args:
+            me: index of the rank.
+            experts: `[T, K]` int32, expert of each of its copies.
+            counts: `[R, E]` int32, copies routed by each rank to each expert.
+            plan: plan of the group.
+        """
+        going = nearest_first(counts, plan.quota, me, plan.domain, plan.split)
+        order, sent = sending_order(experts.reshape(-1), going, plan), sent_to_slots(going, plan)
+        capacity = self.buffers.rows(experts.size)
+        return LocalReceipt(
+            order=order,
+            place=inverse_order(order),
+            num_going=sent.sum(dtype=jnp.int32),
+            rounds=((load(plan).max() + capacity - 1) // capacity).astype(jnp.int32),
+            follows_plan=None,
+            arriving=arriving_rows(counts, plan, me),
+        )
+
+    def send(
+        self, copies: Copies, receipt: LocalReceipt, i: Int[Array, ""], topology: Topology
+    ) -> tuple[Rows, GroupSizes]:
+        """Copy as many rows of `copies` as arrive in round `i`, and sort them by slot."""
+        del topology
+        capacity = self.buffers.chunk_rows(copies.shape[0])
+        coming = landings(receipt.arriving, i, capacity)
+        first = jax.lax.rem(i * capacity, jnp.int32(copies.shape[0]))
+        landed = copy_rows(copies, jax.lax.empty((capacity, copies.shape[1]), copies.dtype), first, 0, coming.sum())
+        return landed[by_slot(coming, capacity)], coming.sum(0, dtype=jnp.int32)
+
+    def send_back(
+        self, rows: Rows, receipt: LocalReceipt, i: Int[Array, ""], out: Copies, topology: Topology
+    ) -> Copies:
+        """Sort the outputs of round `i` by source, and copy them into `out`."""
+        del topology
+        coming = landings(receipt.arriving, i, rows.shape[0])
+        first = jax.lax.rem(i * rows.shape[0], jnp.int32(out.shape[0]))
+        return copy_rows(rows[by_slot(coming.T, rows.shape[0])], out, 0, first, coming.sum())
+
+
+@dataclass(frozen=True)
+class LocalReplicas(Replicate):
+    """Replicas copied from this rank's home experts; all replica slots are filled."""
+
+    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
+        """Copy home experts into the replica slots."""
+        del topology
+        return jax.tree.map(lambda leaf: leaf[_sources(plan)], experts)
+
+    def join(self, pending: Experts, after: Any) -> Experts:
+        """Return the result of `start`."""
+        del after
+        return pending
+
+    def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
+        """Add the gradients of the replicas one by one, to the experts that `start` copied."""
+        del topology
+        sources = _sources(plan)
+        for slot in range(plan.slots - plan.num_home):
+            sums = jax.tree.map(
+                lambda total, one, slot=slot: total.at[sources[slot]].add(one[slot].astype(total.dtype)),
+                sums,
+                gradients,
+            )
+        return sums
+
+
+def _sources(plan: Plan) -> Int[Array, "_"]:
+    # An index from the plan, unknown to the compiler: otherwise it reads home experts instead of copying them.
+    return (iota(plan.slots - plan.num_home) + plan.placement[0, 0]) % plan.num_home
+
+
+def copy_rows(source: Rows, target: Rows, first: Any, to: Any, number: Array) -> Rows:
+    """Return `target` with `number` rows of `source`, in place if the caller does not use it again.
+
+    Both positions wrap around at the end of their array. If `number` exceeds the rows of `target`, several rows are
+    written to one place, and any of them may remain.
+
+    Args:
+        source: `[P, H]`.
+        target: `[Q, H]`.
+        first: first row of `source`; a multiple of `ROWS_AT_ONCE` if it and `P` are large.
+        to: first row of `target`, likewise.
+        number: int32, number of rows, at most `max(P, Q)`.
+    """
+    bounds = jnp.stack([jnp.int32(first), jnp.int32(to), number.astype(jnp.int32)])
+
+    def gather(source: Rows, target: Rows, bounds: Array) -> Rows:
+        at = iota(max(source.shape[0], target.shape[0]))
+        place = jnp.where(at < bounds[2], (bounds[1] + at) % target.shape[0], target.shape[0])
+        return target.at[place].set(source[(bounds[0] + at) % source.shape[0]], mode="drop")
+
+    in_tiles = not any(array.shape[0] % ROWS_AT_ONCE for array in (source, target))
+    kernel = _kernel if in_tiles and source.shape[1] % COLUMNS_AT_ONCE == 0 else gather
+    return jax.lax.platform_dependent(source, target, bounds, cuda=kernel, default=gather)
+
+
+def _kernel(source: Rows, target: Rows, bounds: Array) -> Rows:
+    # XLA's gathers and scatters would write or read rows that do not exist, of the whole buffer.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    at_most, columns = max(source.shape[0], target.shape[0]), COLUMNS_AT_ONCE
+
+    def copy_tile(bounds: Any, source: Any, _: Any, out: Any) -> None:
+        start, column = pl.program_id(0) * ROWS_AT_ONCE, pl.program_id(1) * columns
+        inside = (start + iota(ROWS_AT_ONCE) < bounds[2])[:, None]
+        from_row = jax.lax.rem(bounds[0] + start, source.shape[0])
+        to_row = jax.lax.rem(bounds[1] + start, out.shape[0])
+        tile = triton.load(source.at[pl.ds(from_row, ROWS_AT_ONCE), pl.ds(column, columns)], mask=inside, other=0)
+        triton.store(out.at[pl.ds(to_row, ROWS_AT_ONCE), pl.ds(column, columns)], tile, mask=inside)
+
+    call: Any = pl.pallas_call(
+        copy_tile,
+        grid=(at_most // ROWS_AT_ONCE, source.shape[1] // columns),
+        out_shape=jax.ShapeDtypeStruct(target.shape, target.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        name="copy_rows",
+    )
+    return unvarying_call(call, bounds, source, target)
+
+
+@pytree
+class RankInputs:
+    """Inputs of one rank.
+
+    Args:
+        me: int32, index of the rank.
+        routed: `[T, K]` int32, expert of each of its copies.
+        weights: `[T, K]` float32, weights of their outputs.
+        counts: `[R, E]` int32, copies routed by each rank to each expert, after the capacity limit.
+        plan: plan of the group for these counts.
+        x: `[T, H]`, its tokens.
+        experts: its `L` home experts.
+        upstream: `[T, H]`, gradients of its outputs.
+    """
+
+    me: Int[Array, ""]
+    routed: Int[Array, "T K"]
+    weights: RoutingWeights
+    counts: Counts
+    plan: Plan
+    x: Tokens
+    experts: Experts
+    upstream: Tokens
+
+
+def rank_step(inputs: RankInputs, *, exchange: LocalExchange, capacity: int | None, topology: Topology) -> Any:
+    """Return the outputs of a rank's tokens, and the gradients of tokens, weights and home experts.
+
+    Args:
+        inputs: inputs of the rank.
+        exchange: local exchange.
+        capacity: maximum number of copies per expert and rank; `None` for no limit.
+        topology: topology of the group.
+    """
+    routed = inputs.routed
+    if capacity is not None:
+        routed = within_capacity(routed, inputs.plan.num_experts, capacity)
+    receipt = exchange.receipt_of(inputs.me, routed, inputs.counts, inputs.plan)
+    serve = partial(_serve, inputs.plan, receipt, exchange, topology)
+    y, pull_back = jax.vjp(serve, inputs.x, inputs.weights, inputs.experts)
+    return y, pull_back(inputs.upstream)
+
+
+def _serve(
+    plan: Plan,
+    receipt: LocalReceipt,
+    exchange: LocalExchange,
+    topology: Topology,
+    x: Tokens,
+    weights: RoutingWeights,
+    experts: Experts,
+) -> Tokens:
+    return in_rounds(x, weights, experts, plan, receipt, LocalReplicas(), exchange, topology)
