@@ -53,9 +53,15 @@ def counts(case: Case, seed: int, num_tokens: int = TOKENS_PER_RANK, per_tok: in
     return drawn
 
 
-def popularity(case: Case, per_tok: int) -> np.ndarray:
-    """Return the weights `[E]` of the experts, the busiest rank first."""
-    on_rank = np.arange(1.0, case.num_experts // case.num_ranks + 1) ** -4
+def popularity(case: Case, per_tok: int, inside: float = 4.0) -> np.ndarray:
+    """Return the weights `[E]` of the experts, the busiest rank first.
+
+    Args:
+        case: experts, ranks and imbalance.
+        per_tok: `K`.
+        inside: negative exponent of the place on a rank; 4 by default, 0 for equal experts of a rank.
+    """
+    on_rank = np.arange(1.0, case.num_experts // case.num_ranks + 1) ** -inside
     ranks = np.arange(1.0, case.num_ranks + 1)
 
     def weights(a: float) -> np.ndarray:

@@ -60,9 +60,7 @@ class LocalExchange(Exchange[LocalReceipt]):
         del topology
         return self.receipt_of(jnp.int32(0), experts, counts, plan)
 
-    def receipt_of(
-        self, me: Int[Array, ""], experts: Int[Array, "T K"], counts: Counts, plan: Plan
-    ) -> LocalReceipt:
+    def receipt_of(self, me: Int[Array, ""], experts: Int[Array, "T K"], counts: Counts, plan: Plan) -> LocalReceipt:
         """Return the receipt of a rank, as `Direct.address` does.
 
         Args:

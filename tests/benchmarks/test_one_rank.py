@@ -1,0 +1,89 @@
+"""One rank alone equals the dense layer if it is the whole group, and serves the rows of the plan otherwise."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas
+
+from benchmarks.gpu import one_rank
+from benchmarks.gpu.comparison import TINY, Served, Variant, routing, variants
+from benchmarks.gpu.one_rank import LocalExchange, RankInputs, copy_rows, rank_step
+from jax_moe_lb import Buffers, Experts, Topology, exact
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.plan import load
+from jax_moe_lb.kernels.grouped_ffn import dense_ffn
+
+TOKENS, EXPERTS, PER_TOKEN, HIDDEN, INNER = 12, 4, 2, 8, 16
+
+
+@pytest.mark.parametrize("headroom", [1.0, 0.4])
+def test_the_only_rank_equals_the_dense_layer(headroom):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    up, gate, down = normal(EXPERTS, HIDDEN, INNER), normal(EXPERTS, HIDDEN, INNER), normal(EXPERTS, INNER, HIDDEN)
+    x, weights, upstream = normal(TOKENS, HIDDEN), normal(TOKENS, PER_TOKEN), normal(TOKENS, HIDDEN)
+    routed = jnp.asarray(np.argsort(rng.random((TOKENS, EXPERTS)), 1)[:, :PER_TOKEN], jnp.int32)
+    counts = jnp.bincount(routed.reshape(-1), length=EXPERTS)[None].astype(jnp.int32)
+    experts, topology = Experts(up, down, gate), Topology.flat(1)
+    inputs = RankInputs(
+        jnp.int32(0), routed, weights, counts, plain_plan(counts, topology, EXPERTS), x, experts, upstream
+    )
+    run = partial(rank_step, exchange=LocalExchange(Buffers(headroom)), capacity=None, topology=topology)
+    found = jax.jit(run)(inputs)
+
+    def dense(x, weights, experts):
+        of_experts = jax.vmap(dense_ffn, (None, 0))(x, experts)
+        return (of_experts[routed, jnp.arange(TOKENS)[:, None]] * weights[..., None]).sum(1)
+
+    want, pull_back = jax.vjp(dense, x, weights, experts)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, (want, pull_back(upstream)))
+
+
+def test_a_rank_serves_the_rows_of_the_plan_in_its_rounds():
+    served = Served.of(TINY, Variant(exact()), 4.0)
+    exchange = LocalExchange(Buffers(0.5))
+    copies = jnp.arange(TINY.copies, dtype=jnp.float32)[:, None]
+    for rank in range(TINY.ranks):
+        routed, counts, plan = jax.tree.map(jnp.asarray, (served.routed[rank], served.counts, served.plan))
+        receipt = exchange.receipt_of(jnp.int32(rank), routed, counts, plan)
+        rows = [
+            exchange.send(copies, receipt, jnp.int32(i), Topology.flat(TINY.ranks))[1]
+            for i in range(int(receipt.rounds))
+        ]
+        held = served.plan.placement[rank]
+        want = np.where(held >= 0, served.plan.quota[held, rank], 0)
+        np.testing.assert_array_equal(sum(rows), want)
+        assert want.sum() == load(served.plan)[rank]
+
+
+def test_capacity_bounds_the_rows_of_a_rank_and_loses_copies():
+    limited = variants(TINY)["capacity 1.25"]
+    served, whole = Served.of(TINY, limited, 4.0), Served.of(TINY, Variant(exact()), 4.0)
+    assert load(served.plan).max() <= limited.system.dispatch.buffers.rows(TINY.copies)
+    assert served.dropped == pytest.approx(1 - served.counts.sum() / whole.counts.sum())
+    assert 0.1 < served.dropped <= served.hurt
+    assert whole.dropped == whole.hurt == 0
+
+
+def test_experts_of_a_token_are_distinct_and_even_counts_equal():
+    for skew in (4.0, "even"):
+        routed = np.sort(routing(TINY, skew), 2)
+        assert (np.diff(routed) > 0).all()
+        assert set(routed.reshape(-1)) <= set(range(TINY.experts))
+    assert len(set(Served.of(TINY, Variant(exact()), "even").counts.sum(0))) == 1
+
+
+@pytest.mark.parametrize(("first", "to", "number"), [(0, 0, 24), (16, 0, 21), (0, 8, 5)])
+def test_rows_are_copied(monkeypatch, first, to, number):
+    source = jnp.arange(24.0 * 2048).reshape(24, 2048)
+    target = -jnp.ones((32, 2048))
+    found = copy_rows(source, target, first, to, jnp.int32(number))
+    want = np.array(target)
+    want[(to + np.arange(number)) % 32] = np.asarray(source)[(first + np.arange(number)) % 24]
+    np.testing.assert_array_equal(found, want)
+    monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
+    found = one_rank._kernel(source, target, jnp.array([first, to, number], jnp.int32))
+    np.testing.assert_array_equal(found, want)
