@@ -5,6 +5,7 @@ One GPU plays one rank of 8 after another, forward and backward, with the rows t
 with a capacity limit that drops copies, and balanced ones.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -328,7 +329,12 @@ COLUMNS = {
     "tokens with a dropped copy": ".1%",
     "": "",
 }
-TIME, MEMORY, COMPILED_MEMORY = (list(COLUMNS).index(name) for name in ("ms", "GB", "GB compiled"))
+TIME, PLANNER, COMPILED_MEMORY = (list(COLUMNS).index(name) for name in ("ms", "planner ms", "GB compiled"))
+
+
+def shown(skew: float | str) -> str:
+    """Return a skew as a cell."""
+    return skew if isinstance(skew, str) else f"{skew:.0f}"
 
 
 def measured(
@@ -342,7 +348,6 @@ def measured(
     if buffers.max_rounds is not None and rounds > buffers.max_rounds:
         reason[""] = reason[""] or f"{rounds} rounds; max_rounds is {buffers.max_rounds}"
     took: float | None = None
-    planner: float | None = None
     if not reason[""]:
         with Attempt(partial(reason.__setitem__, "")):
             took = max(
@@ -352,16 +357,12 @@ def measured(
                 )
                 for rank in served.slow_ranks()
             )
-    if system.replica_slots and name != ONE_ROUND:
-        with Attempt(partial(reason.__setitem__, "")):
-            planner = planning_ms(system, served.counts, scale)
     compiled = programs.compiled_bytes(name) / 1e9 if name in programs.compiled else None
     replicas = int((plan.placement[:, plan.num_home :] >= 0).sum())
     drops = (served.dropped, served.hurt)
-    shown = skew if skew == EVEN else f"{skew:.0f}"
     memory = programs.peak_gb.get(name), compiled
-    times = took, layer.floor_ms, planner
-    return [shown, name, busiest / layer.copies, rounds, replicas, *times, *memory, *drops, reason[""]]
+    times = took, layer.floor_ms, None
+    return [shown(skew), name, busiest / layer.copies, rounds, replicas, *times, *memory, *drops, reason[""]]
 
 
 def rows_of(layer: Layer, scale: Scale) -> Iterator[list[Value]]:
@@ -378,6 +379,15 @@ def rows_of(layer: Layer, scale: Scale) -> Iterator[list[Value]]:
     yield measured(layer, PLAIN, EVEN, Served.of(layer, names[PLAIN], EVEN), fixed, programs, scale)
 
 
+def add_planning(layer: Layer, rows: list[list[Value]], scale: Scale) -> None:
+    """Measure planners and write their times into the rows; a failure is the last cell of its row."""
+    for row, skew in itertools.product(rows, SKEWS):
+        variant = variants(layer)[str(row[1])]
+        if variant.system.replica_slots and row[1] != ONE_ROUND and row[0] == shown(skew):
+            with Attempt(partial(row.__setitem__, -1)):
+                row[PLANNER] = planning_ms(variant.system, Served.of(layer, variant, skew).counts, scale)
+
+
 def balanced_is_faster(name: str) -> Check:
     """Return the check of one layer.
 
@@ -392,6 +402,11 @@ def balanced_is_faster(name: str) -> Check:
         for row in rows_of(scale.of(LAYERS[name], TINY), scale):
             rows.append(row)
             scale.keep(Table(COLUMNS, rows))
+        if rows[-1][TIME] is None:
+            # Errors of CUDA may remain in the process: end it.
+            raise RuntimeError(f"the last case failed: {rows[-1][-1]}")
+        # Last, since a planner that fails may end the process.
+        add_planning(scale.of(LAYERS[name], TINY), rows, scale)
         at_highest = {row[1]: row for row in rows if row[0] == rows[0][0]}
         times: dict[str, Any] = {one: at_highest[one][TIME] for one in (PLAIN, WORST, BALANCED)}
         memory: dict[str, Any] = {one: at_highest[one][COMPILED_MEMORY] for one in (WORST, BALANCED)}
