@@ -19,6 +19,7 @@ from jax_moe_lb.kernels.grouped_ffn import dense_ffn
 TOKENS, EXPERTS, PER_TOKEN, HIDDEN, INNER = 12, 4, 2, 8, 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("headroom", [1.0, 0.4])
 def test_the_only_rank_equals_the_dense_layer(headroom):
     rng = np.random.default_rng(0)
