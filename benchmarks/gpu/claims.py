@@ -1,6 +1,20 @@
 """Every claim about NVIDIA GPUs, with the check that proves it, in the order of worth."""
 
-from benchmarks.gpu import build, comparison, compiled, engines, layers, plans, processes, products, times, training
+from collections.abc import Iterable, Sequence
+
+from benchmarks.gpu import (
+    build,
+    comparison,
+    compiled,
+    engines,
+    layers,
+    plans,
+    processes,
+    products,
+    tiles,
+    times,
+    training,
+)
 from benchmarks.gpu.findings import Claim
 from jax_moe_lb.layer.systems import system_names
 
@@ -112,6 +126,33 @@ KERNELS = (
     ),
 )
 
+SHORT = {"Qwen3-30B-A3B": "qwen3", "DeepSeek-V3": "deepseek", "Mixtral-8x7B": "mixtral", "GPT-OSS-120B": "gpt-oss"}
+
+
+def _fastest(kind: str, kernels: Sequence[tiles.Kernel], num_rows: int, models: Iterable[str]) -> tuple[Claim, ...]:
+    return tuple(
+        Claim(
+            f"fastest-{SHORT[model]}-{num_rows}{kind and '-'}{kind}",
+            f"The chosen kernels take at most {tiles.WITHIN} x the time of the fastest of the "
+            f"{kind or 'main'} ones: {model}, {num_rows} rows",
+            "jax_moe_lb/kernels/backends.py",
+            tiles.fastest(model, num_rows, kernels),
+        )
+        for model in models
+    )
+
+
+PRODUCTS = (
+    *_fastest("", tiles.MAIN, 8192, SHORT),
+    *_fastest("variants", tiles.VARIANTS, 8192, ("Qwen3-30B-A3B",)),
+    *_fastest("hopper", tiles.OWN, 8192, ("Qwen3-30B-A3B",)),
+    *_fastest("", tiles.MAIN, 32768, SHORT),
+    *_fastest("hopper", tiles.OWN, 8192, ("DeepSeek-V3", "Mixtral-8x7B")),
+    *_fastest("variants", tiles.VARIANTS, 8192, ("DeepSeek-V3",)),
+    *_fastest("hopper", tiles.OWN, 32768, ("Qwen3-30B-A3B",)),
+    *_fastest("variants", tiles.VARIANTS, 32768, ("Qwen3-30B-A3B",)),
+)
+
 COPIES = (
     *(
         Claim(
@@ -168,6 +209,7 @@ PARTS = {
     "compiled": COMPILED,
     "kernels": KERNELS,
     "comparison": COMPARISON,
+    "products": PRODUCTS,
     "copies": COPIES,
     "training": TRAINING,
 }

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
-from jax_moe_lb.kernels.triton_outer import WIDE_TILE
+from jax_moe_lb.kernels.triton_outer import OUTER as TILE_OF_OUTER
 from tests.kernels.backend_cases import outer_of, rejected
 from tests.layer_cases import make_mesh
 
@@ -59,7 +59,7 @@ def test_tiles_of_both_widths():
     rows, others = make_operands()
     group_sizes = (0, 100, 33, 0, 187)
     sums = triton_outer(others, rows, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
-    assert rows.shape[1] % WIDE_TILE == 0 < others.shape[1] % WIDE_TILE
+    assert rows.shape[1] % TILE_OF_OUTER.columns == 0 < others.shape[1] % TILE_OF_OUTER.columns
     np.testing.assert_allclose(sums, by_group(others, rows, group_sizes), rtol=1e-5, atol=1e-4)
 
 

@@ -1,0 +1,499 @@
+"""Checks of rates of grouped products: every kernel, with several tiles, at the shapes of published models.
+
+A check measures the products of one rank of one model, in bfloat16, even and skewed. All its programs are compiled
+first, in threads, and then timed. Every result is compared with the one by blocks of rows.
+"""
+
+import faulthandler
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.products import named
+from benchmarks.results import Table, Value
+from jax_moe_lb.aot.targets import GPUS
+from jax_moe_lb.kernels import hopper, triton_outer, triton_product
+from jax_moe_lb.kernels.backends import DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend
+from jax_moe_lb.kernels.triton_outer import Tile
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+WITHIN = 1.1
+"""Largest time of the chosen backend, relative to the fastest kernel."""
+
+MOST_ERROR = 0.02
+"""Largest difference from the product by blocks of rows, relative to its largest entry."""
+
+RUN_S, REPEATS, MOST_CALLS = 4e-3, 3, 30
+"""Seconds of one timing, timings, and most calls in one."""
+
+STUCK_S, COMPILING_S = 25.0, 90.0
+"""Seconds after which a kernel counts as stuck and ends the process, and the same for all compilations of a check."""
+
+
+class Model(NamedTuple):
+    """Experts of one rank of a model, in a group of 8 ranks.
+
+    Args:
+        groups: home experts and slots of replicas.
+        hidden: width of tokens.
+        inner: width of one projection; of gate and up together if multiplied at once.
+        down: width of the hidden activations.
+    """
+
+    groups: int
+    hidden: int
+    inner: int
+    down: int
+
+
+MODELS = {
+    "Qwen3-30B-A3B": Model(16 + 2, 2048, 1536, 768),
+    "DeepSeek-V3": Model(32 + 2, 7168, 2048, 2048),
+    "Mixtral-8x7B": Model(1 + 2, 4096, 14336, 14336),
+    "GPT-OSS-120B": Model(16 + 2, 2880, 2880, 2880),
+    "Qwen3-235B-A22B": Model(16 + 2, 4096, 1536, 1536),
+}
+"""Models of the issue; Qwen3-30B multiplies gate and up at once."""
+
+TINY = Model(4, 128, 256, 128)
+
+
+class Load(NamedTuple):
+    """Rows of all groups together, and their distribution."""
+
+    rows: int
+    skew: str
+
+
+LOADS = {
+    8192: tuple(Load(*one) for one in ((8192, "even"), (8192, "hot"), (4096, "hot"), (2048, "hot"), (1024, "hot"))),
+    32768: (Load(32768, "even"), Load(32768, "hot"), Load(16384, "hot")),
+    512: (Load(512, "even"), Load(512, "hot"), Load(256, "hot")),
+}
+"""Loads by the number of rows of the buffer."""
+
+
+def group_sizes(load: Load, groups: int) -> np.ndarray:
+    """Return the rows of each group: equal, or half of all rows in one group, and none in a quarter of the groups."""
+    sizes = np.full(groups, load.rows // groups)
+    if load.skew == "hot":
+        empty = max(1, groups // 4)
+        sizes = np.zeros(groups, np.int64)
+        sizes[1 : groups - empty] = (load.rows // 2) // max(1, groups - empty - 1)
+    sizes[0] += load.rows - sizes.sum()
+    return sizes.astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Kernel with tiles to measure.
+
+    Args:
+        backend: kernel; its name is printed.
+        tiles: tiles and options.
+        kinds: kinds of product.
+    """
+
+    backend: Backend
+    tiles: str
+    kinds: tuple[Kind, ...]
+
+
+PRODUCTS: tuple[Kind, ...] = ("product", "transposed")
+OUTER: tuple[Kind, ...] = ("outer",)
+
+
+def backend_of(
+    name: str, matmul: Callable[..., Any] | None, outer: Callable[..., Any] | None, *, pads: bool = True
+) -> Backend:
+    """Return a backend that is not in the table."""
+
+    def outer_of(product: Product, left: Any, right: Any, sizes: Any, _: Any) -> Any:
+        assert outer is not None
+        return outer(product, left, right, sizes)
+
+    return Backend(name, "cuda", "", lambda _: None, matmul, outer_of, pads=pads)
+
+
+class Mosaic(NamedTuple):
+    """Tiles of tokamax's kernel; `minor` is the dimension of neighboring blocks: 0 for rows, 1 for columns."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    persistent: bool = True
+    minor: int = 1
+    width: int = 4
+
+    def __str__(self) -> str:
+        grid = f"{'persistent, ' if self.persistent else ''}{self.width} {('rows', 'columns')[self.minor]}"
+        return f"{self.rows} x {self.columns} x {self.depth}, {self.stages} stages, {grid}"
+
+
+def mosaic(tiles: Mosaic, kinds: tuple[Kind, ...] = PRODUCTS, *, pads: bool = True) -> Kernel:
+    """Return tokamax's kernel with the given tiles."""
+
+    def multiply(product: Product, left: Any, right: Any, sizes: Any) -> Any:
+        import tokamax
+        from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu
+
+        op = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot
+        config = op.config_cls(
+            block_m=tiles.rows,
+            block_n=tiles.columns,
+            block_k=tiles.depth,
+            num_stages=tiles.stages,
+            split_k=1,
+            persistent=tiles.persistent,
+            grid_minor_dim=tiles.minor,
+            grid_tile_width=tiles.width,
+        )
+        return tokamax.ragged_dot_general(
+            left,
+            right,
+            group_sizes=sizes,
+            ragged_dot_dimension_numbers=DIMENSIONS[product.kind],
+            preferred_element_type=product.dtype,
+            implementation=[op(config=config)],
+        )
+
+    text = f"{tiles}{'' if pads else ', not padded'}"
+    return Kernel(backend_of("tokamax.ragged_dot", multiply, multiply, pads=pads), text, kinds)
+
+
+def _tile_text(tile: Tile) -> str:
+    return f"{tile.rows} x {tile.columns} x {tile.depth}, {tile.stages} stages, {tile.warps} warps"
+
+
+def triton_products(tile: Tile, *, pads: bool = True) -> Kernel:
+    """Return the Triton kernel of products with the given tile."""
+
+    def multiply(product: Product, left: Any, right: Any, sizes: Any) -> Any:
+        return triton_product.product(left, right, sizes, transposed=product.is_transposed, tile=tile)
+
+    text = f"{_tile_text(tile)}{'' if pads else ', not padded'}"
+    return Kernel(backend_of("Triton kernel", multiply, None, pads=pads), text, PRODUCTS)
+
+
+def triton_sums(tile: Tile) -> Kernel:
+    """Return the Triton kernel of outer sums with the given tile."""
+
+    def multiply(product: Product, left: Any, right: Any, sizes: Any) -> Any:
+        return triton_outer.outer(left, right, sizes, dtype=product.dtype, tile=tile)
+
+    return Kernel(backend_of("Triton kernel", None, multiply), _tile_text(tile), OUTER)
+
+
+def own(pipeline: hopper.Pipeline, kinds: tuple[Kind, ...] = KINDS) -> Kernel:
+    """Return the kernels for Hopper with the given pipeline."""
+
+    def matmul(product: Product, left: Any, right: Any, sizes: Any) -> Any:
+        return hopper.product(
+            left, right, group_sizes=sizes, transposed=product.is_transposed, pipeline=pipeline
+        )
+
+    def outer(product: Product, left: Any, right: Any, sizes: Any) -> Any:
+        parts = (product.all_groups,)
+        return hopper.outer(left, right, sizes, parts=parts, dtype=product.dtype, pipeline=pipeline)[0]
+
+    order = ", columns first" if pipeline.columns_first else ""
+    text = f"128 x 128 x {pipeline.depth}, {pipeline.stages} stages{order}"
+    return Kernel(backend_of("Hopper kernel", matmul, outer), text, kinds)
+
+
+TABLE = "of the table"
+"""Tiles of a backend as in the table of backends."""
+
+BLOCKS = Kernel(named("blocks of rows"), TABLE, KINDS)
+
+MAIN = (
+    Kernel(named("tokamax.ragged_dot"), TABLE, KINDS),
+    mosaic(Mosaic(128, 64, 128, 4)),
+    mosaic(Mosaic(128, 128, 64, 4)),
+    triton_products(triton_product.PRODUCT),
+    Kernel(named("Triton kernel"), TABLE, OUTER),
+)
+"""Kernels measured for all models."""
+
+OWN = (
+    own(hopper.Pipeline()),
+    own(hopper.Pipeline(columns_first=True), PRODUCTS),
+    own(hopper.Pipeline(stages=5)),
+)
+"""The kernels for Hopper, which might end a process, or wait forever."""
+
+VARIANTS = (
+    mosaic(Mosaic(128, 128, 64, 5)),
+    mosaic(Mosaic(128, 128, 64, 3, persistent=False)),
+    mosaic(Mosaic(128, 128, 64, 4, minor=0, width=4)),
+    mosaic(Mosaic(128, 128, 128, 2)),
+    mosaic(Mosaic(64, 128, 64, 4)),
+    triton_products(Tile(128, 128, 64, 8, 4)),
+    triton_products(Tile(128, 128, 64, 4, 4)),
+    triton_products(Tile(128, 256, 64, 8, 4)),
+    triton_products(Tile(64, 256, 64, 8, 4)),
+    triton_sums(Tile(128, 256, 64, 8, 3)),
+    triton_sums(Tile(128, 256, 64, 8, 4)),
+    triton_sums(Tile(128, 128, 64, 8, 4)),
+    triton_sums(Tile(128, 128, 32, 4, 5)),
+    mosaic(Mosaic(128, 128, 64, 4), OUTER),
+)
+"""Further tiles, measured for some shapes."""
+
+UNPADDED = (
+    mosaic(Mosaic(128, 64, 64, 4), pads=False),
+    mosaic(Mosaic(128, 128, 64, 4), pads=False),
+    triton_products(Tile(128, 64, 64, 4, 4), pads=False),
+)
+"""Kernels for widths that are no multiples of 128, without padding."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product of a layer.
+
+    Args:
+        name: projection, "up" or "down".
+        product: shapes and dtypes.
+    """
+
+    name: str
+    product: Product
+
+
+def cases(model: Model, num_rows: int) -> list[Case]:
+    """Return the products of a layer, forward and backward."""
+    widths = {
+        ("product", "up"): (model.hidden, model.inner),
+        ("transposed", "up"): (model.inner, model.hidden),
+        ("outer", "up"): (model.hidden, model.inner),
+        ("product", "down"): (model.down, model.hidden),
+        ("transposed", "down"): (model.hidden, model.down),
+        ("outer", "down"): (model.down, model.hidden),
+    }
+    return [
+        Case(name, Product(kind, num_rows, widths[kind, name], model.groups, (BF16, BF16), BF16))
+        for kind in KINDS
+        for name in ("up", "down")
+    ]
+
+
+class Program(NamedTuple):
+    """Function and its arguments, to be compiled."""
+
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+
+    def compile(self, platforms: tuple[str, ...] | None = None, device: Any = None) -> Callable[..., Any]:
+        """Compile for the default device; for an absent one, give its platform and the device."""
+        arguments = self.arguments
+        if device is not None:
+            sharding = jax.sharding.SingleDeviceSharding(device)
+            arguments = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding) for one in arguments)
+        with jax.default_device(device):
+            lowered = jax.jit(self.function).trace(*arguments).lower(lowering_platforms=platforms)
+        return lowered.compile()
+
+
+Programs = dict[tuple[Any, ...], Program]
+
+DENSE, COMPARE, OPERANDS = "dense", "compare", "operands"
+
+
+def programs(case: Case, kernels: Sequence[Kernel]) -> Programs:
+    """Return all programs of one product: of its kernels, the dense product, and the comparison of two results."""
+    product = case.product
+    found: Programs = {
+        (case, kernel): Program(partial(_multiply, kernel.backend, product), product.operands()) for kernel in kernels
+    }
+    dense = partial(_dense, product.kind)
+    left, right = product.operands()[:2]
+    matrix = jax.ShapeDtypeStruct(right.shape[-2:], right.dtype)
+    found[case, DENSE] = Program(dense, (left, matrix))
+    (result,) = jax.tree.leaves(jax.eval_shape(partial(_multiply, BLOCKS.backend, product), *product.operands()))
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    found[case, COMPARE] = Program(partial(_error, product.kind), (result, result, count))
+    found[case, OPERANDS] = Program(partial(_operands, product), (jax.eval_shape(jax.random.key, 0),))
+    return found
+
+
+def _operands(product: Product, key: jax.Array) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(key)
+    return tuple(
+        jax.random.normal(one, array.shape, array.dtype)
+        for one, array in zip(keys, product.operands()[:2], strict=True)
+    )
+
+
+def _multiply(backend: Backend, product: Product, left: Any, right: Any, sizes: Any) -> Any:
+    return backend(product, left, right, sizes, None)
+
+
+def _dense(kind: Kind, left: jax.Array, right: jax.Array) -> jax.Array:
+    sides = {"product": (1, 0), "transposed": (1, 1), "outer": (0, 0)}[kind]
+    return jax.lax.dot_general(left, right, (((sides[0],), (sides[1],)), ((), ())), preferred_element_type=left.dtype)
+
+
+def _error(kind: Kind, found: jax.Array, expected: jax.Array, count: jax.Array) -> jax.Array:
+    """Return the largest difference of two results, in their rows of groups, relative to the largest entry."""
+    if kind != "outer":
+        inside = (jnp.arange(found.shape[0]) < count)[:, None]
+        found, expected = jnp.where(inside, found, 0), jnp.where(inside, expected, 0)
+    difference = jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32))
+    return difference.max() / jnp.abs(expected.astype(jnp.float32)).max()
+
+
+def compile_all(given: Programs, threads: int | None = None) -> dict[tuple[Any, ...], Any]:
+    """Compile programs in threads; the result of one that fails is its exception."""
+
+    def attempt(program: Program) -> Any:
+        try:
+            return program.compile()
+        except Exception as error:  # other programs are measured without it
+            return error
+
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        return dict(zip(given, pool.map(attempt, given.values()), strict=True))
+
+
+class Clock:
+    """Measures calls of programs behind a long one, so that the device never waits for its host."""
+
+    def __init__(self, width: int):
+        self._matrix = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
+        self._product = jax.jit(jnp.matmul)
+        self._seconds(lambda: None, 0)
+
+    def _seconds(self, call: Callable[[], Any], calls: int) -> float:
+        begin = time.perf_counter()
+        out = self._product(self._matrix, self._matrix)
+        for _ in range(calls):
+            out = call()
+        jax.block_until_ready(out)
+        return time.perf_counter() - begin
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Return the seconds of one call: the median of the differences between many calls and none."""
+        jax.block_until_ready(call())
+        calls = max(2, min(MOST_CALLS, round(RUN_S / max(self._seconds(call, 1) - self._seconds(call, 0), 1e-5))))
+        none = statistics.median(self._seconds(call, 0) for _ in range(REPEATS))
+        return (statistics.median(self._seconds(call, calls) for _ in range(REPEATS)) - none) / calls
+
+
+def floor_s(product: Product, sizes: np.ndarray) -> float:
+    """Return the least seconds of a product on an H100: of its operations, or of reading and writing all arrays."""
+    (inner, outer), gpu = product.widths, GPUS["h100"]
+    groups = product.all_groups if product.kind == "outer" else np.count_nonzero(sizes)
+    moved = BF16.itemsize * (sizes.sum() * (inner + outer) + groups * inner * outer)
+    return float(max(moved / gpu.bytes_per_s, 2 * sizes.sum() * inner * outer / gpu.flops_per_s))
+
+
+COLUMNS = dict.fromkeys(("model", "product", "kind", "buffer rows", "rows", "skew", "backend", "tiles"), "") | {
+    "us": ".1f",
+    "TFLOP/s": ".0f",
+    "share of dense": ".2f",
+    "floor us": ".1f",
+    "": "",
+}
+
+
+def fastest(name: str, num_rows: int, kernels: Sequence[Kernel]) -> Check:
+    """Return the check that the chosen backend is as fast as the fastest of some kernels, for all products of a model.
+
+    Args:
+        name: name of the model.
+        num_rows: rows of the buffer.
+        kernels: kernels to measure, beside blocks of rows.
+    """
+
+    def check(scale: Scale) -> Finding:
+        model, buffer = scale.of((MODELS[name], num_rows), (TINY, 512))
+        every = cases(model, buffer)
+        tried = [*kernels, *(UNPADDED if model.hidden % 128 and kernels is MAIN else ())]
+        wanted: Programs = {}
+        for case in every:
+            wanted |= programs(case, [BLOCKS, *(one for one in tried if case.product.kind in one.kinds)])
+        faulthandler.dump_traceback_later(COMPILING_S, exit=True)
+        compiled = compile_all(wanted)
+        clock = Clock(scale.of(8192, 64))
+        rows: list[list[Value]] = []
+        for case in every:
+            rows += _measure(case, compiled, clock, LOADS[buffer], name)
+        faulthandler.cancel_dump_traceback_later()
+        return _finding(rows, every)
+
+    return check
+
+
+def _measure(
+    case: Case, compiled: dict[tuple[Any, ...], Any], clock: Clock, loads: Sequence[Load], name: str
+) -> Iterator[list[Value]]:
+    """Time all kernels of one product under all loads, and yield the rows of the table."""
+    product = case.product
+    left, right = compiled[case, OPERANDS](jax.random.key(1))
+    matrix = right[0] if product.kind != "outer" else right
+    for load in loads:
+        sizes = group_sizes(load, product.all_groups)
+        on_device, count = jnp.asarray(sizes), jnp.int32(load.rows)
+        operands = left, right, on_device
+        flops = 2 * load.rows * product.widths[0] * product.widths[1]
+        start = [name, case.name, product.kind, product.num_rows, load.rows, load.skew]
+        floor, dense_s, expected = floor_s(product, sizes) * 1e6, None, None
+        wanted = [key for key in compiled if key[0] == case and key[1] not in (COMPARE, OPERANDS)]
+        for key in sorted(wanted, key=lambda one: (one[1] != DENSE, one[1] != BLOCKS)):
+            kernel, program = key[1], compiled[key]
+            if kernel == DENSE and load.rows < product.num_rows:
+                continue
+            label = [DENSE, "cuBLAS"] if kernel == DENSE else [kernel.backend.name, kernel.tiles]
+            faulthandler.dump_traceback_later(STUCK_S, exit=True)
+            seconds, note = None, ""
+            try:
+                if isinstance(program, Exception):
+                    raise program
+                call = partial(program, left, matrix) if kernel == DENSE else partial(program, *operands)
+                result = call()
+                if kernel == BLOCKS:
+                    expected = result
+                elif kernel != DENSE and expected is not None:
+                    error = float(compiled[case, COMPARE](result, expected, count))
+                    note = "" if error < MOST_ERROR else f"wrong: differs by {error:.2g}"
+                del result
+                seconds = clock.seconds(call)
+            except Exception as error:  # a row with the reason; other kernels are measured
+                note = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            dense_s = seconds if kernel == DENSE else dense_s
+            rate = flops / seconds / 1e12 if seconds else None
+            share = dense_s / seconds if seconds and dense_s else None
+            yield [*start, *label, seconds and seconds * 1e6, rate, share, floor, note]
+
+
+def _finding(rows: list[list[Value]], every: Sequence[Case]) -> Finding:
+    slow, reached = [], 0
+    chosen = {(one.name, one.product.kind): choose_backend(one.product, "cuda").backend.name for one in every}
+    at = {title: place for place, title in enumerate(COLUMNS)}
+    groups: dict[tuple[Any, ...], list[list[Value]]] = {}
+    for row in rows:
+        if row[at["us"]] is not None and not row[at[""]] and row[at["backend"]] != DENSE:
+            groups.setdefault(tuple(row[: at["backend"]]), []).append(row)
+    for key, found in groups.items():
+        best: Any = min(found, key=lambda row: row[at["us"]])  # type: ignore[arg-type,return-value]
+        mine = [row for row in found if row[at["backend"]] == chosen[key[1], key[2]] and row[at["tiles"]] == TABLE]
+        for row in mine:
+            reached += 1
+            if (times := row[at["us"]] / best[at["us"]]) > WITHIN:  # type: ignore[operator]
+                slow.append(f"{key[2]} {key[1]}, {key[4]} rows, {key[5]}: {times:.2f} x {best[6]} {best[7]}")
+    holds = not slow if reached else None
+    found_text = f"{len(slow)} of {reached} slower; {'; '.join(slow)}" if slow else f"{reached} products, see the table"
+    return Finding(holds, found_text[:1500], Table(COLUMNS, rows))

@@ -1,0 +1,88 @@
+"""Pallas kernel of grouped products, compiled by Triton for GPUs such as A100, H100 and B200.
+
+It multiplies with transposed matrices without a copy of them.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float
+
+from jax_moe_lb.core.types import GroupSizes, iota
+from jax_moe_lb.kernels.triton_outer import TILE, Tile
+
+PRODUCT = Tile(TILE, 256, 64, 8, 3)
+"""128 KB of sums fit in the registers of 8 warps; three steps take 144 KB of shared memory."""
+
+NEIGHBORS = 8
+"""Row tiles that are multiplied with the same columns of matrices one after the other, from the L2 cache."""
+
+
+def product(
+    rows: Float[Array, "A I"],
+    weights: Float[Array, "S _ _"],
+    group_sizes: GroupSizes,
+    *,
+    transposed: bool,
+    tile: Tile = PRODUCT,
+) -> Float[Array, "A O"]:
+    """Compute `grouped_matmul`. Rows beyond the last group are not read, and their products are not written.
+
+    Args:
+        rows: `[A, I]`; `choose_backend` checks its shape and dtype.
+        weights: `[S, I, O]`, or `[S, O, I]` if `transposed`.
+        group_sizes: `[S]` int32.
+        transposed: if True, multiply rows with the transposes.
+        tile: work of one program; `PRODUCT` by default.
+    """
+    width = weights.shape[1 if transposed else 2]
+    columns = tile.columns_of(width)
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    tiles_of = (group_sizes + tile.rows - 1) // tile.rows
+    last = jnp.cumsum(tiles_of, dtype=jnp.int32)
+    # An upper bound: each group has at most one tile that is not full.
+    num_tiles = -(-(rows.shape[0] // tile.rows + group_sizes.shape[0]) // NEIGHBORS) * NEIGHBORS
+    index = iota(num_tiles)
+    group = jnp.minimum((last[None] <= index[:, None]).sum(1, dtype=jnp.int32), group_sizes.shape[0] - 1)
+    # A tile after the last one starts beyond the end of the last group and is empty.
+    first = ends[group] - group_sizes[group] + (index - last[group] + tiles_of[group]) * tile.rows
+    kernel: Any = pl.pallas_call(
+        partial(_multiply_tile, tile=tile, columns=columns, transposed=transposed),
+        grid=(num_tiles * (width // columns),),
+        out_shape=jax.ShapeDtypeStruct(
+            (rows.shape[0], width), rows.dtype, manual_axis_type=jax.typeof(rows).manual_axis_type
+        ),
+        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        name="grouped_product",
+    )
+    return kernel(group, first, ends[group], rows, weights)
+
+
+def _multiply_tile(
+    groups: Any, firsts: Any, ends: Any, rows: Any, weights: Any, out: Any, *, tile: Tile, columns: int, transposed: bool
+) -> None:
+    """Multiply the rows of one tile with some columns of the matrix of their group."""
+    among, neighbor = jax.lax.div(pl.program_id(0), NEIGHBORS), jax.lax.rem(pl.program_id(0), NEIGHBORS)
+    num_columns = out.shape[1] // columns
+    index = jax.lax.div(among, num_columns) * NEIGHBORS + neighbor
+    column = pl.ds(jax.lax.rem(among, num_columns) * columns, columns)
+    group, first, end = groups[index], firsts[index], ends[index]
+
+    @pl.when(first < end)
+    def _() -> None:
+        inside, these = (first + iota(tile.rows) < end)[:, None], pl.ds(first, tile.rows)
+
+        def add(n: Array, total: Array) -> Array:
+            step = pl.ds(n * tile.depth, tile.depth)
+            left = triton.load(rows.at[these, step], mask=inside, other=0)
+            right = triton.load(weights.at[(group, column, step) if transposed else (group, step, column)])
+            of_both = (((1,), (1 if transposed else 0,)), ((), ()))
+            return total + jax.lax.dot_general(left, right, of_both, preferred_element_type=jnp.float32)
+
+        zeros = jnp.zeros((tile.rows, columns), jnp.float32)
+        total = jax.lax.fori_loop(0, rows.shape[1] // tile.depth, add, zeros)
+        triton.store(out.at[these, column], total.astype(out.dtype), mask=inside)
