@@ -200,9 +200,7 @@ def own(pipeline: hopper.Pipeline, kinds: tuple[Kind, ...] = KINDS) -> Kernel:
     """Return the kernels for Hopper with the given pipeline."""
 
     def matmul(product: Product, left: Any, right: Any, sizes: Any) -> Any:
-        return hopper.product(
-            left, right, group_sizes=sizes, transposed=product.is_transposed, pipeline=pipeline
-        )
+        return hopper.product(left, right, group_sizes=sizes, transposed=product.is_transposed, pipeline=pipeline)
 
     def outer(product: Product, left: Any, right: Any, sizes: Any) -> Any:
         parts = (product.all_groups,)

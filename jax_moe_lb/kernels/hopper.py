@@ -27,6 +27,7 @@ STAGES = 3
 ALIGNED_ROWS = 8
 """Row alignment of tiles in shared memory."""
 
+
 class Pipeline(NamedTuple):
     """Pipeline of a thread block, and order of the blocks of a product.
 

@@ -63,7 +63,16 @@ def product(
 
 
 def _multiply_tile(
-    groups: Any, firsts: Any, ends: Any, rows: Any, weights: Any, out: Any, *, tile: Tile, columns: int, transposed: bool
+    groups: Any,
+    firsts: Any,
+    ends: Any,
+    rows: Any,
+    weights: Any,
+    out: Any,
+    *,
+    tile: Tile,
+    columns: int,
+    transposed: bool,
 ) -> None:
     """Multiply the rows of one tile with some columns of the matrix of their group."""
     among, neighbor = jax.lax.div(pl.program_id(0), NEIGHBORS), jax.lax.rem(pl.program_id(0), NEIGHBORS)
