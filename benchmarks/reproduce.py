@@ -208,6 +208,10 @@ RUNS = (
     Run("bench_timeline", refusal=_compilers),
     Run("bench_timeline_options", refusal=_compilers),
     Run("bench_timeline_simulator", refusal=_compilers),
+    *(
+        Run("bench_predicted_steps", (case,), None, _compilers, f"bench_predicted_steps_{case}")
+        for case in ("qwen3", "deepseek", "gpt-oss", "qwen3-plain")
+    ),
     Run("bench_reliability", ("files", "--number", "100000"), ("files",), result="reliability_files"),
     Run(
         "bench_reliability",

@@ -35,8 +35,8 @@ LIMIT_S = 480.0
 MEMORY_FRACTION = 0.45
 """Share of the GPU's memory for the process of a part, which starts others beside it."""
 
-MEMORY_FRACTIONS = {"comparison": 0.9}
-"""Shares of parts that start no other processes."""
+MEMORY_FRACTIONS = {"comparison": 0.9, "steps": 0.8}
+"""Shares of parts that start no other processes, or small ones."""
 
 
 def start(arguments: list[str], limit_s: float) -> int | None:

@@ -11,6 +11,8 @@ from benchmarks.gpu import (
     plans,
     processes,
     products,
+    step_cases,
+    steps,
     tiles,
     times,
     training,
@@ -203,6 +205,34 @@ COMPARISON = tuple(
     for name, model in (("qwen3", "Qwen3-30B-A3B"), ("mixtral", "Mixtral-8x7B"), ("deepseek", "DeepSeek-V3"))
 )
 
+STEPS = (
+    Claim(
+        "constants",
+        f"Memory and dense products reach the rates of the timeline within a factor of {steps.RATE_WITHIN}",
+        "docs/compiling.md",
+        steps.constants_hold,
+    ),
+    *(
+        Claim(
+            f"learns-{name}",
+            f"A small model trains to the losses of float32 on a CPU: {case.model}",
+            "docs/how-to/training.md",
+            steps.losses_agree(name),
+        )
+        for name, case in step_cases.TINY.items()
+    ),
+    *(
+        Claim(
+            f"step-{name}",
+            f"A step takes its estimated time within a factor of {steps.TIME_WITHIN} and the compiled memory, and "
+            f"learns: {case}",
+            "docs/results/timeline.md",
+            steps.step_holds(name),
+        )
+        for name, case in step_cases.CASES.items()
+    ),
+)
+
 PARTS = {
     "build": BUILD,
     "values": VALUES,
@@ -210,6 +240,7 @@ PARTS = {
     "kernels": KERNELS,
     "comparison": COMPARISON,
     "products": PRODUCTS,
+    "steps": STEPS,
     "copies": COPIES,
     "training": TRAINING,
 }

@@ -1,7 +1,7 @@
 """Outcomes of checks, and the files that keep them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +25,8 @@ class Scale:
     """
 
     dry: bool
-    keep: Callable[[Table], None] = lambda _: None
+    # Equal scales share cached programs.
+    keep: Callable[[Table], None] = field(default=lambda _: None, compare=False)
 
     def of(self, full: Value, tiny: Value) -> Value:
         """Return the value of a dry run, or the other one."""
