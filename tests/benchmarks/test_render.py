@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.gpu.step_cases import CASES
 from benchmarks.render import RESULTS, TABLE, VALUE, changed, documents, old_plots, rendered
 from benchmarks.results import Table, read, save
 
@@ -28,6 +29,8 @@ def test_every_table_is_shown_or_read_by_the_simulator():
     used |= {"network_hybridep/measured", "network_rails/measured"}
     # `bench_training compare` repeats them beside the measurements.
     used |= {f"network_training_predicted_{number}/predictions" for number in (1, 2)}
+    # `make gpu` repeats them beside the measurements.
+    used |= {f"bench_predicted_steps_{name}/steps" for name in CASES}
     assert {f"{run}/{name}" for run, record in read(RESULTS).items() for name in record.tables} <= used
 
 
