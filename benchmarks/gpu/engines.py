@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.results import Table
-from jax_moe_lb.collectives.peer_copy import Route, copy_expert_weights, join, start
+from jax_moe_lb.collectives.peer_copy import Route, after_start, copy_expert_weights, join, start
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.planners.greedy import greedy, greedy_planner
 
@@ -52,7 +52,7 @@ def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict
 
     @jax.jit
     def beside_copy_engines(x: jax.Array, home: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pending = start(home, wanted, route=route)
+        x, pending = after_start(start(home, wanted, route=route), x)
         y = gemm(x, home)
         return y, join(pending, after=y)
 
@@ -163,8 +163,8 @@ def copies_are_exact(scale: Scale) -> Finding:
 
     @jax.jit
     def run(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pending = start(home, wanted, route=Route(()))
-        y = x @ x
+        left, pending = after_start(start(home, wanted, route=Route(())), x)
+        y = left @ left
         return y, join(pending, after=y)
 
     for _ in range(scale.of(50, 1)):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb.collectives.local_processes import can_copy
-from jax_moe_lb.collectives.peer_copy import Route, join, start
+from jax_moe_lb.collectives.peer_copy import Route, after_start, join, start
 
 HOME, SLOTS = 3, 2
 
@@ -46,7 +46,7 @@ def run(number: int, process: int, width: int, calls: int, timeout_s: float) -> 
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(spec, everywhere, spec), out_specs=(spec, spec))
     def copies(home: jax.Array, wanted: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pending = start(home, wanted, route=route)
+        x, pending = after_start(start(home, wanted, route=route), x)
         y = x @ x
         return y, join(pending, after=y)
 

@@ -1,7 +1,8 @@
 """Copies of expert weights between ranks, concurrent with other work of the program.
 
 `start` begins the copies, and `join` returns them. Operations between the two run concurrently if they do not use the
-copies. `copy_expert_weights` combines both and is differentiable; use it if there is no such work.
+copies; `after_start` orders them after `start`. `copy_expert_weights` combines both and is differentiable; use it if
+there is no such work.
 
 On a CPU, a thread of each receiving device copies. On a GPU, copy engines do, on a separate stream. If ranks cannot
 access each other's memory, or without the custom calls, `start` is the exchange of `expert_gather.py`, without overlap.
@@ -9,9 +10,9 @@ access each other's memory, or without the custom calls, `start` is the exchange
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import iota, pytree
 
 Arrays = tuple[Array, ...]
+Operands = TypeVar("Operands")
 
 
 @dataclass(frozen=True)
@@ -263,13 +265,30 @@ def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, 
 def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Pending:
     """Begin the copies of `copy_expert_weights`, with the same arguments.
 
-    Use it with `join` to overlap copies with computation. Neither is differentiable: write one rule for the pair and
-    the operations in between, with `add_copies_at_home`.
+    Use it with `after_start` and `join` to overlap copies with computation. None of them is differentiable: write one
+    rule for the pair and the operations in between, with `add_copies_at_home`.
     """
     leaves, tree = jax.tree.flatten(home)
     operands = _operands(leaves, wanted, relay, route)
     ticket, incoming, kept = _start(*operands, experts_per_rank(leaves, wanted, route, "home"), route)
     return Pending(jax.tree.unflatten(tree, incoming), ticket, kept, route)
+
+
+def after_start(pending: Pending, operands: Operands) -> tuple[Operands, Pending]:
+    """Order the operations that use `operands` after `start`.
+
+    Without it XLA may launch `start` after them, as late as `join`, and the copies then overlap with nothing: on an H100
+    they followed all products in between.
+
+    Args:
+        pending: return value of `start`.
+        operands: pytree of arrays, inputs of the operations.
+
+    Returns:
+        Both arguments, unchanged.
+    """
+    operands, ticket = jax.lax.optimization_barrier((operands, pending.ticket))
+    return operands, replace(pending, ticket=ticket)
 
 
 def join(pending: Pending, after: Any = ()) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.collectives.peer_copy import Pending, Route, join
+from jax_moe_lb.collectives.peer_copy import Pending, Route, after_start, join
 from jax_moe_lb.collectives.peer_copy_rows import (
     Taken,
     move,
@@ -236,11 +236,12 @@ def _serve(
             made = replace(plan, placement=tables[0], quota=tables[1])
             plan, is_legal = fallback_to_plain(made, routed.counts, dynamic)
     else:
-        forward, made = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), plan
+        made = plan
         with jax.named_scope("plan"):
             plan, is_legal = fallback_to_plain(made, routed.counts, dynamic)
-        # Start the copies before the wave and join them after it, to overlap them with its products.
-        pending = _start(experts, plan, ways)
+        # Start the copies before the exchange and join them after the wave, to overlap them with both.
+        tokens, pending = _start(experts, plan, ways, tokens)
+        forward = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams)
         rows = forward.come_home(first)
     phases = Phases(receipt, streams, moved_rows(plan.placement, plan.quota, streams.first, room))
     # The wave reads the sizes, which orders it after the start of the row copies.
@@ -267,8 +268,12 @@ def _serve(
 
 
 @jax.named_scope("replicate")
-def _start(experts: Experts, plan: Plan, ways: PhaseConfig) -> Any:
-    return None if plan.slots == plan.num_home else ways.replicate.start(experts, plan, ways.topology)
+def _start(experts: Experts, plan: Plan, ways: PhaseConfig, before: Tokens) -> tuple[Tokens, Any]:
+    """Start the copies; return `before`, whose users run after that, and the copies or `None`."""
+    if plan.slots == plan.num_home:
+        return before, None
+    pending = ways.replicate.start(experts, plan, ways.topology)
+    return after_start(pending, before) if isinstance(pending, Pending) else (before, pending)
 
 
 @jax.named_scope("replicate")
@@ -430,7 +435,7 @@ def _gradients(
     # Without the barrier, XLA merges these replicas and rows with the equal ones of the forward pass and keeps them
     # until now. The barrier ties them to the gradients, which exist only in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
-    pending = _start(experts, plan, ways)
+    upstream, pending = _start(experts, plan, ways, upstream)
     backward = _Backward(ways, Batch(tokens, weights, upstream), experts, phases)
     first, nothing = jnp.int32(0), no_gradients(tokens, weights)
     parts = backward.come_home(first)

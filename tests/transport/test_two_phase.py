@@ -163,6 +163,11 @@ def test_the_same_where_it_is_lowered_for_a_gpu():
     assert posts <= graph.needs(plans)
     assert static & graph.needs(dynamic)
     assert joins & graph.needs(dynamic)
+    # Otherwise XLA may start the copies after the work that they should run beside.
+    backward = of_lowered(text, "@moe_lb_copy_start")
+    starts = backward.holding("@moe_lb_copy_start.*replicate")
+    home = backward.holding("home_wave") - backward.holding("further_rounds")
+    assert starts & backward.needs(home), (starts, home)
 
 
 @pytest.mark.slow
