@@ -5,6 +5,7 @@ others, and compares its own slots with the weights, which all of them know.
 """
 
 import argparse
+import os
 import time
 from functools import partial
 
@@ -79,7 +80,12 @@ def main() -> None:
     address = f"127.0.0.1:{given.port}"
     # All processes share the first GPU.
     jax.distributed.initialize(address, given.number, given.process, local_device_ids=[0])
-    print(run(given.number, given.process, given.width, given.calls, given.timeout_s), flush=True)
+    try:
+        print(run(given.number, given.process, given.width, given.calls, given.timeout_s), flush=True)
+    except jax.errors.JaxRuntimeError as error:
+        print(error, flush=True)
+        # An exit would wait minutes for the other processes, of which one may have ended.
+        os._exit(1)
 
 
 if __name__ == "__main__":

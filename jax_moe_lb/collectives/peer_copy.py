@@ -277,8 +277,8 @@ def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Rout
 def after_start(pending: Pending, operands: Operands) -> tuple[Operands, Pending]:
     """Order the operations that use `operands` after `start`.
 
-    Without it XLA may launch `start` after them, as late as `join`, and the copies then overlap with nothing: on an H100
-    they followed all products in between.
+    Without it XLA may launch `start` as late as `join`, and the copies then overlap with nothing. On an H100 they
+    followed all products in between.
 
     Args:
         pending: return value of `start`.
