@@ -6,9 +6,9 @@
     make gpu ARGS=--dry-run                     # tiny sizes on CPUs, without a GPU; reaches no claim
 
 `claims.py` lists the claims. Each part runs in processes of its own for at most 8 minutes, and writes
-`benchmarks/results/gpu/PART.json` after each claim. Claims that are true or false are not checked again without
-`--again`; the others are. A check that raises, or that ends its process, makes its claim false; the next one starts in
-a new process.
+`benchmarks/results/gpu/PART.json` after each claim; the end writes all into `benchmarks/results/gpu.json` for the
+documents. Claims that are true or false are not checked again without `--again`; the others are. A check that raises,
+or that ends its process, makes its claim false; the next one starts in a new process.
 """
 
 import argparse
@@ -24,10 +24,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu.claims import PARTS
-from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, NOT_REACHED, TRUE, Row, now, read_rows, write_row
+from benchmarks.gpu.findings import (
+    CLAIMS,
+    DRY_RUN_FAILED,
+    FALSE,
+    NOT_REACHED,
+    TRUE,
+    Row,
+    now,
+    read_rows,
+    write_row,
+)
 from benchmarks.gpu.worker import RUNNING
 from benchmarks.render import RESULTS
-from benchmarks.results import Table
+from benchmarks.results import Table, load, save
 
 LIMIT_S = 480.0
 """Time limit of a part."""
@@ -106,9 +116,17 @@ def summary(folder: Path) -> tuple[Table, Counter[str]]:
         for claim in claims:
             row = stored.get(claim.name)
             outcome, found = (row.outcome, row.found) if row else (NOT_REACHED, "not run")
-            rows.append([part, claim.name, claim.text, claim.source, outcome, found])
-    columns = dict.fromkeys(("part", "name", "claim", "source", "outcome", "found"), "")
-    return Table(columns, rows), Counter(row[4] for row in rows)
+            rows.append([part, claim.name, claim.text, outcome, found])
+    columns = dict.fromkeys(("part", "name", "claim", "outcome", "found"), "")
+    return Table(columns, rows), Counter(row[3] for row in rows)
+
+
+def collect(folder: Path, out: Path) -> None:
+    """Write the outcomes of all claims, and all their tables, into one file for the documents."""
+    paths = [path for part in PARTS if (path := folder / f"{part}.json").exists()]
+    tables = {name: table for path in paths for name, table in load(path).items() if name != CLAIMS}
+    device = next(row.device for path in paths for row in read_rows(path).values() if row.device)
+    save({CLAIMS: summary(folder)[0], **tables}, out, device)
 
 
 def run(parts: list[str], again: list[str], folder: Path, *, dry_run: bool) -> int:
@@ -120,6 +138,8 @@ def run(parts: list[str], again: list[str], folder: Path, *, dry_run: bool) -> i
         print(f"{part}: {len(names)} of {len(PARTS[part])} claims to check", flush=True)
         run_part(part, names, path, dry_run=dry_run)
         failed |= any(row.found.startswith(DRY_RUN_FAILED) for row in read_rows(path).values())
+    if not dry_run:
+        collect(folder, folder.with_suffix(".json"))
     table, counted = summary(folder)
     print(f"\n{table}\n\n" + ", ".join(f"{counted[name]} {name}" for name in (TRUE, FALSE, NOT_REACHED)))
     return int(failed or counted[FALSE] > 0)
