@@ -1,9 +1,10 @@
 """Exact-size exchange of rows between the ranks of a mesh axis.
 
-On accelerators it is `jax.lax.ragged_all_to_all`, which XLA:CPU does not support. Between CPU devices of one process, a
-custom call copies the rows. Between processes, or without the custom call, it is a sequence of padded steps of XLA's
-other collectives, in `O(P + Q)` rows of memory. The number of steps follows from the largest pair of ranks. The steps
-are `all_to_all`s, one per group of ranks, or unidirectional permutes for networks (`permutes.py`).
+On accelerators it is `jax.lax.ragged_all_to_all`, which XLA:CPU does not support; for one rank on a GPU, a gather.
+Between CPU devices of one process, a custom call copies the rows. Between processes, or without the custom call, it is
+a sequence of padded steps of XLA's other collectives, in `O(P + Q)` rows of memory. The number of steps follows from
+the largest pair of ranks. The steps are `all_to_all`s, one per group of ranks, or unidirectional permutes for networks
+(`permutes.py`).
 """
 
 import math
@@ -292,7 +293,34 @@ def ragged_all_to_all(
 
     on_cpu = in_process if moves_in_process() else by_steps
     on_cuda = on_one_shot_kernel if in_one_process and num_ranks <= MAX_ONE_SHOT_RANKS else on_accelerators
+    if num_ranks == 1:
+        on_cuda = on_one_rank
     return jax.lax.platform_dependent(*args, cpu=on_cpu, cuda=on_cuda, default=on_accelerators)
+
+
+def on_one_rank(
+    operand: Shaped[Array, "P *X"],
+    output: Shaped[Array, "Q *X"],
+    input_offsets: Sizes,
+    send_sizes: Sizes,
+    output_offsets: Sizes,
+    recv_sizes: Sizes,
+) -> Shaped[Array, "Q *X"]:
+    """Compute `ragged_all_to_all` of a single rank by a gather, with the same arguments.
+
+    It is used on NVIDIA GPUs, where XLA's kernel copies with few thread blocks: on an H100 it took 842 us for 134 MB,
+    of which 90 us are the bytes.
+    """
+    if operand.shape[0] == 0 or output.shape[0] == 0:
+        return output
+    num_rows = output.shape[0]
+    is_sent = iota(num_rows) < recv_sizes.sum(dtype=jnp.int32)
+    into = jnp.where(is_sent, concatenated(output_offsets, recv_sizes, num_rows), num_rows)
+    sent = concatenated(input_offsets, send_sizes, num_rows)
+    # Each row's source first, so that rows move once.
+    source = jnp.full(num_rows, -1, jnp.int32).at[into].set(sent, mode="drop")
+    rows = operand.at[jnp.maximum(source, 0)].get(mode="clip")
+    return jnp.where((source >= 0).reshape(-1, *[1] * (output.ndim - 1)), rows, output)
 
 
 def empty_buffer(rows: Array, num_rows: int) -> Array:

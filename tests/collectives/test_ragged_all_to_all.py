@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb.collectives.permutes import unidirectional_permutes
-from jax_moe_lb.collectives.ragged_all_to_all import one_way_all_to_all, padded_all_to_all, ragged_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import (
+    on_one_rank,
+    one_way_all_to_all,
+    padded_all_to_all,
+    ragged_all_to_all,
+)
 from tests.layer_cases import make_mesh
 
 
@@ -71,6 +76,22 @@ def test_the_accelerators_path_lowers():
     text = RUN[("expert",)].trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "ragged_all_to_all" in text
     assert "while" not in text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_rank_gathers_on_a_gpu(seed):
+    rng = np.random.default_rng(seed)
+    operand, *where, received = draw_case(rng, 1, 5, 40, 8.0)
+    output = rng.normal(size=(1, received.sum() + seed % 3, 3)).astype(np.float32)
+    sizes = (jnp.asarray(a[0], jnp.int32) for a in (*where, received))
+    got = on_one_rank(jnp.asarray(operand[0]), jnp.asarray(output[0]), *sizes)
+    np.testing.assert_array_equal(got, reference(operand, output, *where)[0])
+
+
+def test_a_layer_of_one_rank_has_no_exchange_on_a_gpu():
+    arrays = [jax.ShapeDtypeStruct((1, 16, 3), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((1, 2), jnp.int32)] * 4
+    text = exchange(make_mesh((1,), ("expert",)), ("expert",)).trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert "ragged_all_to_all" not in text.as_text()
 
 
 FORMS = {"padded": padded_all_to_all, "one way": one_way_all_to_all}
