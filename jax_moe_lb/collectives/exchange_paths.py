@@ -35,6 +35,7 @@ class ExchangePath(enum.Enum):
     """One kernel of XLA on NCCL's symmetric memory: one GPU per process, all in one NVLink domain."""
     SEND_RECEIVE = "NCCL sends and receives"
     """One send and one receive of NCCL or RCCL per update; the host waits for the lists."""
+    GATHER = "gather of the only rank"
     NATIVE = "ragged_all_to_all of the TPU"
     CUSTOM_CALL = "custom call in one process"
     STEPS = "padded steps of other collectives"
@@ -104,6 +105,8 @@ def exchange_path(topology: Topology) -> PathChoice:
         return _on_cpus(topology)
     if platform == "rocm":
         return _on_rocm(topology)
+    if ranks == 1:
+        return PathChoice(ExchangePath.GATHER, "one rank")
     if topology.in_one_process:
         if ranks <= MAX_ONE_SHOT_RANKS:
             return PathChoice(ExchangePath.ONE_SHOT, f"{ranks} ranks are devices of one process")

@@ -20,6 +20,7 @@ APART = replace(GPUS, ranks_per_process=1, processes=tuple(range(8)))
         (Topology.flat(8), ExchangePath.UNKNOWN, "not read from a mesh"),
         (GPUS, ExchangePath.ONE_SHOT, "one process"),
         (replace(Topology.flat(64), platform="cuda", ranks_per_process=64), ExchangePath.SEND_RECEIVE, "has 32"),
+        (replace(Topology.flat(1), platform="cuda", ranks_per_process=1), ExchangePath.GATHER, "one rank"),
         (APART, ExchangePath.DEVICE_KERNEL, "one device per process"),
         (replace(APART, ranks_per_domain=4), ExchangePath.SEND_RECEIVE, "2 domains"),
         (replace(GPUS, ranks_per_process=4), ExchangePath.SEND_RECEIVE, "several devices each"),
