@@ -9,9 +9,8 @@
 
 On a GPU, a host thread plans when the load has arrived on the host. Then it starts the copies, which wait for the work
 before `post`. Both run during the exchange, even if XLA's host thread waits for it. `plan_and_copy` is launched after
-the exchange and returns the plan. This path has been compiled and run on a stand-in for the CUDA runtime, but not on a
-GPU. On a CPU, a handler plans when the operands of the second call are ready, and users of the plan wait for the
-copies.
+the exchange and returns the plan. This path ran on one H100, with copies inside its memory. On a CPU, a handler plans
+when the operands of the second call are ready, and users of the plan wait for the copies.
 """
 
 from dataclasses import field
