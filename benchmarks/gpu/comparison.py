@@ -2,16 +2,16 @@
 
 One GPU plays one rank of 8 after another, forward and backward, with the rows that the plan of the group gives it; see
 `one_rank.py` for the parts left out. The systems are plain expert parallelism in rounds, with a worst-case buffer and
-with a capacity limit that drops copies, and balanced ones.
+with a capacity limit that drops copies, and `exact` with any number of rounds and with one.
 """
 
-import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +19,25 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.stages import Compiled
 
+from benchmarks.gpu.compiled import WITHOUT_GRAPHS
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.layers import mesh_of
 from benchmarks.gpu.one_rank import LocalExchange, RankInputs, rank_step
 from benchmarks.popular_ranks import Case, popularity
 from benchmarks.results import Table, Value
-from jax_moe_lb import Buffers, Experts, Plan, System, Topology, exact, plain, ultraep
+from jax_moe_lb import Buffers, Experts, Plan, System, Topology, exact, plain
 from jax_moe_lb.aot import compiler_options
-from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.plan import load
 from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 
-SKEWS = (4.0, 2.0, 1.0)
-"""Expected loads of the busiest rank over the mean, the most valuable first."""
-
 EVEN = "even"
-BATCHES, CALLS = 3, 4
+SKEWS: tuple[float | str, ...] = (4.0, 2.0, 1.0, EVEN)
+"""Expected loads of the busiest rank over the mean, the most valuable first; `EVEN` for equal counts."""
+
+BATCHES, BATCH_MS, MOST_CALLS = 5, 40.0, 8
+"""Timed batches, least milliseconds of one, and most calls in it."""
+
 FLOP_PER_WEIGHT = 18
 """Operations of a SwiGLU expert per row and `H x F`: three products forward and six backward, two operations each."""
 
@@ -54,7 +56,6 @@ class Layer:
         per_token: `K`.
         hidden: `H`.
         inner: `F`.
-        more: whether to compare further systems, each of which takes seconds to trace; False by default.
     """
 
     ranks: int
@@ -63,7 +64,6 @@ class Layer:
     per_token: int
     hidden: int
     inner: int
-    more: bool = False
 
     @property
     def home(self) -> int:
@@ -82,16 +82,19 @@ class Layer:
 
 
 LAYERS = {
-    "qwen3": Layer(ranks=8, tokens=8192, experts=128, per_token=8, hidden=2048, inner=768, more=True),
+    "qwen3": Layer(ranks=8, tokens=8192, experts=128, per_token=8, hidden=2048, inner=768),
     "mixtral": Layer(ranks=8, tokens=4096, experts=8, per_token=2, hidden=4096, inner=14336),
     "deepseek": Layer(ranks=8, tokens=4096, experts=256, per_token=8, hidden=7168, inner=2048),
 }
 """Layers of Qwen3-30B-A3B, Mixtral-8x7B and DeepSeek-V3."""
 
-TINY = Layer(ranks=8, tokens=64, experts=16, per_token=2, hidden=128, inner=128, more=True)
+TINY = Layer(ranks=8, tokens=64, experts=16, per_token=2, hidden=128, inner=128)
 
 PLAIN, WORST = "plain, in rounds", "plain, worst-case buffer"
 BALANCED, ONE_ROUND = "exact", "exact, one round"
+FACTOR = 1.25
+PROFILED = (ONE_ROUND, PLAIN)
+"""Systems that `rank_kernels` profiles."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +118,15 @@ def variants(layer: Layer) -> dict[str, Variant]:
     """Return the compared systems, the most valuable first."""
     # The router chooses distinct experts.
     worst = layer.ranks * min(layer.per_token, layer.home) / layer.per_token
-    found = {
+    # Every expert may be full.
+    full = layer.experts * capacity(FACTOR, layer.copies, layer.experts) / layer.copies
+    return {
         PLAIN: Variant(plain()),
         BALANCED: Variant(exact()),
+        ONE_ROUND: Variant(exact(buffers=Buffers(max_rounds=1))),
         WORST: Variant(plain(Buffers(worst, max_rounds=1))),
+        f"capacity {FACTOR}": Variant(plain(Buffers(full, max_rounds=1)), FACTOR),
     }
-    for factor in (1.25, 2.0) if layer.more else (1.25,):
-        # Every expert may be full.
-        headroom = layer.experts * capacity(factor, layer.copies, layer.experts) / layer.copies
-        found[f"capacity {factor}"] = Variant(plain(Buffers(headroom, max_rounds=1)), factor)
-    found[ONE_ROUND] = Variant(exact(buffers=Buffers(max_rounds=1)))
-    return found | ({"ultraep": Variant(ultraep())} if layer.more else {})
 
 
 @cache
@@ -148,6 +149,9 @@ def routing(layer: Layer, skew: float | str) -> np.ndarray:
 def counts_of(layer: Layer, routed: np.ndarray) -> np.ndarray:
     """Return the counts `[R, E]`, int32."""
     return np.stack([np.bincount(one[one >= 0], minlength=layer.experts) for one in routed]).astype(np.int32)
+
+
+_within = jax.jit(within_capacity, static_argnums=(1, 2))
 
 
 @dataclass(frozen=True)
@@ -174,18 +178,17 @@ class Served:
         routed = routing(layer, skew)
         kept = routed
         if (limit := variant.capacity(layer)) is not None:
-            within = jax.jit(partial(within_capacity, num_experts=layer.experts, capacity=limit))
-            kept = np.stack([np.asarray(within(one)) for one in routed])
+            kept = np.stack([np.asarray(_within(one, layer.experts, limit)) for one in routed])
         counts, lost = counts_of(layer, kept), kept < 0
         plan = plan_on_host(variant.system, counts, Topology.flat(layer.ranks)).plan
         return cls(routed, counts, plan, float(lost.mean()), float(lost.any(2).mean()))
 
     def slow_ranks(self) -> list[int]:
-        """Return the rank with the most rows, and the one with the most replicas if it is another."""
+        """Return the rank with the most rows, then the one with the most replicas if it is another."""
         loads, replicas = np.asarray(load(self.plan)), (self.plan.placement[:, self.plan.num_home :] >= 0).sum(1)
         # Among ranks with equally many replicas, the one with the most rows.
         ranks = int(loads.argmax()), int(np.lexsort((loads, replicas))[-1])
-        return sorted(set(ranks)) if replicas.any() else [ranks[0]]
+        return list(dict.fromkeys(ranks)) if replicas.any() else [ranks[0]]
 
 
 def arguments(layer: Layer, served: Served, rank: int, fixed: tuple[jax.Array, jax.Array, Experts]) -> RankInputs:
@@ -220,27 +223,37 @@ def program(layer: Layer, variant: Variant, mesh: jax.sharding.Mesh) -> Any:
     step = partial(rank_step, exchange=exchange, capacity=variant.capacity(layer), topology=topology)
     # Only a mesh gives the package's code its platform.
     whole = PartitionSpec()
-    run = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return jax.jit(run, compiler_options=compiler_options(mesh))
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False))
 
 
 class Programs:
-    """Programs of all variants, compiled in threads, and run once each in the order of their memory."""
+    """Programs of all variants, compiled in threads, and run once each in the order of their memory.
+
+    Those of `PROFILED` are also compiled without CUDA graphs.
+    """
 
     def __init__(self, layer: Layer, first: Mapping[str, RankInputs], mesh: jax.sharding.Mesh) -> None:
         self.reasons: dict[str, str] = {}
         self.peak_gb: dict[str, float | None] = {}
         self.compiled: dict[str, Compiled] = {}
+        self.profiled: dict[str, Compiled] = {}
+        on_gpu = jax.default_backend() == "gpu"
+        with_graphs, without = compiler_options(mesh), compiler_options(mesh, WITHOUT_GRAPHS if on_gpu else {})
         futures: dict[str, Future[Compiled]] = {}
-        with ThreadPoolExecutor(len(first)) as threads:
+        others: dict[str, Future[Compiled]] = {}
+        with ThreadPoolExecutor(len(first) + len(PROFILED)) as threads:
             for name, variant in variants(layer).items():
-                if name in first:
-                    with self._reasons_of(name):
-                        # Tracing holds Python's lock; only XLA runs beside it.
-                        futures[name] = threads.submit(program(layer, variant, mesh).lower(first[name]).compile)
+                with self._reasons_of(name):
+                    # Tracing holds Python's lock; only XLA runs beside it.
+                    lowered = program(layer, variant, mesh).lower(first[name])
+                    futures[name] = threads.submit(lowered.compile, with_graphs)
+                    if name in PROFILED:
+                        others[name] = threads.submit(lowered.compile, without)
         for name, future in futures.items():
             with self._reasons_of(name):
                 self.compiled[name] = future.result()
+                if name in others:
+                    self.profiled[name] = others[name].result()
         for name in sorted(self.compiled, key=self.compiled_bytes):
             with self._reasons_of(name):
                 self._run_first(name, first[name])
@@ -287,31 +300,28 @@ class Attempt:
         return isinstance(error, Exception)
 
 
-def milliseconds(call: Callable[[], object], batches: int = BATCHES, calls: int = CALLS) -> float:
-    """Return the median time of a call over batches of asynchronous calls, after one more."""
+class Times(NamedTuple):
+    """Milliseconds of a call: median of some batches, the lowest and the highest."""
+
+    median: float
+    lowest: float
+    highest: float
+
+
+def times_of(call: Callable[[], object], scale: Scale) -> Times:
+    """Return the times of a call in batches of asynchronous calls, after two more."""
     jax.block_until_ready(call())
-    found = []
-    for _ in range(batches):
+
+    def batch_ms(calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             result = call()
         jax.block_until_ready(result)
-        found.append((time.perf_counter() - start) / calls)
-    return 1e3 * float(np.median(found))
+        return 1e3 * (time.perf_counter() - start) / calls
 
-
-def planning_ms(system: System, counts: np.ndarray, scale: Scale) -> float:
-    """Return the time of the planner in the jitted program."""
-    topology = Topology.flat(counts.shape[0])
-    slots = counts.shape[1] // counts.shape[0] + system.replica_slots
-
-    @jax.jit
-    def rebalance(counts: jax.Array) -> Plan:
-        start = plain_plan(counts, topology, slots)
-        return system.balancer.rebalance(counts, start, topology, system.balancer.init(counts.shape))[0]
-
-    given = jnp.asarray(counts)
-    return milliseconds(lambda: rebalance(given), *scale.of((BATCHES, 10), (1, 1)))
+    calls = min(MOST_CALLS, max(2, math.ceil(BATCH_MS / batch_ms(1))))
+    found = [batch_ms(scale.of(calls, 1)) for _ in range(scale.of(BATCHES, 1))]
+    return Times(float(np.median(found)), min(found), max(found))
 
 
 COLUMNS = {
@@ -321,71 +331,72 @@ COLUMNS = {
     "rounds": "d",
     "replicas": "d",
     "ms": ".2f",
+    "lowest ms": ".2f",
+    "highest ms": ".2f",
     "floor ms": ".2f",
-    "planner ms": ".3f",
     "GB": ".2f",
     "GB compiled": ".2f",
     "dropped copies": ".1%",
     "tokens with a dropped copy": ".1%",
     "": "",
 }
-TIME, PLANNER, COMPILED_MEMORY = (list(COLUMNS).index(name) for name in ("ms", "planner ms", "GB compiled"))
+TIME, COMPILED_MEMORY = (list(COLUMNS).index(name) for name in ("ms", "GB compiled"))
 
 
-def shown(skew: float | str) -> str:
-    """Return a skew as a cell."""
-    return skew if isinstance(skew, str) else f"{skew:.0f}"
+@dataclass(frozen=True)
+class Prepared:
+    """Everything of a layer before its first timing.
+
+    Args:
+        layer: its sizes.
+        programs: compiled programs.
+        served: routing and plan by system and skew.
+        inputs: inputs of the slow ranks of each case, on the device.
+    """
+
+    layer: Layer
+    programs: Programs
+    served: Mapping[tuple[str, float | str], Served]
+    inputs: Mapping[tuple[str, float | str], list[RankInputs]]
 
 
-def measured(
-    layer: Layer, name: str, skew: float | str, served: Served, fixed: Any, programs: Programs, scale: Scale
-) -> list[Value]:
+@cache
+def prepared(layer: Layer) -> Prepared:
+    """Route, plan, and compile and run all programs once."""
+    names, fixed = variants(layer), fixed_arrays(layer)
+    served = {(name, skew): Served.of(layer, variant, skew) for skew in SKEWS for name, variant in names.items()}
+    inputs = {case: [arguments(layer, one, rank, fixed) for rank in one.slow_ranks()] for case, one in served.items()}
+    first = {name: inputs[name, SKEWS[0]][0] for name in names}
+    return Prepared(layer, Programs(layer, first, mesh_of(1)[0]), served, inputs)
+
+
+def measured(ready: Prepared, name: str, skew: float | str, scale: Scale) -> list[Value]:
     """Return the row of a system at a skew; a failure is its last cell."""
-    system, plan = variants(layer)[name].system, served.plan
+    layer, programs, served = ready.layer, ready.programs, ready.served[name, skew]
     reason = {"": programs.reasons.get(name, "")}
-    buffers, busiest = system.dispatch.buffers, int(np.asarray(load(plan)).max())
+    buffers, busiest = variants(layer)[name].system.dispatch.buffers, int(np.asarray(load(served.plan)).max())
     rounds = -(-busiest // buffers.rows(layer.copies))
     if buffers.max_rounds is not None and rounds > buffers.max_rounds:
         reason[""] = reason[""] or f"{rounds} rounds; max_rounds is {buffers.max_rounds}"
-    took: float | None = None
+    took: tuple[float | None, ...] = (None,) * 3
     if not reason[""]:
         with Attempt(partial(reason.__setitem__, "")):
-            took = max(
-                milliseconds(
-                    partial(programs.compiled[name], arguments(layer, served, rank, fixed)),
-                    *scale.of((BATCHES, CALLS), (1, 1)),
-                )
-                for rank in served.slow_ranks()
-            )
+            # The slowest of these ranks.
+            took = max(times_of(partial(programs.compiled[name], one), scale) for one in ready.inputs[name, skew])
     compiled = programs.compiled_bytes(name) / 1e9 if name in programs.compiled else None
-    replicas = int((plan.placement[:, plan.num_home :] >= 0).sum())
-    drops = (served.dropped, served.hurt)
-    memory = programs.peak_gb.get(name), compiled
-    times = took, layer.floor_ms, None
-    return [shown(skew), name, busiest / layer.copies, rounds, replicas, *times, *memory, *drops, reason[""]]
+    replicas = int((served.plan.placement[:, served.plan.num_home :] >= 0).sum())
+    shown = skew if isinstance(skew, str) else f"{skew:.0f}"
+    loads, times = (busiest / layer.copies, rounds, replicas), (*took, layer.floor_ms)
+    memory, drops = (programs.peak_gb.get(name), compiled), (served.dropped, served.hurt)
+    return [shown, name, *loads, *times, *memory, *drops, reason[""]]
 
 
 def rows_of(layer: Layer, scale: Scale) -> Iterator[list[Value]]:
     """Yield the rows of all cases, the most valuable first."""
-    mesh, _ = mesh_of(1)
-    fixed, names = fixed_arrays(layer), variants(layer)
-    hardest = {name: Served.of(layer, variant, SKEWS[0]) for name, variant in names.items()}
-    first = {name: arguments(layer, one, one.slow_ranks()[0], fixed) for name, one in hardest.items()}
-    programs = Programs(layer, first, mesh)
+    ready = prepared(layer)
     for skew in SKEWS:
-        for name, variant in names.items():
-            served = hardest[name] if skew == SKEWS[0] else Served.of(layer, variant, skew)
-            yield measured(layer, name, skew, served, fixed, programs, scale)
-    yield measured(layer, PLAIN, EVEN, Served.of(layer, names[PLAIN], EVEN), fixed, programs, scale)
-
-
-def add_planning(layer: Layer, rows: list[list[Value]], scale: Scale) -> None:
-    """Measure planners and write their times into the rows; a failure is the last cell of its row."""
-    for row, skew in itertools.product(rows, SKEWS):
-        variant = variants(layer)[str(row[1])]
-        if variant.system.replica_slots and row[1] != ONE_ROUND and row[0] == shown(skew):
-            with Attempt(partial(row.__setitem__, -1)):
-                row[PLANNER] = planning_ms(variant.system, Served.of(layer, variant, skew).counts, scale)
+        for name in variants(layer):
+            yield measured(ready, name, skew, scale)
 
 
 def balanced_is_faster(name: str) -> Check:
@@ -405,8 +416,6 @@ def balanced_is_faster(name: str) -> Check:
         if rows[-1][TIME] is None:
             # Errors of CUDA may remain in the process: end it.
             raise RuntimeError(f"the last case failed: {rows[-1][-1]}")
-        # Last, since a planner that fails may end the process.
-        add_planning(scale.of(LAYERS[name], TINY), rows, scale)
         at_highest = {row[1]: row for row in rows if row[0] == rows[0][0]}
         times: dict[str, Any] = {one: at_highest[one][TIME] for one in (PLAIN, WORST, BALANCED)}
         memory: dict[str, Any] = {one: at_highest[one][COMPILED_MEMORY] for one in (WORST, BALANCED)}

@@ -6,7 +6,8 @@ this rank.
 
 These parts differ from a rank of a group:
 
-- Rows that arrive are copies of this rank's own rows, at the rate of this device's memory. NVLink is not used.
+- Rows that arrive are copies of this rank's own rows, at the rate of this device's memory. NVLink is not used. As in
+  the exchange of one process, with one slice per slot, they arrive sorted by slot.
 - Replicas are copies of home experts, and gradients of as many replicas are added at home.
 - Routing, the all-gather of counts and the planner are left out.
 """
@@ -31,7 +32,6 @@ from jax_moe_lb.transport.exchange import (
     Receipt,
     RoutingWeights,
     arriving_rows,
-    by_slot,
     inverse_order,
     landings,
     sending_order,
@@ -53,7 +53,7 @@ class LocalReceipt(Receipt):
 
 @dataclass(frozen=True)
 class LocalExchange(Exchange[LocalReceipt]):
-    """Exchange of one rank as in `Direct` with one slice per rank, with local copies of as many rows."""
+    """Exchange of one rank as in `Direct` with one slice per slot, with local copies of as many rows."""
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> LocalReceipt:
         """Return the receipt of rank 0; see `receipt_of`."""
@@ -84,22 +84,26 @@ class LocalExchange(Exchange[LocalReceipt]):
     def send(
         self, copies: Copies, receipt: LocalReceipt, i: Int[Array, ""], topology: Topology
     ) -> tuple[Rows, GroupSizes]:
-        """Copy as many rows of `copies` as arrive in round `i`, and sort them by slot."""
+        """Copy as many rows of `copies` as arrive in round `i`."""
         del topology
         capacity = self.buffers.chunk_rows(copies.shape[0])
-        coming = landings(receipt.arriving, i, capacity)
+        group_sizes = _arriving_by_slot(receipt, i, capacity)
         first = jax.lax.rem(i * capacity, jnp.int32(copies.shape[0]))
-        landed = copy_rows(copies, jax.lax.empty((capacity, copies.shape[1]), copies.dtype), first, 0, coming.sum())
-        return landed[by_slot(coming, capacity)], coming.sum(0, dtype=jnp.int32)
+        buffer = jax.lax.empty((capacity, copies.shape[1]), copies.dtype)
+        return copy_rows(copies, buffer, first, 0, group_sizes.sum()), group_sizes
 
     def send_back(
         self, rows: Rows, receipt: LocalReceipt, i: Int[Array, ""], out: Copies, topology: Topology
     ) -> Copies:
-        """Sort the outputs of round `i` by source, and copy them into `out`."""
+        """Copy the outputs of round `i` into `out`."""
         del topology
-        coming = landings(receipt.arriving, i, rows.shape[0])
         first = jax.lax.rem(i * rows.shape[0], jnp.int32(out.shape[0]))
-        return copy_rows(rows[by_slot(coming.T, rows.shape[0])], out, 0, first, coming.sum())
+        return copy_rows(rows, out, 0, first, _arriving_by_slot(receipt, i, rows.shape[0]).sum())
+
+
+def _arriving_by_slot(receipt: LocalReceipt, i: Int[Array, ""], capacity: int) -> GroupSizes:
+    # The stream of this form is sorted by slot, then by source.
+    return landings(receipt.arriving.T, i, capacity).sum(1, dtype=jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,9 @@ def rank_step(inputs: RankInputs, *, exchange: LocalExchange, capacity: int | No
     receipt = exchange.receipt_of(inputs.me, routed, inputs.counts, inputs.plan)
     serve = partial(_serve, inputs.plan, receipt, exchange, topology)
     y, pull_back = jax.vjp(serve, inputs.x, inputs.weights, inputs.experts)
-    return y, pull_back(inputs.upstream)
+    # In a model, gradients exist only after the outputs. Without the barrier, XLA merges operations of both passes.
+    y, upstream = jax.lax.optimization_barrier((y, inputs.upstream))
+    return y, pull_back(upstream)
 
 
 def _serve(
