@@ -1,12 +1,13 @@
 """Rows gathered or copied as words are unchanged."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_moe_lb import Plan
 from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words
-from jax_moe_lb.transport.exchange import rows_by_words, sending_order
+from jax_moe_lb.transport.exchange import Receipt, inverse_order, rows_by_words, sending_order, to_sending_order
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -49,3 +50,22 @@ def test_unrouted_copies_come_last_in_the_sending_order():
     order = np.asarray(sending_order(experts, going, plan))
     np.testing.assert_array_equal(order[:4], [2, 4, 1, 5])
     assert sorted(order[4:]) == [0, 3]
+
+
+@pytest.mark.parametrize("per_token", [1, 3, 4])
+def test_copies_are_gathered_without_selections_of_indices(per_token):
+    order = jnp.asarray(np.random.default_rng(0).permutation(6 * per_token), jnp.int32)
+    receipt = Receipt(
+        rounds=jnp.int32(1),
+        follows_plan=None,
+        order=order,
+        place=inverse_order(order),
+        num_going=jnp.int32(order.size),
+    )
+    tokens = jnp.arange(6 * 8.0).reshape(6, 8)
+    gather = jax.jit(lambda tokens, receipt: to_sending_order(tokens, receipt, per_token))
+    np.testing.assert_array_equal(gather(tokens, receipt), np.asarray(tokens)[np.asarray(order) // per_token])
+    # On GPUs a gather repeats the computation of its index for every few entries of a row.
+    text = gather.trace(tokens, receipt).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.gather" in text
+    assert not [name for name in ("select", "sign", "compare") if f"stablehlo.{name}" in text]
