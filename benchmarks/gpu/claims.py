@@ -7,6 +7,7 @@ from benchmarks.gpu import (
     comparison,
     compiled,
     engines,
+    gathers,
     layers,
     plans,
     processes,
@@ -197,11 +198,10 @@ TRAINING = (
 
 COMPARED = (("qwen3", "Qwen3-30B-A3B"), ("mixtral", "Mixtral-8x7B"), ("deepseek", "DeepSeek-V3"))
 
-# Both claims of a layer share its compiled programs.
-COMPARISON = tuple(
-    claim
-    for name, model in COMPARED
-    for claim in (
+
+def _compared(name: str, model: str) -> tuple[Claim, Claim]:
+    # Both checks share the compiled programs.
+    return (
         Claim(
             f"rank-{name}",
             f"At 4 x mean load, the slowest rank of `exact` takes less than half the time of `plain`, and less memory "
@@ -216,6 +216,16 @@ COMPARISON = tuple(
             rank_kernels.products_take_most(name),
         ),
     )
+
+
+COMPARISON = (
+    *(claim for one in COMPARED for claim in _compared(*one)),
+    Claim(
+        "gathers",
+        f"Gathers and sums of rows take at most {gathers.WITHIN} x the time of the fastest form",
+        GPU,
+        gathers.gathers_are_fast,
+    ),
 )
 
 STEPS = (

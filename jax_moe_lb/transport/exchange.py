@@ -376,8 +376,8 @@ def to_sending_order(tokens: Tokens, receipt: Receipt, per_token: int) -> Copies
     Returns:
         `[T * K, H]` copies.
     """
-    # Unsigned: a signed quotient and a signed index have 15 more operations, which a gather on GPUs repeats for every few
-    # entries of a row.
+    # Unsigned: a signed quotient and a signed index have 20 more operations, which a gather on GPUs repeats for every
+    # few entries of a row.
     return rows_at(tokens, receipt.order.astype(jnp.uint32) // per_token)
 
 
