@@ -20,6 +20,9 @@ NUM_HOME, NUM_GROUPS = 16, 18
 WITHIN = 0.8
 """Least share of a recorded rate."""
 
+MOST_ERROR = 0.02
+"""Largest difference from the product by blocks of rows, relative to its largest entry."""
+
 
 def named(name: str) -> Backend:
     """Return the backend of a name."""
@@ -40,6 +43,8 @@ def operands_of(product: Product, seed: int, *, full: bool = False) -> tuple[Any
     rows = product.num_rows
     shares = np.full(NUM_GROUPS, 1 / NUM_GROUPS) if full else 0.9 * rng.dirichlet(np.full(NUM_GROUPS, 0.3))
     sizes = np.floor(shares * rows).astype(np.int32)
+    if not full:
+        sizes[[2, NUM_GROUPS - 1]] = 0
     sizes[0] += rows - sizes.sum() if full else 0
     left, right = (
         jax.random.normal(jax.random.key(seed + i), one.shape, jnp.bfloat16) / 8
@@ -65,38 +70,50 @@ def reference(product: Product) -> Callable[..., jax.Array]:
     return jax.jit(multiply)
 
 
-def values_equal(name: str, repeats: int = 50) -> Check:
-    """Return the check of a backend against blocks of rows, and of equal bits in repeated calls, to detect races."""
+def values_equal(name: str, repeats: int = 8) -> Check:
+    """Return the check of a backend against blocks of rows, and of equal bits in repeated calls, to detect races.
+
+    Matrices and sums are in two arrays if the backend takes them; groups are uneven, some empty, and rows of none NaN.
+    """
 
     def check(scale: Scale) -> Finding:
-        backend, rows = named(name), scale.of(34432, 256)
-        for widths in scale.of(((2048, 1536), (768, 2048)), ((128, 256),)):
+        backend, rows, reached = named(name), scale.of(8192, 256), []
+        for widths in scale.of(((2048, 1536), (2880, 2880)), ((128, 256),)):
             for kind in KINDS:
                 product = product_of(kind, backend, rows, widths)
-                if kind != "outer" and backend.matmul is None:
+                if reason := backend.why_not_for(product):
+                    reached.append(f"not {kind} of {widths[0]} x {widths[1]}: {reason}")
                     continue
-                if reason := backend.why_not(product):
-                    return Finding(None, reason)
-                for seed in range(scale.of(3, 1)):
-                    _compare(backend, product, seed, scale.of(repeats, 1))
-        return Finding(True, f"{rows} rows, all kinds of product")
+                _compare(backend, product, scale.of(2, 1), scale.of(repeats, 1))
+                reached.append(f"{kind} of {widths[0]} x {widths[1]}")
+        holds = None if all(one.startswith("not ") for one in reached) else True
+        return Finding(holds, f"{rows} rows: {'; '.join(reached)}")
 
     return check
 
 
-def _compare(backend: Backend, product: Product, seed: int, repeats: int) -> None:
-    left, right, sizes = operands_of(product, seed)
-    used = None if product.kind == "outer" else int(sizes.sum())
-
+def _compare(backend: Backend, product: Product, seeds: int, repeats: int) -> None:
     @jax.jit
     def run(left: Any, right: Any, sizes: jax.Array) -> jax.Array:
         found = backend(product, left, right, sizes, None)
         return jnp.concatenate(found) if isinstance(found, tuple) else found
 
-    first, want = run(left, right, sizes)[:used], reference(product)(left, right, sizes)[:used]
-    np.testing.assert_allclose(np.float32(first), np.float32(want), rtol=2e-2, atol=2e-2, err_msg=str(product))
-    for _ in range(repeats):
-        assert bool((run(left, right, sizes)[:used] == first).all()), f"calls differ in their bits: {product}"
+    @jax.jit
+    def compare(found: jax.Array, expected: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if product.kind != "outer":
+            inside = (jnp.arange(found.shape[0]) < count)[:, None]
+            found, expected = jnp.where(inside, found, 0), jnp.where(inside, expected, 0)
+        found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+        return jnp.abs(found - expected).max() / jnp.abs(expected).max(), jnp.abs(found).sum()
+
+    expect = reference(product)
+    for seed in range(seeds):
+        left, right, sizes = operands_of(product, seed)
+        first, used = run(left, right, sizes), sizes.sum()
+        error, total = compare(first, expect(left, right, sizes), used)
+        assert error < MOST_ERROR, f"{product} differs by {error}"
+        for _ in range(repeats):
+            assert compare(run(left, right, sizes), first, used) == (0.0, total), f"calls differ: {product}"
 
 
 def rates(scale: Scale) -> Finding:
@@ -105,10 +122,8 @@ def rates(scale: Scale) -> Finding:
     rows, slow = [], []
     for backend in (one for one in BACKENDS if one.platform in ("cuda", None)):
         for kind in KINDS:
-            if kind != "outer" and backend.matmul is None:
-                continue
             product = product_of(kind, backend, *scale.of(shape, tiny))
-            if reason := backend.why_not(product):
+            if reason := backend.why_not_for(product):
                 rows.append([backend.name, kind, None, None, None, reason])
                 continue
             seconds = _kernel_s(backend, product)

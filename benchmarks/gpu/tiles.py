@@ -1,7 +1,7 @@
-"""Checks of rates of grouped products: every kernel, with several tiles, at the shapes of published models.
+"""Checks of rates of grouped products: the chosen kernels beside others, at the shapes of published models.
 
 A check measures the products of one rank of one model, in bfloat16, even and skewed. All its programs are compiled
-first, in threads, and then timed. Every result is compared with the one by blocks of rows.
+first, in threads, and then timed. The result of each for the first group is compared with a dense product.
 """
 
 import faulthandler
@@ -22,7 +22,7 @@ from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.products import named
 from benchmarks.results import Table, Value
 from jax_moe_lb.aot.targets import GPUS
-from jax_moe_lb.kernels import hopper, triton_outer, triton_product
+from jax_moe_lb.kernels import triton_product
 from jax_moe_lb.kernels.backends import DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend
 from jax_moe_lb.kernels.triton_outer import Tile
 
@@ -32,12 +32,12 @@ WITHIN = 1.1
 """Largest time of the chosen backend, relative to the fastest kernel."""
 
 MOST_ERROR = 0.02
-"""Largest difference from the product by blocks of rows, relative to its largest entry."""
+"""Largest difference from a dense product, relative to its largest entry."""
 
-RUN_S, REPEATS, MOST_CALLS = 4e-3, 3, 30
-"""Seconds of one timing, timings, and most calls in one."""
+RUN_S, REPEATS, MOST_CALLS, LEAST_CALLS = 6e-3, 5, 64, 4
+"""Seconds of one timing, timings, and most and least calls in one."""
 
-STUCK_S, COMPILING_S = 25.0, 90.0
+STUCK_S, COMPILING_S = 25.0, 150.0
 """Seconds after which a kernel counts as stuck and ends the process, and the same for all compilations of a check."""
 
 
@@ -77,7 +77,7 @@ class Load(NamedTuple):
 
 
 LOADS = {
-    8192: tuple(Load(*one) for one in ((8192, "even"), (8192, "hot"), (4096, "hot"), (2048, "hot"), (1024, "hot"))),
+    8192: (Load(8192, "even"), Load(8192, "hot"), Load(2048, "hot")),
     32768: (Load(32768, "even"), Load(32768, "hot"), Load(16384, "hot")),
     512: (Load(512, "even"), Load(512, "hot"), Load(256, "hot")),
 }
@@ -111,19 +111,11 @@ class Kernel:
 
 
 PRODUCTS: tuple[Kind, ...] = ("product", "transposed")
-OUTER: tuple[Kind, ...] = ("outer",)
 
 
-def backend_of(
-    name: str, matmul: Callable[..., Any] | None, outer: Callable[..., Any] | None, *, pads: bool = True
-) -> Backend:
-    """Return a backend that is not in the table."""
-
-    def outer_of(product: Product, left: Any, right: Any, sizes: Any, _: Any) -> Any:
-        assert outer is not None
-        return outer(product, left, right, sizes)
-
-    return Backend(name, "cuda", "", lambda _: None, matmul, outer_of, pads=pads)
+def backend_of(name: str, matmul: Callable[..., Any]) -> Backend:
+    """Return a backend of products that is not in the table."""
+    return Backend(name, "cuda", "", lambda _: None, matmul, None)
 
 
 class Mosaic(NamedTuple):
@@ -142,7 +134,7 @@ class Mosaic(NamedTuple):
         return f"{self.rows} x {self.columns} x {self.depth}, {self.stages} stages, {grid}"
 
 
-def mosaic(tiles: Mosaic, kinds: tuple[Kind, ...] = PRODUCTS, *, pads: bool = True) -> Kernel:
+def mosaic(tiles: Mosaic) -> Kernel:
     """Return tokamax's kernel with the given tiles."""
 
     def multiply(product: Product, left: Any, right: Any, sizes: Any) -> Any:
@@ -169,93 +161,31 @@ def mosaic(tiles: Mosaic, kinds: tuple[Kind, ...] = PRODUCTS, *, pads: bool = Tr
             implementation=[op(config=config)],
         )
 
-    text = f"{tiles}{'' if pads else ', not padded'}"
-    return Kernel(backend_of("tokamax.ragged_dot", multiply, multiply, pads=pads), text, kinds)
+    return Kernel(backend_of("tokamax.ragged_dot", multiply), str(tiles), PRODUCTS)
 
 
-def _tile_text(tile: Tile) -> str:
-    return f"{tile.rows} x {tile.columns} x {tile.depth}, {tile.stages} stages, {tile.warps} warps"
-
-
-def triton_products(tile: Tile, *, pads: bool = True) -> Kernel:
+def triton_products(tile: Tile) -> Kernel:
     """Return the Triton kernel of products with the given tile."""
 
     def multiply(product: Product, left: Any, right: Any, sizes: Any) -> Any:
-        return triton_product.product(left, right, sizes, transposed=product.is_transposed, tile=tile)
+        transposed = product.is_transposed
+        return triton_product.product(left, right, group_sizes=sizes, transposed=transposed, tile=tile)
 
-    text = f"{_tile_text(tile)}{'' if pads else ', not padded'}"
-    return Kernel(backend_of("Triton kernel", multiply, None, pads=pads), text, PRODUCTS)
-
-
-def triton_sums(tile: Tile) -> Kernel:
-    """Return the Triton kernel of outer sums with the given tile."""
-
-    def multiply(product: Product, left: Any, right: Any, sizes: Any) -> Any:
-        return triton_outer.outer(left, right, sizes, dtype=product.dtype, tile=tile)
-
-    return Kernel(backend_of("Triton kernel", None, multiply), _tile_text(tile), OUTER)
-
-
-def own(pipeline: hopper.Pipeline, kinds: tuple[Kind, ...] = KINDS) -> Kernel:
-    """Return the kernels for Hopper with the given pipeline."""
-
-    def matmul(product: Product, left: Any, right: Any, sizes: Any) -> Any:
-        return hopper.product(left, right, group_sizes=sizes, transposed=product.is_transposed, pipeline=pipeline)
-
-    def outer(product: Product, left: Any, right: Any, sizes: Any) -> Any:
-        parts = (product.all_groups,)
-        return hopper.outer(left, right, sizes, parts=parts, dtype=product.dtype, pipeline=pipeline)[0]
-
-    order = ", columns first" if pipeline.columns_first else ""
-    text = f"128 x 128 x {pipeline.depth}, {pipeline.stages} stages{order}"
-    return Kernel(backend_of("Hopper kernel", matmul, outer), text, kinds)
+    text = f"{tile.rows} x {tile.columns} x {tile.depth}, {tile.stages} stages, {tile.warps} warps"
+    return Kernel(backend_of("Triton kernel", multiply), text, PRODUCTS)
 
 
 TABLE = "of the table"
 """Tiles of a backend as in the table of backends."""
 
-BLOCKS = Kernel(named("blocks of rows"), TABLE, KINDS)
-
-MAIN = (
-    Kernel(named("tokamax.ragged_dot"), TABLE, KINDS),
-    mosaic(Mosaic(128, 64, 128, 4)),
+OTHERS = (
+    Kernel(named("tokamax.ragged_dot"), TABLE, PRODUCTS),
     mosaic(Mosaic(128, 128, 64, 4)),
-    triton_products(triton_product.PRODUCT),
-    Kernel(named("Triton kernel"), TABLE, OUTER),
 )
-"""Kernels measured for all models."""
+"""Kernels measured beside the chosen ones: tokamax's with the tiles of its heuristics, and with its best ones."""
 
-OWN = (
-    own(hopper.Pipeline()),
-    own(hopper.Pipeline(columns_first=True), PRODUCTS),
-    own(hopper.Pipeline(stages=5)),
-)
-"""The kernels for Hopper, which might end a process, or wait forever."""
-
-VARIANTS = (
-    mosaic(Mosaic(128, 128, 64, 5)),
-    mosaic(Mosaic(128, 128, 64, 3, persistent=False)),
-    mosaic(Mosaic(128, 128, 64, 4, minor=0, width=4)),
-    mosaic(Mosaic(128, 128, 128, 2)),
-    mosaic(Mosaic(64, 128, 64, 4)),
-    triton_products(Tile(128, 128, 64, 8, 4)),
-    triton_products(Tile(128, 128, 64, 4, 4)),
-    triton_products(Tile(128, 256, 64, 8, 4)),
-    triton_products(Tile(64, 256, 64, 8, 4)),
-    triton_sums(Tile(128, 256, 64, 8, 3)),
-    triton_sums(Tile(128, 256, 64, 8, 4)),
-    triton_sums(Tile(128, 128, 64, 8, 4)),
-    triton_sums(Tile(128, 128, 32, 4, 5)),
-    mosaic(Mosaic(128, 128, 64, 4), OUTER),
-)
-"""Further tiles, measured for some shapes."""
-
-UNPADDED = (
-    mosaic(Mosaic(128, 64, 64, 4), pads=False),
-    mosaic(Mosaic(128, 128, 64, 4), pads=False),
-    triton_products(Tile(128, 64, 64, 4, 4), pads=False),
-)
-"""Kernels for widths that are no multiples of 128, without padding."""
+NARROW = triton_products(Tile(128, 64, 64, 4, 4))
+"""Kernel measured for widths that are no multiples of 128, which it divides."""
 
 
 @dataclass(frozen=True)
@@ -320,9 +250,9 @@ def programs(case: Case, kernels: Sequence[Kernel]) -> Programs:
     left, right = product.operands()[:2]
     matrix = jax.ShapeDtypeStruct(right.shape[-2:], right.dtype)
     found[case, DENSE] = Program(dense, (left, matrix))
-    (result,) = jax.tree.leaves(jax.eval_shape(partial(_multiply, BLOCKS.backend, product), *product.operands()))
+    (result,) = jax.tree.leaves(jax.eval_shape(partial(_multiply, kernels[0].backend, product), *product.operands()))
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    found[case, COMPARE] = Program(partial(_error, product.kind), (result, result, count))
+    found[case, COMPARE] = Program(partial(_error, product.kind), (result, left, matrix, count))
     found[case, OPERANDS] = Program(partial(_operands, product), (jax.eval_shape(jax.random.key, 0),))
     return found
 
@@ -344,13 +274,20 @@ def _dense(kind: Kind, left: jax.Array, right: jax.Array) -> jax.Array:
     return jax.lax.dot_general(left, right, (((sides[0],), (sides[1],)), ((), ())), preferred_element_type=left.dtype)
 
 
-def _error(kind: Kind, found: jax.Array, expected: jax.Array, count: jax.Array) -> jax.Array:
-    """Return the largest difference of two results, in their rows of groups, relative to the largest entry."""
-    if kind != "outer":
-        inside = (jnp.arange(found.shape[0]) < count)[:, None]
-        found, expected = jnp.where(inside, found, 0), jnp.where(inside, expected, 0)
-    difference = jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32))
-    return difference.max() / jnp.abs(expected.astype(jnp.float32)).max()
+def _error(kind: Kind, found: jax.Array, left: jax.Array, right: jax.Array, count: jax.Array) -> jax.Array:
+    """Return the largest difference from a dense product in the first group, relative to the largest entry.
+
+    Args:
+        kind: kind of the product.
+        found: result of a grouped product.
+        left: left operand.
+        right: right operand of an outer product, or else the first matrix.
+        count: rows of the first group.
+    """
+    inside = (jnp.arange(left.shape[0]) < count)[:, None]
+    expected = _dense(kind, jnp.where(inside, left, 0), right).astype(jnp.float32)
+    found = (found[0] if kind == "outer" else jnp.where(inside, found, 0)).astype(jnp.float32)
+    return jnp.abs(found - expected).max() / jnp.abs(expected).max()
 
 
 def compile_all(given: Programs, threads: int | None = None) -> dict[tuple[Any, ...], Any]:
@@ -376,18 +313,26 @@ class Clock:
 
     def _seconds(self, call: Callable[[], Any], calls: int) -> float:
         begin = time.perf_counter()
-        out = self._product(self._matrix, self._matrix)
+        for _ in range(2):
+            out = self._product(self._matrix, self._matrix)
         for _ in range(calls):
             out = call()
         jax.block_until_ready(out)
         return time.perf_counter() - begin
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of one call: the median of the differences between many calls and none."""
+        """Return the seconds of one call: the median of the differences between many calls and none.
+
+        Raises:
+            ValueError: A difference is not positive.
+        """
         jax.block_until_ready(call())
-        calls = max(2, min(MOST_CALLS, round(RUN_S / max(self._seconds(call, 1) - self._seconds(call, 0), 1e-5))))
-        none = statistics.median(self._seconds(call, 0) for _ in range(REPEATS))
-        return (statistics.median(self._seconds(call, calls) for _ in range(REPEATS)) - none) / calls
+        guess = max(self._seconds(call, LEAST_CALLS) - self._seconds(call, 0), 1e-5) / LEAST_CALLS
+        calls = max(LEAST_CALLS, min(MOST_CALLS, round(RUN_S / guess)))
+        found = [self._seconds(call, calls) - self._seconds(call, 0) for _ in range(REPEATS)]
+        if min(found) <= 0:
+            raise ValueError(f"{calls} calls take {min(found) * 1e6:.0f} us more than none")
+        return statistics.median(found) / calls
 
 
 def floor_s(product: Product, sizes: np.ndarray) -> float:
@@ -407,28 +352,30 @@ COLUMNS = dict.fromkeys(("model", "product", "kind", "buffer rows", "rows", "ske
 }
 
 
-def fastest(name: str, num_rows: int, kernels: Sequence[Kernel]) -> Check:
-    """Return the check that the chosen backend is as fast as the fastest of some kernels, for all products of a model.
+def fastest(name: str, num_rows: int) -> Check:
+    """Return the check that the chosen kernels are as fast as the fastest measured, for all products of a model.
 
     Args:
         name: name of the model.
         num_rows: rows of the buffer.
-        kernels: kernels to measure, beside blocks of rows.
     """
 
     def check(scale: Scale) -> Finding:
         model, buffer = scale.of((MODELS[name], num_rows), (TINY, 512))
         every = cases(model, buffer)
-        tried = [*kernels, *(UNPADDED if model.hidden % 128 and kernels is MAIN else ())]
+        others = [*OTHERS, *([NARROW] if model.hidden % 128 else [])]
         wanted: Programs = {}
         for case in every:
-            wanted |= programs(case, [BLOCKS, *(one for one in tried if case.product.kind in one.kinds)])
+            kind = case.product.kind
+            chosen = Kernel(choose_backend(case.product, "cuda").backend, TABLE, (kind,))
+            wanted |= programs(case, [chosen, *(one for one in others if kind in one.kinds and one != chosen)])
         faulthandler.dump_traceback_later(COMPILING_S, exit=True)
         compiled = compile_all(wanted)
         clock = Clock(scale.of(8192, 64))
         rows: list[list[Value]] = []
         for case in every:
             rows += _measure(case, compiled, clock, LOADS[buffer], name)
+            scale.keep(Table(COLUMNS, rows))
         faulthandler.cancel_dump_traceback_later()
         return _finding(rows, every)
 
@@ -444,13 +391,13 @@ def _measure(
     matrix = right[0] if product.kind != "outer" else right
     for load in loads:
         sizes = group_sizes(load, product.all_groups)
-        on_device, count = jnp.asarray(sizes), jnp.int32(load.rows)
+        on_device, count = jnp.asarray(sizes), jnp.int32(sizes[0])
         operands = left, right, on_device
         flops = 2 * load.rows * product.widths[0] * product.widths[1]
         start = [name, case.name, product.kind, product.num_rows, load.rows, load.skew]
-        floor, dense_s, expected = floor_s(product, sizes) * 1e6, None, None
+        floor, dense_s = floor_s(product, sizes) * 1e6, None
         wanted = [key for key in compiled if key[0] == case and key[1] not in (COMPARE, OPERANDS)]
-        for key in sorted(wanted, key=lambda one: (one[1] != DENSE, one[1] != BLOCKS)):
+        for key in sorted(wanted, key=lambda one: one[1] != DENSE):
             kernel, program = key[1], compiled[key]
             if kernel == DENSE and load.rows < product.num_rows:
                 continue
@@ -462,10 +409,8 @@ def _measure(
                     raise program
                 call = partial(program, left, matrix) if kernel == DENSE else partial(program, *operands)
                 result = call()
-                if kernel == BLOCKS:
-                    expected = result
-                elif kernel != DENSE and expected is not None:
-                    error = float(compiled[case, COMPARE](result, expected, count))
+                if kernel != DENSE:
+                    error = float(compiled[case, COMPARE](result, left, matrix, count))
                     note = "" if error < MOST_ERROR else f"wrong: differs by {error:.2g}"
                 del result
                 seconds = clock.seconds(call)

@@ -4,7 +4,6 @@
 """
 
 import importlib.util
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,10 +30,10 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 """Lowering platforms with a specific backend; all others multiply blocks of rows."""
 
 TILE = 128
-"""Multiple of widths required by kernels on GPUs; most also require it of the number of rows."""
+"""Multiple of widths and rows required by kernels of Mosaic on GPUs, and least width of those of Triton."""
 
-MOST_PADDED = 1.25
-"""Most operations of a product with widths padded to tiles, over those of the product; blocks of rows have as many."""
+SMALL_MEMORY = ("7.0", "7.2", "7.5", "8.6", "8.9", "12.0", "12.1")
+"""Compute capabilities with at most 99 KB of shared memory for a thread block; the Triton kernels need 144 KB."""
 
 FIRST_WITH_HOPPER_KERNELS = (0, 11, 2)
 """First JAX version whose Pallas compiles and interprets `hopper.py`."""
@@ -70,21 +69,19 @@ class Product:
     dtype: DType
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Numbers of groups of each array."""
+        return (self.num_groups,) if isinstance(self.num_groups, int) else self.num_groups
+
+    @property
     def all_groups(self) -> int:
         """Number of groups of all arrays."""
-        return self.num_groups if isinstance(self.num_groups, int) else sum(self.num_groups)
+        return sum(self.parts)
 
     @property
     def is_transposed(self) -> bool:
         """Whether rows are multiplied with the transposes of the matrices."""
         return self.kind == "transposed"
-
-    def in_tiles(self) -> "Product":
-        """Return the product with both widths rounded up to multiples of `TILE`, or itself if that adds too much."""
-        inner, outer = (-(-width // TILE) * TILE for width in self.widths)
-        if inner * outer > MOST_PADDED * math.prod(self.widths):
-            return self
-        return replace(self, widths=(inner, outer))
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes of the operands, with matrices in one array."""
@@ -112,10 +109,10 @@ class Backend:
         why_not: function that returns the reason why it cannot compute a product, or `None`.
         matmul: function for "product" and "transposed", of `(product, rows, weights, group_sizes)`; `None` if
             unsupported.
-        outer: function for "outer", of the same arguments and `sums`, to which it adds; `sums` may be `None`.
+        outer: function for "outer", of the same arguments and `sums`, to which it adds; `sums` may be `None`. `None`
+            if unsupported.
         takes_parts: if True, matrices and sums may be in several arrays. False by default.
-        pads: if True, widths are padded to multiples of `TILE`; see `Product.in_tiles`. False by default.
-        recorded: kernel of `recorded_rates` with the same tiles; `None` (default) for no record.
+        recorded: kernel of `recorded_rates`; `None` (default) for no record.
     """
 
     name: str
@@ -123,32 +120,22 @@ class Backend:
     why: str
     why_not: Callable[[Product], str | None]
     matmul: Callable[..., Any] | None
-    outer: Callable[..., Any]
+    outer: Callable[..., Any] | None
     takes_parts: bool = False
-    pads: bool = False
     recorded: RecordedKernel | None = None
 
-    def form(self, product: Product) -> Product:
-        """Return the product as computed by the backend: the given one, or one with padded widths."""
-        return product.in_tiles() if self.pads else product
+    def why_not_for(self, product: Product) -> str | None:
+        """Return the reason why it cannot compute a product, or `None`."""
+        has_kernel = (self.outer if product.kind == "outer" else self.matmul) is not None
+        return self.why_not(product) if has_kernel else "it has no such kernel"
 
     def __call__(self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any) -> Any:
-        """Compute the product; concatenate and pad operands first if the backend requires it."""
-        form = self.form(product)
-        if form == product:
-            return self._multiply(product, left, right, group_sizes, sums)
-        left, right = _padded(product, form, left, right)
-        found = self._multiply(form, left, right, group_sizes, None)
-        inner, outer = product.widths
-        if product.kind != "outer":
-            return found[:, :outer]
-        found = jax.tree.map(lambda array: array[:, :inner, :outer], found)
-        return found if sums is None else _sum_of(product, sums, found)
-
-    def _multiply(self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any) -> Any:
+        """Compute the product; concatenate or split arrays if the backend requires it."""
         in_one = isinstance(product.num_groups, int) or self.takes_parts
-        if self.matmul is not None and product.kind != "outer":
+        if product.kind != "outer":
+            assert self.matmul is not None
             return self.matmul(product, left, right if in_one else jnp.concatenate(right), group_sizes)
+        assert self.outer is not None
         if in_one:
             return self.outer(product, left, right, group_sizes, sums)
         whole = self.outer(product, left, right, group_sizes, None)
@@ -189,25 +176,18 @@ def choose_backend(product: Product, platform: str) -> BackendChoice:
     able: list[Backend] = []
     for backend in BACKENDS:
         if backend.platform in (platform, None):
-            has_kernel = product.kind == "outer" or backend.matmul is not None
-            reason = backend.why_not(backend.form(product)) if has_kernel else "it has no such kernel"
+            reason = backend.why_not_for(product)
             if reason is None:
                 able.append(backend)
             elif not able:
                 rejected[backend.name] = reason
     first, rates = able[0], [_recorded_rate(backend, product.kind) for backend in able]
     if rates[0] is None:
-        return BackendChoice(first, first.why + _padding(first, product), rejected)
+        return BackendChoice(first, first.why, rejected)
     fastest, rate = max(zip(able, rates, strict=True), key=lambda both: both[1] or 0.0)
-    if fastest is not first:
-        rejected[first.name] = f"recorded at {rates[0]:.0f} TFLOP/s"
-    reason = f"{fastest.why}, recorded at {rate:.0f} TFLOP/s{_padding(fastest, product)}"
-    return BackendChoice(fastest, reason, rejected)
-
-
-def _padding(backend: Backend, product: Product) -> str:
-    padded, given = backend.form(product).widths, product.widths
-    return "" if padded == given else f", widths {given[0]} and {given[1]} padded to {padded[0]} and {padded[1]}"
+    for slower, known in zip(able[: able.index(fastest)], rates, strict=False):
+        rejected[slower.name] = "not recorded" if known is None else f"recorded at {known:.0f} TFLOP/s"
+    return BackendChoice(fastest, f"{fastest.why}, recorded at {rate:.0f} TFLOP/s", rejected)
 
 
 def _recorded_rate(backend: Backend, kind: Kind) -> float | None:
@@ -246,13 +226,14 @@ def _no_hopper(product: Product) -> str | None:
     if isinstance(product.num_groups, int):
         return "weights are in one array; System.replace(kernels=Kernels.OWN) passes them in parts"
     sizes = (product.num_rows, *product.widths, *product.num_groups)
-    return _no_hopper_device() or _misfit(product, (jnp.bfloat16, jnp.float16), TILE, sizes)
+    return _no_hopper_device() or _misfit(product, (jnp.bfloat16, jnp.float16), sizes) or _no_tiles(product)
 
 
 def _no_tokamax(product: Product) -> str | None:
     if not has_tokamax():
         return NOT_INSTALLED
-    if reason := _misfit(product, (jnp.bfloat16,), TILE, (product.num_rows, product.widths[0])):
+    sizes = (product.num_rows, product.widths[0])
+    if reason := _misfit(product, (jnp.bfloat16,), sizes) or _no_tiles(product):
         return reason
     try:
         # Only tracing shows whether tokamax has a kernel for the default device, which is a CPU on machines without a
@@ -264,34 +245,31 @@ def _no_tokamax(product: Product) -> str | None:
 
 
 def _no_triton(product: Product) -> str | None:
-    if (device := get_default_device()).platform != "gpu":
-        return f"the default device is {_name(device)}; expected a GPU"
+    device = get_default_device()
+    if device.platform != "gpu" or getattr(device, "compute_capability", "") in SMALL_MEMORY:
+        return f"the default device is {_name(device)}; expected a GPU with 144 KB of shared memory"
     (rows, inner), outer, groups = (product.num_rows, product.widths[0]), product.widths[1], product.all_groups
     if max(rows * inner, rows * outer, groups * inner * outer) >= 2**31:
         return "an operand has 2**31 entries or more; the kernel indexes in int32"
-    return _misfit(product, (jnp.bfloat16, jnp.float16), 1, (rows, inner, outer, groups))
+    if min(product.widths) < TILE:
+        return f"widths are {inner} and {outer}; expected at least {TILE}"
+    return _misfit(product, (jnp.bfloat16, jnp.float16), (rows, inner, outer, *product.parts))
 
 
-def _misfit(product: Product, dtypes: tuple[Any, ...], row_tile: int, sizes: tuple[int, ...]) -> str | None:
+def _misfit(product: Product, dtypes: tuple[Any, ...], sizes: tuple[int, ...]) -> str | None:
     # The kernels would compute float32 products in a lower precision.
     left, right = map(jnp.dtype, product.dtypes)
     if left != right or left not in dtypes:
         return f"operands are {left} and {right}; expected {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}"
-    if any(width % TILE for width in product.widths):
-        return f"widths are {product.widths[0]} and {product.widths[1]}; expected multiples of {TILE}"
-    if product.num_rows % row_tile:
-        return f"{product.num_rows} rows; expected a multiple of {row_tile}"
     return "an operand is empty" if 0 in sizes else None
 
 
-def _padded(product: Product, form: Product, left: Array, right: Any) -> tuple[Array, Any]:
-    """Pad operands with zeros to the widths of a form; uninitialized rows stay so."""
-    inner, outer = (wide - width for wide, width in zip(form.widths, product.widths, strict=True))
-    if product.kind == "outer":
-        return jnp.pad(left, ((0, 0), (0, inner))), jnp.pad(right, ((0, 0), (0, outer)))
-    of_matrix = ((0, outer), (0, inner)) if product.is_transposed else ((0, inner), (0, outer))
-    matrices = jax.tree.map(lambda array: jnp.pad(array, ((0, 0), *of_matrix)), right)
-    return jnp.pad(left, ((0, 0), (0, inner))), matrices
+def _no_tiles(product: Product) -> str | None:
+    if any(width % TILE for width in product.widths):
+        return f"widths are {product.widths[0]} and {product.widths[1]}; expected multiples of {TILE}"
+    if product.num_rows % TILE:
+        return f"{product.num_rows} rows; expected a multiple of {TILE}"
+    return None
 
 
 def _sum_of(product: Product, sums: Any, products: Any) -> Any:
@@ -342,11 +320,21 @@ def _hopper_outer(product: Product, rows: Array, others: Array, group_sizes: Gro
     return unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
 
 
-def _triton_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> Array:
+def _triton_matmul(product: Product, rows: Array, weights: Any, group_sizes: GroupSizes) -> Array:
+    from jax_moe_lb.kernels import triton_product
+
+    def multiply(rows: Array, group_sizes: Array, *parts: Array) -> Array:
+        return triton_product.product(rows, *parts, group_sizes=group_sizes, transposed=product.is_transposed)
+
+    return unvarying_call(multiply, *vary_alike((rows, group_sizes, *jax.tree.leaves(weights))))
+
+
+def _triton_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> Any:
     from jax_moe_lb.kernels import triton_outer
 
-    multiply = partial(triton_outer.outer, dtype=product.dtype)
-    return unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
+    multiply = partial(triton_outer.outer, parts=product.parts, dtype=product.dtype)
+    sums = unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
+    return sums[0] if isinstance(product.num_groups, int) else sums
 
 
 def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
@@ -415,6 +403,7 @@ BACKENDS = (
         matmul=_hopper_matmul,
         outer=_then_add(_hopper_outer),
         takes_parts=True,
+        recorded="Own",
     ),
     Backend(
         "tokamax.ragged_dot",
@@ -422,8 +411,8 @@ BACKENDS = (
         why="tokamax is installed",
         why_not=_no_tokamax,
         matmul=_tokamax,
-        outer=_then_add(_tokamax),
-        pads=True,
+        # Its sums of groups are wrong: those of empty groups are not written, and rows of no group are read.
+        outer=None,
         recorded="Mosaic",
     ),
     Backend(
@@ -431,9 +420,9 @@ BACKENDS = (
         "cuda",
         why="a GPU is the default device",
         why_not=_no_triton,
-        matmul=None,
+        matmul=_triton_matmul,
         outer=_then_add(_triton_outer),
-        pads=True,
+        takes_parts=True,
         recorded="Triton",
     ),
     Backend(

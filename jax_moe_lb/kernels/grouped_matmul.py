@@ -32,10 +32,9 @@ def grouped_matmul(
 
     Args:
         rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` may be uninitialized, here and in the backward
-            pass. Kernels on GPUs require multiples of 128 for `A`; they pad `I` and `O` to multiples of 128, if that
-            adds at most a quarter of operations. Other sizes take blocks of rows.
-        weights: `[S, I, O]`, in the dtype of `rows`; or a tuple of such arrays with consecutive groups. The Hopper
-            kernel reads such parts in place; all other backends concatenate them.
+            pass. The kernels on GPUs require `I` and `O` of at least 128. Narrower ones take blocks of rows.
+        weights: `[S, I, O]`, in the dtype of `rows`; or a tuple of such arrays with consecutive groups. The kernels of
+            this library for GPUs read such parts in place; all other backends concatenate them.
         group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.
         transposed: if True, `weights` are `[S, O, I]` and rows are multiplied with their transposes: a backward pass
             then needs no transposed copy. False by default.
@@ -121,7 +120,7 @@ def grouped_outer(
     It is not differentiable; use it in custom backward passes.
 
     Args:
-        rows: `[A, I]`, sorted by group, after `clear_tail`: some kernels read beyond `group_sizes.sum()`.
+        rows: `[A, I]`, sorted by group, after `clear_tail`: the kernels of TPUs read beyond `group_sizes.sum()`.
         others: `[A, O]`, in the same order and dtype, also after `clear_tail`.
         group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.
         dtype: dtype of the result; `None` (default) is the dtype of the accumulators, float32 or wider. Pass the dtype

@@ -28,20 +28,6 @@ ALIGNED_ROWS = 8
 """Row alignment of tiles in shared memory."""
 
 
-class Pipeline(NamedTuple):
-    """Pipeline of a thread block, and order of the blocks of a product.
-
-    Args:
-        depth: length of the sum in one step.
-        stages: steps in shared memory at a time.
-        columns_first: if True, neighboring blocks have the same rows, else the same columns. False by default.
-    """
-
-    depth: int = DEPTH
-    stages: int = STAGES
-    columns_first: bool = False
-
-
 AXES = ("of_inner", "of_outer", "of_groups")
 """Dimensions of a grid; their names must differ from those of mesh axes."""
 
@@ -91,7 +77,6 @@ def product(
     *parts: Float[Array, "_ _ _"],
     group_sizes: GroupSizes,
     transposed: bool,
-    pipeline: Pipeline = Pipeline(),
 ) -> Float[Array, "A O"]:
     """Compute `grouped_matmul`. Rows beyond the last group affect no result, and are not written.
 
@@ -100,17 +85,15 @@ def product(
         *parts: `[G, I, O]`, or `[G, O, I]` if `transposed`, matrices of consecutive groups.
         group_sizes: `[S]` int32.
         transposed: if True, multiply rows with the transposes.
-        pipeline: pipeline of a thread block.
     """
     width = parts[0].shape[1 if transposed else 2]
     tiles = RowTiles.of(group_sizes, rows.shape[0])
-    # The last axis of a grid is the fastest one.
-    grid = width // TILE, tiles.group.shape[0]
     kernel: Any = plgpu.kernel(
-        partial(_multiply_tile, transposed=transposed, pipeline=pipeline),
+        partial(_multiply_tile, transposed=transposed),
         out_type=jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype),
-        grid=grid[::-1] if pipeline.columns_first else grid,
-        grid_names=AXES[1::-1] if pipeline.columns_first else AXES[:2],
+        # Neighboring blocks read the same rows: the last axis of a grid is the fastest one.
+        grid=(tiles.group.shape[0], width // TILE),
+        grid_names=AXES[1::-1],
         kernel_name="grouped_product",
         compiler_params=_PARAMETERS,
     )
@@ -125,7 +108,6 @@ def _multiply_tile(
     rows: Any,
     *parts_and_out: Any,
     transposed: bool,
-    pipeline: Pipeline,
 ) -> None:
     *parts, out = parts_and_out
     column, tile = (jax.lax.axis_index(axis) for axis in AXES[:2])
@@ -142,16 +124,15 @@ def _multiply_tile(
             def of_weights(step: Array) -> tuple[Array, Array]:
                 return (column, step) if transposed else (step, column)
 
-            depth = pipeline.depth
-            weights_shape = (TILE, depth) if transposed else (depth, TILE)
+            weights_shape = (TILE, DEPTH) if transposed else (DEPTH, TILE)
             plgpu.emit_pipeline(
                 add,
-                grid=(rows.shape[1] // depth,),
+                grid=(rows.shape[1] // DEPTH,),
                 in_specs=[
-                    plgpu.BlockSpec((pl.Element(TILE), depth), lambda step: (first, step), delay_release=1),
+                    plgpu.BlockSpec((pl.Element(TILE), DEPTH), lambda step: (first, step), delay_release=1),
                     plgpu.BlockSpec(weights_shape, of_weights, delay_release=1),
                 ],
-                max_concurrent_steps=pipeline.stages,
+                max_concurrent_steps=STAGES,
             )(rows, matrices.at[at])
             return total[...]
 
@@ -191,7 +172,6 @@ def outer(
     *,
     parts: tuple[int, ...],
     dtype: DType,
-    pipeline: Pipeline = Pipeline(),
 ) -> tuple[Float[Array, "_ I O"], ...]:
     """Compute `grouped_outer`. Rows beyond the last group are masked and may be uninitialized.
 
@@ -201,12 +181,11 @@ def outer(
         group_sizes: `[S]` int32.
         parts: number of groups of each array of the result; their sum is `S`.
         dtype: dtype of the result; the accumulators are float32.
-        pipeline: pipeline of a thread block.
     """
     shape = rows.shape[1], others.shape[1]
     ends = group_sizes.cumsum(dtype=jnp.int32)
     kernel: Any = plgpu.kernel(
-        partial(_sum_of_tile, pipeline=pipeline),
+        _sum_of_tile,
         out_type=tuple(jax.ShapeDtypeStruct((num_groups, *shape), dtype) for num_groups in parts),
         # Neighboring blocks read the same rows of one group.
         grid=(shape[0] // TILE, shape[1] // TILE, group_sizes.shape[0]),
@@ -217,20 +196,20 @@ def outer(
     return kernel(ends - group_sizes, ends, rows, others)
 
 
-def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any, pipeline: Pipeline) -> None:
+def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any) -> None:
     inner, column, group = (jax.lax.axis_index(axis) for axis in AXES)
-    start, end, depth = starts[group], ends[group], pipeline.depth
-    first = jax.lax.div(start, depth)
-    num_steps = jnp.where(end > start, pl.cdiv(end, depth) - first, 0)
+    start, end = starts[group], ends[group]
+    first = jax.lax.div(start, DEPTH)
+    num_steps = jnp.where(end > start, pl.cdiv(end, DEPTH) - first, 0)
 
     def sum_of(total: Any) -> Array:
         def add(index: tuple[Array], left: Any, right: Any) -> None:
-            at = (first + index[0]) * depth
+            at = (first + index[0]) * DEPTH
 
             # Only at the ends of a group. Mask both by a select: 0 times NaN would be NaN.
-            @pl.when((at < start) | (at + depth > end))
+            @pl.when((at < start) | (at + DEPTH > end))
             def _() -> None:
-                row = at + plgpu.layout_cast(jax.lax.broadcasted_iota(jnp.int32, (depth, TILE), 0), plgpu.Layout.WGMMA)
+                row = at + plgpu.layout_cast(jax.lax.broadcasted_iota(jnp.int32, (DEPTH, TILE), 0), plgpu.Layout.WGMMA)
                 for part in (left, right):
                     part[...] = jnp.where((row >= start) & (row < end), part[...], jnp.zeros_like(part))
                 plgpu.commit_smem()
@@ -244,10 +223,10 @@ def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any, pip
                 add,
                 grid=(num_steps,),
                 in_specs=[
-                    plgpu.BlockSpec((depth, TILE), lambda step: (first + step, inner), delay_release=1),
-                    plgpu.BlockSpec((depth, TILE), lambda step: (first + step, column), delay_release=1),
+                    plgpu.BlockSpec((DEPTH, TILE), lambda step: (first + step, inner), delay_release=1),
+                    plgpu.BlockSpec((DEPTH, TILE), lambda step: (first + step, column), delay_release=1),
                 ],
-                max_concurrent_steps=pipeline.stages,
+                max_concurrent_steps=STAGES,
             )(rows, others)
 
         return total[...]

@@ -1,22 +1,27 @@
 """Recorded rates of grouped products on GPUs, by which `choose_backend` prefers one kernel to an earlier one.
 
-Source: autotuning database of tokamax 0.0.17, for H100 and B200. A rate is the median over the bfloat16 shapes with
-8,192 rows or more that are recorded for both kernels, or for the only one. `ci/recorded_rates.py` reads the database
-and compares.
+For an H100 they were run on one, on 2026-11-26: medians over the products of one rank of Qwen3-30B-A3B, DeepSeek-V3 and
+Mixtral-8x7B with 8,192 rows or more, in bfloat16 (`benchmarks/gpu/tiles.py`). The one of tokamax is that of its default
+tiles, whose sums of groups were wrong.
+
+For a B200 the source is the autotuning database of tokamax 0.0.17: the median over the bfloat16 shapes with 8,192 rows
+or more that are recorded for both kernels, or for the only one. `ci/recorded_rates.py` reads the database and compares.
 """
 
 from typing import Literal
 
-RecordedKernel = Literal["Mosaic", "Triton"]
-"""Compiler of the recorded kernel."""
+RecordedKernel = Literal["Mosaic", "Triton", "Own"]
+"""Compiler of the recorded kernel, by tokamax for Mosaic; or `hopper.py`."""
 
 TFLOPS: dict[tuple[str, str, RecordedKernel], float] = {
-    ("9.0", "product", "Mosaic"): 450.2,
-    ("9.0", "product", "Triton"): 391.8,
-    ("9.0", "transposed", "Mosaic"): 345.8,
-    ("9.0", "transposed", "Triton"): 303.8,
-    ("9.0", "outer", "Mosaic"): 111.5,
-    ("9.0", "outer", "Triton"): 605.0,
+    ("9.0", "product", "Own"): 434,
+    ("9.0", "product", "Mosaic"): 282,
+    ("9.0", "product", "Triton"): 584,
+    ("9.0", "transposed", "Own"): 426,
+    ("9.0", "transposed", "Mosaic"): 254,
+    ("9.0", "transposed", "Triton"): 578,
+    ("9.0", "outer", "Own"): 295,
+    ("9.0", "outer", "Triton"): 564,
     ("10.0", "product", "Mosaic"): 878.9,
     ("10.0", "product", "Triton"): 377.6,
     ("10.0", "transposed", "Mosaic"): 1231.4,
@@ -36,6 +41,6 @@ def recorded_tflops(compute_capability: str, kind: str, kernel: RecordedKernel |
 
     Examples:
         >>> recorded_tflops("9.0", "outer", "Triton")
-        605.0
+        564
     """
     return None if kernel is None else TFLOPS.get((compute_capability, kind, kernel))

@@ -1,7 +1,7 @@
 """Pallas kernel of weight gradients, compiled by Triton for GPUs such as A100, H100 and B200.
 
-Tiles, warps and stages are those recorded as fastest for most shapes of tokamax's Triton kernel on an H100; see
-`recorded_rates`. Unlike tokamax's Mosaic kernel, it takes rows without a transposed copy.
+It takes rows without a transposed copy, widths that are no multiples of its tiles, and writes sums in parts, such as
+those of home experts and replicas.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jax_moe_lb.core.types import DType, GroupSizes, iota
 
 TILE = 128
-"""Multiple of all widths."""
+"""Least width of operands and results."""
 
 
 class Tile(NamedTuple):
@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
     Args:
         rows: rows of the result tile.
-        columns: columns of the result tile, or `TILE` if it does not divide the width.
+        columns: columns of the result tile; `TILE` for results with fewer.
         depth: length of the sum in one step of the pipeline.
         warps: number of warps.
         stages: steps of the pipeline in shared memory at a time.
@@ -38,11 +38,33 @@ class Tile(NamedTuple):
 
     def columns_of(self, width: int) -> int:
         """Return the columns of the result tile for a width."""
-        return TILE if width % self.columns else self.columns
+        return self.columns if width >= self.columns else TILE
+
+    @property
+    def parameters(self) -> triton.CompilerParams:
+        """Options of the compiler."""
+        return triton.CompilerParams(num_warps=self.warps, num_stages=self.stages)
 
 
 OUTER = Tile(TILE, 256, 32, 8, 5)
 """128 KB of sums fit in the registers of 8 warps; five steps take 120 KB of shared memory."""
+
+
+def tile_of(index: Array, size: int, width: int) -> Any:
+    """Return the slice of a tile of a width.
+
+    If the tiles do not divide the width, the last one starts earlier: both programs of the columns of an overlap write
+    the same values, and no load needs a mask.
+
+    Args:
+        index: number of the tile.
+        size: size of a tile, at most `width`.
+        width: width of all tiles.
+    """
+    last = pl.cdiv(width, size) - 1
+    overlap = (last + 1) * size - width
+    # Not a minimum, of which Triton would not know the alignment.
+    return pl.ds(index * size - (jnp.where(index == last, overlap, 0) if overlap else 0), size)
 
 
 def outer(
@@ -50,51 +72,71 @@ def outer(
     others: Float[Array, "A O"],
     group_sizes: GroupSizes,
     *,
+    parts: tuple[int, ...],
     dtype: DType,
     tile: Tile = OUTER,
-) -> Float[Array, "S I O"]:
+) -> tuple[Float[Array, "_ I O"], ...]:
     """Compute `grouped_outer`; rows beyond the last group are never read.
 
     Args:
         rows: `[A, I]`; `choose_backend` checks its shape and dtype.
         others: `[A, O]`, in the same order and dtype.
         group_sizes: `[S]` int32.
+        parts: number of groups of each array of the result; their sum is `S`.
         dtype: dtype of the result; the accumulators are float32.
         tile: work of one program; `OUTER` by default.
     """
-    shape = group_sizes.size, rows.shape[1], others.shape[1]
+    inner, width = rows.shape[1], others.shape[1]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    columns = tile.columns_of(shape[2])
     varies = jax.typeof(rows).manual_axis_type
     kernel: Any = pl.pallas_call(
-        partial(_sum_of_tile, depth=tile.depth),
+        partial(_sum_of_tile, tile=tile),
         # Neighboring programs read the same rows of one group.
-        grid=(shape[1] // tile.rows, shape[2] // columns, shape[0]),
-        out_specs=pl.BlockSpec((None, tile.rows, columns), lambda i, j, group: (group, i, j)),
-        out_shape=jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies),
-        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        grid=(pl.cdiv(inner, tile.rows), pl.cdiv(width, tile.columns_of(width)), group_sizes.shape[0]),
+        out_shape=tuple(jax.ShapeDtypeStruct((n, inner, width), dtype, manual_axis_type=varies) for n in parts),
+        compiler_params=tile.parameters,
         name="grouped_outer",
     )
     return kernel(ends - group_sizes, ends, rows, others)
 
 
-def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, out: Any, *, depth: int) -> None:
+def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any, tile: Tile) -> None:
     """Sum `rows.T @ others` over the rows of one group, for a tile of the result."""
     i, j, group = (pl.program_id(axis) for axis in range(3))
     start, end = starts[group], ends[group]
+    columns = tile.columns_of(others.shape[1])
+    of_rows, of_others = tile_of(i, tile.rows, rows.shape[1]), tile_of(j, columns, others.shape[1])
 
     def add_rows(n: Array, total: Array) -> Array:
-        first = start + n * depth
+        first = start + n * tile.depth
         # Masked rows load as 0: rows of the next group, or uninitialized rows, which may be NaN.
-        inside = (first + iota(depth) < end)[:, None]
-
-        def part(array: Any, tile: Array, width: int) -> Array:
-            at = array.at[pl.ds(first, depth), pl.ds(tile * width, width)]
-            return triton.load(at, mask=inside, other=0)
-
-        left, right = part(rows, i, out.shape[0]), part(others, j, out.shape[1])
+        inside = (first + iota(tile.depth) < end)[:, None]
+        left = triton.load(rows.at[pl.ds(first, tile.depth), of_rows], mask=inside, other=0)
+        right = triton.load(others.at[pl.ds(first, tile.depth), of_others], mask=inside, other=0)
         over_rows = (((0,), (0,)), ((), ()))
         return total + jax.lax.dot_general(left, right, over_rows, preferred_element_type=jnp.float32)
 
-    total = jax.lax.fori_loop(0, pl.cdiv(end - start, depth), add_rows, jnp.zeros(out.shape, jnp.float32))
-    out[:, :] = total.astype(out.dtype)
+    zeros = jnp.zeros((tile.rows, columns), jnp.float32)
+    total = jax.lax.fori_loop(0, pl.cdiv(end - start, tile.depth), add_rows, zeros)
+
+    def write(out: Any, at: Array) -> None:
+        triton.store(out.at[at, of_rows, of_others], total.astype(out.dtype))
+
+    for_part_of(group, outs, write)
+
+
+def for_part_of(group: Array, parts: tuple[Any, ...], run: Any) -> None:
+    """Run a function of the array of a group and of the group's index in it.
+
+    Args:
+        group: index of the group among those of all arrays.
+        parts: arrays of consecutive groups.
+        run: the function.
+    """
+    if len(parts) == 1:
+        run(parts[0], group)
+        return
+    before = 0
+    for part in parts:
+        pl.when((group >= before) & (group < before + part.shape[0]))(partial(run, part, group - before))
+        before += part.shape[0]

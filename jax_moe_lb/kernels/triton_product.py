@@ -1,6 +1,7 @@
 """Pallas kernel of grouped products, compiled by Triton for GPUs such as A100, H100 and B200.
 
-It multiplies with transposed matrices without a copy of them.
+It reads matrices in parts, such as those of home experts and replicas, and transposed ones, without a copy. Widths need
+not be multiples of its tiles.
 """
 
 from functools import partial
@@ -13,7 +14,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.types import GroupSizes, iota
-from jax_moe_lb.kernels.triton_outer import TILE, Tile
+from jax_moe_lb.kernels.triton_outer import TILE, Tile, for_part_of, tile_of
 
 PRODUCT = Tile(TILE, 256, 64, 8, 3)
 """128 KB of sums fit in the registers of 8 warps; three steps take 144 KB of shared memory."""
@@ -24,9 +25,8 @@ NEIGHBORS = 8
 
 def product(
     rows: Float[Array, "A I"],
-    weights: Float[Array, "S _ _"],
+    *parts: Float[Array, "_ _ _"],
     group_sizes: GroupSizes,
-    *,
     transposed: bool,
     tile: Tile = PRODUCT,
 ) -> Float[Array, "A O"]:
@@ -34,13 +34,12 @@ def product(
 
     Args:
         rows: `[A, I]`; `choose_backend` checks its shape and dtype.
-        weights: `[S, I, O]`, or `[S, O, I]` if `transposed`.
+        *parts: `[G, I, O]`, or `[G, O, I]` if `transposed`, matrices of consecutive groups.
         group_sizes: `[S]` int32.
         transposed: if True, multiply rows with the transposes.
         tile: work of one program; `PRODUCT` by default.
     """
-    width = weights.shape[1 if transposed else 2]
-    columns = tile.columns_of(width)
+    width = parts[0].shape[1 if transposed else 2]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     tiles_of = (group_sizes + tile.rows - 1) // tile.rows
     last = jnp.cumsum(tiles_of, dtype=jnp.int32)
@@ -51,47 +50,48 @@ def product(
     # A tile after the last one starts beyond the end of the last group and is empty.
     first = ends[group] - group_sizes[group] + (index - last[group] + tiles_of[group]) * tile.rows
     kernel: Any = pl.pallas_call(
-        partial(_multiply_tile, tile=tile, columns=columns, transposed=transposed),
-        grid=(num_tiles * (width // columns),),
+        partial(_multiply_tile, tile=tile, transposed=transposed),
+        grid=(num_tiles * pl.cdiv(width, tile.columns_of(width)),),
         out_shape=jax.ShapeDtypeStruct(
             (rows.shape[0], width), rows.dtype, manual_axis_type=jax.typeof(rows).manual_axis_type
         ),
-        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        compiler_params=tile.parameters,
         name="grouped_product",
     )
-    return kernel(group, first, ends[group], rows, weights)
+    return kernel(group, first, ends[group], rows, *parts)
 
 
 def _multiply_tile(
-    groups: Any,
-    firsts: Any,
-    ends: Any,
-    rows: Any,
-    weights: Any,
-    out: Any,
-    *,
-    tile: Tile,
-    columns: int,
-    transposed: bool,
+    groups: Any, firsts: Any, ends: Any, rows: Any, *parts_and_out: Any, tile: Tile, transposed: bool
 ) -> None:
     """Multiply the rows of one tile with some columns of the matrix of their group."""
+    *parts, out = parts_and_out
+    inner, width = rows.shape[1], out.shape[1]
+    columns = tile.columns_of(width)
     among, neighbor = jax.lax.div(pl.program_id(0), NEIGHBORS), jax.lax.rem(pl.program_id(0), NEIGHBORS)
-    num_columns = out.shape[1] // columns
+    num_columns = pl.cdiv(width, columns)
     index = jax.lax.div(among, num_columns) * NEIGHBORS + neighbor
-    column = pl.ds(jax.lax.rem(among, num_columns) * columns, columns)
+    column = tile_of(jax.lax.rem(among, num_columns), columns, width)
     group, first, end = groups[index], firsts[index], ends[index]
+    these, inside = pl.ds(first, tile.rows), (first + iota(tile.rows) < end)[:, None]
 
-    @pl.when(first < end)
-    def _() -> None:
-        inside, these = (first + iota(tile.rows) < end)[:, None], pl.ds(first, tile.rows)
-
+    def multiply(matrices: Any, at: Array) -> None:
         def add(n: Array, total: Array) -> Array:
             step = pl.ds(n * tile.depth, tile.depth)
-            left = triton.load(rows.at[these, step], mask=inside, other=0)
-            right = triton.load(weights.at[(group, column, step) if transposed else (group, step, column)])
+            of_right = (at, column, step) if transposed else (at, step, column)
             of_both = (((1,), (1 if transposed else 0,)), ((), ()))
+            if inner % tile.depth:
+                # Masked columns load as 0.
+                deep = n * tile.depth + iota(tile.depth) < inner
+                left = triton.load(rows.at[these, step], mask=inside & deep[None], other=0)
+                right = triton.load(matrices.at[of_right], mask=deep[None] if transposed else deep[:, None], other=0)
+            else:
+                left = triton.load(rows.at[these, step], mask=inside, other=0)
+                right = triton.load(matrices.at[of_right])
             return total + jax.lax.dot_general(left, right, of_both, preferred_element_type=jnp.float32)
 
         zeros = jnp.zeros((tile.rows, columns), jnp.float32)
-        total = jax.lax.fori_loop(0, rows.shape[1] // tile.depth, add, zeros)
+        total = jax.lax.fori_loop(0, pl.cdiv(inner, tile.depth), add, zeros)
         triton.store(out.at[these, column], total.astype(out.dtype), mask=inside)
+
+    pl.when(first < end)(partial(for_part_of, group, tuple(parts), multiply))

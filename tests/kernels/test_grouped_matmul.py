@@ -1,4 +1,3 @@
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,9 @@ from jax_moe_lb.core.custom_calls import is_built
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels import operands
-from jax_moe_lb.kernels.backends import BACKENDS, _clear_empty
+from jax_moe_lb.kernels.backends import _clear_empty
 from jax_moe_lb.kernels.blocks import block_rows
-from jax_moe_lb.kernels.operands import _clear_rest, _clear_tile
+from jax_moe_lb.kernels.operands import _clear_rest
 from tests.kernels.backend_cases import matmul_of, outer_of
 from tests.layer_cases import make_mesh
 
@@ -129,36 +128,6 @@ def test_sums_are_added_to(has_call, monkeypatch):
     _, _, sums = loops(*case(SHAPES["rows of no group"]))
     assert_close(got, sums + 3, 1e-5)
     np.testing.assert_array_equal(got[1], before[1])
-
-
-@pytest.mark.parametrize("parts", [None, (1, 3)])
-def test_padded_widths_change_no_value(parts):
-    rows, others, weights, sizes = case((60, 120, 250, [5, 0, 30, 17]))
-    used = int(sizes.sum())
-
-    def seen(product, *operands):
-        assert product.widths in ((128, 256), (256, 128))
-        return BACKENDS[-1].matmul(product, *operands)
-
-    backend = replace(BACKENDS[-1], pads=True, matmul=seen)
-    matrices = weights if parts is None else tuple(jnp.split(weights, [1]))
-    product, back, sums = loops(rows, others, weights, sizes)
-    for mine, expected, transposed in ((rows, product, False), (others, back, True)):
-        form = op.matmul_product(mine, matrices, transposed)
-        assert_close(backend(form, mine, matrices, sizes, None), expected, 1e-5, used)
-    form = op.outer_product(rows, others, 4 if parts is None else parts, jnp.float32)
-    before = jnp.full(weights.shape, 3.0) if parts is None else tuple(jnp.full(part.shape, 3.0) for part in matrices)
-    for given, expected in ((None, sums), (before, sums + 3)):
-        got = backend(form, rows, others, sizes, given)
-        assert_close(got if parts is None else jnp.concatenate(got), expected, 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("widths", "padded"), [((2880, 2880), (2944, 2944)), ((256, 128), (256, 128)), ((33, 256), (33, 256))]
-)
-def test_widths_are_padded_if_that_adds_at_most_a_quarter(widths, padded):
-    product = grouped_kernels.Product("product", 128, widths, 2, (jnp.bfloat16, jnp.bfloat16), jnp.bfloat16)
-    assert product.in_tiles().widths == padded
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -291,16 +260,6 @@ def test_other_platforms_have_no_custom_call_and_gpus_no_dense_expansion(platfor
 def test_blocks_multiply_at_most_a_quarter_more_rows(num_rows, num_groups):
     size = block_rows(num_rows, num_groups)
     assert (num_rows // size + num_groups) * size <= max(1.25 * num_rows, num_rows + num_groups)
-
-
-@pytest.mark.parametrize("sizes", [[100, 30], [0, 0], [128, 172], [300, 0]])
-def test_a_cleared_tile_has_zeros_where_kernels_read(sizes):
-    used = sum(sizes)
-    rows = jnp.where(jnp.arange(300)[:, None] < used, 1.0, jnp.nan) * jnp.ones((300, 2))
-    got = np.asarray(_clear_tile(rows, jnp.asarray(sizes, jnp.int32)))
-    assert (got[:used] == 1).all()
-    # Kernels read whole tiles; the last tile contains the last used row.
-    assert (got[used : min(-(-used // 128) * 128, 300)] == 0).all()
 
 
 @pytest.mark.parametrize("sizes", [[100, 30], [0, 0], [128, 172], [300, 0], [299], []])
