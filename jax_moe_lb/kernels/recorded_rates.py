@@ -14,14 +14,14 @@ RecordedKernel = Literal["Mosaic", "Triton", "Own"]
 """Compiler of the recorded kernel, by tokamax for Mosaic; or `hopper.py`."""
 
 TFLOPS: dict[tuple[str, str, RecordedKernel], float] = {
-    ("9.0", "product", "Own"): 434,
-    ("9.0", "product", "Mosaic"): 282,
-    ("9.0", "product", "Triton"): 584,
-    ("9.0", "transposed", "Own"): 426,
-    ("9.0", "transposed", "Mosaic"): 254,
-    ("9.0", "transposed", "Triton"): 578,
-    ("9.0", "outer", "Own"): 295,
-    ("9.0", "outer", "Triton"): 564,
+    ("9.0", "product", "Own"): 434.0,
+    ("9.0", "product", "Mosaic"): 282.0,
+    ("9.0", "product", "Triton"): 584.0,
+    ("9.0", "transposed", "Own"): 426.0,
+    ("9.0", "transposed", "Mosaic"): 254.0,
+    ("9.0", "transposed", "Triton"): 578.0,
+    ("9.0", "outer", "Own"): 295.0,
+    ("9.0", "outer", "Triton"): 564.0,
     ("10.0", "product", "Mosaic"): 878.9,
     ("10.0", "product", "Triton"): 377.6,
     ("10.0", "transposed", "Mosaic"): 1231.4,
@@ -41,6 +41,6 @@ def recorded_tflops(compute_capability: str, kind: str, kernel: RecordedKernel |
 
     Examples:
         >>> recorded_tflops("9.0", "outer", "Triton")
-        564
+        564.0
     """
     return None if kernel is None else TFLOPS.get((compute_capability, kind, kernel))

@@ -64,7 +64,7 @@ def tile_of(index: Array, size: int, width: int) -> Any:
     last = pl.cdiv(width, size) - 1
     overlap = (last + 1) * size - width
     # Not a minimum, of which Triton would not know the alignment.
-    return pl.ds(index * size - (jnp.where(index == last, overlap, 0) if overlap else 0), size)
+    return pl.ds(index * size - ((index == last).astype(jnp.int32) * overlap if overlap else 0), size)
 
 
 def outer(

@@ -308,17 +308,17 @@ def test_tokamax(monkeypatch):
     assert on_gpu().faster is None
 
 
-HOPPER, TOKAMAX, TRITON, BLOCKS = "Hopper kernel", "tokamax.ragged_dot", "Triton kernel", "blocks of rows"
+TOKAMAX, TRITON, BLOCKS = "tokamax.ragged_dot", "Triton kernel", "blocks of rows"
 
 
 @pytest.mark.parametrize(
     ("missing", "compute_capability", "in_one_array", "in_parts"),
     [
-        # tokamax's kernel of weight gradients was recorded at a lower rate.
-        ((), "9.0", (TOKAMAX, TOKAMAX, TRITON), (HOPPER,) * 3),
+        # The other kernels were recorded at lower rates.
+        ((), "9.0", (TRITON,) * 3, (TRITON,) * 3),
         # The transposed product of a transposed copy.
         (("transposed", "outer"), "10.0", (TOKAMAX, TOKAMAX, TRITON), (TOKAMAX, TOKAMAX, TRITON)),
-        (("product", "transposed", "outer"), "8.0", (BLOCKS, BLOCKS, TRITON), (BLOCKS, BLOCKS, TRITON)),
+        (("product", "transposed", "outer"), "8.0", (TRITON,) * 3, (TRITON,) * 3),
         (("product", "transposed", "outer"), None, (BLOCKS,) * 3, (BLOCKS,) * 3),
     ],
     ids=["Hopper", "Blackwell", "Ampere", "no GPU"],
@@ -328,9 +328,6 @@ def test_grouped_products_of_gpus(missing, compute_capability, in_one_array, in_
     if compute_capability is not None:
         device = SimpleNamespace(platform="gpu", compute_capability=compute_capability)
         monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: device)
-    # An older JAX lacks the Pallas features of this library's kernels, so tokamax is used.
-    if HOPPER in in_parts and jax.__version_info__ < grouped_kernels.FIRST_WITH_HOPPER_KERNELS:
-        in_parts = in_one_array
     for weights, want in (("in one array", in_one_array), ("in parts (own kernels)", in_parts)):
         rows = [row for row in grouped_products() if (row["platform"], row["weights"]) == ("cuda", weights)]
         assert tuple(row["product"] for row in rows) == grouped_kernels.KINDS
