@@ -165,29 +165,25 @@ class BackendChoice(NamedTuple):
 def choose_backend(product: Product, platform: str) -> BackendChoice:
     """Return the backend of a product.
 
-    It is the first row of `BACKENDS` that can compute the product, or a later one recorded at a higher rate; see
-    `recorded_rates`.
+    It is the first row of `BACKENDS` that can compute the product, with the recorded rows in the order of their rates;
+    see `recorded_rates`.
 
     Args:
         product: shapes and dtypes.
         platform: platform of the lowering, by its name in `jax.lax.platform_dependent`.
     """
+    rows = [backend for backend in BACKENDS if backend.platform in (platform, None)]
+    rates = {backend.name: rate for backend in rows if (rate := _recorded_rate(backend, product.kind))}
+    recorded = iter(sorted((one for one in rows if one.name in rates), key=lambda one: -rates[one.name]))
     rejected: dict[str, str] = {}
-    able: list[Backend] = []
-    for backend in BACKENDS:
-        if backend.platform in (platform, None):
-            reason = backend.why_not_for(product)
-            if reason is None:
-                able.append(backend)
-            elif not able:
-                rejected[backend.name] = reason
-    first, rates = able[0], [_recorded_rate(backend, product.kind) for backend in able]
-    if rates[0] is None:
-        return BackendChoice(first, first.why, rejected)
-    fastest, rate = max(zip(able, rates, strict=True), key=lambda both: both[1] or 0.0)
-    for slower, known in zip(able[: able.index(fastest)], rates, strict=False):
-        rejected[slower.name] = "not recorded" if known is None else f"recorded at {known:.0f} TFLOP/s"
-    return BackendChoice(fastest, f"{fastest.why}, recorded at {rate:.0f} TFLOP/s", rejected)
+    for backend in (next(recorded) if row.name in rates else row for row in rows):
+        if (reason := backend.why_not_for(product)) is None:
+            break
+        rejected[backend.name] = reason
+    for slower in rows[: rows.index(backend)]:
+        rejected.setdefault(slower.name, f"recorded at {rates.get(slower.name, 0):.0f} TFLOP/s")
+    rate = f", recorded at {rates[backend.name]:.0f} TFLOP/s" if backend.name in rates else ""
+    return BackendChoice(backend, f"{backend.why}{rate}", rejected)
 
 
 def _recorded_rate(backend: Backend, kind: Kind) -> float | None:
