@@ -182,8 +182,8 @@ def choose_backend(product: Product, platform: str) -> BackendChoice:
         rejected[backend.name] = reason
     for slower in rows[: rows.index(backend)]:
         rejected.setdefault(slower.name, f"recorded at {rates.get(slower.name, 0):.0f} TFLOP/s")
-    rate = f", recorded at {rates[backend.name]:.0f} TFLOP/s" if backend.name in rates else ""
-    return BackendChoice(backend, f"{backend.why}{rate}", rejected)
+    at = f", recorded at {rates[backend.name]:.0f} TFLOP/s" if backend.name in rates else ""
+    return BackendChoice(backend, f"{backend.why}{at}", rejected)
 
 
 def _recorded_rate(backend: Backend, kind: Kind) -> float | None:

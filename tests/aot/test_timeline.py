@@ -101,7 +101,7 @@ def test_a_product_takes_the_rows_that_it_serves():
     assert (served.seconds - RATES.start) / (full.seconds - RATES.start) == pytest.approx(512 / 640)
 
 
-@pytest.mark.parametrize(("kernel", "kind"), [("mosaic", "outer"), ("triton", "outer"), ("own", "transposed")])
+@pytest.mark.parametrize(("kernel", "kind"), [("mosaic", "transposed"), ("triton", "product"), ("own", "transposed")])
 def test_kernels_have_their_own_rates(kernel, kind):
     (product,) = (one for one in schedule() if one.name == "hidden")
     form = replace(product.product, kernel=kernel, kind=kind)
