@@ -120,7 +120,7 @@ def grouped_outer(
     It is not differentiable; use it in custom backward passes.
 
     Args:
-        rows: `[A, I]`, sorted by group, after `clear_tail`: the kernels of TPUs read beyond `group_sizes.sum()`.
+        rows: `[A, I]`, sorted by group, after `clear_tail`: some kernels read beyond `group_sizes.sum()`.
         others: `[A, O]`, in the same order and dtype, also after `clear_tail`.
         group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.
         dtype: dtype of the result; `None` (default) is the dtype of the accumulators, float32 or wider. Pass the dtype

@@ -2,19 +2,23 @@
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import GroupSizes, Rows, iota
+
+TILE_ROWS = 128
+"""Row multiple up to which kernels on GPUs read beyond the last group."""
 
 CLEARED_ROWS = 1024
 """Rows per loop step that clears rows beyond the last group on TPUs."""
 
 
 def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False) -> Rows:
-    """Set the rows beyond the last group to 0 on TPUs, where `grouped_outer` reads them.
+    """Set the rows beyond the last group to 0, as far as `grouped_outer` reads them.
 
-    The kernels of TPUs mask these rows by a product with 0, which propagates the NaN of uninitialized rows.
+    Kernels mask these rows by a product with 0, which propagates the NaN of uninitialized rows.
 
     Args:
         rows: `[A, ...]`, sorted by group; updated in place if not used later.
@@ -25,9 +29,21 @@ def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False
     on_tpu = _clear_all if are_results else _clear_rest
     return jax.lax.platform_dependent(
         *vary_alike((rows, group_sizes)),
+        cuda=_clear_tile,
         tpu=on_tpu,
         default=lambda rows, group_sizes: rows,
     )
+
+
+def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:
+    # Clear a single tile: a mask would read and write all rows once more.
+    rows = with_layout_constraint(rows, Layout((0, 1)))
+    size = min(TILE_ROWS, rows.shape[0])
+    used = group_sizes.sum(dtype=jnp.int32)
+    start = jnp.minimum(used, rows.shape[0] - size)
+    tile = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
+    tile = jnp.where((start + iota(size) < used)[:, None], tile, 0)
+    return with_layout_constraint(jax.lax.dynamic_update_slice_in_dim(rows, tile, start, 0), Layout((0, 1)))
 
 
 def _clear_all(rows: Rows, group_sizes: GroupSizes) -> Rows:

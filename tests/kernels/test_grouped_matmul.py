@@ -10,7 +10,7 @@ from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels import operands
 from jax_moe_lb.kernels.backends import _clear_empty
 from jax_moe_lb.kernels.blocks import block_rows
-from jax_moe_lb.kernels.operands import _clear_rest
+from jax_moe_lb.kernels.operands import _clear_rest, _clear_tile
 from tests.kernels.backend_cases import matmul_of, outer_of
 from tests.layer_cases import make_mesh
 
@@ -259,6 +259,16 @@ def test_other_platforms_have_no_custom_call_and_gpus_no_dense_expansion(platfor
 def test_blocks_multiply_at_most_a_quarter_more_rows(num_rows, num_groups):
     size = block_rows(num_rows, num_groups)
     assert (num_rows // size + num_groups) * size <= max(1.25 * num_rows, num_rows + num_groups)
+
+
+@pytest.mark.parametrize("sizes", [[100, 30], [0, 0], [128, 172], [300, 0]])
+def test_a_cleared_tile_has_zeros_where_kernels_read(sizes):
+    used = sum(sizes)
+    rows = jnp.where(jnp.arange(300)[:, None] < used, 1.0, jnp.nan) * jnp.ones((300, 2))
+    got = np.asarray(_clear_tile(rows, jnp.asarray(sizes, jnp.int32)))
+    assert (got[:used] == 1).all()
+    # Kernels read whole tiles; the last tile contains the last used row.
+    assert (got[used : min(-(-used // 128) * 128, 300)] == 0).all()
 
 
 @pytest.mark.parametrize("sizes", [[100, 30], [0, 0], [128, 172], [300, 0], [299], []])
