@@ -7,6 +7,7 @@ import pytest
 from jax_moe_lb.aot.execution_counts import total
 from jax_moe_lb.aot.flops import products
 from jax_moe_lb.aot.hlo import parse_module
+from jax_moe_lb.aot.product_form import product_form
 from tests.aot.programs import compiled_here
 
 
@@ -47,10 +48,13 @@ ENTRY %main ({parameters}) -> f32[] {{
 """
 
 
-def flops_of(instruction, *shapes):
+def module_of(instruction, *shapes):
     lines = [f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(shapes)]
-    text = ONE.format(parameters="", instructions="\n".join([*lines, f"  ROOT %one = {instruction}"]))
-    return total(products(parse_module(text)))
+    return parse_module(ONE.format(parameters="", instructions="\n".join([*lines, f"  ROOT %one = {instruction}"])))
+
+
+def flops_of(instruction, *shapes):
+    return total(products(module_of(instruction, *shapes)))
 
 
 def test_a_ragged_product_counts_every_row_once():
@@ -77,6 +81,18 @@ def test_a_kernel_of_a_grouped_product_counts_every_row_once(kernel):
     result, operands = KERNELS[kernel]
     call = f'{result} custom-call(%p0, %p1, %p2), custom_call_target="mosaic_gpu_v2"'
     assert flops_of(call, *operands) == 2 * 64 * 5 * 7
+
+
+@pytest.mark.parametrize(("rows", "result", "kind"), [(5, 7, "product"), (7, 5, "transposed")])
+def test_a_triton_product_with_matrices_in_parts(rows, result, kind):
+    operands = (*("s32[12]",) * 3, f"bf16[64,{rows}]", "bf16[2,5,7]", "bf16[1,5,7]")
+    names = ", ".join(f"%p{i}" for i in range(len(operands)))
+    call = f'bf16[64,{result}] custom-call({names}), custom_call_target="__gpu$xla.gpu.triton"'
+    assert flops_of(call, *operands) == 2 * 64 * 5 * 7
+    module = module_of(call, *operands)
+    entry = module.computations[module.entry]
+    form = product_form(module, entry, entry.root)
+    assert (form.kind, form.kernel, form.rows, form.groups) == (kind, "triton", 64, 3)
 
 
 def test_a_product_of_cublas():
