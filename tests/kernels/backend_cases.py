@@ -31,6 +31,11 @@ def _backend(name, product, platform):
         choice = choose_backend(product, platform)
         assert choice.backend.name == name, choice.why
         return choice.backend
+    return named(name)
+
+
+def named(name):
+    """Return the backend of a name."""
     (backend,) = (backend for backend in BACKENDS if backend.name == name)
     return backend
 

@@ -16,12 +16,13 @@ from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels import grouped_ffn
 from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
 from jax_moe_lb.kernels.hopper import ALIGNED_ROWS, TILE, RowTiles
-from tests.kernels.backend_cases import matmul_of, outer_of, rejected
+from tests.kernels.backend_cases import matmul_of, named, outer_of
 
 NUM_ROWS, INNER, OUTER = 384, 256, 128
 HOPPER = "Hopper kernel"
 
-hopper_matmul, hopper_outer = matmul_of(HOPPER, "cuda"), outer_of(HOPPER, "cuda")
+hopper_matmul, hopper_outer = matmul_of(HOPPER), outer_of(HOPPER)
+why_not = named(HOPPER).why_not_for
 
 SIZES = {
     "uneven": (100, 0, 3, 129),
@@ -241,14 +242,14 @@ def test_experts_in_parts_equal_one_array(fused, biased, monkeypatch):
 def test_what_does_not_fit_is_left_to_others(rows, matrices, why):
     others = jnp.zeros((rows.shape[0], matrices.shape[2]), rows.dtype)
     for product in (matmul_product(rows, (matrices,), False), outer_product(rows, others, (1,), jnp.float32)):
-        assert rejected(HOPPER, product) == why
+        assert why_not(product) == why
 
 
 def test_nothing_is_multiplied_of_no_groups_or_of_one_array():
     rows, others = draw(NUM_ROWS, INNER), draw(NUM_ROWS, OUTER)
-    assert rejected(HOPPER, outer_product(rows, others, (1, 0), jnp.float32)) == "an operand is empty"
-    assert rejected(HOPPER, matmul_product(rows, draw(1, INNER, OUTER), False)).startswith("weights are in one array")
-    assert rejected(HOPPER, outer_product(rows, others, 1, jnp.float32)).startswith("weights are in one array")
+    assert why_not(outer_product(rows, others, (1, 0), jnp.float32)) == "an operand is empty"
+    assert why_not(matmul_product(rows, draw(1, INNER, OUTER), False)).startswith("weights are in one array")
+    assert why_not(outer_product(rows, others, 1, jnp.float32)).startswith("weights are in one array")
 
 
 @pytest.mark.parametrize("device", [("cpu", ""), ("gpu", "8.0"), ("gpu", "10.0")])
@@ -259,10 +260,10 @@ def test_they_are_for_hopper_alone(device, monkeypatch):
         matmul_product(rows, (draw(1, INNER, OUTER),), False),
         outer_product(rows, others, (1,), jnp.float32),
     ):
-        assert rejected(HOPPER, product).endswith("; expected compute capability 9.0")
+        assert why_not(product).endswith("; expected compute capability 9.0")
 
 
 def test_they_are_left_out_with_an_older_jax(monkeypatch):
     monkeypatch.setattr(grouped_kernels, "FIRST_WITH_HOPPER_KERNELS", (99,))
     product = matmul_product(draw(NUM_ROWS, INNER), (draw(1, INNER, OUTER),), False)
-    assert rejected(HOPPER, product).endswith("; expected 99 or later")
+    assert why_not(product).endswith("; expected 99 or later")
