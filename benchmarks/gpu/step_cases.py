@@ -127,7 +127,10 @@ CASES = {
     "gpt-oss": StepCase("gpt-oss-20b", 2, 2),
     "qwen3-plain": StepCase("Qwen3-30B-A3B", 2, 4, system="plain"),
 }
-"""Cases, those of `exact` by growing memory, since an allocator keeps its peak."""
+"""Cases."""
+
+MEASURED = ("deepseek", "qwen3")
+"""Cases that run on a GPU, by growing memory, since an allocator keeps its peak; all are compiled for an absent one."""
 
 _SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 _TINY_FIELDS: dict[str, dict[str, Any]] = {
@@ -219,6 +222,27 @@ def spans_of(report: ProgramReport) -> dict[str, Span]:
 def classes_of(report: ProgramReport) -> dict[str, str]:
     """Return the class of each operation by name."""
     return {one.name: class_of(one) for one in operations_of(report.schedule)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes read and written, and floating-point operations, in all executions."""
+
+    nbytes: int = 0
+    flops: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.nbytes + other.nbytes, self.flops + other.flops)
+
+
+def works_of(report: ProgramReport) -> dict[str, Work]:
+    """Return the work of each estimated operation by name."""
+    spans = spans_of(report)
+    return {
+        one.name: Work(spans[one.name].times * one.nbytes, spans[one.name].times * one.flops)
+        for one in operations_of(report.schedule)
+        if one.name in spans
+    }
 
 
 def seconds_by_class(report: ProgramReport) -> dict[str, float]:
