@@ -53,7 +53,10 @@ def program_of(name: str, scale: Scale, *, graphs: bool = False) -> tuple[Progra
 
 
 def temporaries(name: str) -> Check:
-    """Return the check that the peak of memory in a run is the one of the compiled program."""
+    """Return the check that the peak of memory in a run is the one of the compiled program.
+
+    Without preallocation, the peak is without symmetric memory, which then has an allocator of its own.
+    """
 
     def check(scale: Scale) -> Finding:
         report, compiled, arguments = program_of(name, scale)
