@@ -146,8 +146,7 @@ class ParallelConfig:
             repeats the step. 1 suits multi-node GPUs, whose hosts wait in each loop of rounds, if balanced loads stay
             below `headroom`. `None` (default) compiles one program without a limit.
         dispatch: "direct" sends a row for each token copy, "once" a token to each rank that serves it; see `Once`.
-        own_kernels: if True, use the grouped matrix products of `jax_moe_lb` on Hopper instead of tokamax; see
-            `Kernels`.
+        own_kernels: if True, grouped products on Hopper read home experts and replicas in place; see `Kernels`.
         fsdp: if True, also split matrices and their optimizer state over `data_parallel`, and gather each before use.
             This saves memory and adds communication. If False, each group holds all of them. A checkpoint's are always
             split over all devices.

@@ -35,6 +35,7 @@ from benchmarks.gpu.findings import (
     read_rows,
     write_row,
 )
+from benchmarks.gpu.overview import overview
 from benchmarks.gpu.worker import RUNNING
 from benchmarks.render import RESULTS
 from benchmarks.results import Table, load, save
@@ -126,7 +127,7 @@ def collect(folder: Path, out: Path) -> None:
     paths = [path for part in PARTS if (path := folder / f"{part}.json").exists()]
     tables = {name: table for path in paths for name, table in load(path).items() if name != CLAIMS}
     device = next(row.device for path in paths for row in read_rows(path).values() if row.device)
-    save({CLAIMS: summary(folder)[0], **tables}, out, device)
+    save({CLAIMS: summary(folder)[0], **overview(tables)}, out, device)
 
 
 def run(parts: list[str], again: list[str], folder: Path, *, dry_run: bool) -> int:

@@ -161,7 +161,7 @@ def compile_command(
         typer.Option("--max-rounds", metavar="N", help="Most dispatch rounds.", show_default="as many as a plan needs"),
     ] = None,
     own_kernels: Annotated[
-        bool, typer.Option("--own-kernels", help="Use this library's kernels on Hopper instead of tokamax.")
+        bool, typer.Option("--own-kernels", help="Read home experts and replicas in place on Hopper.")
     ] = False,
     options: Annotated[
         list[str] | None, typer.Option("--xla", metavar="NAME=VALUE", help="Option of XLA; may be repeated.")

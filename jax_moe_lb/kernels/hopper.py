@@ -1,7 +1,7 @@
 """Pallas kernels of grouped products for NVIDIA Hopper, compiled by Mosaic.
 
-Unlike tokamax's kernels, they read matrices in several arrays, such as home experts and replicas, and operands without
-a transposed copy. **They have run in Pallas's interpreter with race detection, but not on a GPU.**
+They read matrices in several arrays, such as home experts and replicas, and operands without a transposed copy. Their
+Triton counterparts are faster on an H100 and come first; these serve operands of 2**31 entries or more.
 """
 
 from functools import partial

@@ -134,7 +134,7 @@ class Buffers:
 
 
 class Kernels(Enum):
-    """Implementation of the grouped matrix products on NVIDIA Hopper GPUs; other devices have one implementation.
+    """Form of the weights of grouped matrix products on NVIDIA Hopper GPUs; other devices have one form.
 
     Examples:
         >>> from jax_moe_lb import exact
@@ -144,13 +144,9 @@ class Kernels(Enum):
     """
 
     LIBRARY = "library"
-    """Kernels of tokamax (default). They require home experts and replicas in one array, which costs copies."""
+    """Home experts and replicas are copied into one array (default)."""
     OWN = "own"
-    """Kernels of this package, for supported shapes.
-
-    They read home experts and replicas in place, which saves memory and traffic (`docs/how-to/gpu.md`). **They have not
-    run on a GPU yet**, so compare losses first.
-    """
+    """Kernels of this package read home experts and replicas in place, for supported shapes (`docs/how-to/gpu.md`)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,56 @@
+"""Short tables for documents, from those of the parts."""
+
+from collections.abc import Mapping
+
+from benchmarks.results import Table, Value
+
+PRODUCTS = {
+    "default": ("Triton kernel", "of the table"),
+    "tokamax": ("tokamax.ragged_dot", "of the table"),
+    "tokamax, 128 x 128 x 64": ("tokamax.ragged_dot", "128 x 128 x 64, 4 stages, persistent, 4 columns"),
+    "dense, cuBLAS": ("dense", "cuBLAS"),
+}
+"""Kernels of grouped products by title: backend and tiles, as in `tiles.py`."""
+
+MOST_OPERATIONS = 30
+
+
+def overview(tables: Mapping[str, Table]) -> dict[str, Table]:
+    """Return the tables of documents: those of the parts, without single kernels."""
+    grouped = {name: table for name, table in tables.items() if name.startswith("fastest-")}
+    kernels = {name: table for name, table in tables.items() if name.startswith("rank-kernels-")}
+    found = {name: table for name, table in tables.items() if name not in (*grouped, *kernels)}
+    if "timeline" in found:
+        found["timeline"] = Table(found["timeline"].columns, found["timeline"].rows[:MOST_OPERATIONS])
+    if grouped:
+        found["products"] = products(grouped)
+    if kernels:
+        found["parts"] = parts(kernels)
+    return found
+
+
+def products(tables: Mapping[str, Table]) -> Table:
+    """Return the rates of grouped products at even rows that fill the buffer, by model and kind."""
+    rates: dict[tuple[Value, ...], dict[str, Value]] = {}
+    for table in tables.values():
+        for row in table.rows:
+            at = dict(zip(table.columns, row, strict=True))
+            if at["skew"] != "even" or at["rows"] != at["buffer rows"]:
+                continue
+            of_case = rates.setdefault(tuple(at[name] for name in ("model", "product", "kind", "rows")), {})
+            title = next((one for one, kernel in PRODUCTS.items() if kernel == (at["backend"], at["tiles"])), None)
+            if title is not None:
+                of_case[title] = at["TFLOP/s"]
+    columns = dict.fromkeys(("model", "product", "kind", "rows"), "") | dict.fromkeys(PRODUCTS, ".0f")
+    return Table(columns, [[*case, *(found.get(title) for title in PRODUCTS)] for case, found in rates.items()])
+
+
+def parts(tables: Mapping[str, Table]) -> Table:
+    """Return the time of each part of a rank's layer, by layer and system."""
+    sums: dict[tuple[str, ...], float] = {}
+    for name, table in tables.items():
+        for system, part, *_, ms in table.rows:
+            key = name.removeprefix("rank-kernels-"), str(system), str(part)
+            sums[key] = sums.get(key, 0.0) + float(ms)  # type: ignore[arg-type]
+    columns = dict.fromkeys(("layer", "system", "part"), "") | {"ms": ".2f"}
+    return Table(columns, [[*key, ms] for key, ms in sums.items()])
