@@ -75,5 +75,6 @@ def ended_process_is_named(scale: Scale) -> Finding:
     finally:
         stop(processes)
     seconds = time.monotonic() - begin
-    named = next((line for line in said.splitlines() if "rank 1 of 2 has ended" in line), None)
+    names = ("rank 1 of 2 has ended", "process 1: it has ended")
+    named = next((line for line in said.splitlines() if any(name in line for name in names)), None)
     return Finding(named is not None, f"{seconds:.1f} s: {named or said.splitlines()[-1]}"[:300])

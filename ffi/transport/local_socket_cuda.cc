@@ -93,7 +93,9 @@ Status SendNote(const Descriptor& socket, const PeerNote& note, int descriptor) 
     std::memcpy(CMSG_DATA(header), &descriptor, sizeof(int));
   }
   // Without the flag, a process whose peer has just ended would be killed by a signal.
-  return sendmsg(socket.get(), &message, MSG_NOSIGNAL) == sizeof copy ? Ok() : SystemError("sendmsg");
+  if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) == sizeof copy) return Ok();
+  if (errno != EPIPE && errno != ECONNRESET) return SystemError("sendmsg");
+  return Problem("it has ended; expected all to run until the program ends", true);
 }
 
 Received ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor) {

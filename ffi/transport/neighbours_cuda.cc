@@ -69,7 +69,9 @@ Status Neighbours::Send(int64_t process, const PeerNote& note, int descriptor) {
   if (link == nullptr) return Refuse("process ", process, " is not connected with this one");
   ++num_sent_;
   // Sockets preserve message boundaries between threads.
-  return SendNote(link->socket, note, descriptor);
+  // A process may send before its watching thread has seen the end of the other one.
+  const Status bad = SendNote(link->socket, note, descriptor);
+  return bad ? At("process " + std::to_string(process), *bad) : Ok();
 }
 
 bool Neighbours::Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor) {
