@@ -40,8 +40,10 @@ PARTED = (
     "exact_block_test",
     "left_out_between_test",
     "processes_test",
+    "shared_memory_test",
     "stand_in_faults_test",
     "stand_in_runs_test",
+    "stand_in_waits_test",
 )
 """Tests listing their parts for the argument `--parts` and run one for its words."""
 

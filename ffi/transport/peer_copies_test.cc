@@ -127,6 +127,9 @@ void SumsAreInTheOrderOfTheTerms() {
   std::vector<float> zeros(5000, 7.0f);
   SumInOrder(PeerNumber::kF32, {}, zeros.size(), zeros.data());
   EXPECT_EQ(zeros[4999], 0.0f);
+  // More than a block.
+  const auto sums = SumOf<float>(PeerNumber::kF32, {std::vector<float>(5000, 1.0f), std::vector<float>(5000, 2.0f)});
+  EXPECT(sums == std::vector<float>(5000, 3.0f));
 }
 
 void HalfPrecisionIsRoundedOnceToEven() {
@@ -141,6 +144,7 @@ void HalfPrecisionIsRoundedOnceToEven() {
     EXPECT_EQ(SumOf<uint16_t>(PeerNumber::kF16, {{number}})[0], number);
   }
   EXPECT_EQ(SumOf<uint16_t>(PeerNumber::kF16, {{0x7bff}, {0x7bff}})[0], 0x7c00);  // overflow
+  EXPECT_EQ(SumOf<uint16_t>(PeerNumber::kF16, {{0x7c00}, {0xfbff}})[0], 0x7c00);  // infinity stays
   EXPECT_EQ(SumOf<uint16_t>(PeerNumber::kF16, {{0x3c00}, {0x1000}})[0], 0x3c00);  // a tie, to even
   EXPECT_EQ(SumOf<uint16_t>(PeerNumber::kF16, {{0x3c01}, {0x1000}})[0], 0x3c02);  // likewise, up
   EXPECT_EQ(SumOf<uint16_t>(PeerNumber::kF16, {{0x0001}, {0x8003}})[0], 0x8002);  // subnormal

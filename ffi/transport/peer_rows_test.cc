@@ -46,6 +46,8 @@ void RowsLandOneSlotAfterTheOther() {
   EXPECT_EQ(tasks[1].to_rank, 2u);
   ExpectPiece(tasks[1].pieces[0], 0, 0, 0, 15, 30);
   EXPECT(tasks[0].after.empty() && tasks[1].after.empty());
+  // The first row of a slot without rows is not used.
+  EXPECT(!Plan(kHome, {99, 0, 10, 20, 15, 99}, kSize, {30, 7, false}, &tasks));
 }
 
 void TheyGoBackWhereTheyCameFrom() {

@@ -31,13 +31,15 @@ void TicketsOfFailedRunsDoNotPileUp() {
 }
 
 void ANumberOfOnesOwnReplacesTheOldTicket() {
-  Tickets tickets;
-  tickets.OpenAs(1, 99, 7);
-  tickets.OpenAs(1, 99, 8);
-  EXPECT_EQ(tickets.num_open(), 1u);
-  int note = 0;
-  EXPECT(!tickets.Close(1, 99, &note));
-  EXPECT_EQ(note, 8);
+  for (const int64_t number : {0, 99}) {
+    Tickets tickets;
+    tickets.OpenAs(1, number, 7);
+    tickets.OpenAs(1, number, 8);
+    EXPECT_EQ(tickets.num_open(), 1u);
+    int note = 0;
+    EXPECT(!tickets.Close(1, number, &note));
+    EXPECT_EQ(note, 8);
+  }
 }
 
 void TicketsWithoutAnAddressAreClosedInTheirOrder() {

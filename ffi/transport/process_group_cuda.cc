@@ -55,7 +55,8 @@ Status ProcessGroup::MakePage() {
   if (Status bad = MapSharedMemory(memory_, sizeof(SharedCalls), &mapped)) return bad;
   pages_[own_] = static_cast<SharedCalls*>(mapped);
   // As if calls 0 to kNum - 1 were complete. All other words are 0.
-  for (uint32_t i = 0; i < SharedCalls::kNum; ++i) pages_[own_]->calls[i].copied = i;
+  uint32_t number = 0;
+  for (SharedCall& one : pages_[own_]->calls) one.copied = number++;
   return Ok();
 }
 

@@ -203,7 +203,30 @@ void FailedMeetingsAreForgotten() {
   for (int64_t run = 0; run < 200; ++run) {
     EXPECT(rendezvous.ArriveAndWait({run, 0, 0, 0}, {0, &sum}, Ok()).timed_out);
   }
-  EXPECT(rendezvous.num_open() <= NumberRendezvous::kMaxFailed);
+  EXPECT_EQ(rendezvous.num_open(), NumberRendezvous::kMaxFailed);
+}
+
+// Late arrivals in the last failed runs end at once.
+void TheLastFailedRunsAreKept() {
+  constexpr auto kRuns = static_cast<int64_t>(NumberRendezvous::kMaxFailed);
+  NumberRendezvous rendezvous(Options(2, 1e-3), Sum);
+  const Outcome lost = {Status(moe_lb::Problem("a device is lost", true)), false};
+  for (int64_t run = 0; run <= kRuns; ++run) rendezvous.FailRun(run, lost);
+  int64_t sum = 0;
+  for (int64_t run = 0; run <= kRuns; ++run) {
+    EXPECT_EQ(rendezvous.ArriveAndWait({run, 0, 0, 0}, {0, &sum}, Ok()).timed_out, run == 0);
+  }
+}
+
+// A generation whose action has begun ends with the action's outcome.
+void AFailedRunDoesNotEndActiveGenerations() {
+  NumberRendezvous::Finish finish;
+  NumberRendezvous rendezvous(Options(1), [&](View<Number>, const NumberRendezvous::Finish& given) { finish = given; });
+  std::promise<Outcome> ended;
+  rendezvous.Arrive({7, 0, 0, 0}, {}, Ok(), [&](const Outcome& outcome) { ended.set_value(outcome); });
+  rendezvous.FailRun(7, {Status(moe_lb::Problem("a device is lost", true)), false});
+  finish(Ok());
+  EXPECT(!ended.get_future().get().failure);
 }
 
 // Two devices arrive as each rank, in any order.
@@ -229,7 +252,11 @@ void BadArgumentsAreNamed() {
   EXPECT_EQ(CheckOptions(Options(0)).value_or("none"), "num_ranks is 0; expected at least 1");
   EXPECT_EQ(CheckOptions(Options(1, 1, 0)).value_or("none"), "num_lanes is 0; expected at least 1");
   EXPECT_EQ(CheckOptions(Options(1, -1)).value_or("none"), "timeout_s is -1; expected above 0 and at most 1e6");
+  EXPECT_EQ(CheckOptions(Options(1, 0)).value_or("none"), "timeout_s is 0; expected above 0 and at most 1e6");
+  EXPECT_EQ(CheckOptions(Options(65537)).value_or("none"), "num_ranks is 65537; expected at most 65536");
+  EXPECT_EQ(CheckOptions(Options(1, 1, 65537)).value_or("none"), "num_lanes is 65537; expected at most 65536");
   EXPECT(!CheckOptions(Options(1)));
+  EXPECT(!CheckOptions(Options(65536, 1e6, 65536)));
 }
 
 // A device without a known rank fails its run for the others at once, and no other run.
@@ -283,6 +310,8 @@ int main() {
   WhoIsMissingIsNamed();
   ArrivingAtTheDeadline();
   FailedMeetingsAreForgotten();
+  TheLastFailedRunsAreKept();
+  AFailedRunDoesNotEndActiveGenerations();
   LanesAreFilledInOrder();
   BadArgumentsAreNamed();
 }

@@ -8,7 +8,7 @@ namespace moe_lb {
 
 Settlers& Settlers::OfProcess() {
   // Leaked on purpose: a job may still run the rest of a program at exit, and it cannot be stopped.
-  static Settlers* const settlers = new Settlers;
+  static Settlers* const settlers = new Settlers(std::chrono::seconds(kIdleSeconds));
   return *settlers;
 }
 
@@ -40,7 +40,7 @@ void Settlers::Work() {
   while (true) {
     if (jobs_.empty()) {
       ++num_idle_;
-      const bool woken = changed_.wait_for(lock, std::chrono::seconds(kIdleSeconds), [this] { return !jobs_.empty(); });
+      const bool woken = changed_.wait_for(lock, longest_idle_, [this] { return !jobs_.empty(); });
       // Under the lock since the wait ended, so Run does not count a thread about to end.
       --num_idle_;
       if (!woken) break;

@@ -1,6 +1,7 @@
 // Threads completing promises of XLA, and so continuing its programs.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -23,6 +24,8 @@ class Settlers {
   // Created at the first use and never destroyed: jobs may outlive their callers.
   static Settlers& OfProcess();
 
+  explicit Settlers(std::chrono::milliseconds longest_idle) : longest_idle_(longest_idle) {}
+
   // Returns at once. A job must not throw; it may block.
   void Run(std::function<void()> job);
 
@@ -31,6 +34,7 @@ class Settlers {
  private:
   void Work();
 
+  const std::chrono::milliseconds longest_idle_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;

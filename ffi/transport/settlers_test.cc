@@ -1,7 +1,9 @@
 #include "ffi/transport/settlers.h"
 
 #include <atomic>
+#include <chrono>
 #include <future>
+#include <thread>
 #include <vector>
 
 #include "ffi/common/testing.h"
@@ -33,6 +35,25 @@ void JobsMayWaitForEachOther() {
   EXPECT(Settlers::OfProcess().num_threads() <= 64);
 }
 
+// One job after the other uses one thread, which ends when it is idle.
+void AnIdleThreadIsUsedAndEnds() {
+  using std::chrono::milliseconds;
+  // Leaked, because its threads are detached.
+  auto* const settlers = new Settlers(milliseconds(500));
+  for (int job = 0; job < 3; ++job) {
+    std::promise<void> end;
+    settlers->Run([&] { end.set_value(); });
+    end.get_future().get();
+    std::this_thread::sleep_for(milliseconds(100));
+    EXPECT_EQ(settlers->num_threads(), 1u);
+  }
+  for (int wait = 0; wait < 500 && settlers->num_threads() > 0; ++wait) std::this_thread::sleep_for(milliseconds(10));
+  EXPECT_EQ(settlers->num_threads(), 0u);
+}
+
 }  // namespace
 
-int main() { JobsMayWaitForEachOther(); }
+int main() {
+  JobsMayWaitForEachOther();
+  AnIdleThreadIsUsedAndEnds();
+}

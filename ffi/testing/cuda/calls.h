@@ -10,6 +10,8 @@ namespace moe_lb::testing {
 
 // Counts a call, and returns the error set for it by a test.
 cudaError_t Enter(const char* name);
+#define MOE_LB_ENTER(name) \
+  if (const cudaError_t bad = Enter(name); bad != cudaSuccess) return bad
 
 // The device of this thread, as this process numbers it.
 int CurrentDevice();

@@ -60,7 +60,8 @@ Memory& TheMemory() {
 }
 
 std::atomic<int64_t> num_mapped{0};
-std::atomic<int64_t> num_handles{0};  // retained or imported and not released
+std::atomic<int64_t> num_handles{0};   // retained or imported and not released
+std::atomic<int64_t> num_reserved{0};  // ranges of addresses
 
 // Contents of a classic handle: a file of another process.
 struct ClassicHandle {
@@ -179,12 +180,14 @@ CUresult Reserve(CUdeviceptr* address, size_t size, size_t, CUdeviceptr, unsigne
   MOE_LB_DRIVER_ENTER("cuMemAddressReserve");
   void* const begin = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   *address = reinterpret_cast<CUdeviceptr>(begin);
+  ++num_reserved;
   return begin == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
 }
 
 CUresult FreeAddress(CUdeviceptr address, size_t size) {
   MOE_LB_DRIVER_ENTER("cuMemAddressFree");
   munmap(reinterpret_cast<void*>(address), size);
+  --num_reserved;
   return CUDA_SUCCESS;
 }
 
@@ -381,6 +384,7 @@ Allocation AllocationOf(const void* address) {
 
 int64_t NumMapped() { return num_mapped; }
 int64_t NumHandles() { return num_handles; }
+int64_t NumReserved() { return num_reserved; }
 
 }  // namespace moe_lb::testing
 

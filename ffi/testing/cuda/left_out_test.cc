@@ -77,21 +77,6 @@ void QueueManyPlans() {
   EXPECT_EQ(wrong->load(), 0);
 }
 
-// Keeps unread plans on one stream, while programs on another stream of the same GPU post.
-void ReuseMemoryOfAnotherStream() {
-  LayerShape shape = Shape();
-  shape.ranks = 1;
-  PlannedLayer planned(shape);
-  Gpu slow(0, 0), busy(1, 0);
-  Between wave;
-  wave.wave_us = 30000;
-  ExpectOk(planned.Run(slow, 0, 1, wave));
-  for (int64_t run = 2; run <= 20; ++run) ExpectOk(planned.Run(busy, 0, run));
-  Synchronize(slow.stream());
-  Synchronize(busy.stream());
-  EXPECT_EQ(planned.num_wrong(), 0);
-}
-
 // Runs all handlers without failures, and programs failing between two calls.
 void RunAll() {
   TheStandIn().longest_delay_us = 200;
@@ -108,7 +93,7 @@ void RunAll() {
     ExpectOk(onward.Run(gpu, rank, run));
     ExpectOk(back.Run(gpu, rank, run));
   });
-  ReuseMemoryOfAnotherStream();
+  PlanOnTwoStreams();
   TheStandIn().copy_us = 2000;
   Between between;
   between.fails = true;

@@ -33,5 +33,7 @@ Allocation AllocationOf(const void* address);
 int64_t NumMapped();
 // Handles of allocations that keep them alive.
 int64_t NumHandles();
+// Ranges of addresses reserved for memory of other processes.
+int64_t NumReserved();
 
 }  // namespace moe_lb::testing

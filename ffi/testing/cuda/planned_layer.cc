@@ -6,8 +6,10 @@
 #include <string>
 #include <utility>
 
+#include "ffi/common/testing.h"
 #include "ffi/planning/feplb.h"
 #include "ffi/planning/greedy.h"
+#include "ffi/testing/cuda/stand_in.h"
 
 namespace moe_lb::testing {
 namespace {
@@ -142,6 +144,20 @@ Ending PlannedLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& bet
   }
   if (between.fails) UseMemoryAgain(gpu, weights, &wrong_);
   return ending;
+}
+
+void PlanOnTwoStreams() {
+  LayerShape shape;
+  shape.ranks = 1;
+  PlannedLayer planned(shape);
+  Gpu slow(0, 0), busy(1, 0);
+  Between wave;
+  wave.wave_us = 30000;
+  EXPECT_EQ(planned.Run(slow, 0, 1, wave).message, std::string());
+  for (int64_t run = 2; run <= 20; ++run) EXPECT_EQ(planned.Run(busy, 0, run).message, std::string());
+  Synchronize(slow.stream());
+  Synchronize(busy.stream());
+  EXPECT_EQ(planned.num_wrong(), 0);
 }
 
 // ---- planners as host functions ----------------------------------------------------

@@ -32,6 +32,9 @@ class PlannedLayer {
   std::atomic<int64_t> replicas_{0};
 };
 
+// Keeps unread plans on one stream, while programs on another stream of the same GPU post.
+void PlanOnTwoStreams();
+
 // A planner as a host function of the stream.
 class HostPlan {
  public:

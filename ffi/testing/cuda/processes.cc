@@ -5,11 +5,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <iostream>
 #include <map>
 
 #include "ffi/common/testing.h"
+#include "ffi/testing/cuda/memory.h"
+#include "ffi/testing/cuda/stand_in.h"
 #include "ffi/transport/neighbours_cuda.h"
 
 namespace moe_lb::testing {
@@ -96,6 +99,27 @@ std::vector<int64_t> ProcessesUpTo(int64_t count) {
   std::vector<int64_t> processes;
   for (int64_t process = 0; process < count; ++process) processes.push_back(process);
   return processes;
+}
+
+int RunProcess(char** argv, const ProcessParts& parts) {
+  // A hang is a failure too.
+  alarm(120);
+  const int64_t rank = std::stoll(argv[2]), count = std::stoll(argv[3]);
+  MeetOthers(rank, count);
+  parts.at(argv[1])(rank, count);
+  for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
+  EXPECT_EQ(NumHandles(), 0);
+  // Other processes may still read this process's page.
+  std::cout << "done" << std::endl;
+  return 0;
+}
+
+void ExpectAllSucceed(const std::string& program, const std::string& part, int64_t count) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  for (const auto& child : StartProcesses(program, part, count)) EXPECT(child->Succeeded());
+  std::cerr << part << " " << count << ": " << std::chrono::duration<double>(Clock::now() - begin).count() << " s"
+            << std::endl;
 }
 
 }  // namespace moe_lb::testing

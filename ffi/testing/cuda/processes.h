@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -39,5 +40,13 @@ std::vector<std::unique_ptr<ChildProcess>> StartProcesses(const std::string& pro
 // Child side of StartProcesses.
 void MeetOthers(int64_t rank, int64_t count);
 std::vector<int64_t> ProcessesUpTo(int64_t count);  // 0, 1, ...
+
+using ProcessPart = void (*)(int64_t rank, int64_t count);
+using ProcessParts = std::map<std::string, ProcessPart>;
+
+// Runs the part of a child, with the program's arguments: its name, the rank and the number of processes.
+int RunProcess(char** argv, const ProcessParts& parts);
+// Runs a part in `count` processes.
+void ExpectAllSucceed(const std::string& program, const std::string& part, int64_t count);
 
 }  // namespace moe_lb::testing

@@ -1,5 +1,5 @@
 // Peer copies between processes, one stand-in GPU each, whose memory the others map: values, messages, reallocated
-// memory, and processes failing, ending or never arriving.
+// memory, and processes failing, ending or never arriving. Their connections and memory alone: shared_memory_test.
 #include "ffi/testing/cuda/processes.h"
 
 #include <dirent.h>
@@ -24,9 +24,7 @@
 #include "ffi/testing/cuda/planned_layer.h"
 #include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
-#include "ffi/transport/mapped_memory_cuda.h"
 #include "ffi/transport/neighbours_cuda.h"
-#include "ffi/transport/peer_probe_cuda.h"
 
 // Without the option it waits a second before the end of each process.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() { return "atexit_sleep_ms=0"; }
@@ -48,10 +46,6 @@ LayerShape ShapeOf(int64_t count) {
 }
 
 void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
-
-void ExpectNoViolations() {
-  for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
-}
 
 int64_t NumSent() { return moe_lb::Neighbours::OfProcess().num_sent(); }
 
@@ -147,92 +141,6 @@ void Move(int64_t rank, int64_t count) {
     if (run == 5) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     EXPECT(run < 7 || NumMapped() <= count - 1);
   }
-}
-
-// CUDA does not allow it, and the stand-in shows it, whatever the handlers do.
-void FreeOpenMemory(int64_t rank, int64_t) {
-  const Allocation own = NewAllocation(4096, MemoryKind::kClassic);
-  std::memcpy(own.begin, &rank, sizeof(int32_t));
-  moe_lb::peer_cuda::MappedMemory mapped(&moe_lb::Neighbours::OfProcess());
-  moe_lb::peer_cuda::SharedMemory shared(&moe_lb::Neighbours::OfProcess());
-  moe_lb::SharedArray array;
-  const std::byte* here = nullptr;
-  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
-  EXPECT(!shared.Share(own.begin, {0, 1}, &array));
-  EXPECT(!mapped.Find(1 - rank, {1, 0}, 4096, 0, 30, &here));
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  FreeAllocation(own);
-  EXPECT_EQ(Violations().size(), size_t{1});
-  EXPECT(Has(Violations()[0], "memory was freed that another process has open"));
-  std::_Exit(0);
-}
-
-// An array that another process names must lie in its memory, to the last byte.
-void NameTooMuch(int64_t rank, int64_t) {
-  const Allocation own = NewAllocation(10000, MemoryKind::kMapped);
-  moe_lb::peer_cuda::MappedMemory mapped(&moe_lb::Neighbours::OfProcess());
-  moe_lb::peer_cuda::SharedMemory shared(&moe_lb::Neighbours::OfProcess());
-  moe_lb::SharedArray array;
-  const std::byte* here = nullptr;
-  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
-  EXPECT(!shared.Share(own.begin + 100, {0, 1}, &array));
-  EXPECT(array.memory == 1 && array.offset == 100);
-  EXPECT(!mapped.Find(1 - rank, {1, 9900}, 100, 0, 30, &here));
-  for (const auto& [offset, bytes] : std::vector<std::pair<uint64_t, size_t>>{
-           {9901, 100}, {10000, 1}, {0, 10001}, {UINT64_MAX, 100}, {UINT64_MAX - 49, 100}}) {
-    const moe_lb::Status bad = mapped.Find(1 - rank, {1, offset}, bytes, 0, 30, &here);
-    EXPECT(bad && Has(*bad, "has named " + std::to_string(bytes) + " bytes from byte " + std::to_string(offset)));
-  }
-}
-
-// Every process copies a word of every other, once, as when processes connect.
-moe_lb::Status TryPeers(int64_t rank, int64_t count, int64_t number, int device) {
-  EXPECT_EQ(cudaSetDevice(device), cudaSuccess);
-  const Allocation memory = NewAllocation(4096, rank % 2 == 0 ? MemoryKind::kClassic : MemoryKind::kMapped);
-  EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
-  const auto word = static_cast<int32_t>(number);
-  std::memcpy(memory.begin + 8, &word, sizeof word);
-  moe_lb::Status bad = moe_lb::peer_cuda::TryPeers(ProcessesUpTo(count), memory.begin + 8, device, 30);
-  int now = -1;
-  EXPECT_EQ(cudaGetDevice(&now), cudaSuccess);
-  EXPECT_EQ(now, 0);
-  EXPECT_EQ(NumMapped(), 0);
-  // The others may still read.
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  return bad;
-}
-
-moe_lb::Status TryPeers(int64_t rank, int64_t count, int64_t number) {
-  return TryPeers(rank, count, number, static_cast<int>(rank) + 1);
-}
-
-void Probe(int64_t rank, int64_t count) { EXPECT_EQ(TryPeers(rank, count, rank).value_or(""), std::string()); }
-
-// Of an ordered pair alone: device 1 cannot read the device of the owner.
-void ProbeWithout(int64_t rank, int64_t count, int64_t owner) {
-  TheStandIn().without_peer_access = {{1, static_cast<int>(owner) + 1}};
-  const moe_lb::Status bad = TryPeers(rank, count, rank);
-  EXPECT_EQ(bad.has_value(), rank == 0);
-  if (bad) EXPECT(Has(*bad, "device 1 cannot copy from process " + std::to_string(owner) + ": "));
-}
-
-void ProbeWithoutMapped(int64_t rank, int64_t count) { ProbeWithout(rank, count, 1); }
-
-void ProbeWithoutClassic(int64_t rank, int64_t count) { ProbeWithout(rank, count, 2); }
-
-// The same, numbered by the machine: process 0 sees device 5 alone and cannot read device 3, which process 1 sees.
-void ProbeVisible(int64_t rank, int64_t count) {
-  TheStandIn().visible = {5 - 2 * static_cast<int>(rank)};
-  TheStandIn().without_peer_access = {{5, 3}, {0, 0}};
-  const moe_lb::Status bad = TryPeers(rank, count, rank, 0);
-  EXPECT_EQ(bad.has_value(), rank == 0);
-  if (bad) EXPECT(Has(*bad, "device 0 cannot copy from process 1: "));
-}
-
-// A word that is not there: memory of another kind of mapping, or stale memory.
-void ProbeStale(int64_t rank, int64_t count) {
-  const moe_lb::Status bad = TryPeers(rank, count, rank + 40);
-  EXPECT(bad && Has(*bad, "; expected "));
 }
 
 // One rank is killed between start and join. The others end with its name, and no stream waits.
@@ -416,41 +324,14 @@ void AskForOther(int64_t rank, int64_t count) {
   EXPECT_EQ(copies.num_wrong(), 0);
 }
 
-using Part = void (*)(int64_t rank, int64_t count);
-const std::map<std::string, Part> kParts = {
-    {"classic", CopyClassic},
-    {"mapped", CopyMapped},
-    {"visible", CopyVisible},
-    {"probe_visible", ProbeVisible},
-    {"fail_kernel", FailKernel},
-    {"reallocate", Reallocate},
-    {"end", RunUntilFailure},
-    {"never", NeverCome},
-    {"one_fails", OneFails},
-    {"other", AskForOther},
-    {"many", BeginMany},
-    {"kinds", CopyKinds},
-    {"move", Move},
-    {"free", FreeOpenMemory},
-    {"bounds", NameTooMuch},
-    {"probe", Probe},
-    {"probe_mapped", ProbeWithoutMapped},
-    {"probe_classic", ProbeWithoutClassic},
-    {"probe_stale", ProbeStale},
-    {"die_copies", DieInCopies},
-    {"die_relays", DieInRelays},
-    {"die_plan", DieInPlan},
-    {"die_rows", DieInRows},
+const ProcessParts kParts = {
+    {"classic", CopyClassic},    {"mapped", CopyMapped},      {"visible", CopyVisible}, {"fail_kernel", FailKernel},
+    {"reallocate", Reallocate},  {"end", RunUntilFailure},    {"never", NeverCome},     {"one_fails", OneFails},
+    {"other", AskForOther},      {"many", BeginMany},         {"kinds", CopyKinds},     {"move", Move},
+    {"die_copies", DieInCopies}, {"die_relays", DieInRelays}, {"die_plan", DieInPlan},  {"die_rows", DieInRows},
 };
 
 // ---- the test ----------------------------------------------------------------------
-
-void ExpectAllSucceed(const std::string& program, const std::string& part, int64_t count) {
-  const Clock::time_point begin = Clock::now();
-  for (const auto& child : StartProcesses(program, part, count)) EXPECT(child->Succeeded());
-  std::cerr << part << " " << count << ": " << std::chrono::duration<double>(Clock::now() - begin).count() << " s"
-            << std::endl;
-}
 
 // All but rank 1, which dies between start and join.
 void OneDiesBetween(const std::string& program, const std::string& part, int64_t count) {
@@ -497,24 +378,11 @@ std::set<std::string> FilesIn(const char* directory) {
 // Without arguments, run the test; with a part and a number of processes, that part; a child also has its rank.
 // `--parts` prints them, for ci/mutants.py.
 int main(int argc, char** argv) {
-  if (argc >= 4) {
-    // A hang is a failure too.
-    alarm(120);
-    const int64_t rank = std::stoll(argv[2]), count = std::stoll(argv[3]);
-    MeetOthers(rank, count);
-    kParts.at(argv[1])(rank, count);
-    ExpectNoViolations();
-    EXPECT_EQ(NumHandles(), 0);
-    // Other processes may still read this process's page.
-    std::cout << "done" << std::endl;
-    return 0;
-  }
+  if (argc >= 4) return RunProcess(argv, kParts);
   const std::vector<std::pair<std::string, int64_t>> parts = {
-      {"mapped", 2},       {"classic", 4},       {"mapped", 8},      {"reallocate", 3}, {"move", 3},
-      {"many", 3},         {"never", 3},         {"one_fails", 3},   {"other", 3},      {"probe", 3},
-      {"probe_mapped", 3}, {"probe_classic", 3}, {"probe_stale", 3}, {"free", 2},       {"bounds", 2},
-      {"die_copies", 3},   {"die_relays", 3},    {"die_plan", 3},    {"die_rows", 3},   {"end", 4},
-      {"visible", 3},      {"probe_visible", 2}, {"fail_kernel", 3}, {"kinds", 2},
+      {"mapped", 2},   {"classic", 4},   {"mapped", 8},  {"reallocate", 3},  {"move", 3},       {"many", 3},
+      {"never", 3},    {"one_fails", 3}, {"other", 3},   {"die_copies", 3},  {"die_relays", 3}, {"die_plan", 3},
+      {"die_rows", 3}, {"end", 4},       {"visible", 3}, {"fail_kernel", 3}, {"kinds", 2},
   };
   const auto before = std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp"));
   for (const auto& [part, count] : parts) {

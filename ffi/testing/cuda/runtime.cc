@@ -213,6 +213,13 @@ void AddPinned(void* memory, size_t size) {
 
 namespace {
 
+// Stricter than CUDA's documentation. PyTorch, CUDAEvent.h: cudaEventRecord and cudaStreamWaitEvent "must be called on
+// the same device as" the event or stream.
+cudaError_t CheckDevice(const char* name, const CUstream_st& stream) {
+  if (stream.device == current_device) return cudaSuccess;
+  return Forbidden(cudaErrorInvalidResourceHandle, std::string(name) + " on a stream of another device");
+}
+
 // CUDA may synchronize all devices first, and they may be waiting for this thread.
 void NoteAllocation(const char* name) {
   if (is_executing) static_cast<void>(Forbidden(cudaSuccess, std::string(name) + " while a program runs"));
@@ -285,18 +292,6 @@ std::set<int> Contexts() {
 
 int CurrentDevice() { return current_device; }
 
-// CUDA C++ Programming Guide, CUDA Environment Variables, CUDA_VISIBLE_DEVICES: only these devices "are visible to the
-// application, and they are enumerated in the order of the sequence".
-int NumDevices() {
-  const StandIn& options = TheStandIn();
-  return options.visible.empty() ? options.num_devices : static_cast<int>(options.visible.size());
-}
-
-int MachineDevice(int device) {
-  const std::vector<int>& visible = TheStandIn().visible;
-  return visible.empty() ? device : visible[static_cast<size_t>(device)];
-}
-
 int64_t NumEvents() { return TheState().num_events; }
 
 int64_t PinnedBytes() {
@@ -329,8 +324,6 @@ void Ignore(const CallPlace& place) { TheState().ignored = place.returns_to; }
 
 using namespace moe_lb::testing;
 
-#define MOE_LB_ENTER(name) \
-  if (const cudaError_t bad = Enter(name); bad != cudaSuccess) return bad
 // Entry of ordering calls.
 #define MOE_LB_ENTER_ORDERING(name) \
   MOE_LB_ENTER(name);               \
@@ -338,45 +331,9 @@ using namespace moe_lb::testing;
 
 extern "C" {
 
-const char* cudaGetErrorName(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "cudaSuccess";
-    case cudaErrorNotReady:
-      return "cudaErrorNotReady";
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
-    case cudaErrorNotSupported:
-      return "cudaErrorNotSupported";
-    case cudaErrorIllegalAddress:
-      return "cudaErrorIllegalAddress";
-    case cudaErrorInvalidResourceHandle:
-      return "cudaErrorInvalidResourceHandle";
-    case cudaErrorMemoryAllocation:
-      return "cudaErrorMemoryAllocation";
-    case cudaErrorPeerAccessUnsupported:
-      return "cudaErrorPeerAccessUnsupported";
-    case cudaErrorStreamCaptureUnsupported:
-      return "cudaErrorStreamCaptureUnsupported";
-    default:
-      return "another error";
-  }
-}
-const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
 cudaError_t cudaGetLastError() {
   const int corrupt = TheState().corrupt.load(std::memory_order_relaxed);
   return corrupt != 0 ? static_cast<cudaError_t>(corrupt) : std::exchange(last_error, cudaSuccess);
-}
-
-cudaError_t cudaDriverGetVersion(int* version) {
-  MOE_LB_ENTER("cudaDriverGetVersion");
-  *version = TheStandIn().driver_version;
-  return cudaSuccess;
-}
-cudaError_t cudaRuntimeGetVersion(int* version) {
-  MOE_LB_ENTER("cudaRuntimeGetVersion");
-  *version = CUDART_VERSION;
-  return cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int* device) {
@@ -389,18 +346,6 @@ cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= NumDevices()) return Fail(cudaErrorInvalidDevice);
   current_device = device;
   NoteContext();
-  return cudaSuccess;
-}
-cudaError_t cudaGetDeviceCount(int* count) {
-  MOE_LB_ENTER("cudaGetDeviceCount");
-  *count = NumDevices();
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-  MOE_LB_ENTER("cudaDeviceCanAccessPeer");
-  // CUDA Runtime API, Peer Device Memory Access: the answer is for an ordered pair, and not for a device with itself.
-  const std::pair<int, int> pair(MachineDevice(device), MachineDevice(peer));
-  *can = device != peer && TheStandIn().without_peer_access.count(pair) == 0 ? 1 : 0;
   return cudaSuccess;
 }
 
@@ -435,6 +380,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   if (event->capture.load(std::memory_order_relaxed) != stream->capture()) {
     return Forbidden(cudaErrorStreamCaptureIsolation, "cudaStreamWaitEvent between captured and other work");
   }
+  if (const cudaError_t bad = CheckDevice("cudaStreamWaitEvent", *stream); bad != cudaSuccess) return bad;
   const uint64_t ticket = TicketOf(*event);
   // CUDA treats it as a completed wait, which is an error in a handler.
   if (ticket == 0) return Forbidden(cudaSuccess, "cudaStreamWaitEvent for an event that was never recorded");
@@ -462,6 +408,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (event->device != stream->device) {
     return Forbidden(cudaErrorInvalidResourceHandle, "cudaEventRecord: the event and the stream have other devices");
   }
+  if (const cudaError_t bad = CheckDevice("cudaEventRecord", *stream); bad != cudaSuccess) return bad;
   event->capture.store(stream->capture(), std::memory_order_relaxed);
   const uint64_t ticket = event->recorded.fetch_add(1, std::memory_order_relaxed) + 1;
   stream->Push([event, ticket] {
