@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -16,6 +18,9 @@
 #include "ffi/planning/device/exact.h"
 #include "ffi/planning/device/run_on_fibers.h"
 #include "ffi/planning/exact_domains.h"
+#include "ffi/planning/flow_evaluator.h"
+#include "ffi/planning/search.h"
+#include "ffi/planning/subset_evaluator.h"
 
 namespace moe_lb::device {
 namespace {
@@ -219,31 +224,105 @@ void TheLargestDomainsFit() {
 }
 
 // A search that starts without replicas, which planners do only if no rule lowers the load.
-bool SearchesFromHomeAsOnTheHost(Fibers& block) {
-  const std::vector<int32_t> tokens = {90, 5, 3, 40, 20, 9, 1, 0, 2, 7, 30, 8};
-  const Shape shape = {4, 12, 3, 2};
-  std::vector<uint32_t> found(8, 7);
+struct SearchCase {
+  Shape shape;
+  std::vector<int32_t> tokens;
+  int32_t enough;
+  Effort effort;
+  bool has_flows;  // instead of subsets
+};
+
+constexpr size_t kFanOut = 9;
+
+template <int W>
+std::vector<uint32_t> SearchOnBlock(Fibers& block, const SearchCase& c) {
+  const auto all = static_cast<size_t>(c.shape.all_slots()), experts = c.tokens.size();
+  std::vector<uint32_t> found(all, 7);
   block.Run([&](const FiberThreads& t) {
     if (t.warp() > 0) return;
-    const auto home = t.Shared<int32_t>(0, 12);
-    for (int e = t.lane(); e < 12; e += kLanes) home[e] = tokens[static_cast<size_t>(e)];
-    Flow<FiberThreads, 1> flow;
-    flow.Place(t, shape, 64);
-    SearchMemory<FiberThreads, 1> memory;
-    memory.Place(t, shape, 64 + FlowBytes(shape, 1));
-    Searcher<FiberThreads, 1> searcher(t, shape, memory, 9);
+    const auto home = t.Shared<int32_t>(0, experts);
+    const auto load = t.Shared<int32_t>(4 * experts, static_cast<size_t>(c.shape.num_ranks));
+    for (int e = t.lane(); e < c.shape.num_experts; e += kLanes) home[e] = c.tokens[static_cast<size_t>(e)];
+    for (int r = t.lane(); r < c.shape.num_ranks; r += kLanes) {
+      int32_t sum = 0;
+      for (int i = 0; i < c.shape.home; ++i) sum += c.tokens[static_cast<size_t>(r * c.shape.home + i)];
+      load[r] = sum;
+    }
+    t.SyncWarp();
+    Flow<FiberThreads, W> flow;
+    flow.Place(t, c.shape, 1024);
+    SearchMemory<FiberThreads, W> memory;
+    memory.Place(t, c.shape, 1024 + FlowBytes(c.shape, W));
+    Searcher<FiberThreads, W> searcher(t, c.shape, memory, kFanOut);
     searcher.Start(home, 0);
-    Subsets<FiberThreads, 1> evaluator(t, flow, memory.tokens, memory.holders);
-    searcher.Run(evaluator, flow, 54, kSubsetEffort);
-    for (int i = t.lane(); i < 8; i += kLanes) found[static_cast<size_t>(i)] = memory.best[i];
+    if (c.has_flows) {
+      const int64_t total = std::accumulate(c.tokens.begin(), c.tokens.end(), int64_t{0});
+      flow.Reset(t, home, load);
+      FlowSwaps<FiberThreads, W> evaluator(t, flow,
+                                           static_cast<int32_t>((total + c.shape.num_ranks - 1) / c.shape.num_ranks));
+      searcher.Run(evaluator, {}, c.enough, c.effort);
+    } else if constexpr (W == 1) {
+      Subsets<FiberThreads, 1> evaluator(t, flow, memory.tokens, memory.holders);
+      searcher.Run(evaluator, {}, c.enough, c.effort);
+    }
+    for (int i = t.lane(); i < c.shape.all_slots(); i += kLanes) found[static_cast<size_t>(i)] = memory.best[i];
   });
-  SubsetEvaluator evaluator({tokens.data(), 12}, 4);
-  std::vector<uint32_t> expected(8, kNoExpert);
-  Search search({tokens.data(), 12}, 4, 2, 9, evaluator);
-  for (const Replica& replica : search.Run({}, 54, kSubsetEffort)) {
-    *std::find(expected.begin() + 2 * replica.rank, expected.end(), static_cast<uint32_t>(kNoExpert)) = replica.expert;
+  return found;
+}
+
+std::vector<uint32_t> SearchOnHost(const SearchCase& c) {
+  const View<const int32_t> tokens(c.tokens.data(), c.tokens.size());
+  const auto ranks = static_cast<size_t>(c.shape.num_ranks), slots = static_cast<size_t>(c.shape.slots);
+  std::unique_ptr<SwapEvaluator> evaluator;
+  if (c.has_flows) evaluator = std::make_unique<FlowEvaluator>(tokens, ranks, slots);
+  if (!c.has_flows) evaluator = std::make_unique<SubsetEvaluator>(tokens, ranks);
+  std::vector<uint32_t> expected(ranks * slots, kNoExpert);
+  Search search(tokens, ranks, slots, kFanOut, *evaluator);
+  for (const Replica& replica : search.Run({}, c.enough, c.effort)) {
+    *std::find(expected.begin() + static_cast<int64_t>(slots * replica.rank), expected.end(),
+               static_cast<uint32_t>(kNoExpert)) = replica.expert;
   }
-  return block.faults().empty() && found == expected;
+  return expected;
+}
+
+template <int W>
+bool SearchesAsOnTheHost(Fibers& block, const SearchCase& c) {
+  const auto found = SearchOnBlock<W>(block, c);
+  return block.faults().empty() && found == SearchOnHost(c);
+}
+
+// Small counts have many equal excesses, and short searches end in their last steps.
+void SearchesOfEqualCountsGiveThePlacementOfTheHost(int64_t number, uint32_t seed) {
+  std::mt19937 random(seed);
+  Fibers block(1 << 20);
+  for (int64_t i = 0; i < number; ++i) {
+    const bool has_flows = i % 2 == 1;
+    const int ranks = !has_flows ? Pick(random, 3, 8) : i % 8 == 1 ? Pick(random, 31, 34) : Pick(random, 3, 10);
+    const int home = Pick(random, 1, ranks > 10 ? 2 : 4);
+    const Effort effort = {ranks > 10 ? Pick(random, 1, 20) : Pick(random, 1, 60), 5};
+    SearchCase c = {{ranks, ranks * home, home, Pick(random, 1, 2)}, {}, 0, effort, has_flows};
+    for (int expert = 0; expert < ranks * home; ++expert) {
+      c.tokens.push_back(Pick(random, 0, expert < home || expert % 5 == 0 ? 9 : 2));
+    }
+    EXPECT(ranks > kLanes ? SearchesAsOnTheHost<2>(block, c) : SearchesAsOnTheHost<1>(block, c));
+  }
+}
+
+// Loads at the limit are common if counts are small.
+void SmallCountsGiveThePlanOfTheHost(int64_t number, uint32_t seed) {
+  std::mt19937 random(seed);
+  Fibers block(1 << 20);
+  for (int64_t i = 0; i < number; ++i) {
+    Case c = RandomCase(random);
+    c.num_ranks = c.domain = Pick(random, 3, 6);
+    c.home = Pick(random, 1, 4);
+    c.slots = Pick(random, 1, 3);
+    c.localize = true;
+    c.eps = i % 2 == 0 ? 0.3 : c.eps;
+    c.counts.clear();
+    for (size_t k = 0; k < c.ranks() * c.experts(); ++k) c.counts.push_back(Pick(random, 0, k % 4 == 0 ? 6 : 1));
+    ExpectPlanOfHost(block, c);
+  }
 }
 
 void EveryBarrierIsNeeded() {
@@ -251,7 +330,8 @@ void EveryBarrierIsNeeded() {
   std::vector<Case> cases;
   for (int i = 0; i < 150; ++i) cases.push_back(RandomCase(random));
   Fibers block(1 << 20);
-  const auto search = [&] { return SearchesFromHomeAsOnTheHost(block); };
+  const SearchCase from_home = {{4, 12, 3, 2}, {90, 5, 3, 40, 20, 9, 1, 0, 2, 7, 30, 8}, 54, kSubsetEffort, false};
+  const auto search = [&] { return SearchesAsOnTheHost<1>(block, from_home); };
   std::vector<std::function<bool()>> checks = {search};
   for (const Case& c : cases) {
     checks.push_back([&] {
@@ -275,6 +355,8 @@ int main(int argc, char** argv) {
                            {"large", LargeCountsGiveThePlanOfTheHost},
                            {"ties", TiesGiveThePlanOfTheHost},
                            {"limit", TotalsAtTheLimitGiveThePlanOfTheHost},
+                           {"search", [=] { SearchesOfEqualCountsGiveThePlacementOfTheHost(300, seed); }},
+                           {"small", [=] { SmallCountsGiveThePlanOfTheHost(400, seed); }},
                            {"refused", RefusedCountsSetTheStatus},
                            {"largest", DomainsOf64RanksAreTheLargestThatFit},
                            {"full", TheLargestDomainsFit},

@@ -110,8 +110,8 @@ Fibers::~Fibers() = default;
 
 void Fibers::Run(const std::function<void(const FiberThreads&)>& kernel) {
   kernel_ = &kernel;
-  // Shared memory is uninitialized on a GPU.
-  std::fill(shared_.begin(), shared_.end(), static_cast<char>(0xa5));
+  // Shared memory is uninitialized on a GPU. Zeros are valid numbers of ranks and experts.
+  std::fill(shared_.begin(), shared_.end(), static_cast<char>(block_number_ % 2 == 0 ? 0xa5 : 0));
   time_ = {};
   ++block_number_;
   ends_ = false;
