@@ -248,7 +248,6 @@ std::vector<uint32_t> SearchOnBlock(Fibers& block, const SearchCase& c) {
       for (int i = 0; i < c.shape.home; ++i) sum += c.tokens[static_cast<size_t>(r * c.shape.home + i)];
       load[r] = sum;
     }
-    t.SyncWarp();
     Flow<FiberThreads, W> flow;
     flow.Place(t, c.shape, 1024);
     SearchMemory<FiberThreads, W> memory;
@@ -297,7 +296,7 @@ void SearchesOfEqualCountsGiveThePlacementOfTheHost(int64_t number, uint32_t see
   Fibers block(1 << 20);
   for (int64_t i = 0; i < number; ++i) {
     const bool has_flows = i % 2 == 1;
-    const int ranks = !has_flows ? Pick(random, 3, 8) : i % 8 == 1 ? Pick(random, 31, 34) : Pick(random, 3, 10);
+    const int ranks = !has_flows ? Pick(random, 3, 8) : i % 8 == 1 ? Pick(random, 31, 40) : Pick(random, 3, 10);
     const int home = Pick(random, 1, ranks > 10 ? 2 : 4);
     const Effort effort = {ranks > 10 ? Pick(random, 1, 20) : Pick(random, 1, 60), 5};
     SearchCase c = {{ranks, ranks * home, home, Pick(random, 1, 2)}, {}, 0, effort, has_flows};
