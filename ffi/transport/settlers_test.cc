@@ -38,8 +38,8 @@ void JobsMayWaitForEachOther() {
 // One job after the other uses one thread, which ends when it is idle.
 void AnIdleThreadIsUsedAndEnds() {
   using std::chrono::milliseconds;
-  // Leaked, because its threads are detached.
-  auto* const settlers = new Settlers(milliseconds(500));
+  // Never destroyed, because its threads are detached.
+  static auto* const settlers = new Settlers(milliseconds(500));
   for (int job = 0; job < 3; ++job) {
     std::promise<void> end;
     settlers->Run([&] { end.set_value(); });

@@ -16,7 +16,7 @@ struct CopyTables {
 };
 
 // Returns the tables of a run, equal on all devices. With relays, slot 0 of all ranks is copied from rank to rank, in
-// odd runs all slots.
+// odd runs all slots. The experts are those of rank 0, or of the last rank, so that the first task of all is relayed.
 CopyTables TablesOf(const LayerShape& shape, int64_t run, bool relays) {
   std::minstd_rand random(static_cast<unsigned>(run) + 1);
   const auto size = static_cast<size_t>(shape.ranks * shape.slots);
@@ -26,8 +26,10 @@ CopyTables TablesOf(const LayerShape& shape, int64_t run, bool relays) {
       const auto at = static_cast<size_t>(rank * shape.slots + slot);
       // In odd runs each rank relays several slots, one task after the other.
       if (relays && (slot == 0 || run % 2 == 1)) {
-        tables.wanted[at] = static_cast<int32_t>((run + slot) % shape.home);
-        if (rank > 1) tables.relay[at] = static_cast<int32_t>(rank - 1);
+        const bool from_last = run % 4 == 2;
+        const int64_t first = from_last ? shape.experts() - shape.home : 0;
+        tables.wanted[at] = static_cast<int32_t>(first + (run + slot) % shape.home);
+        if (rank > (from_last ? 0 : 1)) tables.relay[at] = static_cast<int32_t>(rank - 1);
       } else if (random() % 4 != 0) {
         tables.wanted[at] = static_cast<int32_t>(static_cast<int64_t>(random()) % shape.experts());
       }
