@@ -326,11 +326,9 @@ def outcome_of(mutant: Mutant, build: Build, parts: list[Part]) -> str:
     """Run the parts of tests reaching a mutant, up to the first failure."""
     number = build.mutants.index(mutant) + 1
     if mutant in build.alone:
+        # All parts then run, as the place is not recorded.
         if not build.make_alone(mutant):
             return NOT_BUILT
-        # Parts reaching another place of the file, as this one is not recorded.
-        near = {n for n, one in enumerate(build.mutants, 1) if one.file == mutant.file and one not in build.alone}
-        parts = [part for part in parts if near & part.reached or not near]
     else:
         parts = [part for part in parts if number in part.reached]
     if not parts:
