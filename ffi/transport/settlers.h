@@ -15,8 +15,8 @@ namespace moe_lb {
 // other: the first device would wait in a collective for the second, whose program cannot continue. A thread with other
 // duties (a copier, the watchdog) must not complete one either.
 //
-// Every job gets its own thread: an idle one if there is one, else a new one. A thread ends after `kIdleSeconds`
-// without a job.
+// Every job gets its own thread: an idle one if there is one, else a new one. A thread ends after `longest_idle`
+// without a job, `kIdleSeconds` in the instance of the process.
 class Settlers {
  public:
   static constexpr int kIdleSeconds = 10;
