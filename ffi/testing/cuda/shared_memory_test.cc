@@ -134,6 +134,8 @@ void EndBeforeTheProbe(int64_t rank, int64_t) {
   EXPECT(bad && Has(*bad, "cannot copy from process 1: process 1 has ended"));
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   EXPECT_EQ(num_ends.load(), 1);
+  const moe_lb::Status late = neighbours.Send(1, {});
+  EXPECT(late && Has(*late, "process 1: it has ended"));
 }
 
 // The words of a page count the queued and completed tasks of one call: the next call of the entry starts from 0.
