@@ -50,6 +50,11 @@ def concatenated(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int)
     return jnp.where(row < size.sum(dtype=jnp.int32), row + (first - starts(size))[block], row)
 
 
+def _landing_rows(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int) -> Int[Array, "A"]:
+    """Return the destination of each received row; `num_rows`, which a scatter drops, after the last one."""
+    return jnp.where(iota(num_rows) < size.sum(dtype=jnp.int32), concatenated(first, size, num_rows), num_rows)
+
+
 def starts(sizes: Int[Array, "N"]) -> Int[Array, "N"]:
     """Return the offsets of contiguous blocks of these sizes."""
     return sizes.cumsum(dtype=jnp.int32) - sizes
@@ -145,8 +150,7 @@ def _packed(
     packed = operand[concatenated(slices.starts, slices.sizes, operand.shape[0])]
     pairs = _Pairs(starts(sent), sent, starts(come), come)
     arrived = _exchanged(steps, packed, jnp.zeros_like(output), pairs, axis_name)
-    into = concatenated(slices.landings, slices.arriving, output.shape[0])
-    into = jnp.where(iota(output.shape[0]) < come.sum(dtype=jnp.int32), into, output.shape[0])
+    into = _landing_rows(slices.landings, slices.arriving, output.shape[0])
     return output.at[into].set(arrived, mode="drop")
 
 
@@ -308,14 +312,12 @@ def on_one_rank(
 ) -> Shaped[Array, "Q *X"]:
     """Compute `ragged_all_to_all` of a single rank by a gather, with the same arguments.
 
-    It is used on NVIDIA GPUs, where XLA's kernel copies with few thread blocks: on an H100 it took 842 us for 134 MB,
-    of which 90 us are the bytes.
+    It is used on NVIDIA GPUs, where XLA's kernel would copy with few thread blocks.
     """
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
     num_rows = output.shape[0]
-    is_sent = iota(num_rows) < recv_sizes.sum(dtype=jnp.int32)
-    into = jnp.where(is_sent, concatenated(output_offsets, recv_sizes, num_rows), num_rows)
+    into = _landing_rows(output_offsets, recv_sizes, num_rows)
     sent = concatenated(input_offsets, send_sizes, num_rows)
     # Each row's source first, so that rows move once.
     source = jnp.full(num_rows, -1, jnp.int32).at[into].set(sent, mode="drop")

@@ -1,0 +1,24 @@
+"""Tables of documents from those of GPU checks."""
+
+from benchmarks.gpu import tiles
+from benchmarks.gpu.overview import PRODUCTS, overview
+from benchmarks.results import Table
+
+
+def row(kernel, tflops, skew="even"):
+    return ["a model", "up", "product", 8192, 8192, skew, *kernel, 1.0, tflops, None, 1.0, ""]
+
+
+def test_products_have_a_column_per_kernel():
+    rows = [row(kernel, float(i)) for i, kernel in enumerate(PRODUCTS.values())]
+    rows += [row(("another kernel", "128 x 64"), 9.0), row(PRODUCTS["default"], 9.0, "hot")]
+    found = overview({"fastest-a-8192": Table(tiles.COLUMNS, rows), "gemm": Table({"": ""}, [["kept"]])})
+    assert found["products"].rows == [["a model", "up", "product", 8192, 0.0, 1.0, 2.0, 3.0]]
+    assert set(found) == {"products", "gemm"}
+
+
+def test_parts_are_sums_of_kernels():
+    columns = dict.fromkeys(("system", "part", "kernel", "result", "executions", "ms"), "")
+    rows = [["exact", "products", "a", "", 1.0, 1.5], ["exact", "products", "b", "", 1.0, 2.0]]
+    found = overview({"rank-kernels-a": Table(columns, rows)})
+    assert found["parts"].rows == [["a", "exact", "products", 3.5]]
