@@ -1,15 +1,16 @@
 """Planning times of all balancers where they plan, for the simulator.
 
-    python -m benchmarks.bench_planner_times [--quick] [--write] [--out FILE.json]
+    python -m benchmarks.bench_planner_times [--quick] [--write] [--only PLANNER ...] [--out FILE.json]
 
-A row is the median over six synthetic loads, and the least of 5 calls for each, with NumPy arrays and two replica slots
-per rank in one domain. `--write` writes the rows to `recordings/planner_times.yaml`. Rows of `exact` in jnp are jitted
-programs on a CPU. `EPLB` plans in every third step; its time is the mean over three steps.
+A row is the median over six synthetic loads, and the least of 40 calls for each, with NumPy arrays and two replica
+slots per rank in one domain. `--write` writes the rows to `recordings/planner_times.yaml`. Rows of `exact` in jnp are
+jitted programs on a CPU. `EPLB` plans in every third step; its time is the mean over three steps. With `--only`, the
+other planners keep their rows of `planner_times.yaml`, as plans of `exact` with a cost depend on its own.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from jax_moe_lb.recordings.planner_times import Place
 
 SIZES = ((8, 8), (8, 64), (8, 256), (32, 128), (64, 256), (128, 256), (256, 256))
 JNP_SIZES = ((8, 64), (32, 128))
-BALANCERS: tuple[Balancer, ...] = (
+PLANNERS: tuple[Balancer, ...] = (
     Exact(),
     Greedy(),
     UltraEP(),
@@ -57,9 +58,13 @@ BALANCERS: tuple[Balancer, ...] = (
     ECHO(),
     EPIC(),
 )
-SLOTS, LOADS, REPEATS, TOKENS = 2, 6, 5, 8192
+BALANCERS = {type(balancer).__name__: balancer for balancer in PLANNERS}
+SLOTS, LOADS, REPEATS, TOKENS = 2, 6, 40, 8192
 SPREAD = 0.8
 """Standard deviation of the logarithm of the popularity of experts."""
+
+Row = tuple[str, Place, int, int, float]
+"""Planner, place, ranks, experts and seconds."""
 
 
 def loads(num_ranks: int, num_experts: int) -> Iterator[Counts]:
@@ -90,14 +95,13 @@ def on_host_s(balancer: Balancer, counts: Counts) -> float:
     for _ in range(3):
         _, state = sized.rebalance(counts, start, topology, state)
     every = getattr(balancer, "every", 1) if balancer.place is Place.NATIVE else 1
-    repeats = 2 if balancer.place is Place.PYTHON else REPEATS
 
     def steps() -> None:
         after = state
         for _ in range(every):
             _, after = sized.rebalance(counts, start, topology, after)
 
-    return least_s(steps, repeats) / every
+    return least_s(steps, REPEATS) / every
 
 
 def in_jnp_s(counts: Counts) -> float:
@@ -108,19 +112,25 @@ def in_jnp_s(counts: Counts) -> float:
     return least_s(lambda: jax.block_until_ready(run(counts)), 2)
 
 
-def rows(sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, Place, int, int, float]]:
-    """Yield planner, place, ranks, experts and seconds."""
-    for balancer in BALANCERS:
-        name = type(balancer).__name__
-        for ranks, experts in sizes:
+def rows(sizes: tuple[tuple[int, int], ...], names: Container[str]) -> Iterator[Row]:
+    """Yield the rows of the named planners."""
+    for name, balancer in BALANCERS.items():
+        for ranks, experts in sizes if name in names else ():
             seconds = float(np.median([on_host_s(balancer, counts) for counts in loads(ranks, experts)]))
             yield name, balancer.place, ranks, experts, seconds
     for ranks, experts in JNP_SIZES:
-        if (ranks, experts) in sizes:
+        if (ranks, experts) in sizes and "Exact" in names:
             yield "Exact", Place.JNP, ranks, experts, in_jnp_s(next(loads(ranks, experts)))
 
 
-def written(found: list[tuple[str, Place, int, int, float]]) -> str:
+def kept(names: Container[str]) -> Iterator[Row]:
+    """Yield the rows of the package without the named planners."""
+    for row in planner_times.planner_times():
+        if row.planner not in names:
+            yield row.planner, row.place, row.ranks, row.experts, row.time
+
+
+def written(found: list[Row]) -> str:
     """Return the rows as YAML."""
     head = "# Written by `python -m benchmarks.bench_planner_times --write`; see recordings/planner_times.py.\nrows:\n"
     lines = (
@@ -131,7 +141,7 @@ def written(found: list[tuple[str, Place, int, int, float]]) -> str:
     return head + "".join(lines)
 
 
-def table(found: list[tuple[str, Place, int, int, float]], sizes: tuple[tuple[int, int], ...]) -> Table:
+def table(found: list[Row], sizes: tuple[tuple[int, int], ...]) -> Table:
     """Return one row per planner and place, with a column per size."""
     by_size: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
     for name, place, ranks, experts, seconds in found:
@@ -146,10 +156,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Use few sizes.")
     parser.add_argument("--write", action="store_true", help="Write the rows to the package.")
+    parser.add_argument("--only", nargs="+", choices=BALANCERS, help="Planners to time; all by default.")
     out_option(parser)
     given = parser.parse_args()
-    sizes = SIZES[1:2] if given.quick else SIZES
-    found = list(rows(sizes))
+    sizes, names = SIZES[1:2] if given.quick else SIZES, given.only or tuple(BALANCERS)
+    found = [*(kept(names) if given.only else ()), *rows(sizes, names)]
     if given.write:
         Path(str(resources.files(planner_times.__package__) / planner_times.FILE)).write_text(written(found))
     report({"planners": table(found, sizes)}, given.out)

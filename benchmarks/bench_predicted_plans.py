@@ -1,0 +1,147 @@
+"""Plans of predicted counts, with a return to the exact plan: how often they hold, and a bound on their gain.
+
+    python -m benchmarks.bench_predicted_plans [--quick] [--out FILE.json]
+
+The predicted counts of a microbatch are those of the one before. Their plan fixes the replicas, two slots per rank. The
+true counts then split the tokens over these copies by the linear program of `spread`, with the least maximum load that
+the replicas allow. If it exceeds 1.05 times the mean, the layer returns to the plan of `exact`, without a charge for
+the weights fetched in vain. So no predictor with these counts and replicas gains more.
+
+Replicas are those of `Exact`, or fill all slots by the rule of `EPLBPlus`, which is more robust. Times are those of one
+layer, forward and backward, on the rates of `h100_node`, simulated. Weights travel before the counts if the plan holds.
+The split takes no time, or as long as `exact` plans.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from benchmarks.bench_balancers import DRIFT, HISTORY, MODEL, SLOTS, STEPS, Trace, drawn, machine
+from benchmarks.bench_stale_plans import KINDS, PHASES
+from benchmarks.bench_stale_plans import recorded as recorded_counts
+from benchmarks.results import Table, Value, out_option, report
+from jax_moe_lb import System, exact
+from jax_moe_lb.balancers import EPLBPlus, Exact, Given
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.lplb import spread
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.types import Counts
+from jax_moe_lb.sim import Cluster, Drift, LoadShape, ModelShape, drifting_counts, simulate
+
+BOUND = 1.05
+"""Imbalance above which the layer returns to the exact plan."""
+
+RULES: dict[str, Balancer] = {"exact": Exact(eps=0.0), "all slots": EPLBPlus()}
+MIXTRAL = replace(MODEL, hidden=4096, inner=14336, experts=8, per_token=2)
+DEEPSEEK = replace(MODEL, hidden=7168, inner=2048, experts=256)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One layer in one step.
+
+    Args:
+        predicted: Imbalance under the predicted replicas.
+        exact: Imbalance under the plan of `exact`.
+        predicted_s: Seconds of the layer with predicted replicas, whose split takes no time.
+        exact_s: Seconds of the layer of `exact`.
+    """
+
+    predicted: float
+    exact: float
+    predicted_s: float
+    exact_s: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the predicted plan is kept."""
+        return self.predicted <= BOUND
+
+
+def recorded(kind: str, steps: slice) -> tuple[ModelShape, Trace]:
+    """Return a model and recorded counts of two layers, with as many tokens as the synthetic ones."""
+    counts = recorded_counts(kind, -1)[steps, :2].astype(np.int64)
+    copies, per_token = counts.sum(3)[0, 0, 0], 2
+    factor = MODEL.tokens * MODEL.per_token // copies
+    model = replace(MODEL, experts=counts.shape[3], per_token=per_token, tokens=int(copies * factor // per_token))
+    return model, (counts * factor).astype(np.int32)
+
+
+def large(model: ModelShape, num_ranks: int, drift: Drift) -> tuple[ModelShape, Trace]:
+    """Return a model with large experts and its synthetic counts, with an imbalance of 1.5."""
+    return model, drifting_counts(model, num_ranks, range(HISTORY + STEPS), 2, drift, 1.5, 0, LoadShape.ZIPF)
+
+
+def loads(quick: bool) -> Iterator[tuple[str, ModelShape, Trace]]:
+    """Yield the name of a load, its model and its counts."""
+    for kind in KINDS:
+        for phase, steps in PHASES.items():
+            yield f"recorded, {kind}, {phase}", *recorded(kind, steps)
+    if quick:
+        return
+    for name, drift in (("steady", Drift()), ("drift", DRIFT)):
+        yield f"{name}, 32 ranks", *drawn(32, 256, drift)
+        yield f"{name}, DeepSeek-V3 on 64 ranks", *large(DEEPSEEK, 64, drift)
+        yield f"{name}, Mixtral on 8 ranks", *large(MIXTRAL, 8, drift)
+
+
+def outcome(rule: Balancer, model: ModelShape, cluster: Cluster, before: Counts, counts: Counts) -> Outcome:
+    """Simulate a layer whose predicted counts are those before."""
+    topology = cluster.topology()
+    start = plain_plan(before, topology, model.experts // cluster.num_ranks + SLOTS)
+    predicted, _ = rule.rebalance(before, start, topology, rule.init(before.shape))
+    plan = spread(counts, predicted, topology)
+    state = Given(1).follow(jax.tree.map(lambda leaf: leaf[None], plan))
+    system = System(Given(1), replica_slots=SLOTS)
+    followed = simulate(system, model, cluster, counts[None], states=[[state]])
+    own = simulate(exact(replica_slots=SLOTS), model, cluster, counts[None])
+    return Outcome(followed.imbalance_after, own.imbalance_after, followed.step_s, own.step_s)
+
+
+def row_of(name: str, rule: str, model: ModelShape, trace: Trace) -> list[Value]:
+    """Return the row of a load and a rule for replicas."""
+    num_ranks, cluster = trace.shape[2], machine(trace.shape[2])
+    single, steps = replace(model, layers=1), range(len(trace) - min(len(trace) - 1, 24), len(trace))
+    found = [
+        outcome(RULES[rule], single, cluster, trace[step - 1, at], trace[step, at])
+        for step in steps
+        for at in range(trace.shape[1])
+    ]
+    split_s = exact().balancer.planning_s(num_ranks, model.experts, cluster.host_wait_s)
+    exact_s = sum(one.exact_s for one in found)
+
+    def over_exact(split_s: float) -> float:
+        """Return the time of all layers over that of `exact`, if the split takes some seconds."""
+        return sum(one.predicted_s + split_s if one.holds else one.exact_s + split_s for one in found) / exact_s
+
+    imbalances = [float(np.mean([one.predicted for one in found])), float(np.mean([one.exact for one in found]))]
+    kept = float(np.mean([one.predicted if one.holds else one.exact for one in found]))
+    held = float(np.mean([one.holds for one in found]))
+    return [name, rule, held, imbalances[1], imbalances[0], kept, over_exact(0.0), over_exact(split_s)]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="Use the recorded loads only.")
+    out_option(parser)
+    given = parser.parse_args()
+    columns = {
+        "load": "",
+        "replicas by": "",
+        "plans kept": ".0%",
+        "imbalance, exact": ".3f",
+        "predicted": ".3f",
+        "with return": ".3f",
+        "layer over exact, free split": ".3f",
+        "split as long as a plan": ".3f",
+    }
+    rows = [row_of(name, rule, model, trace) for name, model, trace in loads(given.quick) for rule in RULES]
+    report({"predicted": Table(columns, rows)}, given.out)
+
+
+if __name__ == "__main__":
+    main()
