@@ -1,14 +1,16 @@
 """All balancers on the same loads: imbalance, replicas, weights, simulated time of a layer, and planning time.
 
-    python -m benchmarks.bench_balancers [--quick] [--out FILE.json]
+    python -m benchmarks.bench_balancers [--quick] [--loads FILE.npy ...] [--out FILE.json]
 
 A load is a sequence of steps of two layers, replayed by the simulator, so that balancers with a history have seen
 earlier steps; rows are means over the last steps. Every rank has two slots more than home experts. Synthetic loads have
 an imbalance of 2 without balancing, on 8, 32 and 64 ranks of one domain, and on 32 ranks with drift. The recorded load
-is `traces/free_0.npz`, the routing of a small trained model on 8 ranks, scaled to the same number of tokens.
+is `traces/free_0.npz`, the routing of a small trained model on 8 ranks, scaled to the same number of tokens. With
+`--loads`, the loads are those of the files, recorded by a serving system, on 8, 32 and 64 ranks instead. Every rank
+then serves a mix of them, new in each step.
 
 Times are of one forward and backward pass on the rates of `h100_node`, in units of `plain`'s, without planning. The
-planning time is that of `recordings/planner_times.yaml`; planners without a measured row have none.
+planning time is that of `recordings/planner_times.yaml`.
 
 The last table bounds the gain of a predictor and of planning beside other work: layer times over those of `exact` with
 its planning, if planning takes no time, if plans and weights of the true counts are ready before the layer, and if the
@@ -23,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
+from benchmarks import recorded
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import System, exact, plain
 from jax_moe_lb.balancers import ECHO, EPIC, LLEP, Exact, Given, MoonEP, plan_all
@@ -67,8 +70,8 @@ def drawn(num_ranks: int, num_experts: int, drift: Drift) -> tuple[ModelShape, T
     return model, drifting_counts(model, num_ranks, times, 2, drift, 2.0, 0, LoadShape.ZIPF)
 
 
-def recorded() -> tuple[ModelShape, Trace]:
-    """Return a model and the last counts of the recording, with as many tokens as the synthetic ones."""
+def trained() -> tuple[ModelShape, Trace]:
+    """Return a model and the last counts of the recorded training, with as many tokens as the synthetic ones."""
     with np.load(Path(__file__).parent / "traces" / "free_0.npz") as file:
         counts = file["counts"][-(HISTORY + STEPS) :, :2].astype(np.int64)
     copies, per_token = counts.sum(3)[0, 0, 0], 2
@@ -79,11 +82,17 @@ def recorded() -> tuple[ModelShape, Trace]:
 
 def loads(quick: bool) -> dict[str, tuple[ModelShape, Trace]]:
     """Return models and counts by the name of the table."""
-    found = {"recorded": recorded(), "ranks_8": drawn(8, 64, Drift())}
+    found = {"recorded": trained(), "ranks_8": drawn(8, 64, Drift())}
     if quick:
         return found
     large = {"ranks_32": drawn(32, 256, Drift()), "ranks_64": drawn(64, 256, Drift())}
     return found | large | {"drift": drawn(32, 256, DRIFT)}
+
+
+def served(files: recorded.Layers) -> dict[str, tuple[ModelShape, Trace]]:
+    """Return a model and mixed counts of recordings, by the name of the table."""
+    model, copies = replace(MODEL, experts=256), MODEL.tokens * MODEL.per_token
+    return {f"served_{ranks}": (model, recorded.mixed(files, ranks, HISTORY + STEPS, copies)) for ranks in (8, 32, 64)}
 
 
 def machine(num_ranks: int) -> Cluster:
@@ -152,9 +161,10 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Use the loads on 8 ranks only.")
+    recorded.add_arguments(parser)
     out_option(parser)
     given = parser.parse_args()
-    found = loads(given.quick)
+    found = served(recorded.read(given)) if given.loads else loads(given.quick)
     columns = {
         "load": "",
         "planning hidden": ".3f",

@@ -1,6 +1,6 @@
 """Plans of predicted counts, with a return to the exact plan: how often they hold, and a bound on their gain.
 
-    python -m benchmarks.bench_predicted_plans [--quick] [--out FILE.json]
+    python -m benchmarks.bench_predicted_plans [--quick] [--loads FILE.npy ...] [--out FILE.json]
 
 The predicted counts of a microbatch are those of the one before. Their plan fixes the replicas, two slots per rank. The
 true counts then split the tokens over these copies by the linear program of `spread`, with the least maximum load that
@@ -9,7 +9,8 @@ the weights fetched in vain. So no predictor with these counts and replicas gain
 
 Replicas are those of `Exact`, or fill all slots by the rule of `EPLBPlus`, which is more robust. Times are those of one
 layer, forward and backward, on the rates of `h100_node`, simulated. Weights travel before the counts if the plan holds.
-The split takes no time, or as long as `exact` plans.
+The split takes no time, or as long as `exact` plans. With `--loads`, the loads are those of the files alone, as in
+`bench_balancers`.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from benchmarks.bench_balancers import DRIFT, HISTORY, MODEL, SLOTS, STEPS, Trace, drawn, machine
+from benchmarks import recorded
+from benchmarks.bench_balancers import DRIFT, HISTORY, MODEL, SLOTS, STEPS, Trace, drawn, machine, served
 from benchmarks.bench_stale_plans import KINDS, PHASES
 from benchmarks.bench_stale_plans import recorded as recorded_counts
 from benchmarks.results import Table, Value, out_option, report
@@ -61,7 +63,7 @@ class Outcome:
         return self.predicted <= BOUND
 
 
-def recorded(kind: str, steps: slice) -> tuple[ModelShape, Trace]:
+def trained(kind: str, steps: slice) -> tuple[ModelShape, Trace]:
     """Return a model and recorded counts of two layers, with as many tokens as the synthetic ones."""
     counts = recorded_counts(kind, -1)[steps, :2].astype(np.int64)
     copies, per_token = counts.sum(3)[0, 0, 0], 2
@@ -79,7 +81,7 @@ def loads(quick: bool) -> Iterator[tuple[str, ModelShape, Trace]]:
     """Yield the name of a load, its model and its counts."""
     for kind in KINDS:
         for phase, steps in PHASES.items():
-            yield f"recorded, {kind}, {phase}", *recorded(kind, steps)
+            yield f"{kind}, {phase}", *trained(kind, steps)
     if quick:
         return
     for name, drift in (("steady", Drift()), ("drift", DRIFT)):
@@ -126,7 +128,8 @@ def row_of(name: str, rule: str, model: ModelShape, trace: Trace) -> list[Value]
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Use the recorded loads only.")
+    parser.add_argument("--quick", action="store_true", help="Use the recorded trainings only.")
+    recorded.add_arguments(parser)
     out_option(parser)
     given = parser.parse_args()
     columns = {
@@ -139,7 +142,9 @@ def main() -> None:
         "layer over exact, free split": ".3f",
         "split as long as a plan": ".3f",
     }
-    rows = [row_of(name, rule, model, trace) for name, model, trace in loads(given.quick) for rule in RULES]
+    files = served(recorded.read(given)) if given.loads else {}
+    found = [(f"{name.replace('_', ' ')} ranks", *one) for name, one in files.items()] or loads(given.quick)
+    rows = [row_of(name, rule, model, trace) for name, model, trace in found for rule in RULES]
     report({"predicted": Table(columns, rows)}, given.out)
 
 

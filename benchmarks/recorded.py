@@ -46,3 +46,24 @@ def scattered(tokens: np.ndarray, num_ranks: int) -> np.ndarray:
     starts = rng.dirichlet(np.full(num_ranks, 0.3), tokens.shape)
     # In memory order: copying a transposed array takes longer than a plan.
     return np.ascontiguousarray(np.moveaxis(rng.multinomial(tokens, starts), -1, -2), np.int32)
+
+
+def mixed(loads: Layers, num_ranks: int, num_steps: int, copies: int) -> np.ndarray:
+    """Return counts `[steps, 2, R, E]` of two layers, in which every rank serves a mix of the recordings.
+
+    Half of a mix is that of the step and half the rank's own. Both are new in every step and uniform over all mixes.
+    The layers are those at a third and two thirds of the model.
+
+    Args:
+        loads: recordings of the same model.
+        num_ranks: `R`.
+        num_steps: number of steps.
+        copies: token copies of a rank.
+    """
+    rng = np.random.default_rng(0)
+    layers = np.stack([np.stack([load[len(load) // 3], load[2 * len(load) // 3]]) for load in loads.values()])
+    shares = layers / layers.sum(2, keepdims=True)
+    even = np.ones(len(loads))
+    mixes = (rng.dirichlet(even, (num_steps, 1)) + rng.dirichlet(even, (num_steps, num_ranks))) / 2
+    chances = np.einsum("srw,wle->slre", mixes, shares)
+    return rng.multinomial(copies, chances).astype(np.int32)
