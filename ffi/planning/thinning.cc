@@ -13,26 +13,30 @@ constexpr int64_t kUnbounded = int64_t{1} << 61;
 void Thinning::Thin(Serving& serving, int32_t limit) {
   order_.clear();
   for (auto entry = static_cast<uint32_t>(serving.num_experts()); entry < serving.num_entries(); ++entry) {
-    order_.push_back(entry);
+    order_.push_back(static_cast<uint64_t>(serving.tokens(entry)) << 32 | entry);
   }
   // Sort by the tokens before any removal. They change with every removal, but a fixed order needs one sort, and every
   // replica is still tried once.
-  std::stable_sort(order_.begin(), order_.end(),
-                   [&](uint32_t a, uint32_t b) { return serving.tokens(a) < serving.tokens(b); });
+  std::sort(order_.begin(), order_.end());
   FindComponents(serving, limit);
   serving.Save(&saved_);
-  for (const uint32_t entry : order_) {
+  bool has_parted = false;
+  for (const uint64_t key : order_) {
+    const auto entry = static_cast<uint32_t>(key);
     if (!MayGo(serving, entry)) continue;
     serving.Remove(entry);
     // A removal adds load to home alone, so only home must be offloaded.
     if (serving.OffloadRank(serving.rank(serving.expert(entry)), limit)) {
       serving.Save(&saved_);
-      // The component may have fallen apart, and its parts have less room.
-      FindComponents(serving, limit);
-    } else {
-      // OffloadRank may have moved tokens before it failed, so all amounts are restored.
-      serving.Restore(saved_, entry);
+      // The component may have fallen apart, and its parts have less room. The earlier room still excludes no removal
+      // that is possible, and most removals in a row succeed, so the components are found after the next failure.
+      has_parted = true;
+      continue;
     }
+    // OffloadRank may have moved tokens before it failed, so all amounts are restored.
+    serving.Restore(saved_, entry);
+    if (has_parted) FindComponents(serving, limit);
+    has_parted = false;
   }
 }
 
