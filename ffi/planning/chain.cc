@@ -24,21 +24,19 @@ void Chain::Fill(Serving& serving, int32_t limit, DonorRule rule) {
     std::pop_heap(rooms_.begin(), rooms_.end());
     const Room receiver = rooms_.back();
     rooms_.pop_back();
-    Give(serving, limit, PickDonor(serving, limit, receiver.tokens(), rule), receiver, rule);
+    Give(serving, PickDonor(receiver.tokens(), rule), receiver, rule);
   }
 }
 
 void Chain::Start(const Serving& serving, int32_t limit) {
   std::fill(used_.begin(), used_.end(), 0);
-  std::fill(sent_.begin(), sent_.end(), 0);
   donors_.clear();
   rooms_.clear();
   for (uint32_t rank = 0; rank < serving.num_ranks(); ++rank) {
     const int32_t load = serving.load(rank);
     if (load > limit && fan_out_ > 0) {
-      donors_.push_back(rank);
-      start_[rank] = load;
-      hottest_[rank] = Hottest(serving, rank);
+      const uint32_t expert = Hottest(serving, rank);
+      donors_.push_back({rank, expert, serving.tokens(expert), load - limit, load, 0});
     } else if (load < limit && slots_ > 0) {
       rooms_.push_back(Room(limit - load, rank));
     }
@@ -55,58 +53,57 @@ void Chain::AddRoom(int32_t tokens, uint32_t rank) {
 
 // Returns the donor of the largest key, which is at least 0.
 template <typename Key>
-uint32_t Chain::Most(Key key) const {
-  uint32_t best = 0;
+Chain::Donor* Chain::Most(Key key) {
+  Donor* best = nullptr;
   int64_t best_key = -1;
-  for (const uint32_t rank : donors_) {
-    const int64_t its_key = key(rank);
+  for (Donor& donor : donors_) {
+    const int64_t its_key = key(donor);
     // Donors are in ascending order, so that ties go to the lower rank.
     const bool is_more = its_key > best_key;
     best_key = is_more ? its_key : best_key;
-    best = is_more ? rank : best;
+    best = is_more ? &donor : best;
   }
   return best;
 }
 
-uint32_t Chain::PickDonor(const Serving& serving, int32_t limit, int32_t room, DonorRule rule) const {
+Chain::Donor* Chain::PickDonor(int32_t room, DonorRule rule) {
   // Two keys are packed into one number, the major one in the high bits. Tokens are below 2^31, so their product fits
   // int64.
   constexpr int64_t kAbove = int64_t{1} << 31;  // above all tokens
-  const auto hottest = [&](uint32_t rank) { return serving.tokens(hottest_[rank]); };
-  const auto surplus = [&](uint32_t rank) { return serving.load(rank) - limit; };
   switch (rule) {
     case DonorRule::kSurplus:
-      return Most([&](uint32_t rank) { return hottest(rank) >= room ? kAbove + surplus(rank) : hottest(rank); });
+      return Most(
+          [=](const Donor& donor) { return donor.hottest >= room ? kAbove + donor.surplus : int64_t{donor.hottest}; });
     case DonorRule::kUseful:
       return Most(
-          [&](uint32_t rank) { return std::min({hottest(rank), surplus(rank), room}) * kAbove + hottest(rank); });
+          [=](const Donor& donor) { return std::min({donor.hottest, donor.surplus, room}) * kAbove + donor.hottest; });
     case DonorRule::kHottest:
-      return Most(hottest);
+      return Most([](const Donor& donor) { return donor.hottest; });
     case DonorRule::kSequential:
-      return Most([&](uint32_t rank) { return start_[rank]; });
+      return Most([](const Donor& donor) { return donor.start; });
   }
-  return 0;
+  return nullptr;
 }
 
-void Chain::Give(Serving& serving, int32_t limit, uint32_t donor, Room receiver, DonorRule rule) {
-  const uint32_t expert = hottest_[donor];
+void Chain::Give(Serving& serving, Donor* donor, Room receiver, DonorRule rule) {
   // The piece closes the receiver, takes the whole expert, or (kSequential) ends the donor. So no rank gets the same
   // expert twice, as Serving requires.
-  int32_t tokens = std::min(serving.tokens(expert), receiver.tokens());
-  if (rule == DonorRule::kSequential) tokens = std::min(tokens, serving.load(donor) - limit);
-  serving.Add(expert, receiver.rank(), tokens);
+  int32_t tokens = std::min(donor->hottest, receiver.tokens());
+  if (rule == DonorRule::kSequential) tokens = std::min(tokens, donor->surplus);
+  serving.Add(donor->expert, receiver.rank(), tokens);
   ++used_[receiver.rank()];
-  ++sent_[donor];
+  ++donor->sent;
+  donor->surplus -= tokens;
   AddRoom(receiver.tokens() - tokens, receiver.rank());
-  const int32_t surplus = serving.load(donor) - limit;
-  if (surplus > 0 && sent_[donor] < fan_out_) {
-    hottest_[donor] = Hottest(serving, donor);
+  if (donor->surplus > 0 && donor->sent < fan_out_) {
+    donor->expert = Hottest(serving, donor->rank);
+    donor->hottest = serving.tokens(donor->expert);
     return;
   }
-  // The other donors keep their order, see Most. If the donor stopped at its fan-out, its room is negative and AddRoom
-  // ignores it.
-  donors_.erase(std::find(donors_.begin(), donors_.end(), donor));
-  AddRoom(-surplus, donor);
+  // If the donor stopped at its fan-out, its room is negative and AddRoom ignores it.
+  AddRoom(-donor->surplus, donor->rank);
+  // The other donors keep their order, see Most.
+  donors_.erase(donors_.begin() + (donor - donors_.data()));
 }
 
 }  // namespace moe_lb

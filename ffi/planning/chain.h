@@ -27,8 +27,10 @@ enum class DonorRule {
 class Chain {
  public:
   // slots: replicas per rank. fan_out: replicas of the experts of one home rank.
-  Chain(size_t num_ranks, size_t slots, size_t fan_out)
-      : slots_(slots), fan_out_(fan_out), used_(num_ranks), sent_(num_ranks), start_(num_ranks), hottest_(num_ranks) {}
+  Chain(size_t num_ranks, size_t slots, size_t fan_out) : slots_(slots), fan_out_(fan_out), used_(num_ranks) {
+    donors_.reserve(num_ranks);
+    rooms_.reserve(num_ranks);
+  }
 
   void Fill(Serving& serving, int32_t limit, DonorRule rule);
 
@@ -43,21 +45,28 @@ class Chain {
     bool operator<(const Room& other) const { return key < other.key; }
   };
 
+  // A rank above the limit.
+  struct Donor {
+    uint32_t rank;
+    uint32_t expert;  // the hottest
+    int32_t hottest;  // its tokens left at home
+    int32_t surplus;
+    int32_t start;  // load at the start
+    size_t sent;    // replicas
+  };
+
   void Start(const Serving& serving, int32_t limit);
   void AddRoom(int32_t tokens, uint32_t rank);
   template <typename Key>
-  uint32_t Most(Key key) const;
-  uint32_t PickDonor(const Serving& serving, int32_t limit, int32_t room, DonorRule rule) const;
-  void Give(Serving& serving, int32_t limit, uint32_t donor, Room receiver, DonorRule rule);
+  Donor* Most(Key key);
+  Donor* PickDonor(int32_t room, DonorRule rule);
+  void Give(Serving& serving, Donor* donor, Room receiver, DonorRule rule);
 
   size_t slots_;
   size_t fan_out_;
-  std::vector<size_t> used_;       // [R], slots
-  std::vector<size_t> sent_;       // [R], replicas
-  std::vector<int32_t> start_;     // [R], load at the start, of ranks in donors_
-  std::vector<uint32_t> hottest_;  // [R], of ranks in donors_
-  std::vector<uint32_t> donors_;   // ascending
-  std::vector<Room> rooms_;        // heap
+  std::vector<size_t> used_;   // [R], slots
+  std::vector<Donor> donors_;  // ascending by rank; what a choice reads is in one array
+  std::vector<Room> rooms_;    // heap
 };
 
 }  // namespace moe_lb

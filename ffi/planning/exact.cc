@@ -82,7 +82,7 @@ class Planner {
         fan_out_(static_cast<size_t>(options.max_fan_out)),
         chain_(num_ranks, slots, fan_out_),
         best_(tokens, num_ranks),
-        now_(best_) {}
+        now_(tokens, num_ranks) {}
 
   const Serving& Plan(const ExactOptions& options) {
     max_load_ = best_.MaxLoad();

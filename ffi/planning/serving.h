@@ -26,18 +26,21 @@ class Serving {
   // Resets to the initial state, without replicas.
   void Reset();
 
-  size_t num_ranks() const { return first_of_rank_.size(); }
-  size_t num_experts() const { return first_of_expert_.size(); }
+  size_t num_ranks() const { return load_.size(); }
+  size_t num_experts() const { return of_expert_.size(); }
   size_t home_experts() const { return home_experts_; }
   uint32_t num_entries() const { return static_cast<uint32_t>(tokens_.size()); }
   int32_t load(uint32_t rank) const { return load_[rank]; }
   int32_t tokens(uint32_t entry) const { return tokens_[entry]; }
-  uint32_t rank(uint32_t entry) const { return rank_[entry]; }
-  uint32_t expert(uint32_t entry) const { return expert_[entry]; }
+  uint32_t rank(uint32_t entry) const { return entries_[entry].rank; }
+  uint32_t expert(uint32_t entry) const { return entries_[entry].expert; }
   bool removed(uint32_t entry) const { return removed_[entry] != 0; }
   size_t num_replicas() const { return num_replicas_; }
   int32_t MaxLoad() const;
   std::vector<Replica> Replicas() const;
+
+  // Returns whether a rank serves an expert, at its home or by a replica.
+  bool Holds(uint32_t rank, uint32_t expert) const;
 
   // Adds a replica and moves `tokens` to it from its expert's home.
   void Add(uint32_t expert, uint32_t rank, int32_t tokens);
@@ -76,6 +79,27 @@ class Serving {
   void Restore(const Amounts& amounts, uint32_t removed);
 
  private:
+  struct Entry {
+    uint32_t rank = 0;
+    uint32_t expert = 0;
+    // Replicas only, in the order added.
+    uint32_t next_of_expert = kNone;
+    uint32_t next_of_rank = kNone;
+  };
+
+  // Of replicas.
+  struct List {
+    uint32_t first = kNone;
+    uint32_t last = kNone;
+  };
+
+  // Of a path to a rank.
+  struct Step {
+    uint32_t search = 0;  // which reached the rank
+    uint32_t taken = 0;   // the entry giving tokens to reach this rank
+    uint32_t given = 0;   // the entry on this rank receiving them
+  };
+
   void Link(uint32_t entry);
   bool Visit(uint32_t from, int32_t limit);  // all ranks next to `from`; true: below the limit
   bool Reach(uint32_t from, uint32_t to, int32_t limit);
@@ -84,25 +108,17 @@ class Serving {
   View<const int32_t> all_tokens_;
   size_t home_experts_;
   size_t num_replicas_ = 0;
-  std::vector<int32_t> load_;  // [R]
-
+  std::vector<int32_t> load_;    // [R]
   std::vector<int32_t> tokens_;  // per entry
-  std::vector<uint32_t> rank_;
-  std::vector<uint32_t> expert_;
   std::vector<uint8_t> removed_;
-  std::vector<uint32_t> next_of_expert_;  // replicas only, in the order added
-  std::vector<uint32_t> next_of_rank_;
-  std::vector<uint32_t> first_of_expert_;  // [E]
-  std::vector<uint32_t> last_of_expert_;
-  std::vector<uint32_t> first_of_rank_;  // [R]
-  std::vector<uint32_t> last_of_rank_;
+  std::vector<Entry> entries_;   // fields of an entry are read together, so that they share a cache line
+  std::vector<List> of_expert_;  // [E]
+  std::vector<List> of_rank_;    // [R]
 
   // Breadth-first search.
   uint32_t search_ = 0;                // its number, so that marks need no clearing
-  std::vector<uint32_t> rank_seen_;    // [R]
   std::vector<uint32_t> expert_seen_;  // [E]
-  std::vector<uint32_t> taken_;        // [R], the entry giving tokens to reach this rank
-  std::vector<uint32_t> given_;        // [R], the entry on this rank receiving them
+  std::vector<Step> steps_;            // [R]
   std::vector<uint32_t> queue_;
 };
 

@@ -19,7 +19,7 @@ class Thinning {
   void FindComponents(const Serving& serving, int32_t limit);
   uint32_t Group(uint32_t rank);
 
-  std::vector<uint64_t> order_;    // tokens above the entry, in one number
+  std::vector<uint64_t> order_;  // tokens above the entry, in one number
   std::vector<uint32_t> group_;  // [R], union-find
   std::vector<int64_t> room_;    // [R], below the limit, of the groups' heads
   Serving::Amounts saved_;
