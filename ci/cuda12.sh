@@ -18,8 +18,8 @@ CUDAToolkit_ROOT=$work/toolkit cmake -S . -B "$work/build" -G Ninja -DCMAKE_CXX_
   -DJAX_MOE_LB_CUDA=ON -DCUDA_CUDART="$work/toolkit/lib/libcudart.so.12" \
   -DPython_EXECUTABLE="$venv/bin/python" -Dnanobind_DIR="$(python -m nanobind --cmake_dir)" \
   -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" > "$work/log" || { cat "$work/log"; exit 1; }
-cmake --build "$work/build" -j 2 --target _ffi_cuda stand_in_faults_test
-for part in driver functions kernels old_driver; do "$work/build/stand_in_faults_test" "$part"; done
+cmake --build "$work/build" -j 2 --target _ffi_cuda stand_in_driver_test
+for part in driver functions kernels old_driver; do "$work/build/stand_in_driver_test" "$part"; done
 cd "$work/build"
 python - <<'CODE'
 import _ffi_cuda

@@ -41,13 +41,15 @@ PARTED = (
     "left_out_between_test",
     "processes_test",
     "shared_memory_test",
+    "stand_in_driver_test",
     "stand_in_faults_test",
+    "stand_in_resources_test",
     "stand_in_runs_test",
     "stand_in_waits_test",
 )
 """Tests listing their parts for the argument `--parts` and run one for its words."""
 
-NOT_RUN = ("stand_in_faults_test overlap",)
+NOT_RUN = ("stand_in_resources_test overlap",)
 """Parts that expect short durations, and so fail beside other work on the machine."""
 
 CHECKS = "-D_GLIBCXX_ASSERTIONS -fsanitize=bounds-strict -fsanitize-undefined-trap-on-error"

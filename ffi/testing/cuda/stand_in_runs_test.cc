@@ -12,6 +12,7 @@
 #include "ffi/common/testing.h"
 #include "ffi/planning/handlers.h"
 #include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_runs.h"
 #include "ffi/testing/cuda/layer_weights.h"
 #include "ffi/testing/cuda/planned_layer.h"
 #include "ffi/testing/cuda/rows_layer.h"
@@ -31,10 +32,6 @@ constexpr int64_t kManyRuns = 10000;
 #endif
 
 void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
-
-void ExpectNoViolations() {
-  for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
-}
 
 // Several runs are queued ahead of the device, as in XLA, and the devices start each in another order.
 template <typename Run>
