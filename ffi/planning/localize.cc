@@ -40,8 +40,8 @@ class Localizer {
     return std::min(counts_[to][expert], tokens) - std::min(counts_[serving_.rank(entry)][expert], tokens);
   }
 
-  // A rank losing tokens always fits, even at the limit.
-  bool Fits(uint32_t rank, int32_t more) const { return more <= 0 || serving_.load(rank) <= limit_ - more; }
+  // The sum is a load of the new plan, so that it fits int32.
+  bool Fits(uint32_t rank, int32_t more) const { return serving_.load(rank) + more <= limit_; }
 
   void TryMove(uint32_t entry, uint32_t to) {
     // Compute the gain last: counts are spread over memory, and few ranks have room.

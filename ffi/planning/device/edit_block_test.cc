@@ -205,6 +205,36 @@ void TiesGiveThePlanOfTheHost(Kind kind) {
   }
 }
 
+// Tokens at home, and empty slots.
+Case CaseOf(int num_ranks, int slots, const std::vector<int32_t>& tokens) {
+  Case c = {};
+  c.kind = Kind::kUltraEp;
+  c.num_ranks = c.domain = num_ranks;
+  c.home = static_cast<int>(tokens.size()) / num_ranks;
+  c.slots = c.home + slots;
+  c.placement.assign(c.ranks() * static_cast<size_t>(c.slots), -1);
+  c.quota.assign(c.experts() * c.ranks(), 0);
+  for (size_t expert = 0; expert < tokens.size(); ++expert) {
+    const size_t home = static_cast<size_t>(c.home), rank = expert / home;
+    c.placement[rank * static_cast<size_t>(c.slots) + expert % home] = static_cast<int32_t>(expert);
+    c.quota[expert * c.ranks() + rank] = tokens[expert];
+  }
+  return c;
+}
+
+void UltraEpTriesTheLimitsOfTheHost() {
+  Fibers block(1 << 20);
+  // The first limit is the largest load rounded to float32, which is one token less.
+  Case rounded = CaseOf(2, 1, {(1 << 24) + 1, 5592405});
+  rounded.min_tokens = 1;
+  rounded.eps = 0.5f;
+  ExpectPlanOfHost(block, rounded);
+  // A limit above one that succeeds fails, as surpluses are below the floor, so that the order of limits matters.
+  Case floored = CaseOf(4, 1, {20, 0, 0, 0, 0, 0, 46, 53});
+  floored.min_tokens = 7;
+  ExpectPlanOfHost(block, floored);
+}
+
 // An illegal entry anywhere is refused by every block; at the limit of tokens the plan is made.
 void RefusedPlansSetTheStatus(Kind kind) {
   std::mt19937 random(3);
@@ -335,7 +365,9 @@ int main(int argc, char** argv) {
   const bool is_counted = argc > 1 && std::isdigit(argv[1][0]) != 0;
   const int64_t number = is_counted ? std::atoll(argv[1]) : 400;
   const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
-  moe_lb::TestParts parts = {{"atomic", AtomicAccessesNeedNoBarrierBetweenThem}, {"largest", TheLargestPlansFit}};
+  moe_lb::TestParts parts = {{"atomic", AtomicAccessesNeedNoBarrierBetweenThem},
+                             {"largest", TheLargestPlansFit},
+                             {"ultraep_limits", UltraEpTriesTheLimitsOfTheHost}};
   const std::map<std::string, Kind> kinds = {
       {"greedy", Kind::kGreedy}, {"ultraep", Kind::kUltraEp}, {"feplb", Kind::kFeplb}, {"relay", Kind::kRelay}};
   for (const auto& [name, kind] : kinds) {

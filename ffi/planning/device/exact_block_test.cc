@@ -151,6 +151,28 @@ void TiesGiveThePlanOfTheHost() {
   }
 }
 
+// Known tokens, which all start on the first rank.
+Case CaseOf(int num_ranks, int slots, int64_t fan_out, const std::vector<int32_t>& tokens) {
+  const int home = static_cast<int>(tokens.size()) / num_ranks;
+  Case c = {num_ranks, home, slots, num_ranks, 0, fan_out, false, false, tokens};
+  c.counts.resize(c.ranks() * c.experts());
+  return c;
+}
+
+// Random counts seldom have a replica of as many tokens as the room of its component.
+void ReplicasThatFillTheRoomAreRemoved() {
+  Fibers block(1 << 20);
+  ExpectPlanOfHost(block, CaseOf(4, 3, INT64_MAX, {0, 0, 0, 0, 0, 0, 2, 1, 0, 3, 1, 3, 2, 3, 0, 3}));
+}
+
+// Random counts of so many ranks seldom have a better placement than the rules find.
+void DomainsOfMoreThan32RanksAreSearched() {
+  std::vector<int32_t> tokens;
+  for (int expert = 0; expert < 33; ++expert) tokens.push_back((3 * expert + 2) % 10 * (2 - expert % 2));
+  Fibers block(1 << 20);
+  ExpectPlanOfHost(block, CaseOf(33, 1, 1, tokens));
+}
+
 // Where the search begins to halve tokens.
 void TotalsAtTheLimitGiveThePlanOfTheHost() {
   std::mt19937 random(7);
@@ -167,6 +189,10 @@ void TotalsAtTheLimitGiveThePlanOfTheHost() {
     c.counts[0] += static_cast<int32_t>(std::max<int64_t>(SubsetEvaluator::kMaxTokens - sum, 0));
     ExpectPlanOfHost(block, c);
   }
+  // Of just the limit, where halves give another placement.
+  const Case c = CaseOf(5, 1, 1, {0, 75037541, 34443465, 7380746, 0, 17221737, 134230, 4, 2, 2});
+  EXPECT_EQ(std::accumulate(c.counts.begin(), c.counts.end(), int64_t{0}), SubsetEvaluator::kMaxTokens);
+  ExpectPlanOfHost(block, c);
 }
 
 void RefusedCountsSetTheStatus() {
@@ -354,6 +380,8 @@ int main(int argc, char** argv) {
                            {"large", LargeCountsGiveThePlanOfTheHost},
                            {"ties", TiesGiveThePlanOfTheHost},
                            {"limit", TotalsAtTheLimitGiveThePlanOfTheHost},
+                           {"room", ReplicasThatFillTheRoomAreRemoved},
+                           {"many_ranks", DomainsOfMoreThan32RanksAreSearched},
                            {"search", [=] { SearchesOfEqualCountsGiveThePlacementOfTheHost(300, seed); }},
                            {"small", [=] { SmallCountsGiveThePlanOfTheHost(400, seed); }},
                            {"refused", RefusedCountsSetTheStatus},

@@ -88,7 +88,7 @@ class Localizer {
   }
 
   MOE_LB_DEVICE bool Fits(int rank, int32_t more) const {
-    return more <= 0 || static_cast<int32_t>(flow_.load[rank]) <= limit_ - more;
+    return static_cast<int32_t>(flow_.load[rank]) + more <= limit_;
   }
 
   MOE_LB_DEVICE bool Holds(int rank, int expert) const {

@@ -68,6 +68,27 @@ void ADescriptorIsClosedWithItsOwner() {
   EXPECT(fcntl(number, F_GETFD) < 0);
 }
 
+// A process without standard input opens its first file as 0.
+void DescriptorZeroIsLikeOthers() {
+  Descriptor listening, sender, receiver;
+  std::string address;
+  EXPECT(!ListenLocally(&listening, &address));
+  EXPECT(!ConnectLocally(address, &sender));
+  EXPECT(!AcceptLocally(listening, &receiver));
+  close(STDIN_FILENO);
+  {
+    Descriptor memory, received;
+    EXPECT(!MakeSharedMemory(64, &memory));
+    EXPECT_EQ(memory.get(), 0);
+    EXPECT(!SendNote(sender, PeerNote(), memory.get()));
+    PeerNote note;
+    EXPECT(ReceiveNote(receiver, &note, &received) == Received::kNote);
+    void* mapped = nullptr;
+    EXPECT(!MapSharedMemory(received, 64, &mapped));
+  }
+  EXPECT(fcntl(STDIN_FILENO, F_GETFD) < 0);
+}
+
 }  // namespace
 }  // namespace moe_lb
 
@@ -76,4 +97,5 @@ int main() {
   moe_lb::AnotherUserMayNot();
   moe_lb::AnAddressFitsIntoItsField();
   moe_lb::ADescriptorIsClosedWithItsOwner();
+  moe_lb::DescriptorZeroIsLikeOthers();
 }
