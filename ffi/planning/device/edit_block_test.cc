@@ -338,6 +338,15 @@ void EveryBarrierIsNeeded(Kind kind) {
   EXPECT(ExpectEveryBarrierIsNeeded(block, checks) > 2);
 }
 
+void QuotientsAreThoseOfDivisions() {
+  std::vector<int> divisors = {999, 4095, 4096, 32767, 65535, 65536};
+  for (int by = 1; by < 300; ++by) divisors.push_back(by);
+  for (const int by : divisors) {
+    const Divisor divisor(by);
+    for (int number = 0; number < 1 << 16; ++number) EXPECT(divisor.Quotient(number) == number / by);
+  }
+}
+
 // Threads that add to a place without a barrier agree; a thread that only reads or writes it needs one.
 void AtomicAccessesNeedNoBarrierBetweenThem() {
   for (const int kind : {0, 1, 2, 3}) {
@@ -367,6 +376,7 @@ int main(int argc, char** argv) {
   const uint32_t seed = argc > 2 ? static_cast<uint32_t>(std::atoi(argv[2])) : 1;
   moe_lb::TestParts parts = {{"atomic", AtomicAccessesNeedNoBarrierBetweenThem},
                              {"largest", TheLargestPlansFit},
+                             {"quotients", QuotientsAreThoseOfDivisions},
                              {"ultraep_limits", UltraEpTriesTheLimitsOfTheHost}};
   const std::map<std::string, Kind> kinds = {
       {"greedy", Kind::kGreedy}, {"ultraep", Kind::kUltraEp}, {"feplb", Kind::kFeplb}, {"relay", Kind::kRelay}};

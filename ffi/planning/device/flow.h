@@ -49,9 +49,12 @@ class Flow {
   Array<uint16_t> given;    // [R], and those receiving them
   bool pushed = false;      // an offload moved tokens
 
-  // at: start of the arrays in the shared memory of the block, FlowBytes long. Arrays of large elements come first.
+  // its_shape: with slots. at: start of the arrays in the shared memory of the block, FlowBytes long. Arrays of large
+  // elements come first.
   MOE_LB_DEVICE void Place(const T& t, const Shape& its_shape, size_t at) {
     shape = its_shape;
+    by_slots_ = Divisor(shape.slots);
+    by_home_ = Divisor(shape.home);
     const size_t ranks = static_cast<size_t>(shape.num_ranks), all = static_cast<size_t>(shape.all_slots());
     const size_t experts = static_cast<size_t>(shape.num_experts);
     const size_t splits = ranks * static_cast<size_t>(shape.split_words());
@@ -68,8 +71,8 @@ class Flow {
     gone = t.template Shared<uint8_t>(at += 2 * ranks, all);
   }
 
-  MOE_LB_DEVICE int RankOf(int slot) const { return slot / shape.slots; }
-  MOE_LB_DEVICE int HomeOf(int of_expert) const { return of_expert / shape.home; }
+  MOE_LB_DEVICE int RankOf(int slot) const { return by_slots_.Quotient(slot); }
+  MOE_LB_DEVICE int HomeOf(int of_expert) const { return by_home_.Quotient(of_expert); }
   MOE_LB_DEVICE int ExpertOf(int amount) const {
     return amount < shape.num_experts ? amount : static_cast<int>(expert[amount - shape.num_experts]);
   }
@@ -102,7 +105,7 @@ class Flow {
 
   // The same without the order and the loads.
   MOE_LB_DEVICE void Put(int of_expert, int slot, int32_t amount) {
-    const int rank = RankOf(slot), home = HomeOf(of_expert), place = of_expert % shape.home;
+    const int rank = RankOf(slot), home = HomeOf(of_expert), place = of_expert - home * shape.home;
     expert[slot] = static_cast<uint16_t>(of_expert);
     gone[slot] = 0;
     tokens[shape.num_experts + slot] = amount;
@@ -205,6 +208,8 @@ class Flow {
   Neighbours neighbours;
 
  private:
+  Divisor by_slots_, by_home_;
+
   // Level of each rank of this lane, -1 if not reached, and whether a path to a rank with room leads through it.
   struct Path {
     int length;

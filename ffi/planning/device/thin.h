@@ -31,29 +31,29 @@ class Thin {
     Sort();
     flow_.FindAllNeighbours(t_);
     Save();
-    Ranks<W> changed = flow_.AllRanks();
+    FindComponents(flow_.AllRanks(), limit);
+    Ranks<W> parted = NoRanks<W>();
     int left = flow_.num_entries;
     for (int base = 0; base < flow_.num_entries; base += kLanes) {
       const int i = base + t_.lane();
       const int mine = i < flow_.num_entries ? static_cast<int>(sorted_[i]) : 0;
       // Each lane checks one replica, and the first that may go is tried.
       for (uint32_t done = 0; done != UINT32_MAX;) {
-        if (changed.Any()) {
-          FindBeside(changed);
-          FindRooms(changed, limit);
-          changed = NoRanks<W>();
-        }
         const auto room = ValueOf<W>(t_, room_, flow_.RankOf(mine));
         const bool may_go = static_cast<int32_t>(flow_.tokens[flow_.shape.num_experts + mine]) <= room;
         const uint32_t found = t_.Ballot(i < flow_.num_entries && may_go) & ~done;
         if (found == 0) break;
         done |= (2u << LowestBit(found)) - 1;
         const int slot = t_.From(mine, LowestBit(found));
-        if (!Remove(slot, limit)) continue;
-        --left;
-        // The component may have fallen apart, and its parts have less room.
-        changed.Add(flow_.RankOf(slot));
-        changed.Add(flow_.HomeOf(flow_.expert[slot]));
+        if (Remove(slot, limit)) {
+          --left;
+          parted.Add(flow_.RankOf(slot));
+          parted.Add(flow_.HomeOf(flow_.expert[slot]));
+        } else if (parted.Any()) {
+          // As in thinning.cc.
+          FindComponents(parted, limit);
+          parted = NoRanks<W>();
+        }
       }
     }
     return left;
@@ -77,6 +77,11 @@ class Thin {
       sorted_[place] = flow_.slot_of[i];
     }
     t_.SyncWarp();
+  }
+
+  MOE_LB_DEVICE void FindComponents(const Ranks<W>& ranks, int32_t limit) {
+    FindBeside(ranks);
+    FindRooms(ranks, limit);
   }
 
   // The room below the limit of the components of these ranks, with replicas as edges from home; INT32_MAX with a
