@@ -13,7 +13,7 @@ from benchmarks.results import Table, Value, out_alone, report
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.compiler_options import IN_GRAPHS
 from jax_moe_lb.layer.systems import system_named
-from jax_moe_lb.transport import Kernels, QuantizedTransfer
+from jax_moe_lb.transport import QuantizedTransfer
 
 XLAS_OWN = ",".join(name for name in IN_GRAPHS if name not in ("WHILE", "COLLECTIVES"))
 SIZES = LayerSizes()
@@ -37,7 +37,6 @@ class Row:
         fused: if True, experts have gate and up projection in one weight.
         options: XLA options, overriding `compiler_options`.
         wire: precision of rows in the forward pass.
-        own_kernels: if True, use the grouped matrix products of this library on Hopper.
     """
 
     target: str
@@ -48,14 +47,12 @@ class Row:
     fused: bool = False
     options: tuple[tuple[str, str | bool], ...] = ()
     wire: QuantizedTransfer | None = None
-    own_kernels: bool = False
 
     def compile(self) -> ProgramReport:
         """Compile the layer of the reference sizes and return its report."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         system = system.replace(buffers=buffers, transfer=self.wire)
-        system = system.replace(kernels=Kernels.OWN) if self.own_kernels else system
         return compile_layer(
             system, Target.parse(self.target), gradients=self.train, fused=self.fused, options=dict(self.options)
         )
@@ -69,28 +66,22 @@ ROWS = (
     Row("h100:1x8", "plain", "a loop", train=False),
     Row("h100:1x8", "plain", "a loop"),
     Row("h100:1x8", "exact", "no loop", train=False, max_rounds=1),
+    Row("h100:1x8", "exact", "no loop, `fused`", train=False, max_rounds=1, fused=True),
     Row("h100:1x8", "exact", "no loop", max_rounds=1),
     Row("h100:1x8", "exact", "no loop, `fused`", max_rounds=1, fused=True),
     Row("h100:1x8", "exact", "no loop, rows in fp8", max_rounds=1, wire=QuantizedTransfer()),
     Row("h100:1x8", "exact", "a loop", train=False),
+    Row("h100:1x8", "exact", "a loop, `fused`", train=False, fused=True),
     Row("h100:1x8", "exact", "a loop, XLA's own graphs", options=(("xla_gpu_enable_command_buffer", XLAS_OWN),)),
     Row("h100:1x8", "exact", "a loop"),
+    Row("h100:1x8", "exact", "a loop, `fused`", fused=True),
     Row("h100:1x8", "exact", "a loop, latency hiding", options=(("xla_gpu_enable_latency_hiding_scheduler", True),)),
-    *(
-        Row("h100:1x8", name, f"{loop}, `fused`, own kernels", train, rounds, fused=True, own_kernels=True)
-        for name, loop, train, rounds in (
-            ("plain", "no loop", True, 1),
-            ("exact", "no loop", False, 1),
-            ("exact", "no loop", True, 1),
-            ("exact", "a loop", False, None),
-            ("exact", "a loop", True, None),
-        )
-    ),
     Row("h100:8x8", "plain", "no loop, exchanges apart", train=False, max_rounds=1, options=((DECOMPOSER, True),)),
     Row("h100:8x8", "plain", "no loop", train=False, max_rounds=1),
     Row("b200:1x8", "plain", "no loop", max_rounds=1),
     Row("b200:1x8", "exact", "no loop, `fused`", max_rounds=1, fused=True),
     Row("a100:1x8", "plain", "no loop", max_rounds=1),
+    Row("a100:1x8", "exact", "no loop, `fused`", max_rounds=1, fused=True),
     Row("v5e:2x4", "plain", "no loop", train=False, max_rounds=1),
     Row("v5e:2x4", "plain", "no loop", max_rounds=1),
     Row("v5e:2x4", "plain", "no loop, 5 % of memory", max_rounds=1, options=((MEMORY_PERCENT, "5"),)),

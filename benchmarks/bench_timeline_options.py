@@ -1,6 +1,6 @@
 """Estimated step of one layer by options of XLA and of the layer, with the terms of its exposed communication.
 
-The layer is that of `bench_timeline`: `exact` with its own kernels and fused gates on one node of H100, at Zipf 1.0.
+The layer is that of `bench_timeline`: `exact` with fused gates on one node of H100, at Zipf 1.0.
 Times are estimated from the compiled program; nothing runs. Requires the compiler of the extra `cuda`, as installed by
 `ci/accelerators.sh` into `.venv-accelerators`.
 """
@@ -19,11 +19,11 @@ from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, qui
 from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.transport import Kernels, Saved
+from jax_moe_lb.transport import Saved
 
 SIZES = LayerSizes()
 TARGET = Target.parse("h100:1x8")
-SYSTEM = exact().replace(kernels=Kernels.OWN)
+SYSTEM = exact()
 
 PROGRAMS: dict[str, tuple[System, bool]] = {
     "none": (SYSTEM, False),
@@ -91,7 +91,7 @@ def main() -> None:
         folder = given.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         found = list(pool.map(row, PROGRAMS, repeat(folder)))
-    title = "`exact` with its own kernels on `h100:1x8`, forward and gradients, estimated from the compiled program"
+    title = "`exact` with fused gates on `h100:1x8`, forward and gradients, estimated from the compiled program"
     report({"options": Table(COLUMNS, found, title)}, given.out)
 
 

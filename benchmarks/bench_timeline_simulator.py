@@ -49,13 +49,11 @@ HIDDEN_ARRAYS = 9
 """Hidden activations read or written between products, as in `sim.memory.traffic_of`: three forward, six backward."""
 
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "experts": (("experts",), ("experts", "joined weights")),
+    "experts": (("experts",), ("experts",)),
     "tokens": (("dispatch", "combine"), ("dispatch", "combine", "permutation", "sums of copies")),
     "replicas": (("replicate",), ("weights", "gradients")),
 }
-"""Stages of each part in the timeline and in the simulator; the rest is counts and plan.
-
-Home experts and replicas are joined in the scope of the products."""
+"""Stages of each part in the timeline and in the simulator; the rest is counts and plan."""
 
 NO_LAYER = ("route", "other")
 """Stages of the timeline that the simulator leaves out: the router, and the loss behind the layer."""

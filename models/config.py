@@ -146,7 +146,6 @@ class ParallelConfig:
             repeats the step. 1 suits multi-node GPUs, whose hosts wait in each loop of rounds, if balanced loads stay
             below `headroom`. `None` (default) compiles one program without a limit.
         dispatch: "direct" sends a row for each token copy, "once" a token to each rank that serves it; see `Once`.
-        own_kernels: if True, grouped products on Hopper read home experts and replicas in place; see `Kernels`.
         fsdp: if True, also split matrices and their optimizer state over `data_parallel`, and gather each before use.
             This saves memory and adds communication. If False, each group holds all of them. A checkpoint's are always
             split over all devices.
@@ -171,7 +170,6 @@ class ParallelConfig:
     ranks_per_domain: int | None = None
     max_rounds: int | None = None
     dispatch: str = "direct"
-    own_kernels: bool = False
     fsdp: bool = False
     stages: int = 1
     repeats: int = 1

@@ -14,7 +14,6 @@ from jax_moe_lb import System, Topology, use_virtual_cpu_devices
 from jax_moe_lb.advise.choice import with_dispatch
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn.variables import BalancerState
-from jax_moe_lb.transport import Kernels
 from models.config import ParallelConfig
 
 MESH_AXES = ("data", "expert")
@@ -117,4 +116,4 @@ def make_system(parallel: ParallelConfig) -> System:
     options = {"headroom": parallel.headroom, "max_rounds": parallel.max_rounds}
     given: Any = {name: value for name, value in options.items() if value is not None}
     buffers = dataclasses.replace(system.dispatch.buffers, **given)
-    return system.replace(buffers=buffers, kernels=Kernels.OWN if parallel.own_kernels else None)
+    return system.replace(buffers=buffers)

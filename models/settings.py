@@ -25,7 +25,7 @@ Given = dict[str, Any]
 
 ConfigT = TypeVar("ConfigT")
 
-SYSTEM_OPTIONS = ("replica_slots", "headroom", "max_rounds", "dispatch", "own_kernels")
+SYSTEM_OPTIONS = ("replica_slots", "headroom", "max_rounds", "dispatch")
 """Keys of the section `parallel` accepted by `--system`."""
 
 MESH_AXES = {

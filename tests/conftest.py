@@ -39,12 +39,8 @@ QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passe
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}".strip()
 
 from jax_moe_lb import use_virtual_cpu_devices  # noqa: E402 (after the hook)
-from jax_moe_lb.kernels.backends import FIRST_WITH_HOPPER_KERNELS  # noqa: E402
 
 use_virtual_cpu_devices(8)
-
-# These kernels and their interpreter require a newer Pallas.
-collect_ignore = [] if jax.__version_info__ >= FIRST_WITH_HOPPER_KERNELS else ["kernels/test_hopper.py"]
 
 
 def pytest_addoption(parser):

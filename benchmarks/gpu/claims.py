@@ -70,7 +70,6 @@ VALUES = (
         for key, name in {
             "tokamax": "tokamax.ragged_dot",
             "triton": "Triton kernel",
-            "hopper": "Hopper kernel",
             "blocks": "blocks of rows",
         }.items()
     ),

@@ -30,7 +30,6 @@ from jax_moe_lb.aot import compiler_options
 from jax_moe_lb.core.plan import load
 from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
-from jax_moe_lb.transport import Kernels
 
 EVEN = "even"
 SKEWS: tuple[float | str, ...] = (4.0, 2.0, 1.0, EVEN)
@@ -92,7 +91,7 @@ LAYERS = {
 TINY = Layer(ranks=8, tokens=64, experts=16, per_token=2, hidden=128, inner=128)
 
 PLAIN, WORST = "plain, in rounds", "plain, worst-case buffer"
-BALANCED, ONE_ROUND, IN_PARTS = "exact", "exact, one round", "exact, one round, own kernels"
+BALANCED, ONE_ROUND = "exact", "exact, one round"
 FACTOR = 1.25
 PROFILED = (ONE_ROUND, PLAIN)
 """Systems that `rank_kernels` profiles."""
@@ -125,7 +124,6 @@ def variants(layer: Layer) -> dict[str, Variant]:
         PLAIN: Variant(plain()),
         BALANCED: Variant(exact()),
         ONE_ROUND: Variant(exact(buffers=Buffers(max_rounds=1))),
-        IN_PARTS: Variant(exact(buffers=Buffers(max_rounds=1)).replace(kernels=Kernels.OWN)),
         WORST: Variant(plain(Buffers(worst, max_rounds=1))),
         f"capacity {FACTOR}": Variant(plain(Buffers(full, max_rounds=1)), FACTOR),
     }

@@ -17,7 +17,7 @@ class ProductForm:
 
     Args:
         kind: `dense`, or the kind of a grouped product: `product`, `transposed` or `outer`, the gradients of weights.
-        kernel: `mosaic`, `triton`, `own` for kernels of this package, or `library`.
+        kernel: `mosaic`, `triton`, `own` for custom calls of this package, or `library`.
         dtype: XLA's name of the dtype of the operands.
         rows: Rows of the result of a dense product; rows `A` of the buffer of a grouped one.
         columns: Columns of the result.
@@ -83,14 +83,10 @@ def _grouped(
     return ProductForm("transposed" if is_transposed else "product", kernel, dtype, rows, outer, groups, nbytes)
 
 
-OWN = re.compile(r"\bgrouped_(?:product|outer)\b")
-"""Names of the kernels of this package; those of tokamax are `ragged_dot_sm90` and the like."""
-
-
 def _kernel(instruction: Instruction) -> str:
     target = instruction.target
     if "triton" in target:
         return "triton"
-    if target.startswith("moe_lb_") or OWN.search(instruction.text("op_name")):
+    if target.startswith("moe_lb_"):
         return "own"
     return "mosaic" if "mosaic" in target else "library"

@@ -32,7 +32,6 @@ from jax_moe_lb.recordings.yaml_file import shown
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
-from jax_moe_lb.transport.exchange import Kernels
 
 GATHERED, SPRAYED = "hybridep", "rails"
 """Parts of a composed name: `hybridep` precedes another system and `rails` follows it."""
@@ -160,9 +159,6 @@ def compile_command(
         str | None,
         typer.Option("--max-rounds", metavar="N", help="Most dispatch rounds.", show_default="as many as a plan needs"),
     ] = None,
-    own_kernels: Annotated[
-        bool, typer.Option("--own-kernels", help="Read home experts and replicas in place on Hopper.")
-    ] = False,
     options: Annotated[
         list[str] | None, typer.Option("--xla", metavar="NAME=VALUE", help="Option of XLA; may be repeated.")
     ] = None,
@@ -187,7 +183,6 @@ def compile_command(
     with one_line_errors():
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen = _system(system, replica_slots, headroom, max_rounds)
-        chosen = chosen.replace(kernels=Kernels.OWN) if own_kernels else chosen
         for_xla = _options(options)
         other = None if against is None else read_timeline(against)
         planned = _planned(machine, layer, chosen, load, timeline) if timeline or other else None

@@ -248,7 +248,7 @@ def grouped_products() -> list[dict[str, str]]:
     return [
         {
             "platform": platform,
-            "weights": "in parts (own kernels)" if in_parts else "in one array",
+            "weights": "in parts" if in_parts else "in one array",
             "product": kind,
             "backend": choice.backend.name,
             "why": choice.why,

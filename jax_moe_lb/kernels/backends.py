@@ -35,9 +35,6 @@ TILE = 128
 SMALL_MEMORY = ("7.0", "7.2", "7.5", "8.6", "8.9", "12.0", "12.1")
 """Compute capabilities with at most 99 KB of shared memory for a thread block; the Triton kernels need 144 KB."""
 
-FIRST_WITH_HOPPER_KERNELS = (0, 11, 2)
-"""First JAX version whose Pallas compiles and interprets `hopper.py`."""
-
 NOT_INSTALLED = "not installed"
 
 _Dimensions = jax.lax.RaggedDotDimensionNumbers
@@ -195,9 +192,13 @@ def has_tokamax() -> bool:
     return importlib.util.find_spec("tokamax") is not None
 
 
-def has_hopper_kernels() -> bool:
-    """Return whether the kernels of `hopper.py` run on the default device."""
-    return _no_hopper_device() is None
+def reads_parts(product: Product) -> bool:
+    """Return whether the default device reads matrices, or writes sums, in several arrays without a copy.
+
+    Args:
+        product: shapes and dtypes, with the groups of each array.
+    """
+    return get_default_device().platform == "gpu" and choose_backend(product, "cuda").backend.takes_parts
 
 
 def products_are_by_group() -> bool:
@@ -205,24 +206,8 @@ def products_are_by_group() -> bool:
     return not is_built("cpu")
 
 
-def _no_hopper_device() -> str | None:
-    device = get_default_device()
-    if device.platform != "gpu" or getattr(device, "compute_capability", "") != "9.0":
-        return f"the default device is {_name(device)}; expected compute capability 9.0"
-    if jax.__version_info__ < FIRST_WITH_HOPPER_KERNELS:
-        return f"JAX is {jax.__version__}; expected {'.'.join(map(str, FIRST_WITH_HOPPER_KERNELS))} or later"
-    return None
-
-
 def _name(device: Any) -> str:
     return f"{device.platform} {getattr(device, 'compute_capability', '')}".rstrip()
-
-
-def _no_hopper(product: Product) -> str | None:
-    if isinstance(product.num_groups, int):
-        return "weights are in one array; System.replace(kernels=Kernels.OWN) passes them in parts"
-    sizes = (product.num_rows, *product.widths, *product.num_groups)
-    return _no_hopper_device() or _misfit(product, (jnp.bfloat16, jnp.float16), sizes) or _no_tiles(product)
 
 
 def _no_tokamax(product: Product) -> str | None:
@@ -244,8 +229,8 @@ def _no_triton(product: Product) -> str | None:
     device = get_default_device()
     if device.platform != "gpu" or getattr(device, "compute_capability", "") in SMALL_MEMORY:
         return f"the default device is {_name(device)}; expected a GPU with 144 KB of shared memory"
-    (rows, inner), outer, groups = (product.num_rows, product.widths[0]), product.widths[1], product.all_groups
-    if max(rows * inner, rows * outer, groups * inner * outer) >= 2**31:
+    rows, (inner, outer) = product.num_rows, product.widths
+    if max(rows * inner, rows * outer, max(product.parts) * inner * outer) >= 2**31:
         return "an operand has 2**31 entries or more; the kernel indexes in int32"
     if min(product.widths) < TILE:
         return f"widths are {inner} and {outer}; expected at least {TILE}"
@@ -295,25 +280,6 @@ def _call_outer(product: Product, rows: Array, others: Array, group_sizes: Group
     operands = rows, others, group_sizes
     before = vary_like(jnp.zeros(shape, wide), *operands) if sums is None else sums.astype(wide)
     return call("grouped_outer", like(rows, shape, wide), *operands, before, aliases={3: 0}).astype(product.dtype)
-
-
-def _hopper_matmul(product: Product, rows: Array, parts: Any, group_sizes: GroupSizes) -> Array:
-    # Imported lazily: Pallas is slow to import, and programs for CPUs and TPUs do not use it.
-    from jax_moe_lb.kernels import hopper
-
-    def multiply(rows: Array, group_sizes: Array, *parts: Array) -> Array:
-        return hopper.product(rows, *parts, group_sizes=group_sizes, transposed=product.is_transposed)
-
-    return unvarying_call(multiply, *vary_alike((rows, group_sizes, *parts)))
-
-
-def _hopper_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> tuple[Array, ...]:
-    from jax_moe_lb.kernels import hopper
-
-    # `_no_hopper` rejects sums in one array.
-    assert isinstance(product.num_groups, tuple)
-    multiply = partial(hopper.outer, parts=product.num_groups, dtype=product.dtype)
-    return unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
 
 
 def _triton_matmul(product: Product, rows: Array, weights: Any, group_sizes: GroupSizes) -> Array:
@@ -390,16 +356,6 @@ BACKENDS = (
         why_not=lambda _: None if is_built("cpu") else NOT_INSTALLED,
         matmul=_call_matmul,
         outer=_call_outer,
-    ),
-    Backend(
-        "Hopper kernel",
-        "cuda",
-        why="it reads weights in parts in place",
-        why_not=_no_hopper,
-        matmul=_hopper_matmul,
-        outer=_then_add(_hopper_outer),
-        takes_parts=True,
-        recorded="Own",
     ),
     Backend(
         "tokamax.ragged_dot",

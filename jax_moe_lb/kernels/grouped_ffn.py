@@ -1,8 +1,9 @@
 """Feed-forward networks of experts over rows sorted by slot, by grouped products, and biases of groups of rows.
 
 On accelerators each product covers all rows. Experts may be in several parts, such as home experts and replicas; the
-kernels of this package read these in place. On CPUs, windows of rows pass the whole network, forward and backward, and
-results overwrite them. Hidden activations, which are wider than rows, then take the memory of one window.
+Triton kernels of this package read these in place, see `takes_parts`. On CPUs, windows of rows pass the whole network,
+forward and backward, and results overwrite them. Hidden activations, which are wider than rows, then take the memory of
+one window.
 
 Biases are broadcast to rows, and summed over rows, by products with a 0-1 matrix `[A, S]`. The matrix is much smaller
 than an expert. Unlike a scatter, the product adds in the same order every time.
@@ -22,7 +23,7 @@ from jax_moe_lb.core.experts import Experts, swiglu, usual_layout
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
-from jax_moe_lb.kernels.backends import products_are_by_group
+from jax_moe_lb.kernels.backends import KINDS, TILE, Kind, Product, products_are_by_group, reads_parts
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
 from jax_moe_lb.kernels.operands import clear_tail
 from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
@@ -68,6 +69,25 @@ def _members(group_sizes: GroupSizes, num_rows: int) -> Bool[Array, "A S"]:
 
 ExpertParts = tuple[Experts, ...]
 """Experts in several parts with consecutive groups."""
+
+
+def takes_parts(experts: ExpertParts) -> bool:
+    """Return whether all products with these experts read them in parts, without a copy in one array.
+
+    It depends on the default device alone, so that a program compiled for another machine sets it; see `aot`.
+
+    Args:
+        experts: parts of the experts of all groups.
+    """
+    groups, first = tuple(part.up.shape[0] for part in experts), experts[0]
+
+    def product(kind: Kind, matrices: Array) -> Product:
+        (_, inner, outer), dtype = matrices.shape, matrices.dtype
+        widths = (outer, inner) if kind == "transposed" else (inner, outer)
+        # A tile of rows: with rows that its kernel refuses, a product joins its own parts.
+        return Product(kind, TILE, widths, groups, (dtype, dtype), dtype)
+
+    return all(reads_parts(product(kind, matrices)) for kind in KINDS for matrices in (first.up, first.down))
 
 
 @jax.custom_vjp

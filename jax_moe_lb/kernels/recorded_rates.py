@@ -10,17 +10,14 @@ or more that are recorded for both kernels, or for the only one. `ci/recorded_ra
 
 from typing import Literal
 
-RecordedKernel = Literal["Mosaic", "Triton", "Own"]
-"""Compiler of the recorded kernel, by tokamax for Mosaic; or `hopper.py`."""
+RecordedKernel = Literal["Mosaic", "Triton"]
+"""Compiler of the recorded kernel, by tokamax for Mosaic."""
 
 TFLOPS: dict[tuple[str, str, RecordedKernel], float] = {
-    ("9.0", "product", "Own"): 434.0,
     ("9.0", "product", "Mosaic"): 282.0,
     ("9.0", "product", "Triton"): 584.0,
-    ("9.0", "transposed", "Own"): 426.0,
     ("9.0", "transposed", "Mosaic"): 254.0,
     ("9.0", "transposed", "Triton"): 578.0,
-    ("9.0", "outer", "Own"): 295.0,
     ("9.0", "outer", "Triton"): 564.0,
     ("10.0", "product", "Mosaic"): 878.9,
     ("10.0", "product", "Triton"): 377.6,

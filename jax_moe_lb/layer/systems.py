@@ -21,7 +21,7 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.compression import QuantizedTransfer
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.exchange import Buffers, Kernels, Saved
+from jax_moe_lb.transport.exchange import Buffers, Saved
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
 from jax_moe_lb.transport.replicate import Gather, PeerCopy, Relay, Replicate
 from jax_moe_lb.transport.rule import dispatch_by_rule
@@ -93,18 +93,6 @@ class System:
         if self.replica_slots < 0:
             raise ValueError(f"replica_slots is {self.replica_slots}; expected at least 0")
 
-    @property
-    def needs_contiguous_weights(self) -> bool:
-        """Whether the weights of home experts and replicas are copied into one array for the products.
-
-        The simulator adds the time and memory of this copy.
-
-        Examples:
-            >>> [system.needs_contiguous_weights for system in (exact(), exact().replace(kernels=Kernels.OWN), plain())]
-            [True, False, False]
-        """
-        return self.replica_slots > 0 and self.dispatch.kernels is Kernels.LIBRARY
-
     def no_op_reason(self, topology: Topology, num_experts: int) -> str | None:
         """Return the reason why the balancer cannot change the plan of a layer; `None` if it can.
 
@@ -159,7 +147,6 @@ class System:
         *,
         buffers: Buffers | None = None,
         transfer: QuantizedTransfer | None = None,
-        kernels: Kernels | None = None,
         saved: Saved | None = None,
         replica_slots: int | None = None,
         migrate: GatherExpertDomain | None = None,
@@ -172,7 +159,6 @@ class System:
         Args:
             buffers: size of the receive buffer and maximum number of rounds.
             transfer: quantization of forward rows during transfers.
-            kernels: implementation of the experts' products on Hopper.
             saved: received arrays saved for the backward pass.
             replica_slots: replica slots per rank.
             migrate: gather of the experts of each expert domain.
@@ -186,7 +172,7 @@ class System:
             >>> exact(2).replace(buffers=Buffers(max_rounds=1)).dispatch.buffers
             Buffers(headroom=1.05, max_rounds=1, chunks=1)
         """
-        of_dispatch = {"buffers": buffers, "transfer": transfer, "kernels": kernels, "saved": saved}
+        of_dispatch = {"buffers": buffers, "transfer": transfer, "saved": saved}
         of_system = {"replica_slots": replica_slots, "migrate": migrate, "relocates": relocates}
         dispatch: Any = {name: value for name, value in of_dispatch.items() if value is not None}
         system: Any = {name: value for name, value in of_system.items() if value is not None}

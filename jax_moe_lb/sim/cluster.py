@@ -285,6 +285,8 @@ class Cluster:
         memory_bytes: Memory of one rank, in bytes. None (default) disables the check of its capacity.
         hbm_bytes_per_s: Memory bandwidth of a rank, reads and writes together, in bytes per second: 3.35e12 in the
             datasheet of an H100. None (default) makes permutations and sums of rows free; see `sim/memory.py`.
+        joins_weights: If True, home experts and replicas are copied into one array for the products, as on CPUs and
+            TPUs. If False (default), kernels of NVIDIA GPUs read both in place; see `sim/memory.py`.
         communication: Algorithms and formats of the communication library; XLA's by default.
         backward_factor: Time of the experts' backward pass over that of their forward pass, with rematerialized hidden
             activations; 3 by default, the ratio of the floating-point operations.
@@ -311,6 +313,7 @@ class Cluster:
     domain_level: str | None = None
     memory_bytes: float | None = None
     hbm_bytes_per_s: float | None = None
+    joins_weights: bool = False
     communication: Communication = field(default_factory=Communication)
     backward_factor: float = 3.0
     jitter: float = 0.0

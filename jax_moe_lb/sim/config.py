@@ -92,6 +92,7 @@ class ClusterSection(_Section):
     domain_level: Literal["dc", "node", "gpu"] | None = None
     memory: SizeField | None = None
     hbm: RateField | None = None
+    joins_weights: bool = False
     communication: Communication = Communication()
     backward: float = Field(default=3.0, ge=1.0, le=1000.0)
     jitter: float = 0.0
@@ -116,6 +117,7 @@ class ClusterSection(_Section):
             domain_level=self.domain_level,
             memory_bytes=self.memory,
             hbm_bytes_per_s=self.hbm,
+            joins_weights=self.joins_weights,
             communication=self.communication,
             backward_factor=self.backward,
             jitter=self.jitter,

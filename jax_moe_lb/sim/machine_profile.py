@@ -140,6 +140,8 @@ def to_yaml(found: Measured, hidden: int, inner: int) -> str:
     }
     if found.backward_factor != Cluster.backward_factor:
         cluster["backward"] = float(f"{found.backward_factor:.3g}")
+    if found.platform != "gpu":
+        cluster["joins_weights"] = True
     if found.padded:
         cluster["communication"] = {"padded": True}
     if found.memory_bytes is not None:

@@ -11,11 +11,11 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import NamedTuple, TypeVar
 
+from jax_moe_lb.kernels.backends import TILE
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
-from jax_moe_lb.transport.exchange import Kernels
 
 BreakdownT = TypeVar("BreakdownT", bound="ByteBreakdown")
 
@@ -49,10 +49,9 @@ class HbmTraffic(ByteBreakdown):
     Args:
         permutation: Permutation of token copies into their send order.
         sums: Sums of the outputs of a token's experts, or of the gradients of its copies.
-        joined: Concatenation of the weights of home experts and replicas into one array for the products.
+        joined: Concatenation of the weights of home experts and replicas into one array; see `joins_weights`.
         exchanges: Sends and receives of rows and replicas, beside the links.
-        products: Operands and results of products: rows, hidden activations, weights and their gradients, and
-            transposes required by kernels in the backward pass.
+        products: Operands and results of products: rows, hidden activations, weights and their gradients.
         activations: Element-wise operations between products.
         carried: Outputs and sums of gradients carried by a loop over rounds.
         arriving: Gradients of replicas on their way home: their concatenation for one exchange, the exchange, and the
@@ -88,7 +87,7 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
         >>> model = ModelShape(1, hidden=2048, inner=768, experts=128, per_token=8, tokens=4096)
         >>> round(traffic_of(plain(), model, Cluster((Links("gpu", 8, 360e9),))).total / 1e9, 1)
-        7.2
+        6.6
     """
     rows = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology())
     home = model.experts // cluster.num_ranks
@@ -104,8 +103,8 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
         hidden=float(rows.computed * model.inner * model.itemsize),
         kind=float(slots * model.expert_bytes / model.matrices),
     )
-    inner, joins, loops = model.matrices - 1, system.needs_contiguous_weights, system.dispatch.buffers.max_rounds != 1
-    replicas, turns = system.replica_slots, system.dispatch.kernels is Kernels.LIBRARY
+    inner, loops, replicas = model.matrices - 1, system.dispatch.buffers.max_rounds != 1, system.replica_slots
+    joins = joins_weights(system, model, cluster)
     # A rank sends as many replicas as it receives, at most its home experts.
     fetched = HbmTraffic(exchanges=2.0 * min(replicas, home) * model.expert_bytes)
     forward = each.forward(inner, joins, loops) + fetched
@@ -114,7 +113,7 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
     # Each arriving gradient reads itself and the sum of its home expert; a wide sum is read, written and rounded.
     added = (3 + 4 * widened) * (replicas > 0)
     arriving = HbmTraffic(arriving=(4.0 * replicas + added + 2 * home * joins) * model.expert_bytes)
-    return forward + fetched + each.backward(inner, joins, turns, loops, widened) + arriving
+    return forward + fetched + each.backward(inner, joins, loops, widened) + arriving
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class _Arrays:
         return HbmTraffic(
             permutation=permuted_bytes(self.gathered),
             sums=summed_bytes(self.gathered, self.tokens),
-            joined=joins * joined_bytes((inner + 1) * self.kind, is_backward=False),
+            joined=joins * joined_bytes((inner + 1) * self.kind),
             exchanges=2 * (self.exchanged + self.first_hop),
             # Rows are read once, by the products of up and gate together, and written once.
             products=2 * self.rows + (inner + 1) * (self.hidden + self.kind),
@@ -153,7 +152,7 @@ class _Arrays:
             carried=loops * self.carried,
         )
 
-    def backward(self, inner: int, joins: bool, turns: bool, loops: bool, widened: float) -> HbmTraffic:
+    def backward(self, inner: int, joins: bool, loops: bool, widened: float) -> HbmTraffic:
         """Count the backward pass, including the rematerialized products of the rows."""
         again = self.rows + inner * (self.hidden + self.kind)
         of_hidden = self.rows + self.hidden + self.kind
@@ -162,15 +161,12 @@ class _Arrays:
         all_kinds = (inner + 1) * self.kind
         # Sums are wider than weights. A loop reads and writes them and writes wide gradients; the end rounds them.
         carried = (2 * widened + (widened - 1) + widened + 1) * all_kinds
-        # Transposes of rows and weights, and of hidden activations as they are made. Joined weights are transposed when
-        # joined.
-        transposed = turns * (2 * self.rows + self.hidden + (0 if joins else transposed_bytes(all_kinds)))
         return HbmTraffic(
             permutation=2 * permuted_bytes(self.gathered),
             sums=summed_bytes(self.gathered, self.tokens),
-            joined=joins * joined_bytes(all_kinds, is_backward=True),
+            joined=joins * joined_bytes(all_kinds),
             exchanges=3 * (self.exchanged + self.first_hop),
-            products=again + of_hidden + of_rows + of_weights + transposed,
+            products=again + of_hidden + of_rows + of_weights,
             activations=2 * (inner + 1) * self.hidden,
             carried=loops * carried,
         )
@@ -195,23 +191,35 @@ def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
     return copies_bytes + tokens_bytes
 
 
-def joined_bytes(weights_bytes: float, *, is_backward: bool) -> float:
+def joined_bytes(weights_bytes: float) -> float:
     """Count the bytes read and written to concatenate the weights of home experts and replicas in a rank's memory.
 
     Args:
         weights_bytes: Bytes of all slots.
-        is_backward: If True, include the transposes of the weights.
-    """
-    return (4 if is_backward else 2) * weights_bytes
-
-
-def transposed_bytes(weights_bytes: float) -> float:
-    """Count the bytes read and written to transpose weights in a rank's memory for the backward pass.
-
-    Args:
-        weights_bytes: Bytes of the weights.
     """
     return 2 * weights_bytes
+
+
+def joins_weights(system: System, model: ModelShape, cluster: Cluster) -> bool:
+    """Return whether the weights of home experts and replicas are copied into one array for the products.
+
+    Args:
+        system: System with its slots. In two phases, products of rows at home and of moved rows are apart.
+        model: Sizes of the layer. Kernels of NVIDIA GPUs have the dtypes and least widths of `kernels/backends.py`.
+        cluster: Cluster whose `joins_weights` gives the form of CPUs and TPUs.
+
+    Examples:
+        >>> from jax_moe_lb import exact, plain
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
+        >>> model = ModelShape(1, hidden=2048, inner=768, experts=128, per_token=8, tokens=4096)
+        >>> gpus = Cluster((Links("gpu", 8, 360e9),))
+        >>> [joins_weights(exact(2), replace(model, itemsize=n), gpus) for n in (2, 4)]
+        [False, True]
+        >>> [joins_weights(one, model, replace(gpus, joins_weights=True)) for one in (exact(2), plain())]
+        [True, False]
+    """
+    reads_parts = model.itemsize == 2 and min(model.hidden, model.inner) >= TILE and not cluster.joins_weights
+    return system.replica_slots > 0 and not reads_parts and not system.dispatch.cost().passes_home
 
 
 MOMENTS_BYTES = 8.0
@@ -398,7 +406,7 @@ class _Layer:
         model, slots = self.model, self.replica_slots
         home = model.experts // self.cluster.num_ranks * model.expert_bytes
         joined = kinds * (self.num_home + slots) * model.expert_bytes / model.matrices
-        joined = joined if slots and self.system.needs_contiguous_weights else 0.0
+        joined = joined if slots and joins_weights(self.system, model, self.cluster) else 0.0
         return Memory(
             replicas=float(slots * model.expert_bytes),
             buffers=float(buffers + self._tokens()),

@@ -34,7 +34,7 @@ import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Task, Timeline, Transfer
-from jax_moe_lb.sim.memory import joined_bytes, permuted_bytes, summed_bytes, transposed_bytes
+from jax_moe_lb.sim.memory import joined_bytes, permuted_bytes, summed_bytes
 from jax_moe_lb.sim.model import ModelShape, Peers, Step
 from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, seconds
 from jax_moe_lb.sim.work import LayerWork, Wave
@@ -265,12 +265,8 @@ class Scheduler:
         # Shapes are static, so empty slots are joined, too.
         held = held or after
         weights_bytes = float(work.waves[-1].rows.shape[1] * self.model.expert_bytes)
-        is_backward = stage.endswith(BACKWARD)
-        joined = joined_bytes(weights_bytes, is_backward=is_backward)
-        if is_backward:
-            # Products of weights that are not joined transpose home experts too, in the time of the experts' curve.
-            joined -= transposed_bytes(float(work.num_home * self.model.expert_bytes))
-        return self._in_memory("joined weights" + BACKWARD * is_backward, joined, at, held)
+        mark = BACKWARD if stage.endswith(BACKWARD) else ""
+        return self._in_memory("joined weights" + mark, joined_bytes(weights_bytes), at, held)
 
     def _in_memory(self, stage: str, num_bytes: float, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
         """Add a task that moves bytes in a rank's own memory, if its bandwidth is given."""

@@ -13,6 +13,7 @@ from jax_moe_lb.core.plan import Plan, load, plain_plan
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.memory import joins_weights
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import (
@@ -331,7 +332,7 @@ def _merged(
         planner_s=max(part.planner_s for part in parts),
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
-        joins=system.needs_contiguous_weights,
+        joins=joins_weights(system, model, cluster),
         engine=system.replicate.uses_copy_engines and not cluster.communication.padded,
         early=not system.balancer.needs_counts,
         waves=tuple(waves),

@@ -4,7 +4,7 @@ from jax_moe_lb.transport.compression import Codec, CodecBase, QuantizedTransfer
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import CopyDispatch, Dispatch
-from jax_moe_lb.transport.exchange import Buffers, Kernels, Saved
+from jax_moe_lb.transport.exchange import Buffers, Saved
 from jax_moe_lb.transport.expert_domains import ExpertDomains, GatherExpertDomain, hybrid_mesh
 from jax_moe_lb.transport.forward import Forward
 from jax_moe_lb.transport.fsdp import FsdpExperts, scan_prefetched
@@ -27,7 +27,6 @@ __all__ = [
     "Forward",
     "Gather",
     "hybrid_mesh",
-    "Kernels",
     "GatherExpertDomain",
     "Once",
     "PeerCopy",

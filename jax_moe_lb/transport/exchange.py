@@ -8,7 +8,6 @@ autodiff would add in an undefined order.
 import abc
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import ClassVar, Generic, TypeVar
 
 import jax
@@ -133,22 +132,6 @@ class Buffers:
         return rows if self.chunks * rows < 8 * TILE_ROWS else math.ceil(rows / TILE_ROWS) * TILE_ROWS
 
 
-class Kernels(Enum):
-    """Form of the weights of grouped matrix products on NVIDIA Hopper GPUs; other devices have one form.
-
-    Examples:
-        >>> from jax_moe_lb import exact
-        >>> from jax_moe_lb.transport import Kernels
-        >>> exact(2).replace(kernels=Kernels.OWN).dispatch.kernels
-        <Kernels.OWN: 'own'>
-    """
-
-    LIBRARY = "library"
-    """Home experts and replicas are copied into one array (default)."""
-    OWN = "own"
-    """Kernels of this package read home experts and replicas in place, for supported shapes (`docs/how-to/gpu.md`)."""
-
-
 @dataclass(frozen=True)
 class Saved:
     """Received arrays that a layer saves for its backward pass, instead of transferring them again.
@@ -179,7 +162,6 @@ class DispatchOptions(abc.ABC, Generic[ReceiptT]):
     Args:
         buffers: size of the receive buffer and number of rounds; see `Buffers`.
         transfer: quantization of forward rows during transfers; `None` (default) keeps their dtype.
-        kernels: implementation of the experts' products on Hopper; `Kernels.LIBRARY` by default.
         saved: received arrays saved for the backward pass; none by default, see `Saved`.
 
     Raises:
@@ -188,7 +170,6 @@ class DispatchOptions(abc.ABC, Generic[ReceiptT]):
 
     buffers: Buffers = field(default_factory=Buffers)
     transfer: QuantizedTransfer | None = None
-    kernels: Kernels = Kernels.LIBRARY
     saved: Saved = Saved()
 
     takes_chunks: ClassVar[bool] = False

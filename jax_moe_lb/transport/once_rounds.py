@@ -72,7 +72,7 @@ class Route(NamedTuple):
     """Static description of the hops of `serve_lists`.
 
     Args:
-        options: buffers, quantization and kernels.
+        options: buffers and quantization.
         group: ranks of the last hop.
         between: ranks of the first hop, one in each node; `None` for a single hop.
     """
@@ -225,7 +225,7 @@ def serve_lists(
     @jax.custom_batching.sequential_vmap
     def serve(tokens: Tokens, weights: RoutingWeights, experts: Experts, plan: Plan, receipt: ListReceipt) -> Tokens:
         transfer = route.options.transfer
-        slots = Slots.of(experts, plan, replicate, route.options, topology)
+        slots = Slots.of(experts, plan, replicate, topology)
         with jax.named_scope("dispatch"):
             # Encode tokens before the first hop, once per token.
             entries = route.to_entries(packed(transfer, tokens), receipt)
@@ -288,7 +288,7 @@ def _gradients(
     # As in `rounds._gradients`: rematerialize replicas and rows in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     again, transfer = replicate.again(), route.options.transfer
-    slots = Slots.of(experts, plan, again, route.options, topology)
+    slots = Slots.of(experts, plan, again, topology)
     with jax.named_scope("dispatch"):
         entries, upstreams = (route.to_entries(part, receipt) for part in (packed(transfer, tokens), upstream))
         entry_weights = route.choices_to_entries(weights, receipt)

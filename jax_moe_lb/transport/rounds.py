@@ -41,7 +41,7 @@ from jax_moe_lb.transport.one_round import (
     serve_round,
 )
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier, takes_parts
+from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier
 
 SumsT = TypeVar("SumsT")
 ResidualsT = TypeVar("ResidualsT")
@@ -97,7 +97,7 @@ def _served(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: 
     @jax.custom_batching.sequential_vmap
     def serve(inputs: Inputs) -> tuple[Tokens, Kept]:
         tokens, weights, experts, plan, receipt = inputs
-        slots = Slots.of(experts, plan, replicate, exchange, topology)
+        slots = Slots.of(experts, plan, replicate, topology)
 
         @jax.named_scope("experts")
         def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
@@ -294,10 +294,7 @@ def _gradients(
     # until now. The barrier ties them to the gradients, which exist only in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     per_token, again = weights.shape[1], replicate.again()
-    if exchange.saved.replicas:
-        slots = Slots(experts, kept.replicas, takes_parts(exchange))
-    else:
-        slots = Slots.of(experts, plan, again, exchange, topology)
+    slots = Slots(experts, kept.replicas) if exchange.saved.replicas else Slots.of(experts, plan, again, topology)
     pull_back = partial(slots.pull_back, exchange=exchange)
     batch = Batch(tokens, weights, upstream)
     before = () if replicate.uses_copy_engines else slots.replicas

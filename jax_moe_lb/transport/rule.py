@@ -64,7 +64,7 @@ def dispatch_by_rule(
     if topology.platform == "tpu":
         # Continuous integration compiles `Once` and `Forward` for GPUs only.
         return DispatchChoice(given, "Direct: a TPU")
-    options = given.buffers, given.transfer, given.kernels
+    options = given.buffers, given.transfer
     members, ranks = topology.levels[-1].size, topology.num_ranks
     nodes = ranks // members
     if nodes > 1 and members > 1 and topology.ranks_per_domain <= members:

@@ -13,9 +13,8 @@ from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, wide_dtype
-from jax_moe_lb.kernels.backends import has_hopper_kernels
-from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn_gradients
-from jax_moe_lb.transport.exchange import DispatchOptions, Kernels
+from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn_gradients, takes_parts
+from jax_moe_lb.transport.exchange import DispatchOptions
 from jax_moe_lb.transport.one_round import RowWeights
 from jax_moe_lb.transport.replicate import Replicate, joined
 
@@ -26,39 +25,39 @@ class Slots(NamedTuple):
     Args:
         home: the `L` home experts.
         replicas: the `S - L` replicas; `None` without replica slots.
-        stay_apart: whether products read both parts in place.
     """
 
     home: Experts
     replicas: Experts | None
-    stay_apart: bool
 
     @classmethod
     @jax.named_scope("replicate")
-    def of(
-        cls, experts: Experts, plan: Plan, replicate: Replicate, exchange: DispatchOptions, topology: Topology
-    ) -> "Slots":
+    def of(cls, experts: Experts, plan: Plan, replicate: Replicate, topology: Topology) -> "Slots":
         """Fill the slots of a plan; see `Replicate`."""
-        stay_apart = takes_parts(exchange)
         # Without replica slots, skip the exchange on all ranks.
         if plan.slots == plan.num_home:
-            return cls(experts, None, stay_apart)
-        return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()), stay_apart)
+            return cls(experts, None)
+        return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()))
+
+    @property
+    def are_joined(self) -> bool:
+        """Whether products read home experts and replicas from one array, a copy."""
+        return self.replicas is not None and not takes_parts((self.home, self.replicas))
 
     def weights(self, group_sizes: Array) -> Experts | ExpertParts:
         """Return the weights of all slots, for a product of rows with these group sizes."""
-        if self.stay_apart:
-            return (self.home,) if self.replicas is None else (self.home, self.replicas)
         if self.replicas is None:
             return self.home
-        # The library kernels require one array. Build it in each round and free it after the product: built before the
-        # loop of further rounds, the arrays of all weights would stay in memory.
+        if not self.are_joined:
+            return self.home, self.replicas
+        # Build the array in each round and free it after the product: built before the loop of further rounds, the
+        # arrays of all weights would stay in memory.
         return joined(*optimization_barrier(group_sizes, (self.home, self.replicas)))
 
     def again(self, after: Array) -> Experts | ExpertParts:
         """Return the same weights, built after `after` is computed."""
         home, replicas = optimization_barrier(after, (self.home, self.replicas))
-        return Slots(home, replicas, self.stay_apart).weights(after)
+        return Slots(home, replicas).weights(after)
 
     @jax.named_scope("experts")
     def pull_back(
@@ -82,8 +81,7 @@ class Slots(NamedTuple):
             exchange: exchange with `max_rounds`, for the dtype of the sums.
         """
         at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange)
-        are_joined = self.replicas is not None and not self.stay_apart
-        fused = fuse_gate_up(self.home, rows, are_joined=are_joined)
+        fused = fuse_gate_up(at, rows, are_joined=self.are_joined)
         return gradients_of_round(rows, row_weights, at, self.again, group_sizes, upstream, dtype, sums, fused=fused)
 
     def gradients_at_home(
@@ -126,15 +124,6 @@ def at_home(
     return jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), in_form_of(experts, of_home), experts)
 
 
-def takes_parts(exchange: DispatchOptions) -> bool:
-    """Return whether products read home experts and replicas in place, as the kernels of this package do.
-
-    Args:
-        exchange: exchange with the choice of kernels.
-    """
-    return exchange.kernels is Kernels.OWN and has_hopper_kernels()
-
-
 def optimization_barrier(other: Array, tree: Carry) -> Carry:
     """Add an optimization barrier so that XLA does not hoist these arrays out of the loop.
 
@@ -156,23 +145,25 @@ def apart_by_home(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Exper
         num_home: `L`.
     """
     if isinstance(of_slots, tuple):
-        return of_slots[0], of_slots[1] if len(of_slots) > 1 else None
+        return of_slots[0], of_slots[1]
     return of_slots, jax.tree.map(lambda g: g[num_home:], of_slots)
 
 
-def fuse_gate_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
+def fuse_gate_up(experts: Experts | ExpertParts, rows: Rows, *, are_joined: bool) -> bool:
     """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic.
 
     The forward pass does not, because both forms at once would raise peak memory.
 
     Args:
-        experts: home experts.
+        experts: weights of all slots, or parts of them.
         rows: `[A, H]`, rows of the round.
         are_joined: whether the experts are already a copy, so fusing needs no other.
     """
-    if experts.gate is None or _platform() not in ("gpu", "tpu"):
+    parts = experts if isinstance(experts, tuple) else (experts,)
+    if parts[0].gate is None or _platform() not in ("gpu", "tpu"):
         return False
-    copied_bytes = 0 if are_joined else 2 * (experts.up.nbytes + experts.gate.nbytes)
+    copied = jax.tree.leaves([(part.up, part.gate) for part in parts])
+    copied_bytes = 0 if are_joined else 2 * sum(leaf.nbytes for leaf in copied)
     # Unfused, the rows are read once more for the forward products and once more for the weight gradients. Both terms
     # of the row gradient are written and read, and their sum is written.
     return copied_bytes <= 5 * rows.nbytes

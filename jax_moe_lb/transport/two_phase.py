@@ -47,7 +47,6 @@ class TwoPhase(Direct):
         buffers: receive buffer of phase 1. Its headroom is 1.5 by default, for loads up to 1.5 x mean before balancing.
             `max_rounds` limits the rounds of phase 1.
         transfer: must be `None` (default): peer copies do not quantize rows.
-        kernels: implementation of the experts' products on Hopper; `Kernels.LIBRARY` by default.
         moved_headroom: rows that a rank can take from others in all rounds together, relative to the mean load; 1.0 by
             default. Rows beyond it stay at home and are served there, which leaves a higher imbalance. `Stats` contain
             the served quota.

@@ -33,7 +33,7 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens
 from jax_moe_lb.core.validation import fallback_to_plain
-from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn
+from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed
 from jax_moe_lb.transport.exchange import (
@@ -54,7 +54,6 @@ from jax_moe_lb.transport.slot_weights import (
     fuse_gate_up,
     gradients_of_round,
     optimization_barrier,
-    takes_parts,
 )
 from jax_moe_lb.transport.two_phase_receipts import Blocks, Dynamic, Phases, Streams, address_home, window
 
@@ -101,14 +100,6 @@ class PhaseConfig(NamedTuple):
         alone = route is not None and route.domain is None
         planner = balancer.native_planner(plan.domain) if alone else None
         return cls(direct, replicate, planner, route, topology)
-
-    def operand(self, experts: Experts) -> Experts | ExpertParts:
-        """Return experts in the form required by the products.
-
-        Args:
-            experts: all experts of a product.
-        """
-        return (experts,) if takes_parts(self.direct) else experts
 
 
 class PhaseOutcome(NamedTuple):
@@ -187,7 +178,7 @@ class _Forward(NamedTuple):
     def static_wave(self, rows: Rows, sizes: Int[Array, "L"]) -> Rows:
         """Compute the outputs of the static rows, with home weights only; other rows are undefined."""
         with jax.named_scope("experts/static_wave"):
-            return grouped_ffn(rows, self.ways.operand(self.experts), sizes)
+            return grouped_ffn(rows, self.experts, sizes)
 
     def finish(self, i: Array, rows: Rows, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
         """Compute the outputs of dynamic experts, at home and on takers, and send all outputs back."""
@@ -197,10 +188,10 @@ class _Forward(NamedTuple):
             blocks = Blocks.of(*_here(staying, i, rows, ways), rows.shape[0])
             returning: Any = (out,)
             if moved.slots is not None and moved.rows is not None:
-                served = grouped_ffn(moved.rows, ways.operand(moved.slots), _taken(phases, i, rows, ways))
+                served = grouped_ffn(moved.rows, moved.slots, _taken(phases, i, rows, ways))
                 # Start the return of moved rows first, to overlap it with the products of rows that stayed.
                 blocks, returning = _start_back((served,), (out,), phases, i, ways, blocks)
-            stayed = grouped_ffn(blocks.take(rows), ways.operand(self.experts), blocks.sizes)
+            stayed = grouped_ffn(blocks.take(rows), self.experts, blocks.sizes)
             (out,) = _arrived(returning, stayed)
             out = blocks.put(stayed, out)
         with jax.named_scope("combine"):
@@ -409,18 +400,14 @@ class _Backward(NamedTuple):
 
     def _gradients(
         self, parts: tuple[Array, ...], experts: Experts, sizes: Array, fused: bool
-    ) -> tuple[Rows, Array, Experts]:
+    ) -> tuple[Rows, Array, Any]:
         rows, weights, upstream = parts
         dtype = dtype_of_sums(self.experts, self.ways.direct)
-        operand = self.ways.operand(experts)
 
-        def again(after: Array) -> Experts | ExpertParts:
-            return optimization_barrier(after, operand)
+        def again(after: Array) -> Experts:
+            return optimization_barrier(after, experts)
 
-        of_rows, of_weights, of_experts = gradients_of_round(
-            rows, weights, operand, again, sizes, upstream, dtype, fused=fused
-        )
-        return of_rows, of_weights, of_experts[0] if isinstance(of_experts, tuple) else of_experts
+        return gradients_of_round(rows, weights, experts, again, sizes, upstream, dtype, fused=fused)
 
 
 @jax.named_scope("backward")

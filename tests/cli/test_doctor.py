@@ -328,7 +328,7 @@ def test_grouped_products_of_gpus(missing, compute_capability, in_one_array, in_
     if compute_capability is not None:
         device = SimpleNamespace(platform="gpu", compute_capability=compute_capability)
         monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: device)
-    for weights, want in (("in one array", in_one_array), ("in parts (own kernels)", in_parts)):
+    for weights, want in (("in one array", in_one_array), ("in parts", in_parts)):
         rows = [row for row in grouped_products() if (row["platform"], row["weights"]) == ("cuda", weights)]
         assert tuple(row["product"] for row in rows) == grouped_kernels.KINDS
         assert tuple(row["backend"] for row in rows) == want

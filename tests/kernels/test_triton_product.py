@@ -127,7 +127,7 @@ def test_gradients(monkeypatch):
         (2, (128, 120), jnp.bfloat16, "widths are 128 and 120; expected at least 128"),
         (2, (128, 128), jnp.float32, "operands are float32 and float32; expected bfloat16 or float16"),
         ((2, 0), (128, 128), jnp.bfloat16, "an operand is empty"),
-        (2**17, (128, 128), jnp.bfloat16, "an operand has 2**31 entries or more; the kernel indexes in int32"),
+        ((2**17, 2), (128, 128), jnp.bfloat16, "an operand has 2**31 entries or more; the kernel indexes in int32"),
     ],
 )
 def test_what_does_not_fit_is_left_to_others(num_groups, widths, dtype, why):

@@ -16,12 +16,11 @@ from jax_moe_lb import (
     TopK,
     Topology,
     exact,
-    feplb,
     moe,
     plain,
 )
 from jax_moe_lb.routing import ForceBalanced, NoisyTopK, Router
-from jax_moe_lb.transport import Direct, Kernels, QuantizedTransfer
+from jax_moe_lb.transport import Direct, QuantizedTransfer
 from tests.layer_cases import make_mesh
 
 REFUSED = {
@@ -56,8 +55,8 @@ def test_options_are_hashable_and_equal_in_any_form():
 
 
 def test_systems_keep_what_is_not_replaced():
-    system = feplb().replace(buffers=Buffers(2.0), kernels=Kernels.OWN)
-    assert (system.dispatch.buffers, system.dispatch.kernels) == (Buffers(2.0), Kernels.OWN)
+    system = exact().replace(buffers=Buffers(2.0), transfer=QuantizedTransfer())
+    assert (system.dispatch.buffers, system.dispatch.transfer) == (Buffers(2.0), QuantizedTransfer())
     assert system.replace(replica_slots=1, relocates=True).dispatch == system.dispatch
     assert system.replace() == system
 

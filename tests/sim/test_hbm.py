@@ -7,19 +7,19 @@ import pytest
 
 from jax_moe_lb import Buffers, feplb
 from jax_moe_lb.layer import systems
-from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate
+from jax_moe_lb.sim import Cluster, Links, ModelShape, simulate
 from jax_moe_lb.sim.memory import traffic_of
-from jax_moe_lb.transport import Kernels
 
 MODEL = ModelShape(layers=2, hidden=64, inner=128, experts=8, per_token=2, tokens=256)
+WIDE = replace(MODEL, hidden=128)
 CLUSTER = Cluster((Links("gpu", 4, 1e9),))
 SLOW = replace(CLUSTER, hbm_bytes_per_s=1e6)
 SKEWED = np.repeat([[200, 120, 64, 64, 16, 16, 16, 16]], 4, 0).astype(np.int32)
 COPIES, TOKENS = 256 * 2 * 128, 256 * 128
 
 
-def simulated(system, cluster, step=Step()):
-    return simulate(system, MODEL, cluster, SKEWED, step=step)
+def simulated(system, cluster, model=MODEL):
+    return simulate(system, model, cluster, SKEWED)
 
 
 @pytest.mark.slow
@@ -37,15 +37,16 @@ def test_permutations_and_sums_take_the_time_of_their_bytes(system):
     assert stages["sums of copies (backward)"].busy_s == pytest.approx(stages["sums of copies"].busy_s)
 
 
-def test_weights_of_replicas_are_joined():
-    stages = simulated(systems.exact(1), SLOW).stages
-    slots_bytes = 3 * MODEL.expert_bytes
-    assert stages["joined weights"].busy_s == pytest.approx(2 * 2 * slots_bytes / 1e6)
-    # All systems transpose the weights of the two home experts.
-    of_home = 2 * 2 * MODEL.expert_bytes
-    assert stages["joined weights (backward)"].busy_s == pytest.approx(2 * (4 * slots_bytes - of_home) / 1e6)
-    for others in (systems.plain(), systems.exact(1).replace(kernels=Kernels.OWN)):
-        assert "joined weights" not in simulated(others, SLOW).stages
+def test_weights_of_replicas_are_joined_where_kernels_take_one_array():
+    """CPUs and TPUs do so; NVIDIA GPUs with narrow experts, as here, or in float32."""
+    for cluster, model in ((SLOW, MODEL), (SLOW, replace(WIDE, itemsize=4)), (replace(SLOW, joins_weights=True), WIDE)):
+        stages = simulated(systems.exact(1), cluster, model).stages
+        for name in ("joined weights", "joined weights (backward)"):
+            assert stages[name].busy_s == pytest.approx(2 * 2 * 3 * model.expert_bytes / 1e6)
+        # In two phases, rows at home and moved rows have products of their own.
+        for others in (systems.plain(), feplb(1)):
+            assert "joined weights" not in simulated(others, cluster, model).stages
+    assert "joined weights" not in simulated(systems.exact(1), SLOW, WIDE).stages
 
 
 def test_without_a_rate_they_are_left_out():
@@ -75,14 +76,13 @@ def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
     assert both.total > 3 * sum(found.values())
 
 
-def test_own_kernels_join_nothing_and_turn_nothing_around():
-    """These are rows, gradients of their outputs, and hidden activations; gradients are not split."""
-    before = traffic_of(systems.exact(1), MODEL, CLUSTER)
-    after = traffic_of(systems.exact(1).replace(kernels=Kernels.OWN), MODEL, CLUSTER)
-    rows = systems.exact(1).dispatch.cost().buffer_rows(256 * 2)
-    assert replace(before, joined=0.0, products=after.products, arriving=after.arriving) == after
-    assert before.arriving - after.arriving == 2 * 2 * MODEL.expert_bytes
-    assert before.products - after.products == rows * (2 * MODEL.row_bytes + 2 * MODEL.inner)
+def test_gradients_of_weights_in_parts_are_not_split():
+    joined, in_parts = (
+        traffic_of(systems.exact(1), WIDE, replace(CLUSTER, joins_weights=joins)) for joins in (True, False)
+    )
+    assert (joined.joined, in_parts.joined) == (2 * 2 * 3 * WIDE.expert_bytes, 0)
+    assert joined.arriving - in_parts.arriving == 2 * 2 * WIDE.expert_bytes
+    assert replace(joined, joined=0.0, arriving=in_parts.arriving) == in_parts
 
 
 def test_loops_carry_outputs_and_wide_sums():

@@ -57,13 +57,19 @@ def test_every_level_is_written(tmp_path):
         ("gpu", 8, 1, 300e9),
     ]
     assert (cluster.memory_bytes, cluster.hbm_bytes_per_s) == (80e9, 3e12)
-    assert (cluster.backward_factor, cluster.communication.padded) == (3.0, False)
+    assert (cluster.backward_factor, cluster.communication.padded, cluster.joins_weights) == (3.0, False, False)
 
 
 def test_the_backward_pass_and_exchanges_between_processes_are_written(tmp_path):
     (tmp_path / "m.yaml").write_text(to_yaml(replace(SOUND, backward_factor=2.5, padded=True), 256, 512))
     cluster = load_config("CONFIG", str(tmp_path / "m.yaml")).cluster.build()
     assert (cluster.backward_factor, cluster.communication.padded) == (2.5, True)
+
+
+@pytest.mark.parametrize(("platform", "joins"), [("gpu", False), ("cpu", True), ("tpu", True)])
+def test_weights_are_joined_except_on_gpus(platform, joins, tmp_path):
+    (tmp_path / "m.yaml").write_text(to_yaml(replace(SOUND, platform=platform), 256, 512))
+    assert load_config("CONFIG", str(tmp_path / "m.yaml")).cluster.build().joins_weights == joins
 
 
 @dataclass(frozen=True)

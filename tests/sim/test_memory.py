@@ -7,7 +7,7 @@ import pytest
 from jax_moe_lb import Buffers, exact, plain
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
 from jax_moe_lb.sim.memory import ADDRESS_BYTES, Memory, memory_of
-from jax_moe_lb.transport import Codec, Direct, Forward, Kernels, Once
+from jax_moe_lb.transport import Codec, Direct, Forward, Once
 
 CLUSTER = Cluster((Links("node", 2, 1e9), Links("gpu", 8, 1e11)))
 MODEL = ModelShape(layers=4, hidden=1024, inner=512, experts=64, per_token=4, tokens=1024, gradient_itemsize=2)
@@ -83,14 +83,15 @@ def test_gradients_of_replicas_need_room_where_experts_are_large():
     assert held(exact(2), wide, step=Step(backward=False)).arriving == 0
 
 
-def test_products_take_one_array_of_all_slots():
-    forward, backward = held(step=Step(backward=False)), held()
+def test_products_take_one_array_of_all_slots_except_on_gpus():
+    joins = replace(CLUSTER, joins_weights=True)
+    forward, backward = held(cluster=joins, step=Step(backward=False)), held(cluster=joins)
     kind = SLOTS * MODEL.expert_bytes / 3
     out_of_the_stack = 4 * MODEL.expert_bytes
     assert forward.in_use == kind + out_of_the_stack
     assert backward.in_use == 2 * kind + out_of_the_stack
     assert held(plain(), replace(MODEL, layers=1)).in_use == 0
-    assert held(exact(2).replace(kernels=Kernels.OWN)).in_use == out_of_the_stack
+    assert held().in_use == out_of_the_stack
 
 
 @pytest.mark.parametrize("backward", [True, False])

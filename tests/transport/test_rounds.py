@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.workloads import WORKLOADS, Workload
 from jax_moe_lb import Buffers, Experts, HostCallback, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
 from jax_moe_lb.kernels import grouped_ffn
-from jax_moe_lb.transport import Direct, Kernels, slot_weights
+from jax_moe_lb.transport import Direct, slot_weights
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
@@ -66,11 +66,11 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
 
 
 FORM_SYSTEMS = {"home": plain(), "gathered": greedy(2), "relayed": ultraep(2), "two_phase": feplb(2)}
-# platform, max_rounds, own_kernels
+# platform, max_rounds, in_parts
 FORMS = {
     "gpu": ("gpu", None, False),
     "gpu in 4 rounds": ("gpu", 4, False),
-    "gpu with own kernels": ("gpu", None, True),
+    "gpu in parts": ("gpu", None, True),
     "tpu": ("tpu", None, False),
 }
 DEFAULT_FORMS = {("gathered", "gpu in 4 rounds")}
@@ -84,15 +84,15 @@ DEFAULT_FORMS = {("gathered", "gpu in 4 rounds")}
     ],
 )
 def test_forms_of_accelerators_equal_dense(system, form, monkeypatch, x64):
-    """Gate and up are adjacent in the backward pass, and experts are in parts for own kernels; includes biases."""
-    platform, max_rounds, own_kernels = FORMS[form]
+    """Gate and up are adjacent in the backward pass, and experts are in parts for Triton kernels; includes biases."""
+    platform, max_rounds, in_parts = FORMS[form]
     monkeypatch.setattr(slot_weights, "_platform", lambda: platform)
-    monkeypatch.setattr(slot_weights, "has_hopper_kernels", lambda: own_kernels)
+    monkeypatch.setattr(slot_weights, "takes_parts", lambda parts: in_parts)
     monkeypatch.setattr(grouped_ffn, "products_are_by_group", lambda: False)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
     system = FORM_SYSTEMS[system]
     buffers = replace(system.dispatch.buffers, max_rounds=max_rounds)
-    system = system.replace(buffers=buffers, kernels=Kernels.OWN if own_kernels else None)
+    system = system.replace(buffers=buffers)
     rng = np.random.default_rng(3)
     kernel, experts = case.params("float64")
     up_bias, gate_bias = jnp.asarray(0.3 * rng.normal(size=(2, case.num_experts, case.mlp_dim)))
@@ -108,15 +108,15 @@ def test_forms_of_accelerators_equal_dense(system, form, monkeypatch, x64):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "are_joined", "goes"),
-    [(26, False, True), (25, False, False), (1, True, True)],
-    ids=["many rows", "few rows", "a copy already"],
+    ("num_rows", "are_joined", "in_parts", "goes"),
+    [(26, False, False, True), (25, False, False, False), (1, True, False, True), (51, False, True, False)],
+    ids=["many rows", "few rows", "a copy already", "few rows for two parts"],
 )
-def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, goes, monkeypatch):
-    """Two kinds of 128 words would be read and written, more than five times rows of 4 words."""
+def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, in_parts, goes, monkeypatch):
+    """Two kinds of 128 words of each part would be read and written, more than five times rows of 4 words."""
     experts = Experts(up=jnp.zeros((2, 4, 16)), down=jnp.zeros((2, 16, 4)), gate=jnp.zeros((2, 4, 16)))
-    rows = jnp.zeros((num_rows, 4))
-    assert not slot_weights.fuse_gate_up(experts, rows, are_joined=are_joined)
+    rows, form = jnp.zeros((num_rows, 4)), (lambda one: (one, one)) if in_parts else (lambda one: one)
+    assert not slot_weights.fuse_gate_up(form(experts), rows, are_joined=are_joined)
     monkeypatch.setattr(slot_weights, "_platform", lambda: "tpu")
-    assert slot_weights.fuse_gate_up(experts, rows, are_joined=are_joined) == goes
-    assert not slot_weights.fuse_gate_up(experts.fused(), rows, are_joined=are_joined)
+    assert slot_weights.fuse_gate_up(form(experts), rows, are_joined=are_joined) == goes
+    assert not slot_weights.fuse_gate_up(form(experts.fused()), rows, are_joined=are_joined)

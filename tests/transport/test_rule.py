@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 from jax_moe_lb import Buffers, ExpertConfig, MoE, System, TopK, Topology, exact, rails
 from jax_moe_lb.core import Level
-from jax_moe_lb.transport import Direct, Forward, Kernels, Once, QuantizedTransfer, Saved, TwoPhase, dispatch_by_rule
+from jax_moe_lb.transport import Direct, Forward, Once, QuantizedTransfer, Saved, TwoPhase, dispatch_by_rule
 
 NODES = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
 
@@ -50,9 +50,9 @@ def test_requested_dispatches_and_options_stay(given):
 
 
 def test_options_carry_over():
-    given = Direct(Buffers(1.3, max_rounds=1), QuantizedTransfer(block=32), Kernels.OWN)
+    given = Direct(Buffers(1.3, max_rounds=1), QuantizedTransfer(block=32))
     found = dispatch_by_rule(NODES, 256, 8, given).dispatch
-    assert found == Forward(given.buffers, given.transfer, given.kernels)
+    assert found == Forward(given.buffers, given.transfer)
 
 
 def test_a_layer_named_by_its_system_follows_the_rule_and_a_system_does_not():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.transport import Buffers, Direct, Kernels, Once
+from jax_moe_lb.transport import Buffers, Direct, Once
 from models.config import ParallelConfig
 from models.mesh import make_mesh, make_system, place_batch
 from models.training.faults import StepRunner
@@ -91,12 +91,11 @@ def test_a_step_that_is_not_served_changes_nothing():
 
 
 def test_a_system_is_made_as_its_options_say():
-    dispatch = make_system(ParallelConfig(max_rounds=3, own_kernels=True, headroom=1.2)).dispatch
-    assert (dispatch.buffers, dispatch.kernels) == (Buffers(1.2, max_rounds=3), Kernels.OWN)
+    assert make_system(ParallelConfig(max_rounds=3, headroom=1.2)).dispatch.buffers == Buffers(1.2, max_rounds=3)
     dispatch = make_system(ParallelConfig()).dispatch
-    assert (type(dispatch), dispatch.buffers.max_rounds, dispatch.kernels) == (Direct, None, Kernels.LIBRARY)
-    dispatch = make_system(ParallelConfig(dispatch="once", max_rounds=2, own_kernels=True)).dispatch
-    assert dispatch == Once(Buffers(max_rounds=2), kernels=Kernels.OWN)
+    assert (type(dispatch), dispatch.buffers.max_rounds) == (Direct, None)
+    dispatch = make_system(ParallelConfig(dispatch="once", max_rounds=2)).dispatch
+    assert dispatch == Once(Buffers(max_rounds=2))
     with pytest.raises(ValueError, match=r"^dispatch is 'twice'; expected one of direct, once$"):
         ParallelConfig(dispatch="twice")
     with pytest.raises(ValueError, match=r"expected Direct\(\) before once"):
