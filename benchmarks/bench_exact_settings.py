@@ -4,9 +4,7 @@
 
 One layer, forward and backward, of published models on the preset h100_node, planning included, on synthetic loads of
 two shapes and several imbalances. The settings are 65: `eps`, `max_fan_out`, one or two slots, with and without relays,
-each with `cost=None`, and no plan. A row has the loads of one model on which the default is worst. The second table
-leaves out the memory bandwidth of the preset, and so the time of joining home experts and slots into one array, which a
-layer with slots does whether they are used or not.
+each with `cost=None`, and no plan. A row has the loads of one model on which the default is worst.
 """
 
 import argparse
@@ -65,7 +63,7 @@ def row_of(name: str, model: ModelShape, cluster: Cluster, imbalances: tuple[flo
 
 
 def main() -> None:
-    """Print the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Use one imbalance and two models.")
     out_option(parser)
@@ -76,10 +74,7 @@ def main() -> None:
     found = found[:2] if given.quick else found
     columns = {"model": "", "loads": "d", "over plain, least": ".3f", "over plain, most": ".3f"}
     columns |= {"over the best setting, most": ".3f", "imbalance there": ".2f", "best setting there": ""}
-    tables = {}
-    for name, machine in {"settings": cluster, "links_alone": replace(cluster, hbm_bytes_per_s=None)}.items():
-        tables[name] = Table(columns, [row_of(*one, machine, imbalances) for one in found])
-    report(tables, given.out)
+    report({"settings": Table(columns, [row_of(*one, cluster, imbalances) for one in found])}, given.out)
 
 
 if __name__ == "__main__":
