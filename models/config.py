@@ -77,7 +77,7 @@ class ModelConfig:
         vocab_size: vocabulary size (default 256, for bytes). With `data.tokenizer`, the default is the size of the
             tokenizer's vocabulary.
         remat: residuals of a block. "none" keeps all; "full" keeps the block input alone; a comma-separated list of
-            names from `jax_moe_lb.layer.CHECKPOINT_NAMES` and "attention" keeps these as well. `None` follows
+            names from `jax_moe_lb.layer.CHECKPOINT_NAMES`, "attention" and "stream" keeps these as well. `None` follows
             `scan_layers`.
         z_loss: weight of the router z-loss (ST-MoE), usually 1e-3; 0 omits it.
         aux_loss: weight of the load-balancing loss (Switch Transformer), usually 1e-2; 0 omits it.
@@ -126,7 +126,7 @@ class ModelConfig:
         for name, usual in {"param_dtype": "float32", "further_weight": 0.0}.items():
             if self.checkpoint is None and getattr(self, name) != usual:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {usual!r} without a checkpoint")
-        names = (*CHECKPOINT_NAMES, "attention")
+        names = (*CHECKPOINT_NAMES, "attention", "stream")
         if self.remat not in (None, *REMAT) and not set(self.remat.split(",")) <= set(names):
             raise ValueError(f"remat is {self.remat!r}; expected none, full, or names out of {','.join(names)}")
 

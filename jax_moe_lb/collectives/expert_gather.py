@@ -69,10 +69,11 @@ def accumulate_sequentially(
     room = max_incoming_replicas(wanted.shape[1], num_home, domain)
     owner, number = owner_of(wanted, num_home), _number_at_home(wanted, num_home)
     # Keep the sum of an expert wide over its replicas: rounding after each would lose small gradients. The wide sum
-    # belongs to the expert `last`.
+    # belongs to the expert `last`. Sums of a wide dtype need none.
+    are_wide = all(kind.dtype == wide_dtype(kind) for kind in sums)
     wide = tuple(
         empty_buffer_after(jnp.zeros_like(kind, dtype=wide_dtype(kind), shape=(0, *kind.shape[1:])), 1)[0]
-        for kind in like
+        for kind in like[: 0 if are_wide else len(like)]
     )
     takes_turns = room < most_at_home(wanted.shape[1], num_home, domain)
     # An illegal plan may send more replicas than fit: make their sums NaN.
@@ -89,16 +90,19 @@ def accumulate_sequentially(
         def add_one(i: Array, carry: Any) -> Any:
             sums, total, last = carry
             e = expert[i]
-            total = tuple(
-                jnp.where(e == last, so_far, kind[e].astype(so_far.dtype))
-                + jnp.where(is_whole, came.astype(so_far.dtype), jnp.nan)
-                for so_far, kind, came in zip(total, sums, landed(i), strict=True)
-            )
+            addends = [jnp.where(is_whole, came.astype(wide_dtype(came)), jnp.nan) for came in landed(i)]
+            before = [kind[e] for kind in sums]
+            if not are_wide:
+                before = [
+                    jnp.where(e == last, so_far, kind.astype(so_far.dtype))
+                    for so_far, kind in zip(total, before, strict=True)
+                ]
+            after = tuple(map(jnp.add, before, addends))
             sums = tuple(
                 usual_layout(kind.at[e].set(so_far.astype(kind.dtype)))
-                for kind, so_far in zip(sums, total, strict=True)
+                for kind, so_far in zip(sums, after, strict=True)
             )
-            return sums, total, vary_like(e, last)
+            return sums, () if are_wide else after, vary_like(e, last)
 
         return jax.lax.fori_loop(0, mine.sum(dtype=jnp.int32), add_one, carry)
 

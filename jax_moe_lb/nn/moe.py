@@ -132,7 +132,9 @@ class MoE(nnx.Module):
         self.expert_config, self.shared_expert = experts, shared
         self.losses, self.precision = losses, precision
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
-        self.shards = fsdp_axes(rules, topology)
+        self.shards = fsdp_axes(rules, topology, expert_axes(topology, migrate))
+        split = math.prod(mesh.shape[axis] for axis in expert_axes(topology, migrate) + self.shards.exp_axes)
+        home_experts_per_rank(num_experts, split)
 
         options = router_options(router)
         parameters = Parameters(mesh, rules, precision.param_dtype, kernel_init, rngs)

@@ -79,9 +79,9 @@ def expert_axes(topology: Topology, migrate: GatherExpertDomain | None) -> tuple
 def logical_axis_rules(topology: Topology, migrate: GatherExpertDomain | None = None) -> LogicalAxisRules:
     """Return the default rules: experts over the expert axes, their inner width over the tensor axes.
 
-    For FSDP, replace the rule of `embed` by data axes, such as `("embed", "fsdp")`, and pass the table as `rules` of
-    `MoE`. Parameters, gradients and optimizer state are then sharded over these axes, too; the layer all-gathers the
-    weights of its experts.
+    For FSDP, replace the rule of `embed` by data axes, such as `("embed", "fsdp")`, or add them to the rule of `exp`,
+    such as `("exp", ("expert", "fsdp"))`, and pass the table as `rules` of `MoE`. Parameters, gradients and optimizer
+    state are then sharded over these axes, too; the layer all-gathers the weights of its experts. See `FsdpExperts`.
 
     Args:
         topology: topology of the layer.
@@ -187,7 +187,10 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
 def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, State, Experts | None]:
     # Each group has its own balancer state: drop the group dimension.
     state = jax.tree.map(lambda leaf: leaf[0], inputs.state)
-    experts, known, migrate = layer.shards(inputs.experts), inputs.known, layer.system.migrate
+    known, migrate = inputs.known, layer.system.migrate
+    # Fuse shards, which are smaller, except shards of `F`: a gather would interleave their halves.
+    fuses_shards = layer.fuse_gate_up and migrate is None and not layer.shards.mlp_axes
+    experts = layer.shards(inputs.experts.fused() if fuses_shards else inputs.experts)
     if migrate is not None and known is not None:
         experts, known = migrate.update(experts, known, inputs.residual)
     elif migrate is not None:
@@ -309,24 +312,26 @@ def _evenly_sharded(array: Array, mesh: Mesh, by_token: PartitionSpec) -> Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def fsdp_axes(rules: LogicalAxisRules, topology: Topology) -> FsdpExperts:
-    """Return the data axes over which `rules` split the experts' matrices.
+def fsdp_axes(rules: LogicalAxisRules, topology: Topology, home_axes: tuple[str, ...]) -> FsdpExperts:
+    """Return the data axes over which `rules` split the home experts of a rank and their matrices.
 
     Args:
         rules: table from logical to mesh axes.
         topology: the topology of the layer.
+        home_axes: return value of `expert_axes`.
 
     Raises:
         ValueError: the table splits experts over other axes.
     """
     table = dict(rules)
-    embed, mlp = (_axis_names(table.get(name)) for name in ("embed", "mlp"))
+    exp, embed, mlp = (_axis_names(table.get(name)) for name in ("exp", "embed", "mlp"))
+    exp = exp[len(home_axes) :] if exp[: len(home_axes)] == home_axes else ()
     if mlp[len(mlp) - len(topology.tensor_axes) :] != topology.tensor_axes:
         raise ValueError(f"rules split mlp over {mlp}; expected the topology's tensor_axes {topology.tensor_axes} last")
     mlp = mlp[: len(mlp) - len(topology.tensor_axes)]
-    if others := [axis for axis in embed + mlp if axis not in topology.data_axes]:
+    if others := [axis for axis in exp + embed + mlp if axis not in topology.data_axes]:
         raise ValueError(f"rules split experts over {others}; expected data axes, of {topology.data_axes}")
-    return FsdpExperts(embed, mlp)
+    return FsdpExperts(embed, mlp, exp)
 
 
 def _axis_names(axes: tuple[str, ...] | str | None) -> tuple[str, ...]:

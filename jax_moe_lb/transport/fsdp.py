@@ -33,6 +33,8 @@ class FsdpExperts:
         embed_axes: mesh axes that shard `H`, outermost first, usually `("fsdp",)`; `()` (default) for none.
         mlp_axes: mesh axes that shard `F` and are gathered; `()` (default) for none. Exclude the `tensor_axes` of the
             topology: products use their shards directly.
+        exp_axes: mesh axes that shard the `L` home experts of a rank; `()` (default) for none. If they divide `L`, they
+            cost least: gathered experts follow each other, without a transpose.
 
     Examples:
         >>> import jax
@@ -53,6 +55,7 @@ class FsdpExperts:
 
     embed_axes: Axes = ()
     mlp_axes: Axes = ()
+    exp_axes: Axes = ()
 
     def __call__(self, experts: Experts, packed: None = None, residual: None = None) -> Experts:
         """Return the experts with whole matrices; call it inside `jax.shard_map`.
@@ -65,7 +68,7 @@ class FsdpExperts:
         del packed, residual
 
         def gather(path: Any, leaf: Array) -> Array:
-            for dimension, axes in enumerate(self._gathered(path), start=1):
+            for dimension, axes in enumerate((self.exp_axes, *self._gathered(path))):
                 leaf = jax.lax.all_gather(leaf, axes, axis=dimension, tiled=True) if axes else leaf
             return leaf
 
@@ -84,7 +87,10 @@ class FsdpExperts:
         """
         axes = {"embed": self.embed_axes, "mlp": self.mlp_axes + tensor_axes}
         return jax.tree.map_with_path(
-            lambda path, _: PartitionSpec(expert_axes, *(axes[name] for name in LOGICAL_AXES[path[0].name])), experts
+            lambda path, _: PartitionSpec(
+                expert_axes + self.exp_axes, *(axes[name] for name in LOGICAL_AXES[path[0].name])
+            ),
+            experts,
         )
 
     def _gathered(self, path: Any) -> tuple[Axes, ...]:

@@ -292,6 +292,32 @@ class Linear(nnx.Linear):
         a, b = (adapter[...].astype(y.dtype) for adapter in (self.kernel_a, self.kernel_b))
         return y + jnp.matmul(jnp.matmul(inputs.astype(y.dtype), a), b)
 
+    def by_head(self, inputs: Array, num_heads: int, sizes: tuple[int, ...]) -> list[Array]:
+        """Apply a map without bias to tokens `[B, T, H]`, with an array for each part of the channels of a head.
+
+        Splitting the weights moves fewer bytes than splitting the outputs, and their gradients need not be joined.
+
+        Args:
+            inputs: the tokens.
+            num_heads: `N`.
+            sizes: channels of each part.
+
+        Returns:
+            Outputs `[B, T, N, C]` of each part.
+        """
+        ends = [sum(sizes[: at + 1]) for at in range(len(sizes) - 1)]
+
+        def parts(matrix: nnx.Variable) -> list[Array]:
+            heads = matrix[...].astype(self.dtype).reshape(matrix.shape[0], num_heads, -1)
+            return [part.reshape(matrix.shape[0], -1) for part in jnp.split(heads, ends, -1)]
+
+        x = inputs.astype(self.dtype)
+        outputs = [jnp.matmul(x, part) for part in parts(self.kernel)]
+        if hasattr(self, "kernel_a"):
+            low = jnp.matmul(x, self.kernel_a[...].astype(self.dtype))
+            outputs = [y + jnp.matmul(low, part) for y, part in zip(outputs, parts(self.kernel_b), strict=True)]
+        return [y.reshape(*x.shape[:-1], num_heads, -1) for y in outputs]
+
 
 class GroupedAttention(nnx.Module):
     """Grouped-query attention with rotary positions, and optional head norms, biases, sinks, windows and chunks.
@@ -450,9 +476,8 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([plain, self.config.rope(turning, positions)], -1)
 
     def _keys_and_values(self, small: Array, turned: Array) -> tuple[Array, Array]:
-        heads = self.kv_up(small.astype(self.config.compute_dtype))
-        heads = heads.reshape(*small.shape[:2], self.config.num_heads, -1)
-        plain, v = jnp.split(heads, [self.latent.plain_dim], -1)
+        sizes = self.latent.plain_dim, self.latent.value_dim
+        plain, v = self.kv_up.by_head(small, self.config.num_heads, sizes)
         shared = jnp.broadcast_to(turned[:, :, None], (*plain.shape[:3], turned.shape[-1])).astype(plain.dtype)
         return jnp.concatenate([plain, shared], -1), v
 

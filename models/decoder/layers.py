@@ -18,10 +18,23 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from models.mesh import STAGE, all_axes
 
-Rules = tuple[tuple[str, str | None], ...]
+Rules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
-EXPERT_RULES: Rules = (("exp", "expert"), ("embed", "data"), ("mlp", None))
-"""The `rules` of `nn.MoE` for a mesh of `data` and `expert`: shard experts over `expert`, their widths over `data`."""
+
+def expert_rules(mesh: Mesh, num_experts: int) -> Rules:
+    """Return the `rules` of `nn.MoE` for a mesh of `data` and `expert`.
+
+    The experts of a rank are sharded over `data` if their number allows it, and otherwise their widths, whose gather
+    costs a transpose. With pipeline stages, `split` shards the widths over the stages, too.
+
+    Args:
+        mesh: devices.
+        num_experts: experts of a layer.
+    """
+    if STAGE not in mesh.axis_names and num_experts % (mesh.shape["expert"] * mesh.shape["data"]) == 0:
+        return ("exp", ("expert", "data")), ("embed", None), ("mlp", None)
+    return ("exp", "expert"), ("embed", "data"), ("mlp", None)
+
 
 ROUTER = ("moe", "kernel")
 """Path of the router weights, which compute in float32; all other matrices compute in the compute dtype."""
@@ -264,7 +277,8 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 KEPT = (*CHECKPOINT_NAMES, "attention")
 """Names of the residuals of a layer, besides its input, as set by `checkpoint_name`.
 
-The backward pass reuses routing, plans and attention products, and rematerializes everything else.
+The backward pass reuses routing, plans and attention products, and rematerializes everything else. "stream" is the
+residual stream after attention, which saves the product of its output projection.
 """
 
 LAYER_INPUT = "layer_input"

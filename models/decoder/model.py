@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jax_moe_lb import ExpertConfig, Losses, MoE, Precision, SharedExpert, Stats, System, Topology
@@ -141,7 +142,7 @@ class DecoderBlock(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
         # Norms compute in float32; their outputs are cast to the dtype of the stream.
         y, new = self.attention(self.attention_norm(x).astype(x.dtype), positions, cache, segments)
-        x = x + scaled(y, self.residual_scale)
+        x = checkpoint_name(x + scaled(y, self.residual_scale), "stream")
         between = self.moe_norm(x).astype(x.dtype)
         stats: Stats | None = None
         if self.moe is not None:

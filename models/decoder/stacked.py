@@ -32,12 +32,12 @@ class StackedDecoder(nnx.Module):
     """`Decoder` with parameters sharded over all devices; values and gradients equal those of `Decoder`.
 
     Layers of equal structure form one stack for each layer of their period and run as one `jax.lax.scan`. Experts are
-    sharded over the axis `expert`, and their widths over `data`. Every other weight shards one dimension over all
-    devices, and optimizer state is sharded alike. The weights of a layer are gathered for its forward and backward
-    pass. The loss computes logits in blocks of tokens.
+    sharded as by `expert_rules`. Every other weight shards one dimension over all devices, and optimizer state is
+    sharded alike. The weights of a layer are gathered for its forward and backward pass. The loss computes logits in
+    blocks of tokens.
 
     Args:
-        decoder: model built with `EXPERT_RULES`; its parameters are moved into this one.
+        decoder: model built with `expert_rules`; its parameters are moved into this one.
         remat: residuals of a layer, see `computed_again` (default: the names in `KEPT`). Omit "attention" if queries,
             keys and values of all layers do not fit.
         within_documents: if True (default), attention stays within a document, and positions count from its start.

@@ -22,7 +22,7 @@ from jax_moe_lb.nn import GradientResidual, keep_residuals
 from models.config import TrainConfig
 from models.data.marks import num_predicted, predicted, words
 from models.decoder.config import DecoderConfig
-from models.decoder.layers import EXPERT_RULES, KEPT, Adapter
+from models.decoder.layers import KEPT, Adapter, expert_rules
 from models.decoder.model import Decoder
 from models.decoder.pipeline import Pipeline
 from models.decoder.stacked import StackedDecoder
@@ -225,7 +225,8 @@ def _model(
         split = config.parallel.fsdp
         return LanguageModel(config.model, mesh=mesh, topology=topology, system=system, split=split, rngs=rngs)
     ranks = config.parallel.ranks_per_domain
-    whole = Decoder(decoder, mesh=mesh, system=system, ranks_per_domain=ranks, rules=EXPERT_RULES, rngs=rngs)
+    rules = expert_rules(mesh, decoder.num_experts)
+    whole = Decoder(decoder, mesh=mesh, system=system, ranks_per_domain=ranks, rules=rules, rngs=rngs)
     remat = ",".join(KEPT) if config.model.remat is None else config.model.remat
     options: dict[str, Any] = {"within_documents": config.data.within_documents, "lora": config.lora, "rngs": rngs}
     with in_section("parallel"):

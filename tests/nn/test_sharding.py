@@ -17,7 +17,7 @@ from tests.oracle import dense_moe
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
 
 
-def make(mesh, system, topology, rules, **options):
+def make(mesh, system, topology, rules, *, fused=False):
     return MoE(
         WIDTH,
         NUM_EXPERTS,
@@ -25,11 +25,10 @@ def make(mesh, system, topology, rules, **options):
         mesh=mesh,
         topology=topology,
         system=system,
-        experts=ExpertConfig(INNER, use_bias=True),
+        experts=ExpertConfig(INNER, use_bias=True, fuse_gate_up=fused),
         precision=Precision(param_dtype=jnp.float64),
         rules=rules,
         rngs=nnx.Rngs(0),
-        **options,
     )
 
 
@@ -56,12 +55,18 @@ def dense_layer(layer, x):
 
 
 def rules(**axes):
-    return (("exp", ("expert",)), ("embed", axes.get("embed")), ("mlp", axes.get("mlp")))
+    return (("exp", axes.get("exp", "expert")), ("embed", axes.get("embed")), ("mlp", axes.get("mlp")))
 
 
 CASES = {
     "tensor": ((2, 2, 2), ("data", "expert", "tensor"), rules(mlp="tensor"), PartitionSpec("data")),
     "fsdp and tensor": ((2, 2, 2), ("fsdp", "expert", "tensor"), rules(embed="fsdp", mlp="tensor"), PartitionSpec()),
+    "fsdp of experts": (
+        (2, 2, 2),
+        ("fsdp", "expert", "tensor"),
+        rules(exp=("expert", "fsdp"), mlp="tensor"),
+        PartitionSpec(),
+    ),
     "context": ((2, 2, 2), ("data", "context", "expert"), rules(), PartitionSpec("data", "context")),
 }
 """Mesh, logical axis rules, and sharding of the tokens `[B, T, H]` per case."""
@@ -73,6 +78,7 @@ CASES = {
     [
         pytest.param("tensor", feplb(2), marks=pytest.mark.thorough),
         pytest.param("fsdp and tensor", exact(2), marks=pytest.mark.thorough),
+        pytest.param("fsdp of experts", exact(2), marks=pytest.mark.thorough),
         pytest.param("context", exact(2), marks=pytest.mark.thorough),
     ],
 )
@@ -80,7 +86,8 @@ def test_experts_that_are_split_equal_whole_ones(case, system, x64):
     sizes, names, table, spec = CASES[case]
     mesh = make_mesh(sizes, names)
     topology = Topology.from_mesh(mesh, tensor_axes="tensor" if "tensor" in names else ())
-    layer = with_biases(make(mesh, system, topology, table))
+    # The gather of fused shards of experts differs from that of fused experts.
+    layer = with_biases(make(mesh, system, topology, table, fused="fsdp" in case))
     one = make_mesh((1,), ("expert",))
     whole = with_biases(make(one, "plain", Topology.from_mesh(one), rules()))
     x = jax.random.normal(jax.random.key(9), (4, 8, WIDTH), jnp.float64)
@@ -155,5 +162,18 @@ def test_axes_that_cannot_split_experts_are_refused():
         make(mesh, "plain", topology, rules())
     with pytest.raises(ValueError, match=r"rules split experts over \['expert'\]; expected data axes"):
         make(mesh, "plain", topology, rules(embed="expert", mlp="tensor"))
+    with pytest.raises(ValueError, match=r"rules split experts over \['tensor'\]; expected data axes"):
+        make(mesh, "plain", topology, rules(exp=("expert", "tensor"), mlp="tensor"))
+    with pytest.raises(ValueError, match="num_experts is 4; expected a positive multiple of the 8 ranks"):
+        table, experts = rules(exp=("expert", "data")), ExpertConfig(INNER)
+        MoE(
+            WIDTH,
+            4,
+            TopK(2),
+            mesh=make_mesh((2, 4), ("data", "expert")),
+            experts=experts,
+            rules=table,
+            rngs=nnx.Rngs(0),
+        )
     with pytest.raises(ValueError, match="tensor_axes is 'expert'; expected distinct axes of"):
         Topology.from_mesh(mesh, tensor_axes="expert")
