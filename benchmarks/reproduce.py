@@ -206,6 +206,7 @@ RUNS = (
     Run("bench_peers_compiled", refusal=_compilers),
     Run("bench_peers_compiled", ("--maxtext",), None, _maxtext, "bench_peers_compiled_maxtext"),
     Run("bench_pipeline", refusal=_compilers),
+    Run("bench_loading"),
     Run("bench_hbm_model", refusal=_compilers),
     Run("bench_memory_model", refusal=_compilers),
     Run("bench_timeline", refusal=_compilers),

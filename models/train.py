@@ -17,17 +17,8 @@ from rich.console import Console
 from jax_moe_lb.aot import Target
 from jax_moe_lb.core import FileLimits, shadowed_installation
 from jax_moe_lb.layer.systems import system_named, system_names
-from models.config import (
-    PRESETS,
-    TUNING,
-    USER_ERRORS,
-    FileLimitsOption,
-    ModelConfig,
-    MultiProcessConfig,
-    TrainConfig,
-    UserError,
-    say,
-)
+from models.config import PRESETS, TUNING, ModelConfig, MultiProcessConfig, TrainConfig
+from models.console import USER_ERRORS, FileLimitsOption, UserError, say
 from models.data.chat import ChatTemplate, has_chat_template
 from models.data.corpus import Corpus
 from models.data.sources import corpus_from, default_corpus

@@ -19,7 +19,7 @@ import typer
 from jax_moe_lb.core import FileLimits
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured, pieces_of
-from models.config import USER_ERRORS, FileLimitsOption, say
+from models.console import USER_ERRORS, FileLimitsOption, say
 from models.pretrained.safetensors import FLOATS, TensorFolder
 from models.pretrained.saving import KEPT_FILES, MAX_FILE_BYTES, copy_files, vacant, write_tensors
 from models.run_folder.files import write_whole

@@ -37,29 +37,19 @@ BY_STAGE, OF_BLOCKS = PartitionSpec(STAGE), PartitionSpec(None, STAGE)
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Schedule of a pipeline.
+    """Schedule of a pipeline; `of` creates it from a `ParallelConfig`, which checks the numbers.
 
     Args:
         stages: `S`, size of the mesh axis `stage`.
         repeats: `R`, times a microbatch passes each stage.
         microbatches: `M`, a multiple of `S`.
         layers_before: layers with experts before the pipeline; each stage applies them to its share of microbatches.
-
-    Raises:
-        ValueError: `microbatches` is no positive multiple of `stages`, or another number is out of range.
     """
 
     stages: int
-    repeats: int = 1
-    microbatches: int = 0
-    layers_before: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in {"stages": 2, "repeats": 1, "layers_before": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        if self.microbatches < 1 or self.microbatches % self.stages:
-            raise ValueError(f"microbatches is {self.microbatches}; expected a multiple of stages {self.stages}")
+    repeats: int
+    microbatches: int
+    layers_before: int
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> "Pipeline | None":

@@ -12,7 +12,7 @@ import jax
 import typer
 
 from jax_moe_lb.aot import ProgramReport, Target, quiet_stderr, use_no_accelerators
-from models.config import USER_ERRORS, say
+from models.console import USER_ERRORS, say
 from models.dry_run.step import PublishedRun, mesh_of
 from models.mesh import make_system
 from models.training.source import PUBLISHED_NAMES, source_of

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from models.config import USER_ERRORS, UserError, say
+from models.console import USER_ERRORS, UserError, say
 from models.multi_process.rendezvous import Link, Place, listen
 
 AGREE_TIMEOUT_S = 600

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import jax
 from jax._src.clusters import ClusterEnv
 
-from models.config import USER_ERRORS, UserError, say
+from models.console import USER_ERRORS, UserError, say
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
 """Keepalive settings of a connection: probe after 5 s idle, then every 3 s; three lost probes close it, after 14 s.

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from jax_moe_lb import Stats, raise_on_fault
 from jax_moe_lb.core import needs_more_rounds
-from models.config import UserError
+from models.console import UserError
 
 StepResult = Callable[[nnx.State, Array], tuple[nnx.State, Array, Stats]]
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from models.config import UserError
+from models.console import UserError
 from tests.fuzz.kinds import KINDS, Kind, digest
 from tests.fuzz.mutations import mutated
 

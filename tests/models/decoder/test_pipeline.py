@@ -110,17 +110,10 @@ def test_it_equals_one_microbatch_after_the_other(model, parallel, tokens):
     assert_equal(results(decoder, parallel, 1, batch, want[3]), want)
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "message"),
-    [
-        (lambda: Pipeline(1, 1, 1), "stages is 1; expected at least 2"),
-        (lambda: Pipeline(4, 1, 2), "microbatches is 2; expected a multiple of stages 4"),
-        (lambda: Pipeline(2, 1, 2), r"mesh has the axes {'data': 2, 'expert': 4}; expected 'stage' of size 2"),
-    ],
-)
-def test_bad_pipelines_are_refused(pipeline, message, all_devices):
-    with pytest.raises(ValueError, match=message):
-        pipeline().check(make_mesh(ParallelConfig(2, 4)), 8, 1)
+def test_meshes_without_the_stages_are_refused(all_devices):
+    pipeline = Pipeline.of(ParallelConfig(1, 4, stages=2))
+    with pytest.raises(ValueError, match=r"mesh has the axes {'data': 2, 'expert': 4}; expected 'stage' of size 2"):
+        pipeline.check(make_mesh(ParallelConfig(2, 4)), 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +126,9 @@ def test_bad_pipelines_are_refused(pipeline, message, all_devices):
     ],
 )
 def test_layers_that_cannot_be_divided_are_refused(num_layers, period, options, message, all_devices):
-    mesh = make_mesh(ParallelConfig(1, 2, stages=4))
+    parallel = ParallelConfig(1, 2, stages=4, **options)
     with pytest.raises(ValueError, match=message):
-        Pipeline(4, microbatches=4, **options).check(mesh, num_layers, period)
+        Pipeline.of(parallel).check(make_mesh(parallel), num_layers, period)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from models.config import UserError
+from models.console import UserError
 from models.multi_process.peer_monitor import agree
 from models.multi_process.rendezvous import KEEPALIVE, Link, Place, detect_process, gather, listen, wait_for_processes
 from models.run_folder.checkpoints import steps_in

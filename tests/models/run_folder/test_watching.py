@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from models.config import UserError, ValidationConfig
+from models.config import ValidationConfig
+from models.console import UserError
 from models.multi_process.stragglers import straggler_hosts
 from models.run_folder.checkpoints import steps_in
 from models.run_folder.metrics import RunFolder
