@@ -56,7 +56,7 @@ def main(folder: Path, port: int = 0, num_processes: int = 1, index: int = 0) ->
     offer_cpu_devices(NUM_DEVICES // num_processes)
     if num_processes > 1:
         # Loading has no collective.
-        jax.config.update("jax_cpu_collectives_implementation", "none")
+        jax.config.update("jax_cpu_collectives_implementation", None)
         jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, index)
     config = configured(read_fields(folder), param_dtype="bfloat16")
     train = TrainConfig(parallel=ParallelConfig(1, NUM_DEVICES), optimizer=OptimizerConfig(name="sgd"))

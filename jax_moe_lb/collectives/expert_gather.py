@@ -69,7 +69,7 @@ def accumulate_sequentially(
     room = max_incoming_replicas(wanted.shape[1], num_home, domain)
     owner, number = owner_of(wanted, num_home), _number_at_home(wanted, num_home)
     # Keep the sum of an expert wide over its replicas: rounding after each would lose small gradients. The wide sum
-    # belongs to the expert `last`. Sums of a wide dtype need none.
+    # belongs to the expert `last`. Sums of a wide dtype take the addends in place.
     are_wide = all(kind.dtype == wide_dtype(kind) for kind in sums)
     wide = tuple(
         empty_buffer_after(jnp.zeros_like(kind, dtype=wide_dtype(kind), shape=(0, *kind.shape[1:])), 1)[0]
