@@ -90,14 +90,16 @@ def accumulate_sequentially(
         def add_one(i: Array, carry: Any) -> Any:
             sums, total, last = carry
             e = expert[i]
-            addends = [jnp.where(is_whole, came.astype(wide_dtype(came)), jnp.nan) for came in landed(i)]
             before = [kind[e] for kind in sums]
             if not are_wide:
                 before = [
                     jnp.where(e == last, so_far, kind.astype(so_far.dtype))
                     for so_far, kind in zip(total, before, strict=True)
                 ]
-            after = tuple(map(jnp.add, before, addends))
+            after = tuple(
+                so_far + jnp.where(is_whole, came.astype(so_far.dtype), jnp.nan)
+                for so_far, came in zip(before, landed(i), strict=True)
+            )
             sums = tuple(
                 usual_layout(kind.at[e].set(so_far.astype(kind.dtype)))
                 for kind, so_far in zip(sums, after, strict=True)
