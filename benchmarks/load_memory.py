@@ -68,6 +68,8 @@ def main(folder: Path, port: int = 0, num_processes: int = 1, index: int = 0) ->
     def load() -> Any:
         return load_state(folder, config, lambda: programs.init()[0], shapes, mesh, stacks=places)
 
+    # Compile in advance.
+    jax.block_until_ready(load())
     state, peak, seconds = watched(load)
     shards = [shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
     print(json.dumps({"peak": peak, "parameters": sum(shards), "seconds": seconds}))

@@ -65,7 +65,7 @@ PUBLISHED = (
     # A stack of gradients for each tick of the pipeline would take 23 GB more.
     PublishedLimits("mixtral-8x7b", "h100:1x8", STAGES, 41.9, 2.03, 2440),
     # Attention scores in float32 would take four times the traffic.
-    PublishedLimits("deepseek-v3", "h100:32x8", {}, 21.9, 1.43, 3410),
+    PublishedLimits("deepseek-v3", "h100:32x8", {}, 24.5, 1.36, 3100),
 )
 
 MOST_COMPILE_S = 300.0

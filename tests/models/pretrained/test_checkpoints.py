@@ -91,7 +91,7 @@ def test_loading_holds_at_most_two_tensors_besides_the_parameters(tmp_path):
     shards = [one["parameters"] for one in found]
     assert sum(shards) == pytest.approx(sum(sizes.values()), rel=0.01)
     for one in found:
-        # Programs compiled meanwhile take memory, too.
+        # The allocator keeps some pages of freed memory.
         assert one["peak"] <= one["parameters"] + 2 * max(sizes.values()) + 2**25
 
 
