@@ -4,7 +4,8 @@
 
 The checkpoint has layers of Mixtral-8x7B in bfloat16, 2.9 GB each, and its embeddings. It is written to a temporary
 folder and read from there, from the page cache as far as it fits. Four CPU devices are divided among the processes.
-Their memory is host memory, so a process holds its shards, too. Its bound is these and two of the largest tensor.
+Their memory is host memory, so a process holds its shards, too. Its bound is these and two of the largest tensor,
+beside the memory of JAX and its compiler.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def write_checkpoint(folder: Path, text: str) -> dict[str, int]:
     return sizes
 
 
-def load_in(folder: Path, num_processes: int) -> list[dict[str, float]]:
+def load_in(folder: Path, num_processes: int, loads: int = 1) -> list[dict[str, float]]:
     """Return the measurements of all processes, see `benchmarks.load_memory`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -47,7 +48,7 @@ def load_in(folder: Path, num_processes: int) -> list[dict[str, float]]:
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     command = [sys.executable, "-m", "benchmarks.load_memory", str(folder), str(port), str(num_processes)]
     options: dict[str, Any] = {"env": environment | {"JAX_PLATFORMS": "cpu"}, "stdout": subprocess.PIPE, "text": True}
-    processes: list[Any] = [subprocess.Popen([*command, str(i)], **options) for i in range(num_processes)]
+    processes: list[Any] = [subprocess.Popen([*command, str(i), str(loads)], **options) for i in range(num_processes)]
     found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
     assert all(process.returncode == 0 for process in processes)
     return found

@@ -1,8 +1,8 @@
 """Load a checkpoint in one of several processes, and print its host memory: `python -m benchmarks.load_memory FOLDER`.
 
-Further arguments are a port of this machine, the number of processes and the index of this one. Prints a line of JSON:
-`peak`, bytes of host memory above those before loading; `parameters`, bytes of this process's shards, which the host
-also holds, as its devices are CPUs; `seconds`.
+Further arguments are a port of this machine, the number of processes, the index of this one, and the number of
+loadings, of which the last is measured. Prints a line of JSON: `peak`, bytes of host memory above those before loading;
+`parameters`, bytes of this process's shards, which the host also holds, as its devices are CPUs; `seconds`.
 """
 
 import json
@@ -51,7 +51,7 @@ def watched(load: Any) -> tuple[Any, int, float]:
     return result, peak - before, time.monotonic() - start_s
 
 
-def main(folder: Path, port: int = 0, num_processes: int = 1, index: int = 0) -> None:
+def main(folder: Path, port: int = 0, num_processes: int = 1, index: int = 0, loads: int = 1) -> None:
     """Load the checkpoint and print the measurement."""
     offer_cpu_devices(NUM_DEVICES // num_processes)
     if num_processes > 1:
@@ -68,8 +68,9 @@ def main(folder: Path, port: int = 0, num_processes: int = 1, index: int = 0) ->
     def load() -> Any:
         return load_state(folder, config, lambda: programs.init()[0], shapes, mesh, stacks=places)
 
-    # Compile in advance.
-    jax.block_until_ready(load())
+    # All but the last compile in advance.
+    for _ in range(loads - 1):
+        jax.block_until_ready(load())
     state, peak, seconds = watched(load)
     shards = [shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
     print(json.dumps({"peak": peak, "parameters": sum(shards), "seconds": seconds}))

@@ -85,7 +85,7 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_local_experts": 4,
 def test_loading_holds_at_most_two_tensors_besides_the_parameters(tmp_path):
     """A checkpoint of 200 MB is read by two processes with two devices each."""
     sizes = write_checkpoint(tmp_path, json.dumps(json.loads(tiny_config("mixtral")) | LARGE))
-    found = load_in(tmp_path, 2)
+    found = load_in(tmp_path, 2, loads=2)
     print(f"{found}, largest tensor {max(sizes.values())}")
     # Some dimensions of attention are too small to be split.
     shards = [one["parameters"] for one in found]
