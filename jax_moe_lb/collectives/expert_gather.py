@@ -92,18 +92,12 @@ def accumulate_sequentially(
             e = expert[i]
             before = [kind[e] for kind in sums]
             if not are_wide:
-                before = [
-                    jnp.where(e == last, so_far, kind.astype(so_far.dtype))
-                    for so_far, kind in zip(total, before, strict=True)
-                ]
-            after = tuple(
-                so_far + jnp.where(is_whole, came.astype(so_far.dtype), jnp.nan)
-                for so_far, came in zip(before, landed(i), strict=True)
-            )
-            sums = tuple(
-                usual_layout(kind.at[e].set(so_far.astype(kind.dtype)))
-                for kind, so_far in zip(sums, after, strict=True)
-            )
+                pairs = zip(total, before, strict=True)
+                before = [jnp.where(e == last, so_far, kind.astype(so_far.dtype)) for so_far, kind in pairs]
+            pairs = zip(before, landed(i), strict=True)
+            after = tuple(so_far + jnp.where(is_whole, came.astype(so_far.dtype), jnp.nan) for so_far, came in pairs)
+            pairs = zip(sums, after, strict=True)
+            sums = tuple(usual_layout(kind.at[e].set(new.astype(kind.dtype))) for kind, new in pairs)
             return sums, () if are_wide else after, vary_like(e, last)
 
         return jax.lax.fori_loop(0, mine.sum(dtype=jnp.int32), add_one, carry)
