@@ -1,49 +1,195 @@
 """Exchanges of this library between processes on CPUs: rows, experts and messages sent by each rank.
 
 An exchange consists of the permutes of `collectives/permutes.py`, one after the other on all ranks together. A permute
-carries whole steps of `P / R` rows for an operand of `P` rows, as many as its largest pair needs. Replicas are gathered
-on a ring: all home experts pass every rank, whatever the plan.
+carries whole steps of `P / R` rows for an operand of `P` rows, as many as its largest pair needs. The operand of the
+way out has all copies of a rank, and that of the way back a receive buffer. Replicas are gathered on a ring: all home
+experts pass every rank, whatever the plan.
+
+A round takes the next rows of every receiver's stream, and all ranks wait for the last one. The stream is sorted by
+slot, then by source. In two phases static experts come first in the streams of the homes, and of a dynamic expert the
+rows that move on.
 """
 
+from typing import NamedTuple
+
 import numpy as np
-from jaxtyping import Float, Int, Num
+from jaxtyping import Bool, Float, Int
 
 from jax_moe_lb.collectives.permutes import unidirectional_permutes
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows
 
-RowsBetween = Num[np.ndarray, "R R"]
+RowsByRound = Int[np.ndarray, "N R R"]
+"""Rows from rank to rank in each round; rows on the diagonal stay on their rank."""
+
+TurnRows = Int[np.ndarray, "N R S"]
+"""Rows of each slot served in turns: no rank starts a turn before all ranks ended the one before."""
 
 
-def padded_rows(rows: RowsBetween, capacity: int, num_copies: int) -> tuple[Int[np.ndarray, "R R"], int]:
+class PaddedHop(NamedTuple):
+    """Rows of an exchange with their padding, over all rounds.
+
+    Args:
+        out: `[R, R]`, from rank to rank on the way out.
+        back: `[R, R]`, from rank to rank on the way back.
+        permutes_out: Number of permutes on the way out.
+        permutes_back: Number of permutes on the way back.
+    """
+
+    out: RowsBetween
+    back: RowsBetween
+    permutes_out: int
+    permutes_back: int
+
+    @classmethod
+    def of(cls, rows: RowsByRound, rows_out: int, rows_back: int) -> "PaddedHop":
+        """Return the padded rows of an exchange and of its way back.
+
+        Args:
+            rows: `[N, R, R]`, rows of each round on the way out.
+            rows_out: Rows of the operand on the way out.
+            rows_back: Rows of the operand on the way back.
+        """
+        (out, permutes_out), (back, permutes_back) = (
+            padded_rows(rows, rows_out),
+            padded_rows(rows.swapaxes(1, 2), rows_back),
+        )
+        return cls(out, back, permutes_out, permutes_back)
+
+
+def padded_rows(rows: RowsByRound, num_rows: int) -> tuple[RowsBetween, int]:
     """Compute the rows sent from rank to rank with their padding, over all rounds of an exchange.
 
     Args:
-        rows: `[R, R]`, rows from rank to rank; rows on the diagonal fill the buffer as well.
-        capacity: Rows of a receive buffer in one round.
-        num_copies: Rows of the operand of the exchange.
+        rows: `[N, R, R]`, rows from rank to rank in each round.
+        num_rows: Rows of the operand of the exchange.
 
     Returns:
         `[R, R]` padded rows with 0 on the diagonal, and the number of permutes.
 
     Examples:
         >>> import numpy as np
-        >>> rows = np.array([[0, 3], [1, 0]])
-        >>> padded_rows(rows, capacity=4, num_copies=4)
+        >>> padded_rows(np.array([[[0, 3], [1, 0]]]), num_rows=4)
         (array([[0, 4],
                [2, 0]]), 3)
     """
-    num_ranks, number = len(rows), 0
-    step = -(-num_copies // num_ranks)
-    total = np.maximum(rows.sum(0), 1)
+    num_ranks, number = rows.shape[1], 0
+    step = -(-num_rows // num_ranks)
     padded = np.zeros((num_ranks, num_ranks), np.int64)
-    for first in range(0, int(total.max()), capacity):
-        # A receiver fills its buffer in the order of its slots, to which all sources send about equal shares.
-        landing = np.ceil(rows * np.clip(total - first, 0, capacity) / total)
-        for pairs in unidirectional_permutes(num_ranks):
-            source, target = np.array(pairs).T
-            steps = -(-int(landing[source, target].max()) // step)
-            padded[source, target] += steps * step
-            number += steps
+    for pairs in unidirectional_permutes(num_ranks):
+        source, target = np.array(pairs).T
+        steps = int((-(-rows[:, source, target].max(1) // step)).sum())
+        padded[source, target] += steps * step
+        number += steps
     return padded, number
+
+
+def rounds_by_share(rows: RowsBetween, capacity: int) -> RowsByRound:
+    """Divide rows into rounds if all sources have about equal shares of every part of a receiver's stream.
+
+    Args:
+        rows: `[R, R]`, rows from rank to rank.
+        capacity: Rows of a receive buffer in one round.
+    """
+    total = np.maximum(rows.sum(0), 1)
+    first = range(0, int(total.max()), capacity)
+    return np.stack([np.ceil(rows * np.clip(total - at, 0, capacity) / total) for at in first]).astype(np.int64)
+
+
+def rounds_of_stream(sizes: Int[np.ndarray, "R B"], capacity: int) -> Int[np.ndarray, "N R B"]:
+    """Divide streams of consecutive blocks of rows into rounds.
+
+    Args:
+        sizes: `[R, B]`, rows of each block of the stream of each rank.
+        capacity: Rows of a round.
+
+    Examples:
+        >>> import numpy as np
+        >>> rounds_of_stream(np.array([[3, 2], [0, 1]]), capacity=4).tolist()
+        [[[3, 1], [0, 1]], [[0, 1], [0, 0]]]
+    """
+    ends = sizes.cumsum(1)
+    number = max(1, -(-int(ends[:, -1].max()) // capacity))
+    limits = capacity * np.arange(number + 1)[:, None, None]
+    first, last = limits[:-1], limits[1:]
+    return np.clip(ends, first, last) - np.clip(ends - sizes, first, last)
+
+
+def rounds_of_copies(
+    wave: WaveRows, capacity: int, last: Bool[np.ndarray, "E"] | None = None
+) -> tuple[RowsByRound, TurnRows]:
+    """Divide the copies of a direct exchange into rounds.
+
+    Args:
+        wave: Copies of the wave, with its plan.
+        capacity: Rows of a receive buffer in one round.
+        last: Experts at the end of the streams; None (default) for the order of the slots.
+
+    Returns:
+        `[N, R, R]` rows from rank to rank, and `[N, R, S]` rows of each slot.
+    """
+    slots, num_ranks = wave.plan.placement, wave.plan.num_ranks
+    held = np.maximum(slots, 0)
+    by_source = wave.by_expert[:, held, np.arange(num_ranks)[:, None]].transpose(1, 2, 0)
+    rows = np.where(slots[..., None] >= 0, by_source, 0)
+    order = _order(np.zeros(held.shape, bool) if last is None else last[held])
+    stream = np.take_along_axis(rows, order[..., None], 1)
+    parts = rounds_of_stream(stream.reshape(num_ranks, -1), capacity).reshape(-1, *stream.shape)
+    of_slots = np.take_along_axis(parts.sum(3), np.argsort(order, 1)[None], 2)
+    return parts.sum(2).swapaxes(1, 2), of_slots
+
+
+class MovedRounds(NamedTuple):
+    """Rows of two phases by round.
+
+    Args:
+        between: `[N, R, R]`, rows of dynamic experts from their homes to other ranks.
+        static: `[N, R, S]`, rows of static experts.
+        staying: `[N, R, S]`, rows of dynamic experts served at home.
+        moved: `[N, R, S]`, rows served by other ranks.
+    """
+
+    between: RowsByRound
+    static: TurnRows
+    staying: TurnRows
+    moved: TurnRows
+
+
+def rounds_in_phases(first: Plan, second: Plan, dynamic: Bool[np.ndarray, "E"], capacity: int) -> MovedRounds:
+    """Divide the rows of two phases into the rounds of the exchange to the homes.
+
+    Args:
+        first: Plan with the rows of all experts at home.
+        second: Plan with the rows of dynamic experts.
+        dynamic: `[E]`, whether an expert is dynamic.
+        capacity: Rows of a receive buffer in one round.
+    """
+    num_experts, num_ranks = second.quota.shape
+    homes = np.arange(num_experts) // second.num_home
+    at_home = homes[:, None] == np.arange(num_ranks)
+    taken = np.where(at_home, 0, second.quota)
+    stays = first.quota.sum(1) - taken.sum(1)
+    # Lower ranks take the first rows of an expert, and home keeps the last.
+    blocks = np.hstack([taken, stays[:, None]]).reshape(num_ranks, second.num_home, -1)
+    order = _order(dynamic.reshape(num_ranks, -1))
+    stream = np.take_along_axis(blocks, order[..., None], 1)
+    parts = rounds_of_stream(stream.reshape(num_ranks, -1), capacity).reshape(-1, *stream.shape)
+    parts = np.take_along_axis(parts, np.argsort(order, 1)[None, ..., None], 2)
+    by_expert = parts.reshape(len(parts), num_experts, -1)
+    held, rank = np.maximum(second.placement, 0), np.arange(num_ranks)[:, None]
+    is_home = (second.placement >= 0) & (homes[held] == rank)
+    is_taken = (second.placement >= 0) & ~is_home
+    of_home = by_expert[:, held, num_ranks]
+    return MovedRounds(
+        parts[..., :num_ranks].sum(2),
+        np.where(is_home & ~dynamic[held], of_home, 0),
+        np.where(is_home & dynamic[held], of_home, 0),
+        np.where(is_taken, by_expert[:, held, rank], 0),
+    )
+
+
+def _order(last: Bool[np.ndarray, "R X"]) -> Int[np.ndarray, "R X"]:
+    return np.argsort(last, axis=1, kind="stable")
 
 
 def ring_experts(num_ranks: int, num_home: int, *, back: bool = False) -> Float[np.ndarray, "R R"]:

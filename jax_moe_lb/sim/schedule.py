@@ -49,7 +49,7 @@ def _of_home(work: LayerWork) -> Wave:
     """Merge both waves of a layer in two phases into one wave of all rows at home."""
     first, second = work.waves
     gathered = first.gathered + second.gathered
-    return replace(first, rows=np.hstack([first.rows, second.rows]), gathered=gathered)
+    return replace(first, rows=np.hstack([first.rows, second.rows]), turns=None, gathered=gathered)
 
 
 def _parts(flows: tuple[Flow, ...], chunks: int) -> tuple[Flow, ...]:
@@ -155,11 +155,17 @@ class Scheduler:
         sent = self._dispatch("dispatch" + BACKWARD, _of_home(work), at, ready, sends)
         held += self._weights("weights" + BACKWARD, work, at, ready)
         onward = second.gradients_out(sends - 1)
-        held += self._exchanges("rows" + BACKWARD, onward, at, sent, work.engine, sends * second.rounds)
+        held += self._exchanges(
+            "rows" + BACKWARD, onward, at, sent, work.engine, self._messages(BACKWARD, second, sends)
+        )
         # The plan is known, so all rows staying at home are computed during the moves.
         is_home = np.arange(second.rows.shape[1]) < work.num_home
         staying = replace(first, rows=first.rows + np.where(is_home, second.rows, 0))
         moved = replace(second, rows=np.where(is_home, 0, second.rows))
+        if first.turns is not None and second.turns is not None:
+            rounds = len(first.turns)
+            staying = replace(staying, turns=first.turns + second.turns[:rounds])
+            moved = replace(moved, turns=second.turns[rounds:])
         at_home = self._experts(BACKWARD, staying, at, sent, factor)
         served = self._experts(BACKWARD, moved, at, (*at_home, *held), factor)
         back = self._home_and_back(BACKWARD, work, at, served)
@@ -174,9 +180,10 @@ class Scheduler:
         """Add the return of moved rows to their homes, and of all rows to their tokens."""
         first, second = work.waves
         home = second.gradients_back if mark else second.back
-        at_home = self._exchanges("return" + mark, home, at, served, work.engine, second.rounds) or served
-        back = first.gradients_back if mark else first.back
-        done = self._exchanges("combine" + mark, back, at, (*served, *at_home), messages=first.rounds) or at_home
+        messages = self._messages(mark, second, 1)
+        at_home = self._exchanges("return" + mark, home, at, served, work.engine, messages) or served
+        back, messages = first.gradients_back if mark else first.back, self._messages(mark, first, 1)
+        done = self._exchanges("combine" + mark, back, at, (*served, *at_home), messages=messages) or at_home
         return self._sums_of_tokens(mark, _of_home(work), at, done)
 
     def _backward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
@@ -280,7 +287,11 @@ class Scheduler:
         after = self._in_memory("permutation" + mark, sends * self._permuted_bytes(wave), at, after)
         if wave.chunks[0] > 1:
             return self._in_chunks(stage, flows, at, [after] * wave.chunks[0], sends * wave.rounds)
-        return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
+        return self._exchanges(stage, flows, at, after, messages=self._messages(mark, wave, sends)) or after
+
+    def _messages(self, mark: str, wave: Wave, sends: int) -> int:
+        """Return the exchanges of a wave: between processes on CPUs, weights of copies travel beside gradients."""
+        return (sends + bool(mark and self.cluster.communication.padded)) * wave.rounds
 
     def _begin(self, wave: Wave, at: int, after: tuple[Task, ...]) -> list[tuple[Task, ...]]:
         """Add the exchanges of a dispatch that need no plan; return the last task of each chunk."""
@@ -307,7 +318,8 @@ class Scheduler:
         """Add the experts of a wave and the combine of their outputs."""
         computed = self._experts(mark, wave, at, after, factor)
         flows = wave.gradients_back if mark else wave.back
-        back = self._in_chunks("combine" + mark, flows, at, [computed] * wave.chunks[1], wave.rounds)
+        messages = self._messages(mark, wave, 1)
+        back = self._in_chunks("combine" + mark, flows, at, [computed] * wave.chunks[1], messages)
         return _Served(computed, self._sums_of_tokens(mark, wave, at, back))
 
     def _sums_of_tokens(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
@@ -319,7 +331,12 @@ class Scheduler:
         return permuted_bytes(wave.gathered * self.model.row_bytes)
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
-        experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))
+        flops, gemm = factor * self.model.row_flops, self.cluster.gemm
+        if wave.turns is None:
+            experts_s = gemm.seconds(wave.rows, flops, max(wave.rounds, 1))
+        else:
+            # All ranks wait for the slowest one after each turn.
+            experts_s = np.full(len(wave.rows), sum(gemm.seconds(turn, flops).max() for turn in wave.turns))
         return (self._compute("experts" + mark, experts_s, at, after, wave.rows.sum(1)),)
 
     def _compute(

@@ -25,7 +25,15 @@ from jax_moe_lb.sim.network import (
     pair_hops,
     with_messages,
 )
-from jax_moe_lb.sim.padded import exchange_hops, padded_rows, ring_experts
+from jax_moe_lb.sim.padded import (
+    PaddedHop,
+    TurnRows,
+    exchange_hops,
+    ring_experts,
+    rounds_by_share,
+    rounds_in_phases,
+    rounds_of_copies,
+)
 from jax_moe_lb.sim.traffic import (
     Group,
     gradients_between,
@@ -34,6 +42,7 @@ from jax_moe_lb.sim.traffic import (
     replicas_between,
     rows_per_slot,
 )
+from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows
 
@@ -70,6 +79,9 @@ class Wave:
             tokens.
         early: Number of first exchanges that need no plan; 0 by default.
         chunks: Exchanges per hop, on the way out and back; see `TransportCost.chunks_of_hops`.
+        returning: Exchanges of the outputs with the bytes of rows on the way out, in sequence; `()` (default) if they
+            are those of `dispatch` in the opposite direction.
+        turns: `[N, R, S]`, rows in turns that all ranks end together; None (default) if no rank waits for others.
     """
 
     dispatch: tuple[Flow, ...]
@@ -79,6 +91,8 @@ class Wave:
     gathered: float
     early: int = 0
     chunks: tuple[int, int] = (1, 1)
+    returning: tuple[Flow, ...] = ()
+    turns: TurnRows | None = None
 
     @cached_property
     def back(self) -> tuple[Flow, ...]:
@@ -104,7 +118,8 @@ class Wave:
         return tuple(tuple(flow.times(factor) for flow in self.dispatch) for factor in factors)
 
     def _returned(self, row_bytes: float) -> tuple[Flow, ...]:
-        return tuple(flow.reversed.times(row_bytes / self.widths.out) for flow in reversed(self.dispatch))
+        flows = self.returning or tuple(flow.reversed for flow in reversed(self.dispatch))
+        return tuple(flow.times(row_bytes / self.widths.out) for flow in flows)
 
 
 @dataclass(frozen=True)
@@ -202,22 +217,23 @@ def _facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
 
 
 class _PartOfWave(NamedTuple):
-    """Rows of a wave of one group: between the cluster's ranks in each hop, by slot, and gathered; rounds, and permutes
-    of each hop if exchanges are padded.
+    """Rows of a wave of one group: between its ranks in each hop, by slot, and gathered; rounds; the hops with their
+    padding and the turns if exchanges are padded.
     """
 
     hops: tuple[RowsBetween, ...]
     rows: np.ndarray
     gathered: float
     rounds: int
-    permutes: tuple[int, ...] = ()
+    padded: tuple[PaddedHop, ...] = ()
+    turns: TurnRows | None = None
 
 
 @dataclass(frozen=True)
 class _Part:
     """Work of one group of ranks, in matrices over the cluster's ranks."""
 
-    ranks: Int[np.ndarray, "R"]
+    group: Group
     waves: list[_PartOfWave]
     weights: np.ndarray
     gradients: np.ndarray
@@ -239,20 +255,44 @@ def _part(
         if cost.passes_home and at == 0:
             # The rows of the second wave are not served at home.
             wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.T for later, _ in waves[1:]))
-        permutes: tuple[int, ...] = ()
-        if group.cluster.communication.padded:
-            capacity = cost.buffers.rows(num_copies)
-            hops, permutes = zip(*(padded_rows(hop, capacity, num_copies) for hop in hops), strict=True)
         rows = rows_per_slot(wave_plan)
         gathered = cost.row_arrays(model.tokens, model.per_token, topology).gathered(float(rows.sum()) / len(rows))
-        moved.append(_PartOfWave(tuple(map(group.spread, hops)), rows, gathered, rounds, permutes))
+        moved.append(_PartOfWave(hops, rows, gathered, rounds))
         load_after += load(wave_plan)
+    if group.cluster.communication.padded:
+        moved = _with_padding(moved, [WaveRows(*wave, model.per_token) for wave in waves], cost, num_copies)
     weights, gradients = replicas_between(plan), gradients_between(plan)
     if group.cluster.communication.padded and system.replica_slots:
         sizes = len(group.ranks), plan.num_home
         weights, gradients = ring_experts(*sizes), ring_experts(*sizes, back=True)
     weights, gradients = group.spread(weights), group.spread(gradients)
-    return _Part(group.ranks, moved, weights, gradients, load_after, _planner_s(system, group, counts, plan))
+    return _Part(group, moved, weights, gradients, load_after, _planner_s(system, group, counts, plan))
+
+
+def _with_padding(
+    parts: list[_PartOfWave], waves: list[WaveRows], cost: TransportCost, num_copies: int
+) -> list[_PartOfWave]:
+    """Return the waves of a group with their exchanges as padded permutes."""
+    room = cost.buffers.rows(num_copies)
+    if cost.passes_home:
+        first, second = waves
+        dynamic = second.counts.any(0)
+        home, _ = rounds_of_copies(first, room, dynamic)
+        moves = rounds_in_phases(first.plan, second.plan, dynamic, room)
+        # The rows of a round move on from one buffer to another.
+        hop = PaddedHop.of(moves.between, room, cost.buffer_rows(num_copies) - room)
+        onward = np.concatenate([moves.staying, moves.moved])
+        return [
+            parts[0]._replace(padded=(PaddedHop.of(home, num_copies, room),), turns=moves.static),
+            parts[1]._replace(padded=(hop,), turns=onward),
+        ]
+    found = []
+    for part, wave in zip(parts, waves, strict=True):
+        rows, turns = [rounds_by_share(hop, room) for hop in part.hops], None
+        if len(part.hops) == 1 and not cost.once_per_member:
+            rows[0], turns = rounds_of_copies(wave, room)
+        found.append(part._replace(padded=tuple(PaddedHop.of(hop, num_copies, room) for hop in rows), turns=turns))
+    return found
 
 
 def _planner_s(system: System, group: Group, counts: Counts, plan: Plan) -> float:
@@ -306,22 +346,23 @@ def _merged(
         # Groups have disjoint ranks and rows; on links, their bytes add up.
         by_rank = np.zeros((cluster.num_ranks, first.rows.shape[1]), np.int64)
         for part in parts:
-            by_rank[part.ranks] = part.waves[at].rows
-        hops = [on_links((p.waves[at].hops[hop] for p in parts), widths.out) for hop in range(len(first.hops))]
-        dispatch = tuple(exchanged(hop, inside, cluster, by_level=cost.by_level) for hop in hops)
+            by_rank[part.group.ranks] = part.waves[at].rows
         # Groups share links, so the layer lasts as long as the group with the most rounds.
         rounds = max(part.waves[at].rounds for part in parts)
-        if cluster.communication.padded:
-            permutes = np.max([part.waves[at].permutes for part in parts], 0).tolist()
-            dispatch = tuple(
-                with_messages(hop, exchange_hops(math.prod(inside), number, rounds))
-                for hop, number in zip(dispatch, permutes, strict=True)
-            )
         gathered = float(np.mean([part.waves[at].gathered for part in parts]))
-        waves.append(Wave(dispatch, by_rank, rounds, widths, gathered, cost.early_hops, cost.chunks_of_hops()))
+        wave = Wave((), by_rank, rounds, widths, gathered, cost.early_hops, cost.chunks_of_hops())
+        if cluster.communication.padded:
+            waves.append(_padded_wave(wave, parts, at, math.prod(inside), cluster))
+            continue
+        hops = [
+            on_links((p.group.spread(p.waves[at].hops[hop]) for p in parts), widths.out)
+            for hop in range(len(first.hops))
+        ]
+        dispatch = tuple(exchanged(hop, inside, cluster, by_level=cost.by_level) for hop in hops)
+        waves.append(replace(wave, dispatch=dispatch))
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
-        loads[part.ranks] = part.load
+        loads[part.group.ranks] = part.load
     weights = on_links((part.weights for part in parts), float(model.expert_bytes))
     gradients = on_links((part.gradients for part in parts), float(model.expert_gradient_bytes))
     if cluster.communication.padded:
@@ -337,9 +378,28 @@ def _merged(
         early=not system.balancer.needs_counts,
         waves=tuple(waves),
         passes_home=cost.passes_home,
-        num_home=counts.shape[1] // len(parts[0].ranks),
+        num_home=counts.shape[1] // len(parts[0].group.ranks),
         load=loads,
     )
+
+
+def _padded_wave(wave: Wave, parts: list[_Part], at: int, members: int, cluster: Cluster) -> Wave:
+    """Return a wave with the exchanges and turns of all groups, whose permutes are operations of all ranks."""
+    rounds, hops = wave.rounds, list(zip(*(part.waves[at].padded for part in parts), strict=True))
+
+    def exchange(matrices: list[RowsBetween], permutes: int) -> Flow:
+        whole = sum(part.group.spread(matrix) for part, matrix in zip(parts, matrices, strict=True))
+        return with_messages(flow(whole * wave.widths.out, cluster), exchange_hops(members, permutes, rounds))
+
+    out = [exchange([one.out for one in hop], max(one.permutes_out for one in hop)) for hop in hops]
+    back = [exchange([one.back for one in hop], max(one.permutes_back for one in hop)) for hop in reversed(hops)]
+    found = [part.waves[at].turns for part in parts]
+    turns = None
+    if all(one is not None for one in found):
+        turns = np.zeros((max(map(len, found)), *wave.rows.shape), np.int64)
+        for part, one in zip(parts, found, strict=True):
+            turns[: len(one), part.group.ranks] = one
+    return replace(wave, dispatch=tuple(out), returning=tuple(back), turns=turns)
 
 
 def shared_work(

@@ -68,7 +68,7 @@ class WaveRows:
             `[R, members]`.
         """
         (num_ranks, num_experts), counts = self.counts.shape, self.counts
-        there = self._by_expert
+        there = self.by_expert
         if members < num_ranks:
             there = np.add.reduceat(there, np.arange(0, num_ranks, num_ranks // members), axis=2)
         own = _own_experts(self.plan.quota.reshape(num_experts, members, -1).sum(2))
@@ -83,7 +83,7 @@ class WaveRows:
         return np.clip(share * num_tokens[:, None], copies / self.per_token, copies)
 
     @cached_property
-    def _by_expert(self) -> Int[np.ndarray, "R E R"]:
+    def by_expert(self) -> Int[np.ndarray, "R E R"]:
         """Copies of each rank for each expert by serving rank."""
         return copies_of_all(self.counts, self.plan.quota, self.plan.domain, self.plan.split)
 

@@ -1,22 +1,26 @@
-"""Exchanges between processes on CPUs send whole steps, and all home experts."""
+"""Exchanges between processes on CPUs send whole steps, and all home experts; all ranks wait after every round."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jax_moe_lb import plain, ultraep
+from jax_moe_lb import exact, plain, ultraep
+from jax_moe_lb.core.plan import plain_plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.layer.systems import feplb
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Communication, Links, ModelShape, simulate, skewed_counts
-from jax_moe_lb.sim.padded import padded_rows
+from jax_moe_lb.sim.padded import PaddedHop, padded_rows, rounds_by_share, rounds_of_copies
+from jax_moe_lb.sim.work import layer_work
+from jax_moe_lb.transport.wave_rows import WaveRows
 
 MODEL = ModelShape(layers=1, hidden=64, inner=128, experts=8, per_token=2, tokens=1024, itemsize=4, pre_expert_s=0.0)
-CLUSTER = Cluster((Links("gpu", 4, 1e8, latency_s=1e-3),), gemm=AnalyticGemm(launch_s=0.0))
+CLUSTER = Cluster((Links("gpu", 4, 1e8, latency_s=1e-3),), gemm=AnalyticGemm(launch_s=0.0, half_rows=0.0))
 PADDED = replace(CLUSTER, communication=Communication(padded=True))
 
 
 def test_even_rows_have_no_padding():
-    rows = np.full((4, 4), 512)
-    padded, permutes = padded_rows(rows, capacity=2048, num_copies=2048)
+    padded, permutes = padded_rows(np.full((1, 4, 4), 512), num_rows=2048)
     assert (padded == np.where(np.eye(4), 0, 512)).all()
     assert permutes == 4
 
@@ -25,7 +29,7 @@ def test_even_rows_have_no_padding():
 def test_every_row_is_sent_and_a_pair_with_one_more_row_takes_another_step(capacity):
     rows = np.full((4, 4), 512)
     rows[2, 1] += 1
-    padded, permutes = padded_rows(rows, capacity, num_copies=2048)
+    padded, permutes = padded_rows(rounds_by_share(rows, capacity), num_rows=2048)
     assert (padded >= np.where(np.eye(4), 0, rows)).all()
     assert (padded % 512 == 0).all()
     # The row takes a step of its permute, or a round in which every pair takes a step.
@@ -34,7 +38,46 @@ def test_every_row_is_sent_and_a_pair_with_one_more_row_takes_another_step(capac
 
 
 def test_no_rows_take_no_permute():
-    assert padded_rows(np.zeros((4, 4), np.int64), capacity=8, num_copies=8)[1] == 0
+    assert padded_rows(np.zeros((1, 4, 4), np.int64), num_rows=8)[1] == 0
+
+
+def test_a_larger_buffer_takes_longer_and_fewer_steps_back():
+    rows = np.full((1, 4, 4), 600)
+    hop = PaddedHop.of(rows, rows_out=2048, rows_back=2400)
+    assert (hop.permutes_out, hop.permutes_back) == (8, 4)
+    assert (hop.out.max(), hop.back.max()) == (1024, 600)
+
+
+def test_rounds_take_the_rows_of_a_receiver_in_the_order_of_its_slots():
+    counts = np.array([[0, 4, 0, 0], [5, 1, 1, 1]], np.int32)
+    wave = WaveRows(counts, plain_plan(counts, Topology.flat(2)), per_token=2)
+    between, slots = rounds_of_copies(wave, capacity=6)
+    # Rank 0 has five rows of its first expert, all of rank 1, and then rows of its second expert.
+    assert between[:, :, 0].tolist() == [[1, 5], [3, 1]]
+    assert slots[:, 0].tolist() == [[5, 1], [0, 4]]
+    between, slots = rounds_of_copies(wave, capacity=6, last=np.array([True, False, False, False]))
+    assert between[:, :, 0].tolist() == [[4, 2], [0, 4]]
+    assert slots[:, 0].tolist() == [[1, 5], [4, 0]]
+
+
+@pytest.mark.parametrize("system", [plain(), exact(), feplb()], ids=["plain", "exact", "feplb"])
+def test_turns_serve_every_row_once(system):
+    counts = skewed_counts(MODEL, 4, 2.5, 1)[0]
+    work, _ = layer_work(system, MODEL, PADDED, counts)
+    for wave in work.waves:
+        assert wave.turns is not None
+        assert (wave.turns.sum(0) == wave.rows).all()
+    assert sum(wave.rows.sum() for wave in work.waves) == counts.sum()
+
+
+def test_rows_that_move_wait_for_their_home():
+    """All ranks have the same load, but the rows of the busiest home move on after it served the others."""
+    counts = np.zeros((4, 8), np.int32)
+    # Rank 0 is home of 3 x 1024 rows, of which two ranks take a third each.
+    counts[:, 0], counts[:, 1], counts[:, 2:] = 384, 384, [[128, 0, 128, 0, 64, 64]] * 4
+    apart, together = (simulate(feplb(), MODEL, cluster, counts) for cluster in (PADDED, CLUSTER))
+    assert apart.imbalance_after == together.imbalance_after
+    assert apart.stages["experts"].busy_s > 1.3 * together.stages["experts"].busy_s
 
 
 def test_replicas_cost_the_same_for_every_plan_and_nothing_overlaps():
