@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_training_curves --steps 1000 --minutes 40
 
-All runs start from the same parameters and take the same batches, an eighth of those of
+All runs start from the same parameters and take the same batches, a sixteenth of those of
 `network.bench_training`, on four virtual CPU devices. They alternate by step, so a run that ends early has as many
 steps of each.
 """
@@ -22,7 +22,7 @@ from models.config import BatchConfig
 from models.data.sources import default_corpus
 from models.mesh import make_mesh, place_batch
 
-BATCH = BatchConfig(size=16, sequence_length=128)
+BATCH = BatchConfig(size=8, sequence_length=128)
 CURVES = ("plain", "exact", "capacity 1.0", "capacity 1.25", "capacity 2.0", "router bias", "aux loss")
 LAST = 50
 """Steps of a mean loss."""

@@ -4,7 +4,9 @@
     python -m benchmarks.network.bench_training predict 2      # twenty predictions; commit them
     python -m benchmarks.network.bench_training measure 2 --runs 5    # the same twenty, then the training table
     python -m benchmarks.network.bench_training compare 2      # predictions beside measurements
+    python -m benchmarks.network.bench_training again 2        # the same, predicted by the simulator of today
     python -m benchmarks.network.bench_training profile 2      # operations of some steps
+    python -m benchmarks.network.bench_training memory 2       # resident memory of a step of each system
     python -m benchmarks.network.bench_training table 2        # the training table
 
 Run it as root, or with user namespaces and writable control groups (see `testbed.py`). `table` also reads the curves of
@@ -12,113 +14,64 @@ Run it as root, or with user namespaces and writable control groups (see `testbe
 """
 
 import argparse
+import itertools
 import json
 import os
 import tempfile
 import time
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.network import sandbox
-from benchmarks.network.replayed import recorded
+from benchmarks.network.levels import level_rates
+from benchmarks.network.memory import measured_peak
 from benchmarks.network.stages import seconds_by_operation, seconds_by_stage
 from benchmarks.network.testbed import (
     CASES,
     CONFIG,
     CORES,
+    GATHERED,
     KEEP_MEMORY,
     NUM_RANKS,
-    SYSTEMS,
+    RELEASE_MEMORY,
     WARM_STEPS,
     Case,
     Program,
     Testbed,
     run,
 )
+from benchmarks.network.training_rounds import (
+    MODEL,
+    ROUNDS,
+    STEPS,
+    Points,
+    counts_of,
+    records,
+    relocation,
+)
 from benchmarks.network.training_tables import compared, losses, memory, slowest, stages, trained
 from benchmarks.results import Table, Value, out_option, report
 from benchmarks.results import load as load_tables
 from jax_moe_lb import System, exact, plain
 from jax_moe_lb.balancers import Exact
-from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, mean_report, replay, simulate, skewed_counts
+from jax_moe_lb.sim import Cluster, Links, Migration, mean_report, replay, simulate, skewed_counts
 from jax_moe_lb.sim.config import load_config
 
 RESULTS = Path(__file__).parents[1] / "results"
 RAW = Path("runs/network_training")
-TRACES = Path(__file__).parents[1] / "traces"
-
-NUM_TOKENS = CONFIG.tokens_per_step // NUM_RANKS
-STEPS = 4
-"""Steps of a routing, measured in turn."""
-
-MODEL = ModelShape(
-    layers=CONFIG.model.num_layers,
-    hidden=CONFIG.model.embed_dim,
-    inner=CONFIG.model.mlp_dim,
-    experts=CONFIG.model.num_experts,
-    per_token=CONFIG.model.experts_per_token,
-    tokens=NUM_TOKENS,
-    itemsize=4,
-    pre_expert_s=0.0,
-)
-
-
-@dataclass(frozen=True)
-class Round:
-    """Twenty points: systems x routings x links.
-
-    Args:
-        rates: rates of a rank's link per direction, in bits per second.
-        routings: names of `counts_of`.
-    """
-
-    rates: tuple[float, ...]
-    routings: tuple[str, ...]
-
-
-ROUNDS = {
-    1: Round((2000e6, 500e6), ("popular ranks, 2.0", "recorded")),
-    2: Round((4000e6, 1000e6), ("zipf, 1.6", "popular ranks, 2.5")),
-}
-
-
-ROUTINGS = tuple(routing for of in ROUNDS.values() for routing in of.routings)
-"""Routings of all rounds. Programs contain the counts of all, so both rounds run the same programs."""
 
 TRAIN_RATE, TRAIN_ROUTINGS = 2000e6, ("popular ranks, 2.0",)
 """Link and replayed routings of the training table."""
 
 
-@cache
-def counts_of(routing: str) -> np.ndarray:
-    """Return `[STEPS, layers, R, E]` counts: recorded ones, or synthetic ones of a shape and an imbalance."""
-    layers = CONFIG.model.num_layers
-    if routing == "recorded":
-        shape = (layers, NUM_RANKS, CONFIG.model.num_experts)
-        found = recorded(TRACES / "free_0.npz", shape, NUM_TOKENS, CONFIG.model.experts_per_token)
-        return found[:: len(found) // STEPS][:STEPS]
-    shape, imbalance = routing.rsplit(", ", 1)
-    steps = [skewed_counts(MODEL, NUM_RANKS, float(imbalance), layers, seed, LoadShape(shape)) for seed in range(STEPS)]
-    return np.stack(steps)
-
-
-@cache
-def records() -> tuple[np.ndarray, dict[str, list[list[float]]]]:
-    """Return the records of all routings, and those of each routing by step and layer."""
-    all_counts = np.stack([counts_of(routing) for routing in ROUTINGS])
-    numbers = np.arange(np.prod(all_counts.shape[:3]), dtype=np.float64).reshape(all_counts.shape[:3])
-    flat = all_counts.reshape(-1, *all_counts.shape[3:])
-    return flat, {routing: of.tolist() for routing, of in zip(ROUTINGS, numbers, strict=True)}
-
-
 # ---- calibration ---------------------------------------------------------------
 
 
-def calibrate(bed: Testbed, rates: tuple[float, ...]) -> dict[str, Any]:
+def calibrate(bed: Testbed, points: Points) -> dict[str, Any]:
     """Return the machine's description and the seconds of a step without experts, at every rate."""
     from jax_moe_lb.sim import measure
     from jax_moe_lb.sim.machine_profile import to_yaml
@@ -127,11 +80,12 @@ def calibrate(bed: Testbed, rates: tuple[float, ...]) -> dict[str, Any]:
     corpus = default_corpus(CONFIG.data.max_corpus_bytes)
     program = Program(Case(None), CONFIG, bed.mesh, np.zeros((1, NUM_RANKS, CONFIG.model.num_experts), np.int32))
     found = {}
-    for rate in rates:
+    for rate in points.rates:
         bed.limits(rate, CORES)
         machine = to_yaml(measure.measure(NUM_RANKS), measure.HIDDEN, measure.INNER)
+        levels = level_rates(bed.mesh) if points.has_domains else None
         rest = bed.times(program, corpus, 5, 1, None, WARM_STEPS)["seconds"]
-        found[str(rate)] = {"machine": machine, "rest_s": rest}
+        found[str(rate)] = {"machine": machine, "levels": levels, "rest_s": rest}
         bed.limits(None, None)
     return found
 
@@ -144,14 +98,18 @@ def calibrated(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cluster_of(machine: str) -> Cluster:
-    """Return the cluster of a machine file of `jax-moe-lb calibrate`."""
+def cluster_of(calibration: dict[str, Any]) -> Cluster:
+    """Return the cluster of a calibration: a machine file of `jax-moe-lb calibrate`, and the rates of two domains."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "machine.yaml"
-        path.write_text(machine)
+        path.write_text(calibration["machine"])
         found = load_config("machine", str(path)).cluster
     assert found is not None
-    return found.build()
+    cluster, rates = found.build(), calibration.get("levels")
+    if rates is None:
+        return cluster
+    levels = (Links(name, 2, rates[name], latency_s=cluster.levels[-1].latency_s) for name in ("node", "gpu"))
+    return replace(cluster, levels=tuple(levels))
 
 
 # ---- predictions ---------------------------------------------------------------
@@ -164,10 +122,15 @@ def without_rates(system: System) -> System:
     return replace(system, balancer=replace(system.balancer, cost=None))
 
 
-def predicted_s(name: str, routing: str, calibration: dict[str, Any]) -> tuple[float, float, float]:
+def predicted_s(case: Case, routing: str, steps: int, calibration: dict[str, Any]) -> tuple[float, float, float]:
     """Return the mean predicted seconds of a step, and the imbalance before and after."""
-    model, cluster = replace(MODEL, other_s=calibration["rest_s"]), cluster_of(calibration["machine"])
-    found = mean_report(list(replay(without_rates(SYSTEMS[name]), model, cluster, counts_of(routing))))
+    assert case.system is not None
+    model, cluster = replace(MODEL, other_s=calibration["rest_s"]), cluster_of(calibration)
+    counts = counts_of(routing)[:steps]
+    if case.system.relocates:
+        counts = np.take_along_axis(counts, relocation(routing, steps)[None, :, None], 3)
+    migration = Migration(GATHERED) if case.gathers else Migration()
+    found = mean_report(list(replay(without_rates(case.system), model, cluster, counts, migration=migration)))
     return found.step_s, found.imbalance_before, found.imbalance_after
 
 
@@ -184,11 +147,10 @@ PREDICTED = {
 def predictions(number: int, calibration: dict[str, Any]) -> Table:
     """Return the predictions of a round."""
     rows: list[list[Value]] = []
-    for rate in ROUNDS[number].rates:
-        for routing in ROUNDS[number].routings:
-            for name in SYSTEMS:
-                step_s, before, after = predicted_s(name, routing, calibration[str(rate)])
-                rows.append([rate / 1e6, routing, name, before, after, step_s * 1e3])
+    for part in ROUNDS[number].parts:
+        for rate, routing, name in itertools.product(part.rates, part.routings, part.cases):
+            step_s, before, after = predicted_s(part.cases[name], routing, ROUNDS[number].steps, calibration[str(rate)])
+            rows.append([rate / 1e6, routing, name, before, after, step_s * 1e3])
     return Table(PREDICTED, rows)
 
 
@@ -208,7 +170,7 @@ def calibration_table(found: dict[str, Any]) -> Table:
     """Return the calibrated rates."""
     rows: list[list[Value]] = []
     for rate, of in found.items():
-        cluster = cluster_of(of["machine"])
+        cluster = cluster_of(of)
         link, gemm = cluster.levels[-1], cluster.gemm
         speed = gemm.seconds(np.array([[1024]]), 1.0)[0]
         rates = [link.bytes_per_s / 1e6, link.latency_s * 1e3, 1024 / speed / 1e9, cluster.backward_factor]
@@ -220,19 +182,24 @@ def calibration_table(found: dict[str, Any]) -> Table:
 # ---- measurements --------------------------------------------------------------
 
 
-def measure(bed: Testbed, number: int, passes: int, runs: int, raw: str) -> dict[str, Any]:
-    """Return the times of all points of a round, then those of the training table; all interleaved.
+def measure(bed: Testbed, number: int, at: int, passes: int, runs: int, raw: str, after: Path | None) -> dict[str, Any]:
+    """Return the times of all points of a round on one network, then those of the training table; all interleaved.
 
     Args:
         bed: this rank.
         number: number of the round.
+        at: index of the network.
         passes: passes over its points.
         runs: passes over the training table; 0 leaves it out.
         raw: file for the results of this rank so far.
+        after: file to wait for after the compilation; `None` for none.
     """
-    programs = compiled(bed, tuple(CASES if runs else SYSTEMS))
+    part = ROUNDS[number].parts[at]
+    programs = compiled(bed, CASES if runs else part.cases)
+    while after is not None and not after.exists():
+        time.sleep(0.5)
     found = {
-        "points": points_of(bed, programs, number, passes),
+        "points": points_of(bed, programs, part, ROUNDS[number].steps, passes, f"{raw}.{bed.rank.index}"),
         "memory": {name: program.memory_bytes for name, program in programs.items()},
         "trained": [],
     }
@@ -242,30 +209,34 @@ def measure(bed: Testbed, number: int, passes: int, runs: int, raw: str) -> dict
     return found
 
 
-def points_of(bed: Testbed, programs: dict[str, Program], number: int, passes: int) -> list[dict[str, Any]]:
-    """Return the times of all points of a round, interleaved."""
+def points_of(
+    bed: Testbed, programs: dict[str, Program], part: Points, steps: int, passes: int, raw: str
+) -> list[dict[str, Any]]:
+    """Return the times of all points of a network, interleaved."""
     from models.data.sources import default_corpus
 
-    corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), []
-    for rate in ROUNDS[number].rates:
+    corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), list[dict[str, Any]]()
+    for rate in part.rates:
         bed.limits(rate, CORES)
-        for turn in range(passes):
-            for routing in ROUNDS[number].routings:
-                for name in SYSTEMS:
-                    times = bed.times(programs[name], corpus, STEPS, 1, records()[1][routing], WARM_STEPS)
-                    found.append({"rate": rate, "turn": turn, "routing": routing, "system": name, **times})
-                    _say(bed, f"{rate / 1e6:.0f} {routing} {name}: {np.mean(times['seconds']):.3f} s")
+        for turn, routing, name in itertools.product(range(passes), part.routings, part.cases):
+            program = programs[name]
+            if program.case.system is not None and program.case.system.relocates:
+                program.relocate(relocation(routing, steps))
+            times = bed.times(program, corpus, steps, 1, records()[1][routing][:steps], WARM_STEPS)
+            found.append({"rate": rate, "turn": turn, "routing": routing, "system": name, **times})
+            Path(raw).write_text(json.dumps(found))
+            _say(bed, f"{turn} {rate / 1e6:.0f} {routing} {name}: {np.mean(times['seconds']):.3f} s")
         bed.limits(None, None)
     return found
 
 
-def compiled(bed: Testbed, names: tuple[str, ...]) -> dict[str, Program]:
+def compiled(bed: Testbed, cases: dict[str, Case]) -> dict[str, Program]:
     """Compile programs without a quota."""
     from benchmarks.network.jax_ranks import check_same_program
 
     programs = {}
-    for name in names:
-        programs[name] = Program(CASES[name], CONFIG, bed.mesh, records()[0])
+    for name, case in cases.items():
+        programs[name] = Program(case, CONFIG, bed.mesh, records()[0])
         check_same_program(programs[name].lowered.as_text())
         _say(bed, f"{name}: compiled")
     return programs
@@ -295,7 +266,7 @@ def profile(bed: Testbed, names: tuple[str, ...], routing: str) -> dict[str, Any
     from models.data.sources import default_corpus
 
     corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), {}
-    programs = compiled(bed, names)
+    programs = compiled(bed, {name: CASES[name] for name in names})
     bed.limits(TRAIN_RATE, CORES)
     of_steps = records()[1][routing]
     for name, program in programs.items():
@@ -322,26 +293,39 @@ def predict(number: int, folder: Path) -> dict[str, Table]:
 def compare(number: int, folder: Path) -> dict[str, Table]:
     """Return the predictions of a round beside its measurements."""
     predicted = load_tables(RESULTS / f"network_training_predicted_{number}.json")["predictions"]
-    of_ranks = json.loads((folder / f"measured_{number}.json").read_text())
-    return compared(predicted, slowest([one["points"] for one in of_ranks]))
+    return compared(predicted, measured_points(number, folder))
+
+
+def again(number: int, folder: Path) -> dict[str, Table]:
+    """Return predictions by the simulator of today beside the measurements of a round."""
+    calibration = json.loads((folder / f"calibration_{number}.json").read_text())
+    return compared(predictions(number, calibration), measured_points(number, folder))
+
+
+def measured_points(number: int, folder: Path) -> list[dict[str, Any]]:
+    """Return the measurements of a round on all networks, with the seconds of the slowest rank."""
+    files = [folder / f"measured_{number}_{at}.json" for at in range(len(ROUNDS[number].parts))]
+    found = [[one["points"] for one in json.loads(file.read_text())] for file in files]
+    return [point for of_ranks in found for point in slowest(of_ranks)]
 
 
 def tables(number: int, folder: Path) -> dict[str, Table]:
     """Return the training table, with losses by `bench_training_curves`."""
-    of_ranks = json.loads((folder / f"measured_{number}.json").read_text())
+    of_ranks = json.loads((folder / f"measured_{number}_0.json").read_text())
     measured = slowest([one["trained"] for one in of_ranks])
     copies = CONFIG.tokens_per_step * CONFIG.model.experts_per_token * CONFIG.model.num_layers
     sizes = CONFIG.tokens_per_step, copies
-    own = trained(measured, "own", *sizes)
+    peaks = json.loads((folder / "memory.json").read_text())
+    own = trained(measured, "own", *sizes, peaks)
     speeds = {str(row[0]): float(row[1][0]) for row in own.rows}  # type: ignore[index, arg-type]
     curves = json.loads((folder / "curves.json").read_text())
     profiled = json.loads((folder / "profiled.json").read_text())
     return {
         "own": own,
-        "replayed": trained(measured, TRAIN_ROUTINGS[0], *sizes),
+        "replayed": trained(measured, TRAIN_ROUTINGS[0], *sizes, peaks),
         "losses": losses(curves, speeds),
         "stages": stages(profiled),
-        "memory": memory(of_ranks[0]["memory"]),
+        "memory": memory(of_ranks[0]["memory"], peaks),
         "h100": on_h100s(),
     }
 
@@ -363,35 +347,49 @@ def on_h100s() -> Table:
 
 
 def main() -> None:
-    os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("calibrate", "predict", "measure", "compare", "table", "profile"))
+    reports = {"predict": predict, "compare": compare, "again": again, "table": tables}
+    parser.add_argument("part", choices=("calibrate", "measure", "profile", "memory", *reports))
     parser.add_argument("round", type=int, choices=ROUNDS)
     parser.add_argument("--passes", type=int, default=2, help="Interleaved passes over all points.")
     parser.add_argument("--folder", type=Path, default=RAW, help="Folder of raw measurements.")
     parser.add_argument("--runs", type=int, default=0, help="Interleaved runs of the training table.")
+    parser.add_argument("--networks", type=int, nargs="+", help="Networks of the round to measure; all by default.")
+    parser.add_argument("--after", type=Path, help="File to wait for between compilation and measurement.")
     out_option(parser)
     given = parser.parse_args()
-    machine, measured = (given.folder / f"{name}_{given.round}.json" for name in ("calibration", "measured"))
-    parts = {"predict": predict, "compare": compare, "table": tables}
-    if given.part in parts:
-        name = {"predict": f"_predicted_{given.round}", "compare": f"_measured_{given.round}", "table": ""}[given.part]
-        report(parts[given.part](given.round, given.folder), given.out or RESULTS / f"network_training{name}.json")
+    os.environ["GLIBC_TUNABLES"] = RELEASE_MEMORY if given.part == "memory" else KEEP_MEMORY
+    if given.part in reports:
+        ends = {"predict": "_predicted", "compare": "_measured", "again": "_again"}
+        name = f"{ends[given.part]}_{given.round}" if given.part in ends else ""
+        report(reports[given.part](given.round, given.folder), given.out or RESULTS / f"network_training{name}.json")
         return
     sandbox.enter()
     given.folder.mkdir(parents=True, exist_ok=True)
     load, start_s = os.getloadavg()[0], time.monotonic()
-    if given.part == "calibrate":
-        found: Any = calibrated(run(partial(calibrate, rates=ROUNDS[given.round].rates), 900))
-        machine.write_text(json.dumps(found, indent=1))
-    elif given.part == "profile":
-        found = run(partial(profile, names=("plain", "exact", "feplb"), routing="recorded"), 1200)
-        (given.folder / "profiled.json").write_text(json.dumps(found[0]))
-    else:
-        body = partial(measure, number=given.round, passes=given.passes, runs=given.runs, raw=str(measured.absolute()))
-        found = run(body, 5400)
-        measured.write_text(json.dumps(found))
+    measured(given)
     print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
+
+
+def measured(given: argparse.Namespace) -> None:
+    """Run a part on the testbed and write its raw results."""
+    parts, folder, number = ROUNDS[given.round].parts, given.folder.absolute(), given.round
+    if given.part == "calibrate":
+        found = [calibrated(run(partial(calibrate, points=of), 900, of.has_domains)) for of in parts]
+        (folder / f"calibration_{number}.json").write_text(json.dumps(found[0] | found[-1], indent=1))
+    elif given.part == "profile":
+        profiled = run(partial(profile, names=("plain", "exact", "feplb"), routing="recorded"), 1200)
+        (folder / "profiled.json").write_text(json.dumps(profiled[0]))
+    elif given.part == "memory":
+        peaks = {name: max(run(partial(measured_peak, case=case), 1200)) for name, case in CASES.items()}
+        (folder / "memory.json").write_text(json.dumps(peaks))
+    else:
+        for at in given.networks or range(len(parts)):
+            # The training table is that of the first network.
+            sizes = {"passes": given.passes, "runs": 0 if at else given.runs}
+            raw = folder / f"measured_{number}_{at}.json"
+            one = partial(measure, number=number, at=at, **sizes, raw=str(raw), after=given.after)
+            raw.write_text(json.dumps(run(one, 7200, parts[at].has_domains)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Training of a small language model on four ranks with an equal CPU quota each, joined by shaped links.
 
 A rank is a process with one device. Its threads share one core and `CORES` of its time. Every rank has its own network
-interface to one switch, limited in both directions.
+interface to one switch, limited in both directions; or two domains of two ranks are joined by one limited link.
 """
 
 import dataclasses
@@ -16,21 +16,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.network.launch import Rank
 from benchmarks.network.quota import CpuGroup, cpu_groups
 from benchmarks.network.replayed import OWN, Replayed
-from benchmarks.network.topologies import Rails
+from benchmarks.network.topologies import Rails, TwoDatacenters
 from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, plain, ultraep
-from jax_moe_lb.layer.systems import feplb, hybridep
+from jax_moe_lb.layer.systems import feplb, hybridep, two_tier
 from jax_moe_lb.nn.variables import RouterBias
+from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh
 from models.config import BatchConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.data.corpus import Corpus
 from models.data.marks import num_predicted
 from models.decoder.tiny import LanguageModel
-from models.mesh import make_mesh, place_batch, state_shardings
+from models.mesh import make_mesh, place_batch, placed_shapes, state_shardings
 from models.training.optimizer import apply_gradients, make_optimizer
+from models.training.resume import moved_state
 from models.training.step import loss_and_gradients, next_token_loss
 
 NUM_RANKS, CORES = 4, 0.35
@@ -39,6 +41,9 @@ KEEP_MEMORY = ":".join(
     f"glibc.malloc.{option}" for option in ("mmap_max=0", f"trim_threshold={2**36}", "arena_max=1", "hugetlb=1")
 )
 """Make the allocator keep large buffers, as on accelerators; otherwise every step faults their pages again."""
+
+RELEASE_MEMORY = "glibc.malloc.arena_max=1"
+"""Make the allocator return large buffers to the system."""
 
 CONFIG = TrainConfig(
     model=ModelConfig(num_layers=2, embed_dim=128, num_heads=4, mlp_dim=768, num_experts=8, experts_per_token=2),
@@ -62,12 +67,14 @@ class Case:
         capacity_factor: see `Router`.
         aux_loss: see `ModelConfig`.
         bias_rate: see `ModelConfig`.
+        gathers: whether the experts of expert domains are gathered over the link between both domains of ranks.
     """
 
     system: System | None
     capacity_factor: float | None = None
     aux_loss: float = 0.0
     bias_rate: float = 0.0
+    gathers: bool = False
 
 
 SYSTEMS: dict[str, System] = {
@@ -87,9 +94,35 @@ CASES = {name: Case(system) for name, system in SYSTEMS.items()} | {
 }
 """All programs of the training table."""
 
+DOMAIN_CASES = {
+    "plain": Case(plain()),
+    "exact": Case(exact()),
+    "feplb": Case(feplb()),
+    "two_tier": Case(two_tier()),
+    "hybridep": Case(plain(), gathers=True),
+}
+"""Programs on two domains: replicas stay inside a domain."""
+
+DOMAIN_AXES = ("node", "expert")
+"""Mesh axes of the ranks of two domains."""
+
+GATHERED = (2, 1)
+"""Members of an expert domain along each of these axes: one rank of each domain."""
+
+
+def layout(case: Case, mesh: Mesh) -> tuple[Mesh, Topology, System]:
+    """Return the mesh and topology of the expert layers, and the system."""
+    topology = Topology.from_mesh(mesh, tuple(axis for axis in DOMAIN_AXES if axis in mesh.axis_names))
+    system = plain() if case.system is None else case.system
+    if not case.gathers:
+        return mesh, topology, system
+    mesh = hybrid_mesh(mesh, dict(zip(DOMAIN_AXES, GATHERED, strict=True)))
+    domains = ExpertDomains.from_mesh(mesh, topology)
+    return mesh, domains.between, system.replace(migrate=GatherExpertDomain(domains))
+
 
 class Program:
-    """Compiled training step of a case, with its state.
+    """Compiled training step of a case, with its states: `own`, and `replayed` for replayed routing.
 
     Args:
         case: the case.
@@ -99,13 +132,14 @@ class Program:
     """
 
     def __init__(self, case: Case, config: TrainConfig, mesh: Mesh, records: np.ndarray) -> None:
-        self.config, self.mesh, self.case = config, mesh, case
-        init, step = _functions(case, config, mesh, records)
+        self.config, self.case = config, case
+        self.mesh, topology, system = layout(case, mesh)
+        mesh = self.mesh
+        init, step = _functions(case, config, mesh, topology, system, records)
         shapes = nnx.eval_shape(init)
         shardings, everywhere = state_shardings(shapes, mesh), NamedSharding(mesh, PartitionSpec())
-        make = jax.jit(init, out_shardings=shardings)
-        # Steps with replayed routing train a state of their own.
-        self.states = {"own": make(), "replayed": make()}
+        self.make = jax.jit(init, out_shardings=shardings).lower().compile()
+        self.states: dict[str, nnx.State] = {}
         self.placed = {OWN: self._bias(OWN, everywhere)}
         self.everywhere = everywhere
         jitted = jax.jit(
@@ -113,14 +147,26 @@ class Program:
             compiler_options=compiler_options(mesh),
         )  # fmt: skip
         tokens = place_batch(np.zeros((config.batch.size, config.batch.sequence_length + 1), np.int32), mesh)
-        self.lowered = jitted.lower(self.states["own"], tokens, [self.placed[OWN]] * config.model.num_layers)
+        state = placed_shapes(shapes, shardings)
+        self.lowered = jitted.lower(state, tokens, [self.placed[OWN]] * config.model.num_layers)
         self.program = self.lowered.compile()
+        self.move = jax.jit(moved_state, out_shardings=shardings, donate_argnums=0)
 
     @property
     def memory_bytes(self) -> int:
         """Peak memory of a rank, in bytes, by the compiler."""
         found = self.program.memory_analysis()
         return int(found.argument_size_in_bytes + found.temp_size_in_bytes)
+
+    def state(self, name: str) -> nnx.State:
+        """Return a state, initialized at first."""
+        if name not in self.states:
+            self.states[name] = self.make()
+        return self.states[name]
+
+    def relocate(self, permutation: np.ndarray) -> None:
+        """Initialize the state of replayed routing with the experts of each layer in other places."""
+        self.states["replayed"] = self.move(self.make(), permutation)
 
     def _bias(self, record: float, sharding: NamedSharding) -> jax.Array:
         value = np.full(self.config.model.num_experts, record, np.float32)
@@ -138,18 +184,19 @@ class Program:
             if record not in self.placed:
                 self.placed[record] = self._bias(record, self.everywhere)
         name, placed = "own" if records is None else "replayed", [self.placed[record] for record in chosen]
-        self.states[name], loss, stats = self.program(self.states[name], tokens, placed)
+        state = self.state(name)
+        self.states[name], loss, stats = self.program(state, tokens, placed)
         jax.block_until_ready(self.states[name])
         return jax.device_get((loss, stats))
 
 
-def _functions(case: Case, config: TrainConfig, mesh: Mesh, records: np.ndarray) -> tuple[Callable, Callable]:
+def _functions(
+    case: Case, config: TrainConfig, mesh: Mesh, topology: Topology, system: System, records: np.ndarray
+) -> tuple[Callable, Callable]:
     """Return functions `() -> state` and `(state, tokens, records of layers) -> (state, loss, statistics)`."""
     model_config = dataclasses.replace(config.model, aux_loss=case.aux_loss, bias_rate=case.bias_rate)
     top_k = TopK(config.model.experts_per_token, capacity_factor=case.capacity_factor, selection_bias=True)
     router = Replayed(router=top_k, records=records, capacity_factor=case.capacity_factor)
-    topology = Topology.from_mesh(mesh)
-    system = plain() if case.system is None else case.system
 
     def create() -> tuple[LanguageModel, nnx.Optimizer]:
         rngs = nnx.Rngs(config.seed)
@@ -195,11 +242,20 @@ def _without_experts(model: LanguageModel, tokens: jax.Array) -> tuple[jax.Array
 
 
 class Testbed:
-    """One rank of the testbed, inside its process."""
+    """One rank of the testbed, inside its process.
 
-    def __init__(self, rank: Rank, group: CpuGroup) -> None:
+    Args:
+        rank: this rank.
+        group: its control group.
+        has_domains: whether two domains are joined by the limited link.
+    """
+
+    def __init__(self, rank: Rank, group: CpuGroup, has_domains: bool = False) -> None:
         self.rank, self.group = rank, group
         self.mesh = make_mesh(CONFIG.parallel)
+        if has_domains:
+            types = (AxisType.Auto,) * len(DOMAIN_AXES)
+            self.mesh = Mesh(np.array(jax.devices()).reshape(2, -1), DOMAIN_AXES, axis_types=types)
 
     def limits(self, bits_per_s: float | None, cores: float | None) -> None:
         """Set the rate of all links and the quota of this rank, on all ranks together."""
@@ -235,7 +291,7 @@ class Testbed:
         config, rows = program.config, []
         for number in range(warm_steps + steps):
             batch = corpus.batch(config.seed, first + number, config.batch.size, config.batch.sequence_length)
-            tokens = place_batch(batch, self.mesh)
+            tokens = place_batch(batch, program.mesh)
             barrier("step")
             start_s, cpu_s = time.perf_counter(), time.process_time()
             loss, stats = program.step(tokens, None if records is None else records[number % len(records)])
@@ -265,15 +321,16 @@ def prepare(groups: Sequence[CpuGroup], rank: Rank) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
 
 
-def run(body: Callable[[Testbed], Any], deadline_s: float) -> list[Any]:
+def run(body: Callable[[Testbed], Any], deadline_s: float, has_domains: bool = False) -> list[Any]:
     """Run a function on all ranks of the testbed, and return the results."""
     import models.training.step  # noqa: F401 (once, before ranks are forked)
     from benchmarks.network.jax_ranks import launch_jax
 
-    with cpu_groups(NUM_RANKS) as groups, Rails(NUM_RANKS, 1, None, rail_only=True).build() as network:
+    links = TwoDatacenters(NUM_RANKS // 2, None) if has_domains else Rails(NUM_RANKS, 1, None, rail_only=True)
+    with cpu_groups(NUM_RANKS) as groups, links.build() as network:
         return launch_jax(
             network,
-            lambda rank: body(Testbed(rank, groups[rank.index])),
+            lambda rank: body(Testbed(rank, groups[rank.index], has_domains)),
             devices_per_process=1,
             deadline_s=deadline_s,
             prepare=partial(prepare, groups),

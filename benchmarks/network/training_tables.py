@@ -1,9 +1,8 @@
 """Tables of `bench_training`: predictions beside measurements, and the training table."""
 
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,8 +43,11 @@ SUMMARY = {
     "median deviation %": ".1f",
     "largest deviation %": ".1f",
     "systems in their place": "d",
+    "or tied": "d",
     "pairs in order": "d",
     "pairs": "d",
+    "pairs apart in order": "d",
+    "pairs apart": "d",
 }
 
 
@@ -68,23 +70,54 @@ def compared(predicted: Table, measured: Sequence[Mapping[str, Any]]) -> dict[st
         over = [expected[at_plain] / expected[key], found[at_plain] / found[key]]
         rows.append([*key, expected[key], spread(times[key]), off[key], *over])
     errors = np.abs(list(off.values()))
-    summary: list[Value] = ["all", len(keys), float(np.median(errors)), float(errors.max()), *orders(expected, found)]
+    numbers = len(keys), float(np.median(errors)), float(errors.max())
+    summary: list[Value] = ["all", *numbers, *orders(expected, {key: times[key] for key in keys})]
     return {"compared": Table(COMPARED, rows), "summary": Table(SUMMARY, [summary])}
 
 
-def orders(expected: Mapping[Any, float], found: Mapping[Any, float]) -> tuple[int, int, int]:
-    """Return the systems in their place among those of their link and routing, the pairs in order, and all pairs."""
-    groups = defaultdict(list)
+class Orders(NamedTuple):
+    """Systems and pairs of systems in order, among those of the same link and routing.
+
+    Args:
+        places: systems with the same rank by predicted and by median measured time.
+        possible: systems with a predicted rank that some order of the measured ranges gives.
+        right: pairs in the order of the medians.
+        pairs: all pairs.
+        apart_right: pairs in order whose measured ranges do not overlap.
+        apart: pairs whose measured ranges do not overlap.
+    """
+
+    places: int
+    possible: int
+    right: int
+    pairs: int
+    apart_right: int
+    apart: int
+
+
+def orders(expected: Mapping[Any, float], times: Mapping[Any, np.ndarray]) -> Orders:
+    """Compare the order of predictions with that of measurements.
+
+    Args:
+        expected: predicted time of each point.
+        times: measured times of each point.
+    """
+    groups, found = defaultdict(list), np.zeros(6, np.int64)
     for key in expected:
         groups[key[:2]].append(key)
-    places = right = pairs = 0
     for keys in groups.values():
-        in_order = [sorted(keys, key=times.__getitem__) for times in (expected, found)]
-        places += sum(one == other for one, other in zip(*in_order, strict=True))
-        for one, other in itertools.combinations(keys, 2):
-            pairs += 1
-            right += (expected[one] < expected[other]) == (found[one] < found[other])
-    return places, right, pairs
+        predicted = np.array([expected[key] for key in keys])
+        median, low, high = (np.array([of(times[key]) for key in keys]) for of in (np.median, np.min, np.max))
+        ranks = [np.argsort(np.argsort(one)) for one in (predicted, median)]
+        # The fastest and slowest ranks: behind those that are surely faster, and before those that are surely slower.
+        best, worst = (high[None] < low[:, None]).sum(1), len(keys) - 1 - (low[None] > high[:, None]).sum(1)
+        is_possible = (best <= ranks[0]) & (ranks[0] <= worst)
+        one, other = np.triu_indices(len(keys), 1)
+        is_right = (predicted[one] < predicted[other]) == (median[one] < median[other])
+        is_apart = (high[one] < low[other]) | (high[other] < low[one])
+        counted = ranks[0] == ranks[1], is_possible, is_right, np.ones_like(one), is_right & is_apart, is_apart
+        found += [int(np.sum(each)) for each in counted]
+    return Orders(*found.tolist())
 
 
 TRAINED = {
@@ -95,10 +128,13 @@ TRAINED = {
     "after": ".2f",
     "rounds": "d",
     "copies dropped %": ".2f",
+    "memory MB": ".0f",
 }
 
 
-def trained(measured: Sequence[Mapping[str, Any]], routing: str, tokens: int, copies: int) -> Table:
+def trained(
+    measured: Sequence[Mapping[str, Any]], routing: str, tokens: int, copies: int, peaks: Mapping[str, float]
+) -> Table:
     """Return speed and balance of each system with one routing.
 
     Args:
@@ -106,6 +142,7 @@ def trained(measured: Sequence[Mapping[str, Any]], routing: str, tokens: int, co
         routing: name of the routing.
         tokens: tokens of a step.
         copies: token copies of a step, over all layers.
+        peaks: bytes of each system's state and temporaries on the rank with the most, measured.
     """
     runs: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for one in measured:
@@ -118,7 +155,7 @@ def trained(measured: Sequence[Mapping[str, Any]], routing: str, tokens: int, co
         before, after, dropped = np.mean(steps, 0).tolist()
         speed = [spread(seconds["plain"] / seconds[name]), spread(tokens / seconds[name])]
         rounds = max(max(one["rounds"]) for one in of)
-        rows.append([name, *speed, before, after, rounds, 100 * dropped / copies])
+        rows.append([name, *speed, before, after, rounds, 100 * dropped / copies, peaks[name] / 1e6])
     return Table(TRAINED, rows)
 
 
@@ -166,7 +203,18 @@ def stages(profiled: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
     return Table({"system": "", **dict.fromkeys(STAGES, ".0f"), "the rest of the model": ".0f"}, rows)
 
 
-def memory(bytes_of: Mapping[str, int]) -> Table:
-    """Return arguments and temporaries of each program on one rank."""
-    rows: list[list[Value]] = [[name, each / 1e6, each / bytes_of["plain"]] for name, each in bytes_of.items()]
-    return Table({"system": "", "MB per rank": ".0f", "over plain": ".2f"}, rows)
+def memory(bytes_of: Mapping[str, int], peaks: Mapping[str, float]) -> Table:
+    """Return the memory of each program on one rank.
+
+    Args:
+        bytes_of: arguments and temporaries by the compiler.
+        peaks: measured peak of state and temporaries, on the rank with the most.
+    """
+    rows: list[list[Value]] = []
+    for name, compiled in bytes_of.items():
+        pairs = [(compiled, bytes_of["plain"]), (peaks[name], peaks["plain"])]
+        rows.append([name, *(value for each, plain in pairs for value in (each / 1e6, each / plain))])
+    columns = {"system": ""}
+    for kind in ("compiled", "measured"):
+        columns |= {f"{kind} MB per rank": ".0f", f"{kind} over plain": ".2f"}
+    return Table(columns, rows)

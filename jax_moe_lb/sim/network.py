@@ -38,20 +38,23 @@ class Flow:
         received: Per level, bytes received by each link, in the same shape.
         hops: Per level, the number of sequential messages, or the mean of several flows; `()` (default) if all
             messages overlap.
+        in_turn: If True, levels transfer one after the other; False by default.
     """
 
     sent: tuple[PerLink, ...]
     received: tuple[PerLink, ...]
     hops: tuple[int | float, ...] = ()
+    in_turn: bool = False
 
     def times(self, factor: float) -> "Flow":
         """Multiply the bytes by `factor`."""
-        return Flow(tuple(factor * a for a in self.sent), tuple(factor * a for a in self.received), self.hops)
+        sent, received = (tuple(factor * a for a in side) for side in (self.sent, self.received))
+        return replace(self, sent=sent, received=received)
 
     @property
     def reversed(self) -> "Flow":
         """Flow of the same bytes in the opposite direction."""
-        return Flow(self.received, self.sent, self.hops)
+        return replace(self, sent=self.received, received=self.sent)
 
     @property
     def is_empty(self) -> bool:
@@ -167,11 +170,12 @@ def busy_s(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> float:
         cluster: Cluster with the rates.
         copy_engine: If True, the rate of copy engines limits each rank as well.
     """
-    return max(level_seconds(flow, cluster, copy_engine=copy_engine))
+    times = level_seconds(flow, cluster, copy_engine=copy_engine)
+    return math.fsum(times) if flow.in_turn else max(times)
 
 
 def level_seconds(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> tuple[float, ...]:
-    """Compute the time of the busiest link of each level, in seconds; levels transfer in parallel.
+    """Compute the time of the busiest link of each level, in seconds.
 
     Args:
         flow: Bytes on links.

@@ -352,7 +352,7 @@ def _merged(
         gathered = float(np.mean([part.waves[at].gathered for part in parts]))
         wave = Wave((), by_rank, rounds, widths, gathered, cost.early_hops, cost.chunks_of_hops())
         if cluster.communication.padded:
-            waves.append(_padded_wave(wave, parts, at, math.prod(inside), cluster))
+            waves.append(_padded_wave(wave, parts, at, cluster))
             continue
         hops = [
             on_links((p.group.spread(p.waves[at].hops[hop]) for p in parts), widths.out)
@@ -366,7 +366,7 @@ def _merged(
     weights = on_links((part.weights for part in parts), float(model.expert_bytes))
     gradients = on_links((part.gradients for part in parts), float(model.expert_gradient_bytes))
     if cluster.communication.padded:
-        messages = exchange_hops(math.prod(inside), model.matrices * (math.prod(inside) - 1), 1)
+        messages = exchange_hops(cluster.num_ranks, model.matrices * (math.prod(inside) - 1), 1)
         weights, gradients = with_messages(weights, messages), with_messages(gradients, messages)
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
@@ -383,22 +383,24 @@ def _merged(
     )
 
 
-def _padded_wave(wave: Wave, parts: list[_Part], at: int, members: int, cluster: Cluster) -> Wave:
+def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> Wave:
     """Return a wave with the exchanges and turns of all groups, whose permutes are operations of all ranks."""
     rounds, hops = wave.rounds, list(zip(*(part.waves[at].padded for part in parts), strict=True))
 
     def exchange(matrices: list[RowsBetween], permutes: int) -> Flow:
-        whole = sum(part.group.spread(matrix) for part, matrix in zip(parts, matrices, strict=True))
-        return with_messages(flow(whole * wave.widths.out, cluster), exchange_hops(members, permutes, rounds))
+        rows = np.sum([part.group.spread(matrix) for part, matrix in zip(parts, matrices, strict=True)], 0)
+        # A permute is between the halves of a group, or inside both of them.
+        sent = replace(flow(rows * wave.widths.out, cluster), in_turn=True)
+        return with_messages(sent, exchange_hops(cluster.num_ranks, permutes, rounds))
 
     out = [exchange([one.out for one in hop], max(one.permutes_out for one in hop)) for hop in hops]
     back = [exchange([one.back for one in hop], max(one.permutes_back for one in hop)) for hop in reversed(hops)]
-    found = [part.waves[at].turns for part in parts]
+    found = [(part.group.ranks, turns) for part in parts if (turns := part.waves[at].turns) is not None]
     turns = None
-    if all(one is not None for one in found):
-        turns = np.zeros((max(map(len, found)), *wave.rows.shape), np.int64)
-        for part, one in zip(parts, found, strict=True):
-            turns[: len(one), part.group.ranks] = one
+    if found:
+        turns = np.zeros((max(len(one) for _, one in found), *wave.rows.shape), np.int64)
+        for ranks, one in found:
+            turns[: len(one), ranks] = one
     return replace(wave, dispatch=tuple(out), returning=tuple(back), turns=turns)
 
 
@@ -427,10 +429,17 @@ def shared_work(
     address = exchanged(all_to_all(float(members * dispatch.cost().address_bytes), inside, cluster), inside, cluster)
     if cluster.communication.padded:
         # An all-gather is one operation, and addresses follow from the counts.
-        counts, address = tuple(with_messages(one, exchange_hops(members, 0, 1)) for one in counts), address.times(0.0)
+        hops = exchange_hops(cluster.num_ranks, 0, 1)
+        counts, address = tuple(with_messages(one, hops) for one in counts), address.times(0.0)
+    gather, gather_home = migration.gather(travelling, cluster), migration.gather_home(returning, cluster)
+    if cluster.communication.padded:
+        # A level of two members takes two permutes for each weight array, or for all encoded ones.
+        permutes = 2 * (1 if migration.codec.compresses else model.matrices)
+        hops = exchange_hops(cluster.num_ranks, permutes, 1)
+        gather, gather_home = (tuple(with_messages(one, hops) for one in way) for way in (gather, gather_home))
     return LayerWork(
-        gather=(*migration.mean(model, cluster), *migration.gather(travelling, cluster)),
-        gather_home=migration.gather_home(returning, cluster),
+        gather=(*migration.mean(model, cluster), *gather),
+        gather_home=gather_home,
         gather_again=migration.gather_again,
         counts=counts,
         address=address,

@@ -1,9 +1,10 @@
 """Tables of training on four ranks, from small measurements."""
 
+import numpy as np
 import pytest
 
 from benchmarks.network.stages import seconds_by_stage
-from benchmarks.network.training_tables import compared, losses, slowest, trained
+from benchmarks.network.training_tables import compared, losses, memory, orders, slowest, trained
 from benchmarks.results import Table
 
 PREDICTED = Table(
@@ -21,21 +22,33 @@ def test_a_prediction_stands_beside_the_slowest_rank_and_its_error():
     found = compared(PREDICTED, slowest(ranks))
     assert found["compared"].rows[0][3:] == [3000.0, [3000.0] * 3, 0.0, 1.0, 1.0]
     assert found["compared"].rows[1][3:] == [2200.0, [2000.0] * 3, pytest.approx(10.0), 3000 / 2200, 1.5]
-    assert found["summary"].rows == [["all", 2, pytest.approx(5.0), pytest.approx(10.0), 2, 1, 1]]
+    assert found["summary"].rows == [["all", 2, pytest.approx(5.0), pytest.approx(10.0), 2, 2, 1, 1, 1, 1]]
 
 
 def test_a_wrong_order_is_counted():
     found = compared(PREDICTED, [point("plain", 2.0), point("exact", 2.5)])
-    assert found["summary"].rows[0][4:] == [0, 0, 1]
+    assert found["summary"].rows[0][4:] == [0, 0, 0, 1, 0, 1]
+
+
+def test_a_pair_whose_ranges_overlap_has_no_order():
+    expected = {("link", "zipf", name): at for name, at in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
+    times = {key: np.array(of) for key, of in zip(expected, ([2.0, 2.4], [1.9, 2.2], [2.5, 2.6]), strict=True)}
+    # The first two are swapped by their medians; only the last one is apart.
+    assert orders(expected, times) == (1, 3, 2, 3, 2, 2)
 
 
 def test_speeds_are_ratios_inside_a_run():
     balance = {"before": [2.0], "after": [1.0], "rounds": [1], "dropped": [5]}
     runs = [point(name, seconds, **balance) for seconds in (1.0, 3.0) for name in ("plain", "exact")]
     runs[1]["seconds"], runs[3]["seconds"] = [0.5], [2.0]
-    rows = trained(runs, "zipf", tokens=100, copies=200).rows
+    rows = trained(runs, "zipf", tokens=100, copies=200, peaks={"plain": 1e6, "exact": 3e6}).rows
     assert rows[1][:2] == ["exact", [1.75, 1.5, 2.0]]
-    assert rows[1][3:] == [2.0, 1.0, 1, 2.5]
+    assert rows[1][3:] == [2.0, 1.0, 1, 2.5, 3.0]
+
+
+def test_compiled_and_measured_memory_stand_side_by_side():
+    rows = memory({"plain": 100_000_000, "exact": 110_000_000}, {"plain": 2e8, "exact": 3e8}).rows
+    assert rows[1] == ["exact", 110.0, 1.1, 300.0, 1.5]
 
 
 def test_a_faster_run_has_more_steps_in_the_same_time():
