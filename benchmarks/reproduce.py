@@ -6,11 +6,13 @@
     make reproduce ARGS=--quick                   # smaller sizes, synthetic loads, results in a separate folder
     python -m benchmarks.reproduce --only bench_ultraep bench_rails
 
-Unavailable benchmarks are listed with the reason; their last results keep their date.
+Unavailable benchmarks are listed with the reason; their last results keep their date. A bar shows the progress and an
+estimate of the time left, from the times of earlier runs in `benchmarks/seconds.json`. `--list` prints these times.
 """
 
 import argparse
 import importlib.util
+import resource
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from benchmarks.html_report import write_report
 from benchmarks.network import sandbox
+from benchmarks.progress import Pace, Seconds, shown_progress
 from benchmarks.render import RESULTS, ROOT, write_documents
 from benchmarks.results import merge
 
@@ -261,22 +264,44 @@ RUNS = (
 )
 
 
-def run(one: Run, given: argparse.Namespace, folder: Path) -> str:
-    """Run a benchmark and return its status; results are replaced only on success."""
+def run(one: Run, given: argparse.Namespace, folder: Path, tick: Callable[[float], None]) -> tuple[str, Seconds | None]:
+    """Run a benchmark and return its status, and its times if it succeeded; results are replaced only then.
+
+    Args:
+        one: benchmark.
+        given: options of the command line.
+        folder: folder of logs and results.
+        tick: called once a second with the seconds so far.
+    """
     log, found = folder / "logs" / f"{one.name}.log", folder / "logs" / f"{one.name}.json"
     found.unlink(missing_ok=True)
-    start_s = time.monotonic()
+    start_s, start_cpu_s = time.monotonic(), _cpu_s()
     with log.open("w") as file:
         command = [*one.command(given), "--out", str(found)]
-        try:
-            code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=LIMIT_S).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-    seconds = f"{time.monotonic() - start_s:.0f} s"
+        code = _exit_code(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file), tick)
+    seconds = Seconds(round(time.monotonic() - start_s, 1), round(_cpu_s() - start_cpu_s, 1))
     if code:
-        return f"FAILED with {code} after {seconds}: {log}"
+        return f"FAILED with {code} after {seconds.wall:.0f} s: {log}", None
     merge(found, (folder if given.quick else RESULTS) / f"{one.file}.json", one.unread)
-    return seconds
+    return f"{seconds.wall:.0f} s", seconds
+
+
+def _exit_code(process: subprocess.Popen, tick: Callable[[float], None]) -> int:
+    start_s = time.monotonic()
+    try:
+        while (elapsed_s := time.monotonic() - start_s) < LIMIT_S:
+            try:
+                return process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                tick(elapsed_s)
+        return -1
+    finally:
+        process.kill()
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def options() -> argparse.Namespace:
@@ -286,6 +311,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--loads", type=Path, help="Folder of recorded loads.")
     parser.add_argument("--only", nargs="+", default=[], choices=[one.name for one in RUNS], metavar="NAME")
     parser.add_argument("--folder", type=Path, help="Folder of logs and report; runs/reproduce by default.")
+    parser.add_argument("--list", action="store_true", help="Print the runs with their last times, and run none.")
     return parser.parse_args()
 
 
@@ -293,14 +319,20 @@ def main() -> None:
     """Run all benchmarks; exit with 1 if one failed."""
     given = options()
     folder = (given.folder or ROOT / "runs" / ("reproduce-quick" if given.quick else "reproduce")).resolve()
+    chosen = [one for one in RUNS if not given.only or one.name in given.only]
+    ended = {one.name: f"left out: {why_not}" for one in chosen if (why_not := one.why_not(given))}
+    pace = Pace("quick" if given.quick else "full", [one.name for one in chosen if one.name not in ended])
+    for name, how in ended.items():
+        print(f"{name}: {how}", flush=True)
+    if given.list:
+        print(pace.table())
+        return
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    ended = {}
-    for one in RUNS:
-        if given.only and one.name not in given.only:
-            continue
-        why_not = one.why_not(given)
-        ended[one.name] = f"left out: {why_not}" if why_not else run(one, given, folder)
-        print(f"{one.name}: {ended[one.name]}", flush=True)
+    with shown_progress(pace) as progress:
+        for one in chosen:
+            if one.name not in ended:
+                ended[one.name], seconds = run(one, given, folder, progress.during(one.name))
+                progress.end(one.name, ended[one.name], seconds)
     if not given.quick:
         write_documents()
     print(write_report(folder if given.quick else RESULTS, folder / "report.html", ended))
