@@ -9,7 +9,17 @@ from jax_moe_lb import exact, plain, ultraep
 from jax_moe_lb.core.plan import plain_plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.systems import feplb
-from jax_moe_lb.sim import AnalyticGemm, Cluster, Communication, Links, ModelShape, simulate, skewed_counts
+from jax_moe_lb.sim import (
+    AnalyticGemm,
+    Cluster,
+    Communication,
+    Links,
+    Migration,
+    ModelShape,
+    simulate,
+    skewed_counts,
+)
+from jax_moe_lb.sim.network import busy_s, latency_s, level_seconds
 from jax_moe_lb.sim.padded import PaddedHop, padded_rows, rounds_by_share, rounds_of_copies
 from jax_moe_lb.sim.work import layer_work
 from jax_moe_lb.transport.wave_rows import WaveRows
@@ -96,3 +106,23 @@ def test_the_backward_pass_takes_its_factor():
     at = {factor: simulate(plain(), MODEL, replace(CLUSTER, backward_factor=factor), counts) for factor in (2.0, 4.0)}
     two, four = (report.stages["experts (backward)"].busy_s for report in at.values())
     assert four == pytest.approx(2 * two)
+
+
+def test_permutes_between_domains_and_inside_them_take_turns():
+    levels = (Links("node", 2, 1e7, latency_s=1e-3), Links("gpu", 2, 1e8, latency_s=1e-3))
+    work, _ = layer_work(plain(), MODEL, replace(PADDED, levels=levels), skewed_counts(MODEL, 4, 2.0, 1)[0])
+    (out,) = work.waves[0].dispatch
+    times = level_seconds(out, replace(PADDED, levels=levels))
+    assert min(times) > 0
+    assert busy_s(out, replace(PADDED, levels=levels)) == pytest.approx(sum(times))
+
+
+def test_gathered_experts_cross_the_link_instead_of_rows():
+    levels = (Links("node", 2, 1e7, latency_s=1e-3), Links("gpu", 2, 1e8, latency_s=1e-3))
+    cluster, counts = replace(PADDED, levels=levels), skewed_counts(MODEL, 4, 2.0, 1)[0]
+    work, _ = layer_work(plain(), MODEL, cluster, counts, Migration((2, 1)))
+    assert [flow.most[0] for wave in work.waves for flow in wave.dispatch] == [0]
+    gathered = work.gather[0]
+    # Two ranks of a node receive two experts each over its link, in two permutes for each of three matrices.
+    assert gathered.most[0] == 2 * 2 * MODEL.expert_bytes
+    assert latency_s(gathered, cluster) == pytest.approx(1e-3 * (2 * 3 + 1) / (4 + 1))
