@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.network import sandbox
 from benchmarks.network.levels import level_rates
-from benchmarks.network.memory import measured_peak
+from benchmarks.network.memory import measured_peak, release_memory
 from benchmarks.network.stages import seconds_by_operation, seconds_by_stage
 from benchmarks.network.testbed import (
     CASES,
@@ -239,6 +239,7 @@ def compiled(bed: Testbed, cases: dict[str, Case]) -> dict[str, Program]:
         programs[name] = Program(case, CONFIG, bed.mesh, records()[0])
         check_same_program(programs[name].lowered.as_text())
         _say(bed, f"{name}: compiled")
+    release_memory()
     return programs
 
 

@@ -24,11 +24,16 @@ def measured_peak(bed: Testbed, case: Case) -> int:
 
     corpus = default_corpus(CONFIG.data.max_corpus_bytes)
     program = Program(case, CONFIG, bed.mesh, records()[0])
-    ctypes.CDLL(None).malloc_trim(0)
+    release_memory()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes("VmRSS")
     bed.times(program, corpus, STEPS, 1, None, 0)
     return resident_bytes("VmHWM") - before
+
+
+def release_memory() -> None:
+    """Return freed memory to the system, such as that of compilation."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes(name: str) -> int:
