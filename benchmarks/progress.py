@@ -55,6 +55,14 @@ class Pace:
         """Return the time of the last run, without its waits for a busy machine, in seconds."""
         return min(self.known[name]) if name in self.known else UNKNOWN_S
 
+    def will_take_s(self, name: str) -> float:
+        """Estimate the time of a benchmark at the pace of this run, in seconds."""
+        return self.expected_s(name) * self.slowdown
+
+    def leave_out(self, name: str) -> None:
+        """Remove a benchmark from this run."""
+        self.names = [other for other in self.names if other != name]
+
     @property
     def total_s(self) -> float:
         """Expected time of all benchmarks of this run, in seconds."""
@@ -138,6 +146,12 @@ class Shown:
 
         tick(0.0)
         return tick
+
+    def leave_out(self, name: str, why_not: str) -> None:
+        """Print why a benchmark is left out."""
+        self.pace.leave_out(name)
+        self.bar.update(self.task, total=self.pace.total_s)
+        self.bar.console.print(f"{name}: {why_not}", highlight=False, soft_wrap=True)
 
     def end(self, name: str, how: str, seconds: Seconds | None) -> None:
         """Print the end of a benchmark, and the time left."""

@@ -4,6 +4,7 @@
     make reproduce ARGS="--loads DIR"             # including those of recorded expert loads: .npy files [layers,
     experts]
     make reproduce ARGS=--quick                   # smaller sizes, synthetic loads, results in a separate folder
+    make reproduce ARGS="--minutes 600"           # without leaving out what does not end in 40 minutes
     python -m benchmarks.reproduce --only bench_ultraep bench_rails
 
 Unavailable benchmarks are listed with the reason; their last results keep their date. A bar shows the progress and an
@@ -12,6 +13,7 @@ estimate of the time left, from the times of earlier runs in `benchmarks/seconds
 
 import argparse
 import importlib.util
+import math
 import resource
 import subprocess
 import sys
@@ -311,6 +313,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--loads", type=Path, help="Folder of recorded loads.")
     parser.add_argument("--only", nargs="+", default=[], choices=[one.name for one in RUNS], metavar="NAME")
     parser.add_argument("--folder", type=Path, help="Folder of logs and report; runs/reproduce by default.")
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="Time limit; benchmarks that would end later are left out."
+    )
     parser.add_argument("--list", action="store_true", help="Print the runs with their last times, and run none.")
     return parser.parse_args()
 
@@ -328,11 +333,19 @@ def main() -> None:
         print(pace.table())
         return
     (folder / "logs").mkdir(parents=True, exist_ok=True)
+    end_s = math.inf if given.only else time.monotonic() + 60 * given.minutes
     with shown_progress(pace) as progress:
         for one in chosen:
-            if one.name not in ended:
-                ended[one.name], seconds = run(one, given, folder, progress.during(one.name))
-                progress.end(one.name, ended[one.name], seconds)
+            if one.name in ended:
+                continue
+            if pace.will_take_s(one.name) > end_s - time.monotonic():
+                ended[one.name] = (
+                    f"left out: it would end after {given.minutes:.0f} minutes; --minutes allows more"
+                )
+                progress.leave_out(one.name, ended[one.name])
+                continue
+            ended[one.name], seconds = run(one, given, folder, progress.during(one.name))
+            progress.end(one.name, ended[one.name], seconds)
     if not given.quick:
         write_documents()
     print(write_report(folder if given.quick else RESULTS, folder / "report.html", ended))

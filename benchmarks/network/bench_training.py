@@ -298,9 +298,9 @@ def compare(number: int, folder: Path) -> dict[str, Table]:
 
 
 def again(number: int, folder: Path) -> dict[str, Table]:
-    """Return predictions by the simulator of today beside the measurements of a round."""
+    """Summarize predictions by the simulator of today, compared with the measurements of a round."""
     calibration = json.loads((folder / f"calibration_{number}.json").read_text())
-    return compared(predictions(number, calibration), measured_points(number, folder))
+    return {"summary": compared(predictions(number, calibration), measured_points(number, folder))["summary"]}
 
 
 def measured_points(number: int, folder: Path) -> list[dict[str, Any]]:
@@ -386,7 +386,7 @@ def measured(given: argparse.Namespace) -> None:
         (folder / "memory.json").write_text(json.dumps(peaks))
     else:
         for at in given.networks or range(len(parts)):
-            # The training table is that of the first network.
+            # The training table belongs to the first network.
             sizes = {"passes": given.passes, "runs": 0 if at else given.runs}
             raw = folder / f"measured_{number}_{at}.json"
             one = partial(measure, number=number, at=at, **sizes, raw=str(raw), after=given.after)

@@ -29,6 +29,7 @@ def launch_jax(
     devices_per_process: int,
     deadline_s: float,
     prepare: Callable[[Rank], None] = lambda rank: None,
+    heartbeat_s: int = 10,
 ) -> list[Any]:
     """Run `launch` with each rank as a JAX process with `devices_per_process` virtual devices.
 
@@ -38,6 +39,7 @@ def launch_jax(
         devices_per_process: virtual devices of each rank.
         deadline_s: time limit of all ranks in seconds.
         prepare: function called by each rank before its backend starts, for example to limit its CPU time.
+        heartbeat_s: seconds without a heartbeat after which a rank counts as dead.
 
     Raises:
         RanksFailed: as in `launch`.
@@ -47,7 +49,7 @@ def launch_jax(
 
     def one_rank(rank: Rank) -> Any:
         prepare(rank)
-        _join(rank, devices_per_process)
+        _join(rank, devices_per_process, heartbeat_s)
         result = body(rank)
         jax.distributed.shutdown()
         return result
@@ -55,7 +57,7 @@ def launch_jax(
     return launch(network, one_rank, deadline_s=deadline_s)
 
 
-def _join(rank: Rank, devices_per_process: int) -> None:
+def _join(rank: Rank, devices_per_process: int, heartbeat_s: int) -> None:
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         del os.environ[name]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_timeout_seconds={COLLECTIVE_TIMEOUT_S}"
@@ -67,7 +69,7 @@ def _join(rank: Rank, devices_per_process: int) -> None:
         len(rank.hosts),
         rank.index,
         initialization_timeout=60,
-        heartbeat_timeout_seconds=10,
+        heartbeat_timeout_seconds=heartbeat_s,
         shutdown_timeout_seconds=5,
     )
 

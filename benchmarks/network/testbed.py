@@ -334,4 +334,6 @@ def run(body: Callable[[Testbed], Any], deadline_s: float, has_domains: bool = F
             devices_per_process=1,
             deadline_s=deadline_s,
             prepare=partial(prepare, groups),
+            # Compilation on a busy machine delays heartbeats.
+            heartbeat_s=100,
         )

@@ -109,7 +109,7 @@ def orders(expected: Mapping[Any, float], times: Mapping[Any, np.ndarray]) -> Or
         predicted = np.array([expected[key] for key in keys])
         median, low, high = (np.array([of(times[key]) for key in keys]) for of in (np.median, np.min, np.max))
         ranks = [np.argsort(np.argsort(one)) for one in (predicted, median)]
-        # The fastest and slowest ranks: behind those that are surely faster, and before those that are surely slower.
+        # Fastest and slowest rank: behind surely faster systems, and before surely slower ones.
         best, worst = (high[None] < low[:, None]).sum(1), len(keys) - 1 - (low[None] > high[:, None]).sum(1)
         is_possible = (best <= ranks[0]) & (ranks[0] <= worst)
         one, other = np.triu_indices(len(keys), 1)

@@ -42,6 +42,15 @@ def test_the_times_of_a_run_are_kept_for_the_next_one(pace):
     assert "new" in again.table().notes[0]
 
 
+def test_a_benchmark_that_is_left_out_takes_no_time(pace, capsys):
+    pace.end("a", Seconds(160.0, 80.0), 160.0)
+    assert pace.will_take_s("b") == 80.0
+    with shown_progress(pace) as progress:
+        progress.leave_out("b", "left out: no time")
+    assert pace.left_s() == 0.0
+    assert "b: left out: no time" in capsys.readouterr().out
+
+
 def test_every_end_has_a_line_with_the_time_left(pace, capsys):
     with shown_progress(pace) as progress:
         progress.during("a")(30.0)
