@@ -163,6 +163,7 @@ CALIBRATED = {
     "planner us": ".0f",
     "permutation GB/s": ".1f",
     "step without experts ms": ".0f",
+    "between domains MB/s": ".1f",
 }
 
 
@@ -175,7 +176,8 @@ def calibration_table(found: dict[str, Any]) -> Table:
         speed = gemm.seconds(np.array([[1024]]), 1.0)[0]
         rates = [link.bytes_per_s / 1e6, link.latency_s * 1e3, 1024 / speed / 1e9, cluster.backward_factor]
         rates += [(cluster.planner_s or 0) * 1e6, (cluster.hbm_bytes_per_s or 0) / 1e9, of["rest_s"] * 1e3]
-        rows.append([float(rate) / 1e6, *rates])
+        between = cluster.levels[0].bytes_per_s / 1e6 if len(cluster.levels) > 1 else None
+        rows.append([float(rate) / 1e6, *rates, between])
     return Table(CALIBRATED, rows)
 
 
