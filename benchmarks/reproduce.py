@@ -339,9 +339,7 @@ def main() -> None:
             if one.name in ended:
                 continue
             if pace.will_take_s(one.name) > end_s - time.monotonic():
-                ended[one.name] = (
-                    f"left out: it would end after {given.minutes:.0f} minutes; --minutes allows more"
-                )
+                ended[one.name] = f"left out: it would end after {given.minutes:.0f} minutes; --minutes allows more"
                 progress.leave_out(one.name, ended[one.name])
                 continue
             ended[one.name], seconds = run(one, given, folder, progress.during(one.name))

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.network.training_rounds import NUM_TOKENS, ROUTINGS, counts_of, records
 from benchmarks.network.replayed import OWN, Replayed, fitted
+from benchmarks.network.training_rounds import NUM_TOKENS, ROUTINGS, counts_of, records
 from jax_moe_lb import TokenInfo, TopK
 
 
