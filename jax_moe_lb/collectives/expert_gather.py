@@ -73,7 +73,7 @@ def accumulate_sequentially(
     are_wide = all(kind.dtype == wide_dtype(kind) for kind in sums)
     wide = tuple(
         empty_buffer_after(jnp.zeros_like(kind, dtype=wide_dtype(kind), shape=(0, *kind.shape[1:])), 1)[0]
-        for kind in like[: 0 if are_wide else len(like)]
+        for kind in (() if are_wide else like)
     )
     takes_turns = room < most_at_home(wanted.shape[1], num_home, domain)
     # An illegal plan may send more replicas than fit: make their sums NaN.

@@ -140,7 +140,8 @@ class PublishedRun:
         }
         usual["ranks_per_domain"] = math.gcd(on_node, ranks)
         parallel = updated(ParallelConfig(), usual | chosen, "parallel.")
-        kept = [{"attention": "stream"}.get(one, one) if name in ATTENTION_AGAIN else one for one in KEPT]
+        attention = "stream" if name in ATTENTION_AGAIN else "attention"
+        kept = [attention if one == "attention" else one for one in KEPT]
         model = {"checkpoint": preset, "compute_dtype": "bfloat16", "remat": ",".join(kept)}
         size = parallel.data_parallel * parallel.expert_parallel * parallel.num_microbatches
         batch = {"size": size, "sequence_length": SEQUENCE_LENGTH}
