@@ -4,8 +4,9 @@
 
 A row is the median over six synthetic loads, and the least of 40 calls for each, with NumPy arrays and two replica
 slots per rank in one domain. `--write` writes the rows to `recordings/planner_times.yaml`. Rows of `exact` in jnp are
-jitted programs on a CPU. `EPLB` plans in every third step; its time is the mean over three steps. With `--only`, the
-other planners keep their rows of `planner_times.yaml`, as plans of `exact` with a cost depend on its own.
+jitted programs on a CPU. Rows of kernels are those of the results of `python -m benchmarks.gpu`, of other loads. `EPLB`
+plans in every third step; its time is the mean over three steps. With `--only`, the other planners keep their rows of
+`planner_times.yaml`, as plans of `exact` with a cost depend on its own.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.render import RESULTS
+from benchmarks.results import Table, Value, load, out_option, report
 from jax_moe_lb import Topology
 from jax_moe_lb.balancers import (
     ECHO,
@@ -43,6 +45,8 @@ from jax_moe_lb.recordings.planner_times import Place
 
 SIZES = ((8, 8), (8, 64), (8, 256), (32, 128), (64, 256), (128, 256), (256, 256))
 JNP_SIZES = ((8, 64), (32, 128))
+KERNEL_OPTIONS = "eps = 0.01, localize"
+"""The defaults of `exact`, in the results of `benchmarks.gpu`."""
 PLANNERS: tuple[Balancer, ...] = (
     Exact(),
     Greedy(),
@@ -109,7 +113,16 @@ def in_jnp_s(counts: Counts) -> float:
     num_ranks, num_experts = counts.shape
     run = jax.jit(lambda c: exact_in_jax(c, num_experts // num_ranks + SLOTS, num_ranks, 0.01, 2**31, True))
     jax.block_until_ready(run(counts))
-    return least_s(lambda: jax.block_until_ready(run(counts)), 2)
+    return least_s(lambda: jax.block_until_ready(run(counts)), 10)
+
+
+def kernel_rows() -> Iterator[Row]:
+    """Yield the rows of the kernel of `exact`, measured on a GPU."""
+    table = load(RESULTS / "gpu.json")["planner-time"]
+    for row in (dict(zip(table.columns, values, strict=True)) for values in table.rows):
+        if row["options"] == KERNEL_OPTIONS:
+            ranks, experts = map(int, row["ranks x experts"].split(" x "))
+            yield "Exact", Place.KERNEL, ranks, experts, 1e-6 * row["kernel us"]
 
 
 def rows(sizes: tuple[tuple[int, int], ...], names: Container[str]) -> Iterator[Row]:
@@ -124,9 +137,9 @@ def rows(sizes: tuple[tuple[int, int], ...], names: Container[str]) -> Iterator[
 
 
 def kept(names: Container[str]) -> Iterator[Row]:
-    """Yield the rows of the package without the named planners."""
+    """Yield the rows of the package without kernels and the named planners."""
     for row in planner_times.planner_times():
-        if row.planner not in names:
+        if row.planner not in names and row.place is not Place.KERNEL:
             yield row.planner, row.place, row.ranks, row.experts, row.time
 
 
@@ -141,8 +154,9 @@ def written(found: list[Row]) -> str:
     return head + "".join(lines)
 
 
-def table(found: list[Row], sizes: tuple[tuple[int, int], ...]) -> Table:
+def table(found: list[Row]) -> Table:
     """Return one row per planner and place, with a column per size."""
+    sizes = sorted({(ranks, experts) for _, _, ranks, experts, _ in found})
     by_size: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
     for name, place, ranks, experts, seconds in found:
         by_size.setdefault((name, place.value), {})[ranks, experts] = seconds * 1e6
@@ -160,10 +174,11 @@ def main() -> None:
     out_option(parser)
     given = parser.parse_args()
     sizes, names = SIZES[1:2] if given.quick else SIZES, given.only or tuple(BALANCERS)
-    found = [*(kept(names) if given.only else ()), *rows(sizes, names)]
+    found = [*(kept(names) if given.only else ()), *rows(sizes, names), *kernel_rows()]
+    found.sort(key=lambda row: list(BALANCERS).index(row[0]))
     if given.write:
         Path(str(resources.files(planner_times.__package__) / planner_times.FILE)).write_text(written(found))
-    report({"planners": table(found, sizes)}, given.out)
+    report({"planners": table(found)}, given.out)
 
 
 if __name__ == "__main__":

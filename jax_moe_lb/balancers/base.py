@@ -167,13 +167,11 @@ class Balancer(abc.ABC):
             num_experts: `E`.
             host_wait_s: seconds in which the device copies counts to the host and waits for it, for planners there.
         """
-        place = self.place
+        place = Place.KERNEL if self.has_kernel and num_ranks <= MOST_KERNEL_RANKS else self.place
         if place is Place.NOWHERE:
             return 0.0
         row = planner_time(type(self).__name__, place, num_ranks, num_experts)
-        # The time of a kernel has not been measured: the one of its C++ stands in, without the wait.
-        waits = place.waits_for_host and not (self.has_kernel and num_ranks <= MOST_KERNEL_RANKS)
-        return row.time + host_wait_s * waits
+        return row.time + host_wait_s * place.waits_for_host
 
     def plans(self, counts: Counts, plan: Plan, topology: Topology) -> int:
         """Return how often `rebalance` runs its planner for these counts; once by default, if it `needs_counts`.

@@ -22,12 +22,14 @@ class Place(StrEnum):
 
     Attributes:
         NATIVE: C++ on the host, as a custom call or a host function of the stream.
+        KERNEL: One kernel of an NVIDIA GPU.
         PYTHON: Python on the host, such as a linear program.
         JNP: Operations of the program.
         NOWHERE: No planner; plans do not depend on the counts.
     """
 
     NATIVE = "C++ on the host"
+    KERNEL = "one kernel"
     PYTHON = "Python on the host"
     JNP = "jnp"
     NOWHERE = "nowhere"

@@ -46,6 +46,7 @@ from jax_moe_lb.balancers import (
     UltraEP,
 )
 from jax_moe_lb.core import check_plan, load, plain_plan, traffic
+from jax_moe_lb.recordings.planner_times import Place, planner_time
 from jax_moe_lb.transport import Forward, MultiRailDispatch, Once, PeerCopy, Relay, TwoPhase
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
@@ -164,6 +165,8 @@ def test_planners_in_kernels_of_gpus_do_not_wait_for_the_host(balancer):
     assert balancer.has_kernel == isinstance(balancer, Exact | FEPLB | Greedy | UltraEP)
     if balancer.has_kernel:
         assert waits == pytest.approx([0.0, 1.0])
+        # Kernels have measured rows of their own, slower than C++ on a host.
+        assert balancer.planning_s(64, 256, 0.0) == planner_time("Exact", Place.KERNEL, 64, 256).time > 1e-4
 
 
 # Other shapes compile the same code with other constants.
