@@ -197,7 +197,7 @@ def table_vi_steps(shape: ModelShape, machine: Cluster, sizes: tuple[int, ...]) 
 def table_vi_terms(setting: Setting) -> Table:
     """Return the seconds that whole experts add to a step, published, simulated, and by equation 4 on one link."""
     rows: list[list[Value]] = []
-    pcie, s_times = setting.assumed.pcie_bytes_per_s, {}
+    pcie, s_times, starts_ms = setting.assumed.pcie_bytes_per_s, {}, []
     for (tokens, expert), published in ABLATION.items():
         for name, (alone_s, both_s, sizes) in published.items():
             machine = setting.cluster(DATACENTERS[name])
@@ -209,6 +209,8 @@ def table_vi_terms(setting: Setting) -> Table:
             received = 2 * shape.layers * (int(np.prod(sizes)) - 1) * expert * MIB
             flat_s = received / (pcie if name == "S" else setting.line_bytes_per_s / GPUS)
             added = alone_s - both_s
+            if name == "S":
+                starts_ms.append(1e3 * (added - received / pcie) / (received / (expert * MIB)))
             label = f"{name}, {tokens} & {expert} MB, domains {sizes}"
             rows.append(
                 [label, added, alone - both, flat_s, 100 * ((both + flat_s) / alone_s - 1), received / added / 1e6]
@@ -229,6 +231,8 @@ def table_vi_terms(setting: Setting) -> Table:
         f"{setting.line_bytes_per_s / GPUS / 1e6:.0f} MB/s, even those of its own datacenter.",
         f"S has no fitted number. Its first compressed row is met if the all-reduce beside the MoE layers has "
         f"{needed / 1e9:.1f} GB/s of PCIe instead of {pcie / 1e9:.1f}; the second one is then {off:+.0f} % off.",
+        f"S: whole experts add {starts_ms[0]:.2f} and {starts_ms[1]:.2f} ms for each transfer, beside their bytes at "
+        f"{pcie / 1e9:.1f} GB/s; each rank receives every other expert of its domain twice per layer.",
     ]
     return Table(columns, rows, "Table VI taken apart: seconds that whole experts add to compressed ones", notes)
 
