@@ -30,7 +30,7 @@ from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import System, exact, plain
 from jax_moe_lb.balancers import ECHO, EPIC, LLEP, Exact, Given, MoonEP, plan_all
 from jax_moe_lb.layer.systems import eplb, eplb_plus, fastermoe, feplb, greedy, lplb, ultraep
-from jax_moe_lb.recordings.planner_times import planner_time, planner_times
+from jax_moe_lb.recordings.planner_times import planner_times
 from jax_moe_lb.sim import Cluster, Drift, LoadShape, ModelShape, drifting_counts, mean_report, replay, simulate
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.run import Report, StageTime, States
@@ -117,11 +117,10 @@ def weights_bytes(found: Report) -> float:
 
 
 def planning_s(system: System, num_ranks: int, num_experts: int) -> float | None:
-    """Return the measured seconds of a plan; None if the table has no row of this planner."""
-    name, place = type(system.balancer).__name__, system.balancer.place
-    if not any(row.planner == name for row in planner_times()):
+    """Return the seconds of a plan without waits; None if the table has no row of this planner."""
+    if not any(row.planner == type(system.balancer).__name__ for row in planner_times()):
         return None
-    return planner_time(name, place, num_ranks, num_experts).time
+    return system.balancer.planning_s(num_ranks, num_experts, host_wait_s=0.0)
 
 
 def table_of(name: str, model: ModelShape, trace: Trace) -> Table:
