@@ -9,8 +9,7 @@
     python -m benchmarks.network.bench_training memory 2       # resident memory of a step of each system
     python -m benchmarks.network.bench_training table 2        # the training table
 
-Run it as root, or with user namespaces and writable control groups (see `testbed.py`). `table` also reads the curves of
-`python -m benchmarks.bench_training_curves --curves runs/network_training/curves.json`.
+Run it as root, or with user namespaces and writable control groups (see `testbed.py`).
 """
 
 import argparse
@@ -53,7 +52,7 @@ from benchmarks.network.training_rounds import (
     records,
     relocation,
 )
-from benchmarks.network.training_tables import compared, losses, memory, slowest, stages, trained
+from benchmarks.network.training_tables import compared, memory, slowest, stages, trained
 from benchmarks.results import Table, Value, out_option, report
 from benchmarks.results import load as load_tables
 from jax_moe_lb import System, exact, plain
@@ -313,20 +312,16 @@ def measured_points(number: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def tables(number: int, folder: Path) -> dict[str, Table]:
-    """Return the training table, with losses by `bench_training_curves`."""
+    """Return the training table."""
     of_ranks = json.loads((folder / f"measured_{number}_0.json").read_text())
     measured = slowest([one["trained"] for one in of_ranks])
     copies = CONFIG.tokens_per_step * CONFIG.model.experts_per_token * CONFIG.model.num_layers
     sizes = CONFIG.tokens_per_step, copies
     peaks = json.loads((folder / "memory.json").read_text())
-    own = trained(measured, "own", *sizes, peaks)
-    speeds = {str(row[0]): float(row[1][0]) for row in own.rows}  # type: ignore[index, arg-type]
-    curves = json.loads((folder / "curves.json").read_text())
     profiled = json.loads((folder / "profiled.json").read_text())
     return {
-        "own": own,
+        "own": trained(measured, "own", *sizes, peaks),
         "replayed": trained(measured, TRAIN_ROUTINGS[0], *sizes, peaks),
-        "losses": losses(curves, speeds),
         "stages": stages(profiled),
         "memory": memory(of_ranks[0]["memory"], peaks),
         "h100": on_h100s(),

@@ -32,7 +32,7 @@ from models.data.marks import num_predicted
 from models.decoder.tiny import LanguageModel
 from models.mesh import make_mesh, place_batch, placed_shapes, state_shardings
 from models.training.optimizer import apply_gradients, make_optimizer
-from models.training.resume import moved_state
+from models.training.resume import moved_state, next_homes
 from models.training.step import loss_and_gradients, next_token_loss
 
 NUM_RANKS, CORES = 4, 0.35
@@ -110,6 +110,12 @@ GATHERED = (2, 1)
 """Members of an expert domain along each of these axes: one rank of each domain."""
 
 
+def domain_mesh() -> Mesh:
+    """Return the mesh of two domains of ranks."""
+    types = (AxisType.Auto,) * len(DOMAIN_AXES)
+    return Mesh(np.array(jax.devices()[:NUM_RANKS]).reshape(2, -1), DOMAIN_AXES, axis_types=types)
+
+
 def layout(case: Case, mesh: Mesh) -> tuple[Mesh, Topology, System]:
     """Return the mesh and topology of the expert layers, and the system."""
     topology = Topology.from_mesh(mesh, tuple(axis for axis in DOMAIN_AXES if axis in mesh.axis_names))
@@ -133,9 +139,9 @@ class Program:
 
     def __init__(self, case: Case, config: TrainConfig, mesh: Mesh, records: np.ndarray) -> None:
         self.config, self.case = config, case
-        self.mesh, topology, system = layout(case, mesh)
+        self.mesh, self.topology, self.system = layout(case, mesh)
         mesh = self.mesh
-        init, step = _functions(case, config, mesh, topology, system, records)
+        init, step = _functions(case, config, mesh, self.topology, self.system, records)
         shapes = nnx.eval_shape(init)
         shardings, everywhere = state_shardings(shapes, mesh), NamedSharding(mesh, PartitionSpec())
         self.make = jax.jit(init, out_shardings=shardings).lower().compile()
@@ -167,6 +173,12 @@ class Program:
     def relocate(self, permutation: np.ndarray) -> None:
         """Initialize the state of replayed routing with the experts of each layer in other places."""
         self.states["replayed"] = self.move(self.make(), permutation)
+
+    def relocate_by_loads(self) -> None:
+        """Relocate the experts of the model's own routing by their running loads, if the system relocates."""
+        if self.system.relocates:
+            state = self.states["own"]
+            self.states["own"] = self.move(state, next_homes(state, self.config, self.topology))
 
     def _bias(self, record: float, sharding: NamedSharding) -> jax.Array:
         value = np.full(self.config.model.num_experts, record, np.float32)
@@ -221,6 +233,8 @@ def _functions(
             counts = num_predicted(tokens)
             loss, stats, gradients = loss_and_gradients(model, nnx.Param, next_token_loss, tokens, counts, 1, mesh)
         apply_gradients(model, optimizer, gradients)
+        if system.relocates:
+            model.update_loads(stats)
         if case.bias_rate:
             for i, block in enumerate(model.blocks):
                 block.moe.update_bias(jax.tree.map(lambda leaf, i=i: leaf[i], stats), case.bias_rate)
@@ -252,10 +266,7 @@ class Testbed:
 
     def __init__(self, rank: Rank, group: CpuGroup, has_domains: bool = False) -> None:
         self.rank, self.group = rank, group
-        self.mesh = make_mesh(CONFIG.parallel)
-        if has_domains:
-            types = (AxisType.Auto,) * len(DOMAIN_AXES)
-            self.mesh = Mesh(np.array(jax.devices()).reshape(2, -1), DOMAIN_AXES, axis_types=types)
+        self.mesh = domain_mesh() if has_domains else make_mesh(CONFIG.parallel)
 
     def limits(self, bits_per_s: float | None, cores: float | None) -> None:
         """Set the rate of all links and the quota of this rank, on all ranks together."""

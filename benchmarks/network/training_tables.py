@@ -159,31 +159,6 @@ def trained(
     return Table(TRAINED, rows)
 
 
-WINDOW, EQUAL = 20, 1e-6
-"""Steps of a mean loss, and the relative difference of equal losses."""
-
-
-def losses(curves: Mapping[str, Sequence[Sequence[float]]], speeds: Mapping[str, float]) -> Table:
-    """Return the loss of each run at equal steps and at equal time.
-
-    Args:
-        curves: loss, dropped copies and imbalance of every step of each run.
-        speeds: tokens per second over plain, with the router's own routing.
-    """
-    steps = min(map(len, curves.values()))
-    loss = {name: np.array(rows)[:steps, 0] for name, rows in curves.items()}
-    equal = int(steps / max(1.0, *(speeds[name] for name in curves)))
-    rows: list[list[Value]] = []
-    for name, of in loss.items():
-        at = min(steps, round(equal * speeds[name]))
-        apart = np.append(np.abs(of / loss["plain"] - 1) > EQUAL, True)
-        means = [float(of[end - WINDOW : end].mean()) for end in (steps, at)]
-        rows.append([name, means[0], int(np.argmax(apart)), at, means[1]])
-    columns = {"run": "", f"loss after {steps} steps": ".4f", "first steps equal to plain": "d"}
-    columns |= {f"steps in the time of {equal} of plain": "d", "loss then": ".4f"}
-    return Table(columns, rows, notes=[f"Losses are means of the last {WINDOW} steps; equal is within {EQUAL}."])
-
-
 STAGES = {
     "experts": ("experts",),
     "rows": ("dispatch: exchange", "combine: exchange"),

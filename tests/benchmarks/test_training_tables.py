@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from benchmarks.bench_training_curves import BATCH, balance, losses
 from benchmarks.network.stages import seconds_by_stage
-from benchmarks.network.training_tables import compared, losses, memory, orders, slowest, trained
+from benchmarks.network.testbed import CONFIG
+from benchmarks.network.training_tables import compared, memory, orders, slowest, trained
 from benchmarks.results import Table
 
 PREDICTED = Table(
@@ -51,12 +53,24 @@ def test_compiled_and_measured_memory_stand_side_by_side():
     assert rows[1] == ["exact", 110.0, 1.1, 300.0, 1.5]
 
 
-def test_a_faster_run_has_more_steps_in_the_same_time():
-    curves = {name: [[float(100 - i), 0.0, 1.0] for i in range(60)] for name in ("plain", "exact")}
-    rows = losses(curves, {"plain": 1.0, "exact": 1.5}).rows
-    assert [row[2] for row in rows] == [60, 60]
-    assert [row[3] for row in rows] == [40, 60]
-    assert rows[0][4] - rows[1][4] == 20.0
+def test_a_faster_run_has_more_steps_in_the_same_time_and_an_unmeasured_one_has_none():
+    curves = {name: [[float(1000 - i), 0.0, 1.0] for i in range(240)] for name in ("plain", "exact", "two_tier")}
+    curves["two_tier"][7][0] += 1
+    rows = losses(curves, {"plain": 1.0, "exact": 1.5, "feplb": 3.0}).rows
+    assert [row[2] for row in rows] == [240, 240, 7]
+    assert rows[2][3] == pytest.approx(1 / 993)
+    assert [row[4] for row in rows] == [160, 240, None]
+    assert rows[0][5] - rows[1][5] == 80.0
+    assert rows[2][5] is None
+
+
+def test_balance_is_of_the_steps_that_all_runs_have():
+    copies = BATCH.size * BATCH.sequence_length * CONFIG.model.experts_per_token * CONFIG.model.num_layers
+    curves = {
+        "plain": [[5.0, copies / 2, 2.0, 1.0, 1.0], [4.0, 0.0, 3.0, 1.5, 2.0], [3.0] * 5],
+        "exact": [[1.0] * 5] * 2,
+    }
+    assert balance(curves).rows[0] == ["plain", 25.0, 2.5, 1.25, 2.0]
 
 
 PROGRAM = """

@@ -5,9 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 
-from benchmarks.network.testbed import CASES, CONFIG, DOMAIN_AXES, DOMAIN_CASES, NUM_RANKS, Case, Program
+from benchmarks.network.testbed import CASES, CONFIG, DOMAIN_CASES, NUM_RANKS, Case, Program, domain_mesh
 from jax_moe_lb import Topology
 from jax_moe_lb.planners import plan_relocation
 from models.config import BatchConfig
@@ -40,10 +39,9 @@ def test_a_program_learns(case):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["two_tier", "hybridep"])
 def test_a_program_on_two_domains_replays_counts(name):
-    mesh = Mesh(np.array(jax.devices()[:NUM_RANKS]).reshape(2, 2), DOMAIN_AXES, axis_types=(AxisType.Auto,) * 2)
     # Each of the 4 ranks has 64 tokens with 2 experts, most of them in the first domain.
     counts = np.broadcast_to(np.array([40, 40, 20, 12, 8, 4, 2, 2], np.int32), (1, NUM_RANKS, MODEL.num_experts))
-    program = Program(DOMAIN_CASES[name], SMALL, mesh, counts)
+    program = Program(DOMAIN_CASES[name], SMALL, domain_mesh(), counts)
     loads = counts[0].sum(0)
     at_home, size = loads, 2
     if name == "two_tier":
@@ -57,3 +55,16 @@ def test_a_program_on_two_domains_replays_counts(name):
     _, stats = program.step(tokens_of(program), [0.0])
     assert np.mean(stats.imbalance_before) == pytest.approx(home.max() / home.mean(), rel=1e-5)
     assert int(np.sum(stats.dropped)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_relocation_by_running_loads_reduces_the_imbalance_of_domains():
+    none = np.zeros((1, NUM_RANKS, MODEL.num_experts), np.int32)
+    program = Program(DOMAIN_CASES["two_tier"], SMALL, domain_mesh(), none)
+    tokens = tokens_of(program)
+    after = []
+    for _ in range(2):
+        after.append(float(np.mean(program.step(tokens)[1].imbalance_after)))
+        program.relocate_by_loads()
+    assert after[1] < after[0]
