@@ -15,8 +15,8 @@ from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import EPLBPlus, Exact
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.layer import systems
+from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Collective, Communication, Links, ModelShape, Step
-from jax_moe_lb.sim.traffic import groups, plan_layer
 from jax_moe_lb.transport import Direct, Gather, Relay
 
 IDEAL = {"MoE": (1.89, 4.32), "a2a": (1.68, 1.62), "others": (2.83, 4.49)}
@@ -132,6 +132,4 @@ def drawn(case: Case, seed: int, tokens: int) -> np.ndarray:
 
 def planned(system: System, cluster: Cluster, loads: np.ndarray) -> Plan:
     """Return the plan of one layer."""
-    (group,) = groups(cluster, (1,) * len(cluster.levels))
-    num_home = loads.shape[1] // len(loads)
-    return plan_layer(system, group, loads, num_home, system.balancer.init(loads.shape))[0]
+    return plan_on_host(system, loads, cluster.topology()).plan

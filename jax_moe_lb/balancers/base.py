@@ -173,18 +173,23 @@ class Balancer(abc.ABC):
         row = planner_time(type(self).__name__, place, num_ranks, num_experts)
         return row.time + host_wait_s * place.waits_for_host
 
-    def plans(self, counts: Counts, plan: Plan, topology: Topology) -> int:
-        """Return how often `rebalance` runs its planner for these counts; once by default, if it `needs_counts`.
+    def rebalance_and_count(
+        self, counts: Counts, plan: Plan, topology: Topology, state: State
+    ) -> tuple[Plan, State, int]:
+        """Edit the plan on a host, and count the runs of the planner; one by default, if it `needs_counts`.
 
         The simulator uses it.
 
         Args:
             counts: `[R, E]` int32, as for `rebalance`, a NumPy array.
-            plan: plan passed to `rebalance`.
+            plan: plan passed to `rebalance`, in NumPy arrays.
             topology: topology of the group.
+            state: state passed to `rebalance`.
+
+        Returns:
+            The plan and the state of `rebalance`, and the number of runs.
         """
-        del counts, plan, topology
-        return int(self.needs_counts)
+        return *self.rebalance(counts, plan, topology, state), int(self.needs_counts)
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
         """Return the experts movable by `rebalance`, before it runs; all by default.

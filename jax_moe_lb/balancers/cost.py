@@ -4,7 +4,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -42,7 +42,7 @@ class Cost:
 
     A plan takes `max(load)` times `token_s` seconds, plus the time to transfer `busiest` replicas. `busiest` is the
     maximum number of replicas sent or received by one rank, because a rank sends and receives at the same time. Times
-    are compared as integers: `table` gives the time of a transfer in token copies. All ranks, in NumPy and in jitted
+    are compared as integers: `scale` gives the time of a transfer in token copies. All ranks, in NumPy and in jitted
     programs, therefore decide equally.
 
     The rates come from the topology: `flops_per_s`, and the `bytes_per_s` of its levels. Replicas use the slowest level
@@ -147,44 +147,23 @@ class Cost:
         if self.required:
             return True
         try:
-            self.table(topology, domain, 1)
+            self.scale(topology, domain, 1)
         except ValueError:
             return False
         return True
 
-    def table(self, topology: Topology, domain: int, most: int) -> Int[np.ndarray, "N"]:
-        """Return the time of a transfer by the maximum number of replicas of one rank, in token copies.
+    def scale(self, topology: Topology, domain: int, most: int) -> "TimeScale":
+        """Return the times of replicas and of the planner in token copies.
 
         Args:
             topology: topology with the rates.
             domain: ranks per domain.
-            most: largest number.
-
-        Returns:
-            `[most + 1]` int32, ascending from 0. Numbers beyond `max_bytes` have the int32 maximum over 4.
+            most: largest number of replicas of one rank.
 
         Raises:
             ValueError: the topology lacks a rate, or a size is `None`.
         """
-        return _table(self, topology, domain, most)
-
-    def slot_time(self, topology: Topology) -> int:
-        """Return the time of the products of a replica beyond its tokens, in token copies.
-
-        Args:
-            topology: topology with the rates.
-        """
-        rated, flops = self._rated(topology), _known("token_flops", self.token_flops)
-        compute_s = flops / _rate("Topology.flops_per_s", rated.flops_per_s)
-        return in_copies((self.slot_copies or 0) * compute_s, self._token_s(topology))
-
-    def planner_copies(self, topology: Topology) -> int:
-        """Return the time of the planner in token copies.
-
-        Args:
-            topology: topology with the rates.
-        """
-        return in_copies(self.planner_s, self._token_s(topology))
+        return _scale(self, topology, domain, most)
 
     def _most_replicas(self, most: int) -> int:
         """Return the maximum number of replicas of one rank within `max_bytes`, at most `most`."""
@@ -195,10 +174,12 @@ class Cost:
 
     def _token_s(self, topology: Topology) -> float:
         """Return the seconds of a token copy on the busiest rank: in its expert, and in the exchanges."""
-        topology = self._rated(topology)
-        flops = _known("token_flops", self.token_flops)
-        compute_s = flops / _rate("Topology.flops_per_s", topology.flops_per_s)
-        return compute_s + ((self.token_bytes or 0.0) * slowest_share_s(topology) if self.token_bytes else 0.0)
+        exchange_s = self.token_bytes * slowest_share_s(topology) if self.token_bytes else 0.0
+        return self._compute_s(topology) + exchange_s
+
+    def _compute_s(self, topology: Topology) -> float:
+        """Return the seconds of a token copy in its expert."""
+        return _known("token_flops", self.token_flops) / _rate("Topology.flops_per_s", topology.flops_per_s)
 
     def _rated(self, topology: Topology) -> Topology:
         """Return the topology with the rates of `device` in place of missing ones."""
@@ -216,19 +197,35 @@ class Cost:
         return replace(topology, levels=levels, flops_per_s=flops)
 
 
+class TimeScale(NamedTuple):
+    """Times in token copies; see `Cost.scale`.
+
+    Args:
+        table: `[N + 1]` int32, time of a transfer by the maximum number of replicas of one rank, ascending from 0.
+            Numbers beyond `max_bytes` have the int32 maximum over 4.
+        slot: time of the products of a replica beyond its tokens.
+        planner: time of the planner.
+    """
+
+    table: Int[np.ndarray, "N"]
+    slot: int
+    planner: int
+
+
 @lru_cache(maxsize=256)
-def _table(cost: Cost, topology: Topology, domain: int, most: int) -> Int[np.ndarray, "N"]:
-    """Compute `Cost.table` once for all layers and loads."""
+def _scale(cost: Cost, topology: Topology, domain: int, most: int) -> TimeScale:
+    """Compute `Cost.scale` once for all layers and loads."""
     # Compute the table in Python, once, and look it up in the program. Floating point may round differently on
     # different devices, and ranks deciding differently would deadlock.
-    token_s, found = cost._token_s(topology), []
-    rate = slowest_bytes_per_s(cost._rated(topology), domain)
+    rated, found = cost._rated(topology), []
+    token_s, rate = cost._token_s(rated), slowest_bytes_per_s(rated, domain)
     for number in range(most + 1):
         hidden_s = min(number * (cost.gradient_bytes or 0.0) / rate, cost.overlap_s or 0.0)
         found.append(in_copies(number * _known("expert_bytes", cost.expert_bytes) / rate - hidden_s, token_s))
     table = np.where(np.arange(most + 1) <= cost._most_replicas(most), np.array(found), MOST_COPIES).astype(np.int32)
     table.setflags(write=False)
-    return table
+    slot_s = (cost.slot_copies or 0) * cost._compute_s(rated)
+    return TimeScale(table, in_copies(slot_s, token_s), in_copies(cost.planner_s, token_s))
 
 
 def in_copies(seconds: float, token_s: float) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jax_moe_lb.balancers.base import Balancer, LayerCost
-from jax_moe_lb.balancers.cost import MOST_COPIES, Cost, busiest, max_load_bounds, received
+from jax_moe_lb.balancers.cost import MOST_COPIES, Cost, TimeScale, busiest, max_load_bounds, received
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.plan import IntScalar, Plan, load
@@ -111,11 +111,14 @@ class Exact(Balancer):
         # The search stops at this distance from the mean.
         return topology.num_domains * (1 + max(self.eps, SEARCH_ENDS))
 
-    def plans(self, counts: Counts, plan: Plan, topology: Topology) -> int:
-        """Return how often the planner runs for these counts, NumPy arrays; with a `cost` it may not pay."""
+    def rebalance_and_count(
+        self, counts: Counts, plan: Plan, topology: Topology, state: State
+    ) -> tuple[Plan, State, int]:
+        """Plan, and count the runs of the planner; with a `cost` it may not pay."""
         if self.cost is None or not self._weighs(plan, topology):
-            return 1
-        return self._weighed_on_host(self.cost, counts, plan, topology)[1]
+            return self._planned(counts, plan), state, 1
+        found, runs = self._weighed_on_host(self.cost, counts, plan, topology)
+        return found, state, runs
 
     @property
     def place(self) -> Place:
@@ -166,10 +169,13 @@ class Exact(Balancer):
         most = most if self.max_fan_out is None else min(most, self.max_fan_out)
         return (*(limit for limit in LIMITS if limit < most), most)
 
+    def _scale(self, cost: Cost, plan: Plan, topology: Topology) -> TimeScale:
+        """Return the times of replicas in token copies, for any number of replicas of a rank."""
+        return cost.scale(topology, plan.domain, plan.domain * (plan.slots - plan.num_home))
+
     def _bounds(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Int[AnyArray, "N"]:
         """Return a lower bound on the time of plans under each limit, in token copies."""
-        limits = self._limits(plan)
-        table = cost.table(topology, plan.domain, limits[-1])
+        limits, table = self._limits(plan), self._scale(cost, plan, topology).table
         # A plan that moves no more replicas than a lower limit allows is one under that limit.
         moved = table[[1, *(limit + 1 for limit in limits[:-1])]]
         times = max_load_bounds(counts, plan, limits) + moved
@@ -177,11 +183,14 @@ class Exact(Balancer):
         homes = counts.sum(0, dtype=np.int32).reshape(plan.num_ranks, plan.num_home).sum(1, dtype=np.int32)
         return namespace(times).minimum(times, homes.max())
 
-    def _choice(self, cost: Cost, bounds: Int[AnyArray, "N"], plan: Plan, topology: Topology) -> IntScalar:
+    def _choice(
+        self, cost: Cost, bounds: Int[AnyArray, "N"], plan: Plan, time: IntScalar, planner_copies: int
+    ) -> IntScalar:
         """Return the index of the limit with the lowest bound, plus one; 0 if no bound saves time."""
         xp = namespace(bounds)
-        time = self._time(cost, plan, topology) - np.int32(cost.planner_copies(topology))
-        choice = xp.where(bounds.min() < time, bounds.argmin().astype(np.int32) + np.int32(1), np.int32(0))
+        choice = xp.where(
+            bounds.min() < time - np.int32(planner_copies), bounds.argmin().astype(np.int32) + np.int32(1), np.int32(0)
+        )
         if cost.max_rows is not None:
             # A rank cannot serve its load at home, so save rows at any price.
             last, is_untried = np.int32(bounds.shape[0]), bounds[-1] < MOST_COPIES
@@ -190,14 +199,12 @@ class Exact(Balancer):
 
     def _time(self, cost: Cost, plan: Plan, topology: Topology) -> IntScalar:
         """Return the time of a plan in token copies."""
-        most = plan.domain * (plan.slots - plan.num_home)
-        table = namespace(plan.quota).asarray(cost.table(topology, plan.domain, most))
-        served = load(plan) + np.int32(cost.slot_time(topology)) * received(plan)
-        return served.max() + table[busiest(plan)]
+        scale = self._scale(cost, plan, topology)
+        served = load(plan) + np.int32(scale.slot) * received(plan)
+        return served.max() + namespace(plan.quota).asarray(scale.table)[busiest(plan)]
 
-    def _faster(self, cost: Cost, other: Plan, plan: Plan, topology: Topology) -> Any:
-        """Return whether another plan takes less time, or has fewer rows if a rank cannot serve its rows."""
-        pays = self._time(cost, other, topology) < self._time(cost, plan, topology)
+    def _faster(self, cost: Cost, other: Plan, plan: Plan, pays: Any) -> Any:
+        """Return whether another plan takes less time (`pays`), or has fewer rows if a rank cannot serve its rows."""
         if cost.max_rows is None:
             return pays
         most, were = load(other).max(), load(plan).max()
@@ -206,13 +213,16 @@ class Exact(Balancer):
     def _weighed_on_host(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> tuple[Plan, int]:
         """Return the plan with the least time, and how often the planner ran."""
         limits, bounds = self._limits(plan), self._bounds(cost, counts, plan, topology)
+        planner_copies, time = self._scale(cost, plan, topology).planner, self._time(cost, plan, topology)
         for run in range(MOST_PLANS):
-            choice = int(self._choice(cost, bounds, plan, topology))
+            choice = int(self._choice(cost, bounds, plan, time, planner_copies))
             if not choice:
                 return plan, run
             bounds[choice - 1] = MOST_COPIES
             other = self._planned(counts, plan, limits[choice - 1])
-            plan = other if self._faster(cost, other, plan, topology) else plan
+            took = self._time(cost, other, topology)
+            if self._faster(cost, other, plan, took < time):
+                plan, time = other, took
         return plan, MOST_PLANS
 
     def _weighed(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Plan:
@@ -226,19 +236,21 @@ class Exact(Balancer):
 
         def weigh(limit: int, counts: Counts, plan: Plan) -> Plan:
             other = self._planned(counts, plan, limit)
-            is_faster = self._faster(cost, other, plan, topology)
+            pays = self._time(cost, other, topology) < self._time(cost, plan, topology)
+            is_faster = self._faster(cost, other, plan, pays)
             # The planner has already run, so a conditional would save no time.
             return jax.tree.map(lambda new, old: jnp.where(is_faster, new, old), other, plan)
 
         # All branches must return arrays varying over the same mesh axes.
         counts, placement, quota = alike(counts, plan.placement, plan.quota)
         plan = replace(plan, placement=placement, quota=quota)
+        planner_copies = self._scale(cost, plan, topology).planner
         branches: list[Callable[..., Any]] = [keep, *(partial(weigh, limit) for limit in self._limits(plan))]
 
         def run(_: Array, carry: tuple[Plan, Array]) -> tuple[Plan, Array]:
             plan, bounds = carry
             # All ranks take the same branch: counts and plan are equal on all ranks, and times are integers.
-            choice = self._choice(cost, bounds, plan, topology)
+            choice = self._choice(cost, bounds, plan, self._time(cost, plan, topology), planner_copies)
             tried = iota(bounds.shape[0]) == choice - 1
             return jax.lax.switch(choice, branches, counts, plan), jnp.where(tried, np.int32(MOST_COPIES), bounds)
 

@@ -4,7 +4,7 @@ Both checks evaluate the same list of rules. The check in a program costs a few 
 host. A program returns the result as data; the host then evaluates the same rules for the error message.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +78,32 @@ def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) ->
             raise ValueError(describe(*np.argwhere(broken)[0]))
     if plan.rails is not None:
         _check_rails(plan, plan.rails, counts)
+
+
+def check_plans(plans: Sequence[Plan], counts: Sequence[Counts]) -> None:
+    """Check the plans of several groups of ranks as `check_plan` does, for all of them at once.
+
+    Plans with relays or rails are checked one by one.
+
+    Args:
+        plans: plan of each group, in NumPy arrays of equal shapes.
+        counts: `[R, E]` integers, the counts of each plan.
+
+    Raises:
+        ValueError: a plan breaks a rule; the message is that of `check_plan`.
+    """
+    if any(plan.relay is not None or plan.rails is not None or plan.domain != plans[0].domain for plan in plans):
+        for plan, routed in zip(plans, counts, strict=True):
+            check_plan(plan, routed)
+        return
+    for plan, routed in zip(plans, counts, strict=True):
+        check_counts(routed)
+        _check_shapes(plan, routed.shape)
+    placement, quota = np.stack([plan.placement for plan in plans]), np.stack([plan.quota for plan in plans])
+    stacked = replace(plans[0], placement=placement, quota=quota)
+    broken = [rule.any((-2, -1) if rule.ndim > 2 else -1) for rule, _ in _rules(stacked, np.stack(counts), None, np)]
+    for at in np.flatnonzero(np.any(broken, axis=0)).tolist():
+        check_plan(plans[at], counts[at])
 
 
 def is_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> tuple[Plan, Bool[Array, ""]]:
@@ -206,28 +232,32 @@ def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
 
 
 def _rules(
-    plan: Plan, counts: Counts, dynamic: AnyArray | None, xp: Any
+    plan: Plan, counts: Int[AnyArray, "*B R E"], dynamic: AnyArray | None, xp: Any
 ) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
-    """Yield every rule as (mask of violating entries, message for one such entry)."""
-    placement, quota, home = plan.placement, plan.quota, plan.num_home
-    ranks = host_iota(plan.num_ranks)[:, None]
-    expected_home = host_iota(plan.num_experts).reshape(-1, home)
+    """Yield every rule as (mask of violating entries, message for one such entry).
+
+    Plans without relays and rails may be stacked along leading dimensions; the messages are those of a single plan.
+    """
+    placement, quota = plan.placement, plan.quota
+    num_ranks, num_experts = placement.shape[-2], quota.shape[-2]
+    home, ranks = num_experts // num_ranks, host_iota(num_ranks)[:, None]
+    expected_home = host_iota(num_experts).reshape(-1, home)
     # Out-of-range entries violate the first rule. The other rules must not index with them.
-    in_range = (placement >= -1) & (placement < plan.num_experts)
+    in_range = (placement >= -1) & (placement < num_experts)
     expert = xp.where(in_range, placement, -1)
-    copies = _copies(expert, plan.num_experts)
-    routed = counts.sum(0, dtype=np.int64 if xp is np else np.int32)
-    served = quota.sum(1, dtype=routed.dtype)
+    copies = _copies(expert, num_experts)
+    routed = counts.sum(-2, dtype=np.int64 if xp is np else np.int32)
+    served = quota.sum(-1, dtype=routed.dtype)
 
     yield (
         ~in_range,
         lambda r, s: (
             f"plan.placement of rank {r}, slot {s} is {placement[r, s]}; "
-            f"expected an expert below {plan.num_experts}, or -1 for an empty slot"
+            f"expected an expert below {num_experts}, or -1 for an empty slot"
         ),
     )
     yield (
-        expert[:, :home] != expected_home,
+        expert[..., :home] != expected_home,
         lambda r, s: (
             f"plan.placement of rank {r}, slot {s} is {placement[r, s]}; expected its home expert {expected_home[r, s]}"
         ),
@@ -248,7 +278,7 @@ def _rules(
         lambda e, r: f"plan.quota of expert {e}, rank {r} is {quota[e, r]}; expected at least 0",
     )
     yield (
-        (quota > 0) & (copies.T == 0),
+        (quota > 0) & (copies.swapaxes(-1, -2) == 0),
         lambda e, r: f"plan.quota of expert {e}, rank {r} is {quota[e, r]}; expected 0: no slot of the rank holds it",
     )
     yield (
@@ -256,7 +286,7 @@ def _rules(
         lambda e: f"plan.quota of expert {e} sums to {served[e]} tokens; expected the {routed[e]} of counts",
     )
     if dynamic is not None:
-        at_home = host_iota(plan.num_experts)[:, None] // home == host_iota(plan.num_ranks)
+        at_home = host_iota(num_experts)[:, None] // home == host_iota(num_ranks)
         yield (
             (quota > 0) & ~dynamic[:, None] & ~xp.asarray(at_home),
             lambda e, r: (
@@ -277,7 +307,7 @@ def _rules(
 def _sums_to(quota: AnyArray, routed: AnyArray) -> AnyArray:
     """Return whether the nonnegative quotas of each expert sum to its routed tokens."""
     # Sum 16-bit halves: 32-bit sums of invalid quotas could wrap around to the expected number.
-    high, low = (part.sum(1, dtype=routed.dtype) for part in (quota >> 16, quota & 0xFFFF))
+    high, low = (part.sum(-1, dtype=routed.dtype) for part in (quota >> 16, quota & 0xFFFF))
     return (high + (low >> 16) == routed >> 16) & (low & 0xFFFF == routed & 0xFFFF)
 
 
@@ -321,12 +351,13 @@ def _reaches_home(plan: Plan, source: AnyArray) -> AnyArray:
 
 
 def _copies(expert: AnyArray, num_experts: int) -> AnyArray:
-    """Return the number of slots of each rank holding each expert, `[R, E]`."""
-    ranks = np.broadcast_to(host_iota(expert.shape[0])[:, None], expert.shape)
+    """Return the number of slots of each rank holding each expert, `[*B, R, E]`."""
     if isinstance(expert, np.ndarray):
-        copies = np.zeros((expert.shape[0], num_experts + 1), np.int32)
-        np.add.at(copies, (ranks, expert), 1)
-        return copies[:, :-1]
+        slots = expert.reshape(-1, expert.shape[-1])
+        copies = np.zeros((len(slots), num_experts + 1), np.int32)
+        np.add.at(copies, (np.arange(len(slots))[:, None], slots), 1)
+        return copies[:, :-1].reshape(*expert.shape[:-1], num_experts)
+    ranks = np.broadcast_to(host_iota(expert.shape[0])[:, None], expert.shape)
     # A scatter has no mask, so empty slots count in an extra column, dropped afterwards.
     zeros = jnp.zeros((expert.shape[0], num_experts + 1), jnp.int32)
     return zeros.at[ranks, jnp.where(expert < 0, num_experts, expert)].add(1)[:, :-1]

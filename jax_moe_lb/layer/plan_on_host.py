@@ -1,5 +1,6 @@
 """Plans of a system on a host, as NumPy arrays, for the simulator and for reports on compiled programs."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.core.validation import check_plans
 from jax_moe_lb.layer.systems import System
 
 
@@ -18,11 +20,13 @@ class HostPlan(NamedTuple):
         plan: Plan with the relays of the system's replication.
         waves: Counts and plan of each wave of tokens; see `TransportCost.waves`.
         state: State of the balancer after the plan.
+        runs: Number of runs of the balancer's planner.
     """
 
     plan: Plan
     waves: list[tuple[Counts, Plan]]
     state: State
+    runs: int
 
 
 def plan_on_host(
@@ -41,13 +45,44 @@ def plan_on_host(
     Raises:
         ValueError: The balancer rejects the counts, or its plan is not legal.
     """
-    num_home = counts.shape[1] // topology.num_ranks if num_home is None else num_home
+    (found,) = plan_groups(system, [counts], topology, num_home, [state])
+    return found
+
+
+def plan_groups(
+    system: System,
+    counts: Sequence[Counts],
+    topology: Topology,
+    num_home: int | None = None,
+    states: Sequence[State | None] | None = None,
+) -> list[HostPlan]:
+    """Compute the plans of several groups of ranks with equal topologies; see `plan_on_host`.
+
+    Args:
+        system: System of all groups.
+        counts: `[R, E]` int32 of each group.
+        topology: Ranks of a group.
+        num_home: Home experts `L` of a rank, including gathered ones; `E / R` (default).
+        states: State of the balancer of each group; None (default) before the first step.
+
+    Raises:
+        ValueError: The balancer rejects the counts, or a plan is not legal.
+    """
+    num_experts, cost = counts[0].shape[1], system.dispatch.cost()
+    num_home = num_experts // topology.num_ranks if num_home is None else num_home
     # A single rank has all experts at home, and no rank needs an expert twice.
-    slots = num_home + (system.replica_slots if topology.num_ranks > 1 else 0)
-    start = plain_plan(counts, topology, min(slots, counts.shape[1]))
-    state = system.balancer.init(counts.shape) if state is None else state
-    plan, state = system.balancer.rebalance(counts, start, topology, state)
-    # A balancer may return JAX arrays; the rest runs on NumPy arrays on the host.
-    plan = jax.tree.map(np.asarray, plan)
-    waves = system.dispatch.cost().waves(counts, start, plan, system.balancer)
-    return HostPlan(system.replicate.plan(plan) if plan.slots > num_home else plan, waves, state)
+    slots = min(num_home + (system.replica_slots if topology.num_ranks > 1 else 0), num_experts)
+    starts = [plain_plan(routed, topology, slots) for routed in counts]
+    made = []
+    for routed, start, state in zip(counts, starts, states or [None] * len(counts), strict=True):
+        before = system.balancer.init(routed.shape) if state is None else state
+        plan, after, runs = system.balancer.rebalance_and_count(routed, start, topology, before)
+        # A balancer may return JAX arrays; the rest runs on NumPy arrays on the host.
+        made.append((jax.tree.map(np.asarray, plan), after, runs))
+    check_plans([plan for plan, *_ in made], counts)
+    found = []
+    for routed, start, (plan, after, runs) in zip(counts, starts, made, strict=True):
+        waves = cost.waves(routed, start, plan, system.balancer)
+        plan = system.replicate.plan(plan) if plan.slots > num_home else plan
+        found.append(HostPlan(plan, waves, after, runs))
+    return found

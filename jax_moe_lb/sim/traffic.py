@@ -1,15 +1,15 @@
-"""Plans of a simulated layer, and the weights and gradients that they move."""
+"""Groups of ranks of a simulated layer, and the weights and gradients that their plans move."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.types import Counts, State
-from jax_moe_lb.layer.plan_on_host import plan_on_host
-from jax_moe_lb.layer.systems import System
+from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.sim.cluster import Cluster
 
 ExpertMatrix = Int[np.ndarray, "R R"]
@@ -88,18 +88,10 @@ class Group:
     cluster: Cluster
     sizes: tuple[int, ...]
 
-    def spread(self, matrix: Num[np.ndarray, "G G"]) -> Num[np.ndarray, "R R"]:
-        """Embed a matrix over the group's ranks into a matrix over the cluster's ranks, 0 elsewhere.
-
-        Args:
-            matrix: `[G, G]` numbers, from rank to rank of the group.
-        """
-        # A single group is the whole cluster in the same order, so no copy is needed.
-        if len(self.ranks) == self.cluster.num_ranks:
-            return matrix
-        whole = np.zeros((self.cluster.num_ranks,) * 2, matrix.dtype)
-        whole[np.ix_(self.ranks, self.ranks)] = matrix
-        return whole
+    @cached_property
+    def topology(self) -> Topology:
+        """Topology of the group, for balancers."""
+        return self.cluster.topology(self.sizes)
 
 
 def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Group]:
@@ -123,24 +115,17 @@ def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Group]:
     return [Group(members, cluster, inside) for members in by_offset]
 
 
-def plan_layer(
-    system: System, group: Group, counts: Counts, num_home: int, state: State
-) -> tuple[Plan, list[tuple[Counts, Plan]], State]:
-    """Compute the plan of a layer with the system's own balancer.
+def between_all(found: Sequence[Group], matrices: Sequence[Num[np.ndarray, "G G"]]) -> Num[np.ndarray, "R R"]:
+    """Return the matrix over the cluster's ranks with the matrices of all groups, 0 between groups.
 
     Args:
-        system: System whose balancer makes the plan, whose replication may add relays, and whose dispatch gives the
-            waves.
-        group: Ranks that exchange tokens.
-        counts: `[G, E]` int32, token copies from each of these ranks to each expert.
-        num_home: Home experts `L` of a rank, including gathered ones.
-        state: State of the balancer.
-
-    Returns:
-        The plan, the counts and plan of each wave, and the new state.
-
-    Raises:
-        ValueError: The balancer rejects the counts, or its plan is not legal.
+        found: All groups of the cluster, as returned by `groups`.
+        matrices: `[G, G]` numbers of each group, from rank to rank.
     """
-    found = plan_on_host(system, counts, group.cluster.topology(group.sizes), num_home, state)
-    return found.plan, found.waves, found.state
+    # A single group is the whole cluster in the same order, so no copy is needed.
+    if len(found) == 1:
+        return matrices[0]
+    ranks, blocks = np.stack([group.ranks for group in found]), np.stack(matrices)
+    whole = np.zeros((ranks.size,) * 2, blocks.dtype)
+    whole[ranks[:, :, None], ranks[:, None]] = blocks
+    return whole

@@ -1,16 +1,18 @@
 """Work of one layer under a `System`: bytes on links and rows in slots, from the system's own plans."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.plan import Plan, load, plain_plan
+from jax_moe_lb.core.plan import load
 from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.layer.plan_on_host import HostPlan, plan_groups
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.memory import joins_weights
@@ -36,15 +38,15 @@ from jax_moe_lb.sim.padded import (
 )
 from jax_moe_lb.sim.traffic import (
     Group,
+    between_all,
     gradients_between,
     groups,
-    plan_layer,
     replicas_between,
     rows_per_slot,
 )
 from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows
+from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows, rows_of_groups
 
 ERROR_WORDS = 4
 """Number of integers with the router's error code, sent beside each rank's counts; see `layer.moe.count`."""
@@ -193,17 +195,16 @@ def layer_work(
     Returns:
         The work, and the new states.
     """
-    sizes = migration.sizes(cluster)
     system = replace(system, balancer=system.balancer.sized(_facts(system, model, cluster)))
-    parts, after = [], []
-    found = groups(cluster, sizes)
-    for group, state in zip(found, states or [None] * len(found), strict=True):
-        mine = counts[group.ranks]
-        state = system.balancer.init(mine.shape) if state is None else state
-        plan, waves, state = plan_layer(system, group, mine, counts.shape[1] // len(group.ranks), state)
-        parts.append(_part(system, model, group, mine, plan, waves))
-        after.append(state)
-    return _merged(system, model, cluster, migration, counts, parts), after
+    found = groups(cluster, migration.sizes(cluster))
+    num_home = counts.shape[1] // len(found[0].ranks)
+    plans = plan_groups(system, [counts[group.ranks] for group in found], found[0].topology, num_home, states)
+    waves = [rows_of_groups(wave, model.per_token) for wave in zip(*(plan.waves for plan in plans), strict=True)]
+    parts = [
+        _part(system, model, group, plan, list(rows)) for group, plan, *rows in zip(found, plans, *waves, strict=True)
+    ]
+    work = _merged(system, model, cluster, migration, counts, parts)
+    return replace(work, planner_s=_planner_s(system, cluster, plans)), [plan.state for plan in plans]
 
 
 def _facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
@@ -231,42 +232,37 @@ class _PartOfWave(NamedTuple):
 
 @dataclass(frozen=True)
 class _Part:
-    """Work of one group of ranks, in matrices over the cluster's ranks."""
+    """Work of one group of ranks, in matrices over its ranks."""
 
     group: Group
     waves: list[_PartOfWave]
     weights: np.ndarray
     gradients: np.ndarray
     load: Int[np.ndarray, "R"]
-    planner_s: float
 
 
-def _part(
-    system: System, model: ModelShape, group: Group, counts: Counts, plan: Plan, waves: list[tuple[Counts, Plan]]
-) -> _Part:
-    topology, load_after = group.cluster.topology(group.sizes), np.zeros(len(group.ranks), np.int64)
+def _part(system: System, model: ModelShape, group: Group, found: HostPlan, waves: list[WaveRows]) -> _Part:
+    plan, topology, load_after = found.plan, group.topology, np.zeros(len(group.ranks), np.int64)
     cost, num_copies = system.dispatch.cost(), model.tokens * model.per_token
     moved: list[_PartOfWave] = []
-    for at, (wave_counts, wave_plan) in enumerate(waves):
-        wave = WaveRows(wave_counts, wave_plan, model.per_token)
-        hops = cost.hops(wave, topology)
+    for at, wave in enumerate(waves):
+        hops, wave_plan = cost.hops(wave, topology), wave.plan
         # The second phase has as many rounds as the first.
         rounds = moved[0].rounds if moved and cost.passes_home else cost.rounds(wave, topology, num_copies)
         if cost.passes_home and at == 0:
             # The rows of the second wave are not served at home.
-            wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.T for later, _ in waves[1:]))
+            wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.counts.T for later in waves[1:]))
         rows = rows_per_slot(wave_plan)
         gathered = cost.row_arrays(model.tokens, model.per_token, topology).gathered(float(rows.sum()) / len(rows))
         moved.append(_PartOfWave(hops, rows, gathered, rounds))
         load_after += load(wave_plan)
     if group.cluster.communication.padded:
-        moved = _with_padding(moved, [WaveRows(*wave, model.per_token) for wave in waves], cost, num_copies)
+        moved = _with_padding(moved, waves, cost, num_copies)
     weights, gradients = replicas_between(plan), gradients_between(plan)
     if group.cluster.communication.padded and system.replica_slots:
         sizes = len(group.ranks), plan.num_home
         weights, gradients = ring_experts(*sizes), ring_experts(*sizes, back=True)
-    weights, gradients = group.spread(weights), group.spread(gradients)
-    return _Part(group, moved, weights, gradients, load_after, _planner_s(system, group, counts, plan))
+    return _Part(group, moved, weights, gradients, load_after)
 
 
 def _with_padding(
@@ -295,17 +291,14 @@ def _with_padding(
     return found
 
 
-def _planner_s(system: System, group: Group, counts: Counts, plan: Plan) -> float:
-    """Return the seconds of a group from counts to plan."""
+def _planner_s(system: System, cluster: Cluster, plans: list[HostPlan]) -> float:
+    """Return the seconds from counts to plan of the group whose planner runs most often."""
     # Without counts, the placement is fixed before the layer, so no planning time is needed.
     if not system.balancer.needs_counts:
         return 0.0
-    cluster = group.cluster
-    planner_s = cluster.planner_s
+    planner_s, runs, plan = cluster.planner_s, max(one.runs for one in plans), plans[0].plan
     if planner_s is None:
-        planner_s = system.balancer.planning_s(counts.shape[0], counts.shape[1], cluster.host_wait_s)
-    topology = cluster.topology(group.sizes)
-    runs = system.balancer.plans(counts, plain_plan(counts, topology, plan.slots), topology)
+        planner_s = system.balancer.planning_s(plan.num_ranks, plan.num_experts, cluster.host_wait_s)
     # The branch of a planner that does not run waits for the host, as XLA evaluates it there.
     return runs * planner_s if runs else min(planner_s, cluster.host_wait_s)
 
@@ -337,13 +330,15 @@ def _merged(
 
     widths = widths_of(model, cluster, system.dispatch)
 
-    def on_links(matrices: Any, num_bytes: float) -> Flow:
-        return flow(sum(matrices) * num_bytes, cluster)
+    found = [part.group for part in parts]
+
+    def on_links(matrices: Sequence[RowsBetween], num_bytes: float) -> Flow:
+        # Groups have disjoint ranks and rows, and share links.
+        return flow(between_all(found, matrices) * num_bytes, cluster)
 
     waves = []
     cost = system.dispatch.cost()
     for at, first in enumerate(parts[0].waves):
-        # Groups have disjoint ranks and rows; on links, their bytes add up.
         by_rank = np.zeros((cluster.num_ranks, first.rows.shape[1]), np.int64)
         for part in parts:
             by_rank[part.group.ranks] = part.waves[at].rows
@@ -354,23 +349,19 @@ def _merged(
         if cluster.communication.padded:
             waves.append(_padded_wave(wave, parts, at, cluster))
             continue
-        hops = [
-            on_links((p.group.spread(p.waves[at].hops[hop]) for p in parts), widths.out)
-            for hop in range(len(first.hops))
-        ]
+        hops = [on_links([part.waves[at].hops[hop] for part in parts], widths.out) for hop in range(len(first.hops))]
         dispatch = tuple(exchanged(hop, inside, cluster, by_level=cost.by_level) for hop in hops)
         waves.append(replace(wave, dispatch=dispatch))
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
         loads[part.group.ranks] = part.load
-    weights = on_links((part.weights for part in parts), float(model.expert_bytes))
-    gradients = on_links((part.gradients for part in parts), float(model.expert_gradient_bytes))
+    weights = on_links([part.weights for part in parts], float(model.expert_bytes))
+    gradients = on_links([part.gradients for part in parts], float(model.expert_gradient_bytes))
     if cluster.communication.padded:
         messages = exchange_hops(cluster.num_ranks, model.matrices * (math.prod(inside) - 1), 1)
         weights, gradients = with_messages(weights, messages), with_messages(gradients, messages)
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
-        planner_s=max(part.planner_s for part in parts),
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
         joins=joins_weights(system, model, cluster),
@@ -386,20 +377,20 @@ def _merged(
 def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> Wave:
     """Return a wave with the exchanges and turns of all groups, whose permutes are operations of all ranks."""
     rounds, hops = wave.rounds, list(zip(*(part.waves[at].padded for part in parts), strict=True))
+    found = [part.group for part in parts]
 
     def exchange(matrices: list[RowsBetween], permutes: int) -> Flow:
-        rows = np.sum([part.group.spread(matrix) for part, matrix in zip(parts, matrices, strict=True)], 0)
         # A permute is between the halves of a group, or inside both of them.
-        sent = replace(flow(rows * wave.widths.out, cluster), in_turn=True)
+        sent = replace(flow(between_all(found, matrices) * wave.widths.out, cluster), in_turn=True)
         return with_messages(sent, exchange_hops(cluster.num_ranks, permutes, rounds))
 
     out = [exchange([one.out for one in hop], max(one.permutes_out for one in hop)) for hop in hops]
     back = [exchange([one.back for one in hop], max(one.permutes_back for one in hop)) for hop in reversed(hops)]
-    found = [(part.group.ranks, turns) for part in parts if (turns := part.waves[at].turns) is not None]
+    of_ranks = [(part.group.ranks, turns) for part in parts if (turns := part.waves[at].turns) is not None]
     turns = None
-    if found:
-        turns = np.zeros((max(len(one) for _, one in found), *wave.rows.shape), np.int64)
-        for ranks, one in found:
+    if of_ranks:
+        turns = np.zeros((max(len(one) for _, one in of_ranks), *wave.rows.shape), np.int64)
+        for ranks, one in of_ranks:
             turns[: len(one), ranks] = one
     return replace(wave, dispatch=tuple(out), returning=tuple(back), turns=turns)
 

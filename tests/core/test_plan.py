@@ -14,7 +14,7 @@ from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.core import Split, check_plan, imbalance, load, nearest_first, plain_plan, straggler, traffic
 from jax_moe_lb.core.split import arrivals
-from jax_moe_lb.core.validation import fallback_to_plain
+from jax_moe_lb.core.validation import check_plans, fallback_to_plain
 from tests.oracle import random_plan, split
 
 
@@ -129,6 +129,10 @@ def test_illegal_plans_are_refused_on_the_host_and_in_jit(name):
     plan, message = ILLEGAL[name]
     with pytest.raises(ValueError, match=message):
         check_plan(plan, COUNTS)
+    legal_one = plain_plan(COUNTS, Topology.flat(4, plan.domain), plan.slots)
+    check_plans([legal_one] * 2, [COUNTS] * 2)
+    with pytest.raises(ValueError, match=message):
+        check_plans([legal_one, plan], [COUNTS] * 2)
     plain, legal = jax.jit(fallback_to_plain)(jax.tree.map(jnp.asarray, plan), jnp.asarray(COUNTS))
     assert not legal
     check_plan(plain, COUNTS)

@@ -15,6 +15,7 @@ from jax_moe_lb.core import Level
 from jax_moe_lb.core.plan import load, rows_between, traffic
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.layer import systems
+from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.sim import (
     AnalyticGemm,
     Cluster,
@@ -31,7 +32,7 @@ from jax_moe_lb.sim import (
 )
 from jax_moe_lb.sim.network import all_reduce, flow, level_bytes, seconds
 from jax_moe_lb.sim.stream_model import latency
-from jax_moe_lb.sim.traffic import gradients_between, groups, plan_layer, replicas_between, rows_per_slot
+from jax_moe_lb.sim.traffic import gradients_between, replicas_between, rows_per_slot
 from jax_moe_lb.sim.work import layer_work, shared_work
 from jax_moe_lb.transport import Codec, CodecBase, Direct
 from jax_moe_lb.transport.wave_rows import WaveRows
@@ -87,8 +88,7 @@ def test_what_is_sent_is_received_and_is_what_the_plan_says(case):
     machine, name, seed, skew = case
     cluster, system = cluster_of(machine), SYSTEMS[name]
     counts = counts_of(cluster, seed, skew)
-    (group,) = groups(cluster, (1,) * len(cluster.levels))
-    plan, _, _ = plan_layer(system, group, counts[0], 16 // cluster.num_ranks, system.balancer.init(counts[0].shape))
+    plan = plan_on_host(system, counts[0], cluster.topology()).plan
     rows, moved = rows_between(counts[0], plan), traffic(plan, counts[0])
     for rank in range(plan.num_ranks):
         row = nearest_first(counts[0], plan.quota, rank, plan.domain, plan.split).sum(0)
@@ -266,8 +266,7 @@ def test_spraying_evens_out_the_rails_and_brings_every_row_to_its_rank():
     cluster = Cluster((Links("node", 2, 1e9, links=4), Links("gpu", 4, 1e12)))
     counts = np.zeros((8, 16), np.int32)
     counts[0, 8] = 256  # from one rank to one rank of the other node
-    (group,) = groups(cluster, (1, 1))
-    plan, _, _ = plan_layer(systems.rails(), group, counts, 2, ())
+    plan = plan_on_host(systems.rails(), counts, cluster.topology()).plan
     rows = rows_between(counts, plan)
     to_rail, rail, from_rail = systems.rails().dispatch.cost().hops(WaveRows(counts, plan, 1), cluster.topology())
     np.testing.assert_array_equal(rail[:4, 4:], np.diag([64] * 4))
@@ -280,8 +279,7 @@ def test_spraying_evens_out_the_rails_and_brings_every_row_to_its_rank():
 def test_hops_follow_the_rails_of_any_number(rails):
     cluster = Cluster((Links("node", 2, 1e9, links=rails), Links("gpu", 4, 1e12)))
     counts = np.random.default_rng(0).integers(0, 50, (8, 16), np.int32)
-    (group,) = groups(cluster, (1, 1))
-    plan, _, _ = plan_layer(systems.rails(), group, counts, 2, ())
+    plan = plan_on_host(systems.rails(), counts, cluster.topology()).plan
     rows = rows_between(counts, plan)
     to_rail, rail, from_rail = systems.rails().dispatch.cost().hops(WaveRows(counts, plan, 1), cluster.topology())
     node = np.arange(8) // 4

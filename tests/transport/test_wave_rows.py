@@ -1,5 +1,7 @@
 """Tokens sent once, estimated from counts: against synthetic tokens, and by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,10 +10,11 @@ from jax_moe_lb.aot import LayerSizes
 from jax_moe_lb.aot.load import zipf_counts
 from jax_moe_lb.core import Level, plain_plan
 from jax_moe_lb.core.plan import load
-from jax_moe_lb.core.split import copies_of_all
+from jax_moe_lb.core.split import Split, copies_of_all
 from jax_moe_lb.layer.plan_on_host import plan_on_host
+from jax_moe_lb.layer.systems import ultraep
 from jax_moe_lb.transport import Direct, Forward
-from jax_moe_lb.transport.wave_rows import EvenRouting, WaveRows, share_in_member, spread_evenly
+from jax_moe_lb.transport.wave_rows import EvenRouting, WaveRows, rows_of_groups, share_in_member, spread_evenly
 
 
 def test_tokens_with_uneven_chances_are_estimated_within_five_percent():
@@ -55,6 +58,21 @@ def test_tokens_of_members_equal_the_recurrence(per_token):
         share = 1 - symmetric(odds * (1 - there_part), per_token) / symmetric(odds, per_token)
         wanted = np.clip(share * number, copies.sum() / per_token, copies.sum())
         assert found[rank, member] == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("system", [exact(2), ultraep(2)])
+def test_rows_of_several_groups_equal_those_of_each(system):
+    topology, rng = Topology((Level("node", 2), Level("gpu", 2)), ranks_per_domain=2), np.random.default_rng(0)
+    loads = [rng.multinomial(4096, rng.dirichlet(np.full(16, 0.5)), 4).astype(np.int32) for _ in range(3)]
+    waves = [(counts, plan_on_host(system, counts, topology).plan) for counts in loads]
+    # The last group has another split rule, so it is in another batch.
+    waves.append((loads[0], replace(waves[0][1], split=Split("proportional", locality=False))))
+    for wave, rows in zip(waves, rows_of_groups(waves, 4), strict=True):
+        alone = WaveRows(*wave, per_token=4)
+        np.testing.assert_array_equal(rows.copies, alone.copies)
+        np.testing.assert_array_equal(rows.by_expert, alone.by_expert)
+        for members in (2, 4):
+            np.testing.assert_array_equal(rows.tokens(members), alone.tokens(members))
 
 
 def test_ranks_without_tokens_send_none():
