@@ -18,7 +18,16 @@ from jax_moe_lb.sim.loads import LoadShape, drifting_counts, skewed_counts
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.sim.network import seconds
-from jax_moe_lb.sim.run import Report, keeps_history, remembered, simulate, simulate_sample, simulate_uniform
+from jax_moe_lb.sim.run import (
+    Report,
+    States,
+    keeps_history,
+    remembered,
+    simulate,
+    simulate_microbatch,
+    simulate_sample,
+    simulate_uniform,
+)
 from jax_moe_lb.sim.work import shared_work
 
 BEFORE = 4
@@ -161,10 +170,12 @@ class Evaluator:
     step: Step
     sample: Cluster | None = None
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
-    _simulations: int = field(default=0, repr=False, compare=False)
-    _built: dict[Choice, Candidate] = field(default_factory=dict, repr=False, compare=False)
-    _seen: dict[tuple[Choice, str], tuple[float, int]] = field(default_factory=dict, repr=False)
-    _placed: dict[tuple[str, int], Int[np.ndarray, "X R E"]] = field(default_factory=dict, repr=False)
+    # No arguments: `dataclasses.replace` begins with empty caches.
+    _simulations: int = field(default=0, init=False, repr=False, compare=False)
+    _built: dict[Choice, Candidate] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _memories: dict[Choice, Memory] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _seen: dict[tuple[Choice, str], tuple[float, int]] = field(default_factory=dict, init=False, repr=False)
+    _placed: dict[tuple[str, int], Int[np.ndarray, "X R E"]] = field(default_factory=dict, init=False, repr=False)
 
     def glance(self, choice: Choice, workload: Workload) -> float:
         """Simulate one layer of the model with the first layer of a workload.
@@ -200,8 +211,7 @@ class Evaluator:
             # Other layers and microbatches take the same time under all choices.
             model = replace(self.model, layers=1, other_s=0.0)
             step = replace(self.step, parallel=self.step.parallel.of_one_microbatch)
-            found = self._simulated(choice, workload.first_layer, model, step)
-            self._seen[key] = found.step_s, found.rounds
+            self._seen[key] = self._simulated_layer(choice, workload.first_layer, model, step)
         return self._seen[key]
 
     def report(self, choice: Choice, workload: Workload) -> Report:
@@ -215,8 +225,10 @@ class Evaluator:
 
     def memory(self, choice: Choice) -> Memory:
         """Count the memory of a rank, without a simulation."""
-        one = self.candidate(choice)
-        return memory_of(one.system, self.model, self.cluster, one.migration, self.step)
+        if choice not in self._memories:
+            one = self.candidate(choice)
+            self._memories[choice] = memory_of(one.system, self.model, self.cluster, one.migration, self.step)
+        return self._memories[choice]
 
     def candidate(self, choice: Choice) -> Candidate:
         """Build the candidate of a choice."""
@@ -247,28 +259,47 @@ class Evaluator:
         # Experts wait for the gathers before them, and gradients go home after them.
         return planner_s + experts_s + max(before_s, sum(seconds(flow, self.cluster) for flow in flows))
 
-    def _simulated(self, choice: Choice, workload: Workload, model: ModelShape, step: Step) -> Report:
-        one = self.candidate(choice)
+    def _simulated_layer(self, choice: Choice, workload: Workload, model: ModelShape, step: Step) -> tuple[float, int]:
+        """Return the seconds and the rounds of one layer, if possible without the totals of a report."""
+        if workload.counts is None or self.sample is not None:
+            found = self._simulated(choice, workload, model, step)
+            return found.step_s, found.rounds
+        one = self._begun(choice, workload)
+        counts, states = self._routed(one, workload, workload.counts)
+        return simulate_microbatch(one.system, model, self.cluster, counts, one.migration, step, states)
+
+    def _begun(self, choice: Choice, workload: Workload) -> Candidate:
+        """Return the candidate of a choice whose simulation begins."""
         self._simulations += 1
         if self.tell is not None:
             self.tell(f"{self._simulations} simulations, {choice.name} on {workload.name}")
+        return self.candidate(choice)
+
+    def _simulated(self, choice: Choice, workload: Workload, model: ModelShape, step: Step) -> Report:
+        one = self._begun(choice, workload)
         if workload.counts is None:
             dispatch = one.system.dispatch
             return simulate_uniform(model, self.cluster, migration=one.migration, step=step, dispatch=dispatch)
-        counts = workload.counts
+        counts, states = self._routed(one, workload, workload.counts)
+        if self.sample is not None:
+            parts = model, self.cluster, self.sample, counts
+            return simulate_sample(one.system, *parts, migration=one.migration, step=step)
+        return simulate(one.system, model, self.cluster, counts, migration=one.migration, step=step, states=states)
+
+    def _routed(
+        self, one: Candidate, workload: Workload, counts: Int[np.ndarray, "X R E"]
+    ) -> tuple[Int[np.ndarray, "X R E"], States | None]:
+        """Return the counts with experts in the order of a candidate's homes, and the states of its balancer."""
         if one.system.relocates:
             # Cache the homes: all relocating choices share them, and planning them takes longer than most simulations.
             key = workload.name, len(counts)
             if key not in self._placed:
                 self._placed[key] = permute_to_homes(workload, one, self.sample or self.cluster)
             counts = self._placed[key]
-        if self.sample is not None:
-            parts = model, self.cluster, self.sample, counts
-            return simulate_sample(one.system, *parts, migration=one.migration, step=step)
         states = None
-        if workload.before is not None and keeps_history(one.system, model, self.cluster):
-            states = remembered(one.system, model, self.cluster, workload.before)
-        return simulate(one.system, model, self.cluster, counts, migration=one.migration, step=step, states=states)
+        if workload.before is not None and self.sample is None and keeps_history(one.system, self.model, self.cluster):
+            states = remembered(one.system, self.model, self.cluster, workload.before)
+        return counts, states
 
 
 def permute_to_homes(workload: Workload, candidate: Candidate, cluster: Cluster) -> Int[np.ndarray, "X R E"]:

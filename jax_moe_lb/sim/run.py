@@ -187,16 +187,46 @@ def simulate(
         (True, ['attention', 'counts', 'weights'])
     """
     counts = _checked(counts, model, cluster)
-    works, after = [], []
-    for layer, before in zip(counts, states or itertools.repeat(None, len(counts)), strict=True):
-        work, state = layer_work(system, model, cluster, layer, migration, before)
-        works.append(work)
-        after.append(state)
+    works, after = _works(system, model, cluster, counts, migration, states)
     start = [imbalance(load(plain_plan(layer, cluster.topology()))) for layer in counts]
     # Model layers cycle through the recorded layers, so extra layers need no further plans.
     layers = [works[at % len(works)] for at in range(model.layers)]
     memory = memory_of(system, model, cluster, migration, step)
     return _report(layers, model, cluster, step, float(np.mean(start)), memory, after)
+
+
+def simulate_microbatch(
+    system: System,
+    model: ModelShape,
+    cluster: Cluster,
+    counts: Num[np.ndarray, "..."],
+    migration: Migration,
+    step: Step,
+    states: States | None,
+) -> tuple[float, int]:
+    """Return the seconds and the most rounds of one microbatch, without the totals and the memory of a report.
+
+    The arguments are those of `simulate`.
+    """
+    works, _ = _works(system, model, cluster, _checked(counts, model, cluster), migration, states)
+    layers = [works[at % len(works)] for at in range(model.layers)]
+    return _microbatch(layers, model, cluster, step).end_s, max(work.rounds for work in works)
+
+
+def _works(
+    system: System,
+    model: ModelShape,
+    cluster: Cluster,
+    counts: Int[np.ndarray, "X R E"],
+    migration: Migration,
+    states: States | None,
+) -> tuple[list[LayerWork], States]:
+    """Return the work of each layer of the counts, and the states after it."""
+    before = states or itertools.repeat(None, len(counts))
+    found = [
+        layer_work(system, model, cluster, layer, migration, state) for layer, state in zip(counts, before, strict=True)
+    ]
+    return [work for work, _ in found], [state for _, state in found]
 
 
 def replay(
@@ -404,6 +434,16 @@ def simulate_sample(
     return replace(found, stages=stages, level_bytes=level_bytes)
 
 
+def _microbatch(
+    layers: Sequence[LayerWork], model: ModelShape, cluster: Cluster, step: Step, *, is_last: bool = True
+) -> Timeline:
+    """Return the solved timeline of one microbatch; `is_last` for the last one of a step."""
+    # Under uniform routing, waves have a single row that stands for all ranks.
+    timeline = Timeline(max(len(wave.rows) for work in layers for wave in work.waves))
+    Scheduler(model, cluster, step, timeline, is_last).run(list(layers))
+    return timeline
+
+
 def _report(
     layers: Sequence[LayerWork],
     model: ModelShape,
@@ -413,19 +453,11 @@ def _report(
     memory: Memory,
     states: States,
 ) -> Report:
-    # Under uniform routing, waves have a single row that stands for all ranks.
-    num_ranks, parallel = max(len(wave.rows) for work in layers for wave in work.waves), step.parallel
-
-    def microbatch(is_last: bool) -> Timeline:
-        timeline = Timeline(num_ranks)
-        Scheduler(model, cluster, step, timeline, is_last).run(list(layers))
-        return timeline
-
-    timeline = microbatch(is_last=True)
+    timeline, parallel = _microbatch(layers, model, cluster, step), step.parallel
     totals = Totals.of(timeline, cluster)
     if parallel.microbatches > 1 or parallel.turns_waited:
         # All microbatches are equal, except that only the last one completes the gradients.
-        before = Totals.of(microbatch(is_last=False), cluster)
+        before = Totals.of(_microbatch(layers, model, cluster, step, is_last=False), cluster)
         totals = totals.plus(before, float(parallel.microbatches - 1)).waiting(parallel.turns_waited * before.step_s)
     return Report(
         step_s=totals.step_s,
