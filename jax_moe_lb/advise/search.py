@@ -265,7 +265,8 @@ def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads
         explored.append(_explored(space, judge, workload, is_near, list(dict.fromkeys(best)) or space.first()))
     if not any(explored):
         raise ValueError(f"no choice fits into memory: plain {needs(judge, Choice())}")
-    chosen = {choice for times in explored for choice in _best_of_families(times, FINALISTS)} | {Choice()}
+    # A set has another order in every process, and hence another winner of ties.
+    chosen = dict.fromkeys([*(one for times in explored for one in _best_of_families(times, FINALISTS)), Choice()])
     # Simulate all of them on every shape, so that a favorite of one shape is compared on the others.
     middle = {choice: float(np.median([judge.glance(choice, workload) for workload in shapes])) for choice in chosen}
     near = {choice: took for choice, took in middle.items() if took <= FAR * min(middle.values())}
