@@ -137,6 +137,7 @@ RUNS = (
     Run("bench_exact_settings", quick=("--quick",)),
     Run("bench_planner_times", quick=("--quick",)),
     Run("bench_advice_regret", quick=("--quick",)),
+    Run("bench_advice_time", quick=("--quick",)),
     Run("bench_planners", ("--loads", "LOADS"), ("--tokens", "256", "--step", "29"), _loads),
     Run(
         "bench_planners",
