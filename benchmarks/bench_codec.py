@@ -28,7 +28,7 @@ from models.data.corpus import Corpus
 from models.data.sources import default_corpus
 from models.mesh import make_mesh, place_batch
 from models.settings import updated
-from models.training.step import make_programs
+from models.training.step import Programs, make_programs
 
 CODECS = {
     "ratio 1": Codec(),
@@ -58,10 +58,18 @@ def train(
 ) -> tuple[list[float], float]:
     """Return the loss of every step, and the final validation loss."""
     programs = make_programs(config, mesh, plain(Buffers(2.0)).replace(migrate=migrate))
-    state, losses = programs.init(), []
+    state = programs.init()
     if upcycled:
         shardings = jax.tree.map(lambda shape: shape.sharding, programs.state_shapes)
         state = jax.jit(copies_of_one, out_shardings=shardings, donate_argnums=0)(state)
+    return train_from(state, programs, config, mesh, corpus)
+
+
+def train_from(
+    state: nnx.State, programs: Programs, config: TrainConfig, mesh: Mesh, corpus: Corpus
+) -> tuple[list[float], float]:
+    """Return the results of `train` from an initial state; programs of another seed may run the steps."""
+    losses = []
     for number in range(1, config.steps + 1):
         tokens = corpus.batch(config.seed, number, config.batch.size, config.batch.sequence_length)
         state, loss, _ = programs.step(state, place_batch(tokens, mesh))

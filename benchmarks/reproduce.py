@@ -116,7 +116,6 @@ class Run:
 LONG = "takes an hour or more"
 MEASURED = "stays as it was measured"
 CODECS = ("ratio 50, remembered", "ratio 50, shared")
-GRADIENT_CODECS = ("whole", "gradients 5")
 RUNS = (
     Run("bench_ultraep", quick=("--tokens", "512")),
     Run(
@@ -202,8 +201,7 @@ RUNS = (
         result="bench_codec_long",
         aside=LONG,
     ),
-    Run("bench_gradient_codec", quick=("--steps", "20")),
-    Run("bench_gradient_codec", ("--seed", "1", "--codecs", *GRADIENT_CODECS), result="bench_gradient_codec_1"),
+    Run("bench_gradient_codec", quick=("--steps", "20", "--seeds", "1")),
     Run("bench_straggler", ("--number", "50"), aside=LONG),
     Run("bench_training", aside=LONG),
     Run("bench_training_curves", aside=LONG),
