@@ -1,15 +1,16 @@
-"""Host memory and duration of loading a generated checkpoint in one process and in several.
+"""Host memory of loading and saving a generated checkpoint, in one process and in several.
 
     python -m benchmarks.bench_loading [--layers 2] [--out benchmarks/results/bench_loading.json]
 
 The checkpoint has layers of Mixtral-8x7B in bfloat16, 2.9 GB each, and its embeddings. It is written to a temporary
 folder and read from there, from the page cache as far as it fits. Four CPU devices are divided among the processes.
-Their memory is host memory, so a process holds its shards, too. Its bound is these and two of the largest tensor,
-beside the memory of JAX and its compiler.
+Their memory is host memory, so a process holds its shards, too. Peaks are above these shards. They include the memory
+of JAX and its compiler.
 """
 
 import argparse
 import json
+import math
 import os
 import socket
 import subprocess
@@ -18,7 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.results import Table, Value, out_option, report
@@ -31,15 +33,17 @@ PROCESSES = (1, 2)
 
 
 def write_checkpoint(folder: Path, text: str) -> dict[str, int]:
-    """Write a checkpoint for a `config.json`, each tensor of one value; return the bytes of its tensors."""
-    shapes = {piece.name: piece.shape for piece in pieces_of(configured(Fields(text)))}
-    sizes = {name: 2 * int(np.prod(shape)) for name, shape in shapes.items()}
+    """Write a checkpoint for a `config.json`, of periodic values; return the bytes of its tensors."""
+    pieces = pieces_of(configured(Fields(text)))
+    shapes = {piece.name: jax.ShapeDtypeStruct(piece.shape, jnp.bfloat16) for piece in pieces}
     (folder / "config.json").write_text(text)
-    write_tensors(folder, sizes, (np.full(shape, i, ml_dtypes.bfloat16) for i, shape in enumerate(shapes.values())))
-    return sizes
+    # The period divides no width, so neighboring rows differ.
+    periods = (np.arange(i, i + 251).astype(jnp.bfloat16) for i in range(len(shapes)))
+    write_tensors(folder, shapes, (np.resize(next(periods), shape.shape) for shape in shapes.values()))
+    return {name: 2 * math.prod(shape.shape) for name, shape in shapes.items()}
 
 
-def load_in(folder: Path, num_processes: int, loads: int = 1) -> list[dict[str, float]]:
+def load_in(folder: Path, num_processes: int, repetitions: int = 1) -> list[dict[str, float]]:
     """Return the measurements of all processes, see `benchmarks.load_memory`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -48,7 +52,8 @@ def load_in(folder: Path, num_processes: int, loads: int = 1) -> list[dict[str, 
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     command = [sys.executable, "-m", "benchmarks.load_memory", str(folder), str(port), str(num_processes)]
     options: dict[str, Any] = {"env": environment | {"JAX_PLATFORMS": "cpu"}, "stdout": subprocess.PIPE, "text": True}
-    processes: list[Any] = [subprocess.Popen([*command, str(i), str(loads)], **options) for i in range(num_processes)]
+    commands = [[*command, str(i), str(repetitions)] for i in range(num_processes)]
+    processes: list[Any] = [subprocess.Popen(one, **options) for one in commands]
     found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
     assert all(process.returncode == 0 for process in processes)
     return found
@@ -66,13 +71,15 @@ def main() -> None:
         sizes = write_checkpoint(Path(temporary), json.dumps(fields))
         for num_processes in PROCESSES:
             found = load_in(Path(temporary), num_processes)
-            most = max(found, key=lambda one: one["peak"])
-            bound = most["parameters"] + 2 * max(sizes.values())
-            gigabytes = [1e-9 * n for n in (sum(sizes.values()), most["parameters"], most["peak"], bound)]
-            rows.append([num_processes, *gigabytes, max(one["seconds"] for one in found)])
+            shards = max(one["parameters"] for one in found)
+            load_bytes = max(one["load_bytes"] - one["parameters"] for one in found)
+            save_bytes = max(one["save_bytes"] for one in found)
+            in_bytes = (sum(sizes.values()), max(sizes.values()), shards, load_bytes, save_bytes)
+            rows.append([num_processes, *(1e-9 * number for number in in_bytes)])
             print(rows[-1], flush=True)
-    columns = {"processes": "", "checkpoint GB": ".2f", "shards GB": ".2f", "peak GB": ".2f", "bound GB": ".2f"}
-    report({"mixtral": Table(columns | {"seconds": ".0f"}, rows)}, given.out)
+    names = ("checkpoint", "largest tensor", "shards", "load", "save")
+    columns = {"processes": ""} | {f"{name} GB": ".2f" for name in names}
+    report({"mixtral": Table(columns, rows)}, given.out)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType
 
+from benchmarks.local_gloo import bind_gloo
 from benchmarks.popular_ranks import Case, popularity
 from benchmarks.results import Table, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
@@ -140,14 +141,7 @@ def dense_flops_per_s(sizes: Sizes) -> float:
 
 
 def _join(rank: int, address: str) -> None:
-    # gloo binds to the address of the host name, which may not resolve on a minimal machine.
-    try:
-        socket.gethostbyname(socket.gethostname())
-    except OSError:
-        from jax._src.lib import _jax
-
-        make = _jax.make_gloo_tcp_collectives
-        _jax.make_gloo_tcp_collectives = lambda *args, **kwargs: make(*args, **{**kwargs, "hostname": "127.0.0.1"})
+    bind_gloo()
     jax.distributed.initialize(address, NUM_RANKS, rank, heartbeat_timeout_seconds=30)
 
 

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import numpy as np
 import typer
 
@@ -20,7 +21,7 @@ from jax_moe_lb.core import FileLimits
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured, pieces_of
 from models.console import USER_ERRORS, FileLimitsOption, say
-from models.pretrained.safetensors import FLOATS, TensorFolder
+from models.pretrained.safetensors import FLOATS, NUMPY, TensorFolder
 from models.pretrained.saving import KEPT_FILES, MAX_FILE_BYTES, copy_files, vacant, write_tensors
 from models.run_folder.files import write_whole
 
@@ -121,7 +122,7 @@ def upcycle(
         experts_per_token: `K`, experts per token, usually 2.
         share: if True, a shared expert is the dense network, and the other experts add 0 initially.
         seed: seed of the routers.
-        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), which host memory holds at once.
+        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), unless one tensor is larger.
         limits: limits of `config.json`, of the index and of the headers.
 
     Raises:
@@ -136,18 +137,22 @@ def upcycle(
             _check(tensors, dense_name(name), shape)
         dtype = tensors.read("model.norm.weight").dtype
 
-        def made(name: str) -> np.ndarray:
+        def dtype_of(name: str) -> Any:
             source = dense_name(name)
-            if name.endswith("e_score_correction_bias"):
-                return np.zeros(shapes[name], np.float32)
-            if share and re.search(LAST_PROJECTION, name):
-                return np.zeros(shapes[name], dtype)
+            if source is not None:
+                return np.dtype(NUMPY[tensors.home[source].dtypes[source]])
+            return np.dtype(np.float32) if name.endswith("e_score_correction_bias") else dtype
+
+        def made(name: str) -> np.ndarray:
+            source, wanted = dense_name(name), written[name]
+            if name.endswith("e_score_correction_bias") or (share and re.search(LAST_PROJECTION, name)):
+                return np.zeros(wanted.shape, wanted.dtype)
             if source is not None:
                 return tensors.read(source)
-            return (rng.standard_normal(shapes[name], np.float32) * ROUTER_SCALE).astype(dtype)
+            return (rng.standard_normal(wanted.shape, np.float32) * ROUTER_SCALE).astype(wanted.dtype)
 
-        sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}
-        write_tensors(aside, sizes, map(made, sizes), max_file_bytes)
+        written = {name: jax.ShapeDtypeStruct(shape, dtype_of(name)) for name, shape in shapes.items()}
+        write_tensors(aside, written, map(made, written), max_file_bytes)
         write_whole(aside / "config.json", text.encode())
         copy_files(KEPT_FILES, folder, aside)
 

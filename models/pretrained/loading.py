@@ -22,7 +22,7 @@ from models.decoder.config import DecoderConfig
 from models.decoder.model import Decoder
 from models.mesh import placed_shapes, state_shardings
 from models.pretrained.quantized import CheckpointWeights
-from models.pretrained.safetensors import READ_BYTES, TensorFolder, short
+from models.pretrained.safetensors import READ_BYTES, TensorFolder, copy_blocks, short
 
 COMPARED_LINES = 4096
 """Rows of two tensors to compare at a time."""
@@ -182,28 +182,49 @@ def _placed(weights: CheckpointWeights, pieces: list[ParameterSlice], shape: Any
     if is_small:
         shards = {device: np.zeros(tuple(map(len, parts)), shape.dtype) for device, parts in ranges.items()}
     for piece in pieces:
-        depth = len(piece.place)
-        homes = [d for d in ranges if all(at in part for at, part in zip(piece.place, ranges[d], strict=False))]
-        if not homes:
-            # Skip experts whose home is in another process.
-            continue
-        box = [_hull(parts) for parts in zip(*(ranges[device][depth:] for device in homes), strict=True)]
-        value = _read(weights, piece, box)
-        for device in homes:
-            where = zip(ranges[device][depth:], box, strict=True)
-            part = value[tuple(slice(r.start - b.start, r.stop - b.start) for r, b in where)]
-            local = tuple(part.index(at) for at, part in zip(piece.place, ranges[device], strict=False))
-            if is_small:
-                shards[device][local] = part
-                continue
-            line = jax.device_put(np.array(part, shape.dtype, order="C"), device)
-            if depth and device not in shards:
-                shards[device] = jnp.zeros(tuple(map(len, ranges[device])), shape.dtype, device=device)
-            shards[device] = _with_line(shards[device], line, local) if depth else line
-            # Wait for the transfer; otherwise the host would read ahead and hold all pending slices in memory.
-            shards[device].block_until_ready()
+        _place(weights, piece, ranges, shards, shape.dtype)
     arrays = [jax.device_put(shards[device], device) for device in ranges]
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, arrays)
+
+
+def _place(
+    weights: CheckpointWeights, piece: ParameterSlice, ranges: dict[Any, tuple[range, ...]], shards: Any, dtype: Any
+) -> None:
+    """Read a slice and write it into the shards of its devices, with two copies of it in host memory at most.
+
+    Args:
+        weights: the checkpoint.
+        piece: the slice.
+        ranges: part of the parameter on each device.
+        shards: shard of each device: a NumPy array, a device's array, or absent if the slice is the first of it.
+        dtype: dtype of the parameter.
+    """
+    depth = len(piece.place)
+    homes = [d for d in ranges if all(at in part for at, part in zip(piece.place, ranges[d], strict=False))]
+    if not homes:
+        # Skip experts whose home is in another process.
+        return
+    box = [_hull(parts) for parts in zip(*(ranges[device][depth:] for device in homes), strict=True)]
+    value = _read(weights, piece, box, dtype)
+    for device in homes:
+        where = zip(ranges[device][depth:], box, strict=True)
+        part = value[tuple(slice(r.start - b.start, r.stop - b.start) for r, b in where)]
+        local = tuple(part.index(at) for at, part in zip(piece.place, ranges[device], strict=False))
+        if isinstance(shards.get(device), np.ndarray):
+            shards[device][local] = part
+            continue
+        line = jax.device_put(part, device)
+        if depth and device not in shards:
+            shards[device] = _zeros(tuple(map(len, ranges[device])), dtype, device)
+        shards[device] = _with_line(shards[device], line, local) if depth else line
+        # Wait for the transfer; otherwise the host would read ahead and hold all pending slices in memory.
+        shards[device].block_until_ready()
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Array:
+    # The argument `device` of `jnp.zeros` fills an array on the default device first, and copies it.
+    with jax.default_device(device):
+        return jnp.zeros(shape, dtype)
 
 
 def _hull(parts: Iterable[range]) -> range:
@@ -218,7 +239,7 @@ def _with_line(buffer: Array, line: Array, at: tuple[int, ...]) -> Array:
     return jax.lax.dynamic_update_slice(buffer, line.reshape((1,) * len(at) + line.shape), start)
 
 
-def _read(weights: CheckpointWeights, piece: ParameterSlice, box: list[range]) -> np.ndarray:
+def _read(weights: CheckpointWeights, piece: ParameterSlice, box: list[range], dtype: Any) -> np.ndarray:
     """Read a part of a slice, given by ranges of the dimensions of the parameter."""
     if piece.transposed:
         box = [*box[:-2], box[-1], box[-2]]
@@ -231,4 +252,9 @@ def _read(weights: CheckpointWeights, piece: ParameterSlice, box: list[range]) -
             part = slice(lines.start + kept.start * lines.step, lines.start + kept.stop * lines.step, lines.step)
         index.append(part)
     value = weights.read(piece.name, tuple(index))
-    return np.swapaxes(value, -1, -2) if piece.transposed else value
+    if not piece.transposed:
+        return value.astype(dtype, copy=False)
+    value = np.swapaxes(value, -1, -2)
+    found = np.empty(value.shape, dtype)
+    copy_blocks(value, found)
+    return found

@@ -155,6 +155,9 @@ FP8 = "F8_E4M3"
 """Dtype of 8-bit floats, which are stored with scales: see `quantized.py`."""
 
 
+BLOCK = 128
+"""Rows and columns to copy at a time to another order of the dimensions."""
+
 READ_BYTES = 2**24
 """Bytes to read at a time if only some columns of a tensor are needed."""
 
@@ -256,3 +259,18 @@ def _read_rows(file: BufferedReader, start: int, shape: tuple[int, ...], dtype: 
         if not is_whole:
             found[first : first + most] = lines[::step][(slice(None), *rest)]
     return found
+
+
+def copy_blocks(value: np.ndarray, to: np.ndarray) -> None:
+    """Copy matrices with another order of their dimensions in memory, as for a transposed matrix.
+
+    A copy by rows reads another cache line for each number; blocks take less than half the time.
+
+    Args:
+        value: matrices `[..., N, M]`.
+        to: matrices of the same shape, of any dtype.
+    """
+    for row in range(0, value.shape[-2], BLOCK):
+        for column in range(0, value.shape[-1], BLOCK):
+            part = (..., slice(row, row + BLOCK), slice(column, column + BLOCK))
+            to[part] = value[part]

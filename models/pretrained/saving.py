@@ -3,9 +3,9 @@
 import json
 import math
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.experimental import multihost_utils
-from safetensors.numpy import save_file
 
 from models.architectures.parameter_map import ParameterSlice
 from models.architectures.registry import pieces_of
@@ -24,11 +23,20 @@ from models.decoder.layers import adapted
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.pretrained.loading import by_path
-from models.pretrained.safetensors import INDEX, SINGLE
-from models.run_folder.files import part, write_whole
+from models.pretrained.safetensors import INDEX, LENGTH_BYTES, NUMPY, SINGLE, copy_blocks
+from models.run_folder.files import naming, part, write_whole
 
 MAX_FILE_BYTES = 2**30
-"""Maximum bytes of tensors per file, unless one tensor is larger; host memory holds one file at a time."""
+"""Maximum bytes of tensors per file, unless one tensor is larger."""
+
+SUMMED_WORDS = 2**20
+"""Words of 4 bytes of a tensor to exchange between processes at a time."""
+
+TensorShapes = dict[str, jax.ShapeDtypeStruct]
+"""Shape and dtype of each tensor of a checkpoint, by name."""
+
+NAMES = {np.dtype(dtype): name for name, dtype in NUMPY.items()}
+"""Name in safetensors of each dtype."""
 
 KEPT_FILES = (
     "added_tokens.json",
@@ -54,13 +62,14 @@ def save_pretrained(
 ) -> None:
     """Write a model as `config.json` and safetensors, in several files if it is large.
 
-    The folder appears only once it is complete. All processes call this function, and process 0 writes.
+    The folder appears only once it is complete. All processes call this function, and process 0 writes. Tensors are
+    copied to the host and written one after another, so host memory holds at most two copies of the largest.
 
     Args:
         model: the model, with relocated experts under their own names.
         folder: output folder; it must be absent or empty.
         dtype: dtype of the tensors in the files; `None` (default) keeps the dtype of the parameters and every bit.
-        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), which host memory holds at once.
+        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), unless one tensor is larger.
         keep_from: folder with tokenizer and generation settings to copy; `None` copies none.
 
     Raises:
@@ -69,8 +78,8 @@ def save_pretrained(
     """
     dtype = model.config.param_dtype if dtype is None else dtype
     if jax.process_index() != 0:
-        for _ in _tensors(model, jnp.dtype(dtype))[1]:
-            pass
+        # A loop would hold each tensor until the next one is there.
+        deque(_tensors(model, jnp.dtype(dtype))[1], maxlen=0)
         return
     with vacant(folder) as aside:
         write_tensors(aside, *_tensors(model, jnp.dtype(dtype)), max_file_bytes)
@@ -138,8 +147,8 @@ def config_json(config: DecoderConfig, dtype: str) -> str:
     return json.dumps(raw | {"dtype": dtype}, indent=2) + "\n"
 
 
-def _tensors(model: Decoder | StackedDecoder, dtype: Any) -> tuple[dict[str, int], Iterator[np.ndarray]]:
-    """Return the bytes of each tensor by name, and an iterator over the tensors, which all processes exhaust."""
+def _tensors(model: Decoder | StackedDecoder, dtype: Any) -> tuple[TensorShapes, Iterator[np.ndarray]]:
+    """Return the shape of each tensor by name, and an iterator over the tensors, which all processes exhaust."""
     pieces = pieces_of(model.config)
     if isinstance(model, StackedDecoder):
         pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces]
@@ -150,35 +159,58 @@ def _tensors(model: Decoder | StackedDecoder, dtype: Any) -> tuple[dict[str, int
         is_param = values[groups[name][0].path].dtype == jnp.dtype(model.config.param_dtype)
         return dtype if is_param and not name.endswith("e_score_correction_bias") else np.dtype(np.float32)
 
-    sizes = {name: math.prod(pieces[0].shape) * dtype_of(name).itemsize for name, pieces in groups.items()}
+    shapes = {name: jax.ShapeDtypeStruct(pieces[0].shape, dtype_of(name)) for name, pieces in groups.items()}
     scale = model.adapter_scale if isinstance(model, StackedDecoder) else 0.0
-    return sizes, (assembled(pieces, values, dtype_of(name), scale) for name, pieces in groups.items())
+    return shapes, (assembled(pieces, values, shapes[name].dtype, scale) for name, pieces in groups.items())
 
 
 def write_tensors(
-    folder: Path, sizes: dict[str, int], tensors: Iterable[np.ndarray], max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path, shapes: TensorShapes, tensors: Iterable[np.ndarray], max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write tensors into one file, or into several with an index.
+    """Write tensors into one file, or into several with an index, each before the next is taken.
 
     Args:
         folder: output folder.
-        sizes: bytes of each tensor, by name.
-        tensors: the tensors, in the same order; taken as each file is written.
+        shapes: shape and dtype of each tensor, by name.
+        tensors: the tensors, in the same order.
         max_file_bytes: maximum bytes of tensors per file (default 1 GiB), unless one tensor is larger.
     """
     files: list[list[str]] = [[]]
-    for name in sizes:
-        if files[-1] and sum(sizes[other] for other in files[-1]) + sizes[name] > max_file_bytes:
+    for name in shapes:
+        if files[-1] and sum(_num_bytes(shapes[other]) for other in (*files[-1], name)) > max_file_bytes:
             files.append([])
         files[-1].append(name)
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     names, tensors = names if len(files) > 1 else [SINGLE], iter(tensors)
     for file, held in zip(names, files, strict=True):
-        save_file(dict(zip(held, tensors, strict=False)), folder / file, {"format": "pt"})
+        _write_file(folder / file, {name: shapes[name] for name in held}, tensors)
     if len(files) > 1:
         places = {name: file for file, held in zip(names, files, strict=True) for name in held}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        index = {"metadata": {"total_size": sum(map(_num_bytes, shapes.values()))}, "weight_map": places}
         write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _write_file(path: Path, shapes: TensorShapes, tensors: Iterator[np.ndarray]) -> None:
+    """Write a safetensors file; `safetensors.numpy.save_file` would hold all tensors in memory, and a copy of them."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    # The widest numbers come first, so that each tensor is aligned.
+    for name in sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize):
+        shape, starts[name], end = shapes[name], end, end + _num_bytes(shapes[name])
+        offsets = [starts[name], end]
+        header[name] = {"dtype": NAMES[shape.dtype], "shape": list(shape.shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    with naming(path), path.open("wb") as file:
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        for name in shapes:
+            file.seek(LENGTH_BYTES + len(text) + starts[name])
+            # A variable would hold the tensor until the next one is there.
+            file.write(next(tensors).reshape(-1).view(np.uint8))
+
+
+def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
+    return math.prod(shape.shape) * shape.dtype.itemsize
 
 
 def _by_tensor(pieces: list[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
@@ -210,22 +242,48 @@ def assembled(
         place, homes = piece.place, values.get(f"{piece.path.rpartition('.')[0]}.homes")
         if homes is not None and piece.expert is not None:
             # Relocated experts are at other rows of the parameter.
-            place = (int(homes[piece.expert]),)
-        parts = [values[f"{piece.path}{suffix}"] for suffix in ("", "_a", "_b") if f"{piece.path}{suffix}" in values]
-        value = _on_host(parts, place, adapter_scale)
-        whole[piece.index] = np.swapaxes(value, -1, -2) if piece.transposed else value
+            place = (*place[:-1], int(homes[place]))
+        names = (f"{piece.path}{suffix}" for suffix in ("", "_a", "_b"))
+        parts = [_on_host(values[name], place) for name in names if name in values]
+        value = parts[0] if len(parts) == 1 else np.asarray(_merged(*parts, adapter_scale))
+        if piece.transposed:
+            copy_blocks(np.swapaxes(value, -1, -2), whole[piece.index])
+        else:
+            whole[piece.index] = value
     return whole
 
 
-def _on_host(parts: list[Array], place: tuple[int, ...], adapter_scale: float) -> np.ndarray:
-    """Copy a part of a parameter with its adapters to the host, from all processes with shards of it."""
-    part = _merged(parts, place, adapter_scale) if place else parts[0]
-    return np.asarray(part if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True))
+_merged = jax.jit(adapted)
 
 
-@partial(jax.jit, static_argnums=2)
-def _merged(parts: list[Array], place: tuple[int, ...], adapter_scale: float) -> Array:
-    for at in place:
-        parts = [jax.lax.dynamic_index_in_dim(part, at, 0, keepdims=False) for part in parts]
-    matrix, *adapters = parts
-    return adapted(matrix, adapters[0], adapters[1], adapter_scale) if adapters else matrix
+def _on_host(parameter: Array, place: tuple[int, ...]) -> np.ndarray:
+    """Copy a slice of a parameter to the host, from the shards of all processes.
+
+    A program for all devices would gather every expert of the layer to take one of them.
+
+    Args:
+        parameter: the parameter.
+        place: index of the slice in the leading dimensions; empty for the whole parameter.
+    """
+    depth, shape = len(place), parameter.shape[len(place) :]
+    num_bytes = math.prod(shape) * parameter.dtype.itemsize
+    words = np.zeros(-(-num_bytes // 4), np.uint32)
+    value = words.view(np.uint8)[:num_bytes].view(parameter.dtype).reshape(shape)
+    for shard in parameter.addressable_shards:
+        leading = [range(size)[part] for size, part in zip(parameter.shape, shard.index[:depth], strict=False)]
+        if shard.replica_id == 0 and all(at in part for at, part in zip(place, leading, strict=True)):
+            local = tuple(part.index(at) for at, part in zip(place, leading, strict=True))
+            value[shard.index[depth:]] = _line(shard.data, local)
+    if not parameter.is_fully_addressable:
+        for start in range(0, len(words), SUMMED_WORDS):
+            block = words[start : start + SUMMED_WORDS]
+            # Shards of other processes are zero here. If all are sources, the broadcast is the sum of their words.
+            block[:] = multihost_utils.broadcast_one_to_all(block, is_source=True)
+    return value
+
+
+@jax.jit
+def _line(shard: Array, at: tuple[int, ...]) -> Array:
+    for index in at:
+        shard = jax.lax.dynamic_index_in_dim(shard, index, 0, keepdims=False)
+    return shard

@@ -23,24 +23,19 @@ ROOT = Path(__file__).parents[2]
 
 RANK = textwrap.dedent(
     """
-    import faulthandler, os, socket, sys
+    import faulthandler, os, sys
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     case_file, address, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
     faulthandler.dump_traceback_later(60, exit=True)
+    from benchmarks.local_gloo import bind_gloo
     from jax_moe_lb import use_virtual_cpu_devices
 
     jax.config.update("jax_platforms", "cpu")
     use_virtual_cpu_devices(2)
-    # gloo takes the address that the host name stands for; on a bare machine that may be none.
-    try:
-        socket.gethostbyname(socket.gethostname())
-    except OSError:
-        from jax._src.lib import _jax
-        make = _jax.make_gloo_tcp_collectives
-        _jax.make_gloo_tcp_collectives = lambda *args, **kwargs: make(*args, **{**kwargs, "hostname": "127.0.0.1"})
+    bind_gloo()
     jax.distributed.initialize(
         address, 2, process, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=5, initialization_timeout=30
     )

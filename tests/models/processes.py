@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from jax._src.lib import _jax
-
 from models.multi_process.peer_monitor import PeerMonitor, Store
 from models.multi_process.rendezvous import Place, join
 
@@ -24,15 +22,6 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-def bind_gloo() -> None:
-    """Make gloo bind to 127.0.0.1 if the host name does not resolve, as on a minimal machine."""
-    try:
-        socket.gethostbyname(socket.gethostname())
-    except OSError:
-        make = _jax.make_gloo_tcp_collectives
-        _jax.make_gloo_tcp_collectives = lambda *args, **kwargs: make(*args, **{**kwargs, "hostname": "127.0.0.1"})
 
 
 def start(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.Popen:

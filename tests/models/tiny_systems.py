@@ -11,6 +11,7 @@ import sys
 
 import jax
 
+from benchmarks.local_gloo import bind_gloo
 from jax_moe_lb import raise_on_fault
 from jax_moe_lb.core.virtual_devices import SCHEDULER_FLAG
 from models.config import ModelConfig, ParallelConfig
@@ -18,7 +19,7 @@ from models.mesh import make_mesh, make_system, offer_cpu_devices, place_batch
 from models.multi_process.peer_monitor import PeerMonitor, Store
 from models.multi_process.rendezvous import Place, join
 from models.training.step import make_programs
-from tests.models.processes import JOIN_TIMEOUT_S, bind_gloo
+from tests.models.processes import JOIN_TIMEOUT_S
 from tests.models.small import CONFIG, CORPUS
 
 DEVICES = 8
