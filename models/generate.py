@@ -9,11 +9,11 @@ import typer
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.layer.systems import system_names
-from models.config import ParallelConfig
 from models.console import USER_ERRORS, FileLimitsOption, say
 from models.data.chat import ChatTemplate
 from models.data.tokenizers import CheckpointTokenizer
 from models.mesh import make_mesh, make_system, offer_cpu_devices
+from models.model_config import ParallelConfig
 from models.pretrained.generation import Sampling, generate
 from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import CountsTrace

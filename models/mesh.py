@@ -14,7 +14,7 @@ from jax_moe_lb import System, Topology, use_virtual_cpu_devices
 from jax_moe_lb.advise.choice import with_dispatch
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn.variables import BalancerState
-from models.config import ParallelConfig
+from models.model_config import ParallelConfig
 
 MESH_AXES = ("data", "expert")
 

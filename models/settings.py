@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.recordings.yaml_file import read_yaml, shown
-from models.config import ParallelConfig, TrainConfig
+from models.config import TrainConfig
+from models.model_config import ParallelConfig
 
 Given = dict[str, Any]
 """Given fields by name; a section is a nested dictionary."""

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jax_moe_lb import System
 from models.architectures.config_json import Fields
 from models.architectures.registry import ARCHITECTURES, configured
-from models.config import NUM_BYTES, ParallelConfig
 from models.console import USER_ERRORS, say
 from models.decoder.model import Decoder
 from models.mesh import make_mesh, offer_cpu_devices
+from models.model_config import NUM_BYTES, ParallelConfig
 from models.pretrained.saving import save_pretrained
 from models.run_folder.files import write_whole
 

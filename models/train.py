@@ -17,7 +17,7 @@ from rich.console import Console
 from jax_moe_lb.aot import Target
 from jax_moe_lb.core import FileLimits, shadowed_installation
 from jax_moe_lb.layer.systems import system_named, system_names
-from models.config import PRESETS, TUNING, ModelConfig, MultiProcessConfig, TrainConfig
+from models.config import PRESETS, TUNING, MultiProcessConfig, TrainConfig
 from models.console import USER_ERRORS, FileLimitsOption, UserError, say
 from models.data.chat import ChatTemplate, has_chat_template
 from models.data.corpus import Corpus
@@ -25,6 +25,7 @@ from models.data.sources import corpus_from, default_corpus
 from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile, end_tokens
 from models.dry_run import step as dry_run
 from models.mesh import offer_cpu_devices
+from models.model_config import ModelConfig
 from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_number
 from models.multi_process.rendezvous import Place, detect_process, join
 from models.run_folder.files import in_words

@@ -26,11 +26,12 @@ from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, p
 from jax_moe_lb.layer.systems import feplb, hybridep, two_tier
 from jax_moe_lb.nn.variables import RouterBias
 from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh
-from models.config import BatchConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from models.config import BatchConfig, DataConfig, TrainConfig
 from models.data.corpus import Corpus
 from models.data.marks import num_predicted
 from models.decoder.tiny import LanguageModel
 from models.mesh import make_mesh, place_batch, placed_shapes, state_shardings
+from models.model_config import ModelConfig, ParallelConfig
 from models.training.optimizer import apply_gradients, make_optimizer
 from models.training.resume import moved_state, next_homes
 from models.training.step import loss_and_gradients, next_token_loss

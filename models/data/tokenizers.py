@@ -15,7 +15,7 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, read_bytes
 from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.config_json import read_fields, read_settings
-from models.config import NUM_BYTES
+from models.model_config import NUM_BYTES
 
 
 class CheckpointTokenizer:

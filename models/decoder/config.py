@@ -8,8 +8,8 @@ from jax import Array
 
 from jax_moe_lb import Losses, TopK
 from jax_moe_lb.core.experts import Activation
-from models.config import COMPUTE_DTYPES, require_positive
 from models.decoder.rope import Rope
+from models.model_config import COMPUTE_DTYPES, require_positive
 
 
 @dataclass(frozen=True)

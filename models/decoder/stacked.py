@@ -13,13 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats
 from jax_moe_lb.routing import updated_bias
-from models.config import LoraConfig
 from models.data.marks import positions_in, predicted, segments, words
 from models.decoder.attention import StreamNorm
 from models.decoder.layers import KEPT, ParameterGather, add_adapters, period_of, scan_stacked, split
 from models.decoder.model import Decoder, DecoderBlock, scaled
 from models.decoder.pipeline import Pipeline, through_stages
 from models.mesh import all_axes, batch_sharding
+from models.model_config import LoraConfig
 
 LOSS_BLOCK = 4096
 """Tokens per sequence with materialized logits; with a vocabulary of 150,000 they take 2.5 GB in float32.

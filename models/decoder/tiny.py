@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_moe_lb import ExpertConfig, Losses, MoE, Precision, Stats, System, TopK, Topology
 from jax_moe_lb.nn import logical_axis_rules
 from jax_moe_lb.routing import ForceBalanced
-from models.config import ModelConfig
 from models.decoder import tiny as fsdp
 from models.decoder.attention import causal_attention
 from models.decoder.layers import one_by_one, scanned
 from models.mesh import batch_sharding
+from models.model_config import ModelConfig
 
 DATA = "data"
 """Mesh axis over which parameters are sharded."""

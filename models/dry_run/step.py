@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 from jax_moe_lb.aot import ProgramReport, Target, compile_for, print_report, quiet_stderr, use_no_accelerators
 from jax_moe_lb.core import FileLimits
 from models.architectures.published import num_params, published_config
-from models.config import TUNING, ModelConfig, ParallelConfig, TrainConfig
+from models.config import TUNING, TrainConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import KEPT
 from models.mesh import batch_sharding, make_system, mesh_from
+from models.model_config import ModelConfig, ParallelConfig
 from models.settings import Given, layered, updated
 from models.training.source import PUBLISHED_NAMES, source_of, with_sizes
 from models.training.step import make_programs

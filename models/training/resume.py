@@ -18,8 +18,9 @@ from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn import expert_bytes
 from jax_moe_lb.planners import moved_experts, plan_relocation
 from jax_moe_lb.recordings.yaml_file import shown
-from models.config import BatchConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from models.config import BatchConfig, OptimizerConfig, TrainConfig
 from models.mesh import make_system
+from models.model_config import LoraConfig, ModelConfig, ParallelConfig
 from models.run_folder.checkpoints import steps_in
 from models.run_folder.metrics import RunFolder
 from models.settings import Given, layered

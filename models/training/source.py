@@ -11,9 +11,9 @@ from jax_moe_lb.core import FileLimits
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.published import PUBLISHED
 from models.architectures.registry import configured
-from models.config import COMPUTE_DTYPES, ModelConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.sparse_mixer import SparseMixer
+from models.model_config import COMPUTE_DTYPES, ModelConfig
 from models.settings import Given, layered
 
 PUBLISHED_NAMES = {name.lower(): name for name in PUBLISHED}

@@ -14,8 +14,8 @@ import jax
 from benchmarks.local_gloo import bind_gloo
 from jax_moe_lb import raise_on_fault
 from jax_moe_lb.core.virtual_devices import SCHEDULER_FLAG
-from models.config import ModelConfig, ParallelConfig
 from models.mesh import make_mesh, make_system, offer_cpu_devices, place_batch
+from models.model_config import ModelConfig, ParallelConfig
 from models.multi_process.peer_monitor import PeerMonitor, Store
 from models.multi_process.rendezvous import Place, join
 from models.training.step import make_programs

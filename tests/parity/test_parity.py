@@ -15,8 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from jax_moe_lb import raise_on_fault
 from jax_moe_lb.layer.systems import system_named, system_names
 from models.architectures.config_json import Fields
-from models.config import ParallelConfig
 from models.mesh import make_mesh
+from models.model_config import ParallelConfig
 from models.pretrained.generation import generate
 from models.pretrained.loading import from_pretrained
 from models.pretrained.quantized import CheckpointWeights

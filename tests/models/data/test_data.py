@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.config import ParallelConfig
 from models.data.batches import Batches, place_rows, rows_here
 from models.data.corpus import CHUNK_TOKENS, CHUNKS_PER_CYCLE, Corpus, Part, Stream, Windows, joined
 from models.data.sources import corpus_from, default_corpus
 from models.data.tokenizers import TokenizerFile
 from models.mesh import batch_sharding, make_mesh
+from models.model_config import ParallelConfig
 
 
 def whole(stream, held_out):

@@ -12,10 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe_lb import Topology
 from jax_moe_lb.layer.systems import system_named
-from models.config import ModelConfig, ParallelConfig
 from models.decoder.layers import one_by_one, scanned
 from models.decoder.tiny import LanguageModel
 from models.mesh import batch_sharding, make_mesh
+from models.model_config import ModelConfig, ParallelConfig
 from models.training.step import make_programs
 from tests.models.small import CONFIG
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.config import ParallelConfig
 from models.decoder import splash_attention as splash
 from models.decoder.attention import attend, has_splash_kernel
 from models.mesh import make_mesh
+from models.model_config import ParallelConfig
 
 LENGTH = 256
 DOCUMENTS = np.repeat([[0, 1, 2, 3], [0, 0, 0, 1]], LENGTH // 4, 1)

@@ -11,10 +11,11 @@ from jax_moe_lb.aot.execution_counts import total
 from jax_moe_lb.aot.flops import products
 from jax_moe_lb.aot.hlo import parse_module
 from models.architectures.published import published_config
-from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig, preset
+from models.config import BatchConfig, TrainConfig, preset
 from models.dry_run import step as module
 from models.dry_run.step import PublishedRun, decoder_flops_per_token
 from models.mesh import make_mesh, make_system
+from models.model_config import ModelConfig, ParallelConfig
 from models.train import app
 from models.training.step import make_programs
 

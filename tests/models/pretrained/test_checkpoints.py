@@ -14,8 +14,8 @@ from jax_moe_lb import relocate
 from jax_moe_lb.layer.systems import system_named
 from models import generate
 from models.architectures.published import PUBLISHED, num_params, published_config
-from models.config import ParallelConfig
 from models.mesh import make_mesh
+from models.model_config import ParallelConfig
 from models.pretrained.loading import by_path, from_pretrained
 from models.pretrained.safetensors import read_header
 from models.pretrained.saving import SUMMED_WORDS, save_pretrained

@@ -9,7 +9,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from models.config import ParallelConfig
+from models.model_config import ParallelConfig
 from models.run_folder.checkpoints import Checkpoints, steps_in
 from models.run_folder.files import CHECKSUMS
 from models.run_folder.metrics import RunFolder

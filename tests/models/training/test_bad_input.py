@@ -6,7 +6,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from models.config import BatchConfig, OptimizerConfig, TrainConfig
+from models.model_config import ModelConfig, ParallelConfig
 from models.train import app
 from tests.models.small import CORPUS
 

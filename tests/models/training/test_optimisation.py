@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from models.config import BatchConfig, OptimizerConfig, TrainConfig
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
+from models.model_config import ModelConfig, ParallelConfig
 from models.settings import updated
 from models.training.optimizer import make_optimizer, make_schedule
 from models.training.step import make_programs, next_token_loss

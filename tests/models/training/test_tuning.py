@@ -10,10 +10,10 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from models import train
-from models.config import ModelConfig, ParallelConfig
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
 from models.mesh import make_mesh
+from models.model_config import ModelConfig, ParallelConfig
 from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import RunFolder
 from models.tiny_checkpoint import SIZES, tiny_config, write_tiny
