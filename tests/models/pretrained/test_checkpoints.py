@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from models.mesh import make_mesh
 from models.model_config import ParallelConfig
 from models.pretrained.loading import by_path, from_pretrained
 from models.pretrained.safetensors import read_header
-from models.pretrained.saving import SUMMED_WORDS, save_pretrained
+from models.pretrained.saving import SUMMED_WORDS, save_pretrained, write_tensors
 from models.tiny_checkpoint import tiny_config, write_tiny
 
 NAME = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
@@ -75,6 +76,21 @@ def test_bfloat16_in_several_files(mixtral, tmp_path):
     again = from_pretrained(tmp_path / "out", mesh(), param_dtype="bfloat16")
     ours, theirs = (by_path(nnx.state(loaded, nnx.Param)) for loaded in (again, model))
     assert all(np.array_equal(value, ours[path]) for path, value in theirs.items())
+
+
+def test_tensors_of_several_dtypes_are_aligned_in_a_file(tmp_path):
+    dtypes = {"a": ml_dtypes.bfloat16, "b": np.float32, "c": np.int8, "d": np.float64}
+    tensors = {name: np.arange(3 * i, dtype=dtype).reshape(3, i) for i, (name, dtype) in enumerate(dtypes.items())}
+    tensors["e"] = np.array(1.5, np.float32)
+    shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in tensors.items()}
+    write_tensors(tmp_path, shapes, tensors.values())
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype
+        assert np.array_equal(found[name], value)
+    header = read_header(tmp_path / "model.safetensors")
+    assert all(start % tensors[name].itemsize == 0 for name, start in header.starts.items())
 
 
 LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_local_experts": 4, "vocab_size": 3072}
