@@ -198,7 +198,9 @@ def reads_parts(product: Product) -> bool:
     Args:
         product: shapes and dtypes, with the groups of each array.
     """
-    return get_default_device().platform == "gpu" and choose_backend(product, "cuda").backend.takes_parts
+    is_padded = min(product.widths) < TILE
+    on_gpu = get_default_device().platform == "gpu"
+    return on_gpu and not is_padded and choose_backend(product, "cuda").backend.takes_parts
 
 
 def products_are_by_group() -> bool:
@@ -232,8 +234,6 @@ def _no_triton(product: Product) -> str | None:
     rows, (inner, outer) = product.num_rows, product.widths
     if max(rows * inner, rows * outer, max(product.parts) * inner * outer) >= 2**31:
         return "an operand has 2**31 entries or more; the kernel indexes in int32"
-    if min(product.widths) < TILE:
-        return f"widths are {inner} and {outer}; expected at least {TILE}"
     return _misfit(product, (jnp.bfloat16, jnp.float16), (rows, inner, outer, *product.parts))
 
 
@@ -282,11 +282,19 @@ def _call_outer(product: Product, rows: Array, others: Array, group_sizes: Group
     return call("grouped_outer", like(rows, shape, wide), *operands, before, aliases={3: 0}).astype(product.dtype)
 
 
+def _widened(operand: Array) -> Array:
+    """Zero-pad all dimensions but the first to the least width of the Triton kernels, such as the rank of adapters."""
+    missing = [(0, 0), *((0, max(TILE - size, 0)) for size in operand.shape[1:])]
+    return jnp.pad(operand, missing) if np.any(missing) else operand
+
+
 def _triton_matmul(product: Product, rows: Array, weights: Any, group_sizes: GroupSizes) -> Array:
     from jax_moe_lb.kernels import triton_product
 
     def multiply(rows: Array, group_sizes: Array, *parts: Array) -> Array:
-        return triton_product.product(rows, *parts, group_sizes=group_sizes, transposed=product.is_transposed)
+        operands = map(_widened, (rows, *parts))
+        wide = triton_product.product(*operands, group_sizes=group_sizes, transposed=product.is_transposed)
+        return wide[:, : product.widths[1]]
 
     return unvarying_call(multiply, *vary_alike((rows, group_sizes, *jax.tree.leaves(weights))))
 
@@ -294,7 +302,11 @@ def _triton_matmul(product: Product, rows: Array, weights: Any, group_sizes: Gro
 def _triton_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> Any:
     from jax_moe_lb.kernels import triton_outer
 
-    multiply = partial(triton_outer.outer, parts=product.parts, dtype=product.dtype)
+    def multiply(rows: Array, others: Array, group_sizes: Array) -> tuple[Array, ...]:
+        operands = _widened(rows), _widened(others), group_sizes
+        wide = triton_outer.outer(*operands, parts=product.parts, dtype=product.dtype)
+        return tuple(part[:, : product.widths[0], : product.widths[1]] for part in wide)
+
     sums = unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
     return sums[0] if isinstance(product.num_groups, int) else sums
 

@@ -32,7 +32,7 @@ def grouped_matmul(
 
     Args:
         rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` may be uninitialized, here and in the backward
-            pass. The kernels on GPUs require `I` and `O` of at least 128. Narrower ones take blocks of rows.
+            pass. The kernels on GPUs require `I` and `O` of at least 128; narrower operands are zero-padded.
         weights: `[S, I, O]`, in the dtype of `rows`; or a tuple of such arrays with consecutive groups. The kernels of
             this library for GPUs read such parts in place; all other backends concatenate them.
         group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.

@@ -66,6 +66,8 @@ def test_products(sizes, transposed):
     "widths",
     [
         pytest.param((200, 384), id="narrow"),
+        pytest.param((16, 384), id="from rank"),
+        pytest.param((200, 16), id="to rank"),
         *(pytest.param(one, id=f"{one}", marks=pytest.mark.thorough) for one in ((136, 2880), (2880, 384))),
     ],
 )
@@ -124,7 +126,6 @@ def test_gradients(monkeypatch):
 @pytest.mark.parametrize(
     ("num_groups", "widths", "dtype", "why"),
     [
-        (2, (128, 120), jnp.bfloat16, "widths are 128 and 120; expected at least 128"),
         (2, (128, 128), jnp.float32, "operands are float32 and float32; expected bfloat16 or float16"),
         ((2, 0), (128, 128), jnp.bfloat16, "an operand is empty"),
         ((2**17, 2), (128, 128), jnp.bfloat16, "an operand has 2**31 entries or more; the kernel indexes in int32"),
