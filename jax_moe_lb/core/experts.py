@@ -134,8 +134,17 @@ LOGICAL_AXES = {
     "up_bias": ("mlp",),
     "down_bias": ("embed",),
     "gate_bias": ("mlp",),
+    "up_a": ("embed", None),
+    "up_b": (None, "mlp"),
+    "down_a": ("mlp", None),
+    "down_b": (None, "embed"),
+    "gate_a": ("embed", None),
+    "gate_b": (None, "mlp"),
 }
-"""Logical axes of each weight array after the first dimension: `embed` is `H`, `mlp` is `F`."""
+"""Logical axes of each array after the first dimension: `embed` is `H`, `mlp` is `F`, None the rank of adapters."""
+
+ADAPTERS = tuple(f"{kind}_{part}" for kind in ("up", "down", "gate") for part in "ab")
+"""Names of the factors of adapters."""
 
 
 @pytree
@@ -156,9 +165,19 @@ class Experts:
         up_bias: `[G, F]`, added to `x up`, or `[G, 2 F]` if `up` contains the gate; `None` (default) for no bias.
         down_bias: `[G, H]`, added to the output of an expert, before the routing weight; `None` (default) for no bias.
         gate_bias: `[G, F]`, added to `x gate`; `None` (default) for no bias.
+        up_a: `[G, H, rank]`, first factor of the adapter of `up` (LoRA, arXiv 2106.09685): the first projection is
+            `x up + (x up_a) up_b`. `None` (default) for no adapters. With adapters, all other arrays are frozen: their
+            gradients are 0, and are neither computed nor moved.
+        up_b: `[G, rank, F]`, or `[G, rank, 2 F]` if `up` contains the gate; second factor, multiplied by the scale of
+            the adapter.
+        down_a: `[G, F, rank]`, first factor of the adapter of `down`.
+        down_b: `[G, rank, H]`, second factor.
+        gate_a: `[G, H, rank]`, first factor of the adapter of `gate`.
+        gate_b: `[G, rank, F]`, second factor.
 
     Raises:
-        ValueError: `gate_bias` is set without `gate` and `up_bias`, or missing with both.
+        ValueError: `gate_bias` is set without `gate` and `up_bias`, or missing with both; or only some matrices have
+            adapters.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -174,10 +193,31 @@ class Experts:
     up_bias: Float[Array, "*G F_or_2F"] | None = None
     down_bias: Float[Array, "*G H"] | None = None
     gate_bias: Float[Array, "*G F"] | None = None
+    up_a: Float[Array, "*G H _"] | None = None
+    up_b: Float[Array, "*G _ F_or_2F"] | None = None
+    down_a: Float[Array, "*G F _"] | None = None
+    down_b: Float[Array, "*G _ H"] | None = None
+    gate_a: Float[Array, "*G H _"] | None = None
+    gate_b: Float[Array, "*G _ F"] | None = None
 
     def __post_init__(self) -> None:
         if (self.gate_bias is not None) != (self.gate is not None and self.up_bias is not None):
             raise ValueError("Experts has a bias for only one of up and gate; expected one for both, or none")
+        expected = [self.has_adapters and getattr(self, name[:-2]) is not None for name in ADAPTERS]
+        if [getattr(self, name) is not None for name in ADAPTERS] != expected:
+            raise ValueError("Experts has adapters for only some matrices; expected adapters for all, or none")
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the matrices have adapters."""
+        return self.up_a is not None
+
+    @property
+    def trained(self) -> "Experts":
+        """The arrays with gradients: with adapters, only these, and None in place of other arrays."""
+        if not self.has_adapters:
+            return self
+        return jax.tree.map_with_path(lambda path, leaf: leaf if path[0].name in ADAPTERS else None, self)
 
     @property
     def is_fused(self) -> bool:
@@ -185,8 +225,8 @@ class Experts:
         return self.up.shape[-1] == 2 * self.down.shape[-2]
 
     def fused(self) -> "Experts":
-        """Return the same experts with the gate in `up`, if they have a separate one."""
-        if self.gate is None:
+        """Return the same experts with the gate in `up`, if they have a separate one and no adapters."""
+        if self.gate is None or self.has_adapters:
             return self
         up_bias, gate_bias = self.up_bias, self.gate_bias
         if up_bias is not None and gate_bias is not None:

@@ -129,7 +129,7 @@ def _at_once(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes
     experts = jax.tree.map(usual_layout, experts)
     # Rows are independent, so rows beyond the groups affect no others and need no mask.
     hidden = activate(_first(experts), _inner_products(rows, experts, group_sizes))
-    return _product(hidden, _kind(experts, "down"), _kind(experts, "down_bias"), group_sizes)
+    return _product(hidden, experts, "down", group_sizes)
 
 
 def _first(experts: Experts | ExpertParts) -> Experts:
@@ -147,15 +147,24 @@ def _inner_kinds(experts: Experts | ExpertParts) -> tuple[str, ...]:
 
 
 def _inner_products(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> tuple[Array, ...]:
-    return tuple(
-        _product(rows, _kind(experts, name), _kind(experts, f"{name}_bias"), group_sizes)
-        for name in _inner_kinds(experts)
-    )
+    return tuple(_product(rows, experts, name, group_sizes) for name in _inner_kinds(experts))
 
 
-def _product(rows: Rows, matrices: Any, bias: Any, group_sizes: GroupSizes) -> Array:
-    products = grouped_matmul(rows, matrices, group_sizes)
-    return products if (bias := _in_one(bias)) is None else products + bias_rows(bias, group_sizes, rows.shape[0])
+def _product(rows: Rows, experts: Experts | ExpertParts, name: str, group_sizes: GroupSizes) -> Array:
+    products, bias = _matmul(rows, experts, name, group_sizes), _in_one(_kind(experts, f"{name}_bias"))
+    return products if bias is None else products + bias_rows(bias, group_sizes, rows.shape[0])
+
+
+def _matmul(
+    rows: Rows, experts: Experts | ExpertParts, name: str, group_sizes: GroupSizes, *, transposed: bool = False
+) -> Array:
+    """Multiply rows with the matrices of a kind, and with one factor of the adapters after the other."""
+    multiply = partial(grouped_matmul, group_sizes=group_sizes, transposed=transposed)
+    products = multiply(rows, _kind(experts, name))
+    if not _first(experts).has_adapters:
+        return products
+    first, last = (_kind(experts, f"{name}_{part}") for part in ("ba" if transposed else "ab"))
+    return products + multiply(multiply(rows, first), last)
 
 
 def _in_one(bias: Any) -> Array | None:
@@ -222,7 +231,7 @@ def _gradients_in_windows(
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
     wide = wide_dtype(rows)
     if sums is None:
-        sums = jax.tree.map(jnp.zeros_like, experts)
+        sums = jax.tree.map(jnp.zeros_like, experts.trained)
     # Round after the sum over all windows.
     sums = jax.tree.map(lambda leaf: leaf.astype(wide), sums)
 
@@ -264,7 +273,7 @@ def _gradients_at_once(
     # With `y = hidden down`, the gradient of the row weight is `y upstream = hidden (upstream down^T)`. So this pass
     # needs no outputs. For the same reason, and because they are narrower, multiply the hidden activations by the row
     # weights.
-    of_hidden = grouped_matmul(upstream, _kind(experts, "down"), group_sizes, transposed=True).astype(weights.dtype)
+    of_hidden = _matmul(upstream, experts, "down", group_sizes, transposed=True).astype(weights.dtype)
     of_weights = (hidden.astype(weights.dtype) * of_hidden).sum(1, keepdims=True)
     if (down_bias := _in_one(_kind(experts, "down_bias"))) is not None:
         bias = bias_rows(down_bias, group_sizes, rows.shape[0]).astype(weights.dtype)
@@ -283,6 +292,16 @@ def _gradients_at_once(
         before = None if sums is None else _kind(sums, kind)
         return grouped_outer(left, right, group_sizes, sums_dtype, before, parts=num_groups)
 
+    def narrow(rows: Array, kind: str, *, transposed: bool = False) -> Array:
+        products = grouped_matmul(rows, _kind(experts, kind), group_sizes, transposed=transposed)
+        return clear_tail(products, group_sizes)
+
+    def outers(kind: str, left: Array, right: Array) -> dict[str, Any]:
+        if not _first(experts).has_adapters:
+            return {kind: outer(kind, left, right)}
+        a, b = f"{kind}_a", f"{kind}_b"
+        return {a: outer(a, left, narrow(right, b, transposed=True)), b: outer(b, narrow(left, a), right)}
+
     def bias_sum(kind: str, part: Array) -> Any:
         total: Any = bias_sums(part, group_sizes, sums_dtype)
         if num_groups is not None:
@@ -290,31 +309,30 @@ def _gradients_at_once(
         return total if sums is None else jax.tree.map(jnp.add, _kind(sums, kind), total)
 
     inner = _inner_kinds(experts)
-    of_kinds: dict[str, Any] = {"down": outer("down", hidden, upstream)}
-    if down_bias is not None:
+    of_kinds = outers("down", hidden, upstream)
+    if down_bias is not None and not _first(experts).has_adapters:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
     # On GPUs, `down` comes before the gradients of the rows, if it is smaller than the arrays that it frees for them.
     if sum(leaf.nbytes for leaf in jax.tree.leaves(of_kinds)) <= upstream.nbytes + hidden.nbytes:
         of_kinds, upstreams = in_order_on_cuda(of_kinds, upstreams)
     last = experts if again is None else jax.tree.map(usual_layout, again(upstreams[0]))
     back = [
-        grouped_matmul(part, _kind(last, kind), group_sizes, transposed=True)
-        for part, kind in zip(upstreams, inner, strict=True)
+        _matmul(part, last, kind, group_sizes, transposed=True) for part, kind in zip(upstreams, inner, strict=True)
     ]
     of_rows = sum(back[1:], start=back[0])
     # The other gradients of weights come last: the gradients of the rows travel meanwhile.
     of_rows, (rows, upstreams) = in_order_on_cuda(of_rows, (rows, upstreams))
     for kind, part in zip(inner, upstreams, strict=True):
-        of_kinds[kind] = outer(kind, rows, part)
-        if _first(experts).up_bias is not None:
+        of_kinds |= outers(kind, rows, part)
+        if _first(experts).trained.up_bias is not None:
             of_kinds[f"{kind}_bias"] = bias_sum(f"{kind}_bias", part)
     return of_rows, of_weights, _with_kinds(experts, of_kinds)
 
 
 def _with_kinds(experts: Experts | ExpertParts, kinds: dict[str, Any]) -> Experts | ExpertParts:
     if not isinstance(experts, tuple):
-        return replace(experts, **kinds)
-    return tuple(replace(part, **{name: kind[i] for name, kind in kinds.items()}) for i, part in enumerate(experts))
+        return replace(experts, **kinds).trained
+    return tuple(replace(part, **{name: of[i] for name, of in kinds.items()}).trained for i, part in enumerate(experts))
 
 
 def _backward(
@@ -339,6 +357,8 @@ def dense_ffn(rows: Float[Array, "*B H"], expert: Experts) -> Array:
 
     def product(rows: Array, kind: str) -> Array:
         out, bias = jnp.matmul(rows, getattr(expert, kind)), getattr(expert, f"{kind}_bias")
+        if expert.has_adapters:
+            out += jnp.matmul(jnp.matmul(rows, getattr(expert, f"{kind}_a")), getattr(expert, f"{kind}_b"))
         return out if bias is None else out + jnp.broadcast_to(bias, out.shape)
 
     return product(activate(expert, tuple(product(rows, kind) for kind in _inner_kinds(expert))), "down")

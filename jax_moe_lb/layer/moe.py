@@ -323,19 +323,19 @@ def permute_to_homes(counted: RoutingCounts, homes: Int[Array, "E"] | None) -> t
 
 
 def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
-    """Mark the experts as varying over the data shards; the transpose sums their gradients over the shards.
+    """Mark the experts as varying over data and tensor shards; the transpose sums their gradients over the shards.
 
     Args:
         experts: home experts of this rank, equal on all data shards.
-        topology: topology of the layer, with its data axes.
+        topology: topology of the layer, with its data and tensor axes.
 
     Returns:
-        The same experts, varying over the data axes.
+        The same experts, varying over these axes.
     """
 
     def vary(leaf: Array) -> Array:
-        # Experts gathered over some of these axes already vary over them.
-        axes = tuple(axis for axis in topology.data_axes if axis not in varying_axes(leaf))
+        # Experts gathered over or sharded by some of these axes already vary over them.
+        axes = tuple(axis for axis in topology.data_axes + topology.tensor_axes if axis not in varying_axes(leaf))
         return jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
 
     return jax.tree.map(vary, experts)
@@ -376,7 +376,7 @@ def _facts(x: Tokens, weights: RoutingWeights, experts: Experts, buffers: Buffer
     return LayerCost(
         num_copies=weights.size,
         expert_bytes=expert_bytes,
-        gradient_bytes=expert_bytes,
+        gradient_bytes=experts.trained.nbytes // experts.up.shape[0],
         token_bytes=x.shape[1] * x.dtype.itemsize,
         token_flops=2 * expert_bytes // experts.up.dtype.itemsize,
         between_s=None if topology.flops_per_s is None else between_flops / topology.flops_per_s,

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jax_moe_lb.core.checks import check_integer, check_value, shown
-from jax_moe_lb.core.experts import Experts
+from jax_moe_lb.core.experts import ADAPTERS, Experts
 from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.layer.systems import System, system_named, system_names
@@ -53,7 +53,7 @@ class MoE(nnx.Module):
 
     Use it in place of the feed-forward network of a transformer block. Call it outside `jax.shard_map`, with the tokens
     of all ranks. It contains the parameters, the routing bias and the balancer state. The expert weights are sharded
-    over the expert axes.
+    over the expert axes. A caller may add adapters (LoRA) as parameters `up_a`, `up_b` and so on, see `Experts`.
 
     Args:
         embed_dim: `H`, the width of the model.
@@ -339,6 +339,7 @@ class MoE(nnx.Module):
             up_bias=_value(self.up_bias),
             down_bias=_value(self.down_bias),
             gate_bias=_value(self.gate_bias),
+            **{name: _value(getattr(self, name, None)) for name in ADAPTERS},
         )
 
     def _known_weights(self, migrate: GatherExpertDomain) -> list[CodecState]:

@@ -33,9 +33,9 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     """Move experts to new places in parameters and optimizer state; the function of the model does not change.
 
     Call it at regular intervals with the permutation of `plan_relocation`. It finds `MoE` layers by path: `kernel`
-    `[H, E]` beside `up` and `down` `[E, ...]`. It permutes `up`, `down`, `gate` and their biases. In the optimizer
-    state it permutes every leaf whose path ends with the path of one of these. It updates `homes`, so the router's
-    kernel, bias and running loads do not move.
+    `[H, E]` beside `up` and `down` `[E, ...]`. It permutes `up`, `down`, `gate`, their biases and adapters. In the
+    optimizer state it permutes every leaf whose path ends with the path of one of these. It updates `homes`, so the
+    router's kernel, bias and running loads do not move.
 
     Call it in `jax.jit` with donated arguments and `out_shardings` equal to the argument shardings. The compiler then
     exchanges the experts between devices.

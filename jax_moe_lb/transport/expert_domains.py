@@ -211,7 +211,7 @@ class GatherExpertDomain:
 
     Args:
         domains: expert domains of the mesh.
-        codec: compression of the experts; `Codec()`, without compression, by default.
+        codec: compression of the experts; `Codec()`, without compression, by default. Adapters require it.
 
     Examples:
         >>> import jax
@@ -293,7 +293,8 @@ class GatherExpertDomain:
             `L * M` experts, the home experts of this rank in the topology `domains.between`.
 
         Raises:
-            ValueError: the codec's base is `CodecBase.REMEMBERED`, or `residual` is missing or not needed.
+            ValueError: the codec's base is `CodecBase.REMEMBERED`, `residual` is missing or not needed, or experts to
+                encode have adapters.
         """
         packed = self.pack(experts) if packed is None else packed
         if packed is not None:
@@ -322,7 +323,7 @@ class GatherExpertDomain:
 
         Raises:
             ValueError: the codec's base is not `CodecBase.REMEMBERED`, `known` has another number of experts, or
-                `residual` is missing or not needed.
+                `residual` is missing or not needed, or the experts have adapters.
         """
         num_home = experts.up.shape[0]
         if not self.codec.remembers:
@@ -348,6 +349,8 @@ class GatherExpertDomain:
 
     def _placed(self, experts: Experts, decoded: Experts, residual: Experts | None) -> Experts:
         axes = self.domains.offset_axes
+        if experts.has_adapters:
+            raise ValueError(f"experts has adapters; expected none, as codec is {self.codec}")
         if residual is None and not self.needs_residual:
             return jax.tree.map(lambda home, others: _place_home(home, others, axes), experts, decoded)
         if residual is None:

@@ -85,7 +85,7 @@ class FsdpExperts:
         Returns:
             `Experts` with a `PartitionSpec` in place of each array.
         """
-        axes = {"embed": self.embed_axes, "mlp": self.mlp_axes + tensor_axes}
+        axes = {"embed": self.embed_axes, "mlp": self.mlp_axes + tensor_axes, None: ()}
         return jax.tree.map_with_path(
             lambda path, _: PartitionSpec(
                 expert_axes + self.exp_axes, *(axes[name] for name in LOGICAL_AXES[path[0].name])
@@ -94,7 +94,7 @@ class FsdpExperts:
         )
 
     def _gathered(self, path: Any) -> tuple[Axes, ...]:
-        axes = {"embed": self.embed_axes, "mlp": self.mlp_axes}
+        axes = {"embed": self.embed_axes, "mlp": self.mlp_axes, None: ()}
         return tuple(axes[name] for name in LOGICAL_AXES[path[0].name])
 
 

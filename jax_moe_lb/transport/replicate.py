@@ -167,6 +167,7 @@ def _save(replicate: Replicate, topology: Topology, experts: Experts, plan: Plan
 
 
 def _backward(replicate: Replicate, topology: Topology, plan: Plan, upstream: Experts) -> tuple[Experts, None]:
+    upstream = upstream.trained
     leaves, tree = jax.tree.flatten(upstream)
     zeros = jax.tree.unflatten(tree, zero_sums(tuple(leaves), plan.num_home))
     sums = replicate.add_at_home(zeros, upstream, plan, topology)

@@ -121,7 +121,8 @@ def at_home(
         of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_replicas)
         with jax.named_scope("replicate"):
             of_home = replicate.add_at_home(of_home, of_replicas, plan, topology)
-    return jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), in_form_of(experts, of_home), experts)
+    of_home = in_form_of(experts, of_home)
+    return jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), of_home, experts.trained)
 
 
 def optimization_barrier(other: Array, tree: Carry) -> Carry:
@@ -160,7 +161,7 @@ def fuse_gate_up(experts: Experts | ExpertParts, rows: Rows, *, are_joined: bool
         are_joined: whether the experts are already a copy, so fusing needs no other.
     """
     parts = experts if isinstance(experts, tuple) else (experts,)
-    if parts[0].gate is None or _platform() not in ("gpu", "tpu"):
+    if parts[0].gate is None or parts[0].has_adapters or _platform() not in ("gpu", "tpu"):
         return False
     copied = jax.tree.leaves([(part.up, part.gate) for part in parts])
     copied_bytes = 0 if are_joined else 2 * sum(leaf.nbytes for leaf in copied)
@@ -231,7 +232,7 @@ def in_form_of(experts: Experts, sums: Experts) -> Experts:
         experts: experts as passed to the layer.
         sums: gradients in the same form, or with the gate in `up`.
     """
-    return sums if experts.is_fused else sums.apart()
+    return sums if experts.is_fused or experts.has_adapters else sums.apart()
 
 
 def dtype_of_sums(experts: Experts, exchange: DispatchOptions) -> DType:

@@ -93,8 +93,8 @@ ADAPTED = re.compile(r"attention\.\w+\.kernel|moe\.(up|gate|down)")
 def add_adapters(block: nnx.Module, rank: int, mesh: Mesh, rngs: nnx.Rngs, *, is_staged: bool = False) -> None:
     """Add adapters to a stack of blocks: for a matrix `[..., I, O]` of each, `[..., I, rank]` and `[..., rank, O]`.
 
-    They are attributes beside the matrix, with its name and `_a` or `_b`. Their product is initially 0.
-    `ParameterGather` adds it to the matrices of experts; attention applies it to its tokens.
+    They are attributes beside the matrix, with its name and `_a` or `_b`. Their product is initially 0. Attention and
+    experts multiply tokens with both factors, so that the gradients of adapters need none of the matrix.
 
     Args:
         block: the stack, with parameters sharded by `split`.
@@ -159,14 +159,9 @@ class ParameterGather:
         """
         variables: dict[Any, Any] = dict(nnx.to_flat_state(state))
         values = {path: self.one(path, variable, first) for path, variable in variables.items()}
-        for *inside, name in list(values):
-            matrix, a, b = ((*inside, f"{name}{suffix}") for suffix in ("", "_a", "_b"))
-            if a not in values:
-                continue
-            if variables[matrix].get_metadata("gathered"):
-                values[b] = values[b] * self.adapter_scale
-            else:
-                values[matrix] = adapted(values[matrix], values[a], values[b], self.adapter_scale)
+        for path, variable in variables.items():
+            if isinstance(variable, Adapter) and path[-1].endswith("_b"):
+                values[path] = values[path] * self.adapter_scale
         return nnx.from_flat_state([(path, variable.replace(values[path])) for path, variable in variables.items()])
 
     def one(self, path: tuple[Any, ...], variable: nnx.Variable, first: int = 0) -> Any:

@@ -11,6 +11,7 @@ from jax_moe_lb import Experts
 from jax_moe_lb.kernels import ClampedSwiGLU, backends, geglu, operands, relu_squared, row_windows
 from jax_moe_lb.kernels import grouped_ffn as op
 from jax_moe_lb.kernels.operands import _clear_all, _clear_rest
+from tests.adapters import adapters_of, merged, with_adapters
 from tests.kernels.backend_cases import matmul_of, outer_of
 
 SIZES = {
@@ -22,7 +23,7 @@ SIZES = {
 NUM_ROWS, WIDTH, INNER = 420, 12, 20
 
 
-def case(dtype, gated=True, fused=False, biased=False):
+def case(dtype, gated=True, fused=False, biased=False, adapted=False):
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(NUM_ROWS, WIDTH))
     up, gate = 0.3 * rng.normal(size=(2, 8, WIDTH, INNER))
@@ -33,24 +34,24 @@ def case(dtype, gated=True, fused=False, biased=False):
         down_bias = jnp.asarray(rng.normal(size=(8, WIDTH)), dtype)
         experts = replace(experts, up_bias=up_bias, gate_bias=gate_bias if gated else None, down_bias=down_bias)
     experts = experts.fused() if fused else experts
+    experts = with_adapters(experts) if adapted else experts
     return jnp.asarray(rows, dtype), experts, jnp.asarray(rng.normal(size=rows.shape), dtype)
 
 
 @jax.jit
 def reference(rows, experts, group_sizes, upstream):
     """Return outputs and gradients of every expert on every row with a mask, so that one program fits all sizes."""
-    is_fused = experts.is_fused
-    experts = experts.apart() if is_fused else experts
+    trained = experts.trained
     ends, row = jnp.cumsum(group_sizes), jnp.arange(NUM_ROWS, dtype=group_sizes.dtype)
     of_group = (row[None] < ends[:, None]) & (row[None] >= (ends - group_sizes)[:, None])
 
-    def forward(rows, experts):
-        every = jax.vmap(op.dense_ffn, (None, 0))(rows, experts)
+    def forward(rows, trained):
+        given = trained if trained.up is not None else replace(experts, **adapters_of(trained))
+        every = jax.vmap(op.dense_ffn, (None, 0))(rows, merged(given).apart())
         return jnp.where(of_group[..., None], every, 0).sum(0)
 
-    y, vjp = jax.vjp(forward, rows, experts)
-    row_gradients, gradients = vjp(upstream)
-    return y, row_gradients, gradients.fused() if is_fused else gradients
+    y, vjp = jax.vjp(forward, rows, trained)
+    return y, *vjp(upstream)
 
 
 def relative_error(got, want):
@@ -79,12 +80,14 @@ FORMS = {
 }
 
 
-# gated, fused, biased
+# gated, fused, biased, adapted
 KINDS = {
     "swiglu": (True, False, False),
     "fused": (True, True, False),
     "gelu": (False, False, False),
     "biases": (True, False, True),
+    "adapters": (True, False, True, True),
+    "fused adapters": (True, True, False, True),
 }
 RELATIVE = {"float32": 1e-5, "bfloat16": 3e-2}
 DEFAULT = {
@@ -94,6 +97,8 @@ DEFAULT = {
     ("custom call, in windows", "biases", "bfloat16"),
     ("blocks", "fused", "bfloat16"),
     ("ragged", "gelu", "bfloat16"),
+    *((form, "adapters", "float32") for form in FORMS),
+    ("custom call, in windows", "fused adapters", "bfloat16"),
 }
 """Every form with every dtype; every form and every dtype with gates; and every kind."""
 
@@ -231,3 +236,15 @@ def test_experts_are_put_together_and_apart():
     _, gelu, _ = case("float32", gated=False)
     assert gelu.fused() is gelu
     assert not gelu.is_fused
+
+
+def test_only_adapters_are_trained_if_there_are_some():
+    _, experts, _ = case("float32", biased=True)
+    assert experts.trained is experts
+    adapted = with_adapters(experts)
+    assert adapted.fused() is adapted
+    assert adapted.trained.nbytes == adapted.nbytes - experts.nbytes
+    with pytest.raises(ValueError, match="Experts has adapters for only some matrices; expected adapters for all"):
+        replace(adapted, gate_b=None)
+    with pytest.raises(ValueError, match="Experts has adapters for only some matrices"):
+        replace(adapted, gate=None, gate_bias=None)

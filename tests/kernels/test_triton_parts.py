@@ -15,6 +15,7 @@ from jax_moe_lb.kernels import backends, grouped_ffn
 from jax_moe_lb.kernels import grouped_matmul as products
 from jax_moe_lb.kernels.grouped_ffn import takes_parts
 from jax_moe_lb.transport import slot_weights
+from tests.adapters import with_adapters
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 NUM_ROWS, WIDTH, INNER = 160, 128, 136
@@ -64,18 +65,19 @@ def apart(experts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "fused", "biased"),
+    ("sizes", "fused", "biased", "adapted"),
     [
-        ("uneven", True, False),
-        *(pytest.param(name, True, False, marks=pytest.mark.thorough) for name in SIZES if name != "uneven"),
-        pytest.param("uneven", False, True, marks=pytest.mark.thorough),
+        ("uneven", True, False, False),
+        *(pytest.param(name, True, False, False, marks=pytest.mark.thorough) for name in SIZES if name != "uneven"),
+        pytest.param("uneven", False, True, False, marks=pytest.mark.thorough),
+        pytest.param("uneven", False, False, True, marks=pytest.mark.thorough),
     ],
 )
-def test_parts_equal_one_array_bitwise(sizes, fused, biased, monkeypatch):
+def test_parts_equal_one_array_bitwise(sizes, fused, biased, adapted, monkeypatch):
     """Outputs, gradients of rows and experts, and sums over two rounds; rows of no group are NaN."""
     with_kernels_of_gpus(monkeypatch)
     used, group_sizes = sum(SIZES[sizes]), jnp.array(SIZES[sizes], jnp.int32)
-    experts = make_experts(fused, biased)
+    experts = with_adapters(make_experts(fused, biased)) if adapted else make_experts(fused, biased)
     rows, upstream = (draw(NUM_ROWS, WIDTH, seed=seed).at[used:].set(jnp.nan) for seed in (8, 9))
     weights = draw(NUM_ROWS, 1, seed=10, dtype=jnp.float32)
 

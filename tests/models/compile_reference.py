@@ -61,7 +61,7 @@ PUBLISHED = (
     PublishedLimits("mixtral-8x7b", "h100:1x8", BFLOAT16, 21.9, 1.31, 959, nightly=False),
     PublishedLimits("qwen3-30b-a3b", "h100:1x8", BFLOAT16, 14.5, 1.36, 582),
     PublishedLimits("gpt-oss-20b", "h100:1x4", BFLOAT16, 17.9, 1.38, 566),
-    PublishedLimits("mixtral-8x7b", "h100:1x2", LORA, 13.9, 1.28, 1834),
+    PublishedLimits("mixtral-8x7b", "h100:1x2", LORA, 9.0, 1.03, 1085),
     # A stack of gradients for each tick of the pipeline would take 23 GB more.
     PublishedLimits("mixtral-8x7b", "h100:1x8", STAGES, 39.2, 1.95, 1912),
     # Attention scores in float32 would take four times the traffic.

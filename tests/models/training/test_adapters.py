@@ -21,7 +21,7 @@ from models.training.step import make_programs
 NUM_LAYERS, RANK = 3, 2
 WIDTHS = {"hidden_size": 96, "head_dim": 40, "intermediate_size": 160, "num_local_experts": 4}
 MATRICES = {(96, 160), (96, 80), (160, 96)}
-"""Shapes of the matrices of attention."""
+"""Shapes of the matrices of attention and experts."""
 
 
 def programs_of(rank, parallel):
@@ -45,10 +45,20 @@ def products_like(jaxpr, shapes):
     return [shape for shape in found if shape in shapes or shape[::-1] in shapes]
 
 
-@pytest.mark.parametrize(("rank", "num_products"), [(0, 4), (RANK, 0)])
-def test_matrices_of_attention_have_no_gradient_beside_adapters(rank, num_products):
+def sums_of_groups(jaxpr):
+    """Return the shapes of the matrices in the results of `grouped_outer`, in the first round and in further ones."""
+    found = re.findall(r":f32\[\d+,([0-9,]+)\]\S* = ffi_call\[(?:(?!ffi_call)[\s\S])*?grouped_outer\n", str(jaxpr))
+    return [tuple(map(int, dims.split(","))) for dims in found]
+
+
+@pytest.mark.parametrize(("rank", "num_products", "num_sums"), [(0, 4, 6), (RANK, 0, 0)])
+def test_matrices_have_no_gradient_beside_adapters(rank, num_products, num_sums):
     programs, tokens = programs_of(rank, ParallelConfig(2, 2, "plain"))
-    assert len(products_like(programs.step.trace(programs.state_shapes, tokens).jaxpr, MATRICES)) == num_products
+    jaxpr = programs.step.trace(programs.state_shapes, tokens).jaxpr
+    assert len(products_like(jaxpr, MATRICES)) == num_products
+    sums = sums_of_groups(jaxpr)
+    assert len(sums) == (12 if rank else 6)
+    assert sum(shape in MATRICES for shape in sums) == num_sums
 
 
 @pytest.mark.slow

@@ -1,0 +1,115 @@
+"""Adapters equal matrices that contain their products, and frozen matrices have no gradient."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Buffers, MoEParams, TopK, Topology, exact, feplb, moe, plain
+from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from tests.adapters import RANK, merged, with_adapters
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+
+CASE, NUM_RANKS = Case(num_experts=8), 4
+SYSTEMS = {
+    "plain": plain(),
+    "replicas": exact(1),
+    "replicas in rounds": exact(1, Buffers(headroom=0.3)),
+    "two phases": feplb(2),
+}
+RELATIVE = {"float32": 1e-5, "bfloat16": 4e-2}
+
+
+def arguments(dtype):
+    workload = next(workload for workload in WORKLOADS if workload.name == "lognormal")
+    x, mask = CASE.tokens(workload, NUM_RANKS, dtype)
+    kernel, experts = CASE.params(dtype)
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+    return x, mask, kernel, with_adapters(experts), target
+
+
+def layer_with_gradients(system):
+    mesh = make_mesh((NUM_RANKS,), ("expert",))
+    return with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system))
+
+
+def dense(x, mask, kernel, experts, target):
+    """Return outputs and gradients of the dense layer with merged matrices, in float32."""
+    x, kernel, experts = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (x, kernel, experts))
+    (y, _), (of_x, of_kernel, of_merged) = dense_with_gradients(TopK(2))(x, mask, kernel, merged(experts), target)
+    (of_experts,) = jax.vjp(merged, experts)[1](of_merged)
+    return y, (of_x, of_kernel, of_experts.trained)
+
+
+def assert_frozen(of_experts):
+    """All matrices have a gradient of 0."""
+    assert not any(np.asarray(leaf).any() for leaf in (of_experts.up, of_experts.down, of_experts.gate))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("replicas in rounds", "float32"),
+        ("two phases", "bfloat16"),
+        *(pytest.param(name, "float32", marks=pytest.mark.thorough) for name in ("plain", "replicas", "two phases")),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.thorough) for name in ("plain", "replicas")),
+    ],
+)
+def test_adapters_equal_merged_matrices(name, dtype):
+    args = arguments(dtype)
+    (y, stats), (of_x, of_kernel, of_experts) = layer_with_gradients(SYSTEMS[name])(*args)
+    assert (int(stats.weight_bytes_moved.sum()) > 0) == (name != "plain")
+    assert_frozen(of_experts)
+    assert_close((y, (of_x, of_kernel, of_experts.trained)), dense(*args), RELATIVE[dtype])
+
+
+def gathering(codec):
+    """Return the layer whose ranks gather the experts of domains of 2 ranks before routing."""
+    base = make_mesh((NUM_RANKS,), ("gpu",))
+    mesh = hybrid_mesh(base, {"gpu": 2})
+    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, "gpu"))
+    system = plain(Buffers(4.0)).replace(migrate=GatherExpertDomain(domains, codec))
+
+    def one_rank(x, kernel, experts):
+        y, stats, _ = moe(x, MoEParams(kernel, experts), TopK(2), system, domains.between)
+        return y, stats.of_group
+
+    ranks, groups = PartitionSpec(domains.expert_axes), PartitionSpec(domains.between.data_axes)
+    sharded = jax.shard_map(one_rank, mesh=mesh, in_specs=(ranks, PartitionSpec(), ranks), out_specs=(ranks, groups))
+    return with_gradients(lambda x, mask, kernel, experts: sharded(x, kernel, experts))
+
+
+@pytest.mark.slow
+def test_gathered_adapters_equal_merged_matrices():
+    x, mask, *args = arguments("float32")
+    args = x, jnp.ones_like(mask), *args
+    (y, _), (of_x, of_kernel, of_experts) = gathering(Codec())(*args)
+    assert_frozen(of_experts)
+    assert_close((y, (of_x, of_kernel, of_experts.trained)), dense(*args), 1e-5)
+
+
+def test_a_codec_is_refused():
+    with pytest.raises(ValueError, match="experts has adapters; expected none, as codec is Codec"):
+        gathering(Codec(ratio=2.0))(*arguments("float32"))
+
+
+WEIGHT_GRADIENT = rf"f32\[\d+,({CASE.width},{CASE.mlp_dim}|{CASE.mlp_dim},{CASE.width})\]"
+"""A float32 array of the shape of bfloat16 matrices."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replicas in rounds", pytest.param("two phases", marks=pytest.mark.thorough)])
+def test_frozen_matrices_have_no_gradient_in_the_program(name):
+    """Neither the products of the gradients of matrices nor their rows on the way home are in the program."""
+    *before, experts, target = arguments("bfloat16")
+    of_matrices, of_adapters = 3 * CASE.width * CASE.mlp_dim, 3 * RANK * (CASE.width + CASE.mlp_dim)
+    for given in (experts, merged(experts)):
+        program = str(layer_with_gradients(SYSTEMS[name]).run.trace(*before, given, target).jaxpr)
+        assert bool(re.search(WEIGHT_GRADIENT, program)) != given.has_adapters
+        assert (f",{of_matrices}]" in program) != given.has_adapters
+        assert (f",{of_adapters}]" in program) == given.has_adapters
