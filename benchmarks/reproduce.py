@@ -71,7 +71,7 @@ class Run:
             folder.
         quick: options of a quick run; `None` if there is none.
         refusal: function returning the reason why it is unavailable.
-        aside: reason why it runs only if named.
+        aside: reason why it runs only if named, or in a quick run.
         result: name of its run; the module name by default.
         unread: tables to print but not to keep, as neither documents nor programs read them.
     """
@@ -100,7 +100,7 @@ class Run:
             return why_not
         if given.quick and self.quick is None:
             return "not in --quick"
-        return f"{self.aside}; --only runs it" if self.aside and not given.only else None
+        return f"{self.aside}; --only runs it" if self.aside and not (given.only or given.quick) else None
 
     def command(self, given: argparse.Namespace) -> list[str]:
         """Return the command without the output option."""
@@ -113,7 +113,7 @@ class Run:
         return [sys.executable, "-m", f"benchmarks.{self.module}", *expanded]
 
 
-LONG = "takes an hour or more"
+LONG = "takes ten minutes or more"
 MEASURED = "stays as it was measured"
 CODECS = ("ratio 50, remembered", "ratio 50, shared")
 RUNS = (
@@ -135,7 +135,7 @@ RUNS = (
     Run("bench_baselines"),
     Run("bench_exact_settings", quick=("--quick",)),
     Run("bench_planner_times", quick=("--quick",)),
-    Run("bench_advice_regret", quick=("--quick",)),
+    Run("bench_advice_regret", quick=("--quick",), aside=LONG),
     Run("bench_advice_time", quick=("--quick",)),
     Run("bench_planners", ("--loads", "LOADS"), ("--tokens", "256", "--step", "29"), _loads),
     Run(
@@ -167,10 +167,10 @@ RUNS = (
     Run("bench_exact_kernel", ("--loads", "LOADS"), ("--step", "29"), _loads),
     Run("bench_relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("bench_relocation", ("--loads", "DIR"), None, _loads, "bench_relocation_no_groups"),
-    Run("bench_scaling", ("--plot", "docs/results/scaling.png"), ("--quick",)),
+    Run("bench_scaling", ("--plot", "docs/results/scaling.png"), ("--quick",), aside=LONG),
     Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
     Run("bench_break_even_two_ranks", quick=("--repeats", "3", "--points", "2")),
-    Run("bench_peers", quick=("--quick",)),
+    Run("bench_peers", quick=("--quick",), aside=LONG),
     Run(
         "bench_peers",
         ("--maxtext",),
@@ -201,7 +201,7 @@ RUNS = (
         result="bench_codec_long",
         aside=LONG,
     ),
-    Run("bench_gradient_codec", quick=("--steps", "20", "--seeds", "1")),
+    Run("bench_gradient_codec", quick=("--steps", "20", "--seeds", "1"), aside=LONG),
     Run("bench_straggler", ("--number", "50"), aside=LONG),
     Run("bench_training", aside=LONG),
     Run("bench_training_curves", aside=LONG),
@@ -210,7 +210,7 @@ RUNS = (
     Run("bench_peers_compiled", refusal=_compilers),
     Run("bench_peers_compiled", ("--maxtext",), None, _maxtext, "bench_peers_compiled_maxtext"),
     Run("bench_pipeline", refusal=_compilers),
-    Run("bench_loading"),
+    Run("bench_loading", ("--layers", "4")),
     Run("bench_hbm_model", refusal=_compilers),
     Run("bench_memory_model", refusal=_compilers),
     Run("bench_timeline", refusal=_compilers),

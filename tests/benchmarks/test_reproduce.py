@@ -5,8 +5,9 @@ from pathlib import Path
 
 import benchmarks
 from benchmarks.html_report import write_report
+from benchmarks.progress import Pace
 from benchmarks.render import RESULTS
-from benchmarks.reproduce import RUNS
+from benchmarks.reproduce import RUNS, _compilers
 from benchmarks.results import Table, read, save
 
 HERE = Path(benchmarks.__file__).parent
@@ -46,6 +47,14 @@ def test_what_takes_long_runs_if_it_is_named():
     (codec,) = (one for one in RUNS if one.name == "bench_codec")
     assert "--only" in codec.why_not(PLAIN)
     assert codec.why_not(argparse.Namespace(quick=False, loads=None, only=["bench_codec"])) is None
+
+
+def test_all_benchmarks_without_a_name_end_in_forty_minutes():
+    """Those with compilers of accelerators are left out of an installation for CPUs."""
+    loads = argparse.Namespace(quick=False, loads=Path("there"), only=[])
+    pace = Pace("full", [one.name for one in RUNS if one.refusal is not _compilers and one.why_not(loads) is None])
+    assert set(pace.names) <= pace.known.keys()
+    assert pace.total_s < 40 * 60
 
 
 def test_the_report_has_tables_plots_and_what_was_left_out(tmp_path):
