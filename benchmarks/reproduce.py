@@ -113,7 +113,7 @@ class Run:
         return [sys.executable, "-m", f"benchmarks.{self.module}", *expanded]
 
 
-LONG = "takes ten minutes or more"
+LONG = "takes five minutes or more"
 MEASURED = "stays as it was measured"
 CODECS = ("ratio 50, remembered", "ratio 50, shared")
 RUNS = (
@@ -169,7 +169,7 @@ RUNS = (
     Run("bench_relocation", ("--loads", "DIR"), None, _loads, "bench_relocation_no_groups"),
     Run("bench_scaling", ("--plot", "docs/results/scaling.png"), ("--quick",), aside=LONG),
     Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
-    Run("bench_break_even_two_ranks", quick=("--repeats", "3", "--points", "2")),
+    Run("bench_break_even_two_ranks", quick=("--repeats", "3", "--points", "2"), aside=LONG),
     Run("bench_peers", quick=("--quick",), aside=LONG),
     Run(
         "bench_peers",
