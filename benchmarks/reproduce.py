@@ -187,7 +187,7 @@ RUNS = (
     Run("bench_grouped_ffn"),
     Run("bench_two_ranks", quick=("--repeats", "3", "--tokens", "2048")),
     Run("bench_systems"),
-    Run("bench_training_losses"),
+    Run("bench_training_losses", aside=LONG),
     Run("bench_codec", ("--steps", "200"), aside=LONG),
     Run(
         "bench_codec",
@@ -242,7 +242,13 @@ RUNS = (
         result="reliability_kills",
         aside=LONG,
     ),
-    Run("bench_reliability", ("soak",), ("soak", "--steps", "300", "--devices", "8"), result="reliability_soak"),
+    Run(
+        "bench_reliability",
+        ("soak",),
+        ("soak", "--steps", "300", "--devices", "8"),
+        result="reliability_soak",
+        aside=LONG,
+    ),
     Run("network.bench_hybridep", refusal=_network, result="network_hybridep", aside=MEASURED),
     Run(
         "network.bench_hybridep",
@@ -254,7 +260,14 @@ RUNS = (
     ),
     Run("network.bench_once", refusal=_network, result="network_once", aside=MEASURED),
     Run("network.bench_rails", refusal=_network, result="network_rails", aside=MEASURED),
-    Run("network.bench_training", ("table", "2"), refusal=_network, result="network_training", aside=MEASURED),
+    Run(
+        "network.bench_training",
+        ("compare", "3"),
+        refusal=_network,
+        result="network_training_measured_3",
+        aside=MEASURED,
+    ),
+    Run("network.bench_training_speed", ("table",), refusal=_network, result="network_training_speed", aside=MEASURED),
     Run(
         "network.train_across",
         ("--wan-bits-per-s", "300e6"),

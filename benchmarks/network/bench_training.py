@@ -2,12 +2,9 @@
 
     python -m benchmarks.network.bench_training calibrate 2    # rates of the testbed, from other sizes
     python -m benchmarks.network.bench_training predict 2      # twenty predictions; commit them
-    python -m benchmarks.network.bench_training measure 2 --runs 5    # the same twenty, then the training table
+    python -m benchmarks.network.bench_training measure 2      # the same twenty
     python -m benchmarks.network.bench_training compare 2      # predictions beside measurements
     python -m benchmarks.network.bench_training again 2        # the same, predicted by the simulator of today
-    python -m benchmarks.network.bench_training profile 2      # operations of some steps
-    python -m benchmarks.network.bench_training memory 2       # resident memory of a step of each system
-    python -m benchmarks.network.bench_training table 2        # the training table
 
 Run it as root, or with user namespaces and writable control groups (see `testbed.py`).
 """
@@ -27,16 +24,12 @@ import numpy as np
 
 from benchmarks.network import sandbox
 from benchmarks.network.levels import level_rates
-from benchmarks.network.memory import measured_peak, release_memory
-from benchmarks.network.stages import seconds_by_operation, seconds_by_stage
 from benchmarks.network.testbed import (
-    CASES,
     CONFIG,
     CORES,
     GATHERED,
     KEEP_MEMORY,
     NUM_RANKS,
-    RELEASE_MEMORY,
     WARM_STEPS,
     Case,
     Program,
@@ -46,25 +39,21 @@ from benchmarks.network.testbed import (
 from benchmarks.network.training_rounds import (
     MODEL,
     ROUNDS,
-    STEPS,
     Points,
     counts_of,
     records,
     relocation,
 )
-from benchmarks.network.training_tables import compared, memory, slowest, stages, trained
-from benchmarks.results import Table, Value, out_option, report
-from benchmarks.results import load as load_tables
-from jax_moe_lb import System, exact, plain
+from benchmarks.network.training_tables import compared, slowest
+from benchmarks.results import Table, Value, merge, out_option, read, report
+from jax_moe_lb import System
 from jax_moe_lb.balancers import Exact
-from jax_moe_lb.sim import Cluster, Links, Migration, mean_report, replay, simulate, skewed_counts
+from jax_moe_lb.sim import Cluster, Links, Migration, mean_report, replay
 from jax_moe_lb.sim.config import load_config
 
 RESULTS = Path(__file__).parents[1] / "results"
+ALL_ROUNDS = RESULTS / "network_training.json"
 RAW = Path("runs/network_training")
-
-TRAIN_RATE, TRAIN_ROUTINGS = 2000e6, ("popular ranks, 2.0",)
-"""Link and replayed routings of the training table."""
 
 
 # ---- calibration ---------------------------------------------------------------
@@ -183,31 +172,22 @@ def calibration_table(found: dict[str, Any]) -> Table:
 # ---- measurements --------------------------------------------------------------
 
 
-def measure(bed: Testbed, number: int, at: int, passes: int, runs: int, raw: str, after: Path | None) -> dict[str, Any]:
-    """Return the times of all points of a round on one network, then those of the training table; all interleaved.
+def measure(bed: Testbed, number: int, at: int, passes: int, raw: str, after: Path | None) -> dict[str, Any]:
+    """Return the times of all points of a round on one network, interleaved.
 
     Args:
         bed: this rank.
         number: number of the round.
         at: index of the network.
         passes: passes over its points.
-        runs: passes over the training table; 0 leaves it out.
         raw: file for the results of this rank so far.
         after: file to wait for after the compilation; `None` for none.
     """
     part = ROUNDS[number].parts[at]
-    programs = compiled(bed, CASES if runs else part.cases)
+    programs = bed.compiled(part.cases, records()[0])
     while after is not None and not after.exists():
         time.sleep(0.5)
-    found = {
-        "points": points_of(bed, programs, part, ROUNDS[number].steps, passes, f"{raw}.{bed.rank.index}"),
-        "memory": {name: program.memory_bytes for name, program in programs.items()},
-        "trained": [],
-    }
-    for turn in range(runs):
-        Path(f"{raw}.{bed.rank.index}").write_text(json.dumps(found))
-        found["trained"] += train(bed, programs, turn)
-    return found
+    return {"points": points_of(bed, programs, part, ROUNDS[number].steps, passes, f"{raw}.{bed.rank.index}")}
 
 
 def points_of(
@@ -226,64 +206,9 @@ def points_of(
             times = bed.times(program, corpus, steps, 1, records()[1][routing][:steps], WARM_STEPS)
             found.append({"rate": rate, "turn": turn, "routing": routing, "system": name, **times})
             Path(raw).write_text(json.dumps(found))
-            _say(bed, f"{turn} {rate / 1e6:.0f} {routing} {name}: {np.mean(times['seconds']):.3f} s")
+            bed.say(f"{turn} {rate / 1e6:.0f} {routing} {name}: {np.mean(times['seconds']):.3f} s")
         bed.limits(None, None)
     return found
-
-
-def compiled(bed: Testbed, cases: dict[str, Case]) -> dict[str, Program]:
-    """Compile programs without a quota."""
-    from benchmarks.network.jax_ranks import check_same_program
-
-    programs = {}
-    for name, case in cases.items():
-        programs[name] = Program(case, CONFIG, bed.mesh, records()[0])
-        check_same_program(programs[name].lowered.as_text())
-        _say(bed, f"{name}: compiled")
-    release_memory()
-    return programs
-
-
-def train(bed: Testbed, programs: dict[str, Program], turn: int) -> list[dict[str, Any]]:
-    """Return times of all cases with their own routing, then replayed."""
-    from models.data.sources import default_corpus
-
-    corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), []
-    bed.limits(TRAIN_RATE, CORES)
-    for routing in (None, *TRAIN_ROUTINGS):
-        for name, program in programs.items():
-            # These routers differ from `plain` by their training alone.
-            if routing is not None and name in ("router bias", "aux loss"):
-                continue
-            replayed = None if routing is None else records()[1][routing]
-            times = bed.times(program, corpus, STEPS, 1 + turn * STEPS, replayed, 0)
-            found.append({"turn": turn, "routing": routing or "own", "system": name, **times})
-            _say(bed, f"{turn} {routing} {name}: {np.mean(times['seconds']):.3f} s")
-    bed.limits(None, None)
-    return found
-
-
-def profile(bed: Testbed, names: tuple[str, ...], routing: str) -> dict[str, Any]:
-    """Return the seconds of each operation and stage of one profiled step, by rank 0."""
-    from models.data.sources import default_corpus
-
-    corpus, found = default_corpus(CONFIG.data.max_corpus_bytes), {}
-    programs = compiled(bed, {name: CASES[name] for name in names})
-    bed.limits(TRAIN_RATE, CORES)
-    of_steps = records()[1][routing]
-    for name, program in programs.items():
-        bed.times(program, corpus, STEPS, 1, of_steps, WARM_STEPS)
-        operations = seconds_by_operation(partial(bed.times, program, corpus, STEPS, 1, of_steps, 0))
-        text = program.program.as_text()
-        found[name] = {"stages": seconds_by_stage(operations, text), "operations": operations, "text": text}
-        _say(bed, f"{name}: {found[name]['stages']}")
-    bed.limits(None, None)
-    return found if bed.rank.index == 0 else {}
-
-
-def _say(bed: Testbed, line: str) -> None:
-    if bed.rank.index == 0:
-        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 def predict(number: int, folder: Path) -> dict[str, Table]:
@@ -294,7 +219,7 @@ def predict(number: int, folder: Path) -> dict[str, Table]:
 
 def compare(number: int, folder: Path) -> dict[str, Table]:
     """Return the predictions of a round beside its measurements."""
-    predicted = load_tables(RESULTS / f"network_training_predicted_{number}.json")["predictions"]
+    predicted = read(ALL_ROUNDS)[f"network_training_predicted_{number}"].tables["predictions"]
     return compared(predicted, measured_points(number, folder))
 
 
@@ -311,56 +236,24 @@ def measured_points(number: int, folder: Path) -> list[dict[str, Any]]:
     return [point for of_ranks in found for point in slowest(of_ranks)]
 
 
-def tables(number: int, folder: Path) -> dict[str, Table]:
-    """Return the training table."""
-    of_ranks = json.loads((folder / f"measured_{number}_0.json").read_text())
-    measured = slowest([one["trained"] for one in of_ranks])
-    copies = CONFIG.tokens_per_step * CONFIG.model.experts_per_token * CONFIG.model.num_layers
-    sizes = CONFIG.tokens_per_step, copies
-    peaks = json.loads((folder / "memory.json").read_text())
-    profiled = json.loads((folder / "profiled.json").read_text())
-    return {
-        "own": trained(measured, "own", *sizes, peaks),
-        "replayed": trained(measured, TRAIN_ROUTINGS[0], *sizes, peaks),
-        "stages": stages(profiled),
-        "memory": memory(of_ranks[0]["memory"], peaks),
-        "h100": on_h100s(),
-    }
-
-
-def on_h100s() -> Table:
-    """Return predicted steps of whole models on a node of eight H100, with the preset's rates."""
-    section = load_config("preset", "h100_node").cluster
-    assert section is not None
-    cluster, rows = section.build(), list[list[Value]]()
-    for name in ("mixtral_8x7b", "qwen3_30b"):
-        shape = load_config("preset", name).model
-        assert shape is not None
-        for imbalance in (1.5, 2.0):
-            counts = skewed_counts(shape.build(), cluster.num_ranks, imbalance, 4, 0)
-            found = [simulate(system, shape.build(), cluster, counts).step_s for system in (plain(), exact())]
-            rows.append([name, imbalance, *(1e3 * seconds for seconds in found), found[0] / found[1]])
-    columns = {"model": "", "imbalance": ".1f", "plain ms": ".0f", "exact ms": ".0f", "exact over plain": ".2f"}
-    return Table(columns, rows, "Predicted for 8 H100")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reports = {"predict": predict, "compare": compare, "again": again, "table": tables}
-    parser.add_argument("part", choices=("calibrate", "measure", "profile", "memory", *reports))
+    reports = {"predict": predict, "compare": compare, "again": again}
+    parser.add_argument("part", choices=("calibrate", "measure", *reports))
     parser.add_argument("round", type=int, choices=ROUNDS)
     parser.add_argument("--passes", type=int, default=2, help="Interleaved passes over all points.")
     parser.add_argument("--folder", type=Path, default=RAW, help="Folder of raw measurements.")
-    parser.add_argument("--runs", type=int, default=0, help="Interleaved runs of the training table.")
     parser.add_argument("--networks", type=int, nargs="+", help="Networks of the round to measure; all by default.")
     parser.add_argument("--after", type=Path, help="File to wait for between compilation and measurement.")
     out_option(parser)
     given = parser.parse_args()
-    os.environ["GLIBC_TUNABLES"] = RELEASE_MEMORY if given.part == "memory" else KEEP_MEMORY
+    os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
     if given.part in reports:
-        ends = {"predict": "_predicted", "compare": "_measured", "again": "_again"}
-        name = f"{ends[given.part]}_{given.round}" if given.part in ends else ""
-        report(reports[given.part](given.round, given.folder), given.out or RESULTS / f"network_training{name}.json")
+        end = {"predict": "predicted", "compare": "measured", "again": "again"}[given.part]
+        out = RESULTS / f"network_training_{end}_{given.round}.json"
+        report(reports[given.part](given.round, given.folder), given.out or out)
+        if given.out is None:
+            merge(out, ALL_ROUNDS)
         return
     sandbox.enter()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -375,18 +268,10 @@ def measured(given: argparse.Namespace) -> None:
     if given.part == "calibrate":
         found = [calibrated(run(partial(calibrate, points=of), 900, of.has_domains)) for of in parts]
         (folder / f"calibration_{number}.json").write_text(json.dumps(found[0] | found[-1], indent=1))
-    elif given.part == "profile":
-        profiled = run(partial(profile, names=("plain", "exact", "feplb"), routing="recorded"), 1200)
-        (folder / "profiled.json").write_text(json.dumps(profiled[0]))
-    elif given.part == "memory":
-        peaks = {name: max(run(partial(measured_peak, case=case), 1200)) for name, case in CASES.items()}
-        (folder / "memory.json").write_text(json.dumps(peaks))
     else:
         for at in given.networks or range(len(parts)):
-            # The training table belongs to the first network.
-            sizes = {"passes": given.passes, "runs": 0 if at else given.runs}
             raw = folder / f"measured_{number}_{at}.json"
-            one = partial(measure, number=number, at=at, **sizes, raw=str(raw), after=given.after)
+            one = partial(measure, number=number, at=at, passes=given.passes, raw=str(raw), after=given.after)
             raw.write_text(json.dumps(run(one, 7200, parts[at].has_domains)))
 
 

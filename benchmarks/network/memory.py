@@ -1,10 +1,9 @@
 """Peak of a rank's resident memory in the first steps of a program."""
 
-import ctypes
 import re
 from pathlib import Path
 
-from benchmarks.network.testbed import CONFIG, Case, Program, Testbed
+from benchmarks.network.testbed import CONFIG, Case, Program, Testbed, release_memory
 from benchmarks.network.training_rounds import records
 
 STEPS = 2
@@ -29,11 +28,6 @@ def measured_peak(bed: Testbed, case: Case) -> int:
     before = resident_bytes("VmRSS")
     bed.times(program, corpus, STEPS, 1, None, 0)
     return resident_bytes("VmHWM") - before
-
-
-def release_memory() -> None:
-    """Return freed memory to the system, such as that of compilation."""
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes(name: str) -> int:

@@ -41,7 +41,8 @@ class Replayed(Router):
         assert bias is not None, "selection_bias is True"
         num_tokens, per_token = logits.shape[0], self.num_experts_per_tok
         record = jnp.maximum(bias[0], 0).astype(jnp.int32)
-        rank = jnp.asarray(info.first, jnp.int32) // num_tokens
+        # The index in the whole mesh; in expert domains a group of the layer has fewer ranks.
+        rank = jax.lax.axis_index(jax.sharding.get_abstract_mesh().axis_names)
         counts = jnp.asarray(self.records, jnp.int32)[record, rank]
         experts = by_counts(counts, num_tokens, per_token)
         own = jax.lax.top_k(logits, per_token)[1].astype(jnp.int32)

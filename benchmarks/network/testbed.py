@@ -4,10 +4,11 @@ A rank is a process with one device. Its threads share one core and `CORES` of i
 interface to one switch, limited in both directions; or two domains of two ranks are joined by one limited link.
 """
 
+import ctypes
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -175,11 +176,11 @@ class Program:
         """Initialize the state of replayed routing with the experts of each layer in other places."""
         self.states["replayed"] = self.move(self.make(), permutation)
 
-    def relocate_by_loads(self) -> None:
-        """Relocate the experts of the model's own routing by their running loads, if the system relocates."""
+    def relocate_by_loads(self, name: str = "own") -> None:
+        """Relocate the experts of a state by their running loads, if the system relocates."""
         if self.system.relocates:
-            state = self.states["own"]
-            self.states["own"] = self.move(state, next_homes(state, self.config, self.topology))
+            state = self.states[name]
+            self.states[name] = self.move(state, next_homes(state, self.config, self.topology))
 
     def _bias(self, record: float, sharding: NamedSharding) -> jax.Array:
         value = np.full(self.config.model.num_experts, record, np.float32)
@@ -279,6 +280,23 @@ class Testbed:
         self.group.limit(cores)
         barrier("after limits")
 
+    def compiled(self, cases: Mapping[str, Case], records: np.ndarray) -> dict[str, Program]:
+        """Compile the programs of cases, the same on all ranks, and return the memory of compilation to the system."""
+        from benchmarks.network.jax_ranks import check_same_program
+
+        programs = {}
+        for name, case in cases.items():
+            programs[name] = Program(case, CONFIG, self.mesh, records)
+            check_same_program(programs[name].lowered.as_text())
+            self.say(f"{name}: compiled")
+        release_memory()
+        return programs
+
+    def say(self, line: str) -> None:
+        """Print a line with the time on rank 0."""
+        if self.rank.index == 0:
+            print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
     def times(
         self,
         program: Program,
@@ -323,6 +341,11 @@ def _row(loss: Any, stats: Any, seconds: float, cpu_s: float) -> dict[str, Any]:
         "dropped": int(np.sum(stats.dropped)),
         "weight_bytes": float(np.sum(stats.weight_bytes_moved)),
     }
+
+
+def release_memory() -> None:
+    """Return freed memory to the system, such as that of compilation."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def prepare(groups: Sequence[CpuGroup], rank: Rank) -> None:

@@ -1,4 +1,4 @@
-"""Tables of `bench_training`: predictions beside measurements, and the training table."""
+"""Tables of `bench_training`: predictions beside measurements."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -118,78 +118,3 @@ def orders(expected: Mapping[Any, float], times: Mapping[Any, np.ndarray]) -> Or
         counted = ranks[0] == ranks[1], is_possible, is_right, np.ones_like(one), is_right & is_apart, is_apart
         found += [int(np.sum(each)) for each in counted]
     return Orders(*found.tolist())
-
-
-TRAINED = {
-    "system": "",
-    "tokens/s over plain": ".2f",
-    "tokens/s": ",.0f",
-    "imbalance before": ".2f",
-    "after": ".2f",
-    "rounds": "d",
-    "copies dropped %": ".2f",
-    "memory MB": ".0f",
-}
-
-
-def trained(
-    measured: Sequence[Mapping[str, Any]], routing: str, tokens: int, copies: int, peaks: Mapping[str, float]
-) -> Table:
-    """Return speed and balance of each system with one routing.
-
-    Args:
-        measured: return value of `slowest`.
-        routing: name of the routing.
-        tokens: tokens of a step.
-        copies: token copies of a step, over all layers.
-        peaks: bytes of each system's state and temporaries on the rank with the most, measured.
-    """
-    runs: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for one in measured:
-        if one["routing"] == routing:
-            runs[one["system"]].append(one)
-    seconds = {name: np.array([np.mean(one["seconds"]) for one in of]) for name, of in runs.items()}
-    rows: list[list[Value]] = []
-    for name, of in runs.items():
-        steps = [step for one in of for step in zip(one["before"], one["after"], one["dropped"], strict=True)]
-        before, after, dropped = np.mean(steps, 0).tolist()
-        speed = [spread(seconds["plain"] / seconds[name]), spread(tokens / seconds[name])]
-        rounds = max(max(one["rounds"]) for one in of)
-        rows.append([name, *speed, before, after, rounds, 100 * dropped / copies, peaks[name] / 1e6])
-    return Table(TRAINED, rows)
-
-
-STAGES = {
-    "experts": ("experts",),
-    "rows": ("dispatch: exchange", "combine: exchange"),
-    "weights": ("weights: exchange", "weights"),
-    "counts, with the wait for the slowest rank": ("counts: exchange",),
-    "sums of gradients, with the wait": ("router: exchange", "rest: exchange"),
-}
-
-
-def stages(profiled: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
-    """Return the share of each stage in the profiled steps of rank 0, in percent."""
-    rows: list[list[Value]] = []
-    for name, found in profiled.items():
-        of, total = found["stages"], sum(found["stages"].values())
-        shares = [100 * sum(of.get(part, 0.0) for part in parts) / total for parts in STAGES.values()]
-        rows.append([name, *shares, 100 - sum(shares)])
-    return Table({"system": "", **dict.fromkeys(STAGES, ".0f"), "the rest of the model": ".0f"}, rows)
-
-
-def memory(bytes_of: Mapping[str, int], peaks: Mapping[str, float]) -> Table:
-    """Return the memory of each program on one rank.
-
-    Args:
-        bytes_of: arguments and temporaries by the compiler.
-        peaks: measured peak of state and temporaries, on the rank with the most.
-    """
-    rows: list[list[Value]] = []
-    for name, compiled in bytes_of.items():
-        pairs = [(compiled, bytes_of["plain"]), (peaks[name], peaks["plain"])]
-        rows.append([name, *(value for each, plain in pairs for value in (each / 1e6, each / plain))])
-    columns = {"system": ""}
-    for kind in ("compiled", "measured"):
-        columns |= {f"{kind} MB per rank": ".0f", f"{kind} over plain": ".2f"}
-    return Table(columns, rows)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from benchmarks.network.replayed import OWN, Replayed, fitted
 from benchmarks.network.training_rounds import NUM_TOKENS, ROUTINGS, counts_of, records
@@ -19,8 +20,13 @@ def test_fitted_counts_are_routed_exactly_and_tokens_have_distinct_experts(loads
     assert records.max() <= num_tokens
     router = Replayed(router=TopK(per_token), records=records)
     logits = jax.random.normal(jax.random.key(0), (num_tokens, 4))
-    for rank in range(2):
-        experts = router(logits, jnp.zeros(4), TokenInfo(first=rank * num_tokens)).experts
+    mesh = jax.make_mesh((2, 1), ("node", "expert"), devices=jax.devices()[:2])
+    # A group of the layer has one rank here, and both ranks have the same first token.
+    route = jax.shard_map(
+        lambda logits: router(logits, jnp.zeros(4), TokenInfo()).experts,
+        mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(("node", "expert")),
+    )  # fmt: skip
+    for rank, experts in enumerate(np.split(np.asarray(jax.jit(route)(logits)), 2)):
         assert (np.bincount(np.ravel(experts), minlength=4) == records[0, rank]).all()
         assert all(len(set(row)) == per_token for row in experts.tolist())
 
