@@ -36,13 +36,12 @@ RUNS = {
 """Runs on each network."""
 
 OWN, REPLAYED = "own", "replayed"
-ONLY_OWN = ("router bias", "aux loss")
-"""Runs that differ from `plain` by the training of their router alone."""
 
 
 def runs(routing: str, network: str) -> list[str]:
     """Return the names of the runs with a routing on a network."""
-    return [name for name in RUNS[network] if routing == OWN or name not in ONLY_OWN]
+    # Bias and auxiliary loss change the training of the router alone.
+    return [name for name, case in RUNS[network].items() if routing == OWN or not (case.bias_rate or case.aux_loss)]
 
 
 class Curve(NamedTuple):
@@ -76,7 +75,7 @@ def last_mean(loss: np.ndarray) -> float:
 def save_curves(curves: Curves, path: Path) -> None:
     """Write curves."""
     arrays = {f"{name}/{field}": of for name, curve in curves.items() for field, of in curve._asdict().items()}
-    np.savez_compressed(path, allow_pickle=False, **arrays)
+    np.savez_compressed(path, **arrays)
 
 
 def load_curves(path: Path) -> dict[str, Curve]:
