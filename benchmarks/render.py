@@ -9,28 +9,45 @@ of a run is preceded by its command, date and machine.
     <!-- table: bench_systems/zipf -->
     <!-- /table -->
 
-A number in a sentence is a cell, given by its table, texts of other cells that identify its row, and the title of its
-column.
+Sentences have plain numbers. A block at the end of a page names their cells: a line with a table, then a line per
+phrase of the page, with numbers in braces and the path of each: texts of other cells that identify the row, and the
+title of the column.
 
-    <!-- value: bench_systems/zipf > exact > imbalance -->1.010<!-- /value -->
+    <!-- numbers
+    bench_systems/zipf
+    from {2.51} to {1.01} times the mean | plain > imbalance | exact > imbalance
+    -->
+
+A phrase occurs once in the page; lines may break anywhere. Both copies of a number are updated. A plain number keeps
+its count of decimals; a number with a range or unit is the text of the cell.
+
+A page includes the text of another without its title and comments; links become relative to the including page.
+
+    <!-- include: ../status.md -->
+    <!-- /include -->
 
 A plot is a file `docs/results/plots/RUN.PLOT.svg` with one of `benchmarks.plots.figures_of`, drawn if a document links
 to it. Its first line has the digest of its tables.
 """
 
 import argparse
+import posixpath
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.results import Record, Table, read
+from benchmarks.page_numbers import cell_at, replace_numbers, table_at
+from benchmarks.results import Record, cell, read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "results" / "plots"
 PLOT = re.compile(r"plots/(?P<name>[\w-]+)\.(?P<plot>[\w-]+)\.svg")
 TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- /table -->", re.DOTALL)
+INCLUDE = re.compile(r"<!-- include: (?P<path>\S+) -->\n.*?<!-- /include -->", re.DOTALL)
+TITLE_OR_COMMENT = re.compile(r"\A# [^\n]*\n|<!--.*?-->\n?", re.DOTALL)
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)\s#]+)")
 VALUE = re.compile(r"<!-- value: (?P<path>[^\n]+?) -->.*?<!-- /value -->", re.DOTALL)
 
 
@@ -39,11 +56,17 @@ def documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def rendered(text: str, results: Path = RESULTS) -> str:
-    """Return a document with all tables and values updated from the results.
+def rendered(text: str, results: Path = RESULTS, folder: Path = ROOT) -> str:
+    """Return a document with all tables, included pages and numbers updated.
+
+    Args:
+        text: the document.
+        results: folder of the results.
+        folder: folder of the document.
 
     Raises:
         KeyError: a table, row or column does not exist; a missing results file is allowed.
+        ValueError: a phrase of the block `numbers` does not occur exactly once.
     """
     seen: set[str] = set()
     records = read(results)
@@ -53,35 +76,28 @@ def rendered(text: str, results: Path = RESULTS) -> str:
         shown = f"Not run yet: `{run}` is not among the results."
         if run in records:
             head = "" if run in seen else made_by(records[run]) + "\n\n"
-            shown = f"{head}{table_of(records, run, name)}"
+            shown = f"{head}{table_at(records, match['name'])}"
         seen.add(run)
         return f"<!-- table: {run}/{name} -->\n{shown}\n<!-- /table -->"
 
+    def include(match: re.Match[str]) -> str:
+        path = folder / match["path"]
+        shown = included(rendered(path.read_text(), results, path.parent), match["path"])
+        return f"<!-- include: {match['path']} -->\n{shown}\n<!-- /include -->"
+
     def value(match: re.Match[str]) -> str:
-        return f"<!-- value: {match['path']} -->{value_of(records, match['path'])}<!-- /value -->"
+        return f"<!-- value: {match['path']} -->{cell(*cell_at(records, match['path']))}<!-- /value -->"
 
-    return VALUE.sub(value, TABLE.sub(table, text))
-
-
-def table_of(records: Mapping[str, Record], run: str, name: str) -> Table:
-    """Return one table of one run."""
-    tables = records[run].tables if run in records else {}
-    if name not in tables:
-        raise KeyError(f"no table {name!r} in run {run!r}; it has {sorted(tables)}")
-    return tables[name]
+    return replace_numbers(VALUE.sub(value, INCLUDE.sub(include, TABLE.sub(table, text))), records)
 
 
-def value_of(records: Mapping[str, Record], path: str) -> str:
-    """Return the cell at a path."""
-    where, *row, column = (part.strip() for part in path.split(" > "))
-    run, name = where.split("/")
-    table = table_of(records, run, name)
-    found = [cells for cells in table.cells() if set(row) <= set(cells)]
-    if len(found) != 1 or column not in table.columns:
-        raise KeyError(
-            f"{path!r} names {len(found)} rows of columns {list(table.columns)}; expected one row, one column"
-        )
-    return found[0][list(table.columns).index(column)]
+def included(text: str, path: str) -> str:
+    """Return a page at a relative path without title and comments, with links as in the including page."""
+
+    def link(match: re.Match[str]) -> str:
+        return posixpath.normpath(posixpath.join(posixpath.dirname(path), match["path"]))
+
+    return LINK.sub(link, TITLE_OR_COMMENT.sub("", text)).strip()
 
 
 def made_by(record: Record) -> str:
@@ -93,7 +109,10 @@ def changed() -> Iterator[tuple[Path, str]]:
     """Yield out-of-date documents with their new content."""
     for path in documents():
         text = path.read_text()
-        wanted = rendered(text)
+        try:
+            wanted = rendered(text, folder=path.parent)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path.relative_to(ROOT)}: {error.args[0]}") from error
         if wanted != text:
             yield path, wanted
 

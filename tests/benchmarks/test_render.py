@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.gpu.step_cases import CASES
+from benchmarks.page_numbers import BLOCK
 from benchmarks.render import RESULTS, TABLE, VALUE, changed, documents, old_plots, rendered
 from benchmarks.results import Table, read, save
 
@@ -26,6 +27,7 @@ def test_every_table_is_shown_or_read_by_the_simulator():
     text = "".join(path.read_text() for path in documents())
     used = {match["name"] for match in TABLE.finditer(text)}
     used |= {match["path"].split(" > ")[0] for match in VALUE.finditer(text)}
+    used |= {line for block in BLOCK.finditer(text) for line in block.group().splitlines() if " | " not in line}
     used |= {"network_hybridep/measured", "network_rails/measured"}
     # `bench_training compare` repeats them beside the measurements.
     used |= {f"network_training_predicted_{number}/predictions" for number in (1, 2, 3)}
@@ -66,3 +68,66 @@ def test_what_has_not_run_yet_is_said(results):
 def test_a_table_that_is_not_there_is_refused(results):
     with pytest.raises(KeyError, match="no table 'even'"):
         rendered("<!-- table: bench/even -->\n<!-- /table -->", results)
+
+
+PAGE = """# Title
+
+From 2.4 to
+  1.009 times the mean, and 1.02 (old) with both. Compare 12.4 and 2.45.
+
+<!-- numbers
+bench/zipf
+From {2.4} to {1.009} times | plain > imbalance | exact > forward > imbalance
+and {1.02} (old) | exact > both > imbalance
+bench/spread
+Compare {12.4} and | plain > ms
+-->
+"""
+
+
+@pytest.fixture
+def spread_results(results):
+    read_back = {"zipf": read(results)["bench"].tables["zipf"]}
+    read_back["spread"] = Table({"system": "", "ms": ".2f"}, [["plain", [12.52, 12.0, 13.0]]])
+    save(read_back, results / "bench.json")
+    return results
+
+
+def test_numbers_of_a_page_are_updated_in_sentences_and_block(spread_results):
+    once = rendered(PAGE, spread_results)
+    assert "From 2.5 to\n  1.010 times the mean, and 1.02 (old) with both. Compare 12.5 and 2.45." in once
+    assert "From {2.5} to {1.010} times | plain > imbalance | exact > forward > imbalance\n" in once
+    assert rendered(once, spread_results) == once
+
+
+def test_a_number_with_a_range_is_the_text_of_the_cell(spread_results):
+    page = PAGE.replace("12.4", "12.40 (12.00-13.00)")
+    assert "Compare 12.52 (12.00-13.00) and 2.45." in rendered(page, spread_results)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("with both", "with both; Compare 12.4 and", "occurs 2 times"),
+        ("and 1.02 (old)", "and 1.03 (old)", "occurs 0 times"),
+        ("Compare 12.4 and", "Compare 112.4 and", "occurs 0 times"),
+        ("{1.02} (old)", "{1.02} ({old})", "has 1 paths"),
+        ("plain > ms", "plain > ns", "expected one row, one column"),
+        ("bench/spread", "bench/other", "no table 'other'"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_page_without_a_phrase_or_cell_is_refused(spread_results, old, new, error):
+    assert old in PAGE
+    with pytest.raises((KeyError, ValueError), match=error):
+        rendered(PAGE.replace(old, new, 1), spread_results)
+
+
+def test_an_include_has_the_body_of_a_page_with_its_links(tmp_path, results):
+    (tmp_path / "docs").mkdir()
+    body = "Run, see [GPU](how-to/gpu.md#a) and [JAX](https://jax.dev).\n"
+    (tmp_path / "docs/status.md").write_text(f"# Status\n\n{body}\n<!-- numbers\n-->\n")
+    text = "Before.\n<!-- include: docs/status.md -->\nold\n<!-- /include -->\n"
+    once = rendered(text, results, tmp_path)
+    assert once == text.replace("old", body.replace("how-to/", "docs/how-to/").strip())
+    assert rendered(once, results, tmp_path) == once
