@@ -21,6 +21,17 @@ BARS = {
 }
 """Columns to plot as bars, by table."""
 
+TEXT = {"light": "#1f2328", "dark": "#e6edf3"}
+"""Color of texts and axes of the pictures of the README, by theme."""
+
+COMPARED = {
+    "plain, worst-case buffer": ("plain, worst-case buffer", "#d9622b"),
+    "plain, in rounds": ("plain, in rounds", "#d9622b"),
+    "capacity 1.25": ("capacity 1.25, drops {:.0%}", "#9da7b3"),
+    "exact": ("exact", "#2a9dbf"),
+}
+"""Label and color of the systems in the picture of one rank, with the share of dropped copies."""
+
 
 def figures_of(name: str, tables: Mapping[str, Table]) -> dict[str, Figure]:
     """Return all plots of one benchmark's tables by name."""
@@ -30,6 +41,8 @@ def figures_of(name: str, tables: Mapping[str, Table]) -> dict[str, Figure]:
         figures["deviations"] = deviations(compared)
     if "frontier" in tables:
         figures["frontier"] = frontier(tables["frontier"])
+    if "rank-qwen3" in tables:
+        figures |= {f"rank-{name}": one_rank(tables["rank-qwen3"], text) for name, text in TEXT.items()}
     return figures
 
 
@@ -115,6 +128,37 @@ def frontier(table: Table) -> Figure:
     every[0].set_ylabel("max / mean load", fontsize=8)
     every[0].legend(fontsize=7, frameon=False)
     return figure
+
+
+def one_rank(table: Table, text: str) -> Figure:
+    """Plot time and memory of the slowest rank under skew 4, and its time at an even load, as bars of each system."""
+    rows = {(row[0], row[1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    skewed, even = ([rows[skew, system] for system in COMPARED] for skew in ("4", "even"))
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), text)
+    with rc_context({**colors, "font.size": 10, "font.family": "sans-serif"}):
+        figure = Figure(figsize=(8, 2.1), layout="constrained")
+        figure.patch.set_alpha(0)
+        panels = figure.subplots(1, 3, sharey=True)
+        _compare(panels[0], "ms, 4 x the mean load", [row["ms"] for row in skewed], ".1f")
+        _compare(panels[1], "GB, 4 x the mean load", [row["GB"] for row in skewed], ".1f")
+        _compare(panels[2], "ms, even load", [row["ms"] for row in even], ".1f")
+        dropped = [row["dropped copies"] for row in skewed]
+        labels = [label.format(share) for (label, _), share in zip(COMPARED.values(), dropped, strict=True)]
+        panels[0].set_yticks(range(len(labels)), labels)
+        panels[0].invert_yaxis()
+        return figure
+
+
+def _compare(axes: Axes, title: str, values: Sequence[Value], spec: str) -> None:
+    lengths = [middle(value)[0] for value in values]
+    drawn = axes.barh(range(len(lengths)), lengths, color=[color for _, color in COMPARED.values()])
+    axes.bar_label(drawn, [format(length, spec) for length in lengths], padding=3)
+    axes.margins(x=0.2)
+    axes.set_title(title, fontsize=10)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.patch.set_alpha(0)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 def _plain(axes: Axes) -> None:
