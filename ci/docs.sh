@@ -12,5 +12,13 @@ print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-
 # Disable the theme's banner about its successor, which is not a warning about these pages.
 export NO_MKDOCS_2_WARNING=1
 if [ "${1:-build}" = serve ]; then exec "$venv/bin/mkdocs" serve; fi
+# A clone of a remote repository links to it from all pages.
+PYTHONPATH=ci "$venv/bin/python" - <<'PY'
+from site_hooks import REMOTE
+
+for remote in ("https://host.org/a/b.git", "https://user:key@host.org/a/b", "git@host.org:a/b.git", "ssh://git@host.org/a/b"):
+    assert REMOTE.fullmatch(remote).groups() == ("host.org", "a/b"), remote
+assert not REMOTE.fullmatch("/tmp/clone")
+PY
 "$venv/bin/mkdocs" build -q --strict
 echo "build/site: $(find build/site -name '*.html' | wc -l) pages, no warnings"

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: linked repository files become pages of the site, and all pages show the version.
+"""Hooks of MkDocs: linked repository files become pages of the site; pages show the version and link to their source.
 
 Pages are written for a code-hosting site, where `../benchmarks/RESULTS.md` is a file. MkDocs reads only the folder
 `docs`. The hooks therefore follow links from page to page: Markdown becomes a page, an image is copied, and other text
@@ -7,6 +7,7 @@ becomes a page with a code block. The links are rewritten accordingly.
 
 import posixpath
 import re
+import subprocess
 from pathlib import Path
 
 from markdown import Extension
@@ -20,6 +21,8 @@ LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 """A link to a file, in three groups: the text before its path, the path, and its anchor."""
 PICTURE = re.compile(r'<picture>\s*<source [^>]*dark[^>]*srcset="([^"]+)">\s*(<img src="([^"]+)"[^>]*>)\s*</picture>')
 """A picture for each color scheme, in three groups: the dark file, the image element, and the light file."""
+REMOTE = re.compile(r"(?:https://(?:[^@/]+@)?|(?:ssh://)?git@)([\w.-]+)[:/](.+?)(?:\.git)?/?")
+"""Address of a remote repository, in two groups: the host and the path."""
 NAMED = {
     "benchmarks/RESULTS.md": "results/README.md",
     "CHANGELOG.md": "changelog.md",
@@ -45,9 +48,19 @@ def version() -> str:
     return re.search(r'__version__ = "(.+?)"', (ROOT / "jax_moe_lb/__init__.py").read_text()).group(1)
 
 
+def repository() -> str | None:
+    """Return the web address of the repository this checkout was cloned from; `None` for a local clone."""
+    done = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+    found = REMOTE.fullmatch(done.stdout.strip())
+    return f"https://{found[1]}/{found[2]}" if found else None
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the version to the footer, and all pages of `docs/systems` to the navigation."""
+    """Add the version and the repository to the header, and all pages of `docs/systems` to the navigation."""
+    config.site_name = f"{config.site_name} {version()}"
     config.copyright = f"jax_moe_lb {version()} · Apache-2.0"
+    if address := repository():
+        config.repo_url, config.repo_name = address, address.split("/", 3)[3]
     config.markdown_extensions.append(TwoSpaces())
     explanation = next(section["Explanation"] for section in config.nav if "Explanation" in section)
     systems = next(entry for entry in explanation if "Systems" in entry)
@@ -100,9 +113,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links to repository files into links to their pages."""
+    """Rewrite links to repository files into links to their pages; link to the source of the page."""
     here = page.file.src_uri
     origin = config.extra["origins"].get(here)
+    page.edit_url = f"{config.repo_url}/edit/main/{origin}" if config.repo_url and origin else None
+    if here == "index.md":  # the only page of its tab
+        page.meta["hide"] = ["navigation"]
     if origin is None or not origin.endswith(".md"):
         return markdown
 
