@@ -21,7 +21,8 @@ title of the column.
 A phrase occurs once in the page; lines may break anywhere. Both copies of a number are updated. A plain number keeps
 its count of decimals; a number with a range or unit is the text of the cell.
 
-A page includes the text of another without its title and comments; links become relative to the including page.
+A page includes the text of another before its first section, without title and comments; links become relative to the
+including page.
 
     <!-- include: ../status.md -->
     <!-- /include -->
@@ -97,7 +98,8 @@ def included(text: str, path: str) -> str:
     def link(match: re.Match[str]) -> str:
         return posixpath.normpath(posixpath.join(posixpath.dirname(path), match["path"]))
 
-    return LINK.sub(link, TITLE_OR_COMMENT.sub("", text)).strip()
+    first, _, _ = TITLE_OR_COMMENT.sub("", text).partition("\n## ")
+    return LINK.sub(link, first).strip()
 
 
 def made_by(record: Record) -> str:

@@ -1,5 +1,4 @@
-// Peer copies of NVIDIA GPUs, by copy engines on a separate stream. Compiled, and tested on a stand-in for the CUDA
-// runtime; not run on a GPU.
+// Peer copies of NVIDIA GPUs, by copy engines on a separate stream.
 //
 // The devices of a group meet once per call, on their own threads. Each arrives when its tables are on the host, so all
 // work before them is complete. The last to arrive queues the copies of all devices. Meanwhile the programs launch

@@ -1,5 +1,4 @@
-// Plans and copies in parallel with GPU computation. Compiled, and tested on a stand-in for the CUDA runtime; not run
-// on a GPU.
+// Plans and copies in parallel with GPU computation.
 //
 // `copy_post` records `ready` on XLA's stream. The fetch stream waits for it and copies the planner's operands to
 // pinned memory. The device's thread does the rest, in parallel with the program: it waits for the fetch, plans and

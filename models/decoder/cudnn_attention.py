@@ -3,7 +3,7 @@
 `jax.nn` refuses values narrower than keys. Its rule drops the cotangent of the returned log-sum-exp without a word, and
 sinks need it. So these functions call its forward and backward primitives, which are internal to JAX.
 
-Compiled for absent GPUs and compared with plain attention on a CPU, with the primitives written out; not run on a GPU.
+Compiled for absent GPUs and compared with plain attention on a CPU, with the primitives written out.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Splash attention on TPUs: causal attention without stored scores.
 
-Compiled for an absent TPU and compared with plain attention in interpret mode; not run on a TPU.
+Compiled for an absent TPU and compared with plain attention in interpret mode.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""The router's product on tensor cores has the order of logits of the float32 product; emulated, not run on a GPU."""
+"""The router's product on tensor cores has the order of logits of the float32 product, emulated on a CPU."""
 
 import jax
 import jax.numpy as jnp
