@@ -3,10 +3,10 @@
     python -m benchmarks.render            # update every document from benchmarks/results/*.json
     python -m benchmarks.render --check    # fail if a document is out of date; also run by a test
 
-A document marks the position of a table with its run and name; the text between the marks is replaced. The first table
-of a run is preceded by its command, date and machine.
+A document marks the position of tables with their run and names; the text between the marks is replaced. Command, date
+and machine precede the first table of a run.
 
-    <!-- table: bench_systems/zipf -->
+    <!-- table: bench_systems/zipf popular_ranks -->
     <!-- /table -->
 
 Sentences have plain numbers. A block at the end of a page names their cells: a line with a table, then a line per
@@ -45,7 +45,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "results" / "plots"
 PLOT = re.compile(r"plots/(?P<name>[\w-]+)\.(?P<plot>[\w-]+)\.svg")
-TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- /table -->", re.DOTALL)
+TABLE = re.compile(r"<!-- table: (?P<names>[^\n]+?) -->\n.*?<!-- /table -->", re.DOTALL)
 INCLUDE = re.compile(r"<!-- include: (?P<path>\S+) -->\n.*?<!-- /include -->", re.DOTALL)
 TITLE_OR_COMMENT = re.compile(r"\A# [^\n]*\n|<!--.*?-->\n?", re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)\s#]+)")
@@ -72,24 +72,33 @@ def rendered(text: str, results: Path = RESULTS, folder: Path = ROOT) -> str:
     seen: set[str] = set()
     records = read(results)
 
-    def table(match: re.Match[str]) -> str:
-        run, name = match["name"].split("/")
-        shown = f"Not run yet: `{run}` is not among the results."
-        if run in records:
-            head = "" if run in seen else made_by(records[run]) + "\n\n"
-            shown = f"{head}{table_at(records, match['name'])}"
+    def shown(where: str) -> str:
+        run = where.partition("/")[0]
+        if run not in records:
+            return f"Not run yet: `{run}` is not among the results."
+        head = "" if run in seen else made_by(records[run]) + "\n\n"
         seen.add(run)
-        return f"<!-- table: {run}/{name} -->\n{shown}\n<!-- /table -->"
+        return f"{head}{table_at(records, where)}"
+
+    def tables(match: re.Match[str]) -> str:
+        shown_tables = "\n\n".join(map(shown, tables_of(match)))
+        return f"<!-- table: {match['names']} -->\n{shown_tables}\n<!-- /table -->"
 
     def include(match: re.Match[str]) -> str:
         path = folder / match["path"]
-        shown = included(rendered(path.read_text(), results, path.parent), match["path"])
-        return f"<!-- include: {match['path']} -->\n{shown}\n<!-- /include -->"
+        body = included(rendered(path.read_text(), results, path.parent), match["path"])
+        return f"<!-- include: {match['path']} -->\n{body}\n<!-- /include -->"
 
     def value(match: re.Match[str]) -> str:
         return f"<!-- value: {match['path']} -->{cell(*cell_at(records, match['path']))}<!-- /value -->"
 
-    return replace_numbers(VALUE.sub(value, INCLUDE.sub(include, TABLE.sub(table, text))), records)
+    return replace_numbers(VALUE.sub(value, INCLUDE.sub(include, TABLE.sub(tables, text))), records)
+
+
+def tables_of(match: re.Match[str]) -> list[str]:
+    """Return run and name of all tables of a mark."""
+    run, first, *others = re.split(r"[/ ]", match["names"])
+    return [f"{run}/{name}" for name in (first, *others)]
 
 
 def included(text: str, path: str) -> str:
@@ -103,8 +112,9 @@ def included(text: str, path: str) -> str:
 
 
 def made_by(record: Record) -> str:
-    """Return the provenance of a run."""
-    return f"`{record.command}`, {record.date}; {record.machine}; {record.software}."
+    """Return command, date, hardware and software of a run."""
+    machine = re.sub(r", (load average [\d.]+|with other work)", "", record.machine)
+    return f"`{record.command}`, {record.date}; {machine}; {record.software}."
 
 
 def changed() -> Iterator[tuple[Path, str]]:

@@ -21,8 +21,6 @@ SOURCES = [
 HARDWARE = re.compile(
     r"\b(GPUs?|TPUs?|[ABH]\d00s?|v5e|NVLink|CUDA|accelerators?|hardware|clusters?|these devices)\b", re.I
 )
-    r"\b(GPUs?|TPUs?|[ABH]\d00s?|v5e|NVLink|CUDA|accelerators?|hardware|clusters?|these devices)\b", re.I
-)
 RUN = r"\b(ran|executed|measured|measurements?|(has|have|was|were|been) run)\b"
 NOT = r"\b(no|none|never|not|nothing|yet)\b"
 DENIED = re.compile(rf"{NOT}.*{RUN}|{RUN}.*{NOT}|(?<!does )(?<!do )\b(not|never|no) run\b", re.I)

@@ -1,10 +1,12 @@
 """Documents match the results."""
 
+import re
+
 import pytest
 
 from benchmarks.gpu.step_cases import CASES
 from benchmarks.page_numbers import BLOCK
-from benchmarks.render import RESULTS, TABLE, VALUE, changed, documents, old_plots, rendered
+from benchmarks.render import RESULTS, TABLE, VALUE, changed, documents, made_by, old_plots, rendered, tables_of
 from benchmarks.results import Table, read, save
 
 
@@ -25,7 +27,7 @@ def test_plots_are_of_these_results():
 
 def test_every_table_is_shown_or_read_by_the_simulator():
     text = "".join(path.read_text() for path in documents())
-    used = {match["name"] for match in TABLE.finditer(text)}
+    used = {table for match in TABLE.finditer(text) for table in tables_of(match)}
     used |= {match["path"].split(" > ")[0] for match in VALUE.finditer(text)}
     used |= {line for block in BLOCK.finditer(text) for line in block.group().splitlines() if " | " not in line}
     used |= {"network_hybridep/measured", "network_rails/measured"}
@@ -47,6 +49,19 @@ def test_a_table_replaces_what_stood_between_its_marks(results):
     assert "old" not in once
     assert once.endswith("after")
     assert rendered(once, results) == once
+
+
+def test_a_mark_has_several_tables_of_a_run(spread_results):
+    once = rendered("<!-- table: bench/zipf spread -->\n<!-- /table -->", spread_results)
+    assert re.search(r"`\n?.*\n\n.*\| plain \| forward \| 2.51 \|\n.*\| plain \| 12.52", once, re.DOTALL)
+    assert rendered(once, spread_results) == once
+
+
+def test_no_load_average_is_shown(results):
+    record = read(results)["bench"]
+    assert "load average" in record.machine
+    assert "load average" not in made_by(record)
+    assert record.machine.split(",")[0] in made_by(record)
 
 
 def test_a_value_is_the_cell_of_the_one_row_that_has_all_texts(results):
