@@ -63,7 +63,7 @@ def main() -> None:
                 aim = AIM_US if ranks == 64 else None
                 counted = [float(np.median(paths[:, i])) for i in (2, 3, 4)]
                 rows.append([f"{ranks} x {experts}", slots, label, name, lower, upper, aim, host_us, *counted])
-    report({"estimated": Table(COLUMNS, rows, "us for a layer, estimated; not run on a GPU")}, given.out)
+    report({"estimated": Table(COLUMNS, rows, "us for a layer, estimated for an H100")}, given.out)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main() -> None:
     earlier = {row[0]: row[2] for row in load(given.compiled)["traffic"].rows} if given.compiled else {}
     columns = {"layer": "", "GB": ".2f", "compiled GB": ".2f", "deviation %": "+.1f"}
     report(
-        {"traffic": Table(columns, list(rows(earlier)), f"Memory traffic of a rank, {TARGET}, compiled and not run")},
+        {"traffic": Table(columns, list(rows(earlier)), f"Memory traffic of a rank, {TARGET}, compiled")},
         given.out,
     )
 

@@ -228,9 +228,8 @@ def table_of(reports: list[dict], sizes: Sizes) -> Table:
         rows.append([name, *counts, *times, *cpu_ms])
     dense = min(one["dense_flops_per_s"] for one in reports)
     floor_s = sizes.flops_per_rank / dense
-    loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     notes = (
-        f"Cores: {[one['cores'] for one in reports]}; load averages at the end: {loads}.",
+        f"Cores: {[one['cores'] for one in reports]}.",
         f"The experts' products are {sizes.flops_per_rank / 1e9:.0f} GFLOP per rank and step at the mean load, "
         f"{floor_s * 1e3:.0f} ms at the {dense / 1e9:.0f} GFLOP/s of a dense product on one core: "
         f"{floor_s / np.median(wall_s[BOUND]):.0%} of the force-balanced step.",

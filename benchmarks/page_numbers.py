@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.results import Record, Table, Value, cell
 
 BLOCK = re.compile(r"(?<=<!-- numbers\n).*?(?=-->)", re.DOTALL)
-NOT_PROSE = re.compile(r"<!-- (table|include): .*?<!-- /\1 -->|<!--.*?-->", re.DOTALL)
+NOT_PROSE = re.compile(r"<!-- (table|include|answers): .*?<!-- end -->|<!--.*?-->", re.DOTALL)
 BRACED = re.compile(r"\{(.+?)\}")
 PLAIN = re.compile(r"(?P<plus>\+?)-?\d+(?:\.(?P<decimals>\d+))?")
 """A number without range, unit and separators."""
@@ -34,7 +34,7 @@ class Phrase:
 
     def line(self, numbers: list[str]) -> str:
         """Return the line of the block with other numbers."""
-        new = iter(numbers)
+        new = iter(" ".join(number.split()) for number in numbers)
         return " | ".join([BRACED.sub(lambda _: f"{{{next(new)}}}", self.words), *self.paths])
 
 

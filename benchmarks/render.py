@@ -3,11 +3,16 @@
     python -m benchmarks.render            # update every document from benchmarks/results/*.json
     python -m benchmarks.render --check    # fail if a document is out of date; also run by a test
 
-A document marks the position of tables with their run and names; the text between the marks is replaced. Command, date
+A document marks the position of tables with their runs and names; the text between the marks is replaced. Command, date
 and machine precede the first table of a run.
 
-    <!-- table: bench_systems/zipf popular_ranks -->
-    <!-- /table -->
+    <!-- table: bench_systems/zipf popular_ranks bench_memory/memory -->
+    <!-- end -->
+
+Conditions select rows; a column with one text is omitted.
+
+    <!-- table: bench_systems/zipf | rounds = 1.0 | system = exact or plain -->
+    <!-- end -->
 
 Sentences have plain numbers. A block at the end of a page names their cells: a line with a table, then a line per
 phrase of the page, with numbers in braces and the path of each: texts of other cells that identify the row, and the
@@ -22,34 +27,31 @@ A phrase occurs once in the page; lines may break anywhere. Both copies of a num
 its count of decimals; a number with a range or unit is the text of the cell.
 
 A page includes the text of another before its first section, without title and comments; links become relative to the
-including page.
+including page. It also lists the first paragraphs of other pages.
 
     <!-- include: ../status.md -->
-    <!-- /include -->
+    <!-- end -->
+
+    <!-- answers: results/ gpu training -->
+    <!-- end -->
 
 A plot is a file `docs/results/plots/RUN.PLOT.svg` with one of `benchmarks.plots.figures_of`, drawn if a document links
 to it. Its first line has the digest of its tables.
 """
 
 import argparse
-import posixpath
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.page_numbers import cell_at, replace_numbers, table_at
-from benchmarks.results import Record, cell, read
+from benchmarks.page_marks import Page
+from benchmarks.results import read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "results" / "plots"
 PLOT = re.compile(r"plots/(?P<name>[\w-]+)\.(?P<plot>[\w-]+)\.svg")
-TABLE = re.compile(r"<!-- table: (?P<names>[^\n]+?) -->\n.*?<!-- /table -->", re.DOTALL)
-INCLUDE = re.compile(r"<!-- include: (?P<path>\S+) -->\n.*?<!-- /include -->", re.DOTALL)
-TITLE_OR_COMMENT = re.compile(r"\A# [^\n]*\n|<!--.*?-->\n?", re.DOTALL)
-LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)\s#]+)")
-VALUE = re.compile(r"<!-- value: (?P<path>[^\n]+?) -->.*?<!-- /value -->", re.DOTALL)
 
 
 def documents() -> list[Path]:
@@ -67,54 +69,9 @@ def rendered(text: str, results: Path = RESULTS, folder: Path = ROOT) -> str:
 
     Raises:
         KeyError: a table, row or column does not exist; a missing results file is allowed.
-        ValueError: a phrase of the block `numbers` does not occur exactly once.
+        ValueError: a phrase of the block `numbers` does not occur exactly once, or a condition selects no row.
     """
-    seen: set[str] = set()
-    records = read(results)
-
-    def shown(where: str) -> str:
-        run = where.partition("/")[0]
-        if run not in records:
-            return f"Not run yet: `{run}` is not among the results."
-        head = "" if run in seen else made_by(records[run]) + "\n\n"
-        seen.add(run)
-        return f"{head}{table_at(records, where)}"
-
-    def tables(match: re.Match[str]) -> str:
-        shown_tables = "\n\n".join(map(shown, tables_of(match)))
-        return f"<!-- table: {match['names']} -->\n{shown_tables}\n<!-- /table -->"
-
-    def include(match: re.Match[str]) -> str:
-        path = folder / match["path"]
-        body = included(rendered(path.read_text(), results, path.parent), match["path"])
-        return f"<!-- include: {match['path']} -->\n{body}\n<!-- /include -->"
-
-    def value(match: re.Match[str]) -> str:
-        return f"<!-- value: {match['path']} -->{cell(*cell_at(records, match['path']))}<!-- /value -->"
-
-    return replace_numbers(VALUE.sub(value, INCLUDE.sub(include, TABLE.sub(tables, text))), records)
-
-
-def tables_of(match: re.Match[str]) -> list[str]:
-    """Return run and name of all tables of a mark."""
-    run, first, *others = re.split(r"[/ ]", match["names"])
-    return [f"{run}/{name}" for name in (first, *others)]
-
-
-def included(text: str, path: str) -> str:
-    """Return a page at a relative path without title and comments, with links as in the including page."""
-
-    def link(match: re.Match[str]) -> str:
-        return posixpath.normpath(posixpath.join(posixpath.dirname(path), match["path"]))
-
-    first, _, _ = TITLE_OR_COMMENT.sub("", text).partition("\n## ")
-    return LINK.sub(link, first).strip()
-
-
-def made_by(record: Record) -> str:
-    """Return command, date, hardware and software of a run."""
-    machine = re.sub(r", (load average [\d.]+|with other work)", "", record.machine)
-    return f"`{record.command}`, {record.date}; {machine}; {record.software}."
+    return Page(folder, read(results)).filled(text)
 
 
 def changed() -> Iterator[tuple[Path, str]]:

@@ -39,10 +39,7 @@ from benchmarks.network.training_runs import (
     timed_counts,
 )
 from benchmarks.network.training_tables import slowest
-from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import exact, plain
-from jax_moe_lb.sim import simulate, skewed_counts
-from jax_moe_lb.sim.config import load_config
+from benchmarks.results import Table, out_option, report
 
 RATES = {FLAT: 2000e6, DOMAINS: 800e6}
 """Rate of a limited link on each network, in bits per second."""
@@ -121,23 +118,7 @@ def tables(folder: Path, curves: Path) -> dict[str, Table]:
         of_points = [one for one in points if one["routing"] == routing]
         found[routing] = speeds(of_points, of_runs, peaks, of_routing)
         found[f"{routing}_stages"] = stages(of_routing)
-    return found | {"memory": memory(compiled, peaks), "h100": on_h100s()}
-
-
-def on_h100s() -> Table:
-    """Return predicted steps of whole models on a node of eight H100, with the preset's rates."""
-    section = load_config("preset", "h100_node").cluster
-    assert section is not None
-    cluster, rows = section.build(), list[list[Value]]()
-    for name in ("mixtral_8x7b", "qwen3_30b"):
-        shape = load_config("preset", name).model
-        assert shape is not None
-        for imbalance in (1.5, 2.0):
-            counts = skewed_counts(shape.build(), cluster.num_ranks, imbalance, 4, 0)
-            found = [simulate(system, shape.build(), cluster, counts).step_s for system in (plain(), exact())]
-            rows.append([name, imbalance, *(1e3 * seconds for seconds in found), found[0] / found[1]])
-    columns = {"model": "", "imbalance": ".1f", "plain ms": ".0f", "exact ms": ".0f", "exact over plain": ".2f"}
-    return Table(columns, rows, "Predicted for 8 H100")
+    return found | {"memory": memory(compiled, peaks)}
 
 
 FILES = {FLAT: "flat.json", DOMAINS: "domains.json"}
