@@ -56,7 +56,7 @@ class ModelConfig:
         z_loss: weight of the router z-loss (ST-MoE), usually 1e-3; 0 omits it.
         aux_loss: weight of the load-balancing loss (Switch Transformer), usually 1e-2; 0 omits it.
         bias_rate: step size of the routing biases (DeepSeek-V3), usually 1e-3; 0 omits the biases, or leaves those of
-            a checkpoint unchanged.
+            a checkpoint unchanged. A published model with random parameters has the default 1e-3 if it has biases.
         checkpoint: folder of a checkpoint to tune, or a published model with random parameters, such as mixtral-8x7b.
             It has its own sizes and architecture; `None` builds the model of the keys above.
         param_dtype: dtype of the parameters of a checkpoint, float32 or bfloat16. Both are cast to `compute_dtype`

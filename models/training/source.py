@@ -29,6 +29,10 @@ OF_PRESETS = {
 """Keys by section for models without a checkpoint."""
 
 
+BIAS_RATE = 1e-3
+"""Default of `model.bias_rate` for random parameters with routing biases (DeepSeek-V3, section 4.2; GLM-4.5)."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Architecture of a run, and its parameters.
@@ -76,7 +80,7 @@ def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source |
 
 
 def with_sizes(given: Given, source: Source | None) -> Given:
-    """Add the sizes of the source to the given fields of a run.
+    """Add the sizes of the source to the given fields of a run, and the rate of untrained routing biases.
 
     Args:
         given: fields of `TrainConfig` given by the user.
@@ -93,4 +97,6 @@ def with_sizes(given: Given, source: Source | None) -> Given:
                 raise ValueError(f"{section}.{key} is {value!r}; expected none with a checkpoint")
     sizes: dict[str, Any] = {key: getattr(source.config, key) for key in SIZES}
     sizes["experts_per_token"] = source.config.router.num_experts_per_tok
-    return layered(given, {"model": sizes})
+    is_random = source.folder is None
+    rates = {"bias_rate": BIAS_RATE} if is_random and source.config.router.selection_bias else {}
+    return layered({"model": rates}, given, {"model": sizes})
