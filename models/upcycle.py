@@ -31,6 +31,9 @@ ROUTER_SCALE = 0.02
 DENSE_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Projections of Mixtral's experts by name, and their names in a Llama."""
 
+WINDOW_FIELDS = ("max_window_layers", "sliding_window", "use_sliding_window")
+"""Fields of a dense model that GLM-4.5 lacks; they have no effect without windows."""
+
 LAST_PROJECTION = r"\.experts\.\d+\.down_proj\.weight$"
 """Name of the last projection of an expert. If it is 0, the expert adds 0 but its gradient is not 0."""
 
@@ -89,7 +92,8 @@ def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int, sh
         new |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     else:
         raise ValueError(f"config.json: model_type is {kind!r}; expected llama or qwen3, a dense model")
-    return json.dumps(fields.raw | new, indent=2) + "\n"
+    kept = {name: value for name, value in fields.raw.items() if not (share and name in WINDOW_FIELDS)}
+    return json.dumps(kept | new, indent=2) + "\n"
 
 
 def dense_name(name: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
 from jax_moe_lb.recordings.yaml_file import shown
+from models.architectures.without_effect import ROPE_SETTINGS, has_effect, values_without_effect
 from models.decoder.rope import Rope, yarn_scale
 
 MOST_NUMBER = 1e30
@@ -19,39 +20,20 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12
 """Maximum number of layers, and of experts per layer."""
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_chunk_size": (0,),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (0,),
-    "attn_temperature_tuning": (),
-    "clip_qkv": (),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (0,),
-    "layer_types": (),
-    "lm_head_bias": (),
-    "moe_layers": (),
-    "no_rope_layers": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "mlp_bias": (),
-    "mlp_layer_types": (),
-    "moe_layer_freq": (1,),
-    "n_shared_experts": (0,),
-    "partial_rotary_factor": (1,),
-    "qkv_bias": (),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "rotary_dim": (),
-    "shared_expert_intermediate_size": (0,),
-    "use_bias": (),
-    "use_qk_norm": (),
-}
-"""Fields that change the outputs in some architecture, with their values that never do, besides null and false."""
+ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
+"""Names of the rotary settings, which depend on the version of `transformers`; the first overrides the second."""
+
+SHOWN_NAME = 64
+"""Maximum length of the name of an unknown field in a message."""
 
 
 class Fields:
     """Typed access to the fields of a `config.json`; a missing or invalid field raises an error with its name.
+
+    `read` has the names of the fields read, and `ignored` those without effect beside the values of others.
 
     Args:
         text: JSON text of the file.
@@ -72,28 +54,42 @@ class Fields:
             raise ValueError("config.json is not a JSON object")
         self.text, self.limits = text, limits
         self.defaults: Mapping[str, Any] = {}
-        self._read: set[str] = set()
+        self.read: set[str] = set()
+        self.ignored: set[str] = set()
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
         """Return the same fields with the architecture's defaults of absent ones; `null` has no default."""
         fields = copy.copy(self)
-        fields.defaults, fields._read = defaults, set()
+        fields.defaults, fields.read, fields.ignored = defaults, set(), set()
         return fields
 
     def get(self, name: str) -> Any:
         """Return the value of a field, or its default in the architecture; `None` if there is neither."""
-        self._read.add(name)
+        self.read.add(name)
         return self.raw.get(name, self.defaults.get(name))
 
+    def ignore(self, *names: str) -> None:
+        """Mark fields as without effect beside the values of other fields."""
+        self.ignored.update(names)
+
     def refuse_unread(self) -> None:
-        """Raise `ValueError` if a field that was never read changes the outputs in some architecture; see `NEUTRAL`."""
-        for name in sorted(NEUTRAL.keys() & self.raw.keys() - self._read):
-            value, neutral = self.raw[name], NEUTRAL[name]
-            is_plain_list = isinstance(value, list) and set(map(str, value)) <= {"full_attention", "sparse"}
-            if value is None or value is False or is_plain_list or value in neutral:
-                continue
-            expected = " or ".join(["no value", *map(str, neutral)])
-            raise ValueError(f"config.json: {name} is {shown(value)}; expected {expected} for this architecture")
+        """Raise `ValueError` if a field that was never read may change the outputs; see `WITHOUT_EFFECT`."""
+        for name in sorted(self.raw.keys() - self.read - self.ignored):
+            if has_effect(name, self.raw[name]):
+                self._refuse(name, self.raw[name], values_without_effect(name))
+        settings = self.rope_settings()
+        known = ROPE_SETTINGS.get(settings["rope_type"], tuple(settings))
+        for key in sorted(settings.keys() - {"rope_theta", "rope_type", *known}):
+            name = f"rope_parameters.{key}"
+            if name not in self.read and settings[key] is not False:
+                self._refuse(name, settings[key], "no value")
+
+    def _refuse(self, name: str, value: Any, expected: str) -> None:
+        name = name if name.isprintable() and len(name) <= SHOWN_NAME else shown(name)
+        raise ValueError(
+            f"config.json: {name} is {shown(value)}; expected {expected} for this architecture. "
+            "Remove a field without effect"
+        )
 
     def integer(self, name: str, default: int | None = None, most: int = 2**31) -> int:
         """Return an integer field between 0 and `most`; `default` replaces an absent field."""
@@ -102,6 +98,13 @@ class Fields:
         if type(value) is not int or not 0 <= value <= most:
             raise ValueError(f"config.json: {name} is {shown(value)}; expected an integer, 0 to {most}")
         return value
+
+    def integer_if(self, condition: bool, name: str) -> int:
+        """Return an integer field if the condition holds, and otherwise 0, as the field then has no effect."""
+        if condition:
+            return self.integer(name)
+        self.ignore(name)
+        return 0
 
     def num_layers(self) -> int:
         """Return the number of layers, at most `MOST_LAYERS`."""
@@ -114,9 +117,12 @@ class Fields:
 
     def num_experts(self, name: str) -> int:
         """Return the number of experts, under `name` or `num_local_experts`, its name in newer `transformers`
-        versions.
+        versions. Its other names must have the same value.
         """
-        return self.integer(name if name in self.raw else "num_local_experts", most=MOST_EXPERTS)
+        number = self.integer(name if name in self.raw else "num_local_experts", most=MOST_EXPERTS)
+        for other in EXPERT_COUNTS:
+            self.require(other, number)
+        return number
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a number as a float; `default` replaces an absent field."""
@@ -144,6 +150,7 @@ class Fields:
         if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
             raise ValueError(f"config.json: layer_types is {str(kinds)[:80]}; expected {num_layers} of {LAYER_TYPES}")
         if LAYER_TYPES[0] not in kinds:
+            self.ignore("sliding_window")
             return ()
         window = self.integer("sliding_window")
         return tuple(window if kind == LAYER_TYPES[0] else None for kind in kinds)
@@ -158,18 +165,40 @@ class Fields:
 
     def require(self, name: str, expected: Any) -> None:
         """Raise `ValueError` if the field is present with a value other than `expected`, the only supported one."""
-        value = self.get(name)
-        if value is not None and value != expected:
+        self.read.add(name)
+        value = self.raw.get(name)
+        if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
             raise ValueError(f"config.json: {name} is {shown(value)}; expected {expected!r}, the only supported value")
 
     def rope_settings(self) -> dict[str, Any]:
-        """Return the rotary-embedding settings; their location depends on the version of `transformers`."""
-        found = (self.raw.get("rope_parameters"), self.raw.get("rope_scaling"), self.defaults.get("rope_parameters"))
-        settings: Any = next((given for given in found if given is not None), {})
-        if not isinstance(settings, dict):
-            raise ValueError(f"config.json: rope_parameters is {shown(settings)}; expected an object")
-        named = {"rope_theta": self.get("rope_theta"), "type": "default"}
-        return {key: value for key, value in {**named, **settings}.items() if value is not None}
+        """Return the rotary-embedding settings, with `rope_type` and, if it is given, `rope_theta`.
+
+        A setting with two different values is an error.
+        """
+        self.read.update(ROPE_OBJECTS)
+        found = [self.raw.get(name) for name in ROPE_OBJECTS]
+        given = [_rope_object(value) for value in found if value is not None]
+        if "rope_theta" in self.raw:
+            given.append(_rope_object({"rope_theta": self.raw["rope_theta"]}))
+        named = {"rope_theta": self.get("rope_theta"), "rope_type": "default"}
+        defaults = self.defaults.get("rope_parameters") if found == [None, None] else None
+        settings = {**named, **(defaults or {})}
+        for values in reversed(given):
+            settings |= values
+        for key, value in ((key, value) for values in given for key, value in values.items()):
+            if value != settings[key]:
+                raise ValueError(f"config.json: {key} is {shown(settings[key])} and {shown(value)}; expected one value")
+        return {key: value for key, value in settings.items() if value is not None}
+
+    def partial_rotary_factor(self, default: float | None = None) -> float:
+        """Return the share of rotated channels, a rotary setting or a field of its own; both must agree."""
+        name = "partial_rotary_factor"
+        share = self.rope_settings().get(name)
+        self.read.add(f"rope_parameters.{name}")
+        if share is None:
+            return self.number(name, default)
+        self.require(name, share)
+        return checked_number(f"rope_parameters.{name}", share)
 
     def rope(self, dim: int, *, interleaved: bool = False) -> Rope:
         """Return the rotary embedding of attention heads with `dim` rotated channels.
@@ -179,7 +208,7 @@ class Fields:
             interleaved: if True, rotate adjacent channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
         """
         settings = self.rope_settings()
-        kind = settings.get("rope_type", settings["type"])
+        kind = settings["rope_type"]
 
         def number(name: str, default: float) -> float:
             return checked_number(f"rope_parameters.{name}", settings.get(name), default)
@@ -201,6 +230,17 @@ class Fields:
             attention_factor=_attention_factor(settings, factor) if kind == "yarn" else 1.0,
             interleaved=interleaved,
         )
+
+
+def _rope_object(settings: Any) -> dict[str, Any]:
+    """Return rotary settings without `null`, and with `rope_type` as the name of the kind."""
+    if not isinstance(settings, dict):
+        raise ValueError(f"config.json: rope_parameters is {shown(settings)}; expected an object")
+    given = {key: value for key, value in settings.items() if value is not None}
+    kind = given.pop("type", None)
+    if kind is not None and given.setdefault("rope_type", kind) != kind:
+        raise ValueError(f"config.json: rope_type is {shown(given['rope_type'])} and type {shown(kind)}; expected one")
+    return given
 
 
 def _attention_factor(settings: dict[str, Any], factor: float) -> float:

@@ -54,6 +54,7 @@ def config(fields: Fields) -> DecoderConfig:
         rotated_dim=fields.integer("qk_rope_head_dim"),
         value_dim=fields.integer("v_head_dim"),
     )
+    _require_repeated(fields, latent)
     num_heads, mlp_dim = fields.integer("num_attention_heads"), fields.integer("moe_intermediate_size")
     has_bias, num_layers = fields.flag("attention_bias", False), fields.num_layers()
     head_dim, dense = latent.plain_dim + latent.rotated_dim, _dense_layers(fields)
@@ -71,7 +72,7 @@ def config(fields: Fields) -> DecoderConfig:
         rope=fields.rope(latent.rotated_dim, interleaved=fields.flag("rope_interleave", True)),
         attention_scale=head_dim**-0.5 * _temperature(fields),
         source=fields.text,
-        dense_mlp_dim=fields.integer("intermediate_size") if dense else 0,
+        dense_mlp_dim=fields.integer_if(bool(dense), "intermediate_size"),
         dense_layers=dense,
         shared_mlp_dim=mlp_dim * fields.integer("n_shared_experts"),
         qkv_bias=has_bias,
@@ -81,19 +82,29 @@ def config(fields: Fields) -> DecoderConfig:
     )
 
 
+def _require_repeated(fields: Fields, latent: Latent) -> None:
+    """Check the fields of `transformers` that repeat other sizes."""
+    fields.require("head_dim", latent.rotated_dim)
+    fields.require("qk_head_dim", latent.plain_dim + latent.rotated_dim)
+    fields.require("num_key_value_heads", fields.integer("num_attention_heads"))
+
+
 def _dense_layers(fields: Fields) -> tuple[int, ...]:
     num_layers, kinds, known = fields.num_layers(), fields.get("mlp_layer_types"), ("dense", "sparse")
     if kinds is None:
         return tuple(range(min(num_layers, fields.integer("first_k_dense_replace"))))
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise ValueError(f"config.json: mlp_layer_types is {str(kinds)[:80]}; expected {num_layers} of {known}")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    if dense == tuple(range(len(dense))):
+        fields.require("first_k_dense_replace", len(dense))
+    return dense
 
 
 def _temperature(fields: Fields) -> float:
     """Return YaRN's `mscale` squared: queries and keys are each scaled by it for longer contexts."""
     settings = fields.rope_settings()
-    if settings.get("rope_type", settings["type"]) == "default" or not settings.get("mscale_all_dim"):
+    if settings["rope_type"] == "default" or not settings.get("mscale_all_dim"):
         return 1.0
     return yarn_scale(settings.get("factor", 1.0), settings["mscale_all_dim"]) ** 2
 

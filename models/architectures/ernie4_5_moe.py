@@ -27,8 +27,13 @@ def config(fields: Fields) -> DecoderConfig:
     """Return the `DecoderConfig` of an ERNIE-4.5 `config.json` without images."""
     fields.require("hidden_act", "silu")
     fields.require("use_bias", False)
+    fields.require("moe_gate", "topk")
+    fields.require("moe_norm_min", 1e-12)
+    fields.require("moe_use_aux_free", True)
+    fields.require("use_rmsnorm", True)
     num_heads, head_dim, num_layers = fields.integer("num_attention_heads"), fields.head_dim(), fields.num_layers()
-    mlp_dim = fields.integer("moe_intermediate_size")
+    mlp_dim, per_token = fields.integer("moe_intermediate_size"), fields.integer("moe_k")
+    fields.require("num_experts_per_tok", per_token)
     dense = [layer for layer in range(num_layers) if not _is_sparse(fields, layer, num_layers)]
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
@@ -39,12 +44,12 @@ def config(fields: Fields) -> DecoderConfig:
         head_dim=head_dim,
         mlp_dim=mlp_dim,
         num_experts=fields.num_experts("moe_num_experts"),
-        router=TopK(fields.integer("moe_k"), selection_bias=True),
+        router=TopK(per_token, selection_bias=True),
         norm_eps=fields.number("rms_norm_eps"),
         rope=fields.rope(head_dim, interleaved=True),
         attention_scale=head_dim**-0.5,
         source=fields.text,
-        dense_mlp_dim=fields.integer("intermediate_size") if dense else 0,
+        dense_mlp_dim=fields.integer_if(bool(dense), "intermediate_size"),
         dense_layers=tuple(dense),
         shared_mlp_dim=mlp_dim * fields.integer("moe_num_shared_experts"),
         tie_embeddings=fields.flag("tie_word_embeddings", False),

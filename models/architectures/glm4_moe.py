@@ -73,7 +73,6 @@ def config(fields: Fields) -> DecoderConfig:
     """Return the `DecoderConfig` of a GLM-4.5 or Solar-Open `config.json`."""
     fields.require("hidden_act", "silu")
     num_heads, head_dim = fields.integer("num_attention_heads"), fields.head_dim()
-    share = fields.rope_settings().get("partial_rotary_factor", fields.number("partial_rotary_factor"))
     num_layers, mlp_dim = fields.num_layers(), fields.integer("moe_intermediate_size")
     num_dense = min(num_layers, fields.integer("first_k_dense_replace"))
     return DecoderConfig(
@@ -87,10 +86,10 @@ def config(fields: Fields) -> DecoderConfig:
         num_experts=fields.num_experts("n_routed_experts"),
         router=sigmoid_router(fields),
         norm_eps=fields.number("rms_norm_eps"),
-        rope=fields.rope(int(head_dim * share)),
+        rope=fields.rope(int(head_dim * fields.partial_rotary_factor())),
         attention_scale=head_dim**-0.5,
         source=fields.text,
-        dense_mlp_dim=fields.integer("intermediate_size") if num_dense else 0,
+        dense_mlp_dim=fields.integer_if(num_dense > 0, "intermediate_size"),
         dense_layers=tuple(range(num_dense)),
         shared_mlp_dim=mlp_dim * fields.integer("n_shared_experts"),
         qkv_bias=fields.flag("attention_bias", False),
@@ -102,7 +101,8 @@ def config(fields: Fields) -> DecoderConfig:
 def dots1_config(fields: Fields) -> DecoderConfig:
     """Return the `DecoderConfig` of a dots.llm1 `config.json`."""
     with_window = fields.get("sliding_window") is not None
-    first = fields.integer("max_window_layers") if with_window else MOST_LAYERS
+    before = fields.integer_if(with_window, "max_window_layers")
+    first = before if with_window else MOST_LAYERS
     kinds = [LAYER_TYPES[layer < first] for layer in range(fields.num_layers())]
     one = config(fields)
     return replace(one, out_bias=one.qkv_bias, windows=fields.windows(kinds))

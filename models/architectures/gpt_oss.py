@@ -37,6 +37,10 @@ def config(fields: Fields) -> DecoderConfig:
     fields.require("hidden_act", "silu")
     num_layers, has_bias = fields.num_layers(), fields.flag("attention_bias", True)
     num_heads, head_dim = fields.integer("num_attention_heads"), fields.head_dim()
+    rope, per_token = fields.rope(head_dim), fields.integer("num_experts_per_tok")
+    # Published files have these names, too.
+    fields.require("experts_per_token", per_token)
+    fields.require("initial_context_length", rope.original_positions)
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         embed_dim=fields.integer("hidden_size"),
@@ -47,9 +51,9 @@ def config(fields: Fields) -> DecoderConfig:
         mlp_dim=fields.integer("intermediate_size"),
         num_experts=fields.num_experts("num_local_experts"),
         # A softmax over the chosen logits equals the renormalised softmax over all logits.
-        router=TopK(fields.integer("num_experts_per_tok"), logit_bias=True),
+        router=TopK(per_token, logit_bias=True),
         norm_eps=fields.number("rms_norm_eps"),
-        rope=fields.rope(head_dim),
+        rope=rope,
         attention_scale=head_dim**-0.5,
         source=fields.text,
         expert_bias=True,

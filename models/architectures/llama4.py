@@ -44,6 +44,8 @@ def config(fields: Fields) -> DecoderConfig:
     has_bias, unrotated, dense = fields.flag("attention_bias", False), _unrotated(fields), _dense(fields)
     tunes = fields.get("attn_temperature_tuning")
     temperature = Temperature(fields.number("floor_scale"), fields.number("attn_scale")) if tunes else None
+    if not tunes:
+        fields.ignore("attn_scale", "floor_scale")
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         embed_dim=fields.integer("hidden_size"),
@@ -58,7 +60,7 @@ def config(fields: Fields) -> DecoderConfig:
         rope=fields.rope(head_dim, interleaved=True),
         attention_scale=head_dim**-0.5,
         source=fields.text,
-        dense_mlp_dim=fields.integer("intermediate_size_mlp") if dense else 0,
+        dense_mlp_dim=fields.integer_if(bool(dense), "intermediate_size_mlp"),
         dense_layers=dense,
         shared_mlp_dim=fields.integer("intermediate_size"),
         qkv_bias=has_bias,

@@ -27,6 +27,11 @@ def config(fields: Fields) -> DecoderConfig:
     fields.require("scoring_func", "sigmoid")
     fields.require("use_qk_norm", True)
     fields.require("qk_norm_type", "per_layer")
+    fields.require("use_routing_bias", True)
+    fields.require("attn_type_list", [1] * fields.num_layers())
+    fields.require("shared_intermediate_size", 0)
+    # Published files have these fields of MiniMax-Text-01: of dense layers, shared experts and windows.
+    fields.ignore("mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta")
     num_heads, head_dim = fields.integer("num_attention_heads"), fields.head_dim()
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
@@ -49,10 +54,13 @@ def config(fields: Fields) -> DecoderConfig:
 
 def _rotated_dim(fields: Fields, head_dim: int) -> int:
     """Return the rotated channels per head: published files have `rotary_dim`, `transformers` a factor."""
-    if fields.get("rotary_dim") is not None:
-        return fields.integer("rotary_dim")
-    share = fields.rope_settings().get("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    return int(head_dim * share)
+    if fields.get("rotary_dim") is None:
+        return int(head_dim * fields.partial_rotary_factor(1.0))
+    dim = fields.integer("rotary_dim")
+    share = fields.partial_rotary_factor(dim / max(head_dim, 1))
+    if int(head_dim * share) != dim:
+        raise ValueError(f"config.json: partial_rotary_factor is {share}; expected rotary_dim {dim} / {head_dim}")
+    return dim
 
 
 def pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:

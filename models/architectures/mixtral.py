@@ -21,6 +21,7 @@ DEFAULTS = {
 def config(fields: Fields) -> DecoderConfig:
     """Return the `DecoderConfig` of a Mixtral `config.json`."""
     fields.require("hidden_act", "silu")
+    fields.require("norm_topk_prob", True)
     num_heads, head_dim = fields.integer("num_attention_heads"), fields.head_dim()
     num_layers, window = fields.num_layers(), fields.integer("sliding_window", 0)
     return DecoderConfig(

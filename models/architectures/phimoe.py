@@ -54,7 +54,8 @@ def config(fields: Fields) -> DecoderConfig:
 
 def _rope(fields: Fields, head_dim: int) -> Rope:
     settings = fields.rope_settings()
-    if settings.get("rope_type", settings["type"]) != "longrope":
+    if settings["rope_type"] != "longrope":
+        fields.ignore("original_max_position_embeddings")
         return fields.rope(head_dim)
 
     def number(name: str) -> float:
@@ -67,6 +68,7 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
         return tuple(checked_number(f"rope_parameters.{name}", value) for value in given)
 
     settings.setdefault("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
+    fields.require("original_max_position_embeddings", settings["original_max_position_embeddings"])
     return LongRope(
         dim=head_dim,
         base=number("rope_theta"),

@@ -22,6 +22,7 @@ OLMOE_DEFAULTS = DEFAULTS | {"max_position_embeddings": 4096, "num_key_value_hea
 def config(fields: Fields) -> DecoderConfig:
     """Return the `DecoderConfig` of a Qwen3-MoE `config.json`."""
     has_bias = fields.flag("attention_bias", False)
+    fields.require("use_qk_norm", True)
     return replace(_qwen(fields), qkv_bias=has_bias, out_bias=has_bias, qk_norm=HeadNorm.PER_HEAD)
 
 
@@ -44,10 +45,11 @@ def olmoe_config(fields: Fields) -> DecoderConfig:
 
 def _qwen(fields: Fields) -> DecoderConfig:
     fields.require("use_sliding_window", False)
+    fields.ignore("max_window_layers", "sliding_window")
     num_layers, sparse_step = fields.num_layers(), fields.integer("decoder_sparse_step", 1)
     without = fields.integers("mlp_only_layers")
     dense = [i for i in range(num_layers) if i in without or (i + 1) % max(sparse_step, 1)]
-    dense_mlp_dim = fields.integer("intermediate_size") if dense else 0
+    dense_mlp_dim = fields.integer_if(bool(dense), "intermediate_size")
     shared = _softmax_config(fields, fields.integer("moe_intermediate_size"))
     return replace(shared, dense_layers=tuple(dense), dense_mlp_dim=dense_mlp_dim)
 

@@ -108,8 +108,9 @@ class DecoderConfig:
             `models.decoder.layers.scanned`.
 
     Raises:
-        ValueError: a size is below 1, `num_kv_heads` does not divide `num_heads`, a dtype is unknown, `windows` or
-            `chunks` has another length than `num_layers`, or all layers are dense.
+        ValueError: a size is below 1, `num_kv_heads` does not divide `num_heads`, more channels are rotated than a
+            head has, a dtype is unknown, `windows` or `chunks` has another length than `num_layers`, or all layers
+            are dense.
     """
 
     vocab_size: int
@@ -158,6 +159,8 @@ class DecoderConfig:
         require_positive("num_experts", self.num_experts)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads is {self.num_kv_heads}; expected a divisor of num_heads {self.num_heads}")
+        if self.rope.dim > self.head_dim:
+            raise ValueError(f"rope.dim is {self.rope.dim}; expected at most the head_dim {self.head_dim}")
         for name in ("compute_dtype", "param_dtype"):
             if getattr(self, name) not in COMPUTE_DTYPES:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(COMPUTE_DTYPES)}")

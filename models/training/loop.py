@@ -132,6 +132,8 @@ def prepare(
     source = source_of(config.model, limits)
     if source is not None and source.folder is not None and source.folder.absolute() == run_dir.absolute():
         raise ValueError(f"run_dir is {str(run_dir)!r}, the folder of the checkpoint; expected another folder")
+    for line in source.noise if source is not None else ():
+        tell(line)
     programs = make_programs(config, mesh, system, source.config if source else None)
     _check_slots(config, system)
     writes = jax.process_index() == 0

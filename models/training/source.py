@@ -8,9 +8,11 @@ from typing import Any
 
 from jax_moe_lb import Losses
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.published import PUBLISHED
 from models.architectures.registry import configured
+from models.architectures.without_effect import TRAINING_NOISE
 from models.decoder.config import DecoderConfig
 from models.decoder.sparse_mixer import SparseMixer
 from models.model_config import COMPUTE_DTYPES, ModelConfig
@@ -53,6 +55,13 @@ class Source:
         raw = Fields(self.config.source, self.limits).raw
         stored = raw.get("dtype", raw.get("torch_dtype"))
         return stored if stored in COMPUTE_DTYPES else "float32"
+
+    @property
+    def noise(self) -> list[str]:
+        """A line for each field of dropout or noise in the `config.json`; training has neither."""
+        raw = Fields(self.config.source, self.limits).raw
+        given = ((name, raw.get(name)) for name in TRAINING_NOISE)
+        return [f"config.json: {name} is {shown(value)}; training has none" for name, value in given if value]
 
 
 def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source | None:

@@ -167,6 +167,13 @@ def test_sampled_routing_is_refused(tmp_path):
         source_of(ModelConfig(checkpoint=str(tmp_path)))
 
 
+def test_dropout_of_a_checkpoint_is_named(tmp_path):
+    fields = json.loads(tiny_config("granitemoe")) | {"attention_dropout": 0.1, "hidden_dropout": 0.0}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    source = source_of(ModelConfig(checkpoint=str(tmp_path)))
+    assert source.noise == ["config.json: attention_dropout is 0.1; training has none"]
+
+
 def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
     arguments = [checkpoint, "--data", checkpoint.parent / "text", "--run-dir", checkpoint, "--overwrite", *SMALL]
     before = sorted(checkpoint.iterdir())

@@ -1,0 +1,278 @@
+"""Every field of a `config.json` has an effect, is refused by name, or is in the table of fields without effect."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jax_moe_lb import System
+from models.architectures.config_json import EXPERT_COUNTS, Fields
+from models.architectures.published import num_params
+from models.architectures.registry import ARCHITECTURES, configured
+from models.architectures.without_effect import ROPE_SETTINGS, WITHOUT_EFFECT, has_effect
+from models.decoder.model import Decoder
+from models.mesh import make_mesh
+from models.model_config import ParallelConfig
+from models.tiny_checkpoint import tiny_config
+from models.upcycle import upcycled_config
+from tests.models.architectures.published_files import DENSE, FILES
+
+WITH_EFFECT = {
+    "activation_situ_beta": 2.0,
+    "add_swa_attention_sink_bias": True,
+    "attention_multiplier": 0.5,
+    "attention_value_scale": 0.7,
+    "clip_qkv": 8.0,
+    "dual_chunk_attention_config": {"chunk_size": 8},
+    "expert_swiglu_limit_list": [0, 4.0],
+    "hc_mult": 4,
+    "hidden_clamp": 1e6,
+    "index_topk": 2048,
+    "kda_layers": [0],
+    "layer_norm_eps": 1e-5,
+    "layernorm_mlp_alpha": 3.5,
+    "linear_attn_config": {"head_dim": 8},
+    "mlp_bias": True,
+    "moe_renormalize": True,
+    "moe_router_dtype": "bfloat16",
+    "moe_router_norm_min": 1e-3,
+    "norm_topk_prob_eps": 1e-3,
+    "num_zero_experts": 2,
+    "postnorm": True,
+    "query_pre_attn_scalar": 64,
+    "rope_ntk_alpha": 2.0,
+    "router_bias": True,
+    "router_logit_softcapping": 30.0,
+    "routed_scaling_factor": 2.5,
+    "scale_depth": 1.4,
+    "scoring_func": "sqrtsoftplus",
+    "share_expert_swiglu_limit_list": [0, 5.0],
+    "swiglu_limit": 10.0,
+    "swiglu_limits": [7.0],
+    "use_gated_activation": True,
+    "use_gemma_norm": True,
+    "value_norm": True,
+    "zero_expert_num": 2,
+    "zero_expert_type": "identity",
+}
+"""Fields of published models of other architectures, with values that change outputs there."""
+
+SIZES = {"dots1": {"max_window_layers": 1}, "llama4_text": {"num_hidden_layers": 5}}
+"""Fields of a tiny model that make more of its fields have an effect."""
+
+IGNORED = {
+    "minimax_m2": {"mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta"},
+    "phimoe": {"original_max_position_embeddings"},
+    "qwen2_moe": {"intermediate_size", "max_window_layers", "sliding_window"},
+    "qwen3_moe": {"intermediate_size", "max_window_layers", "sliding_window"},
+    "solar_open": {"intermediate_size"},
+}
+"""Fields of a tiny model that other fields make void, by architecture."""
+
+
+def base(name):
+    """Return the fields of a tiny model, with all defaults but lists that replace other fields."""
+    defaults = {key: value for key, value in ARCHITECTURES[name].defaults.items() if key != "rope_parameters"}
+    return defaults | json.loads(tiny_config(name)) | SIZES.get(name, {})
+
+
+def reading(raw):
+    """Return the fields after an architecture has read them."""
+    architecture = ARCHITECTURES[raw["model_type"]]
+    fields = Fields(json.dumps(raw)).with_defaults(architecture.defaults)
+    architecture.config(fields)
+    return fields
+
+
+def outcome(raw):
+    """Return the configuration without its text, or the refusal."""
+    try:
+        return dataclasses.replace(configured(Fields(json.dumps(raw))), source="")
+    except ValueError as error:
+        return str(error)
+
+
+def others(value):
+    """Return other values for a field, mostly of its type."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [2 * value + 2, value + 0.5, -3]
+    return [True, 3, 0.25, "other", ["other"], [0], {"other": 1}]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_files_of_published_models_are_read(name):
+    raw, billions = FILES[name]
+    assert round(num_params(configured(Fields(json.dumps(raw))))[0] / 1e9, 1) == billions
+
+
+def test_every_architecture_has_a_published_file():
+    assert {raw["model_type"] for raw, _ in FILES.values()} == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_field_that_is_read_changes_the_model_or_is_refused(name):
+    raw = base(name)
+    fields, before = reading(raw), outcome(raw)
+    assert not isinstance(before, str), before
+    assert fields.ignored == IGNORED.get(name, set())
+    for field in fields.read - fields.ignored - {"max_position_embeddings", "rope_parameters.partial_rotary_factor"}:
+        unchanged = [value for value in others(raw.get(field)) if outcome(raw | {field: value}) == before]
+        # The only supported value of an absent field.
+        assert unchanged in ([], [True]) if field not in raw else not unchanged, (field, unchanged)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_other_field_is_refused_by_name(name):
+    raw = base(name)
+    fields = reading(raw)
+    known = fields.read | fields.ignored | set(EXPERT_COUNTS)
+    everywhere = set().union(*(reading(base(other)).read for other in ARCHITECTURES)) | WITH_EFFECT.keys()
+    unread = {field for field in everywhere if "." not in field} - known
+    refused = 0
+    for field in unread | {"a_field_of_next_year"}:
+        for value in (WITH_EFFECT.get(field, 7.5), True, 3, "other", ["other"], {"other": 1}):
+            found = outcome(raw | {field: value})
+            if has_effect(field, value):
+                assert isinstance(found, str), (field, value)
+                assert found.startswith(f"config.json: {field} is "), found
+                assert "\n" not in found
+                assert str(value)[:3] in found
+                refused += 1
+            else:
+                assert found == outcome(raw), (field, value)
+        for value in (None, False):
+            assert outcome(raw | {field: value}) == outcome(raw), (field, value)
+    assert refused > 5 * len(WITH_EFFECT.keys() - known)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_fields_without_effect_change_nothing(name):
+    raw, before = base(name), outcome(base(name))
+    fields = reading(raw)
+    for field, values in WITHOUT_EFFECT.items():
+        if field not in fields.read and field != "model_type":
+            for value in (1, "other", [1]) if values is None else values:
+                assert outcome(raw | {field: value}) == before, (field, value)
+
+
+def test_no_field_without_effect_has_one_in_a_tested_model():
+    """Fields read by an architecture may be in the table with a value without effect alone, or as noise and lengths."""
+    read = set().union(*(reading(base(name)).read for name in ARCHITECTURES))
+    always = {field for field in read if WITHOUT_EFFECT.get(field, ()) is None}
+    assert always == {"max_position_embeddings", "router_jitter_noise"}
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("fields", DENSE, ids=lambda fields: fields["model_type"])
+def test_upcycled_files_of_published_dense_models_are_read(fields, share):
+    text = upcycled_config(Fields(json.dumps(fields)), 8, 2, share)
+    assert configured(Fields(text)).num_experts == 8
+
+
+SCALED = {
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("object_name", ["rope_parameters", "rope_scaling"])
+def test_every_rotary_setting_changes_the_embedding_or_is_refused(kind, object_name):
+    settings = {"rope_type": kind, **SCALED[kind]}
+    raw = json.loads(tiny_config("deepseek_v3"))
+    before = outcome(raw | {object_name: settings})
+    assert not isinstance(before, str), before
+    known = set().union(*ROPE_SETTINGS.values())
+    for key in known | {"partial_rotary_factor", "mrope_section"}:
+        value = 0.75 if key != "truncate" else kind != "yarn"
+        after = outcome(raw | {object_name: settings | {key: value}})
+        assert after != before, key
+        if key not in ROPE_SETTINGS[kind]:
+            assert after.startswith(f"config.json: rope_parameters.{key} is {value}; expected no value"), after
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "expected"),
+    [
+        ("mixtral", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta is 1000000.0 and 10000.0"),
+        (
+            "mixtral",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_scaling": {"factor": 4.0}},
+            "factor is 2.0 and 4.0; expected one value",
+        ),
+        ("mixtral", {"rope_scaling": {"rope_type": "linear", "type": "yarn"}}, "rope_type is 'linear' and type 'yarn'"),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 1.0}}, "partial_rotary_factor is 0.5; expected 1.0"),
+        (
+            "minimax_m2",
+            {"rotary_dim": 8, "partial_rotary_factor": 1.0},
+            "partial_rotary_factor is 1.0; expected rotary",
+        ),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_local_experts is 8; expected 16"),
+        ("gpt_oss", {"experts_per_token": 3}, "experts_per_token is 3; expected 2"),
+        ("deepseek_v3", {"qk_head_dim": 16}, "qk_head_dim is 16; expected 32"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 2}, "first_k_dense_replace is 1; expected 0"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob is False; expected True"),
+        ("mixtral", {"swiglu_limit\n" + "x" * 100: 7.0}, "'swiglu_limit\\n"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(name, changed, expected):
+    found = outcome(json.loads(tiny_config(name)) | changed)
+    assert isinstance(found, str)
+    assert expected in found
+    assert "\n" not in found
+
+
+def leaves(value, path=""):
+    """Return the fields of nested dataclasses by path."""
+    if not dataclasses.is_dataclass(value):
+        return {path: value}
+    parts = [leaves(getattr(value, field.name), f"{path}.{field.name}") for field in dataclasses.fields(value)]
+    return {key: one for part in parts for key, one in part.items()} | {f"{path}.": type(value).__name__}
+
+
+def changes():
+    """Return a pair of configurations for each set of fields of `DecoderConfig` that a field of a file changes."""
+    found = {}
+    for name in ARCHITECTURES:
+        raw = base(name)
+        before = outcome(raw)
+        for field in sorted(reading(raw).read):
+            for value in others(raw.get(field)):
+                after = outcome(raw | {field: value})
+                if not isinstance(after, str):
+                    one, two = leaves(before), leaves(after)
+                    differing = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
+                    found.setdefault(tuple(differing), (f"{name}: {field}", before, after))
+    # The pretraining length has an effect on scaled embeddings alone.
+    return {key: pair for key, pair in found.items() if set(key) - {".rope.original_positions"}}
+
+
+def program(config):
+    """Return the parameters and the lowered program of a model as text, or the refusal."""
+    mesh = make_mesh(ParallelConfig(expert_parallel=1))
+    tokens = jax.ShapeDtypeStruct((1, 80), jnp.int32)
+    try:
+        graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, mesh=mesh, system=System(), rngs=nnx.Rngs(0))))
+        lowered = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens)).lower(state, tokens)
+    except ValueError as error:
+        return str(error)
+    return str(state), lowered.as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_every_change_of_a_configuration_changes_the_program_or_its_parameters():
+    for field, before, after in changes().values():
+        one, two = (dataclasses.replace(config, source="{}") for config in (before, after))
+        assert program(one) != program(two), field
