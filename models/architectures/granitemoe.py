@@ -20,6 +20,14 @@ DEFAULTS = {
 """Values of absent fields."""
 
 
+NAMES_IN_MEMORY = (
+    (".input_linear.weight", ".experts.gate_up_proj"),
+    (".output_linear.weight", ".experts.down_proj"),
+    (".router.layer.weight", ".router.weight"),
+)
+"""Parts of the names of tensors in published files, and in the modules of `transformers` 5."""
+
+
 def config(fields: Fields) -> DecoderConfig:
     """Return the `DecoderConfig` of a Granite-MoE `config.json`."""
     fields.require("hidden_act", "silu")

@@ -20,6 +20,7 @@ from models.architectures import (
     qwen3_moe,
 )
 from models.architectures.config_json import Fields
+from models.architectures.packed import packed_slice
 from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig
 
@@ -33,28 +34,42 @@ class Architecture:
         pieces: function from the `DecoderConfig` to the slices of all checkpoint tensors.
         defaults: values of absent fields, those of `transformers`. Sizes have none.
         has_further: if True, multi-token prediction layers are supported.
+        names_in_memory: parts of tensor names in published files, each with its replacement in the modules of
+            `transformers` 5, in this order.
     """
 
     config: Callable[[Fields], DecoderConfig]
     pieces: Callable[[DecoderConfig], Iterable[ParameterSlice]]
     defaults: Mapping[str, Any]
     has_further: bool = False
+    names_in_memory: tuple[tuple[str, str], ...] = ()
 
+
+_MLP = (".block_sparse_moe.", ".mlp.")
 
 ARCHITECTURES = {
     "deepseek_v3": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.DEFAULTS, has_further=True),
     "dots1": Architecture(glm4_moe.dots1_config, glm4_moe.pieces, glm4_moe.DOTS1_DEFAULTS),
-    "ernie4_5_moe": Architecture(ernie4_5_moe.config, ernie4_5_moe.pieces, ernie4_5_moe.DEFAULTS),
+    "ernie4_5_moe": Architecture(
+        ernie4_5_moe.config,
+        ernie4_5_moe.pieces,
+        ernie4_5_moe.DEFAULTS,
+        names_in_memory=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+    ),
     "glm4_moe": Architecture(glm4_moe.config, glm4_moe.pieces, glm4_moe.DEFAULTS, has_further=True),
     "glm4_moe_lite": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.GLM_LITE_DEFAULTS),
     "gpt_oss": Architecture(gpt_oss.config, gpt_oss.pieces, gpt_oss.DEFAULTS),
-    "granitemoe": Architecture(granitemoe.config, granitemoe.pieces, granitemoe.DEFAULTS),
+    "granitemoe": Architecture(
+        granitemoe.config, granitemoe.pieces, granitemoe.DEFAULTS, names_in_memory=granitemoe.NAMES_IN_MEMORY
+    ),
     "kimi_k2": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.KIMI_DEFAULTS),
     "llama4_text": Architecture(llama4.config, llama4.pieces, llama4.DEFAULTS),
-    "minimax_m2": Architecture(minimax_m2.config, minimax_m2.pieces, minimax_m2.DEFAULTS),
-    "mixtral": Architecture(mixtral.config, mixtral.pieces, mixtral.DEFAULTS),
+    "minimax_m2": Architecture(minimax_m2.config, minimax_m2.pieces, minimax_m2.DEFAULTS, names_in_memory=(_MLP,)),
+    "mixtral": Architecture(mixtral.config, mixtral.pieces, mixtral.DEFAULTS, names_in_memory=(_MLP,)),
     "olmoe": Architecture(qwen3_moe.olmoe_config, qwen3_moe.pieces, qwen3_moe.OLMOE_DEFAULTS),
-    "phimoe": Architecture(phimoe.config, phimoe.pieces, phimoe.DEFAULTS),
+    "phimoe": Architecture(
+        phimoe.config, phimoe.pieces, phimoe.DEFAULTS, names_in_memory=(_MLP, (".gate.weight", ".router.weight"))
+    ),
     "qwen2_moe": Architecture(qwen3_moe.qwen2_config, qwen3_moe.pieces, qwen3_moe.QWEN2_DEFAULTS),
     "qwen3_moe": Architecture(qwen3_moe.config, qwen3_moe.pieces, qwen3_moe.DEFAULTS),
     "solar_open": Architecture(glm4_moe.config, glm4_moe.pieces, glm4_moe.SOLAR_DEFAULTS),
@@ -120,7 +135,15 @@ def configured(
     )
 
 
-def pieces_of(config: DecoderConfig) -> list[ParameterSlice]:
-    """Return the slices of all checkpoint tensors of a model."""
+def pieces_of(config: DecoderConfig, *, packed: bool = False) -> list[ParameterSlice]:
+    """Return the slices of all checkpoint tensors of a model.
+
+    Args:
+        config: sizes of the model.
+        packed: if True, those of the tensors in memory of `transformers` 5; see `packed_slice`.
+    """
     # The limits have been checked when the file was read.
-    return list(architecture_of(Fields(config.source, UNLIMITED)).pieces(config))
+    architecture = architecture_of(Fields(config.source, UNLIMITED))
+    if not packed:
+        return list(architecture.pieces(config))
+    return [packed_slice(piece, config, architecture.names_in_memory) for piece in architecture.pieces(config)]

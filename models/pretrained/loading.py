@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 
 from jax_moe_lb import System
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.file_limits import UNLIMITED
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.parameter_map import ParameterSlice
 from models.architectures.registry import configured, pieces_of
 from models.decoder.config import DecoderConfig
 from models.decoder.model import Decoder
 from models.mesh import placed_shapes, state_shardings
-from models.pretrained.quantized import CheckpointWeights
+from models.pretrained.quantized import CheckpointWeights, Weights
 from models.pretrained.safetensors import READ_BYTES, TensorFolder, copy_blocks, short
 
 COMPARED_LINES = 4096
@@ -103,9 +104,9 @@ def load_state(
     """
     wanted = by_path(placed_shapes(shapes, state_shardings(shapes, mesh)))
     with_fields = Fields(config.source, limits)
-    weights, pieces = CheckpointWeights(TensorFolder(folder, limits), with_fields), pieces_of(config)
-    _check(weights, pieces, _passed_over(with_fields, config.num_further, config.tie_embeddings))
-    parts = _grouped(piece.in_stack(stacks, config.num_layers) if stacks else piece for piece in pieces)
+    weights = CheckpointWeights(TensorFolder(folder, limits), with_fields)
+    pieces = checked_pieces(weights, config)
+    parts = grouped(piece.in_stack(stacks, config.num_layers) if stacks else piece for piece in pieces)
     # XLA drops the unused parameters of this program.
     others = {path: shape.sharding for path, shape in wanted.items() if _parameter(path) not in parts}
 
@@ -115,7 +116,7 @@ def load_state(
     values = jax.jit(fresh, out_shardings=others)()
     for path, shape in wanted.items():
         if path not in others:
-            values[path] = _placed(weights, parts[_parameter(path)], shape)
+            values[path] = placed(weights, parts[_parameter(path)], shape)
     return jax.tree.unflatten(jax.tree.structure(shapes), [values[path] for path in wanted])
 
 
@@ -131,7 +132,8 @@ def by_path(state: Any) -> dict[str, Any]:
     return {path.removesuffix(".value"): leaf for path, leaf in named}
 
 
-def _grouped(pieces: Iterable[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
+def grouped(pieces: Iterable[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
+    """Return the slices of each parameter by path, without copies."""
     parts: dict[str, list[ParameterSlice]] = {}
     for piece in pieces:
         if not piece.is_copy:
@@ -146,31 +148,48 @@ def _passed_over(fields: Fields, num_further: int, are_tied: bool) -> tuple[str,
     return (*layers, "lm_head.weight") if are_tied else layers
 
 
-def _check(weights: CheckpointWeights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:
-    """Check that a checkpoint has exactly the tensors of the model, before any is read."""
+def checked_pieces(weights: Weights, config: DecoderConfig) -> list[ParameterSlice]:
+    """Return the slices of a model in the layout of the tensors' names: of published files, or packed.
+
+    Args:
+        weights: the tensors.
+        config: sizes of the model.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, of a wrong shape, not of floats, or not the copy of another.
+    """
+    published, packed = pieces_of(config), pieces_of(config, packed=True)
+    in_memory = {piece.name for piece in packed} - {piece.name for piece in published}
+    pieces = published if in_memory.isdisjoint(weights.shapes) else packed
+    fields = Fields(config.source, UNLIMITED)
+    _check(weights, pieces, _passed_over(fields, config.num_further, config.tie_embeddings))
+    return pieces
+
+
+def _check(weights: Weights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:
+    """Check that exactly the tensors of the model are there, before any is read."""
     names = {name for name in weights.shapes if not name.startswith(passed_over)}
     shapes = {piece.name: piece.shape for piece in pieces if not piece.is_copy or piece.name in names}
     for what, differing in (("missing", shapes.keys() - names), ("not of this model", names - shapes.keys())):
         if differing:
             shown = ", ".join(map(short, sorted(differing)[:SHOWN]))
             more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-            folder = weights.tensors.folder
-            raise ValueError(f"{folder}: {what}: {shown}{more}; expected the tensors of config.json's sizes")
+            raise ValueError(f"{weights.place}: {what}: {shown}{more}; expected the tensors of config.json's sizes")
     for name, shape in shapes.items():
         weights.check(name, shape)
     for copy in (piece for piece in pieces if piece.is_copy and piece.name in names):
         _check_copy(weights, copy, next(piece.name for piece in pieces if piece.path == copy.path))
 
 
-def _check_copy(weights: CheckpointWeights, copy: ParameterSlice, name: str) -> None:
+def _check_copy(weights: Weights, copy: ParameterSlice, name: str) -> None:
     """Check that a copy equals the original tensor, as the model shares one parameter for both."""
     for start in range(0, copy.shape[0], COMPARED_LINES):
         lines = (slice(start, min(start + COMPARED_LINES, copy.shape[0])),)
         if not np.array_equal(weights.read(copy.name, lines), weights.read(name, lines)):
-            raise ValueError(f"{weights.tensors.folder}: {copy.name} is not {name}; expected a copy, as it is shared")
+            raise ValueError(f"{weights.place}: {copy.name} is not {name}; expected a copy, as it is shared")
 
 
-def _placed(weights: CheckpointWeights, pieces: list[ParameterSlice], shape: Any) -> Array:
+def placed(weights: Weights, pieces: list[ParameterSlice], shape: Any) -> Array:
     """Read the shards of a parameter onto the devices of this process."""
     ranges = {
         device: tuple(range(size)[part] for size, part in zip(shape.shape, index or (), strict=True))
@@ -188,12 +207,12 @@ def _placed(weights: CheckpointWeights, pieces: list[ParameterSlice], shape: Any
 
 
 def _place(
-    weights: CheckpointWeights, piece: ParameterSlice, ranges: dict[Any, tuple[range, ...]], shards: Any, dtype: Any
+    weights: Weights, piece: ParameterSlice, ranges: dict[Any, tuple[range, ...]], shards: Any, dtype: Any
 ) -> None:
     """Read a slice and write it into the shards of its devices, with two copies of it in host memory at most.
 
     Args:
-        weights: the checkpoint.
+        weights: the tensors.
         piece: the slice.
         ranges: part of the parameter on each device.
         shards: shard of each device: a NumPy array, a device's array, or absent if the slice is the first of it.
@@ -239,7 +258,7 @@ def _with_line(buffer: Array, line: Array, at: tuple[int, ...]) -> Array:
     return jax.lax.dynamic_update_slice(buffer, line.reshape((1,) * len(at) + line.shape), start)
 
 
-def _read(weights: CheckpointWeights, piece: ParameterSlice, box: list[range], dtype: Any) -> np.ndarray:
+def _read(weights: Weights, piece: ParameterSlice, box: list[range], dtype: Any) -> np.ndarray:
     """Read a part of a slice, given by ranges of the dimensions of the parameter."""
     if piece.transposed:
         box = [*box[:-2], box[-1], box[-2]]

@@ -6,7 +6,7 @@ Two published formats are supported: DeepSeek's `fp8` (one scale per block of 12
 
 import abc
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -174,6 +174,22 @@ def format_of(fields: Fields) -> Format | None:
     return Fp8((sizes[0], sizes[1]))
 
 
+class Weights(Protocol):
+    """Named tensors of a model as floats.
+
+    `place` names them in messages, and `shapes` has the shape of each by name.
+    """
+
+    place: str
+    shapes: dict[str, tuple[int, ...]]
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `ValueError` unless a tensor has the given shape and a supported dtype."""
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Return a tensor, or a part of it."""
+
+
 class CheckpointWeights:
     """Weights of a checkpoint as floats, in any supported format.
 
@@ -186,7 +202,7 @@ class CheckpointWeights:
     """
 
     def __init__(self, tensors: TensorFolder, fields: Fields) -> None:
-        self.tensors, self.format = tensors, format_of(fields)
+        self.tensors, self.format, self.place = tensors, format_of(fields), str(tensors.folder)
         self.quantized, held = self.format.weights(tensors) if self.format is not None else ({}, set())
         plain = {name: header.shapes[name] for name, header in tensors.home.items() if name not in held}
         self.shapes = plain | self.quantized

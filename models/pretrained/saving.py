@@ -59,6 +59,7 @@ def save_pretrained(
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     keep_from: Path | None = None,
+    packed: bool = False,
 ) -> None:
     """Write a model as `config.json` and safetensors, in several files if it is large.
 
@@ -71,6 +72,8 @@ def save_pretrained(
         dtype: dtype of the tensors in the files; `None` (default) keeps the dtype of the parameters and every bit.
         max_file_bytes: maximum bytes of tensors per file (default 1 GiB), unless one tensor is larger.
         keep_from: folder with tokenizer and generation settings to copy; `None` copies none.
+        packed: if True, use the names and shapes of `transformers` 5 in memory, with all experts of a layer in two
+            tensors. If False (default), those of published files.
 
     Raises:
         ValueError: the folder is not empty.
@@ -79,10 +82,10 @@ def save_pretrained(
     dtype = model.config.param_dtype if dtype is None else dtype
     if jax.process_index() != 0:
         # A loop would hold each tensor until the next one is there.
-        deque(_tensors(model, jnp.dtype(dtype))[1], maxlen=0)
+        deque(_tensors(model, jnp.dtype(dtype), packed)[1], maxlen=0)
         return
     with vacant(folder) as aside:
-        write_tensors(aside, *_tensors(model, jnp.dtype(dtype)), max_file_bytes)
+        write_tensors(aside, *_tensors(model, jnp.dtype(dtype), packed), max_file_bytes)
         write_whole(aside / "config.json", config_json(model.config, dtype).encode())
         write_whole(aside / "README.md", readme(model.config).encode())
         if keep_from is not None:
@@ -147,9 +150,9 @@ def config_json(config: DecoderConfig, dtype: str) -> str:
     return json.dumps(raw | {"dtype": dtype}, indent=2) + "\n"
 
 
-def _tensors(model: Decoder | StackedDecoder, dtype: Any) -> tuple[TensorShapes, Iterator[np.ndarray]]:
+def _tensors(model: Decoder | StackedDecoder, dtype: Any, packed: bool) -> tuple[TensorShapes, Iterator[np.ndarray]]:
     """Return the shape of each tensor by name, and an iterator over the tensors, which all processes exhaust."""
-    pieces = pieces_of(model.config)
+    pieces = pieces_of(model.config, packed=packed)
     if isinstance(model, StackedDecoder):
         pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces]
     groups, values = _by_tensor(pieces), by_path(nnx.state(model))
@@ -220,15 +223,16 @@ def _by_tensor(pieces: list[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
     return groups
 
 
-def named_tensors(config: DecoderConfig, state: Any) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(config: DecoderConfig, state: Any, *, packed: bool = False) -> Iterator[tuple[str, np.ndarray]]:
     """Yield named checkpoint tensors of parameters, or of a tree with the same structure, such as gradients.
 
     Args:
         config: sizes of the model.
         state: `nnx.state` of a `Decoder`; tensors without a parameter in it are skipped.
+        packed: if True, use the names and shapes of `transformers` 5 in memory; see `save_pretrained`.
     """
     values = by_path(state)
-    for name, pieces in _by_tensor(pieces_of(config)).items():
+    for name, pieces in _by_tensor(pieces_of(config, packed=packed)).items():
         if all(piece.path in values for piece in pieces):
             yield name, assembled(pieces, values, values[pieces[0].path].dtype)
 

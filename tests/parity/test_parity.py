@@ -15,6 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from jax_moe_lb import raise_on_fault
 from jax_moe_lb.layer.systems import system_named, system_names
 from models.architectures.config_json import Fields
+from models.architectures.registry import configured
+from models.decoder.model import Decoder
 from models.mesh import make_mesh
 from models.model_config import ParallelConfig
 from models.pretrained.generation import generate
@@ -22,8 +24,9 @@ from models.pretrained.loading import from_pretrained
 from models.pretrained.quantized import CheckpointWeights
 from models.pretrained.safetensors import TensorFolder
 from models.pretrained.saving import named_tensors, save_pretrained
+from models.pretrained.weight_sync import update_weights
 from models.upcycle import upcycle
-from tests.parity.references import CONFIGS, NEW_TOKENS, PROMPT, logits_of, make_dense, read_tensors
+from tests.parity.references import CONFIGS, NEW_TOKENS, PROMPT, logits_of, make_dense, make_model, read_tensors
 
 MESHES = {"1x8": ParallelConfig(1, 8), "2x4": ParallelConfig(2, 4), "1x1": ParallelConfig(1, 1)}
 DISTINCT = ("mixtral", "deepseek_v3", "gpt_oss")
@@ -164,6 +167,27 @@ def test_saved_checkpoints_are_read_by_transformers(reference, name, tmp_path):
         assert ours.keys() == theirs.keys()
         for tensor, value in theirs.items():
             np.testing.assert_array_equal(ours[tensor], value, err_msg=tensor)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensors_in_memory_of_transformers_are_read_and_written(name, tmp_path):
+    """Weights of a trainer reach a loaded model, and a trainer takes them back, bit for bit."""
+    theirs = make_model(name)
+    state = {path: value.numpy() for path, value in theirs.state_dict().items()}
+    assert any(path.endswith("experts.gate_up_proj") for path in state)
+    config = configured(Fields(theirs.config.to_json_string(use_diff=False)))
+    mesh, system = make_mesh(MESHES["1x1"]), system_named("plain")
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))))
+    ours = nnx.merge(graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+    update_weights(ours, state)
+    theirs.save_pretrained(tmp_path)
+    if config.tie_embeddings:
+        del state["lm_head.weight"]
+    for packed, expected in ((True, state), (False, read_tensors(tmp_path))):
+        written = dict(named_tensors(config, nnx.state(ours), packed=packed))
+        assert written.keys() == expected.keys()
+        for path, value in written.items():
+            np.testing.assert_array_equal(value, expected[path], err_msg=path)
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -1,0 +1,69 @@
+"""Update of a loaded model from tensors in memory, such as the state dict of a trainer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.architectures.parameter_map import Index, ParameterSlice
+from models.decoder.model import Decoder
+from models.decoder.stacked import StackedDecoder
+from models.pretrained.loading import by_path, checked_pieces, grouped, placed
+
+
+class HeldTensors:
+    """Tensors in host memory.
+
+    Args:
+        tensors: float arrays by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
+        self.tensors, self.place = tensors, "tensors"
+        self.shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `ValueError` unless a tensor has the given shape and a dtype of floats."""
+        if self.shapes[name] != shape:
+            raise ValueError(f"tensors: {name} has shape {list(self.shapes[name])}; expected {list(shape)}")
+        if not jnp.issubdtype(self.tensors[name].dtype, jnp.floating):
+            raise ValueError(f"tensors: {name} has dtype {self.tensors[name].dtype}; expected floats")
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Return a tensor, or a part of it."""
+        return self.tensors[name][index]
+
+
+def update_weights(model: Decoder | StackedDecoder, tensors: Mapping[str, np.ndarray]) -> None:
+    """Replace the parameters of a model, which keep their dtypes and shardings; compiled programs stay valid.
+
+    All processes call this function with the same tensors. Relocated experts stay where they are.
+
+    Args:
+        model: the model.
+        tensors: all tensors of its checkpoint as float arrays, under the names of published files or those of
+            `transformers` 5 in memory, as in `module.state_dict()`.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, of a wrong shape or not of floats, or the model has adapters.
+    """
+    if isinstance(model, StackedDecoder) and model.adapter_scale:
+        raise ValueError("model has adapters; expected a model without")
+    weights, state = HeldTensors(tensors), nnx.state(model)
+    pieces, values = checked_pieces(weights, model.config), by_path(state)
+    if isinstance(model, StackedDecoder):
+        pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces]
+    for path, parts in grouped(_at_home(piece, values) for piece in pieces).items():
+        old = values[path]
+        values[path] = placed(weights, parts, jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=old.sharding))
+    nnx.update(model, jax.tree.unflatten(jax.tree.structure(state), values.values()))
+
+
+def _at_home(piece: ParameterSlice, values: dict[str, Any]) -> ParameterSlice:
+    """Return the slice at the row of a relocated expert."""
+    homes = values.get(f"{piece.path.rpartition('.')[0]}.homes")
+    return piece if homes is None or piece.expert is None else replace(piece, expert=int(homes[piece.place]))

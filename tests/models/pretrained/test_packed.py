@@ -1,0 +1,189 @@
+"""Tensors in the layout of `transformers` 5 in memory, with all experts of a layer in two tensors."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jax_moe_lb import System, relocate
+from jax_moe_lb.layer.systems import system_named
+from models.architectures.config_json import Fields
+from models.architectures.registry import ARCHITECTURES, configured
+from models.decoder.model import Decoder
+from models.decoder.stacked import StackedDecoder
+from models.mesh import make_mesh
+from models.model_config import LoraConfig, ParallelConfig
+from models.pretrained.loading import by_path, from_pretrained
+from models.pretrained.saving import named_tensors, save_pretrained
+from models.pretrained.weight_sync import update_weights
+from models.tiny_checkpoint import tiny_config, write_tiny
+
+RENAMED = {
+    "ernie4_5_moe": [("moe_statics", "gate.moe_statics")],
+    "granitemoe": [
+        ("input_linear.weight", "experts.gate_up_proj"),
+        ("output_linear.weight", "experts.down_proj"),
+        ("router.layer", "router"),
+    ],
+    "minimax_m2": [("block_sparse_moe", "mlp")],
+    "mixtral": [("block_sparse_moe", "mlp")],
+    "phimoe": [("block_sparse_moe.gate", "mlp.router"), ("block_sparse_moe", "mlp")],
+}
+"""Parts of names in published files that differ from the modules of `transformers` 5, by architecture."""
+
+GATES, UPS, DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
+
+
+def in_memory(kind, tensors):
+    """Return the tensors of a published file as `transformers` 5 holds them, from plain loops."""
+    experts, packed = {}, {}
+    for name, value in tensors.items():
+        for published, renamed in RENAMED.get(kind, []):
+            name = name.replace(published, renamed)
+        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if found is None:
+            packed[name] = value
+        else:
+            experts.setdefault(found[1], {})[int(found[2]), found[3]] = value
+    for module, parts in experts.items():
+
+        def of(names, parts=parts):
+            return [parts[key] for key in sorted(parts) if key[1] in names]
+
+        packed[f"{module}.gate_up_proj"] = np.stack(list(map(np.concatenate, zip(of(GATES), of(UPS), strict=True))))
+        packed[f"{module}.down_proj"] = np.stack(of(DOWNS))
+    return packed
+
+
+def random_model(kind, seed, system=System(), expert_parallel=1, **changed):
+    """Return a tiny model with random parameters, without compiling its initialization."""
+    config = configured(Fields(json.dumps(json.loads(tiny_config(kind)) | changed)))
+    mesh, rng = make_mesh(ParallelConfig(1, expert_parallel)), np.random.default_rng(seed)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))))
+    values = [jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(shapes)]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(shapes), values))
+
+
+def tensors_of(model, **how):
+    return dict(named_tensors(model.config, nnx.state(model), **how))
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(np.array_equal(value, two[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_both_directions_of_every_architecture(kind, all_devices):
+    source, other = random_model(kind, 1), random_model(kind, 2)
+    published, packed = tensors_of(source), tensors_of(source, packed=True)
+    assert equal(in_memory(kind, published), packed)
+    assert not equal(tensors_of(other), published)
+    update_weights(other, packed)
+    assert equal(tensors_of(other), published)
+    update_weights(other, {name: 2 * value for name, value in published.items()})
+    assert equal(tensors_of(other), {name: 2 * value for name, value in published.items()})
+
+
+def test_every_architecture_has_packed_experts():
+    for kind in ARCHITECTURES:
+        names = tensors_of(random_model(kind, 0), packed=True).keys()
+        assert any(name.endswith(".experts.gate_up_proj") for name in names), kind
+        assert not any(re.search(r"\.experts\.\d", name) for name in names), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "granitemoe"])
+def test_a_packed_checkpoint_is_read_and_written(kind, tmp_path, all_devices):
+    write_tiny(kind, tmp_path / "published")
+    published = load_file(tmp_path / "published" / "model.safetensors")
+    (tmp_path / "packed").mkdir()
+    save_file(in_memory(kind, published), tmp_path / "packed" / "model.safetensors")
+    (tmp_path / "packed" / "config.json").write_text(tiny_config(kind))
+    model = from_pretrained(tmp_path / "packed", make_mesh(ParallelConfig(2, 4)))
+    assert equal(by_path(nnx.state(model, nnx.Param)), by_path(nnx.state(from_published(tmp_path), nnx.Param)))
+    save_pretrained(model, tmp_path / "again", packed=True)
+    assert equal(load_file(tmp_path / "again" / "model.safetensors"), in_memory(kind, published))
+    save_pretrained(model, tmp_path / "back")
+    assert equal(load_file(tmp_path / "back" / "model.safetensors"), published)
+
+
+def from_published(folder):
+    return from_pretrained(folder / "published", make_mesh(ParallelConfig(2, 4)))
+
+
+@pytest.mark.slow
+def test_a_sync_changes_the_logits_of_a_compiled_model(tmp_path, all_devices):
+    """The experts of a rank have moved; the program is not compiled again."""
+    write_tiny("mixtral", tmp_path / "published")
+    model = from_pretrained(tmp_path / "published", make_mesh(ParallelConfig(1, 4)), system_named("two_tier"))
+    params, _ = relocate(nnx.state(model), (), np.stack([np.roll(np.arange(16), 3), np.arange(16)[::-1]]))
+    nnx.update(model, params)
+    tokens = jnp.arange(16).reshape(2, 8)
+    run = jax.jit(lambda model, tokens: nnx.merge(*model)(tokens)[0])
+    before = run(nnx.split(model), tokens)
+    other = random_model("mixtral", 3)
+    update_weights(model, tensors_of(other, packed=True))
+    assert model.blocks[0].moe.homes[0] == 3
+    after = run(nnx.split(model), tokens)
+    assert run._cache_size() == 1
+    assert not np.allclose(after, before)
+    np.testing.assert_allclose(after, other(tokens)[0], atol=2e-3, rtol=2e-3)
+    assert equal(tensors_of(model), tensors_of(other))
+
+
+def drop(tensors):
+    del tensors["model.layers.1.mlp.experts.down_proj"]
+
+
+def unpack(tensors):
+    tensors["model.layers.1.mlp.experts.3.gate_proj.weight"] = np.zeros((32, 64), np.float32)
+
+
+def transpose(tensors):
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    tensors[name] = np.swapaxes(tensors[name], 1, 2)
+
+
+def round_off(tensors):
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    tensors[name] = tensors[name].astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (drop, "tensors: missing: model.layers.1.mlp.experts.down_proj; expected"),
+        (unpack, "tensors: not of this model: model.layers.1.mlp.experts.3.gate_proj.weight; expected"),
+        (transpose, "experts.gate_up_proj has shape [16, 48, 64]; expected [16, 64, 48]"),
+        (round_off, "experts.gate_up_proj has dtype int32; expected floats"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_one_line(change, expected, all_devices):
+    model = random_model("qwen3_moe", 0, hidden_size=48)
+    before, tensors = tensors_of(model), tensors_of(model, packed=True)
+    change(tensors)
+    with pytest.raises(ValueError) as caught:
+        update_weights(model, tensors)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert equal(tensors_of(model), before)
+
+
+def test_a_model_with_adapters_is_refused(all_devices):
+    model = random_model("mixtral", 0)
+    with pytest.raises(ValueError, match="model has adapters; expected a model without"):
+        update_weights(StackedDecoder(model, lora=LoraConfig(rank=2)), tensors_of(model))
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "mixtral"])
+def test_layers_in_stacks_are_updated(kind, all_devices):
+    source, stacked = random_model(kind, 1), StackedDecoder(random_model(kind, 2))
+    update_weights(stacked, tensors_of(source, packed=True))
+    values = by_path(nnx.state(stacked))
+    expected = by_path(nnx.state(StackedDecoder(source)))
+    assert equal({path: np.asarray(value) for path, value in values.items()}, expected)
