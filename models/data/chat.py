@@ -2,12 +2,14 @@
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,6 +25,12 @@ MESSAGES_FIELD = "messages"
 
 SETTINGS = "tokenizer_config.json"
 """File with special tokens, and in older checkpoints the template."""
+
+MOST_TEXT = 2**24
+"""Maximum number of characters of a rendered conversation, and of a text or list in a template."""
+
+MOST_BITS = 2**10
+"""Maximum number of bits of an integer in a template."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -48,30 +56,34 @@ class ChatTemplate:
         source = _source(folder, settings, limits)
         if source is None:
             raise ValueError(f"checkpoint is {str(folder)!r}, which has no chat template; expected chat_template.jinja")
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
         environment.filters["tojson"] = _to_json
         try:
             self.template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+            # The compiler of Python refuses a `break` outside a loop.
             raise ValueError(f"{folder}: the chat template is not valid: {shown(str(error))[1:-1]}") from error
 
     def text(self, messages: Messages, *, asks: bool = False, tools: Any = None) -> str:
         """Render a conversation.
 
         Args:
-            messages: objects with `role`, `content` and other fields of the template.
+            messages: objects with `role`, `content` and other fields of the template. A field that is `None`, as
+                the content of a tool call in OpenAI's format, is absent for the template.
             asks: if True, append the beginning of an answer.
             tools: descriptions of tools, passed to the template; `None` (default) for none.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: the template refuses the messages, or its text has more than `MOST_TEXT` characters.
         """
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
-            return self.template.render(messages=messages, add_generation_prompt=asks, tools=tools, **self.special)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            parts = self.template.generate(messages=given, add_generation_prompt=asks, tools=tools, **self.special)
+            return _limited_text(parts)
+        except (jinja2.TemplateError, *_FAILURES) as error:
             raise ValueError(f"the chat template refuses the messages: {shown(str(error))[1:-1]}") from error
 
     def question(self, text: str) -> list[int]:
@@ -118,6 +130,58 @@ class ChatTemplate:
         for begin, end in answers:
             inside |= (begins >= begin) & (begins < end)
         return np.array(tokens, np.int32), ~inside
+
+
+class _CodeGenerator(CodeGenerator):
+    """Code of templates whose operator `~` has a limit."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concatenated((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Sandbox whose operators make no texts, lists and numbers that would exhaust the memory."""
+
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Return `left + right`, `left * right` or `left ** right`."""
+        if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            _require_few(len(left) + len(right), MOST_TEXT)
+        for one, other in ((left, right), (right, left)) if operator == "*" else ():
+            if isinstance(one, str | list | tuple) and isinstance(other, int):
+                _require_few(len(one) * other, MOST_TEXT)
+        if isinstance(left, int) and isinstance(right, int) and operator != "+":
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            _require_few(bits, MOST_BITS)
+        return super().call_binop(context, operator, left, right)
+
+    def concatenated(self, values: Iterable[Any]) -> str:
+        """Return the text of all values."""
+        return _limited_text(map(str, values))
+
+
+def _limited_text(parts: Iterable[str]) -> str:
+    texts, length = [], 0
+    for part in parts:
+        length += len(part)
+        _require_few(length, MOST_TEXT)
+        texts.append(part)
+    return "".join(texts)
+
+
+def _require_few(number: int, most: int) -> None:
+    if number > most:
+        _raise(f"a value has size {shown(number)}; expected at most {most}")
+
+
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError)
+"""Errors of Python in a template, besides those of Jinja."""
 
 
 class _Generation(Extension):
