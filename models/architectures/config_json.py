@@ -85,9 +85,8 @@ class Fields:
                 self._refuse(name, settings[key], "no value")
 
     def _refuse(self, name: str, value: Any, expected: str) -> None:
-        name = name if name.isprintable() and len(name) <= SHOWN_NAME else shown(name)
         raise ValueError(
-            f"config.json: {name} is {shown(value)}; expected {expected} for this architecture. "
+            f"config.json: {_shown_name(name)} is {shown(value)}; expected {expected} for this architecture. "
             "Remove a field without effect"
         )
 
@@ -187,7 +186,8 @@ class Fields:
             settings |= values
         for key, value in ((key, value) for values in given for key, value in values.items()):
             if value != settings[key]:
-                raise ValueError(f"config.json: {key} is {shown(settings[key])} and {shown(value)}; expected one value")
+                values = f"{shown(settings[key])} and {shown(value)}"
+                raise ValueError(f"config.json: {_shown_name(key)} is {values}; expected one value")
         return {key: value for key, value in settings.items() if value is not None}
 
     def partial_rotary_factor(self, default: float | None = None) -> float:
@@ -230,6 +230,10 @@ class Fields:
             attention_factor=_attention_factor(settings, factor) if kind == "yarn" else 1.0,
             interleaved=interleaved,
         )
+
+
+def _shown_name(name: str) -> str:
+    return name if name.isprintable() and len(name) <= SHOWN_NAME else shown(name)
 
 
 def _rope_object(settings: Any) -> dict[str, Any]:

@@ -223,6 +223,11 @@ def test_every_rotary_setting_changes_the_embedding_or_is_refused(kind, object_n
         ("deepseek_v3", {"qk_head_dim": 16}, "qk_head_dim is 16; expected 32"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 2}, "first_k_dense_replace is 1; expected 0"),
         ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob is False; expected True"),
+        (
+            "mixtral",
+            {"rope_parameters": {"a\n" * 99: 1}, "rope_scaling": {"a\n" * 99: 2}},
+            "is 1 and 2; expected one value",
+        ),
         ("mixtral", {"swiglu_limit\n" + "x" * 100: 7.0}, "'swiglu_limit\\n"),
     ],
 )
