@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value, out_option, picture_file, report
 from jax_moe_lb import Cost, exact, plain
 from jax_moe_lb.advise.advise import WORTH_IT, advise
 from jax_moe_lb.advise.choice import Candidate, Choice
@@ -159,7 +159,7 @@ def main() -> None:
     """Print the tables and write the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Use few points.")
-    parser.add_argument("--plot", type=Path, help="Output PNG of the plot.")
+    parser.add_argument("--plot", type=picture_file, help="Output PNG of the plot.")
     out_option(parser)
     given = parser.parse_args()
     cluster = cluster_of("h100_node")

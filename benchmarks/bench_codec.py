@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value, out_option, picture_file, report
 from jax_moe_lb import Buffers, Topology, plain, use_virtual_cpu_devices
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from models.config import TrainConfig, preset
@@ -117,7 +117,7 @@ def main() -> None:
     )
     parser.add_argument("--learning-rate", type=float, help="Peak learning rate; the preset's by default.")
     parser.add_argument("--upcycled", action="store_true", help="Initialize experts of a layer as copies of one.")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Plot of the losses of every step.")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="Plot of the losses of every step.")
     out_option(parser)
     given = parser.parse_args()
     use_virtual_cpu_devices(8)

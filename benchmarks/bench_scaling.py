@@ -10,7 +10,6 @@ sampled from a lognormal popularity, the same on all ranks.
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from benchmarks.loglog import draw, exponents
-from benchmarks.results import Table, Value, out_option, report, spread
+from benchmarks.results import Table, Value, out_option, picture_file, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import Topology, exact, plain, use_virtual_cpu_devices
@@ -120,7 +119,7 @@ def main() -> None:
     """Print the tables and write the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Use few sizes and repetitions.")
-    parser.add_argument("--plot", type=Path, help="Output PNG of the plot.")
+    parser.add_argument("--plot", type=picture_file, help="Output PNG of the plot.")
     out_option(parser)
     given = parser.parse_args()
     use_virtual_cpu_devices(LAYER.num_ranks)

@@ -92,8 +92,48 @@ def spread(values: np.ndarray) -> list[float]:
 def out_option(parser: argparse.ArgumentParser) -> None:
     """Add the option `--out`."""
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSON file for the tables; replaces its run of the same name"
+        "--out", type=tables_file, metavar="FILE", help="JSON file for the tables; replaces its run of the same name"
     )
+
+
+def output_file(text: str, suffix: str = "") -> Path:
+    """Return the path of an output; type of an option.
+
+    Args:
+        text: the path.
+        suffix: suffix of the files that the output replaces; empty (default) for any.
+
+    Raises:
+        ArgumentTypeError: another argument names the same file, or an existing file has another kind.
+    """
+    # Imported here: tables are rendered without JAX.
+    from jax_moe_lb.cli.output import check_outputs, path_texts
+
+    words = sys.argv[1:]
+    own = next((word for word in words if word == text or word.endswith(f"={text}")), None)
+    if own is not None:
+        words.remove(own)
+    inputs = [("argument", Path(part)) for word in words for part in path_texts(word)]
+    try:
+        check_outputs(inputs, [("output", Path(text), suffix)])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def picture_file(text: str) -> Path:
+    """Return the path of a PNG file to write; type of an option, see `output_file`."""
+    return output_file(text, ".png")
+
+
+def tables_file(text: str) -> Path:
+    """Return the path of a file of tables; type of an option, see `output_file`."""
+    path = output_file(text)
+    try:
+        _ = path.exists() and read(path)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path} is no file of tables; expected a new file, or one") from error
+    return path
 
 
 def out_alone(what: str | None) -> Path | None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.layer.systems import system_names
 from models.console import USER_ERRORS, FileLimitsOption, say
@@ -51,7 +52,7 @@ class Printer:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def main(
     checkpoint: Annotated[Path, typer.Option(help="Folder with config.json, safetensors and tokenizer.json.")],
     prompt: Annotated[list[str], typer.Option(help="Text to continue; repeatable, as a batch.")],
@@ -65,12 +66,16 @@ def main(
     stream: Annotated[bool, typer.Option("--stream", help="Print the text of one prompt as it is generated.")] = False,
     chat: Annotated[bool, typer.Option(help="Each prompt is a question in the checkpoint's chat template.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    system: Annotated[str, typer.Option(help=f"Load-balancing system: {', '.join(system_names())}.")] = "exact",
+    system: Annotated[
+        str, typer.Option(metavar="NAME[:KEY=VALUE]", help=f"Load-balancing system: {', '.join(system_names())}.")
+    ] = "exact",
     data_parallel: Annotated[int, typer.Option(help="Data-parallel groups of ranks.")] = 1,
     expert_parallel: Annotated[int, typer.Option(help="Ranks per group; a divisor of the number of experts.")] = 8,
     dtype: Annotated[str, typer.Option(help="Dtype of parameters and products: float32 or bfloat16.")] = "float32",
     record_counts: Annotated[
-        Path | None, typer.Option(help="Output file of the routing trace, for jax-moe-lb replay.")
+        Path | None,
+        typer.Option(metavar="TRACE.npz", help="Output file of the routing trace, for jax-moe-lb replay."),
+        OutputPath(".npz"),
     ] = None,
     file_limits: FileLimitsOption = 1,
 ) -> None:

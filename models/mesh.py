@@ -1,7 +1,6 @@
 """Devices, mesh and load-balancing system of a run."""
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import System, Topology, use_virtual_cpu_devices
-from jax_moe_lb.advise.choice import with_dispatch
-from jax_moe_lb.layer.systems import system_named
+from jax_moe_lb.layer import systems
+from jax_moe_lb.layer.system import OPTIONS, parse_system
 from jax_moe_lb.nn.variables import BalancerState
 from models.model_config import ParallelConfig
 
@@ -103,17 +102,11 @@ def make_system(parallel: ParallelConfig) -> System:
     """Return the system with the options of the run.
 
     Args:
-        parallel: name and options of the system.
+        parallel: text and options of the system; a field overrides an option of the text.
 
     Raises:
-        ValueError: the system is unknown or has a dispatch of its own, or an option is out of range.
+        ValueError: the system is unknown, lacks an option, or an option is out of range.
     """
-    system = system_named(parallel.system)
-    if parallel.replica_slots is not None and system.replica_slots:
-        system = dataclasses.replace(system, replica_slots=parallel.replica_slots)
-    if parallel.dispatch != "direct":
-        system = with_dispatch(system, parallel.dispatch)
-    options = {"headroom": parallel.headroom, "max_rounds": parallel.max_rounds}
-    given: Any = {name: value for name, value in options.items() if value is not None}
-    buffers = dataclasses.replace(system.dispatch.buffers, **given)
-    return system.replace(buffers=buffers)
+    name, options = parse_system(parallel.system)
+    given = {option: getattr(parallel, option) for option in OPTIONS}
+    return systems.make_system(name, options | {option: value for option, value in given.items() if value is not None})

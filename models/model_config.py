@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 
 from jax_moe_lb.layer import CHECKPOINT_NAMES
+from jax_moe_lb.layer.system import DISPATCHES
 
 NUM_BYTES = 256
 """Vocabulary size of the byte tokenizer."""
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "full")
-DISPATCHES = ("direct", "once")
 
 
 def require_positive(name: str, value: int) -> None:
@@ -135,7 +135,7 @@ class ParallelConfig:
     Args:
         data_parallel: data-parallel groups, each with all experts.
         expert_parallel: `R`, ranks per group.
-        system: name of a function in `jax_moe_lb.layer.systems`.
+        system: text of a system, `NAME[:OPTION=VALUE,...][+DISPATCH]`; see `jax_moe_lb.systems.system_named`.
         replica_slots: replica slots per rank; `None` takes the default of the system.
         headroom: receive buffer size, x mean load; `None` takes the default of the system.
         ranks_per_domain: `M`, ranks among which expert weights may move each microbatch; `None` takes the whole group.
@@ -143,6 +143,7 @@ class ParallelConfig:
             repeats the step. 1 suits multi-node GPUs, whose hosts wait in each loop of rounds, if balanced loads stay
             below `headroom`. `None` (default) compiles one program without a limit.
         dispatch: "direct" sends a row for each token copy, "once" a token to each rank that serves it; see `Once`.
+            `None` chooses by rule; see `dispatch_by_rule`.
         fsdp: if True, also split matrices and their optimizer state over `data_parallel`, and gather each before use.
             This saves memory and adds communication. If False, each group holds all of them. A checkpoint's are always
             split over all devices.
@@ -166,7 +167,7 @@ class ParallelConfig:
     headroom: float | None = None
     ranks_per_domain: int | None = None
     max_rounds: int | None = None
-    dispatch: str = "direct"
+    dispatch: str | None = None
     fsdp: bool = False
     stages: int = 1
     repeats: int = 1
@@ -179,8 +180,8 @@ class ParallelConfig:
         require_positive("expert_parallel", self.expert_parallel)
         if self.max_rounds is not None:
             require_positive("max_rounds", self.max_rounds)
-        if self.dispatch not in DISPATCHES:
-            raise ValueError(f"dispatch is {self.dispatch!r}; expected one of {', '.join(DISPATCHES)}")
+        if self.dispatch is not None:
+            require_one_of("dispatch", self.dispatch, tuple(DISPATCHES))
         if self.fsdp and self.data_parallel == 1:
             raise ValueError("fsdp is set, but data_parallel is 1; expected at least 2 groups to split over")
         if self.ranks_per_domain is not None:

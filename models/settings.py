@@ -16,7 +16,8 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from jax_moe_lb.core import FileLimits
-from jax_moe_lb.layer.systems import system_named
+from jax_moe_lb.layer.system import parse_system
+from jax_moe_lb.layer.systems import make_system
 from jax_moe_lb.recordings.yaml_file import read_yaml, shown
 from models.config import TrainConfig
 from models.model_config import ParallelConfig
@@ -25,9 +26,6 @@ Given = dict[str, Any]
 """Given fields by name; a section is a nested dictionary."""
 
 ConfigT = TypeVar("ConfigT")
-
-SYSTEM_OPTIONS = ("replica_slots", "headroom", "max_rounds", "dispatch")
-"""Keys of the section `parallel` accepted by `--system`."""
 
 MESH_AXES = {
     "data": "data_parallel",
@@ -73,14 +71,14 @@ def read_assignments(texts: Iterable[str]) -> Given:
             given.setdefault(section, {})[key] = _converted(path, keys[key], value)
         except ValueError as error:
             raise ValueError(f"--set {text}: {error}") from error
-    return given
+    return _with_system_options(given)
 
 
 def read_system(text: str) -> Given:
     """Parse the option `--system`.
 
     Args:
-        text: `NAME`, or `NAME:key=value,key=value` with options.
+        text: text of a system, as for `jax_moe_lb.systems.system_named`.
 
     Returns:
         The given fields.
@@ -92,10 +90,17 @@ def read_system(text: str) -> Given:
         >>> read_system("exact:replica_slots=2,headroom=1.25")
         {'parallel': {'system': 'exact', 'replica_slots': 2, 'headroom': 1.25}}
     """
-    name, colon, options = text.partition(":")
-    system_named(name)
-    values = _pairs(f"--system {text}", options, {key: key for key in SYSTEM_OPTIONS}) if colon else {}
+    name, values = parse_system(text)
+    make_system(name, {})
     return {"parallel": {"system": name} | values}
+
+
+def _with_system_options(given: Given) -> Given:
+    """Split the text `parallel.system` into its name and options."""
+    if (text := given.get("parallel", {}).get("system")) is None:
+        return given
+    others = {key: value for key, value in given["parallel"].items() if key != "system"}
+    return combined(given | {"parallel": others}, read_system(text))
 
 
 def read_mesh(text: str) -> Given:
@@ -134,7 +139,7 @@ def read_file(path: Path, limits: FileLimits = FileLimits()) -> Given:
     except ValueError as error:
         raise ValueError(f"config {str(path)!r} {error}") from error
     try:
-        return _of_mapping(TrainConfig, {} if found is None else found, "")
+        return _with_system_options(_of_mapping(TrainConfig, {} if found is None else found, ""))
     except ValueError as error:
         raise ValueError(f"config {str(path)!r}: {error}") from error
 

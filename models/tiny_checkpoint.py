@@ -12,6 +12,7 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jax_moe_lb import System
+from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from models.architectures.config_json import Fields
 from models.architectures.registry import ARCHITECTURES, configured
 from models.console import USER_ERRORS, say
@@ -143,10 +144,10 @@ def write_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
     write_whole(folder / "tokenizer.json", byte_tokenizer().to_str().encode())
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def main(
     architecture: Annotated[str, typer.Option(help=f"Architecture: {', '.join(sorted(ARCHITECTURES))}.")],
-    out: Annotated[Path, typer.Option(help="Output folder; new or empty.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder; new or empty."), OutputPath("")],
     seed: Annotated[int, typer.Option(help="Seed of the parameters.")] = 0,
 ) -> None:
     """Write a small random checkpoint in the format of transformers."""

@@ -15,7 +15,9 @@ import typer
 from rich.console import Console
 
 from jax_moe_lb.aot import Target
+from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits, shadowed_installation
+from jax_moe_lb.layer.system import OPTIONS
 from jax_moe_lb.layer.systems import system_named, system_names
 from models.config import PRESETS, TUNING, MultiProcessConfig, TrainConfig
 from models.console import USER_ERRORS, FileLimitsOption, UserError, say
@@ -33,7 +35,6 @@ from models.run_folder.metrics import RunFolder
 from models.run_folder.trackers import MetricLoggerConfig
 from models.settings import (
     LIST,
-    SYSTEM_OPTIONS,
     Given,
     combined,
     describe_sections,
@@ -55,10 +56,10 @@ RELOCATE_INTERVAL = 50
 """Default of `relocation.interval`, in steps, for a system with relocation."""
 
 CONFIG = f"Checkpoint folder, .yaml file, or one of {', '.join([*PRESETS, *PUBLISHED_NAMES])}."
-SYSTEM = f"NAME or NAME:key=value,key=value: {', '.join(system_names())}; keys {', '.join(SYSTEM_OPTIONS)}."
+SYSTEM = f"NAME[:KEY=VALUE,...][+DISPATCH]: {', '.join(system_names())}; keys {', '.join(OPTIONS)}."
 MESH = "Axes and sizes, data=2,expert=4,domain=4,stage=2: groups, ranks in each, ranks that share weights, stages."
 DATA = "File or folder of text, JSON lines of text or messages, or token arrays; or PATH:WEIGHT; repeatable."
-RUN_DIR = "Run folder. [default: runs/CONFIG or runs/CHECKPOINT-tuned, then ...-2; the last to resume or overwrite]"
+RUN_DIR = "Output folder. [default: runs/CONFIG or runs/CHECKPOINT-tuned, then ...-2; the last to resume or overwrite]"
 RESUME = "Continue from the newest checkpoint; mesh and system stay as they were, unless given."
 DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE overrides the detection."
 DRY_RUN = "Compile the training step for a target such as h100:1x8, without training."
@@ -68,7 +69,7 @@ SET = f"Value of a key of the sections below; repeatable, the last one counts. -
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command(epilog=describe_sections())
+@app.command(epilog=describe_sections(), cls=CheckedCommand)
 def train(
     config: Annotated[str, typer.Argument(help=CONFIG, metavar="CONFIG")] = "tiny",
     system: Annotated[str | None, typer.Option(metavar="NAME[:KEY=VALUE,...]", help=SYSTEM)] = None,
@@ -76,7 +77,7 @@ def train(
     data: Annotated[list[str] | None, typer.Option(metavar="PATH[:WEIGHT]", help=DATA)] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of parameters and batches.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR)] = None,
+    run_dir: Annotated[Path | None, typer.Option(metavar="FOLDER", help=RUN_DIR), OutputPath("")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Move the run in the folder aside.")] = False,
     distributed: Annotated[bool, typer.Option("--distributed", help=DISTRIBUTED)] = False,

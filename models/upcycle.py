@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import typer
 
+from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured, pieces_of
@@ -172,10 +173,10 @@ def _check(tensors: TensorFolder, name: str | None, shape: tuple[int, ...]) -> N
         raise ValueError(f"{header.path}: {name} is {found}; expected floats {list(shape)}")
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def main(
     checkpoint: Annotated[Path, typer.Option(help="Folder of a dense Llama or Qwen3.")],
-    out: Annotated[Path, typer.Option(help="Output folder; new or empty.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder; new or empty."), OutputPath("")],
     num_experts: Annotated[int, typer.Option(help="Experts per layer.")] = 8,
     experts_per_token: Annotated[int, typer.Option(help="Experts per token.")] = 2,
     share: Annotated[

@@ -6,21 +6,17 @@
 import math
 from dataclasses import dataclass, field, replace
 
-from jax_moe_lb.balancers.base import Chain
 from jax_moe_lb.balancers.exact import Exact
-from jax_moe_lb.balancers.rails import RailS
-from jax_moe_lb.layer.systems import System, plain, system_named
+from jax_moe_lb.layer.system import with_dispatch
+from jax_moe_lb.layer.systems import System, system_named
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.memory import memory_of
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.transport.compression import Codec
-from jax_moe_lb.transport.direct import Direct
-from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.forward import Forward
 from jax_moe_lb.transport.once import Once
 from jax_moe_lb.transport.replicate import Relay
-from jax_moe_lb.transport.spray import MultiRailDispatch
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class Choice:
             system = replace(system, replicate=Relay())
         if self.headroom is not None:
             system = system.replace(buffers=replace(system.dispatch.buffers, headroom=self.headroom))
-        return with_rails(system) if self.sprayed else system
+        return with_dispatch(system, "rails") if self.sprayed else system
 
     def build(self, model: ModelShape, cluster: Cluster, step: Step) -> Candidate:
         """Build the candidate, with the dispatch of `dispatch_by_rule`.
@@ -151,43 +147,8 @@ def with_memory(migration: Migration, model: ModelShape, cluster: Cluster, step:
     return replace(migration, gather_again=migration.gather_again or (short and step.backward))
 
 
-def with_rails(system: System) -> System:
-    """Return the system with tokens sprayed over rails.
-
-    Args:
-        system: System with a direct dispatch.
-
-    Raises:
-        ValueError: The dispatch is not `Direct`.
-    """
-    _check_direct(dispatch := system.dispatch, "rails")
-    balancer = RailS() if system.balancer == plain().balancer else Chain((system.balancer, RailS()))
-    return replace(system, balancer=balancer, dispatch=MultiRailDispatch(dispatch.buffers))
-
-
 ONCE = {"once": Once, "forward": Forward}
 """Dispatches that send a token once, by their names on the command line."""
-
-
-def with_dispatch(system: System, name: str) -> System:
-    """Return the system with another dispatch.
-
-    Args:
-        system: System with a direct dispatch.
-        name: "rails" for tokens sprayed over rails, "once" or "forward".
-
-    Raises:
-        ValueError: The dispatch is not `Direct`.
-    """
-    if name == "rails":
-        return with_rails(system)
-    _check_direct(system.dispatch, name)
-    return replace(system, dispatch=ONCE[name](system.dispatch.buffers))
-
-
-def _check_direct(dispatch: Dispatch, name: str) -> None:
-    if dispatch != Direct(dispatch.buffers):
-        raise ValueError(f"dispatch is {dispatch}; expected Direct() before {name}")
 
 
 RELOCATE_INTERVAL = 50
@@ -314,7 +275,9 @@ def _simulate(choice: Choice, dispatch: str) -> str | None:
     if choice.relocated or choice.relayed or choice.eps is not None or choice.ratio != 1 or choice.headroom is not None:
         return None
     last = ["rails"] * choice.sprayed + [name for name in ONCE if name == dispatch.lower()]
-    inner = [choice.system] if choice.system != "plain" or not (last or choice.domain_sizes) else []
+    # `rails` alone is the system of this name.
+    alone = choice.domain_sizes and not last
+    inner = [] if choice.system == "plain" and (choice.sprayed or alone) else [choice.system]
     parts = ["hybridep"] * bool(choice.domain_sizes) + inner + last
     sizes = [f"--domain-sizes {','.join(map(str, choice.domain_sizes))}"] if choice.domain_sizes else []
     return " ".join([f"--system {'+'.join(parts)}", *_slots(choice), *sizes])

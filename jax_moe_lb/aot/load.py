@@ -85,6 +85,7 @@ class LayerLoad:
             )
         facts = LayerCost(copies, 6 * sizes.hidden * sizes.inner, token_bytes=2 * sizes.hidden)
         system = replace(system, balancer=system.balancer.sized(facts))
+        system = system.by_rule(topology, sizes.experts, sizes.per_token)
         found = plan_on_host(system, counts, topology)
         waves = tuple(slices(wave_counts, plan) for wave_counts, plan in found.waves)
         moved_on = None

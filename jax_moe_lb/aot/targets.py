@@ -200,7 +200,7 @@ class Target:
         domains = self.num_domains
         inside = math.prod(self.shape) // domains
         levels = (Level("node", domains), Level("gpu", inside)) if domains > 1 else (Level("gpu", inside),)
-        return Topology(levels, inside, rails_per_node=inside)
+        return Topology(levels, inside, rails_per_node=inside, platform=self.platform)
 
     def require_compiler(self) -> None:
         """Raise an error if the compiler of the platform is not installed.

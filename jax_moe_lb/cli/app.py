@@ -20,6 +20,7 @@ from jax_moe_lb.cli.doctor import balancers_table, diagnosis, facts_table, ops_t
 from jax_moe_lb.cli.output import (
     BAD_INPUT,
     BalancerOption,
+    CheckedCommand,
     ExpertBytes,
     FileLimitsOption,
     Head,
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.exit_code
 
 
-@app.command(no_args_is_help=True)
+@app.command(no_args_is_help=True, cls=CheckedCommand)
 def plan(
     counts_file: Annotated[
         Path, typer.Argument(metavar="COUNTS.npy", help="Integer token counts; or an npz with the array counts.")
@@ -108,7 +109,7 @@ def plan(
         print_effects("layer", range(len(planned)), effects, head, reason, one_expert, as_json)
 
 
-@app.command(no_args_is_help=True)
+@app.command(no_args_is_help=True, cls=CheckedCommand)
 def replay(
     trace_file: Annotated[
         Path, typer.Argument(metavar="TRACE.npz", help="Integer arrays counts and steps; or an npy of counts.")
@@ -142,7 +143,7 @@ def replay(
         print_effects("step", steps, effects, _head(balancer, planner, counts), reason, one_expert, as_json)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices and the implementations in use."""
     with one_line_errors():
@@ -155,8 +156,8 @@ def doctor(as_json: Json = False) -> None:
 
 
 for command in (convert, simulate, advise, calibrate, drift):
-    app.command(no_args_is_help=True)(command)
-app.command("compile", no_args_is_help=True)(compile_command)
+    app.command(no_args_is_help=True, cls=CheckedCommand)(command)
+app.command("compile", no_args_is_help=True, cls=CheckedCommand)(compile_command)
 
 
 def _print_version(wanted: bool) -> bool:

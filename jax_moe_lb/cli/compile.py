@@ -1,4 +1,4 @@
-"""Command `compile`, and systems composed by `+`, such as `hybridep+exact` and `ultraep+rails`."""
+"""Command `compile`, and systems of the option `--system`, such as `hybridep+exact` and `ultraep+rails`."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from jax_moe_lb.advise.advise import chosen_migration
-from jax_moe_lb.advise.choice import ONCE, Candidate, with_dispatch
+from jax_moe_lb.advise.choice import Candidate
 from jax_moe_lb.aot.compile import quiet_stderr
 from jax_moe_lb.aot.layer import compile_layer
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
@@ -25,22 +25,16 @@ from jax_moe_lb.aot.timeline_report import (
     summary,
     write_timeline,
 )
-from jax_moe_lb.cli.output import Json, SystemReplicaSlots, one_line_errors, parse_integer, print_json
-from jax_moe_lb.layer import systems
-from jax_moe_lb.layer.systems import System, system_named, system_names
+from jax_moe_lb.cli.output import Json, OutputPath, SystemReplicaSlots, one_line_errors, parse_integer, print_json
+from jax_moe_lb.layer.system import System, parse_system
+from jax_moe_lb.layer.systems import make_system
 from jax_moe_lb.recordings.yaml_file import shown
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
 
-GATHERED, SPRAYED = "hybridep", "rails"
-"""Parts of a composed name: `hybridep` precedes another system and `rails` follows it."""
-
-DISPATCHES = (SPRAYED, *ONCE)
-"""Last parts of a composed name."""
-
-AFTER = " or ".join(f"+{name}" for name in DISPATCHES)
-"""Last parts in messages."""
+GATHERED = "hybridep"
+"""First part of a composed name, before another system."""
 
 
 def compose(
@@ -51,11 +45,11 @@ def compose(
     replica_slots: int | None = None,
     migration: Migration = Migration(),
 ) -> Candidate:
-    """Construct the candidate of a composed system name.
+    """Construct the candidate of a composed system name, with the dispatch of `dispatch_by_rule`.
 
     Args:
-        name: one of `system_names()`, optionally after `hybridep+` and before `+rails`, `+once` or `+forward`.
-            `hybridep` gathers the experts of an expert domain, as `GatherExpertDomain` does.
+        name: text of a system as for `system_named`, optionally after `hybridep+`. `hybridep` gathers the experts of an
+            expert domain, as `GatherExpertDomain` does.
         model: model shape, from which `hybridep` chooses expert domains.
         cluster: cluster, from which `hybridep` chooses expert domains.
         step: passes of a step, from which `hybridep` chooses expert domains.
@@ -68,63 +62,44 @@ def compose(
     Raises:
         ValueError: if a part is unknown or the parts cannot be combined; the message lists the valid names.
     """
-    parts = name.split("+")
-    # Drop the first part if it is hybridep: True is index 1.
-    middle = parts[parts[0] == GATHERED :]
-    last = [part for part in middle[-1:] if part in DISPATCHES]
-    middle = middle[: len(middle) - len(last)]
-    known = [other for other in system_names() if other not in (GATHERED, SPRAYED)]
-    if len(middle) > 1 or (middle and middle[0] not in known):
-        raise ValueError(
-            f"--system is {name!r}; expected one of {', '.join(known)}, optionally after {GATHERED}+ and before "
-            f"{AFTER}, or {GATHERED} or one of {', '.join(DISPATCHES)} alone"
-        )
-    system = with_slots(systems.system_named(middle[0]) if middle else systems.plain(), replica_slots)
-    if last:
-        system = with_last_part(name, system)
-    if parts[0] == GATHERED and not migration.domain_sizes:
+    first, _, rest = name.partition("+")
+    gathers = first == GATHERED
+    if gathers and rest.startswith(GATHERED):
+        raise ValueError(f"system is {shown(name)}; expected another system than {GATHERED} after {GATHERED}+")
+    system = system_of((rest or "plain") if gathers else name, replica_slots=replica_slots)
+    if gathers and not migration.domain_sizes:
         chosen = chosen_migration(model, cluster, migration.codec, step)
         # A configuration may request a second gather although memory suffices, but not the reverse.
         again = migration.gather_again or chosen.gather_again
         migration = replace(migration, domain_sizes=chosen.domain_sizes, gather_again=again)
     # Raise for invalid sizes before the simulation starts.
-    migration.sizes(cluster)
-    return Candidate(name, system, migration)
+    members = migration.sizes(cluster)
+    inside = tuple(level.size // size for level, size in zip(cluster.levels, members, strict=True))
+    return Candidate(name, system.by_rule(cluster.topology(inside), model.experts, model.per_token), migration)
 
 
-def with_slots(system: System, replica_slots: int | None) -> System:
-    """Return the system with another number of replica slots.
-
-    Args:
-        system: system to change.
-        replica_slots: replica slots per rank; `None` keeps those of the system.
-
-    Raises:
-        ValueError: if the system has no replicas.
-    """
-    if replica_slots is None or (system == systems.plain() and not replica_slots):
-        return system
-    if not system.replica_slots:
-        raise ValueError(f"--replica-slots is {replica_slots}; expected 0, because this system has no replicas")
-    return replace(system, replica_slots=replica_slots)
-
-
-def with_last_part(name: str, system: System) -> System:
-    """Return the system with the dispatch named last.
+def system_of(
+    text: str, replica_slots: int | None = None, headroom: float | None = None, max_rounds: int | None = None
+) -> System:
+    """Return the system of the option `--system` with those of further options.
 
     Args:
-        name: name of the system on the command line, which ends with `rails`, `once` or `forward`.
-        system: system with direct dispatch.
+        text: text as for `system_named`.
+        replica_slots: replica slots per rank; `None` (default) if not given. 0 fits systems without replicas.
+        headroom: receive buffer over the mean load; `None` (default) if not given.
+        max_rounds: maximum number of rounds; `None` (default) if not given.
 
     Raises:
-        ValueError: if the system has another dispatch.
+        ValueError: if the text is invalid, or an option is given twice or not one of the system.
     """
-    last = name.rpartition("+")[2]
-    try:
-        return with_dispatch(system, last)
-    except ValueError as error:
-        wanted = f"expected a system with direct dispatch before +{last}"
-        raise ValueError(f"--system is {name!r}; {wanted}") from error
+    name, options = parse_system(text)
+    if not replica_slots and not make_system(name, {}).replica_slots:
+        replica_slots = None
+    given = {"replica_slots": replica_slots, "headroom": headroom, "max_rounds": max_rounds}
+    for option, value in given.items():
+        if value is not None and options.setdefault(option, value) is not value:
+            raise ValueError(f"{option} is {value}; expected none, as --system {text} gives it")
+    return make_system(name, options)
 
 
 def compile_command(
@@ -135,7 +110,7 @@ def compile_command(
         ),
     ],
     system: Annotated[
-        str, typer.Option("--system", metavar="NAME", help="System, such as ultraep or exact+rails.")
+        str, typer.Option("--system", metavar="NAME[:KEY=VALUE]", help="System, such as exact:headroom=1.25+rails.")
     ] = "exact",
     sizes: Annotated[
         list[str] | None,
@@ -164,7 +139,8 @@ def compile_command(
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option("--timeline", metavar="FILE", help="Trace of the estimated step, for ui.perfetto.dev."),
+        typer.Option("--timeline", metavar="OUT.json", help="Output trace of the estimated step, for Perfetto."),
+        OutputPath(".json"),
     ] = None,
     load: Annotated[
         str, typer.Option("--load", metavar="LOAD", help="Load of the timeline: uniform, zipf:S or a counts file.")
@@ -180,9 +156,14 @@ def compile_command(
     The report has the memory, FLOPs, traffic and waits of each device. The compiler of the machine is required: run
     pip install '.[cuda]' or pip install '.[tpu]' in a checkout.
     """
-    with one_line_errors():
+    with one_line_errors(system=system, replica_slots=replica_slots, headroom=headroom, max_rounds=max_rounds):
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
-        chosen = _system(system, replica_slots, headroom, max_rounds)
+        chosen = system_of(
+            system,
+            parse_integer("--replica-slots", replica_slots),
+            None if headroom is None else _number("--headroom", headroom),
+            parse_integer("--max-rounds", max_rounds),
+        )
         for_xla = _options(options)
         other = None if against is None else read_timeline(against)
         planned = _planned(machine, layer, chosen, load, timeline) if timeline or other else None
@@ -223,22 +204,6 @@ def _planned(machine: Target, layer: LayerSizes, system: System, load: str, trac
     if layer.experts % topology.num_ranks:
         raise ValueError(f"E is {layer.experts}; expected a multiple of the target's {topology.num_ranks} devices")
     return LayerLoad.of(system, layer, topology, counts_of(load, layer, topology.num_ranks), load)
-
-
-def _system(name: str, replica_slots: str | None, headroom: str | None, max_rounds: str | None) -> System:
-    first, _, rest = name.partition("+")
-    if first not in system_names() or rest not in ("", *DISPATCHES):
-        raise ValueError(
-            f"--system is {shown(name)}; expected one of {', '.join(system_names())}, optionally before {AFTER}"
-        )
-    system = with_slots(system_named(first), parse_integer("--replica-slots", replica_slots))
-    if headroom is not None:
-        buffers = replace(system.dispatch.buffers, headroom=_number("--headroom", headroom))
-        system = system.replace(buffers=buffers)
-    if max_rounds is not None:
-        buffers = replace(system.dispatch.buffers, max_rounds=parse_integer("--max-rounds", max_rounds))
-        system = system.replace(buffers=buffers)
-    return with_last_part(name, system) if rest else system
 
 
 def _number(argument: str, text: str) -> float:

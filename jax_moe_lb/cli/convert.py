@@ -11,6 +11,7 @@ import typer
 from jax_moe_lb.cli.output import (
     FileLimitsOption,
     Json,
+    OutputPath,
     one_line_errors,
     parse_integer,
     parse_limits,
@@ -28,7 +29,9 @@ def convert(
     recording: Annotated[
         Path, typer.Argument(metavar="RECORDING", help="A .pt file, or the folder with the files of all ranks.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="TRACE.npz", help="Output file of counts and steps.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="TRACE.npz", help="Output file of counts and steps."), OutputPath(".npz")
+    ],
     ranks: Annotated[
         str | None,
         typer.Option("--ranks", metavar="R", help="Number of ranks; required if the recording does not store it."),

@@ -4,15 +4,16 @@ Commands print a table or one JSON object. Bad input prints one line on stderr a
 are parsed from text here, because the messages of typer depend on its version.
 """
 
+import inspect
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -21,6 +22,7 @@ from rich.filesize import decimal
 from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
+from typer.core import TyperCommand
 
 from jax_moe_lb.cli.planning import Effect, mean_effect
 from jax_moe_lb.core.file_limits import MOST_FACTOR, FileLimits
@@ -78,6 +80,110 @@ def _printable(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
+KINDS = {
+    ".npz": (b"PK",),
+    ".png": (b"\x89PNG",),
+    ".json": (b'{"traceEvents"', b'{"displayTimeUnit"'),
+    ".yaml": (b"# Measured by `jax-moe-lb calibrate`",),
+}
+"""First bytes of the output files that a command replaces, by suffix; it replaces no file of another suffix."""
+
+
+@dataclass(frozen=True)
+class OutputPath:
+    """Mark of an option with the path of an output, in its annotation; all other options are inputs.
+
+    Args:
+        suffix: suffix of the file; empty (default) for a folder.
+    """
+
+    suffix: str = ""
+
+
+class CheckedCommand(TyperCommand):
+    """Command that refuses outputs which are inputs, or which would replace a file of another kind, before it runs.
+
+    Every value of an option without `OutputPath` that names a file is an input.
+    """
+
+    @property
+    def outputs(self) -> dict[str, OutputPath]:
+        """Marks of the options with paths of outputs, by parameter."""
+        annotations = {name: one.annotation for name, one in inspect.signature(self.callback).parameters.items()}
+        marks = ((name, mark) for name, kind in annotations.items() for mark in getattr(kind, "__metadata__", ()))
+        return {name: mark for name, mark in marks if isinstance(mark, OutputPath)}
+
+    def invoke(self, ctx: Any) -> Any:
+        """Check the paths, then run the command."""
+        inputs, outputs, marks = [], [], self.outputs
+        for parameter in self.params:
+            name = parameter.opts[-1]
+            name = name if name.startswith("-") else (parameter.metavar or name).partition(".")[0]
+            value = ctx.params.get(parameter.name)
+            texts = [str(text) for text in (value if isinstance(value, list | tuple) else [value]) if text is not None]
+            if mark := marks.get(parameter.name):
+                outputs += [(name, Path(text), mark.suffix) for text in texts]
+            else:
+                inputs += [(name, Path(part)) for text in texts for part in path_texts(text)]
+        try:
+            check_outputs(inputs, outputs)
+        except (OSError, ValueError) as error:
+            print_error(str(error))
+            raise typer.Exit(BAD_INPUT) from error
+        return super().invoke(ctx)
+
+
+def path_texts(text: str) -> list[str]:
+    """Return the parts of a value that may be a path: the whole, PATH:WEIGHT and KEY=PATH."""
+    parts = {text, text.rpartition(":")[0], text.partition("=")[2]} - {""}
+    return [part for part in sorted(parts) if os.path.lexists(part)]
+
+
+def check_outputs(inputs: Sequence[tuple[str, Path]], outputs: Sequence[tuple[str, Path, str]]) -> None:
+    """Check that no output is an input or another output, and that none replaces a file of another kind.
+
+    Call it before any input is read.
+
+    Args:
+        inputs: name of the argument and path of each input, a file or a folder.
+        outputs: name of the argument, path and suffix of each output; no suffix for a folder.
+
+    Raises:
+        ValueError: an output is the same file as an input, also through links, or lies in an input folder; two outputs
+            are one file; or an existing file is of another kind.
+    """
+    for at, (name, path, suffix) in enumerate(outputs):
+        for other, given in [*inputs, *((other, earlier) for other, earlier, _ in outputs[:at])]:
+            if _is_same_file(path, given):
+                raise ValueError(
+                    f"{name} is {path}; expected another file than {other} {given}, which it would replace"
+                )
+        if suffix and os.path.isfile(path) and not _is_of_kind(path, suffix):
+            raise ValueError(f"{name} is {path}, an existing file; expected a new file, or a {suffix} file to replace")
+
+
+def _is_same_file(path: Path, given: Path) -> bool:
+    # The functions of `os.path` return False for a name that is too long, where those of `Path` raise.
+    if not os.path.exists(path) or not os.path.exists(given):
+        return os.path.realpath(path) == os.path.realpath(given)
+    if path.samefile(given):
+        return path.is_file() or path.is_dir()  # A device may be both.
+    if not (path.is_file() and given.is_dir()):
+        return False
+    inside = Path(os.path.realpath(given)) in Path(os.path.realpath(path)).parents
+    # A hard link has its other names anywhere.
+    is_linked = path.stat().st_nlink > 1
+    return inside or (is_linked and any(file.samefile(path) for file in given.rglob("*") if file.is_file()))
+
+
+def _is_of_kind(path: Path, suffix: str) -> bool:
+    """Return whether an existing file is empty, or has the suffix and the first bytes of an output."""
+    with path.open("rb") as file:
+        begin = file.read(64)
+    is_named = path.suffix in ("", suffix, suffix.replace(".yaml", ".yml"))
+    return not begin or (is_named and begin.startswith(KINDS.get(suffix, ())))
+
+
 BalancerOption = Annotated[
     str,
     typer.Option(
@@ -103,7 +209,11 @@ ExpertBytes = Annotated[
     str | None,
     typer.Option("--expert-bytes", metavar="N", help="Bytes of one expert, to show the weights moved."),
 ]
-Out = Annotated[Path | None, typer.Option("--out", metavar="PLAN.npz", help="Output file of all plans, for Plan.load.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="PLAN.npz", help="Output file of all plans, for Plan.load."),
+    OutputPath(".npz"),
+]
 FileLimitsOption = Annotated[
     str | None,
     typer.Option("--file-limits", metavar="N", help="Factor on the size limits of input files.", show_default="1"),

@@ -16,6 +16,7 @@ from jax_moe_lb.cli.compile import compose
 from jax_moe_lb.cli.output import (
     FileLimitsOption,
     Json,
+    OutputPath,
     SystemReplicaSlots,
     note,
     one_line_errors,
@@ -216,8 +217,8 @@ def simulate(
         str | None,
         typer.Option(
             "--system",
-            metavar="NAME",
-            help="System, such as ultraep, hybridep+exact or ultraep+rails.",
+            metavar="NAME[:KEY=VALUE]",
+            help="System, such as exact:replica_slots=4, hybridep+exact or ultraep+rails.",
             show_default="from the configuration",
         ),
     ] = None,
@@ -232,10 +233,14 @@ def simulate(
         ),
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option("--timeline", metavar="OUT.json", help="Output trace for Perfetto or Chrome.")
+        Path | None,
+        typer.Option("--timeline", metavar="OUT.json", help="Output trace for Perfetto or Chrome."),
+        OutputPath(".json"),
     ] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="OUT.png", help="Output picture of the first layers.")
+        Path | None,
+        typer.Option("--png", metavar="OUT.png", help="Output picture of the first layers."),
+        OutputPath(".png"),
     ] = None,
     file_limits: FileLimitsOption = None,
     as_json: Json = False,
@@ -244,7 +249,8 @@ def simulate(
 
     The table has the busy and exposed time of each stage, the bytes sent and the memory of a rank.
     """
-    with one_line_errors(imbalance=imbalance, tokens=tokens, domain_sizes=domain_sizes):
+    given = {"system": system, "replica_slots": replica_slots, "domain_sizes": domain_sizes}
+    with one_line_errors(imbalance=imbalance, tokens=tokens, **given):
         limits = parse_limits(file_limits)
         read = load_config("CONFIG", config, "cluster", "model", limits=limits)
         cluster, model = cluster_of("CONFIG", config, read), model_of("CONFIG", config, read, tokens)
@@ -286,7 +292,11 @@ def simulate(
 
 
 def calibrate(
-    out: Annotated[Path, typer.Argument(metavar="OUT.yaml", help="Output configuration for simulate and advise.")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT.yaml", help="Output configuration for simulate and advise."),
+        OutputPath(".yaml"),
+    ],
     ranks: Annotated[
         str | None,
         typer.Option("--ranks", metavar="R", help="Virtual devices of a CPU, 2 to 256.", show_default="2"),

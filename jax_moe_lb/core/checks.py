@@ -14,6 +14,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -109,6 +110,34 @@ def check_integer(argument: str, value: Any, least: int = 1, most: int = 2**31 -
     check_value(argument, value, int)
     if not least <= value <= most:
         raise ValueError(f"{argument} is {value}; expected an integer from {least} to {most}")
+
+
+def check_array(argument: str, value: Any, shape: tuple[Any, ...], kind: Any) -> None:
+    """Check the shape of an array and the kind of its dtype.
+
+    Args:
+        argument: name of the argument in the message.
+        value: its value.
+        shape: size of each dimension; `None` for any size. A leading `...` allows further dimensions.
+        kind: class of dtypes, such as `jnp.integer`.
+
+    Raises:
+        TypeError: the value is no array.
+        ValueError: the array has another shape or dtype.
+    """
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{argument} is {shown(value)}; expected an array")
+    sizes = shape[1:] if shape[:1] == (...,) else shape
+    inner = value.shape[len(value.shape) - len(sizes) :] if sizes is not shape else value.shape
+    if len(inner) != len(sizes) or any(size not in (None, found) for size, found in zip(sizes, inner, strict=True)):
+        text = ", ".join("..." if size is ... else "any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{argument} has shape {value.shape}; expected [{text}]")
+    if not jnp.issubdtype(value.dtype, kind):
+        raise ValueError(f"{argument} has dtype {value.dtype}; expected {ARRAY_KINDS[kind]}")
+
+
+ARRAY_KINDS = {jnp.integer: "integers", jnp.floating: "floating-point numbers", jnp.bool_: "booleans"}
+"""Classes of dtypes in messages."""
 
 
 def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...], remedy: str = "") -> np.dtype:

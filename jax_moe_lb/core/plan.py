@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from jax_moe_lb.core.checks import check_array
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan_file import ARRAYS, read_arrays, write_arrays
@@ -173,6 +174,7 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
         array([[5, 1, 0, 0],
                [0, 0, 1, 3]], dtype=int32)
     """
+    check_array("counts", counts, (...,), jnp.integer)
     check_total(counts)
     if counts.ndim != 2 or counts.shape[0] != topology.num_ranks:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E] with R = {topology.num_ranks}")
@@ -297,6 +299,7 @@ def traffic(plan: Plan, counts: Counts) -> Traffic:
         >>> int(moved.rows), int(moved.replicas), moved.fan_out.tolist()
         (5, 1, [0, 1])
     """
+    check_array("counts", counts, (...,), jnp.integer)
     xp = namespace(plan.quota)
     stay = kept(counts, plan.quota, plan.domain, plan.split).sum(dtype=np.int32)
     replicas = plan.placement[:, plan.num_home :]
@@ -331,6 +334,7 @@ def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
         array([[3, 1],
                [2, 0]], dtype=int32)
     """
+    check_array("counts", counts, (...,), jnp.integer)
     if isinstance(counts, np.ndarray) and isinstance(plan.quota, np.ndarray):
         return _rows_on_host(counts, plan)
 

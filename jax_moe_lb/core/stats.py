@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_moe_lb.core.checks import check_value
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.types import AnyArray, namespace, pytree
 from jax_moe_lb.core.validation import check_homes, check_plan, check_routed
@@ -268,6 +269,7 @@ def raise_on_fault(stats: Stats) -> None:
         ...
         ValueError: router logits of rank 0 give weights that are not finite; expected finite logits
     """
+    check_value("stats", stats, Stats)
     _raise_first(stats.fault)
 
 
@@ -311,6 +313,7 @@ def router_loss(stats: Stats) -> Float[Array, ""]:
         >>> round(float(router_loss(layer(jnp.ones((8, 8)))[1])), 3)  # experts are used evenly, in both groups
         1.0
     """
+    check_value("stats", stats, Stats)
     return stats.loss if stats.loss.ndim == 0 else stats.loss.mean(-1).sum()
 
 
@@ -340,6 +343,7 @@ def needs_more_rounds(stats: Stats) -> bool:
         >>> needs_more_rounds(step(layer, jnp.ones((8, 8)))[1])  # equal tokens all go to one rank
         True
     """
+    check_value("stats", stats, Stats)
     codes = _on_host(stats.fault.code).ravel()
     faulty = codes[codes != NO_FAULT]
     return bool(faulty.size and faulty[0] == ROUNDS and np.isin(faulty, (ROUTING, ROUNDS)).all())

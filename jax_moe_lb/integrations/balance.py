@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import warnings
 from typing import Any, TypeVar
 
 import jax
@@ -11,10 +10,20 @@ from jax.sharding import AxisType, Mesh
 
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.integrations.blocks import Adapter, BlockConfig
-from jax_moe_lb.layer.systems import System
-from jax_moe_lb.nn.moe import resolve_system
+from jax_moe_lb.layer.arguments import check_types
+from jax_moe_lb.layer.systems import System, system_named
+from jax_moe_lb.nn.moe import check_mesh, resolve_system
 
 Model = TypeVar("Model", bound=nnx.Module)
+
+ARGUMENTS = {
+    "model": nnx.Module,
+    "mesh": Mesh,
+    "system": System | str,
+    "topology": Topology | None,
+    "record_stats": bool,
+}
+"""Types of the arguments of `balance`."""
 
 ADAPTERS = {
     ("maxtext.layers.moe", "RoutedMoE"): "jax_moe_lb.integrations.maxtext",
@@ -44,8 +53,8 @@ def balance(
     Args:
         model: model, or one block.
         mesh: mesh of the model, with Auto axes.
-        system: balancer, weight transport and token dispatch: a `System`, or the name of a function of
-            `jax_moe_lb.systems`; "exact" by default. Its balancer must have no state between steps.
+        system: balancer, weight transport and token dispatch: a `System`, or its text as in `MoE`; "exact" by default.
+            Its balancer must have no state between steps.
         topology: expert, data and tensor axes of the blocks; by default those over which the library shards experts.
         record_stats: if True, each call sets the attribute `moe_stats` of a block, an `nnx.Intermediate` with its
             `Stats`; take it by `nnx.pop(model, nnx.Intermediate)`, for `raise_on_fault`. False by default.
@@ -53,11 +62,10 @@ def balance(
     Returns:
         The model.
 
-    Warns:
-        UserWarning: the model has no supported block.
-
     Raises:
-        ValueError: a block has an unsupported feature; the error names the block. No block is changed then.
+        ValueError: the model has no supported block, or a block has an unsupported feature; the error names the block.
+            No block is changed then.
+        TypeError: an argument has another type.
 
     Examples:
         Call it after the model is built or loaded, and before `nnx.jit` or `nnx.split`:
@@ -67,25 +75,27 @@ def balance(
         >>> from flax import nnx
         >>> import jax_moe_lb
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     model = jax_moe_lb.balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=mesh)
-        >>> print(caught[0].message)
-        model is a Linear without MoE blocks of MaxText, EasyDeL or Tunix; expected one or more
+        >>> jax_moe_lb.balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=mesh)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: model is a Linear without MoE blocks; expected one or more of maxtext.layers.moe.RoutedMoE, ...
     """
+    given = {"model": model, "mesh": mesh, "system": system, "topology": topology, "record_stats": record_stats}
+    check_types(given, ARGUMENTS)
+    system = system_named(system) if isinstance(system, str) else system
+    if topology is not None:
+        check_mesh(mesh, topology)
     if AxisType.Explicit in mesh.axis_types:
         raise ValueError(f"mesh has the axis types {mesh.axis_types}; expected AxisType.Auto for each")
     configured: list[tuple[Any, Adapter, BlockConfig]] = []
     for name, block, adapter in _blocks(model):
         adapter.check(block, name)
-        given = adapter.topology(block, mesh, name) if topology is None else topology
-        settings = _system(system, adapter.num_experts(block), given)
-        configured.append((block, adapter, BlockConfig(mesh, given, settings, record_stats)))
+        axes = adapter.topology(block, mesh, name) if topology is None else topology
+        settings = _system(system, adapter.num_experts(block), axes)
+        configured.append((block, adapter, BlockConfig(mesh, axes, settings, record_stats)))
     if not configured:
-        warnings.warn(
-            f"model is a {type(model).__name__} without MoE blocks of MaxText, EasyDeL or Tunix; expected one or more",
-            stacklevel=2,
-        )
+        kinds = ", ".join(".".join(kind) for kind in ADAPTERS)
+        raise ValueError(f"model is a {type(model).__name__} without MoE blocks; expected one or more of {kinds}")
     for block, adapter, config in configured:
         original = getattr(type(block), "unbalanced", type(block))
         balanced = adapter.balanced(original)

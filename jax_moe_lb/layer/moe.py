@@ -15,13 +15,13 @@ from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, t
 from jax_moe_lb.core.stats import Fault, Stats, fault_code
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree
+from jax_moe_lb.layer.arguments import check_arguments, check_axes, check_routing, check_types
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing.logits import router_logits
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import (
     NO_EXPERT,
-    Router,
     RouterFunction,
     Routing,
     TokenInfo,
@@ -33,9 +33,6 @@ from jax_moe_lb.routing.routers import (
 )
 from jax_moe_lb.transport.dispatch import Routed, Served
 from jax_moe_lb.transport.exchange import Buffers, RoutingWeights
-
-TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
-"""Supported dtypes of tokens; the custom calls and the accelerator kernels have no versions for others."""
 
 CHECKPOINT_NAMES = ("moe_routing", "moe_plan")
 """Names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with the destination of each copy.
@@ -93,6 +90,11 @@ class MoEState:
     homes: Int[Array, "E"] | None = None
 
 
+ARGUMENTS = {"x": Array, "params": MoEParams, "system": System, "topology": Topology}
+ARGUMENTS |= {"state": MoEState, "tokens": TokenInfo, "losses": Losses}
+"""Types of the arguments of `moe`."""
+
+
 def moe(
     x: Tokens,
     params: MoEParams,
@@ -112,8 +114,9 @@ def moe(
         x: `[T, H]`, tokens of this rank; bfloat16, float32 or float64.
         params: weights of the router and of this rank's home experts.
         router: `TopK`, another router of `jax_moe_lb.routing`, or a function like them.
-        system: balancer, weight transport and token dispatch, such as `exact()`. If it has `migrate`, `moe` gathers the
-            experts of the expert domain from `params.experts` first.
+        system: balancer, weight transport and token dispatch, such as `exact()`. `dispatch_by_rule` replaces
+            `AutoDispatch`, the default dispatch. If the system has `migrate`, `moe` gathers the experts of the expert
+            domain from `params.experts` first.
         topology: return value of `Topology.from_mesh`, with the mesh axes over which `x` varies.
         state: initial state, or the state returned by the last call.
         tokens: mask, ids, random key and sequence length of the tokens.
@@ -125,7 +128,9 @@ def moe(
         statistics raises on the host; see `docs/pipeline.md`.
 
     Raises:
-        ValueError: shapes do not match each other or the topology, or a bias required by the router is missing.
+        ValueError: shapes do not match each other or the topology, the call is outside of `jax.shard_map`, or a bias
+            required by the router is missing.
+        TypeError: an argument has another type.
 
     Examples:
         >>> from jax.sharding import AxisType, PartitionSpec
@@ -137,16 +142,20 @@ def moe(
         >>> run(jnp.ones((8, 4)), jnp.eye(4), Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4)))).shape
         (8, 4)
     """
+    check_types(locals(), ARGUMENTS)
+    check_arguments(x, params, router, system.migrate, topology, tokens)
+    check_axes(x, topology)
     kernel, homes = params.router, state.homes
     experts = params.experts if system.migrate is None else system.migrate(params.experts)
     options = router_options(router)
-    _check_arguments(x, params, experts, options, topology)
     info = rank_tokens(tokens, x.shape[0], topology)
     routing = route(x, kernel, router, info, params.selection_bias, params.logit_bias)
     if options.scale_inputs:
         x, routing = scale_inputs(x, routing)
     factor = options.capacity_factor
     limit = None if factor is None else capacity(factor, routing.experts.size, kernel.shape[1])
+    # Here, and not in the caller, because the routing gives `K`.
+    system = system.by_rule(topology, kernel.shape[1], routing.experts.shape[1])
     system = _for_router(system, router, homes, kernel.shape[1], topology)
     excess = system.dispatch.excess_nodes(_places(routing.experts, homes), kernel.shape[1], topology)
     counted = count(routing, kernel.shape[1], topology, limit, excess)
@@ -210,7 +219,9 @@ def route(
     if logit_bias is not None:
         logits += logit_bias.astype(logits.dtype)[None]
     # A router may return constants, which vary over no mesh axis.
-    routing = vary_like(router(logits, bias, info), logits)
+    routing = router(logits, bias, info)
+    check_routing(routing, logits)
+    routing = vary_like(routing, logits)
     routing = routing if info.mask is None else mask_tokens(routing, info.mask)
     return checkpoint_name(routing, "moe_routing")
 
@@ -477,24 +488,3 @@ def _fault(
         max_rounds=None if max_rounds is None else jnp.int32(max_rounds),
         host_errors=system.balancer.host_errors,
     )
-
-
-def _check_arguments(x: Tokens, params: MoEParams, experts: Experts, options: Router, topology: Topology) -> None:
-    if not topology.expert_axes:
-        raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh")
-    if x.dtype not in TOKEN_DTYPES:
-        raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
-    for name in ("logit_bias", "selection_bias"):
-        if getattr(options, name) and getattr(params, name) is None:
-            raise ValueError(f"params.{name} is None; expected [E], as router.{name} is True")
-    width, num_experts = params.router.shape
-    home, experts_width, _ = experts.up.shape
-    if home * topology.num_ranks != num_experts:
-        raise ValueError(
-            f"experts holds {home} experts on each of {topology.num_ranks} ranks; "
-            f"expected {num_experts} in all, as in the router's kernel"
-        )
-    if x.shape[-1] != width or experts_width != width:
-        raise ValueError(
-            f"x has width {x.shape[-1]} and experts.up {experts_width}; expected {width}, as in the router's kernel"
-        )

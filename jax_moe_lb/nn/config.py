@@ -11,7 +11,7 @@ from jax_moe_lb.core.checks import check_integer, checked_dtype, checked_fields
 from jax_moe_lb.core.experts import Activation, Experts
 from jax_moe_lb.core.types import DType
 from jax_moe_lb.kernels.grouped_ffn import dense_ffn
-from jax_moe_lb.layer.moe import TOKEN_DTYPES
+from jax_moe_lb.layer.arguments import TOKEN_DTYPES
 from jax_moe_lb.transport.compression import TRANSFER_DTYPES, QuantizedTransfer
 
 HiddenStates = Float[Array, "*B H"]

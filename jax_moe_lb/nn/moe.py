@@ -16,7 +16,8 @@ from jax_moe_lb.core.checks import check_integer, check_value, shown
 from jax_moe_lb.core.experts import ADAPTERS, Experts
 from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
-from jax_moe_lb.layer.systems import System, system_named, system_names
+from jax_moe_lb.layer.arguments import check_router, check_tokens, check_types
+from jax_moe_lb.layer.systems import System, system_named
 from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert
 from jax_moe_lb.nn.sharding import (
     LayerConfig,
@@ -64,10 +65,10 @@ class MoE(nnx.Module):
             further axes, such as pipeline stages. For gradients there, JAX 0.12 requires `check_vma=False`.
         topology: return value of `Topology.from_mesh(mesh, ...)`; if the system has `migrate`, its `domains.between`.
             `None` (default) uses these, without further options.
-        system: balancer, weight transport and token dispatch: a `System`, or the name of a function of
-            `jax_moe_lb.systems`. "exact" (default) balances with 2 replica slots per rank, or `E - L` if there are
-            fewer experts. "plain" does not balance. A name leaves the dispatch to `transport.dispatch_by_rule`; a
-            `System` has the dispatch given to it, `Direct()` by default.
+        system: balancer, weight transport and token dispatch: a `System` such as `exact(4)`, or its text as for
+            `systems.system_named`, such as "exact:replica_slots=4". "exact" (default) balances with 2 replica slots per
+            rank; "plain" does not balance. At most `E - L` slots are used. `transport.dispatch_by_rule` chooses the
+            dispatch, unless one is given.
         experts: inner width, activation and biases of the experts.
         shared: expert applied to every token; `None` (default) for none.
         losses: coefficients of the router losses; add `router_loss` of the statistics to the loss of the model.
@@ -82,7 +83,7 @@ class MoE(nnx.Module):
     Raises:
         ValueError: `num_experts` is no multiple of the number of ranks, the topology does not match the mesh, or the
             system relocates experts with a balancer that stores loads by place.
-        TypeError: an argument has another type, or `system` is neither a `System` nor the name of one.
+        TypeError: an argument has another type.
 
     Examples:
         Two ranks, each with half of the tokens and half of the experts:
@@ -117,12 +118,13 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         _check_arguments(locals())
-        migrate = _migrate(system)
+        system = system_named(system) if isinstance(system, str) else system
+        migrate = system.migrate
         if topology is None:
             topology = migrate.domains.between if migrate else Topology.from_mesh(mesh)
         _check_domains(topology, migrate)
         home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
-        _check_mesh(mesh, topology)
+        check_mesh(mesh, topology)
         # The routers of this package name `K`; for a function it is unknown here.
         per_token = getattr(router, "num_experts_per_tok", None)
         system = resolve_system(system, num_experts, per_token, topology).replace(transfer=precision.transfer)
@@ -219,6 +221,7 @@ class MoE(nnx.Module):
             ValueError: there is a fault, and the call is outside of `jax.jit` and other transformations. A transformed
                 call returns the fault in the statistics: call `raise_on_fault(stats)` once per step.
         """
+        check_tokens(x, (..., self.kernel.shape[0]), mask, token_ids, key)
         num_tokens = math.prod(x.shape[:-1])
         if jax.typeof(x).sharding.mesh.empty:
             # An input without a mesh gives no sharding for the outputs: replicate it over all devices first.
@@ -327,6 +330,7 @@ class MoE(nnx.Module):
 
     def _load_by_expert(self, stats: Stats) -> Int[Array, "E"]:
         # After a relocation, counts are numbered by place; loads and bias are numbered by expert.
+        check_value("stats", stats, Stats)
         load = stats.counts.reshape(-1, stats.counts.shape[-1]).sum(0, dtype=jnp.int32)
         return load if self.homes is None else load[self.homes[...]]
 
@@ -419,28 +423,27 @@ def _is_accelerated(mesh: Mesh) -> bool:
 def resolve_system(system: System | str, num_experts: int, per_token: int | None, topology: Topology) -> System:
     """Return the system of a layer.
 
-    A name has the dispatch of `dispatch_by_rule`, and at most as many replica slots as other ranks have experts.
+    It has at most as many replica slots as other ranks have experts, and the dispatch of `dispatch_by_rule`.
 
     Args:
-        system: a system, or the name of a function of `jax_moe_lb.systems`.
+        system: a system, or its text.
         num_experts: `E`.
-        per_token: `K`; `None` if unknown.
+        per_token: `K`; `None` if unknown: `moe` then chooses the dispatch.
         topology: topology of the layer.
 
     Raises:
-        ValueError: `system` is another name.
+        ValueError: `system` is no text of a system.
     """
-    if isinstance(system, System):
-        return system
-    made = system_named(system).by_rule(topology, num_experts, per_token)
+    made = system_named(system) if isinstance(system, str) else system
+    made = made if per_token is None else made.by_rule(topology, num_experts, per_token)
     # A rank needs at most one replica slot per expert of the other ranks.
     return made.replace(replica_slots=min(made.replica_slots, num_experts - num_experts // topology.num_ranks))
 
 
 ARGUMENTS = {
-    "router": Callable,
     "mesh": Mesh,
     "topology": Topology | None,
+    "system": System | str,
     "experts": ExpertConfig,
     "shared": SharedExpert | None,
     "losses": Losses,
@@ -449,18 +452,16 @@ ARGUMENTS = {
     "rules": tuple | list | None,
     "rngs": nnx.Rngs,
 }
-"""Types of the arguments of `MoE`; `_migrate` checks `system`."""
+"""Types of the arguments of `MoE`."""
 
 
 def _check_arguments(values: dict[str, Any]) -> None:
     for name in ("embed_dim", "num_experts"):
         check_integer(name, values[name])
-    for name, kind in ARGUMENTS.items():
-        check_value(name, values[name], kind)
+    check_types(values, ARGUMENTS)
     if values["rules"] is not None:
         _check_rules(values["rules"])
-    if isinstance(values["router"], type):
-        raise TypeError(f"router is the class {values['router'].__name__}; expected an instance, such as TopK(2)")
+    check_router(values["router"], values["num_experts"])
 
 
 def _check_rules(rules: Any) -> None:
@@ -471,25 +472,24 @@ def _check_rules(rules: Any) -> None:
         raise ValueError(f"rules is {shown(rules)}; expected a pair for each of {missing}, too")
 
 
-def _migrate(system: System | str) -> GatherExpertDomain | None:
-    if isinstance(system, System):
-        return system.migrate
-    if not isinstance(system, str) or system not in system_names():
-        raise TypeError(f"system is {shown(system)}; expected a System, or one of {', '.join(system_names())}")
-    return None
-
-
 def _check_domains(topology: Topology, migrate: GatherExpertDomain | None) -> None:
     if migrate is not None and migrate.domains.between != topology:
         raise ValueError("topology differs from system.migrate.domains.between; expected the same topology, or None")
 
 
-def _check_mesh(mesh: Mesh, topology: Topology) -> None:
-    for axis in topology.expert_axes + topology.data_axes:
+def check_mesh(mesh: Mesh, topology: Topology) -> None:
+    """Check that a mesh has the axes and ranks of a topology.
+
+    Raises:
+        ValueError: the topology has no axes or others, or another number of ranks.
+    """
+    if not topology.expert_axes:
+        raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh(mesh)")
+    for axis in topology.expert_axes + topology.data_axes + topology.tensor_axes:
         if axis not in mesh.axis_names:
             raise ValueError(f"topology names axis {axis!r}; expected an axis of the mesh, one of {mesh.axis_names}")
     ranks = math.prod(mesh.shape[axis] for axis in topology.expert_axes)
-    if not topology.expert_axes or ranks != topology.num_ranks:
+    if ranks != topology.num_ranks:
         raise ValueError(
             f"topology has {topology.num_ranks} ranks; expected the {ranks} of mesh axes {topology.expert_axes}"
         )

@@ -55,6 +55,7 @@ class Parameters:
             shape: shape of the kernel; 2 dimensions, or 3 for a stack.
             axes: logical axis of each dimension; `None` replicates it.
         """
+        self._check_sizes(shape, axes)
         # Initializers treat the leading axis as the stack's batch axis, so add one to a single kernel.
         batched = (1, *shape) if len(shape) == 2 else shape
         value = self.kernel_init(self.rngs.params(), batched, self.dtype)
@@ -67,8 +68,21 @@ class Parameters:
             shape: shape of the bias.
             axes: logical axis of each dimension; `None` replicates it.
         """
+        self._check_sizes(shape, axes)
         value = jnp.zeros(shape, self.dtype)
         return nnx.Param(value, out_sharding=axes, mesh=self.mesh, sharding_rules=self.rules)
+
+    def _check_sizes(self, shape: tuple[int, ...], axes: LogicalAxes) -> None:
+        """Raise `ValueError` if the mesh axes of a logical axis do not divide its size."""
+        table: dict[str, Any] = dict(reversed(self.rules))
+        for size, axis in zip(shape, axes, strict=True):
+            split = table.get(axis or "") or ()
+            split = (split,) if isinstance(split, str) else tuple(split)
+            shards = math.prod(self.mesh.shape.get(name, 1) for name in split)
+            if size % shards:
+                raise ValueError(
+                    f"rules split axis {axis!r} of size {size} over {split}; expected a multiple of {shards}"
+                )
 
 
 def expert_axes(topology: Topology, migrate: GatherExpertDomain | None) -> tuple[str, ...]:

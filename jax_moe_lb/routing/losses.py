@@ -103,6 +103,9 @@ def sequence_loss(routing: Routing, sequence_length: int) -> Float[Array, ""]:
         ValueError: `sequence_length` does not divide the tokens of a rank.
     """
     num_tokens, num_experts = routing.scores.shape
+    if not num_tokens:
+        # A mean over no sequences would be NaN.
+        return routing.scores.sum()
     if sequence_length < 1 or num_tokens % sequence_length:
         raise ValueError(
             f"sequence_length is {sequence_length}; expected a divisor of the {num_tokens} tokens of a rank"

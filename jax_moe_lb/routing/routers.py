@@ -184,7 +184,8 @@ class GroupLimit:
                 f"num_groups is {self.num_groups}; expected a divisor of the {num_experts} experts "
                 f"with at least {self.experts_per_score} experts per group"
             )
-        grouped = scores.reshape(num_tokens, self.num_groups, -1)
+        # Without -1, which has no size for a batch without tokens.
+        grouped = scores.reshape(num_tokens, self.num_groups, num_experts // self.num_groups)
         group_scores = jax.lax.top_k(grouped, self.experts_per_score)[0].sum(-1)
         # top_k takes the lower index of equal scores on every backend, so the selection is reproducible.
         best = jax.lax.top_k(group_scores, self.top_groups)[1]

@@ -10,11 +10,12 @@ from jax_moe_lb.transport.forward import Forward
 from jax_moe_lb.transport.fsdp import FsdpExperts, scan_prefetched
 from jax_moe_lb.transport.once import Once
 from jax_moe_lb.transport.replicate import Gather, PeerCopy, Relay, Replicate
-from jax_moe_lb.transport.rule import DispatchChoice, dispatch_by_rule
+from jax_moe_lb.transport.rule import AutoDispatch, DispatchChoice, dispatch_by_rule
 from jax_moe_lb.transport.spray import MultiRailDispatch
 from jax_moe_lb.transport.two_phase import TwoPhase
 
 __all__ = [
+    "AutoDispatch",
     "Buffers",
     "Codec",
     "CodecBase",

@@ -1,7 +1,9 @@
 """Rule that chooses `Direct`, `Once` or `Forward` for a layer."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
@@ -12,6 +14,20 @@ from jax_moe_lb.transport.wave_rows import share_in_member
 
 LEAST_SAVED = 0.25
 """Share of rows that `Once` must save under uniform routing to be chosen."""
+
+
+@dataclass(frozen=True)
+@checked_fields
+class AutoDispatch(Direct):
+    """Dispatch chosen by `dispatch_by_rule`, with these options; the default of named systems.
+
+    `moe` chooses when a program is traced. The simulator counts it as `Direct`: call `System.by_rule` first.
+
+    Examples:
+        >>> from jax_moe_lb import Buffers, exact
+        >>> exact(2).dispatch == AutoDispatch(Buffers())
+        True
+    """
 
 
 class DispatchChoice(NamedTuple):
@@ -32,24 +48,25 @@ class DispatchChoice(NamedTuple):
 
 
 def dispatch_by_rule(
-    topology: Topology, num_experts: int, per_token: int | None, given: Dispatch = Direct()
+    topology: Topology, num_experts: int, per_token: int | None, given: Dispatch = AutoDispatch()
 ) -> DispatchChoice:
     """Choose the dispatch of a layer.
 
     The first rule that holds decides:
 
-    1. Another dispatch than `Direct`, chunks, saved arrays, or a TPU: the given dispatch.
-    2. Several nodes of several ranks, and domains inside nodes: `Forward`.
-    3. Under uniform routing a token visits so few ranks that `Once` sends 25 % less rows or more: `Once`.
-    4. `Direct`.
+    1. Another dispatch than `AutoDispatch`: the given dispatch.
+    2. Chunks, saved arrays, or a TPU: `Direct`.
+    3. Several nodes of several ranks, and domains inside nodes: `Forward`.
+    4. Under uniform routing a token visits so few ranks that `Once` sends 25 % less rows or more: `Once`.
+    5. `Direct`.
 
-    `nn.MoE` applies it to a system given by name. Pass a `System` to decide otherwise.
+    `moe` applies it to the systems of `jax_moe_lb.systems`, named or called. Pass `dispatch=` to decide otherwise.
 
     Args:
         topology: ranks, nodes and domains of the layer. The innermost level is a node.
         num_experts: `E`.
         per_token: `K`; `None` if unknown, which rules out `Once`.
-        given: dispatch of the system; `Direct()` by default.
+        given: dispatch of the system; `AutoDispatch()` by default.
 
     Examples:
         >>> from jax_moe_lb.core import Level
@@ -59,20 +76,23 @@ def dispatch_by_rule(
         >>> [dispatch_by_rule(Topology.flat(ranks), 256, 8).reason for ranks in (8, 32)]
         ['Once: 5.3 of 8 rows per token, uniformly routed', 'Direct: Once would send 7.3 of 8 rows per token']
     """
-    if type(given) is not Direct or given.buffers.chunks > 1 or given.saved != Saved():
-        return DispatchChoice(given, f"{type(given).__name__}: requested, or required by its options")
+    if type(given) is not AutoDispatch:
+        return DispatchChoice(given, f"{type(given).__name__}: requested")
+    options = given.buffers, given.transfer
+    direct = Direct(*options, given.saved)
+    if given.buffers.chunks > 1 or given.saved != Saved():
+        return DispatchChoice(direct, "Direct: chunks or saved arrays")
     if topology.platform == "tpu":
         # Continuous integration compiles `Once` and `Forward` for GPUs only.
-        return DispatchChoice(given, "Direct: a TPU")
-    options = given.buffers, given.transfer
+        return DispatchChoice(direct, "Direct: a TPU")
     members, ranks = topology.levels[-1].size, topology.num_ranks
     nodes = ranks // members
     if nodes > 1 and members > 1 and topology.ranks_per_domain <= members:
         return DispatchChoice(Forward(*options), f"Forward: {nodes} nodes of {members} ranks, and domains inside nodes")
     if per_token is None or ranks == 1:
-        return DispatchChoice(given, "Direct: one rank, or an unknown number of experts per token")
+        return DispatchChoice(direct, "Direct: one rank, or an unknown number of experts per token")
     rows = ranks * share_in_member(num_experts, per_token, ranks)
     of_all = f"{rows:.1f} of {per_token} rows per token"
     if rows < (1 - LEAST_SAVED) * per_token:
         return DispatchChoice(Once(*options), f"Once: {of_all}, uniformly routed")
-    return DispatchChoice(given, f"Direct: Once would send {of_all}")
+    return DispatchChoice(direct, f"Direct: Once would send {of_all}")

@@ -12,6 +12,7 @@ import jax
 import typer
 
 from jax_moe_lb.aot import ProgramReport, Target, quiet_stderr, use_no_accelerators
+from jax_moe_lb.cli.output import CheckedCommand
 from models.console import USER_ERRORS, say
 from models.dry_run.step import PublishedRun, mesh_of
 from models.mesh import make_system
@@ -106,7 +107,7 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def main(
     device: Annotated[list[str] | None, typer.Option(help="GPU name, such as h100 or h200; repeatable.")] = None,
     model: Annotated[list[str] | None, typer.Option(help=MODEL)] = None,

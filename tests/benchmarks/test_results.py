@@ -1,12 +1,13 @@
 """Tables of results: Markdown output, storage and loading."""
 
+import argparse
 import json
 
 import numpy as np
 import pytest
 
 from benchmarks.render import RESULTS
-from benchmarks.results import Table, load, merge, read, save, spread
+from benchmarks.results import Table, load, merge, picture_file, read, save, spread, tables_file
 
 
 def test_a_median_has_its_range_behind_it():
@@ -85,3 +86,36 @@ def test_a_digest_is_that_of_the_tables(tmp_path):
 def test_all_results_are_small_enough_to_read():
     assert sum(len(path.read_text().splitlines()) for path in RESULTS.glob("*.json")) < 4600
     assert max(len(line) for path in RESULTS.glob("*.json") for line in path.read_text().splitlines()) < 2000
+
+
+@pytest.mark.parametrize("option", ["--compiled {0} --out {0}", "--out={0} --loads {0}", "--loads {0} --out={1}"])
+@pytest.mark.parametrize("kind", [tables_file, picture_file])
+def test_an_output_that_is_an_argument_is_refused(kind, option, tmp_path, monkeypatch):
+    path, linked = tmp_path / "loads.npy", tmp_path / "linked.npy"
+    path.write_bytes(b"recorded")
+    linked.symlink_to(path)
+    words = option.format(path, linked).split()
+    monkeypatch.setattr("sys.argv", ["bench", *words])
+    out = linked if str(linked) in option.format(path, linked) else path
+    with pytest.raises(argparse.ArgumentTypeError, match="expected another file than argument"):
+        kind(str(out))
+    assert path.read_bytes() == b"recorded"
+
+
+@pytest.mark.parametrize("content", [b"import numpy\n", b"[1]", b'{"mine": 1}', b"\x93NUMPY\x01"])
+def test_a_file_without_tables_is_kept(content, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    monkeypatch.setattr("sys.argv", ["bench", "--out", str(path)])
+    with pytest.raises(argparse.ArgumentTypeError, match="is no file of tables; expected a new file, or one"):
+        tables_file(str(path))
+    with pytest.raises(argparse.ArgumentTypeError, match=r"an existing file; expected a new file, or a \.png file"):
+        picture_file(str(path))
+
+
+def test_tables_and_new_files_may_be_written(tmp_path, monkeypatch):
+    path = tmp_path / "bench_x.json"
+    monkeypatch.setattr("sys.argv", ["bench", "--out", str(path)])
+    assert tables_file(str(path)) == path
+    save({"one": Table({"a": "d"}, [[1]])}, path)
+    assert tables_file(str(path)) == path

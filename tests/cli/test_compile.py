@@ -19,8 +19,11 @@ BAD = {
     "a terminal's bell": (("--target", "\a"), "target is '\\x07'; expected"),
     "pages": (("--target", "x" * 10**6), "expected NAME:NODESxGPUS"),
     "unknown system": (("--target", "h100:1x8", "--system", "nope"), "--system is 'nope'; expected one of eplb, "),
-    "two systems": (("--target", "h100:1x8", "--system", "exact+ultraep"), "optionally before +rails"),
-    "sprayed waves": (("--target", "h100:1x8", "--system", "feplb+rails"), "expected a system with direct dispatch"),
+    "two systems": (
+        ("--target", "h100:1x8", "--system", "exact+ultraep"),
+        "expected one of direct, once, forward, rails after +",
+    ),
+    "sprayed waves": (("--target", "h100:1x8", "--system", "feplb+rails"), "dispatch is 'rails'; expected none for a"),
     "a size of 0": (("--target", "h100:1x8", "--sizes", "H=0"), "sizes is 'H=0'; expected some of H, F, E, T and K"),
     "a size twice": (("--target", "h100:1x8", "--sizes", "H=64", "--sizes", "H=32"), "sizes is 'H=64,H=32'"),
     "no replicas": (("--target", "h100:1x8", "--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
@@ -34,7 +37,7 @@ BAD = {
     ),
     "waves sent once": (
         ("--target", "h100:1x8", "--system", "feplb+forward"),
-        "expected a system with direct dispatch",
+        "dispatch is 'forward'; expected none for a system with TwoPhase",
     ),
     "an option": (("--target", "h100:1x8", "--xla", "fast"), "--xla is 'fast'; expected NAME=VALUE"),
 }

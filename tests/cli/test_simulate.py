@@ -237,10 +237,10 @@ JOINS = ("--processes", "2")
 REFUSED = {
     "unknown system": (("--system", "ultra"), "--system is 'ultra'; expected one of eplb"),
     "two systems": (("--system", "greedy+ultraep"), "--system is 'greedy+ultraep'"),
-    "waves over rails": (("--system", "feplb+rails"), "expected a system with direct dispatch before +rails"),
+    "waves over rails": (("--system", "feplb+rails"), "dispatch is 'rails'; expected none for a system"),
     "slots of plain": (
         ("--system", "plain", "--replica-slots", "2"),
-        "expected 0, because this system has no",
+        "--replica-slots is 2; expected none, as plain takes headroom,",
     ),
     "slots in words": (("--replica-slots", "two"), "--replica-slots is 'two'"),
     "slots beyond all experts": (

@@ -9,7 +9,16 @@ from jax.sharding import AxisType
 
 from jax_moe_lb import Buffers, ExpertConfig, MoE, System, TopK, Topology, exact, rails
 from jax_moe_lb.core import Level
-from jax_moe_lb.transport import Direct, Forward, Once, QuantizedTransfer, Saved, TwoPhase, dispatch_by_rule
+from jax_moe_lb.transport import (
+    AutoDispatch,
+    Direct,
+    Forward,
+    Once,
+    QuantizedTransfer,
+    Saved,
+    TwoPhase,
+    dispatch_by_rule,
+)
 
 NODES = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
 
@@ -42,20 +51,23 @@ def test_nodes_and_expected_rows_decide(topology, experts, per_token, kind):
     assert found.reason.startswith(f"{kind.__name__}: ")
 
 
-@pytest.mark.parametrize(
-    "given", [Once(), TwoPhase(), rails().dispatch, Direct(Buffers(chunks=2)), Direct(saved=Saved(replicas=True))]
-)
+@pytest.mark.parametrize("given", [Once(), TwoPhase(), rails().dispatch, Direct(), Direct(Buffers(chunks=2))])
 def test_requested_dispatches_and_options_stay(given):
     assert dispatch_by_rule(NODES, 256, 8, given).dispatch == given
 
 
+@pytest.mark.parametrize("options", [{"buffers": Buffers(chunks=2)}, {"saved": Saved(replicas=True)}])
+def test_options_of_direct_alone_choose_it(options):
+    assert dispatch_by_rule(NODES, 256, 8, AutoDispatch(**options)).dispatch == Direct(**options)
+
+
 def test_options_carry_over():
-    given = Direct(Buffers(1.3, max_rounds=1), QuantizedTransfer(block=32))
+    given = AutoDispatch(Buffers(1.3, max_rounds=1), QuantizedTransfer(block=32))
     found = dispatch_by_rule(NODES, 256, 8, given).dispatch
     assert found == Forward(given.buffers, given.transfer)
 
 
-def test_a_layer_named_by_its_system_follows_the_rule_and_a_system_does_not():
+def test_a_layer_follows_the_rule_unless_its_dispatch_is_given():
     mesh = jax.make_mesh((2, 2), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     topology = Topology.from_mesh(mesh, ("node", "gpu"))
 
@@ -67,8 +79,10 @@ def test_a_layer_named_by_its_system_follows_the_rule_and_a_system_does_not():
         return layer.system.dispatch
 
     assert dispatch("exact", topology) == Forward()
-    assert dispatch(exact(2), topology) == Direct()
-    assert dispatch(System(), topology) == Direct()
+    assert dispatch(exact(2), topology) == Forward()
+    assert dispatch(System(), topology) == Forward()
+    assert dispatch(exact(2, dispatch="direct"), topology) == Direct()
+    assert dispatch(System(dispatch=Direct()), topology) == Direct()
     one_axis = Topology.from_mesh(mesh, "gpu", data_axes="node")
     assert dispatch("plain", one_axis) == Direct()
     assert dispatch("plain", one_axis, per_token=4) == Once()

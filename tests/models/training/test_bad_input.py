@@ -66,8 +66,8 @@ CASES = {
     "number": (["--set", "model.z_loss=none"], "model.z_loss is 'none'; expected a number"),
     "switch": (["--set", "model.scan_layers=1"], "model.scan_layers is '1'; expected true or false"),
     "or none": (["--set", "relocation.interval=x"], "relocation.interval is 'x'; expected an integer or none"),
-    "system option": (["--system", "exact:slots=2"], "--system exact:slots=2: key is 'slots'; expected KEY=VALUE"),
-    "system value": (["--system", "exact:headroom=x"], "parallel.headroom is 'x'; expected a number or none"),
+    "system option": (["--system", "exact:slots=2"], "system is 'exact:slots=2' with option 'slots'; expected"),
+    "system value": (["--system", "exact:headroom=x"], "error: headroom is 'x'; expected a number or none"),
     "axis": (
         ["--mesh", "tensor=2"],
         "--mesh tensor=2: key is 'tensor'; expected KEY=VALUE, a key of data, expert, domain, stage",

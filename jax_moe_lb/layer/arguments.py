@@ -1,0 +1,194 @@
+"""Checks of the arguments of `moe` and `nn.MoE`: errors of one line, before anything is traced."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jax_moe_lb.core.checks import check_array, check_value, shown
+from jax_moe_lb.core.experts import Experts
+from jax_moe_lb.core.manual_axes import varying_axes
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.routing.routers import Router, RouterFunction, Routing, TokenInfo, router_options
+from jax_moe_lb.transport.expert_domains import GatherExpertDomain
+
+TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
+"""Supported dtypes of tokens; the custom calls and the accelerator kernels have no versions for others."""
+
+
+def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Check arguments by their annotations.
+
+    Raises:
+        TypeError: a value has another type.
+    """
+    for name, kind in kinds.items():
+        check_value(name, values[name], kind)
+
+
+def check_router(router: RouterFunction, num_experts: int) -> None:
+    """Check that a router is a function of three arguments, with at most as many experts per token as there are.
+
+    Raises:
+        TypeError: it is a class, or no function of logits, bias and token properties.
+        ValueError: it has more experts per token than there are, or groups that do not fit.
+    """
+    check_value("router", router, Callable)
+    if isinstance(router, type):
+        raise TypeError(f"router is the class {router.__name__}; expected an instance, such as TopK(2)")
+    try:
+        inspect.signature(router).bind(None, None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"router is {shown(router)}; expected a function of logits, bias and token properties, such as TopK(2)"
+        ) from error
+    except ValueError:  # A function compiled to C may have no signature.
+        return
+    if isinstance(router, Router) and type(router).__module__.startswith("jax_moe_lb."):
+        # Their own checks, before the first step. A user's router may have collectives, which fail here.
+        one = TokenInfo(ids=jnp.zeros((1,), jnp.int32))
+        try:
+            jax.eval_shape(router, jax.ShapeDtypeStruct((1, num_experts), jnp.float32), None, one)
+        except ValueError as error:
+            raise ValueError(f"router.{error}") from error
+
+
+def check_routing(routing: Any, logits: Array) -> None:
+    """Check the return value of a router.
+
+    Args:
+        routing: return value.
+        logits: `[T, E]`, argument of the router.
+
+    Raises:
+        TypeError: it is no `Routing`.
+        ValueError: an array has another shape or dtype.
+    """
+    if not isinstance(routing, Routing):
+        raise TypeError(f"router returned {shown(routing)}; expected a Routing of experts, weights, logits and scores")
+    num_tokens = logits.shape[0]
+    check_array("router's experts", routing.experts, (num_tokens, None), jnp.integer)
+    check_array("router's weights", routing.weights, routing.experts.shape, jnp.floating)
+    for name in ("logits", "scores"):
+        check_array(f"router's {name}", getattr(routing, name), logits.shape, jnp.floating)
+
+
+def check_tokens(x: Any, shape: tuple[Any, ...], mask: Any, ids: Any, key: Any, ids_name: str = "token_ids") -> None:
+    """Check tokens and their properties.
+
+    Args:
+        x: `[..., H]` floating-point tokens.
+        shape: expected shape of `x`, as for `check_array`.
+        mask: `[...]` bool, or `None`.
+        ids: `[...]` integers, or `None`.
+        key: random key, or `None`.
+        ids_name: name of `ids` in messages.
+
+    Raises:
+        TypeError: a value is no array.
+        ValueError: an array has another shape or dtype.
+    """
+    check_array("x", x, shape, jnp.floating)
+    for name, value, kind in (("mask", mask, jnp.bool_), (ids_name, ids, jnp.integer)):
+        if value is not None:
+            check_array(name, value, x.shape[:-1], kind)
+    # Keys of `jax.random.PRNGKey` are two integers.
+    if key is not None and not (isinstance(key, Array) and (is_key(key) or key.dtype == jnp.uint32)):
+        raise TypeError(f"key is {shown(key)}; expected a random key, such as jax.random.key(0)")
+
+
+def is_key(array: Array) -> bool:
+    """Return whether an array is a typed random key."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def check_arguments(
+    x: Any,
+    params: Any,
+    router: RouterFunction,
+    migrate: GatherExpertDomain | None,
+    topology: Topology,
+    tokens: TokenInfo,
+) -> None:
+    """Check the arguments of `moe` against each other.
+
+    Args:
+        x: tokens.
+        params: `MoEParams`.
+        router: router.
+        migrate: gather of the experts of each expert domain, or `None`.
+        topology: topology of the layer.
+        tokens: properties of the tokens.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: an array has another shape or dtype, or a bias required by the router is missing.
+    """
+    check_parameters(params, router_options(router), topology, migrate.domains.domain_size if migrate else 1)
+    check_router(router, params.router.shape[1])
+    check_tokens(x, (None, None), tokens.mask, tokens.ids, tokens.key, "tokens.ids")
+    if x.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
+    width, experts_width = params.router.shape[0], params.experts.up.shape[1]
+    if x.shape[1] != width or experts_width != width:
+        raise ValueError(
+            f"x has width {x.shape[1]} and experts.up {experts_width}; expected {width}, as in the router's kernel"
+        )
+
+
+def check_parameters(params: Any, options: Router, topology: Topology, domain_size: int) -> None:
+    """Check the parameters of a rank.
+
+    Args:
+        params: `MoEParams`.
+        options: options of the router.
+        topology: topology of the layer.
+        domain_size: ranks of an expert domain, 1 without domains.
+
+    Raises:
+        TypeError: a parameter is no array.
+        ValueError: shapes do not match each other or the topology, or a bias required by the router is missing.
+    """
+    check_array("params.router", params.router, (None, None), jnp.floating)
+    num_experts = params.router.shape[1]
+    for name in ("logit_bias", "selection_bias"):
+        bias = getattr(params, name)
+        if bias is None and getattr(options, name):
+            raise ValueError(f"params.{name} is None; expected [E], as router.{name} is True")
+        if bias is not None:
+            check_array(f"params.{name}", bias, (num_experts,), jnp.floating)
+    check_value("params.experts", params.experts, Experts)
+    check_array("params.experts.up", params.experts.up, (None, None, None), jnp.floating)
+    home = params.experts.up.shape[0] * domain_size
+    if home * topology.num_ranks != num_experts:
+        raise ValueError(
+            f"experts holds {home} experts on each of {topology.num_ranks} ranks; "
+            f"expected {num_experts} in all, as in the router's kernel"
+        )
+
+
+def check_axes(x: Array, topology: Topology) -> None:
+    """Check the mesh axes of a topology inside `jax.shard_map`.
+
+    Raises:
+        ValueError: there is no such axis, the ranks are others, or tokens differ between tensor shards.
+    """
+    if not topology.expert_axes:
+        raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh")
+    try:
+        ranks = math.prod(jax.lax.axis_size(axis) for axis in topology.expert_axes)
+        for axis in topology.data_axes + topology.tensor_axes:
+            jax.lax.axis_size(axis)
+    except NameError as error:
+        axes = topology.expert_axes + topology.data_axes + topology.tensor_axes
+        raise ValueError(f"topology has the axes {axes}; expected axes of a jax.shard_map around moe") from error
+    if ranks != topology.num_ranks:
+        raise ValueError(
+            f"topology has {topology.num_ranks} ranks; expected the {ranks} of mesh axes {topology.expert_axes}"
+        )
+    if split := sorted(varying_axes(x) & set(topology.tensor_axes)):
+        raise ValueError(f"x differs between shards of {split}; expected equal tokens on all of topology.tensor_axes")
