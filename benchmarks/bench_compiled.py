@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
+from benchmarks.dispatches import sending_copies
 from benchmarks.results import Table, Value, out_alone, report
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.compiler_options import IN_GRAPHS
@@ -50,7 +51,7 @@ class Row:
 
     def compile(self) -> ProgramReport:
         """Compile the layer of the reference sizes and return its report."""
-        system = system_named(self.system)
+        system = sending_copies(system_named(self.system))
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         system = system.replace(buffers=buffers, transfer=self.wire)
         return compile_layer(

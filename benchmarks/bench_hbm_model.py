@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.dispatches import sending_copies
 from benchmarks.results import Table, Value, load, out_option, report
 from jax_moe_lb.aot import LayerSizes, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.layer.systems import system_named
@@ -37,7 +38,7 @@ def rows(earlier: dict[Value, Value]) -> Iterator[list[Value]]:
     for name, sizes in SIZES.items():
         shape = ModelShape(1, sizes.hidden, sizes.inner, sizes.experts, sizes.per_token, sizes.tokens)
         for system_name, backward, rounds in PROGRAMS:
-            system = system_named(system_name)
+            system = sending_copies(system_named(system_name))
             system = system.replace(buffers=replace(system.dispatch.buffers, max_rounds=rounds))
             predicted = traffic_of(system, shape, cluster, backward=backward).total
             passes = "forward and backward" if backward else "forward"

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.dispatches import sending_copies
 from benchmarks.results import Table, load, out_option
 from benchmarks.results import report as keep
 from jax_moe_lb import Experts, MoEParams, System, TopK, Topology, moe
@@ -63,7 +64,7 @@ class Case:
 
     def built(self) -> System:
         """Return the system with the options of the case."""
-        system = system_named(self.system)
+        system = sending_copies(system_named(self.system))
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         return system.replace(buffers=buffers)
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
+from benchmarks.dispatches import sending_copies
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.load import LayerLoad, counts_of
@@ -81,7 +82,7 @@ def row(target: Target, system_name: str, report: ProgramReport, skew: str) -> l
     """Return one row of the table."""
     topology = target.topology()
     counts = counts_of(skew, SIZES, topology.num_ranks)
-    load = LayerLoad.of(system_named(system_name), SIZES, topology, counts, skew)
+    load = LayerLoad.of(sending_copies(system_named(system_name)), SIZES, topology, counts, skew)
     now, then = report.timeline(load), timeline(before(report.schedule, load), target, load)
     is_gpu = target.platform == "cuda"
     # TPUs had the same lists.
@@ -104,7 +105,7 @@ def compiled(program: tuple[str, str], folder: Path) -> ProgramReport:
     if path.exists():
         return pickle.loads(path.read_bytes())
     with quiet_stderr():
-        report = compile_layer(system_named(system_name), Target.parse(name), SIZES, gradients=True)
+        report = compile_layer(sending_copies(system_named(system_name)), Target.parse(name), SIZES, gradients=True)
     path.write_bytes(pickle.dumps(report))
     return report
 

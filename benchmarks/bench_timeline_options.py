@@ -23,7 +23,7 @@ from jax_moe_lb.transport import Saved
 
 SIZES = LayerSizes()
 TARGET = Target.parse("h100:1x8")
-SYSTEM = exact()
+SYSTEM = exact(dispatch="direct")
 
 PROGRAMS: dict[str, tuple[System, bool]] = {
     "none": (SYSTEM, False),

@@ -35,7 +35,7 @@ SIZES = {
     "gpt-oss-120b": LayerSizes(hidden=2880, inner=2880, experts=128, tokens=4096, per_token=4),
 }
 TARGET = Target.parse("h100:1x8")
-SYSTEM = exact()
+SYSTEM = exact(dispatch="direct")
 
 PRODUCTS = {"product": 3 + 2 + 3, "outer": 3}
 """Products of a layer by kind: three forward, two for rematerialized hidden rows, three for rows, three for weights.

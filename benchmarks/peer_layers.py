@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from benchmarks.dispatches import sending_copies
 from jax_moe_lb import Experts, MoEParams, System, TopK, Topology, moe
 
 AXIS = "expert"
@@ -33,7 +34,7 @@ def ours(system: System, mesh: Mesh) -> OfRank:
     topology = Topology.from_mesh(mesh)
 
     def of_rank(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int) -> jax.Array:
-        return moe(x, MoEParams(kernel, experts), TopK(per_tok), system, topology)[0]
+        return moe(x, MoEParams(kernel, experts), TopK(per_tok), sending_copies(system), topology)[0]
 
     return of_rank
 

@@ -19,7 +19,7 @@ from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, qui
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.collectives.one_shot_lists import MOST_BLOCKS
 from jax_moe_lb.layer.systems import System, system_named, system_names
-from jax_moe_lb.transport import Forward
+from jax_moe_lb.transport import AutoDispatch, Direct, Forward
 
 TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
 SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
@@ -110,7 +110,8 @@ class Case:
         """System of the program."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds, chunks=self.chunks)
-        system = replace(system, dispatch=Forward()) if self.once_per_node else system
+        chosen = Forward() if self.once_per_node else Direct()
+        system = replace(system, dispatch=chosen) if system.dispatch == AutoDispatch() else system
         return system.replace(buffers=buffers)
 
     def compile(self) -> ProgramReport:

@@ -160,7 +160,7 @@ def test_commands_that_are_none_are_found(words):
     assert problem(words)
 
 
-OF_JAX = {"Number of devices 1", "jax_num_cpu_devices config"}
+OF_JAX = {"Number of devices 1", "jax_num_cpu_devices config", "attempt to get argmin"}
 """Prefixes of messages from JAX."""
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.dispatches import sending_copies
 from benchmarks.gpu.device import gpu_kind, kernel_seconds
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.layers import mesh_of
@@ -41,7 +42,7 @@ def program_of(name: str, scale: Scale, *, graphs: bool = False) -> tuple[Progra
     x, mask = case.tokens(WORKLOADS[0], mesh.size, "bfloat16")
     target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
     router = TopK(scale.of(PER_TOKEN, 2))
-    layer = with_gradients(sharded_moe(mesh, topology, system_named(name), router), checked=False)
+    layer = with_gradients(sharded_moe(mesh, topology, sending_copies(system_named(name)), router), checked=False)
     arguments = (x, mask, kernel, experts, target)
     machine = Target.parse(f"{gpu_kind() or 'h100'}:1x{mesh.size}")
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ EXCHANGES = 2
 BACKWARD_EXCHANGES = 3
 """Exchanges of the backward pass: the copies again, the gradients of their outputs, and the gradients of the copies."""
 
-SYSTEM: System = plain(Buffers(headroom=1.0))
+SYSTEM: System = plain(Buffers(headroom=1.0), dispatch="direct")
 """Routing is force-balanced. Headroom would be sent as well, as exchanges between processes are padded."""
 
 

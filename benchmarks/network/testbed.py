@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.dispatches import sending_copies
 from benchmarks.network.launch import Rank
 from benchmarks.network.quota import CpuGroup, cpu_groups
 from benchmarks.network.replayed import OWN, Replayed
@@ -121,7 +122,7 @@ def domain_mesh() -> Mesh:
 def layout(case: Case, mesh: Mesh) -> tuple[Mesh, Topology, System]:
     """Return the mesh and topology of the expert layers, and the system."""
     topology = Topology.from_mesh(mesh, tuple(axis for axis in DOMAIN_AXES if axis in mesh.axis_names))
-    system = plain() if case.system is None else case.system
+    system = sending_copies(plain() if case.system is None else case.system)
     if not case.gathers:
         return mesh, topology, system
     mesh = hybrid_mesh(mesh, dict(zip(DOMAIN_AXES, GATHERED, strict=True)))

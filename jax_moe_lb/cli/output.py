@@ -109,7 +109,8 @@ class CheckedCommand(TyperCommand):
     @property
     def outputs(self) -> dict[str, OutputPath]:
         """Marks of the options with paths of outputs, by parameter."""
-        annotations = {name: one.annotation for name, one in inspect.signature(self.callback).parameters.items()}
+        function: Any = self.callback
+        annotations = {name: one.annotation for name, one in inspect.signature(function).parameters.items()}
         marks = ((name, mark) for name, kind in annotations.items() for mark in getattr(kind, "__metadata__", ()))
         return {name: mark for name, mark in marks if isinstance(mark, OutputPath)}
 
@@ -156,7 +157,7 @@ def check_outputs(inputs: Sequence[tuple[str, Path]], outputs: Sequence[tuple[st
         for other, given in [*inputs, *((other, earlier) for other, earlier, _ in outputs[:at])]:
             if _is_same_file(path, given):
                 raise ValueError(
-                    f"{name} is {path}; expected another file than {other} {given}, which it would replace"
+                    f"{name} is {path}; expected another path than {other} {given}, which it would replace"
                 )
         if suffix and os.path.isfile(path) and not _is_of_kind(path, suffix):
             raise ValueError(f"{name} is {path}, an existing file; expected a new file, or a {suffix} file to replace")

@@ -276,17 +276,11 @@ def simulate(
         reason = candidate.system.no_op_reason(cluster.topology(), model.experts)
         hbm = traffic_of(candidate.system, model, cluster, backward=step.backward)
         head = {"config": config, "system": name, "num_ranks": cluster.num_ranks, "layers": model.layers}
+        head["dispatch"] = type(candidate.system.dispatch).__name__
         if as_json:
             domains = list(candidate.migration.sizes(cluster))
-            print_json(
-                {
-                    **head,
-                    "no_op_reason": reason,
-                    "domain_sizes": domains,
-                    **report_json(report),
-                    "hbm_bytes": asdict(hbm),
-                }
-            )
+            plans = {"no_op_reason": reason, "domain_sizes": domains}
+            print_json({**head, **plans, **report_json(report), "hbm_bytes": asdict(hbm)})
         else:
             print_table(layer_table(head, report, hbm, reason))
 

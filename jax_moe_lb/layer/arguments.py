@@ -48,6 +48,9 @@ def check_router(router: RouterFunction, num_experts: int) -> None:
         ) from error
     except ValueError:  # A function compiled to C may have no signature.
         return
+    per_token = getattr(router, "num_experts_per_tok", 1)
+    if isinstance(per_token, int) and per_token > num_experts:
+        raise ValueError(f"router.num_experts_per_tok is {per_token}; expected at most {num_experts}, all experts")
     if isinstance(router, Router) and type(router).__module__.startswith("jax_moe_lb."):
         # Their own checks, before the first step. A user's router may have collectives, which fail here.
         one = TokenInfo(ids=jnp.zeros((1,), jnp.int32))

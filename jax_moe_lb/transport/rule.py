@@ -91,7 +91,8 @@ def dispatch_by_rule(
         return DispatchChoice(Forward(*options), f"Forward: {nodes} nodes of {members} ranks, and domains inside nodes")
     if per_token is None or ranks == 1:
         return DispatchChoice(direct, "Direct: one rank, or an unknown number of experts per token")
-    rows = ranks * share_in_member(num_experts, per_token, ranks)
+    # A function may return more choices than there are experts, some without an expert.
+    rows = ranks * share_in_member(num_experts, min(per_token, num_experts), ranks)
     of_all = f"{rows:.1f} of {per_token} rows per token"
     if rows < (1 - LEAST_SAVED) * per_token:
         return DispatchChoice(Once(*options), f"Once: {of_all}, uniformly routed")

@@ -107,7 +107,7 @@ def test_other_blocks_are_refused_by_name():
         jax_moe_lb.balance(nnx.List([MoERagged(Config, rngs=nnx.Rngs(0))]), mesh=mesh_of(fsdp=8))
 
 
-def test_dense_models_are_left_alone():
+def test_dense_models_are_refused():
     dense = qwen3.Qwen3(qwen3.ModelConfig(**SIZES | {"num_experts": None}), rngs=nnx.Rngs(0))
-    with pytest.warns(UserWarning, match="Qwen3 without MoE blocks"):
+    with pytest.raises(ValueError, match="Qwen3 without MoE blocks"):
         jax_moe_lb.balance(dense, mesh=mesh_of(fsdp=8))

@@ -97,7 +97,7 @@ def test_an_output_that_is_an_argument_is_refused(kind, option, tmp_path, monkey
     words = option.format(path, linked).split()
     monkeypatch.setattr("sys.argv", ["bench", *words])
     out = linked if str(linked) in option.format(path, linked) else path
-    with pytest.raises(argparse.ArgumentTypeError, match="expected another file than argument"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected another path than argument"):
         kind(str(out))
     assert path.read_bytes() == b"recorded"
 

@@ -13,13 +13,15 @@ import zipfile
 
 import numpy as np
 import pytest
+import typer
 import yaml
 
 from jax_moe_lb import Plan
 from jax_moe_lb.advise.advise import Candidate, pays_from
 from jax_moe_lb.advise.evaluate import Workload
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.output import print_error
+from jax_moe_lb.cli.app import app
+from jax_moe_lb.cli.output import KINDS, print_error
 from jax_moe_lb.layer.systems import plain
 from jax_moe_lb.recordings import quantities as units
 from jax_moe_lb.recordings.yaml_file import shown
@@ -374,21 +376,26 @@ def test_a_full_disk_is_one_line_for_a_picture_too(refused, inputs, folder, caps
     full_disk(refused, folder, "--png", ("simulate", "x.yaml", "--png"))
 
 
+COMMANDS = typer.main.get_command(app).commands
+
+
 def full_disk(refused, folder, argument, argv):
     error = refused(*argv, "/dev/full")
     assert error == f"error: {argument} is /dev/full: No space left on device; expected a writable file\n"
-    out = folder / "out.png"
-    out.write_text("before")
+    # A file of another kind is refused before.
+    suffix = COMMANDS[argv[0]].outputs[argument.strip("-").lower()].suffix
+    out, content = folder / f"out{suffix}", KINDS[suffix][0] + b" before"
+    out.write_bytes(content)
     before = sorted(folder.iterdir())
     # A file size limit fails in the same calls as a full disk, and within a file.
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
     try:
-        error = refused(*argv, "out.png")
+        error = refused(*argv, out.name)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert error == f"error: {argument} is out.png: File too large; expected a writable file\n"
-    assert out.read_text() == "before"
+    assert error == f"error: {argument} is {out.name}: File too large; expected a writable file\n"
+    assert out.read_bytes() == content
     assert sorted(folder.iterdir()) == before
 
 

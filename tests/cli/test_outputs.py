@@ -65,7 +65,7 @@ def argv(command, given):
 def refusal(name, given, capsys):
     command = COMMANDS[name]
     with pytest.raises((SystemExit, typer.Exit)) as ended:
-        command.main(argv(command, given), standalone_mode=not name.startswith("models") or True)
+        command.main(argv(command, given))
     assert getattr(ended.value, "code", getattr(ended.value, "exit_code", None)) == 2
     out, message = capsys.readouterr()
     assert out == ""
@@ -115,7 +115,7 @@ def test_an_output_that_is_an_input_is_refused(name, out, given, tmp_path, monke
         path = folder / "file.npy"
         path.write_bytes(BYTES)
         message = refusal(name, {given: str(path), out: same(path, way)}, capsys)
-        assert "expected another file than" in message, (way, message)
+        assert "expected another path than" in message, (way, message)
         assert path.read_bytes() == BYTES
 
 
@@ -123,7 +123,7 @@ def test_an_output_that_is_an_input_is_refused(name, out, given, tmp_path, monke
 def test_paths_inside_of_values_are_inputs(text, tmp_path, capsys):
     path = tmp_path / "text"
     path.write_bytes(BYTES)
-    assert "expected another file" in refusal(
+    assert "expected another path than" in refusal(
         "models.train", {"data" if ":" in text else "assignments": text.format(path), "run_dir": str(path)}, capsys
     )
 
@@ -135,13 +135,13 @@ def test_a_file_of_an_input_folder_is_an_input(tmp_path, capsys):
     os.link(path, linked)
     for out in (path, linked):
         found = refusal("convert", {"recording": str(path.parent), "out": str(out)}, capsys)
-        assert "expected another file than RECORDING" in found
+        assert "expected another path than RECORDING" in found
     assert path.read_bytes() == BYTES
 
 
 def test_two_outputs_are_two_files(tmp_path, capsys):
     out = str(tmp_path / "new")
-    assert "expected another file than --timeline" in refusal("simulate", {"timeline": out, "png": out}, capsys)
+    assert "expected another path than --timeline" in refusal("simulate", {"timeline": out, "png": out}, capsys)
 
 
 OTHERS = {
@@ -149,14 +149,12 @@ OTHERS = {
     "counts.npy": b"\x93NUMPY\x01",
     "notes.json": b'{"mine": 1}',
     "a.yaml": b"x: 1",
-}
-OTHERS |= {
-    "a.yaml": b"x: 1",
     "weights.pt": b"PK\x03\x04",
     "picture.png": b"GIF89a",
     "trace.npz": b"\x93NUMPY",
     "list": b"1\n2\n",
 }
+"""Files of users that are no output of a command."""
 
 
 @pytest.mark.parametrize(
@@ -186,5 +184,5 @@ def test_a_recording_survives_plan(tmp_path, capsys):
     np.save(path, np.ones((2, 4), np.int32))
     before = path.read_bytes()
     message = refusal("plan", {"counts_file": str(path), "out": str(path)}, capsys)
-    assert message.startswith(f"error: --out is {path}; expected another file than COUNTS {path}")
+    assert message.startswith(f"error: --out is {path}; expected another path than COUNTS {path}")
     assert path.read_bytes() == before

@@ -46,6 +46,7 @@ def outcome(make):
 
 def test_every_option_has_values_and_every_function_the_same_options():
     assert VALUES.keys() == OPTIONS.keys()
+    assert set(systems.system_names()) == set(systems.__all__) - {"System", "system_named", "system_names"}
     for name in systems.system_names():
         found = set(inspect.signature(getattr(systems, name)).parameters)
         assert found - {"replica_slots"} == {"buffers", *OPTIONS} - {"replica_slots"}

@@ -73,7 +73,10 @@ def test_systems_keep_what_is_not_replaced():
 def test_the_default_system_balances_with_slots_that_fit(num_ranks, num_experts, slots):
     mesh = make_mesh((num_ranks,), ("expert",))
     layer = MoE(8, num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(4), rngs=nnx.Rngs(0))
-    assert layer.system == exact(slots)
+    assert layer.system == exact(slots, dispatch="direct")
+    # Given slots are limited in the same way.
+    given = MoE(8, num_experts, TopK(2), mesh=mesh, system=exact(9), experts=ExpertConfig(4), rngs=nnx.Rngs(0))
+    assert given.system.replica_slots == num_experts - num_experts // num_ranks
     assert jax.eval_shape(layer, jnp.ones((8, 8)))[0].shape == (8, 8)
 
 

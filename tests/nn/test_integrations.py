@@ -124,12 +124,12 @@ def test_blocks_that_cannot_be_replaced_are_named():
 
 
 @pytest.mark.slow
-def test_models_without_blocks_are_left_alone():
-    with pytest.warns(UserWarning, match="Linear without MoE blocks"):
+def test_models_without_blocks_are_refused():
+    with pytest.raises(ValueError, match="Linear without MoE blocks"):
         jax_moe_lb.balance(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh=mesh_of())
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     layer = MoE(8, 4, TopK(1), mesh=mesh, experts=ExpertConfig(8), rngs=nnx.Rngs(0))
-    with pytest.warns(UserWarning, match="MoE without MoE blocks"):
+    with pytest.raises(ValueError, match="MoE without MoE blocks"):
         jax_moe_lb.balance(layer, mesh=mesh)
     assert type(layer) is MoE
 

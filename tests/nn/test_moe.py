@@ -161,8 +161,8 @@ def test_it_works_where_some_axes_are_manual_already():
 def test_a_system_has_a_name_and_a_mesh_a_topology():
     mesh = make_mesh((2, 4), ("data", "expert"))
     layer = MoE(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, system="exact", experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
-    assert (layer.system, layer.topology) == (exact(), Topology.from_mesh(mesh))
-    with pytest.raises(TypeError, match=r"system is 'exactly'; expected a System, or one of eplb, eplb_plus, exact, "):
+    assert (layer.system, layer.topology) == (exact(dispatch="direct"), Topology.from_mesh(mesh))
+    with pytest.raises(ValueError, match=r"system is 'exactly'; expected one of eplb, eplb_plus, exact, "):
         MoE(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, system="exactly", experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
 
 

@@ -1,8 +1,10 @@
 """The rule that chooses a dispatch, and layers that apply it."""
 
+import re
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -87,3 +89,14 @@ def test_a_layer_follows_the_rule_unless_its_dispatch_is_given():
     assert dispatch("plain", one_axis) == Direct()
     assert dispatch("plain", one_axis, per_token=4) == Once()
     assert dispatch("feplb", topology) == TwoPhase(Buffers(headroom=1.5))
+
+
+@pytest.mark.parametrize("router", [lambda logits, bias, info: TopK(4)(logits, bias, info), TopK(4)], ids=["a", "b"])
+@pytest.mark.parametrize("system", ["exact", exact(), exact(dispatch="once")], ids=["text", "function", "once"])
+def test_text_and_function_are_one_program(router, system):
+    """The number of experts per token of a plain function is that of its routing."""
+    mesh = jax.make_mesh((2,), ("gpu",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    options = {"mesh": mesh, "topology": Topology.from_mesh(mesh, "gpu"), "experts": ExpertConfig(8)}
+    layers = (MoE(8, 8, router, system=one, rngs=nnx.Rngs(0), **options) for one in (system, exact(dispatch="once")))
+    program, once = (str(jax.make_jaxpr(lambda x, layer=layer: layer(x)[0])(jnp.ones((8, 8)))) for layer in layers)
+    assert re.sub("0x[0-9a-f]+", "", program) == re.sub("0x[0-9a-f]+", "", once)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.transport import Buffers, Direct, Once
+from jax_moe_lb.transport import AutoDispatch, Buffers, Direct, Once
 from models.mesh import make_mesh, make_system, place_batch
 from models.model_config import ParallelConfig
 from models.training.faults import StepRunner
@@ -93,12 +93,13 @@ def test_a_step_that_is_not_served_changes_nothing():
 def test_a_system_is_made_as_its_options_say():
     assert make_system(ParallelConfig(max_rounds=3, headroom=1.2)).dispatch.buffers == Buffers(1.2, max_rounds=3)
     dispatch = make_system(ParallelConfig()).dispatch
-    assert (type(dispatch), dispatch.buffers.max_rounds) == (Direct, None)
+    assert (type(dispatch), dispatch.buffers.max_rounds) == (AutoDispatch, None)
+    assert make_system(ParallelConfig(dispatch="direct")).dispatch == Direct()
     dispatch = make_system(ParallelConfig(dispatch="once", max_rounds=2)).dispatch
     assert dispatch == Once(Buffers(max_rounds=2))
-    with pytest.raises(ValueError, match=r"^dispatch is 'twice'; expected one of direct, once$"):
+    with pytest.raises(ValueError, match=r"^dispatch is 'twice'; expected one of direct, once, forward, rails$"):
         ParallelConfig(dispatch="twice")
-    with pytest.raises(ValueError, match=r"expected Direct\(\) before once"):
+    with pytest.raises(ValueError, match=r"dispatch is 'once'; expected none for a system with TwoPhase"):
         make_system(ParallelConfig(system="feplb", dispatch="once"))
 
 

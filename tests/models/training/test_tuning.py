@@ -179,7 +179,7 @@ def test_a_run_is_not_written_into_its_checkpoint(checkpoint):
     before = sorted(checkpoint.iterdir())
     result = CliRunner().invoke(train.app, [*map(str, arguments), "--mesh", "expert=4"])
     assert (result.exit_code, sorted(checkpoint.iterdir())) == (2, before)
-    assert "the folder of the checkpoint; expected another folder" in result.stderr
+    assert f"--run-dir is {checkpoint}; expected another path than CONFIG {checkpoint}" in result.stderr
 
 
 @pytest.mark.parametrize(
