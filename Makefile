@@ -41,10 +41,8 @@ lint: $(VENV)/.installed
 ci-%: $(VENV)/.installed
 	bash ci/$*.sh $(ARGS)
 
-# The CUDA handlers take half of the build, so build them only on a machine that can run them.
-CUDA := $(if $(wildcard /dev/nvidia* /dev/dxg),AUTO,OFF)
 # Build without isolation: against the jaxlib used by the tests, and incrementally, in build/.
-BUILD_OPTIONS := --no-build-isolation -C cmake.define.JAX_MOE_LB_CUDA=$(CUDA)
+BUILD_OPTIONS := --no-build-isolation
 BUILD_TOOLS := scikit-build-core nanobind pybind11 cmake ninja jax
 # install(arguments): use uv, or pip if uv is not available.
 install = if [ -x $(BIN)/uv ]; then $(BIN)/uv pip install -q --python $(BIN)/python $(1); \

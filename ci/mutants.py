@@ -17,6 +17,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -228,6 +229,8 @@ class Build:
         options = [f"-DCMAKE_CXX_FLAGS={flags}", f"-DPython_EXECUTABLE={sys.executable}"]
         for name, option in (("nanobind", "--cmake_dir"), ("pybind11", "--cmakedir")):
             options.append(f"-D{name}_DIR={_output(sys.executable, '-m', name, option).strip()}")
+        toolkit = shutil.which("nvcc") or Path("/usr/local/cuda").is_dir()
+        options.append(f"-DJAX_MOE_LB_CUDA={'ON' if toolkit else 'OFF'}")
         _output("cmake", "-S", str(self.source), "-B", str(self.binaries), "-G", "Ninja", *options)
 
     def _write(self, changes: dict[str, list[tuple[Mutant, str]]]) -> None:

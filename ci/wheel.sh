@@ -23,13 +23,11 @@ git ls-files -z | grep -zv '^jax_moe_lb/' | tar c --null -T - | tar x -C "$work/
 cd "$work/checkout"
 package=$("$python" -c 'import importlib.util as u, pathlib as p; print(p.Path(u.find_spec("jax_moe_lb").origin).parent)')
 case $package in "$work"/venv/*) ;; *) echo "jax_moe_lb is $package; expected the wheel's"; exit 1 ;; esac
-if command -v nvcc > /dev/null && ! ls "$package"/_ffi_cuda*.so; then
-  echo "nvcc is here, and the wheel has no _ffi_cuda"
-  exit 1
-elif ! command -v nvcc > /dev/null && [ ! -d /usr/local/cuda ] && ls "$package"/_ffi_cuda*.so; then
-  echo "no nvcc is here, and the wheel has _ffi_cuda"
-  exit 1
-fi
+# archives.sh builds the CUDA handlers if a toolkit is found, and only then.
+toolkit=no cuda=no
+if command -v nvcc > /dev/null || [ -d /usr/local/cuda ]; then toolkit=yes; fi
+if ls "$package"/_ffi_cuda*.so; then cuda=yes; fi
+[ $cuda = $toolkit ] || { echo "CUDA toolkit: $toolkit; _ffi_cuda in the wheel: $cuda"; exit 1; }
 for module in "$package"/*.so; do
   if ldd "$module" | grep -E 'libcuda|libcudart|not found'; then
     echo "$module needs a library that a machine without a GPU lacks"

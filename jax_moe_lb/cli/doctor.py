@@ -33,7 +33,8 @@ from jax_moe_lb.kernels.backends import KINDS, NOT_INSTALLED, PLATFORMS, Backend
 IN_A_CHECKOUT = "with a C++17 compiler, run pip install . in a checkout"
 HOW_TO_BUILD = {
     "cpu": IN_A_CHECKOUT,
-    "cuda": "with a C++17 compiler and the CUDA toolkit, run pip install . in a checkout",
+    "cuda": "with a C++17 compiler and the CUDA toolkit, in a checkout run pip install . "
+    "-C cmake.define.JAX_MOE_LB_CUDA=ON",
 }
 """Remedies for missing custom calls, by platform."""
 
