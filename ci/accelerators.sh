@@ -23,6 +23,5 @@ kernels=$!
 "$venv/bin/python" ci/recorded_rates.py
 "$venv/bin/python" -m tests.models.compile_reference "${nightly[@]}"
 wait "$kernels"
-# Run the program of a documentation page unchanged.
-"$venv/bin/python" -c "$(sed -n '/^```python$/,/^```$/{/^```/!p}' docs/compiling.md)"
+"$venv/bin/python" tests/page_blocks.py "pip install '.[cuda]'" docs/compiling.md
 exec "$venv/bin/python" ci/accelerators.py "$@"

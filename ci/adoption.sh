@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Models of Tunix, MaxText and EasyDeL equal themselves after `balance`, each in a virtual environment of its own: the
-# packages are large, and EasyDeL requires an older JAX. `bash ci/adoption.sh tunix` runs one of them.
+# packages are large, and EasyDeL requires an older JAX. Also runs the program of each library's page.
+# `bash ci/adoption.sh tunix` runs one of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=$PWD/.venv/bin/uv
@@ -29,6 +30,7 @@ install_easydel() {
     install --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" 2> /dev/null || install "$torch"
   install --overrides <(printf 'jax>=0.10,<0.11\njaxlib>=0.10,<0.11\n') easydel==0.3.0 pillow
 }
+declare -A titles=([tunix]=Tunix [maxtext]=MaxText [easydel]=EasyDeL)
 for name in ${*:-tunix maxtext easydel}; do
   venv=.venv-$name
   base=.venv/bin/python
@@ -41,5 +43,6 @@ for name in ${*:-tunix maxtext easydel}; do
   install --no-deps -e . -C wheel.cmake=false
   echo "== $name =="
   "$venv/bin/python" -c 'import flax, jax; print("jax", jax.__version__, "flax", flax.__version__)'
+  "$venv/bin/python" tests/page_blocks.py "${titles[$name]}" "docs/how-to/$name.md"
   JAX_PLATFORMS=cpu "$venv/bin/python" -m pytest -q -s -W ignore -p no:cacheprovider "tests/adoption/test_$name.py"
 done

@@ -1,19 +1,34 @@
-"""Blocks of Python in pages, run as a reader runs them: alone, in an empty folder, in a fresh process."""
+"""Blocks of Python in pages, run as a reader runs them: alone, in an empty folder, in a fresh process.
 
+`python tests/page_blocks.py NEEDS PAGE...` runs the blocks with exactly these needs, such as "a checkout", in the
+environment of this Python. Empty needs select the blocks that run after `pip install .`.
+"""
+
+import argparse
 import math
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```output\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^(?:Needs ([^\n]+)\.\n\n)?```python\n(.*?)^```$(?:\n\n```output\n(.*?)^```$)?", re.DOTALL | re.MULTILINE
+)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
-IN_A_CHECKOUT = {"models"}
-"""Pages whose blocks import `models`, which is not installed: they run with the checkout on the path."""
+CHECKOUT = "a checkout"
+ELSEWHERE = {
+    "`pip install '.[cuda]'`": "ci/accelerators.sh",
+    "network namespaces": "tests/network/test_page.py",
+    "Tunix": "ci/adoption.sh",
+    "MaxText": "ci/adoption.sh",
+    "EasyDeL": "ci/adoption.sh",
+}
+"""Needs beyond the environment of these tests, and the files that run their blocks."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +38,14 @@ class Block:
     Args:
         page: the file.
         number: 0 for the first block of the page.
+        needs: the sentence `Needs ... and ....` directly before the block: requirements beyond `pip install .`.
         code: the program.
         output: the text of the `output` fence after the block; `None` without one.
     """
 
     page: Path
     number: int
+    needs: tuple[str, ...]
     code: str
     output: str | None
 
@@ -37,27 +54,34 @@ class Block:
         """Name of the page and number of the block."""
         return f"{self.page.stem}-{self.number}"
 
+    @property
+    def requirements(self) -> set[str]:
+        """Packages that the reader has installed."""
+        commands = [need for need in self.needs if need.startswith("`pip install ")]
+        words = {word.strip("'") for command in commands for word in command.strip("`").split()[2:]}
+        return {"jax_moe_lb"} | {re.sub(r"^\.", "jax_moe_lb", word) for word in words}
+
 
 def blocks(page: Path) -> list[Block]:
     """Return the blocks of Python of a page, in order."""
-    found = BLOCK.findall(page.read_text())
-    return [Block(page, number, code, output or None) for number, (code, output) in enumerate(found)]
+    return [
+        Block(page, number, tuple(filter(None, needs.split(" and "))), code, output or None)
+        for number, (needs, code, output) in enumerate(BLOCK.findall(page.read_text()))
+    ]
 
 
-def run_alone(block: Block, folder: Path) -> str:
+def run_alone(block: Block, folder: Path, *path: Path) -> str:
     """Run a block in an empty folder and a process with one CPU device; return the printed text.
 
-    The process shares the cache of compiled programs with the tests.
+    The process shares the cache of compiled programs with the tests. `path` has further folders of modules.
     """
     assert not list(folder.iterdir())
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    if block.page.stem in IN_A_CHECKOUT:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    places = (*map(str, path), *([str(ROOT)] if CHECKOUT in block.needs else []), os.environ.get("PYTHONPATH"))
     done = subprocess.run(
         [sys.executable, "-"],
         input=block.code,
         cwd=folder,
-        env=environment,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, places))},
         capture_output=True,
         text=True,
         timeout=300,
@@ -75,3 +99,28 @@ def same_output(printed: str, shown: str) -> bool:
         return False
     numbers = [[float(one) for one in NUMBER.findall(text)] for text in (printed, shown)]
     return all(math.isclose(a, b, rel_tol=0.03, abs_tol=0.015) for a, b in zip(*numbers, strict=True))
+
+
+def main(needs: str, pages: list[Path]) -> int:
+    """Run the blocks with these needs; return the number of failures."""
+    failed = 0
+    chosen = [block for page in pages for block in blocks(page) if " and ".join(block.needs).replace("`", "") == needs]
+    assert chosen, f"no block of {pages} needs {needs!r}"
+    for block in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                printed = run_alone(block, Path(folder))
+                assert block.output is None or same_output(printed, block.output), f"unexpected output:\n{printed}"
+                print(f"{block.name}: {' '.join(printed.split())}", flush=True)
+            except AssertionError as error:
+                failed += 1
+                print(f"{block.name} failed: {error}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("needs")
+    parser.add_argument("pages", nargs="+", type=Path)
+    given = parser.parse_args()
+    sys.exit(main(given.needs, given.pages) > 0)

@@ -1,5 +1,8 @@
-"""Every block of a page runs alone, every command exists, and every explained message is one of the code."""
+"""Every block of a page runs alone in the environment of the wheel, or names its needs; every command exists; every
+explained message is one of the code.
+"""
 
+import dataclasses
 import importlib
 import importlib.util
 import re
@@ -11,16 +14,15 @@ import pytest
 import typer
 
 from jax_moe_lb.cli.app import UsageError, app
-from tests.page_blocks import blocks, run_alone, same_output
+from tests.page_blocks import CHECKOUT, ELSEWHERE, Block, blocks, run_alone, same_output
+from tests.plain_environment import write_sitecustomize
 from tests.test_doctests import ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 
-ELSEWHERE = {"compiling": "ci/accelerators.sh", "networks": "tests/network/test_page.py"}
-"""Pages whose blocks need compilers or privileges beyond those of these tests, and the files running them."""
-
-BLOCKS = [block for page in PAGES if page.stem not in ELSEWHERE for block in blocks(page)]
+EVERY = [block for page in PAGES for block in blocks(page)]
+BLOCKS = [block for block in EVERY if not ELSEWHERE.keys() & set(block.needs)]
 
 CHEAP = {"install-0", "simulator-0", "traces-0"}
 """Blocks that compile little: they also run in `make check` and `make test`.
@@ -36,8 +38,47 @@ def marks(block):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [pytest.param(block, marks=marks(block), id=block.name) for block in BLOCKS])
 def test_a_block_runs_alone(block, tmp_path):
-    printed = run_alone(block, tmp_path)
+    printed = run_after_pip_install(block, tmp_path)
     assert block.output is None or same_output(printed, block.output), printed
+
+
+def run_after_pip_install(block, folder):
+    """Run a block with the modules of `pip install .` and of the needs of the block, and no others."""
+    (folder / "path").mkdir()
+    (folder / "empty").mkdir()
+    write_sitecustomize(folder / "path", block.requirements, OF_A_CHECKOUT if CHECKOUT in block.needs else ())
+    return run_alone(block, folder / "empty", folder / "path")
+
+
+OF_A_CHECKOUT = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"models", "benchmarks"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "need"),
+    [
+        ("flatbuffers", "`pip install flatbuffers`"),
+        ("tokenizers", "`pip install '.[models]'`"),
+        ("grain", "`pip install '.[train]'`"),
+        ("models.model_config", CHECKOUT),
+        ("benchmarks.workloads", CHECKOUT),
+    ],
+)
+def test_a_block_sees_only_what_it_needs(module, need, tmp_path):
+    """The environment of these tests has all of them, and each block runs as after `pip install .`."""
+    block = Block(ROOT / "page.md", 0, (), f"import {module}, jax_moe_lb\nprint('imported')\n", None)
+    for folder in ("plain", "labelled"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(AssertionError, match=f"No module named '{module.partition('.')[0]}"):
+        run_after_pip_install(block, tmp_path / "plain")
+    assert run_after_pip_install(dataclasses.replace(block, needs=(need,)), tmp_path / "labelled") == "imported\n"
+
+
+def test_every_need_is_known():
+    """A sentence before a block names a checkout, an installation, or a program that runs elsewhere."""
+    for block in EVERY:
+        unknown = {need for need in block.needs if not need.startswith("`pip install ")} - ELSEWHERE.keys() - {CHECKOUT}
+        assert not unknown, block.name
 
 
 def test_marked_blocks_exist():
@@ -60,8 +101,9 @@ def test_output_is_compared_up_to_rounding(printed, same):
 
 
 def test_what_runs_elsewhere_names_the_page():
-    for page, program in ELSEWHERE.items():
-        assert f"{page}.md" in (ROOT / program).read_text()
+    elsewhere = {(need, block.page.stem) for block in EVERY for need in block.needs if need in ELSEWHERE}
+    assert {need for need, _ in elsewhere} == ELSEWHERE.keys()
+    assert all(page in (ROOT / ELSEWHERE[need]).read_text() for need, page in elsewhere)
 
 
 def test_every_page_is_in_the_navigation():
