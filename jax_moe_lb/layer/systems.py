@@ -8,14 +8,19 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.cost import Cost
+from jax_moe_lb.balancers.echo import ECHO
+from jax_moe_lb.balancers.epic import EPIC
 from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.fastermoe import FasterMoE
 from jax_moe_lb.balancers.feplb import FEPLB
 from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.hybridep import HybridEP
+from jax_moe_lb.balancers.llep import LLEP
 from jax_moe_lb.balancers.lplb import LPLB
+from jax_moe_lb.balancers.moonep import MoonEP
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.core.checks import shown
@@ -405,8 +410,26 @@ _SYSTEMS: dict[str, Callable[..., System]] = {
 }
 
 
+def _compared(balancer: Balancer) -> Callable[..., System]:
+    """Return a function like those of this module for a balancer that serves comparisons."""
+
+    def made(
+        replica_slots: int = 2,
+        *,
+        headroom: float | None = None,
+        max_rounds: int | None = None,
+        dispatch: Dispatch | str | None = None,
+    ) -> System:
+        return with_options(System(balancer, replica_slots=replica_slots), None, headroom, max_rounds, dispatch)
+
+    return made
+
+
+_COMPARED = {type(balancer).__name__.lower(): _compared(balancer) for balancer in (ECHO(), EPIC(), LLEP(), MoonEP())}
+
+
 def system_names() -> list[str]:
-    """Return the names of the systems, sorted.
+    """Return the names of the systems, sorted; `system_named` also takes balancers for comparisons, such as "moonep".
 
     Examples:
         >>> "exact" in system_names()
@@ -441,7 +464,7 @@ def make_system(name: str, options: dict[str, Any]) -> System:
     Raises:
         ValueError: the name or an option is unknown, or a value is out of range.
     """
-    made = _SYSTEMS[_known(name)]
+    made = (_SYSTEMS | _COMPARED)[_known(name)]
     given = {option: value for option, value in options.items() if value is not None}
     taken = [option for option in OPTIONS if option in inspect.signature(made).parameters]
     for option, value in given.items():
@@ -451,6 +474,6 @@ def make_system(name: str, options: dict[str, Any]) -> System:
 
 
 def _known(name: str) -> str:
-    if name not in _SYSTEMS:
-        raise ValueError(f"system is {shown(name)}; expected one of {', '.join(_SYSTEMS)}")
+    if name not in _SYSTEMS | _COMPARED:
+        raise ValueError(f"system is {shown(name)}; expected one of {', '.join([*_SYSTEMS, *_COMPARED])}")
     return name
