@@ -4,6 +4,7 @@
 `activation(up)` without one, on `[..., F]`. Any elementwise, hashable function will do, for example `jax.nn.relu`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -74,7 +75,20 @@ def gelu_exact(up: Hidden) -> Hidden:
         >>> print(gelu_exact(jnp.array([0.0, 100.0])))
         [  0. 100.]
     """
-    return jax.nn.gelu(up, approximate=False)
+    return up * _normal_cdf(up)
+
+
+@jax.custom_jvp
+def _normal_cdf(x: Hidden) -> Hidden:
+    return 0.5 * jax.lax.erfc(-math.sqrt(0.5) * x)
+
+
+@_normal_cdf.defjvp
+def _normal_cdf_jvp(primals: tuple[Hidden], tangents: tuple[Hidden]) -> tuple[Hidden, Hidden]:
+    # JAX 0.12 cannot differentiate `erfc` of an array that varies over mesh axes: its rule evaluates a polynomial whose
+    # coefficients vary over none.
+    (x,), (of_x,) = primals, tangents
+    return _normal_cdf(x), jnp.exp(-0.5 * jnp.square(x)) * of_x * math.sqrt(0.5 / math.pi)
 
 
 def relu_squared(up: Hidden) -> Hidden:

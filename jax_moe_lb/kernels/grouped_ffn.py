@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.experts import Experts, swiglu, usual_layout
@@ -347,21 +348,24 @@ def _backward(
 grouped_ffn.defvjp(_save, _backward)
 
 
-def dense_ffn(rows: Float[Array, "*B H"], expert: Experts) -> Array:
+def dense_ffn(rows: Float[Array, "*B H"], expert: Experts, out_sharding: NamedSharding | None = None) -> Array:
     """Apply one expert to all rows; the reference of `grouped_ffn`.
 
     Args:
         rows: `[..., H]`, all of them used.
         expert: weights of one expert, without a leading dimension.
+        out_sharding: sharding of the outputs, required on Explicit axes if the inner width is sharded; `None` (default)
+            follows from the arguments.
     """
 
-    def product(rows: Array, kind: str) -> Array:
-        out, bias = jnp.matmul(rows, getattr(expert, kind)), getattr(expert, f"{kind}_bias")
+    def product(rows: Array, kind: str, sharding: NamedSharding | None = None) -> Array:
+        out, bias = jnp.matmul(rows, getattr(expert, kind), out_sharding=sharding), getattr(expert, f"{kind}_bias")
         if expert.has_adapters:
             out += jnp.matmul(jnp.matmul(rows, getattr(expert, f"{kind}_a")), getattr(expert, f"{kind}_b"))
         return out if bias is None else out + jnp.broadcast_to(bias, out.shape)
 
-    return product(activate(expert, tuple(product(rows, kind) for kind in _inner_kinds(expert))), "down")
+    hidden = activate(expert, tuple(product(rows, kind) for kind in _inner_kinds(expert)))
+    return product(hidden, "down", out_sharding)
 
 
 def activate(experts: Experts, products: tuple[Array, ...]) -> Array:

@@ -9,9 +9,10 @@ from jaxtyping import Array, Float
 
 from jax_moe_lb.core.checks import check_integer, checked_dtype, checked_fields
 from jax_moe_lb.core.experts import Activation, Experts
-from jax_moe_lb.core.types import DType
+from jax_moe_lb.core.types import DType, wide_dtype
 from jax_moe_lb.kernels.grouped_ffn import dense_ffn
 from jax_moe_lb.layer.arguments import TOKEN_DTYPES
+from jax_moe_lb.nn.sharding import explicit_sharding
 from jax_moe_lb.transport.compression import TRANSFER_DTYPES, QuantizedTransfer
 
 HiddenStates = Float[Array, "*B H"]
@@ -89,11 +90,11 @@ class SharedMix(Enum):
         Returns:
             `[..., H]` in the dtype of `x`.
         """
-        y = dense_ffn(x, shared)
+        y = dense_ffn(x, shared, explicit_sharding(routed))
         if kernel is None:
             return routed + y
         # Compute logits in float32, like the router's, and round once.
-        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+        logits = jnp.matmul(x, kernel, preferred_element_type=wide_dtype(x))
         if self is SharedMix.SIGMOID:
             return routed + jax.nn.sigmoid(logits).astype(x.dtype) * y
         weights = jax.nn.softmax(logits, -1).astype(x.dtype)

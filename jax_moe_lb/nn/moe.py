@@ -24,6 +24,7 @@ from jax_moe_lb.nn.sharding import (
     LayerInputs,
     LogicalAxisRules,
     Parameters,
+    add_shared,
     expert_axes,
     flatten_tokens,
     fsdp_axes,
@@ -209,7 +210,8 @@ class MoE(nnx.Module):
             x: `[..., H]` tokens, any number of them. With three or more dimensions, the last but one is the sequence.
                 If the `D * R` shards do not divide the number of tokens, as in a decode step, the layer pads them.
                 Buffer sizes follow the number of tokens.
-            mask: `[...]` booleans, False for padding tokens; `None` (default) without padding.
+            mask: `[...]` booleans, False for padding tokens, which have output 0 and may be NaN; `None` (default)
+                without padding.
             token_ids: `[...]` integers, for routers that read them, such as `HashRouter`; `None` by default.
             key: random key for routers that sample, such as `NoisyTopK`; pass a new one in each call. `None` by
                 default.
@@ -229,6 +231,7 @@ class MoE(nnx.Module):
         # Cast weights and tokens before the exchanges: bfloat16 halves the transferred bytes.
         dtype = self.precision.dtype
         x = x if dtype is None else x.astype(dtype)
+        padding = mask
         # Pass a mask only for padding: masking costs memory passes over all tokens.
         missing = -num_tokens % (self._num_groups() * self.topology.num_ranks)
         mask = jnp.ones(x.shape[:-1], bool) if missing and mask is None else mask
@@ -265,7 +268,7 @@ class MoE(nnx.Module):
         y = reshaped(y, x.shape, jax.typeof(x).sharding, self.mesh)
         if self.shared_expert is not None:
             shared, kernel = jax.tree.map(lambda w: w.astype(x.dtype), (self._shared(), _value(self.shared_kernel)))
-            y = self.shared_expert.mix(x, y, shared, kernel)
+            y = add_shared(x, y, padding, shared, kernel, mix=self.shared_expert.mix, mesh=self.mesh)
         return y, stats
 
     def _config(self, x: Array, stored: Experts) -> LayerConfig:

@@ -5,6 +5,7 @@ It creates parameters with their sharding, and runs `moe` and the gather of expe
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats
@@ -267,6 +268,63 @@ def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
         return tree
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
+
+
+def explicit_sharding(array: Array) -> NamedSharding | None:
+    """Return the sharding of an array over Explicit axes; `None` if its mesh has no such axes."""
+    sharding = jax.typeof(array).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def add_shared(
+    x: Float[Array, "*B H"],
+    routed: Float[Array, "*B H"],
+    mask: Bool[Array, "*B"] | None,
+    shared: Experts,
+    kernel: Float[Array, "H _"] | None,
+    *,
+    mix: Callable[..., Array],
+    mesh: Mesh,
+) -> Float[Array, "*B H"]:
+    """Combine the outputs of routed experts with those of a shared expert; 0 for padding, which may contain NaN.
+
+    Args:
+        x: `[..., H]` tokens.
+        routed: `[..., H]`, outputs of the routed experts; 0 for padding.
+        mask: `[...]` booleans, False for padding; `None` without padding.
+        shared: the shared expert, in the dtype of `x`.
+        kernel: kernel of the mix, or `None`.
+        mix: a `SharedMix`.
+        mesh: the mesh of the layer.
+    """
+    operands = _placed_shared(_zero_masked(x, mask, mesh), shared, kernel, mesh)
+    # An activation of 0 need not be 0.
+    return _zero_masked(mix(operands[0], routed, *operands[1:]), mask, mesh)
+
+
+def _zero_masked(x: Float[Array, "*B H"], mask: Bool[Array, "*B"] | None, mesh: Mesh) -> Float[Array, "*B H"]:
+    if mask is None:
+        return x
+    rows = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
+    return jnp.where(place(mask[..., None], NamedSharding(mesh, rows), mesh), x, 0)
+
+
+def _placed_shared(
+    x: Float[Array, "*B H"], shared: Experts, kernel: Float[Array, "H _"] | None, mesh: Mesh
+) -> tuple[Float[Array, "*B H"], Experts, Float[Array, "H _"] | None]:
+    """Reshard the operands on Explicit axes, so that no axis occurs twice in a product."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return x, shared, kernel
+    rows = jax.typeof(x).sharding.spec[:-1]
+    taken = [axis for axes in rows for axis in _axis_names(axes)]
+    # The inner width stays sharded by the axes without tokens.
+    inner = tuple(axis for axis in _axis_names(jax.typeof(shared.up).sharding.spec[-1]) if axis not in taken) or None
+
+    def by(array: Any, *axes: Any) -> Any:
+        return place(array, NamedSharding(mesh, PartitionSpec(*axes)), mesh)
+
+    up, gate = by((shared.up, shared.gate), None, inner)
+    return by(x, *rows, None), replace(shared, up=up, gate=gate, down=by(shared.down, inner, None)), by(kernel)
 
 
 def flatten_tokens(

@@ -4,6 +4,7 @@ Routers compute in float32 (or float64) for any dtype of the activations, becaus
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -223,7 +224,8 @@ class TopK(Router):
     Args:
         num_experts_per_tok: `K`, usually 1 to 8.
         score: function from logits to scores: `jax.nn.softmax` (default) or `jax.nn.sigmoid`.
-        renormalise: if True (default), divide the `K` weights by their sum.
+        renormalise: if True, divide the `K` weights by their sum; if False, keep the scores as weights. `None`
+            (default) is True for `K` above 1. A single weight divided by its sum is 1, and its router has no gradient.
         scale: factor of the weights after renormalization; 1 by default, 2.5 in DeepSeek-V3.
         group_limit: restriction of the experts per token; `None` (default) for no restriction.
         selection_bias: see `Router`.
@@ -233,6 +235,9 @@ class TopK(Router):
 
     Raises:
         ValueError: `num_experts_per_tok` is below 1.
+
+    Warns:
+        UserWarning: `renormalise` is True and `num_experts_per_tok` is 1.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -244,7 +249,7 @@ class TopK(Router):
 
     num_experts_per_tok: int
     score: Callable[[Logits], Logits] = jax.nn.softmax
-    renormalise: bool = True
+    renormalise: bool | None = None
     scale: float = 1.0
     group_limit: GroupLimit | None = None
 
@@ -252,6 +257,12 @@ class TopK(Router):
         super().__post_init__()
         if self.num_experts_per_tok < 1:
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
+        if self.renormalise and self.num_experts_per_tok == 1:
+            # The generated `__init__` and the check of the fields are between this line and the caller.
+            warnings.warn(
+                "renormalise is True; expected None or False for num_experts_per_tok = 1, whose router has no gradient",
+                stacklevel=4,
+            )
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
         """Route tokens by score and bias.
@@ -297,7 +308,8 @@ class TopK(Router):
         log_scores = _log_scores(self.score, logits)
         chosen = jnp.take_along_axis(log_scores, experts, axis=1)
         # A quotient of underflowing scores is 0 / 0, and its gradient fails even earlier. Logarithms do not underflow.
-        if self.renormalise:
+        renormalise = self.num_experts_per_tok > 1 if self.renormalise is None else self.renormalise
+        if renormalise:
             weights = jax.nn.softmax(chosen, -1)
         else:
             weights = jnp.take_along_axis(self.score(logits), experts, axis=1)
@@ -372,9 +384,9 @@ class ForceBalanced(Router):
 
 
 def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
-    """Set the expert of tokens with `mask` False to `NO_EXPERT` and their weight to 0.
+    """Set the expert of tokens with `mask` False to `NO_EXPERT`, and their weights, logits and scores to 0.
 
-    `moe` calls it for padding tokens.
+    `moe` calls it for padding tokens, for which a router may return NaN.
 
     Args:
         routing: routing of this rank's tokens.
@@ -383,12 +395,10 @@ def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
     Returns:
         The masked routing.
     """
-    return Routing(
-        jnp.where(mask[:, None], routing.experts, NO_EXPERT),
-        jnp.where(mask[:, None], routing.weights, 0),
-        routing.logits,
-        routing.scores,
+    weights, logits, scores = (
+        jnp.where(mask[:, None], array, 0) for array in (routing.weights, routing.logits, routing.scores)
     )
+    return Routing(jnp.where(mask[:, None], routing.experts, NO_EXPERT), weights, logits, scores)
 
 
 def scale_inputs(x: Tokens, routing: Routing) -> tuple[Tokens, Routing]:

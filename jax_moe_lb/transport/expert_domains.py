@@ -25,7 +25,12 @@ from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import Level, Topology
 from jax_moe_lb.core.types import pytree, wide_dtype
 from jax_moe_lb.transport.compression import Codec, Encoded, average
-from jax_moe_lb.transport.expert_gradients import place_with_residual, placed_at_home, residual_experts
+from jax_moe_lb.transport.expert_gradients import (
+    differentiated_together,
+    place_with_residual,
+    placed_at_home,
+    residual_experts,
+)
 
 DOMAIN, OFFSET = "_domain", "_offset"
 """Suffixes of the two axes of a split axis."""
@@ -207,7 +212,8 @@ class GatherExpertDomain:
     With `codec.gradient_ratio` above 1, gradients of other ranks' experts go home encoded, in one exchange per level.
     Each rank keeps the entries that it does not send in a *residual* and adds it to its next gradients (error
     feedback). Initialize it with `initial_residual` and pass it to every call. A backward pass has no other result than
-    gradients, so it returns the new residual as the gradient of the residual: overwrite the residual by it.
+    gradients, so it returns the new residual as the gradient of the residual: overwrite the residual by it. A gradient
+    with respect to the experts without the residual is a `ValueError`.
 
     Args:
         domains: expert domains of the mesh.
@@ -358,6 +364,7 @@ class GatherExpertDomain:
             raise ValueError(f"residual is None; expected the result of initial_residual, as gradient_ratio is {ratio}")
         if not self.needs_residual:
             raise ValueError("residual is given; expected None, as gradients are not encoded")
+        experts, residual = differentiated_together(experts, residual, self.codec.gradient_ratio)
         return place_with_residual(experts, decoded, residual, self.codec.of_gradients, axes)
 
 

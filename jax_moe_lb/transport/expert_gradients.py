@@ -11,9 +11,11 @@ feedback, arXiv 1809.07599), so every entry arrives, some steps later.
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from jax_moe_lb.collectives.permutes import exchange_tiles
@@ -43,6 +45,36 @@ def placed_at_home(home: Array, others: Array, axes: Axes) -> Array:
     """
     first = jax.lax.axis_index(axes) * home.shape[0]
     return jax.lax.dynamic_update_slice_in_dim(others, home, first, 0)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def differentiated_together(experts: Experts, residual: Experts, ratio: float) -> tuple[Experts, Experts]:
+    """Return the experts and their residual; a derivative with respect to the experts alone is refused.
+
+    Args:
+        experts: home experts of this rank.
+        residual: entries not sent before.
+        ratio: `gradient_ratio` of the codec, for the message.
+
+    Raises:
+        ValueError: the experts are differentiated and the residual is not.
+    """
+    del ratio
+    return experts, residual
+
+
+def _require_both(ratio: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    of_experts, of_residual = (any(not isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(t)) for t in tangents)
+    if of_experts and not of_residual:
+        # The residual is returned as a gradient. Without this gradient, unsent entries are lost.
+        raise ValueError(
+            f"gradient_ratio is {ratio}; expected gradients with respect to the residual, too, or 1.0. "
+            "Differentiate with respect to nnx.Any(nnx.Param, GradientResidual), and call keep_residuals."
+        )
+    return primals, tangents
+
+
+differentiated_together.defjvp(_require_both, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -44,7 +44,7 @@ def config(fields: Fields) -> DecoderConfig:
         head_dim=head_dim,
         mlp_dim=mlp_dim,
         num_experts=fields.num_experts("moe_num_experts"),
-        router=TopK(per_token, selection_bias=True),
+        router=TopK(per_token, renormalise=True, selection_bias=True),
         norm_eps=fields.number("rms_norm_eps"),
         rope=fields.rope(head_dim, interleaved=True),
         attention_scale=head_dim**-0.5,

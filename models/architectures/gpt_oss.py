@@ -51,7 +51,7 @@ def config(fields: Fields) -> DecoderConfig:
         mlp_dim=fields.integer("intermediate_size"),
         num_experts=fields.num_experts("num_local_experts"),
         # A softmax over the chosen logits equals the renormalised softmax over all logits.
-        router=TopK(per_token, logit_bias=True),
+        router=TopK(per_token, renormalise=True, logit_bias=True),
         norm_eps=fields.number("rms_norm_eps"),
         rope=rope,
         attention_scale=head_dim**-0.5,

@@ -43,7 +43,7 @@ def config(fields: Fields) -> DecoderConfig:
         mlp_dim=fields.integer("intermediate_size"),
         num_experts=fields.num_experts("num_local_experts"),
         # A softmax over the chosen logits equals the renormalised softmax over all logits.
-        router=TopK(fields.integer("num_experts_per_tok")),
+        router=TopK(fields.integer("num_experts_per_tok"), renormalise=True),
         norm_eps=fields.number("rms_norm_eps"),
         rope=fields.rope(head_dim),
         attention_scale=fields.number("attention_multiplier"),

@@ -33,7 +33,7 @@ def config(fields: Fields) -> DecoderConfig:
         head_dim=head_dim,
         mlp_dim=fields.integer("intermediate_size"),
         num_experts=fields.num_experts("num_local_experts"),
-        router=TopK(fields.integer("num_experts_per_tok")),
+        router=TopK(fields.integer("num_experts_per_tok"), renormalise=True),
         norm_eps=fields.number("rms_norm_eps"),
         rope=fields.rope(head_dim),
         attention_scale=head_dim**-0.5,

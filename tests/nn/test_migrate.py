@@ -144,3 +144,31 @@ def test_gradients_of_a_layer_and_its_residuals_sum_to_the_exact_ones(remat):
     np.testing.assert_allclose(steps[0]["kernel"][...], want["kernel"][...], atol=1e-6)
     encoded.tell_domains()
     assert not any(np.any(left[...]) for left in encoded.residual)
+
+
+@pytest.mark.parametrize("codec", [Codec(gradient_ratio=8.0), Codec(8.0, CodecBase.REMEMBERED, gradient_ratio=8.0)])
+def test_a_gradient_without_its_residual_is_refused(codec):
+    """It would lose the entries not sent; gradients of other arguments do not need it."""
+    base = make_mesh((2,), ("expert",))
+    mesh = hybrid_mesh(base, {"expert": 2})
+    migrate = GatherExpertDomain(ExpertDomains.from_mesh(mesh, Topology.from_mesh(base)), codec)
+    system = plain().replace(migrate=migrate)
+    layer = MoE(8, 4, TopK(2), mesh=mesh, system=system, experts=ExpertConfig(12), rngs=nnx.Rngs(0))
+    x = jnp.ones((4, 8))
+
+    def shapes(variables, transform=lambda call: call):
+        graph, of, rest = nnx.split(layer, variables, ...)
+
+        def loss(of, x):
+            apply = transform(lambda x: nnx.merge(graph, of, rest, copy=True)(x)[0].sum())
+            return apply(x)
+
+        return jax.eval_shape(jax.grad(loss), of, x)
+
+    for transform in (lambda call: call, jax.checkpoint, jax.jit):
+        with pytest.raises(
+            ValueError, match=r"gradient_ratio is 8\.0; expected gradients with respect to the residual"
+        ):
+            shapes(nnx.Param, transform)
+        assert shapes(nnx.Any(nnx.Param, GradientResidual), transform)
+    assert shapes(nnx.PathContains("kernel"))

@@ -70,7 +70,8 @@ def test_scaled_inputs_equal_scaled_tokens():
         kernel, experts = params["kernel"][...], Experts(*(params[name][...] for name in ("up", "down", "gate")))
         weights = score(jnp.matmul(x, kernel, precision="highest")).weights
         # The routing does not change, as every row of logits has one positive factor.
-        one = TopK(1, score=jax.nn.sigmoid)
+        with pytest.warns(UserWarning, match="renormalise is True; expected None or False"):
+            one = TopK(1, score=jax.nn.sigmoid, renormalise=True)
         return (dense_moe(x * weights, kernel, experts, one, mask) * target).sum()
 
     run = jax.jit(lambda params, x: [jax.value_and_grad(loss, (0, 1))(params, x) for loss in (ours, dense)])

@@ -25,6 +25,17 @@ def test_softmax_top_k_as_it_is():
     np.testing.assert_allclose(routing.weights, np.sort(everything, 1)[:, :-3:-1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("score", [jax.nn.softmax, jax.nn.sigmoid])
+def test_the_weight_of_one_expert_is_its_score(score):
+    """A weight divided by itself would be 1, and the gradient of the router 0."""
+    router = TopK(1, score=score)
+    np.testing.assert_array_equal(router(LOGITS).weights[:, 0], score(LOGITS).max(1))
+    assert jnp.abs(jax.grad(lambda logits: router(logits).weights.sum())(LOGITS)).max() > 0.01
+    with pytest.warns(UserWarning, match="renormalise is True; expected None or False"):
+        renormalised = TopK(1, score=score, renormalise=True)
+    assert (renormalised(LOGITS).weights == 1).all()
+
+
 @pytest.mark.slow
 def test_the_bias_moves_the_choice_but_not_the_weight():
     router = TopK(2, score=jax.nn.sigmoid, scale=2.5)
