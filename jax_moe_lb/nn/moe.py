@@ -79,7 +79,7 @@ class MoE(nnx.Module):
         rngs: random number generators for the parameters.
 
     Warns:
-        UserWarning: the system cannot balance this layer, such as `hybridep()` with too few slots.
+        UserWarning: the system cannot balance this layer, or its router kernel has no gradient (`HashRouter`).
 
     Raises:
         ValueError: `num_experts` is no multiple of the number of ranks, the topology does not match the mesh, or the
@@ -140,6 +140,8 @@ class MoE(nnx.Module):
         home_experts_per_rank(num_experts, split)
 
         options = router_options(router)
+        if not options.learns and losses == Losses():
+            warnings.warn(f"the kernel has no gradient, as {type(router).__name__} ignores it", stacklevel=2)
         parameters = Parameters(mesh, rules, precision.param_dtype, kernel_init, rngs)
         self._make_experts(parameters, (num_experts, embed_dim, experts.hidden_dim), options.logit_bias)
         self._make_shared(parameters, embed_dim)

@@ -8,6 +8,7 @@ its copies are dropped.
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -64,13 +65,13 @@ class ExpertChoice(Router):
         num_experts_per_tok: mean number of experts per token, the paper's capacity factor; usually 2.
         max_experts_per_tok: maximum number of experts per token; 4 (default). It determines the rows of buffers, so
             keep it small.
-        selection_bias: see `Router`.
+        selection_bias: must be False (default), because experts are balanced by construction.
         logit_bias: see `Router`.
         capacity_factor: see `Router`.
         scale_inputs: see `Router`.
 
     Raises:
-        ValueError: `num_experts_per_tok` is below 1 or above `max_experts_per_tok`.
+        ValueError: `num_experts_per_tok` is below 1 or above `max_experts_per_tok`, or `selection_bias` is True.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -89,6 +90,7 @@ class ExpertChoice(Router):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._refuse("selection_bias")
         if not 1 <= self.num_experts_per_tok <= self.max_experts_per_tok:
             raise ValueError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}; "
@@ -126,17 +128,17 @@ class HashRouter(Router):
     """Hash router: the experts of a token depend on a hash of its id.
 
     It has no learned routing, as a baseline for learned routers; frequent tokens make its load uneven. Pass `token_ids`
-    to the layer. All weights are equal.
+    to the layer. All weights are equal. `nn.MoE` warns that its kernel has no gradient without router losses.
 
     Args:
         num_experts_per_tok: `K`, number of distinct experts per token; 1 in the paper.
-        selection_bias: see `Router`.
+        selection_bias: must be False (default), because no scores select the experts.
         logit_bias: see `Router`.
         capacity_factor: see `Router`.
-        scale_inputs: see `Router`.
+        scale_inputs: must be False (default), because the weights are constant.
 
     Raises:
-        ValueError: `num_experts_per_tok` is below 1.
+        ValueError: `num_experts_per_tok` is below 1, or `selection_bias` or `scale_inputs` is True.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -153,8 +155,11 @@ class HashRouter(Router):
 
     num_experts_per_tok: int
 
+    learns: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._refuse("selection_bias", "scale_inputs")
         if self.num_experts_per_tok < 1:
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -117,9 +118,18 @@ class Router:
     capacity_factor: float | None = None
     scale_inputs: bool = False
 
+    learns: ClassVar[bool] = True
+    """False if the routing does not depend on the logits, so that only router losses train the kernel."""
+
     def __post_init__(self) -> None:
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ValueError(f"capacity_factor is {self.capacity_factor}; expected a finite number above 0, or None")
+
+    def _refuse(self, *names: str) -> None:
+        """Refuse options without effect on this router."""
+        for name in names:
+            if getattr(self, name):
+                raise ValueError(f"{name} is True; expected False, as {type(self).__name__} would ignore it")
 
     def _inherit(self, inner: "Router") -> None:
         """Take the options of the wrapped router for options with default values."""
@@ -335,10 +345,13 @@ class ForceBalanced(Router):
 
     Args:
         router: router for the weights, `K` and the default options of `Router`.
-        selection_bias: see `Router`; the option of `router` by default.
+        selection_bias: the option of `router`, so that both have the same parameters; it has no effect here.
         logit_bias: see `Router`; the option of `router` by default.
         capacity_factor: see `Router`; the option of `router` by default.
         scale_inputs: see `Router`; the option of `router` by default.
+
+    Raises:
+        ValueError: `selection_bias` is True and the option of `router` is not.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -352,6 +365,8 @@ class ForceBalanced(Router):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.router.selection_bias:
+            self._refuse("selection_bias")
         self._inherit(self.router)
 
     @property
