@@ -276,7 +276,8 @@ def module_with(option):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "option", [n for n, p in inspect.signature(MoE).parameters.items() if p.default is not inspect.Parameter.empty]
+    "option",
+    [n for n, p in inspect.signature(MoE.__init__).parameters.items() if p.default is not inspect.Parameter.empty],
 )
 def test_every_option_of_the_module(option):
     assert module_with(option) != module_with(None)

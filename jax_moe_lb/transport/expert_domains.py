@@ -8,6 +8,7 @@ does not depend on tokens.
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -24,7 +25,7 @@ from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import Level, Topology
 from jax_moe_lb.core.types import pytree, wide_dtype
-from jax_moe_lb.transport.compression import Codec, Encoded, average
+from jax_moe_lb.transport.compression import Codec, CodecBase, Encoded, average
 from jax_moe_lb.transport.expert_gradients import (
     differentiated_together,
     place_with_residual,
@@ -219,6 +220,9 @@ class GatherExpertDomain:
         domains: expert domains of the mesh.
         codec: compression of the experts; `Codec()`, without compression, by default. Adapters require it.
 
+    Warns:
+        UserWarning: `codec.base` is not the default although `codec.ratio` is 1.
+
     Examples:
         >>> import jax
         >>> import jax.numpy as jnp
@@ -237,6 +241,11 @@ class GatherExpertDomain:
 
     domains: ExpertDomains
     codec: Codec = field(default_factory=Codec)
+
+    def __post_init__(self) -> None:
+        if self.codec.base is not CodecBase.SHARED and not self.codec.compresses:
+            # The generated `__init__` and the check of the fields are between this line and the caller.
+            warnings.warn(f"codec.base is {self.codec.base} without effect; expected a ratio above 1", stacklevel=4)
 
     def average(self, experts: Experts) -> Experts | None:
         """Return the mean of all experts; `None` if the codec does not use it. See `compression.average`."""

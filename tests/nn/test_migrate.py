@@ -172,3 +172,10 @@ def test_a_gradient_without_its_residual_is_refused(codec):
             shapes(nnx.Param, transform)
         assert shapes(nnx.Any(nnx.Param, GradientResidual), transform)
     assert shapes(nnx.PathContains("kernel"))
+
+
+def test_a_base_without_differences_warns():
+    base = make_mesh((2,), ("expert",))
+    domains = ExpertDomains.from_mesh(hybrid_mesh(base, {"expert": 2}), Topology.from_mesh(base))
+    with pytest.warns(UserWarning, match=r"codec.base is CodecBase.ZERO without effect; expected a ratio above 1"):
+        GatherExpertDomain(domains, Codec(base=CodecBase.ZERO))
