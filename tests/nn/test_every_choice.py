@@ -8,14 +8,28 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import ExpertConfig, MoE, Precision, SharedExpert, System, TopK, Topology, kernels, routing, transport
+from jax_moe_lb import (
+    ExpertConfig,
+    Losses,
+    MoE,
+    Precision,
+    SharedExpert,
+    System,
+    TopK,
+    Topology,
+    kernels,
+    router_loss,
+    routing,
+    transport,
+)
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.nn import SharedMix
-from jax_moe_lb.routing import ForceBalanced, NoisyTopK, Router
+from jax_moe_lb.routing import ForceBalanced, NoisyTopK, Router, Routing
 from jax_moe_lb.transport import Dispatch
 from tests.layer_cases import assert_close, make_mesh
 from tests.nn.dense_float64 import dense
@@ -98,6 +112,35 @@ def test_every_choice(activation, router, dispatch, x64):
     gradients = check(layer, x, **tokens)
     no_gradient = {name for name, leaf in gradients.items() if not jnp.abs(leaf).max() > 0}
     assert no_gradient == ({"kernel"} if isinstance(router, routing.HashRouter) else set())
+
+
+def nan_for_padding(logits, bias, info):
+    """Router whose results are NaN for padding."""
+    routing = TopK(2)(logits)
+    floats = (jnp.where(info.mask[:, None], x, jnp.nan) for x in (routing.weights, routing.logits, routing.scores))
+    return Routing(routing.experts, *floats)
+
+
+@pytest.mark.slow
+def test_a_router_may_return_nan_for_padding():
+    """Outputs, losses, and their gradients are those of a router that does not."""
+    mesh, (x, tokens) = make_mesh((2,), ("expert",)), arguments()
+    losses = Losses(switch=0.5, sequence=0.5, z=0.5)
+
+    def results(router):
+        options = {"mesh": mesh, "system": "plain", "experts": ExpertConfig(INNER), "losses": losses}
+        layer = MoE(WIDTH, NUM_EXPERTS, router, rngs=nnx.Rngs(0), **options)
+        graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+        def loss(params, x):
+            y, stats = nnx.merge(graph, params, rest, copy=True)(x, tokens["mask"].reshape(4, 6))
+            return jnp.square(y).sum() + router_loss(stats)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x.reshape(4, 6, WIDTH))
+
+    got, want = results(nan_for_padding), results(TopK(2))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(want))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def inner_over(axes):
