@@ -14,6 +14,8 @@ import pytest
 import typer
 
 from jax_moe_lb.cli.app import UsageError, app
+from jax_moe_lb.cli.planning import balancer_names
+from jax_moe_lb.layer.systems import system_named, system_names
 from tests.page_blocks import CHECKOUT, ELSEWHERE, Block, blocks, run_alone, same_output
 from tests.plain_environment import write_sitecustomize
 from tests.test_doctests import ROOMS
@@ -215,3 +217,27 @@ def test_the_messages_of_troubleshooting_exist():
     assert len(messages) - len(own) == len(OF_JAX)
     parts = {part.strip() for message in own for part in message.split("...")}
     assert not {part for part in parts if part.strip("();, ") and part not in text}
+
+
+SYSTEM_PAGES = [page for page in PAGES if page.parent.name == "systems" and page.stem != "README"]
+
+
+@pytest.mark.parametrize("page", SYSTEM_PAGES, ids=lambda page: page.stem)
+def test_a_page_of_a_system_says_how_to_train_with_it(page):
+    (line,) = re.findall(r"^Train with it: (.+)$", page.read_text(), re.MULTILINE)
+    command = re.match(r"`(python -m models\.train .+?)`", line)
+    assert command or line.startswith("`MoE(")
+    assert command is None or problem(shlex.split(command[1])) is None
+    if command and (system := re.search(r"--system (\w+)", command[1])):
+        system_named(system[1])
+
+
+def test_every_system_and_every_page_has_a_name_in_the_table():
+    table = (ROOT / "docs/systems/README.md").read_text()
+    linked = re.findall(r"\]\((\w+)\.md\) \|$", table, re.MULTILINE)
+    assert sorted(linked) == sorted(page.stem for page in SYSTEM_PAGES)
+    named = re.findall(r'^\| `(\w+)`.* \| `system="(\w+)"` \| `--system (\w+)`', table, re.MULTILINE)
+    assert all(len(set(names)) == 1 for names in named)
+    assert {names[0] for names in named} >= set(system_names())
+    balancers = re.findall(r"`--balancer (\w+)`", table)
+    assert sorted(balancers) == sorted(balancer_names())
