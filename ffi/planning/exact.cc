@@ -9,10 +9,12 @@
 #include "ffi/planning/checks.h"
 #include "ffi/planning/flow_evaluator.h"
 #include "ffi/planning/localize.h"
+#include "ffi/planning/one_pass.h"
 #include "ffi/planning/search.h"
 #include "ffi/planning/serving.h"
 #include "ffi/planning/subset_evaluator.h"
 #include "ffi/planning/thinning.h"
+#include "ffi/planning/varied_chain.h"
 
 namespace moe_lb {
 namespace {
@@ -73,6 +75,8 @@ Status Check(View<const int32_t> tokens, const ExactOptions& options, MatrixView
   return options.counts_are_checked ? Ok() : CheckCounts(tokens, options.counts, num_ranks);
 }
 
+constexpr DonorRule kRules[] = {DonorRule::kSurplus, DonorRule::kUseful, DonorRule::kHottest};
+
 class Planner {
  public:
   Planner(View<const int32_t> tokens, size_t num_ranks, size_t slots, const ExactOptions& options)
@@ -94,8 +98,11 @@ class Planner {
     const int32_t limit = max_load_ + static_cast<int32_t>(extra);
     thinning_.Thin(best_, limit);
     if (limit > max_load_) FindFewest(limit);
+    // The replicas left may keep a lower limit. Every one of them still serves tokens: without it, even the limit of
+    // the removals is out of reach.
+    const int32_t lowest = best_.Level(mean_);
     // Localize last: a moved replica can be neither levelled nor removed.
-    if (options.counts.rows() > 0) Localize(best_, options.counts, limit, slots_);
+    if (options.counts.rows() > 0) Localize(best_, options.counts, lowest, slots_);
     return best_;
   }
 
@@ -103,35 +110,94 @@ class Planner {
   void FindBest() {
     const auto ranks = static_cast<int32_t>(best_.num_ranks());
     // A plan at the mean, rounded up, is optimal.
-    const int32_t mean = total_ / ranks + (total_ % ranks != 0);
-    const int32_t enough = mean + mean / kCloseEnough;
-    for (const DonorRule rule : {DonorRule::kSurplus, DonorRule::kUseful, DonorRule::kHottest}) {
-      // A result this close to the mean does not justify the time of the other rules.
-      if (max_load_ <= enough) return;
-      chain_.Fill(now_, mean, rule);
-      KeepIfBetter(mean);
+    mean_ = total_ / ranks + (total_ % ranks != 0);
+    // A result this close to the mean does not justify the time of further steps.
+    enough_ = mean_ + mean_ / kCloseEnough;
+    for (const DonorRule rule : kRules) {
+      if (max_load_ <= enough_) break;
+      chain_.Fill(now_, mean_, rule);
+      KeepIfBetter();
     }
-    if (max_load_ <= enough || best_.num_ranks() > FlowEvaluator::kMaxRanks) return;
-    now_.Reset();
-    // The search returns positions of replicas without tokens. Level pushes tokens to them.
-    for (const Replica& replica : SearchFor(enough)) now_.Add(replica.expert, replica.rank, 0);
-    KeepIfBetter(mean);
+    if (max_load_ == mean_) return;
+    StartFromOnePass();
+    NarrowLimit();
+    Vary();
+    if (max_load_ > enough_ && ranks <= kMaxSearchedRanks) SearchFurther();
   }
 
-  void KeepIfBetter(int32_t mean) {
-    const int32_t load = now_.Level(mean);
+  void StartFromOnePass() {
+    OnePass one_pass(best_.num_ranks(), slots_, fan_out_);
+    one_pass.FillGreedy(now_, mean_);
+    KeepIfBetter();
+    one_pass.FillUltraEp(now_, mean_);
+    KeepIfBetter();
+  }
+
+  // Halves the range of limits for the chains. Under a limit out of reach they spend the slots on few ranks. They may
+  // fail under a limit and keep a lower one, so the range is not a bound.
+  void NarrowLimit() {
+    int32_t low = mean_;
+    for (int round = 0; round < kLimitRounds && max_load_ > enough_ && max_load_ - low > enough_ - mean_; ++round) {
+      const int32_t limit = low + (max_load_ - low) / 2;
+      for (const DonorRule rule : kRules) {
+        chain_.Fill(now_, limit, rule);
+        KeepIfBetter();
+        if (max_load_ <= limit) break;
+      }
+      if (max_load_ > limit) low = limit;
+    }
+  }
+
+  // Tries chains in varied orders, under lower limits.
+  void Vary() {
+    VariedChain varied(best_.num_ranks(), slots_, fan_out_);
+    const VariedRounds rounds(static_cast<int64_t>(best_.num_ranks() * slots_));
+    int in_vain = 0;
+    for (int round = 0; round < rounds.number && in_vain < rounds.patience && max_load_ > enough_; ++round) {
+      const int32_t before = max_load_;
+      for (int i = 0; i < kVariedAtOnce; ++i) {
+        const Variation variation(static_cast<uint32_t>(round * kVariedAtOnce + i));
+        varied.Fill(now_, variation.Limit(before, mean_), variation);
+        KeepIfBetter();
+      }
+      in_vain = max_load_ < before ? 0 : in_vain + 1;
+    }
+  }
+
+  void SearchFurther() {
+    const std::vector<Replica> found = SearchFor();
+    now_.Reset();
+    // The search returns positions of replicas without tokens. Level pushes tokens to them.
+    for (const Replica& replica : found) now_.Add(replica.expert, replica.rank, 0);
+    KeepIfBetter();
+  }
+
+  void KeepIfBetter() {
+    const int32_t load = now_.Level(mean_, max_load_);
     if (load >= max_load_) return;
     max_load_ = load;
     // No copy is needed: the next use of `now_` starts with a reset.
     std::swap(best_, now_);
   }
 
-  std::vector<Replica> SearchFor(int32_t enough) const {
+  std::vector<Replica> SearchFor() const {
     const size_t num_ranks = best_.num_ranks();
-    if (num_ranks > SubsetEvaluator::kMaxRanks) {
-      FlowEvaluator evaluator(tokens_, num_ranks, slots_);
-      return Search(tokens_, num_ranks, slots_, fan_out_, evaluator).Run(best_.Replicas(), enough, kFlowEffort);
-    }
+    if (num_ranks <= SubsetEvaluator::kMaxRanks) return SearchSubsets();
+    if (num_ranks <= RankSet<1>::kMaxRanks) return SearchFlows<1>();
+    if (num_ranks <= RankSet<2>::kMaxRanks) return SearchFlows<2>();
+    return num_ranks <= RankSet<4>::kMaxRanks ? SearchFlows<4>() : SearchFlows<kMaxSearchedRanks / 64>();
+  }
+
+  template <size_t W>
+  std::vector<Replica> SearchFlows() const {
+    const size_t num_ranks = best_.num_ranks();
+    FlowEvaluator<W> evaluator(tokens_, num_ranks, slots_);
+    return Search<W>(tokens_, num_ranks, slots_, fan_out_, evaluator)
+        .Run(best_.Replicas(), enough_, FlowEffort(static_cast<int64_t>(num_ranks)));
+  }
+
+  std::vector<Replica> SearchSubsets() const {
+    const size_t num_ranks = best_.num_ranks();
     // SubsetEvaluator adds up tokens in 32 bits for many sets, so larger loads are halved until they fit. The search
     // may then choose a worse placement, but the quotas stay exact: KeepIfBetter levels with exact tokens.
     int shift = 0;
@@ -140,7 +206,8 @@ class Planner {
     for (int32_t& tokens : coarse) tokens >>= shift;
     const View<const int32_t> view(coarse.data(), coarse.size());
     SubsetEvaluator evaluator(view, num_ranks);
-    return Search(view, num_ranks, slots_, fan_out_, evaluator).Run(best_.Replicas(), enough >> shift, kSubsetEffort);
+    return Search<1>(view, num_ranks, slots_, fan_out_, evaluator)
+        .Run(best_.Replicas(), enough_ >> shift, kSubsetEffort);
   }
 
   void FindFewest(int32_t limit) {
@@ -162,6 +229,8 @@ class Planner {
   Serving best_;
   Serving now_;
   int32_t max_load_ = 0;  // of best_
+  int32_t mean_ = 0;      // load, rounded up
+  int32_t enough_ = 0;
 };
 
 void Write(const Serving& plan, MatrixView<int32_t> placement, MatrixView<int32_t> quota) {

@@ -10,15 +10,15 @@
 namespace moe_lb {
 
 struct ExactOptions {
-  // The second step may raise the maximum load by this fraction. At least 0.
+  // The second step may raise the maximum load by this fraction to save replicas. At least 0.
   double eps = 0;
 
   // Maximum number of replicas of the experts of one home rank, which sends their weights. At least 0.
   int64_t max_fan_out = std::numeric_limits<int64_t>::max();
 
   // [R, E], tokens of each expert starting on each rank; columns sum to `tokens` at most, to less if some start
-  // outside of the domain. Without rows: unknown. If known, replicas change places if this keeps the limit and serves
-  // more tokens on the rank where they start.
+  // outside of the domain. Without rows: unknown. If known, replicas change places if this keeps the maximum and
+  // serves more tokens on the rank where they start.
   MatrixView<const int32_t> counts = {nullptr, 0, 0};
 
   // If true, the caller has checked the values of `counts`.
@@ -27,22 +27,26 @@ struct ExactOptions {
 
 // Plans one domain from the tokens of its experts.
 //
-// 1. Best maximum. Replicas are placed by `Chain` under three rules, each levelled by `Serving::Level`;
-//    if none comes within 1/4096 of the mean load, `Search` starts from the best of them, with a fixed
-//    number of steps. `best` is the maximum of the best placement found.
+// 1. Best maximum. Placements are made by these steps, each levelled by `Serving::Level`, until one is within 1/4096 of
+//    the mean load. `best` is the maximum of the best placement found.
+//    - `Chain` under the mean, by three rules.
+//    - `OnePass`: the rule of `Greedy` and the first attempt of `UltraEp`. It runs also if a rule is close to the mean,
+//      but above it, so that with eps = 0 and no fan-out no plan of these two is more level.
+//    - `Chain` under limits above the mean, by bisection.
+//    - `VariedChain` in orders of choices varied by noise.
+//    - `Search` from the best of them, with a fixed number of steps.
 // 2. Fewest replicas. The candidates are this placement and those of `Chain` under the limit
 //    best + floor(eps * best), each reduced by `Thinning`. The one with the fewest replicas is chosen. No candidate has
-//    a maximum above the limit.
-// 3. With counts, `Localize`.
+//    a maximum above the limit. The chosen one is levelled again to the lowest maximum of its replicas.
+// 3. With counts, `Localize` within this maximum.
 //
 // Optimality:
-// - For the replicas of the plan, no quota has a lower maximum than the result of Level; step 2 may then raise it up to
-//   the limit.
+// - For the replicas of the plan, no quota has a lower maximum.
 // - A maximum equal to the mean, rounded up, is optimal. This is usual for real loads with two replica slots on each of
 //   32 or more ranks.
 // - Otherwise the placement is the result of a search and carries no guarantee. On recorded loads of
 //   256 experts, 8 ranks with two replica slots each, it was 0.1 % above the optimum of a mixed-integer
-//   program on average, and 1.4 % at worst. Above FlowEvaluator::kMaxRanks ranks there is no search.
+//   program on average, and 1.4 % at worst. Above kMaxSearchedRanks ranks the last step is left out.
 // - The number of replicas is minimal only in one respect: removing any single replica would exceed the limit.
 //
 // The plan is a function of the arguments alone: no clock, fixed pseudo-random seed, ties to the lowest

@@ -1,10 +1,12 @@
 #include "ffi/planning/flow_evaluator.h"
 
-#include <algorithm>
+#include <limits>
+#include <utility>
 
 namespace moe_lb {
 
-FlowEvaluator::FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_t slots)
+template <size_t W>
+FlowEvaluator<W>::FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_t slots)
     // Reserve as many removed replicas as a placement can have, so that Compact runs once in that many swaps.
     : capacity_(tokens.size() + 2 * num_ranks * slots), now_(tokens, num_ranks), trial_(now_) {
   int64_t total = 0;
@@ -14,25 +16,40 @@ FlowEvaluator::FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_
   FindCut();
 }
 
-void FlowEvaluator::Apply(const Swap& swap) {
+template <size_t W>
+void FlowEvaluator<W>::Apply(const Swap& swap) {
   // Start from the flow of the previous placement, which differs by one swap, so that few tokens must be pushed.
   trial_ = now_;
   if (swap.dropped != Swap::kNoExpert) trial_.Remove(trial_.Find(swap.dropped, swap.rank));
   trial_.Add(swap.added, swap.rank, 0);
 }
 
-bool FlowEvaluator::Keeps(const Swap& swap, int32_t threshold) {
+template <size_t W>
+bool FlowEvaluator<W>::Keeps(const Swap& swap, int32_t threshold) {
   Apply(swap);
-  int64_t stuck = 0;
-  // A rank that cannot be offloaded keeps its load above the limit, and the sum of these is the largest excess. Stop at
-  // the threshold, because most swaps are refused.
-  for (uint32_t rank = 0; rank < trial_.num_ranks() && stuck <= threshold; ++rank) {
-    if (!trial_.OffloadRank(rank, limit_)) stuck += trial_.load(rank) - limit_;
-  }
-  return stuck <= threshold;
+  RankSet<W> stuck;
+  // Stop at the threshold, because most swaps are refused.
+  return Offload(trial_, threshold, &stuck) <= threshold;
 }
 
-void FlowEvaluator::Commit(const Swap& swap) {
+// A rank that cannot be offloaded keeps its load above the limit, and the sum of these is the largest excess. No path
+// leads out of the ranks that it reaches, so later paths avoid them, and those above the limit are stuck, too.
+template <size_t W>
+int64_t FlowEvaluator<W>::Offload(Serving& serving, int64_t enough, RankSet<W>* stuck) const {
+  int64_t excess = 0;
+  for (uint32_t rank = 0; rank < serving.num_ranks() && excess <= enough; ++rank) {
+    if (serving.load(rank) <= limit_) continue;
+    if (!stuck->Has(rank)) {
+      if (serving.OffloadRank(rank, limit_)) continue;
+      for (const uint32_t reached : serving.reached()) stuck->Add(reached);
+    }
+    excess += serving.load(rank) - limit_;
+  }
+  return excess;
+}
+
+template <size_t W>
+void FlowEvaluator<W>::Commit(const Swap& swap) {
   Apply(swap);
   std::swap(now_, trial_);
   // Removed replicas leave their entries behind, and every copy of `now_` includes them.
@@ -40,7 +57,8 @@ void FlowEvaluator::Commit(const Swap& swap) {
   FindCut();
 }
 
-void FlowEvaluator::Compact() {
+template <size_t W>
+void FlowEvaluator<W>::Compact() {
   trial_.Reset();
   for (auto entry = static_cast<uint32_t>(now_.num_experts()); entry < now_.num_entries(); ++entry) {
     if (!now_.removed(entry)) trial_.Add(now_.expert(entry), now_.rank(entry), now_.tokens(entry));
@@ -48,31 +66,29 @@ void FlowEvaluator::Compact() {
   std::swap(now_, trial_);
 }
 
-void FlowEvaluator::SetLimit(int32_t limit) {
+template <size_t W>
+void FlowEvaluator<W>::SetLimit(int32_t limit) {
   limit_ = limit;
   FindCut();
 }
 
-int32_t FlowEvaluator::MaxLoad() {
+template <size_t W>
+int32_t FlowEvaluator<W>::MaxLoad() {
   trial_ = now_;
   return trial_.Level(mean_);
 }
 
 // The cut consists of the ranks that cannot be offloaded and of all ranks they reach; tokens cannot leave the cut.
-// Offloading one rank changes the flow of others, so compute the cut after all are offloaded as far as possible.
-void FlowEvaluator::FindCut() {
-  int64_t stuck = 0;
-  for (uint32_t rank = 0; rank < now_.num_ranks(); ++rank) {
-    if (!now_.OffloadRank(rank, limit_)) stuck += now_.load(rank) - limit_;
-  }
-  worst_ = static_cast<int32_t>(stuck);
-  if (stuck == 0) return;
-  cut_ = 0;
-  for (uint32_t rank = 0; rank < now_.num_ranks(); ++rank) {
-    if (now_.load(rank) <= limit_) continue;
-    now_.OffloadRank(rank, limit_);
-    for (const uint32_t reached : now_.reached()) cut_ |= Bit(reached);
-  }
+template <size_t W>
+void FlowEvaluator<W>::FindCut() {
+  RankSet<W> stuck;
+  worst_ = static_cast<int32_t>(Offload(now_, std::numeric_limits<int64_t>::max(), &stuck));
+  if (worst_ > 0) cut_ = stuck;
 }
+
+template class FlowEvaluator<1>;
+template class FlowEvaluator<2>;
+template class FlowEvaluator<4>;
+template class FlowEvaluator<16>;
 
 }  // namespace moe_lb

@@ -4,7 +4,9 @@
 
 namespace moe_lb {
 
-Search::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, SwapEvaluator& evaluator)
+template <size_t W>
+Search<W>::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out,
+                  SwapEvaluator<W>& evaluator)
     : home_experts_(tokens.size() / num_ranks),
       slots_(slots),
       fan_out_(fan_out),
@@ -14,7 +16,8 @@ Search::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_
       sent_(num_ranks, 0) {
   for (uint32_t expert = 0; expert < tokens.size(); ++expert) {
     by_tokens_.push_back(expert);
-    holders_.push_back(Bit(HomeOf(expert)));
+    holders_.emplace_back();
+    holders_.back().Add(HomeOf(expert));
   }
   for (size_t first = 0; first < tokens.size(); first += home_experts_) {
     const auto begin = by_tokens_.begin() + static_cast<std::ptrdiff_t>(first);
@@ -24,7 +27,8 @@ Search::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_
   for (const uint32_t expert : by_tokens_) hot_tokens_.push_back(tokens[expert]);
 }
 
-const std::vector<Replica>& Search::Run(const std::vector<Replica>& start, int32_t enough, Effort effort) {
+template <size_t W>
+const std::vector<Replica>& Search<W>::Run(const std::vector<Replica>& start, int32_t enough, Effort effort) {
   Start(start);
   KeepBest();
   FindSides();
@@ -41,7 +45,8 @@ const std::vector<Replica>& Search::Run(const std::vector<Replica>& start, int32
   return best_replicas_;
 }
 
-void Search::Start(const std::vector<Replica>& start) {
+template <size_t W>
+void Search<W>::Start(const std::vector<Replica>& start) {
   for (const Replica& replica : start) {
     swap_slot_ = replica.rank * slots_;
     while (slot_[swap_slot_] != Swap::kNoExpert) ++swap_slot_;
@@ -50,7 +55,8 @@ void Search::Start(const std::vector<Replica>& start) {
   }
 }
 
-void Search::KeepBest() {
+template <size_t W>
+void Search<W>::KeepBest() {
   best_ = evaluator_.MaxLoad();
   // From now on only a placement better by at least one token has no excess.
   evaluator_.SetLimit(best_ - 1);
@@ -60,27 +66,31 @@ void Search::KeepBest() {
   }
 }
 
-uint32_t Search::Draw(uint32_t count) {
+template <size_t W>
+uint32_t Search<W>::Draw(uint32_t count) {
   // A linear congruential generator: its low bits have short periods, so only the upper half is used, scaled to the
   // range. Written out here because the standard's distributions differ between libraries.
   random_ = random_ * 6364136223846793005u + 1442695040888963407u;
   return static_cast<uint32_t>(((random_ >> 32) * count) >> 32);
 }
 
-uint32_t Search::DrawRank(const std::vector<uint32_t>& ranks) {
+template <size_t W>
+uint32_t Search<W>::DrawRank(const std::vector<uint32_t>& ranks) {
   return ranks[Draw(static_cast<uint32_t>(ranks.size()))];
 }
 
 // Collects the ranks on both sides of the evaluator's cut.
-void Search::FindSides() {
+template <size_t W>
+void Search<W>::FindSides() {
   inside_.clear();
   outside_.clear();
   for (uint32_t rank = 0; rank < sent_.size(); ++rank) {
-    ((evaluator_.cut() & Bit(rank)) != 0 ? inside_ : outside_).push_back(rank);
+    (evaluator_.cut().Has(rank) ? inside_ : outside_).push_back(rank);
   }
 }
 
-bool Search::Propose() {
+template <size_t W>
+bool Search<W>::Propose() {
   // Only a slot outside of the cut reduces the excess: it falls by the tokens of the expert added there.
   swap_.rank = DrawRank(outside_);
   const auto begin = slot_.begin() + static_cast<std::ptrdiff_t>(swap_.rank * slots_);
@@ -92,8 +102,10 @@ bool Search::Propose() {
   int32_t falls_back = 0;
   // If no other rank outside the cut holds the dropped expert, its tokens return to the cut, and the new expert must
   // have more.
-  if (*slot != Swap::kNoExpert && (holders_[*slot] & ~Bit(swap_.rank) & ~evaluator_.cut()) == 0) {
-    falls_back = tokens_[*slot];
+  if (*slot != Swap::kNoExpert) {
+    RankSet<W> others = holders_[*slot];
+    others.Drop(swap_.rank);
+    if (others.IsInside(evaluator_.cut())) falls_back = tokens_[*slot];
   }
   swap_.added = DrawExpert(falls_back);
   if (swap_.added == Swap::kNoExpert) return false;
@@ -103,7 +115,8 @@ bool Search::Propose() {
 
 // Returns an expert with more than `more_than` tokens, held only by ranks of the cut; kNoExpert after three failed
 // draws. The number of draws bounds the time of a search.
-uint32_t Search::DrawExpert(int32_t more_than) {
+template <size_t W>
+uint32_t Search<W>::DrawExpert(int32_t more_than) {
   for (int draw = 0; draw < 3; ++draw) {
     const size_t first = DrawRank(inside_) * home_experts_;
     // Experts are sorted by tokens, so those with more come first. Count them without leaving the loop early, which the
@@ -112,20 +125,26 @@ uint32_t Search::DrawExpert(int32_t more_than) {
     for (size_t i = first; i < first + home_experts_; ++i) hotter += hot_tokens_[i] > more_than ? 1u : 0u;
     if (hotter == 0) continue;
     const uint32_t expert = by_tokens_[first + Draw(hotter)];
-    if ((holders_[expert] & ~evaluator_.cut()) == 0) return expert;
+    if (holders_[expert].IsInside(evaluator_.cut())) return expert;
   }
   return Swap::kNoExpert;
 }
 
-void Search::Apply() {
+template <size_t W>
+void Search<W>::Apply() {
   evaluator_.Commit(swap_);
   slot_[swap_slot_] = swap_.added;
   if (swap_.dropped != Swap::kNoExpert) {
-    holders_[swap_.dropped] &= ~Bit(swap_.rank);
+    holders_[swap_.dropped].Drop(swap_.rank);
     --sent_[HomeOf(swap_.dropped)];
   }
-  holders_[swap_.added] |= Bit(swap_.rank);
+  holders_[swap_.added].Add(swap_.rank);
   ++sent_[HomeOf(swap_.added)];
 }
+
+template class Search<1>;
+template class Search<2>;
+template class Search<4>;
+template class Search<16>;
 
 }  // namespace moe_lb

@@ -55,6 +55,14 @@ void Serving::Add(uint32_t expert, uint32_t rank, int32_t tokens) {
   load_[rank] += tokens;
 }
 
+void Serving::MoveTokens(uint32_t entry, int32_t tokens) {
+  const uint32_t home = expert(entry);
+  tokens_[home] -= tokens;
+  tokens_[entry] += tokens;
+  load_[rank(home)] -= tokens;
+  load_[rank(entry)] += tokens;
+}
+
 void Serving::Link(uint32_t entry) {
   List& of_expert = of_expert_[expert(entry)];
   List& of_rank = of_rank_[rank(entry)];
@@ -120,8 +128,8 @@ void Serving::Restore(const Amounts& amounts, uint32_t removed) {
   ++num_replicas_;
 }
 
-int32_t Serving::Level(int32_t limit) {
-  for (uint32_t rank = 0; rank < num_ranks(); ++rank) {
+int32_t Serving::Level(int32_t limit, int32_t too_high) {
+  for (uint32_t rank = 0; rank < num_ranks() && limit < too_high; ++rank) {
     while (!OffloadRank(rank, limit)) {
       int64_t sum = 0;
       for (const uint32_t reached : queue_) sum += load_[reached];

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "ffi/common/view.h"
@@ -45,6 +46,9 @@ class Serving {
   // Adds a replica and moves `tokens` to it from its expert's home.
   void Add(uint32_t expert, uint32_t rank, int32_t tokens);
 
+  // Moves tokens from the home of a replica's expert to the replica.
+  void MoveTokens(uint32_t entry, int32_t tokens);
+
   // Moves a replica and its tokens to another rank. Do not level, remove or find replicas afterwards.
   void MoveReplica(uint32_t entry, uint32_t to);
 
@@ -57,8 +61,8 @@ class Serving {
   // Exact by max-flow and min-cut: from a rank above the limit, tokens are pushed along a shortest path of ranks, each
   // holding an expert served by the rank before it. If no path reaches a rank below the limit, the reached ranks hold
   // every copy of the experts they serve. No quota then has a lower maximum than the mean load of these ranks, rounded
-  // up; the limit rises to this value.
-  int32_t Level(int32_t limit);
+  // up; the limit rises to this value. At `too_high` it ends early: the result is then only a lower bound.
+  int32_t Level(int32_t limit, int32_t too_high = std::numeric_limits<int32_t>::max());
 
   // Moves tokens of `rank` to other ranks until its load is at most the limit; false if impossible. No quota of
   // these replicas then keeps the limit, and moved tokens stay moved. Loads of other ranks do not rise above the limit.

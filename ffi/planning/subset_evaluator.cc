@@ -104,8 +104,9 @@ void SubsetEvaluator::FindCut() {
     int32_t found = 0;
     for (size_t set = first; set < first + kBlock; ++set) found |= excess_[set] == worst_ ? 1 : 0;
     if (found == 0) continue;
-    cut_ = first;
-    while (excess_[cut_] != worst_) ++cut_;
+    size_t set = first;
+    while (excess_[set] != worst_) ++set;
+    cut_ = RankSet<1>(set);
     return;
   }
 }

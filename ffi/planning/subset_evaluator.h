@@ -13,7 +13,7 @@ namespace moe_lb {
 
 // A swap changes the table by two masked additions, so that a placement is evaluated in less than 100 ns,
 // without a flow.
-class SubsetEvaluator : public SwapEvaluator {
+class SubsetEvaluator : public SwapEvaluator<1> {
  public:
   static constexpr size_t kMaxRanks = 8;
 

@@ -4,11 +4,9 @@
 #include <cstdint>
 #include <limits>
 
+#include "ffi/planning/rank_set.h"
+
 namespace moe_lb {
-
-using RankSet = uint64_t;  // bit r is rank r
-
-inline RankSet Bit(uint32_t rank) { return RankSet{1} << rank; }
 
 // One slot of `rank` loses the expert `dropped`, if it had one, and gets `added`.
 struct Swap {
@@ -20,7 +18,8 @@ struct Swap {
 
 // The excess of a set of ranks is the number of tokens that only its ranks can serve, minus its size times the limit.
 // By max-flow and min-cut, some quota keeps the limit if and only if no set has an excess above 0. The largest excess
-// is the number of tokens beyond the limit.
+// is the number of tokens beyond the limit. Sets have W words.
+template <size_t W>
 class SwapEvaluator {
  public:
   virtual ~SwapEvaluator() = default;
@@ -36,11 +35,11 @@ class SwapEvaluator {
   // The largest excess, 0 if none is above 0. If it is above 0, cut() is the smallest set with this excess, which all
   // others contain.
   int32_t worst() const { return worst_; }
-  RankSet cut() const { return cut_; }
+  const RankSet<W>& cut() const { return cut_; }
 
  protected:
   int32_t worst_ = 0;
-  RankSet cut_ = 0;
+  RankSet<W> cut_;
 };
 
 }  // namespace moe_lb

@@ -19,7 +19,7 @@ from tests.planners.test_exact import draw_counts
 
 OPTIONS = [(0.0, None, True), (0.01, None, True), (0.05, 2, False)]
 # ranks, home experts, slots, ranks per domain
-SHAPES = [(8, 16, 18, 8), (8, 4, 6, 4), (40, 2, 3, 20), (64, 4, 6, 64)]
+SHAPES = [(8, 16, 18, 8), (8, 4, 6, 4), (40, 2, 3, 20), (64, 4, 6, 64), (72, 4, 6, 72)]
 
 
 EDITS = ("greedy", "ultraep", "feplb", "relay")
@@ -56,21 +56,24 @@ def test_many_counts_give_the_plan_of_the_host(options):
 def test_refused_arguments_are_named():
     with pytest.raises(ValueError, match="counts of rank 1, expert 0 is -1; expected at least 0"):
         _planning.exact_kernel(np.array([[1, 2], [-1, 3]], np.int32), 2, 2)
-    with pytest.raises(ValueError, match="domain is 65 ranks; expected one that fits into the shared memory"):
-        _planning.exact_kernel(np.ones((65, 65), np.int32), 2, 65)
+    with pytest.raises(ValueError, match="domain is 129 ranks; expected one that fits into the shared memory"):
+        _planning.exact_kernel(np.ones((129, 129), np.int32), 2, 129)
 
 
 def test_sizes_of_the_kernel():
     assert fits_kernel((64, 256), 6, 64, 0.01, True) == has_kernels()
     assert fits_kernel((128, 512), 6, 64, 0.01, True) == has_kernels()
-    assert not fits_kernel((128, 256), 4, 128, 0.01, True)
+    for num_ranks, num_experts in ((72, 288), (72, 576), (128, 256), (128, 512)):
+        assert fits_kernel((num_ranks, num_experts), num_experts // num_ranks + 2, num_ranks, 0.01, True) == has_kernels()
+    assert not fits_kernel((128, 1024), 10, 128, 0.01, True)
+    assert not fits_kernel((256, 256), 3, 256, 0.01, True)
     assert not fits_kernel((64, 256), 64, 64, 0.01, True)
 
 
-@pytest.mark.parametrize("num_ranks", [64, 65])
+@pytest.mark.parametrize("num_ranks", [128, 129])
 @pytest.mark.slow
 def test_gpus_run_the_kernel_if_the_domain_fits(num_ranks):
-    target = "moe_lb_plan_exact_kernel" if num_ranks == 64 and has_kernels() else "moe_lb_plan_exact"
+    target = "moe_lb_plan_exact_kernel" if num_ranks == 128 and has_kernels() else "moe_lb_plan_exact"
     counts = jax.ShapeDtypeStruct((num_ranks, num_ranks), np.int32)
     traced = jax.jit(lambda counts: exact(counts, 2, num_ranks)).trace(counts)
     assert (f"@{target}(" in traced.lower(lowering_platforms=("cuda",)).as_text()) == is_built("cuda")
@@ -101,11 +104,11 @@ def test_a_plan_that_the_planner_refuses_is_named(name):
         in_kernel(name)(placement, *quota)
 
 
-@pytest.mark.parametrize("num_ranks", [64, 65])
+@pytest.mark.parametrize("num_ranks", [128, 129])
 @pytest.mark.parametrize("name", EDITS)
 def test_gpus_run_other_kernels_if_the_domain_fits(name, num_ranks):
     fits = base.fits_kernel(name, (num_ranks, 3), 2 * num_ranks, num_ranks)
-    assert fits == (num_ranks == 64 and has_kernels())
+    assert fits == (num_ranks == 128 and has_kernels())
     assert not base.fits_kernel("eplb_plus", (num_ranks, 3), 2 * num_ranks, num_ranks)
     op = PLANNERS[name].op
     size = {"num_home": 2} if name == "relay" else {"domain": num_ranks}

@@ -131,7 +131,7 @@ Case RandomCase(std::mt19937& random, Kind kind) {
   Case c = {};
   c.kind = kind;
   const int size = Pick(random, 0, 19);
-  c.domain = size == 0 ? Pick(random, 33, 64) : size < 6 ? Pick(random, 9, 32) : Pick(random, 1, 8);
+  c.domain = size == 0 ? Pick(random, 33, 128) : size < 6 ? Pick(random, 9, 32) : Pick(random, 1, 8);
   c.num_ranks = c.domain * (size > 12 ? Pick(random, 1, 3) : 1);
   if (kind == Kind::kRelay) c.num_ranks = std::min(c.num_ranks, kMaxRanks);
   c.home = size == 13 ? Pick(random, 33, 40) : Pick(random, 1, c.domain > 8 ? 4 : 8);
@@ -301,7 +301,7 @@ void TheLargestPlansFit() {
     return Fit(&call);
   };
   EXPECT(feplb_fits(1, 2, 13902) && !feplb_fits(1, 2, 13904));
-  EXPECT(feplb_fits(64, 64, 2) && !feplb_fits(65, 65, 2));
+  EXPECT(feplb_fits(128, 128, 2) && !feplb_fits(129, 129, 2));
   EXPECT(feplb_fits(2, 4, 2) && !feplb_fits(2, 4, 1));
   const auto greedy = [&](int slots) {
     GreedyCall call = {};
@@ -320,7 +320,7 @@ void TheLargestPlansFit() {
     return Fit(&call);
   };
   EXPECT(relay_fits(1, 4, 20854) && !relay_fits(1, 4, 20855));
-  EXPECT(relay_fits(64, 1, 2) && !relay_fits(65, 1, 2));
+  EXPECT(relay_fits(128, 1, 2) && !relay_fits(129, 1, 2));
 }
 
 void EveryBarrierIsNeeded(Kind kind) {

@@ -2,16 +2,18 @@
 //
 // Candidates of a plan are independent, so each has a warp and a flow: three rules for the lowest maximum load, and
 // three for the fewest replicas under the limit of that load. The limit is not known until the first three are done.
-// If the lowest maximum is the mean, as usual, it is the limit that the other three have assumed; else they run again.
+// If the lowest maximum is the mean, as usual, it is the limit that the other three have assumed; else the maximum is
+// lowered by further candidates, and they run again.
 #pragma once
 
 #include "ffi/planning/chain.h"
 #include "ffi/planning/device/exact_call.h"
 #include "ffi/planning/device/fill.h"
 #include "ffi/planning/device/localize.h"
+#include "ffi/planning/device/one_pass.h"
 #include "ffi/planning/device/search.h"
 #include "ffi/planning/device/thin.h"
-#include "ffi/planning/flow_evaluator.h"
+#include "ffi/planning/device/varied_fill.h"
 
 namespace moe_lb::device {
 
@@ -44,7 +46,7 @@ class ExactPlanner {
     loads_ = t.template Shared<int32_t>(at_.results, kCandidates);
     left_ = t.template Shared<int32_t>(at_.results + 4 * kCandidates, kCandidates);
     entries_ = t.template Shared<int32_t>(at_.results + 8 * kCandidates, kCandidates);
-    chosen_ = t.template Shared<int32_t>(at_.results + 12 * kCandidates, 3);
+    chosen_ = t.template Shared<int32_t>(at_.results + 12 * kCandidates, 2);
     home_.tokens = t.template Shared<int32_t>(at_.tokens, experts);
     home_.load = t.template Shared<int32_t>(at_.load, ranks);
     home_.hottest = t.template Shared<uint16_t>(at_.hottest, ranks);
@@ -109,7 +111,7 @@ class ExactPlanner {
     }
   }
 
-  // ---- Plan ------------------------------------------------------------------------
+  // ---- Plan: all threads keep the same state ---------------------------------------
 
   MOE_LB_DEVICE void Plan() {
     int32_t most = 0, sum = 0;
@@ -123,30 +125,25 @@ class ExactPlanner {
     mean_ = total_ / call_.shape.num_ranks + (total_ % call_.shape.num_ranks != 0 ? 1 : 0);
     enough_ = mean_ + mean_ / kCloseEnough;
     limit_ = LimitOf(mean_);
+    max_load_ = home_max_;
     if (call_.shape.slots == 0 || call_.fan_out == 0) return;
-    Flow<T, W> flow;
-    flow.Place(t_, call_.shape, FlowAt(t_.warp()));
-    for (int round = 0; round < 2; ++round) {
-      Improve(flow, round);
+    // One loop for all steps: what it calls is inlined once, or compilers of device code take minutes.
+    for (Step step = Step::kRules;; step = NextOf(step)) {
+      RunCandidate(step);
       t_.SyncBlock();
-      if (round > 0) break;
-      if (t_.warp() == 0) Choose();
-      t_.SyncBlock();
-      const int32_t max_load = chosen_[1];
-      is_repeated_ = max_load != mean_;
-      limit_ = LimitOf(max_load);
-      if (t_.warp() != 0) continue;
-      // The warp of the first candidate goes on with the best.
-      const int best = chosen_[0];
-      flow.Place(t_, call_.shape, FlowAt(Most(best, 0)));
-      if (best < 0) flow.Reset(t_, home_.tokens, home_.load);
-      if (best >= 0) flow.num_entries = entries_[best];
+      if (step == Step::kFewest) break;
+      Choose(step);
+      t_.SyncBlock();  // all have read
     }
     if (t_.warp() == 0) Finish();
     t_.SyncBlock();
   }
 
-  MOE_LB_DEVICE size_t FlowAt(int candidate) const { return at_.flows + at_.flow * static_cast<size_t>(candidate); }
+  MOE_LB_DEVICE Flow<T, W> FlowOf(int number) const {
+    Flow<T, W> flow;
+    flow.Place(t_, call_.shape, at_.flows + at_.flow * static_cast<size_t>(number));
+    return flow;
+  }
 
   // The limit of the second step: see Planner::Plan in exact.cc.
   MOE_LB_DEVICE int32_t LimitOf(int32_t max_load) const {
@@ -160,23 +157,47 @@ class ExactPlanner {
     return candidate < kHalf ? DonorRule::kHottest : DonorRule::kSequential;
   }
 
-  // Round 0: every candidate is filled and leveled, and the latter three are thinned. Round 1: the best is thinned, and
-  // the latter three run again if they assumed another limit.
-  MOE_LB_DEVICE void Improve(Flow<T, W>& flow, int round) {
-    const int candidate = t_.warp();
-    const bool is_fewest = candidate >= kHalf;
-    if (candidate >= kCandidates || (is_fewest && call_.eps <= 0) || (round > 0 && candidate > 0 && !is_fewest)) return;
-    const int32_t limit = is_fewest ? limit_ : mean_;
-    if (is_fewest && round > 0 && !is_repeated_) return;
-    // The plan at home is good enough.
-    if (!is_fewest && round == 0 && home_max_ <= enough_) return;
-    int32_t load = limit;
-    if (is_fewest || round == 0) {
-      Fill<T, W>::Run(t_, flow, home_, limit, RuleOf(candidate), call_.fan_out);
-      load = flow.Level(t_, limit);
-    }
+  // ---- Candidates ------------------------------------------------------------------
+
+  // Steps of `Planner::Plan`. kRules also tries the fewest replicas under an assumed limit; kFewest thins the best, and
+  // tries again under the limit found if it is another.
+  enum class Step { kRules, kOnePass, kNarrow, kVary, kSearch, kFewest };
+
+  MOE_LB_DEVICE bool IsFewest(Step step) const {
+    return t_.warp() >= kHalf && (step == Step::kRules || step == Step::kFewest);
+  }
+
+  // Whether this warp has a candidate.
+  MOE_LB_DEVICE bool HasCandidate(Step step) const {
+    const int warp = t_.warp();
+    if (IsFewest(step)) return warp < kCandidates && call_.eps > 0 && (step == Step::kRules || is_lowered_);
+    // The plan at home may be good enough.
+    return warp < CandidatesOf(step) && (step != Step::kRules || home_max_ > enough_);
+  }
+
+  static MOE_LB_DEVICE int CandidatesOf(Step step) {
+    if (step == Step::kOnePass) return 2;
+    return step == Step::kSearch || step == Step::kFewest ? 1 : kHalf;
+  }
+
+  // The flow of a candidate. The best may be in one of the latter three, whose candidate then has the first.
+  MOE_LB_DEVICE int NumberOf(Step step, int candidate) const {
+    if (step == Step::kRules) return candidate;
+    if (step == Step::kFewest) return candidate == 0 ? Most(best_, 0) : candidate == best_ ? 0 : candidate;
+    return best_ >= 0 && candidate >= best_ ? candidate + 1 : candidate;
+  }
+
+  // Every warp fills, levels and thins the flow of its candidate.
+  MOE_LB_DEVICE void RunCandidate(Step step) {
+    if (!HasCandidate(step)) return;
+    const bool is_fewest = IsFewest(step), is_best = step == Step::kFewest && !is_fewest;
+    const int candidate = t_.warp(), number = NumberOf(step, candidate);
+    Flow<T, W> flow = FlowOf(number);
+    FillCandidate(step, flow);
+    int32_t load = max_load_;
+    if (!is_best) load = flow.Level(t_, is_fewest ? limit_ : mean_, is_fewest ? INT32_MAX : max_load_);
     int left = kNone;
-    if (round > 0 || is_fewest) {
+    if (is_best || is_fewest) {
       // A chain may run out of slots and exceed the limit.
       const int memory = is_fewest ? candidate - kHalf + 1 : 0;
       Thin<T, W> thin(t_, flow, at_.thin + at_.one_thin * static_cast<size_t>(memory));
@@ -185,35 +206,71 @@ class ExactPlanner {
     if (t_.lane() != 0) return;
     loads_[candidate] = load;
     left_[candidate] = left;
-    entries_[candidate] = flow.num_entries;
+    entries_[number] = flow.num_entries;
   }
 
-  // `Planner::FindBest` after its rules: chosen_ gets the best candidate, -1 for the plan at home, and its maximum
-  // load.
-  MOE_LB_DEVICE void Choose() {
-    int best = -1;
-    int32_t max_load = home_max_;
-    for (int candidate = 0; candidate < kHalf && max_load > enough_; ++candidate) {
+  MOE_LB_DEVICE void FillCandidate(Step step, Flow<T, W>& flow) {
+    if (step == Step::kOnePass) {
+      if (t_.warp() == 0) OnePass<T, W>::Greedy(t_, flow, home_, mean_, call_.fan_out);
+      if (t_.warp() == 1) OnePass<T, W>::UltraEp(t_, flow, home_, mean_, home_max_, call_.fan_out);
+    } else if (step == Step::kVary) {
+      const Variation variation(static_cast<uint32_t>(round_ * kVariedAtOnce + t_.warp()));
+      VariedFill<T, W>::Run(t_, flow, home_, variation.Limit(max_load_, mean_), variation, call_.fan_out);
+    } else if (step == Step::kSearch) {
+      SearchFurther(flow);
+    } else if (step == Step::kFewest && t_.warp() == 0) {
+      if (best_ < 0) flow.Reset(t_, home_.tokens, home_.load);
+      if (best_ >= 0) flow.num_entries = entries_[best_];
+    } else {
+      Fill<T, W>::Run(t_, flow, home_,
+                      IsFewest(step)          ? limit_
+                      : step == Step::kNarrow ? tried_
+                                              : mean_,
+                      RuleOf(t_.warp()), call_.fan_out);
+    }
+  }
+
+  // As if one after the other, the candidates become the best if they lower the maximum, until it is low enough.
+  MOE_LB_DEVICE void Choose(Step step) {
+    const int32_t enough = step == Step::kRules ? enough_ : step == Step::kNarrow ? tried_ : 0;
+    before_ = max_load_;
+    int best = best_;
+    for (int candidate = 0; candidate < CandidatesOf(step) && max_load_ > enough; ++candidate) {
       const int32_t load = loads_[candidate];
-      if (load >= max_load) continue;
-      max_load = load;
-      best = candidate;
+      if (load >= max_load_) continue;
+      max_load_ = load;
+      best = NumberOf(step, candidate);
     }
-    if constexpr (W <= 2) {
-      if (max_load > enough_) SearchFurther(&best, &max_load);
-    }
-    if (t_.lane() != 0) return;
-    chosen_[0] = best;
-    chosen_[1] = max_load;
+    best_ = best;
   }
 
-  MOE_LB_DEVICE void SearchFurther(int* best, int32_t* max_load) {
-    static_assert(FlowEvaluator::kMaxRanks == 2 * kLanes);
-    const int result = *best == 0 ? 1 : 0;
-    Flow<T, W> start, flow;
-    start.Place(t_, call_.shape, FlowAt(*best < 0 ? 0 : *best));
-    start.num_entries = *best < 0 ? 0 : static_cast<int>(entries_[*best]);
-    flow.Place(t_, call_.shape, FlowAt(result));
+  // The order of `Planner::FindBest`.
+  MOE_LB_DEVICE Step NextOf(Step step) {
+    static_assert(kVariedAtOnce == kHalf);
+    if (step == Step::kRules && max_load_ != mean_) {
+      is_lowered_ = true;
+      return Step::kOnePass;
+    }
+    if (step == Step::kOnePass) low_ = mean_;
+    if (step == Step::kNarrow && max_load_ > tried_) low_ = tried_;
+    if (step == Step::kNarrow || step == Step::kVary) ++round_;
+    if (step == Step::kOnePass || step == Step::kNarrow) {
+      tried_ = low_ + (max_load_ - low_) / 2;
+      if (round_ < kLimitRounds && max_load_ > enough_ && max_load_ - low_ > enough_ - mean_) return Step::kNarrow;
+      round_ = 0;
+    }
+    if (step == Step::kVary) in_vain_ = max_load_ < before_ ? 0 : in_vain_ + 1;
+    const VariedRounds rounds(call_.shape.all_slots());
+    const bool is_above = step != Step::kRules && step != Step::kSearch && max_load_ > enough_;
+    if (is_above && round_ < rounds.number && in_vain_ < rounds.patience) return Step::kVary;
+    limit_ = LimitOf(max_load_);
+    return is_above ? Step::kSearch : Step::kFewest;
+  }
+
+  // Fills a flow with the replicas found, without tokens.
+  MOE_LB_DEVICE void SearchFurther(Flow<T, W>& flow) const {
+    Flow<T, W> start = FlowOf(Most(best_, 0));
+    start.num_entries = best_ < 0 ? 0 : static_cast<int>(entries_[best_]);
     SearchMemory<T, W> memory;
     memory.Place(t_, call_.shape, at_.search);
     Searcher<T, W> searcher(t_, flow.shape, memory, call_.fan_out);
@@ -228,7 +285,7 @@ class ExactPlanner {
       searcher.Start(home_.tokens, shift);
       flow.Reset(t_, home_.tokens, home_.load);
       FlowSwaps<T, W> evaluator(t_, flow, mean_);
-      searcher.Run(evaluator, start, enough_, kFlowEffort);
+      searcher.Run(evaluator, start, enough_, FlowEffort(call_.shape.num_ranks));
     }
     t_.SyncWarp();  // the best is written, and all have read the flow
     flow.Reset(t_, home_.tokens, home_.load);
@@ -240,27 +297,21 @@ class ExactPlanner {
       ++flow.num_entries;
     }
     t_.SyncWarp();
-    const int32_t load = flow.Level(t_, mean_);
-    if (load >= *max_load) return;
-    *max_load = load;
-    *best = result;
-    if (t_.lane() == 0) entries_[result] = flow.num_entries;
   }
 
-  // Takes the plan with the fewest replicas and localizes it.
+  // Takes the plan with the fewest replicas, levels it again and localizes it.
   MOE_LB_DEVICE void Finish() {
-    const int best = Most(static_cast<int>(chosen_[0]), 0);
-    int pick = best;
+    int pick = Most(best_, 0);
     int fewest = left_[0];
-    const bool may_be_fewer = call_.eps > 0 && limit_ > static_cast<int32_t>(chosen_[1]);
+    const bool may_be_fewer = call_.eps > 0 && limit_ > max_load_;
     for (int candidate = kHalf; candidate < kCandidates && may_be_fewer; ++candidate) {
       const int left = left_[candidate];
-      if (left < fewest) pick = candidate;
+      if (left < fewest) pick = NumberOf(Step::kFewest, candidate);
       fewest = Least(fewest, left);
     }
-    Flow<T, W> flow;
-    flow.Place(t_, call_.shape, FlowAt(pick));
-    flow.num_entries = entries_[pick == best ? 0 : pick];
+    Flow<T, W> flow = FlowOf(pick);
+    flow.num_entries = entries_[pick];
+    limit_ = flow.Level(t_, mean_);
     replicas_.List(t_, flow);
     t_.SyncWarp();
     if (call_.localize) {
@@ -269,7 +320,7 @@ class ExactPlanner {
     }
     if (t_.lane() != 0) return;
     chosen_[0] = pick;
-    chosen_[2] = replicas_.count;
+    chosen_[1] = replicas_.count;
   }
 
   MOE_LB_DEVICE void Localize(Flow<T, W>& flow, int stride) {
@@ -291,8 +342,8 @@ class ExactPlanner {
     const auto placement = t_.template Global<int32_t>(call_.placement, Size(call_.all_ranks * call_.all_slots));
     const auto quota = t_.template Global<int32_t>(call_.quota, call_.all_amounts());
     Flow<T, W> flow;
-    if (has_replicas) flow.Place(t_, call_.shape, FlowAt(chosen_[0]));
-    const int count = has_replicas ? static_cast<int>(chosen_[2]) : 0;
+    if (has_replicas) flow = FlowOf(chosen_[0]);
+    const int count = has_replicas ? static_cast<int>(chosen_[1]) : 0;
     for (int expert = t_.thread(); expert < call_.shape.num_experts; expert += kThreads) {
       const int rank = first_rank_ + expert / call_.shape.home, number = first_expert_ + expert;
       const int32_t tokens = has_replicas ? flow.tokens[expert] : home_.tokens[expert];
@@ -319,13 +370,19 @@ class ExactPlanner {
   Array<uint64_t> sums_;    // [warps], tokens
   Array<int32_t> loads_;    // [candidates], maximum load
   Array<int32_t> left_;     // [candidates], replicas left; [0]: of the best
-  Array<int32_t> entries_;  // [candidates], replicas added; [0] after round 1: of the best
-  Array<int32_t> chosen_;   // candidate, its maximum load, replicas of the plan
+  Array<int32_t> entries_;  // [flows], replicas added
+  Array<int32_t> chosen_;   // number of the flow, and replicas of the plan
   HomeTokens<T> home_;
   Replicas<T> replicas_;
   int32_t home_max_ = 0, total_ = 0, mean_ = 0, enough_ = 0;
   int32_t limit_ = 0;
-  bool is_repeated_ = false;
+  int32_t max_load_ = 0;
+  int best_ = -1;            // number of the flow with the maximum load; -1: the plan at home
+  bool is_lowered_ = false;  // by the steps after the rules
+  // Of these steps: the round of a step, rounds without a lower maximum, the maximum before the last candidates, and
+  // the lower end of the range of limits and the limit tried.
+  int round_ = 0, in_vain_ = 0;
+  int32_t before_ = 0, low_ = 0, tried_ = 0;
 };
 
 }  // namespace moe_lb::device

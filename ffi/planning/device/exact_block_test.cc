@@ -83,7 +83,10 @@ bool Equal(const Plan& a, const Plan& b) {
 Case RandomCase(std::mt19937& random) {
   Case c;
   const int kind = Pick(random, 0, 59);
-  c.domain = kind == 0 ? Pick(random, 33, 64) : kind < 20 ? Pick(random, 9, 32) : Pick(random, 1, 8);
+  c.domain = kind == 0                        ? Pick(random, 33, 64)
+             : kind == 1 && random() % 4 == 0 ? Pick(random, 65, 128)
+             : kind < 20                      ? Pick(random, 9, 32)
+                                              : Pick(random, 1, 8);
   c.num_ranks = c.domain * (kind > 40 ? Pick(random, 1, 3) : 1);
   c.home = kind == 30 ? Pick(random, 33, 40) : Pick(random, 1, c.domain > 8 ? 4 : 8);
   c.slots = Pick(random, 0, 4);
@@ -131,7 +134,8 @@ Case LargeCase(std::mt19937& random, int num_ranks, int experts) {
 void LargeCountsGiveThePlanOfTheHost() {
   std::mt19937 random(2);
   Fibers block(1 << 20);
-  for (const int num_ranks : {16, 32, 64}) ExpectPlanOfHost(block, LargeCase(random, num_ranks, 256));
+  for (const int num_ranks : {16, 32, 64, 128}) ExpectPlanOfHost(block, LargeCase(random, num_ranks, 256));
+  ExpectPlanOfHost(block, LargeCase(random, 72, 288));
 }
 
 // Of equal experts the first is taken, also of those that different lanes and passes of a warp compare.
@@ -211,13 +215,13 @@ void RefusedCountsSetTheStatus() {
   }
 }
 
-void DomainsOf64RanksAreTheLargestThatFit() {
-  for (const int ranks : {64, 65}) {
+void DomainsOf128RanksAreTheLargestThatFit() {
+  for (const int ranks : {128, 129}) {
     ExactCall call = {};
     call.all_ranks = ranks;
     call.all_experts = ranks;
     call.all_slots = 2;
-    EXPECT_EQ(Fit(&call, ranks), ranks == 64);
+    EXPECT_EQ(Fit(&call, ranks), ranks == 128);
   }
 }
 
@@ -275,9 +279,9 @@ std::vector<uint32_t> SearchOnBlock(Fibers& block, const SearchCase& c) {
       load[r] = sum;
     }
     Flow<FiberThreads, W> flow;
-    flow.Place(t, c.shape, 1024);
+    flow.Place(t, c.shape, 4096);
     SearchMemory<FiberThreads, W> memory;
-    memory.Place(t, c.shape, 1024 + FlowBytes(c.shape, W));
+    memory.Place(t, c.shape, 4096 + FlowBytes(c.shape, W));
     Searcher<FiberThreads, W> searcher(t, c.shape, memory, kFanOut);
     searcher.Start(home, 0);
     if (c.has_flows) {
@@ -295,15 +299,24 @@ std::vector<uint32_t> SearchOnBlock(Fibers& block, const SearchCase& c) {
   return found;
 }
 
-std::vector<uint32_t> SearchOnHost(const SearchCase& c) {
+std::vector<Replica> FlowSearch(const SearchCase& c) {
   const View<const int32_t> tokens(c.tokens.data(), c.tokens.size());
   const auto ranks = static_cast<size_t>(c.shape.num_ranks), slots = static_cast<size_t>(c.shape.slots);
-  std::unique_ptr<SwapEvaluator> evaluator;
-  if (c.has_flows) evaluator = std::make_unique<FlowEvaluator>(tokens, ranks, slots);
-  if (!c.has_flows) evaluator = std::make_unique<SubsetEvaluator>(tokens, ranks);
+  FlowEvaluator<2> evaluator(tokens, ranks, slots);
+  return Search<2>(tokens, ranks, slots, kFanOut, evaluator).Run({}, c.enough, c.effort);
+}
+
+std::vector<Replica> SubsetSearch(const SearchCase& c) {
+  const View<const int32_t> tokens(c.tokens.data(), c.tokens.size());
+  const auto ranks = static_cast<size_t>(c.shape.num_ranks), slots = static_cast<size_t>(c.shape.slots);
+  SubsetEvaluator evaluator(tokens, ranks);
+  return Search<1>(tokens, ranks, slots, kFanOut, evaluator).Run({}, c.enough, c.effort);
+}
+
+std::vector<uint32_t> SearchOnHost(const SearchCase& c) {
+  const auto ranks = static_cast<size_t>(c.shape.num_ranks), slots = static_cast<size_t>(c.shape.slots);
   std::vector<uint32_t> expected(ranks * slots, kNoExpert);
-  Search search(tokens, ranks, slots, kFanOut, *evaluator);
-  for (const Replica& replica : search.Run({}, c.enough, c.effort)) {
+  for (const Replica& replica : c.has_flows ? FlowSearch(c) : SubsetSearch(c)) {
     *std::find(expected.begin() + static_cast<int64_t>(slots * replica.rank), expected.end(),
                static_cast<uint32_t>(kNoExpert)) = replica.expert;
   }
@@ -322,14 +335,21 @@ void SearchesOfEqualCountsGiveThePlacementOfTheHost(int64_t number, uint32_t see
   Fibers block(1 << 20);
   for (int64_t i = 0; i < number; ++i) {
     const bool has_flows = i % 2 == 1;
-    const int ranks = !has_flows ? Pick(random, 3, 8) : i % 8 == 1 ? Pick(random, 31, 40) : Pick(random, 3, 10);
+    const int ranks = !has_flows    ? Pick(random, 3, 8)
+                      : i % 64 == 1 ? Pick(random, 65, 128)
+                      : i % 8 == 1  ? Pick(random, 31, 40)
+                                    : Pick(random, 3, 10);
     const int home = Pick(random, 1, ranks > 10 ? 2 : 4);
     const Effort effort = {ranks > 10 ? Pick(random, 1, 20) : Pick(random, 1, 60), 5};
     SearchCase c = {{ranks, ranks * home, home, Pick(random, 1, 2)}, {}, 0, effort, has_flows};
     for (int expert = 0; expert < ranks * home; ++expert) {
       c.tokens.push_back(Pick(random, 0, expert < home || expert % 5 == 0 ? 9 : 2));
     }
-    EXPECT(ranks > kLanes ? SearchesAsOnTheHost<2>(block, c) : SearchesAsOnTheHost<1>(block, c));
+    if (ranks > 2 * kLanes) {
+      EXPECT(SearchesAsOnTheHost<4>(block, c));
+    } else {
+      EXPECT(ranks > kLanes ? SearchesAsOnTheHost<2>(block, c) : SearchesAsOnTheHost<1>(block, c));
+    }
   }
 }
 
@@ -385,7 +405,7 @@ int main(int argc, char** argv) {
                            {"search", [=] { SearchesOfEqualCountsGiveThePlacementOfTheHost(300, seed); }},
                            {"small", [=] { SmallCountsGiveThePlanOfTheHost(400, seed); }},
                            {"refused", RefusedCountsSetTheStatus},
-                           {"largest", DomainsOf64RanksAreTheLargestThatFit},
+                           {"largest", DomainsOf128RanksAreTheLargestThatFit},
                            {"full", TheLargestDomainsFit},
                            {"barriers", EveryBarrierIsNeeded}});
 }

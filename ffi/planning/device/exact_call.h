@@ -44,12 +44,13 @@ MOE_LB_ANYWHERE ExactLayout LayOut(const ExactCall& call) {
   Offsets offsets;
   const size_t candidates = call.eps > 0 ? kCandidates : kCandidates / 2;
   at.sums = offsets.Take(8 * kWarps);
-  at.results = offsets.Take(4 * (3 * kCandidates + 3));
+  at.results = offsets.Take(4 * (3 * kCandidates + 2));
   at.tokens = offsets.Take(4 * static_cast<size_t>(shape.num_experts));
   at.load = offsets.Take(4 * static_cast<size_t>(shape.num_ranks));
   at.hottest = offsets.Take(2 * static_cast<size_t>(shape.num_ranks));
   at.flow = FlowBytes(shape, shape.words());
-  at.flows = offsets.Take(at.flow * candidates);
+  // The best, and three further candidates for a lower maximum.
+  at.flows = offsets.Take(at.flow * Most<size_t>(candidates, kCandidates / 2 + 1));
   // The best of the first half and each of the second half are thinned.
   at.one_thin = ThinBytes(shape);
   at.thin = offsets.Take(at.one_thin * (candidates - 2));

@@ -167,11 +167,11 @@ class Flow {
   MOE_LB_DEVICE void FindAllNeighbours(const T& t) { FindNeighbours(t, AllRanks()); }
 
   // `Serving::Level`.
-  MOE_LB_DEVICE int32_t Level(const T& t, int32_t limit) {
+  MOE_LB_DEVICE int32_t Level(const T& t, int32_t limit, int32_t too_high = INT32_MAX) {
     FindAllNeighbours(t);
     for (;;) {
       const int rank = Loaded(t, limit).Lowest();
-      if (rank < 0) return limit;
+      if (rank < 0 || limit >= too_high) return limit;
       Ranks<W> reached;
       if (Offload(t, rank, limit, &reached)) continue;
       uint32_t mine = 0;

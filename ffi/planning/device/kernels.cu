@@ -17,7 +17,10 @@ __global__ void __launch_bounds__(kThreads, 1) PlanKernel(const Call call) {
 
 template <template <typename, int> class Planner, typename Call>
 cudaError_t LaunchPlanner(const Call& call, cudaStream_t stream) {
-  const auto kernel = call.words() == 1 ? PlanKernel<Planner, 1, Call> : PlanKernel<Planner, 2, Call>;
+  static_assert(kMaxRanks == 4 * kLanes);
+  const auto kernel = call.words() == 1   ? PlanKernel<Planner, 1, Call>
+                      : call.words() == 2 ? PlanKernel<Planner, 2, Call>
+                                          : PlanKernel<Planner, 4, Call>;
   const size_t shared_bytes = LayOut(call).end;
   // Above 48 KB the size must be allowed, on each device.
   const cudaError_t allowed =

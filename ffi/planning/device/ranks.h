@@ -7,10 +7,10 @@
 
 namespace moe_lb::device {
 
-constexpr int kMaxRanks = 64;  // of a block
+constexpr int kMaxRanks = 128;  // of a block
 
-// Words of a set of ranks.
-MOE_LB_ANYWHERE size_t NumWords(int num_ranks) { return static_cast<size_t>((num_ranks + kLanes - 1) / kLanes); }
+// Words of a set of ranks: 1, 2 or 4, because planners are compiled for each number.
+MOE_LB_ANYWHERE size_t NumWords(int num_ranks) { return num_ranks <= kLanes ? 1 : num_ranks <= 2 * kLanes ? 2 : 4; }
 
 // A set of up to 32 * W ranks, the same on all lanes.
 template <int W>

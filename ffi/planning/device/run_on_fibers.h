@@ -10,10 +10,13 @@ template <template <typename, int> class Planner, typename Call>
 void RunOnFibers(Fibers& fibers, const Call& call, BlockTime* time = nullptr) {
   for (int block = 0; block < call.blocks() && fibers.faults().empty(); ++block) {
     fibers.Run([&](const FiberThreads& t) {
-      if (call.words() == 1) {
-        Planner<FiberThreads, 1>::Run(t, call, block);
-      } else {
-        Planner<FiberThreads, 2>::Run(t, call, block);
+      switch (call.words()) {
+        case 1:
+          return Planner<FiberThreads, 1>::Run(t, call, block);
+        case 2:
+          return Planner<FiberThreads, 2>::Run(t, call, block);
+        default:
+          return Planner<FiberThreads, 4>::Run(t, call, block);
       }
     });
     if (time != nullptr && fibers.time().cycles > time->cycles) *time = fibers.time();

@@ -142,7 +142,8 @@ class FlowSwaps {
 
   MOE_LB_DEVICE bool Keeps(const SlotSwap& swap, int32_t threshold) {
     Apply(swap.slot, swap.dropped, swap.added);
-    const bool keeps = Offload(threshold) <= threshold;
+    Ranks<W> stuck = NoRanks<W>();
+    const bool keeps = Offload(threshold, &stuck) <= threshold;
     Apply(swap.slot, swap.added, swap.dropped);
     return keeps;
   }
@@ -173,28 +174,26 @@ class FlowSwaps {
     flow_.FindAllNeighbours(t_);
   }
 
-  // Offloads all ranks; returns the tokens left above the limit, or more than `enough` of them.
-  MOE_LB_DEVICE int64_t Offload(int64_t enough) {
-    int64_t stuck = 0;
+  // `FlowEvaluator::Offload`.
+  MOE_LB_DEVICE int64_t Offload(int64_t enough, Ranks<W>* stuck) {
+    int64_t excess = 0;
     // No other rank gets above the limit.
     Ranks<W> loaded = flow_.Loaded(t_, limit_), reached;
-    for (int rank = loaded.Lowest(); rank >= 0 && stuck <= enough; rank = loaded.Lowest()) {
+    for (int rank = loaded.Lowest(); rank >= 0 && excess <= enough; rank = loaded.Lowest()) {
       loaded.Drop(rank);
-      if (!flow_.Offload(t_, rank, limit_, &reached)) stuck += static_cast<int32_t>(flow_.load[rank]) - limit_;
+      if (!stuck->Has(rank)) {
+        if (flow_.Offload(t_, rank, limit_, &reached)) continue;
+        for (int k = 0; k < W; ++k) stuck->words[k] |= reached.words[k];
+      }
+      excess += static_cast<int32_t>(flow_.load[rank]) - limit_;
     }
-    return stuck;
+    return excess;
   }
 
   MOE_LB_DEVICE void FindCut() {
-    worst = static_cast<int32_t>(Offload(INT64_MAX));
-    if (worst == 0) return;
-    cut = NoRanks<W>();
-    Ranks<W> loaded = flow_.Loaded(t_, limit_), reached;
-    for (int rank = loaded.Lowest(); rank >= 0; rank = loaded.Lowest()) {
-      loaded.Drop(rank);
-      flow_.Offload(t_, rank, limit_, &reached);
-      for (int k = 0; k < W; ++k) cut.words[k] |= reached.words[k];
-    }
+    Ranks<W> stuck = NoRanks<W>();
+    worst = static_cast<int32_t>(Offload(INT64_MAX, &stuck));
+    if (worst > 0) cut = stuck;
   }
 
   const T& t_;
