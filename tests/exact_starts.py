@@ -60,6 +60,7 @@ def varied_chain(tokens: np.ndarray, num_ranks: int, slots: int, fan_out: int, l
         above = max(plan.load[rank] - limit, 0) * pressing >> 10
         return min(weighted(plan.tokens[expert], liking[expert]) + above, MOST_KEY)
 
+    receiver = -1
     while True:
         goal = [limit if load <= its else its for load, its in zip(plan.load, goal, strict=True)]
         ranks = range(num_ranks)
@@ -67,7 +68,8 @@ def varied_chain(tokens: np.ndarray, num_ranks: int, slots: int, fan_out: int, l
         donors = [r for r in ranks if plan.load[r] > goal[r] and sent[r] < fan_out]
         if not receivers or not donors:
             return plan
-        receiver = max(receivers, key=lambda r: weighted(limit - plan.load[r], welcome[r]))
+        if receiver not in receivers or order.number % 4 != 2:
+            receiver = max(receivers, key=lambda r: weighted(limit - plan.load[r], welcome[r]))
         donor = max(donors, key=key)
         expert = hottest(donor)
         plan.add(expert, receiver, min(plan.tokens[expert], limit - plan.load[receiver]))

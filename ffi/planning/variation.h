@@ -41,6 +41,9 @@ class Variation {
     return noise > 0 ? static_cast<uint32_t>(noise) : 0;
   }
 
+  // Whether a rank receives until it is full, so that the hottest experts go to the emptiest ranks.
+  MOE_LB_ANYWHERE bool Stays() const { return number_ % 4 == 2; }
+
   // Load down to which a rank above it gives before it receives: up to a tenth below the limit for every second order.
   MOE_LB_ANYWHERE int32_t Goal(uint32_t rank, int32_t limit) const {
     const int64_t below = number_ % 2 == 0 ? 0 : static_cast<int64_t>(limit / 10) * Noise(2, rank) / 1024;

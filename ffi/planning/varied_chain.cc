@@ -32,8 +32,9 @@ VariedChain::VariedChain(size_t num_ranks, size_t slots, size_t fan_out)
 void VariedChain::Fill(Serving& serving, int32_t limit, const Variation& variation) {
   serving.Reset();
   Start(serving, limit, variation);
+  uint32_t receiver = kNoRank;
   for (;;) {
-    const uint32_t receiver = FirstOfMost(room_);
+    if (!variation.Stays() || receiver == kNoRank || room_[receiver] == 0) receiver = FirstOfMost(room_);
     const uint32_t donor = FirstOfMost(donates_);
     if (receiver == kNoRank || donor == kNoRank) return;
     // As in Chain, the piece closes the receiver or takes the whole expert.

@@ -12,8 +12,9 @@ namespace moe_lb {
 // Places replicas, starting from none, until no rank is above its goal or no free slot reduces a load.
 //
 // The rank with the most room, weighted, receives min(tokens, room) of the hottest expert, weighted, of the donor with
-// the largest key. A rank above its goal gives, and others receive. The goal is below the limit until the rank reaches
-// it, so a rank may make room beforehand. Ties go to the lower rank and expert.
+// the largest key; in some orders it receives until it is full. A rank above its goal gives, and others receive. The
+// goal is below the limit until the rank reaches it, so a rank may make room beforehand. Ties go to the lower rank and
+// expert.
 class VariedChain {
  public:
   // slots: replicas per rank. fan_out: replicas of the experts of one home rank.

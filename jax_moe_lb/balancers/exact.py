@@ -38,7 +38,8 @@ class Exact(Balancer):
 
     Use it by default, especially with few replica slots. With many slots the maximum load equals the mean, rounded up,
     which is optimal. With few slots, a search of bounded length selects the placement. The quota is optimal for this
-    placement, but the placement may not be optimal. Equal counts give equal plans.
+    placement, but the placement may not be optimal. With `eps=0` and without `max_fan_out`, no plan of `Greedy` has a
+    lower maximum load. Equal counts give equal plans.
 
     It plans from the counts alone. After another balancer (`Chain`), the replicas, relays and rails of its plan are
     dropped.
@@ -49,7 +50,7 @@ class Exact(Balancer):
     planner does not run.
 
     On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++; GPUs run it as a kernel if a domain has at most
-    64 ranks and fits into shared memory. On other platforms, such as TPU, a different
+    128 ranks and fits into shared memory. On other platforms, such as TPU, a different
     search in jnp runs in the jitted program; its plans differ but follow the same rules. With `call_host`, these
     platforms run the C++ planner through a host callback.
 

@@ -213,6 +213,8 @@ def _of_balancer(name: str, backend: str) -> Implementation:
     lowered = traced.lower(lowering_platforms=(LOWERING_PLATFORMS[backend],)).as_text()
     if calls := sorted(set(re.findall(r"moe_lb_plan_\w+", lowered))):
         built = f"built for {CUSTOM_CALL_PLATFORMS[backend]}"
+        if any(call.endswith("_kernel") for call in calls):
+            built += "; domains above 128 ranks, or too large for shared memory, plan on the host"
         return Implementation(name, f"custom call {', '.join(calls)}", built, None)
     if backend in CUSTOM_CALL_PLATFORMS:
         remedy = HOW_TO_BUILD[CUSTOM_CALL_PLATFORMS[backend]]

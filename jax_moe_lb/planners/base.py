@@ -72,7 +72,7 @@ def edit(planner: NativePlanner, placement: Placement, quota: Quota) -> tuple[Pl
 def fits_kernel(name: str, placement: Shape, num_experts: int, domain: int) -> bool:
     """Return whether NVIDIA GPUs run a planner other than `exact` as one kernel, without the host.
 
-    They do for domains of at most 64 ranks, if the custom calls were built with a compiler of device code. Others plan
+    They do for domains of at most 128 ranks, if the custom calls were built with a compiler of device code. Others plan
     on the host.
 
     Args:

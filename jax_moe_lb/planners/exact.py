@@ -79,9 +79,9 @@ def exact(
 def fits_kernel(shape: tuple[int, ...], num_slots: int, domain: int, eps: float, localize: bool) -> bool:
     """Return whether NVIDIA GPUs run `exact` as one kernel, without the host.
 
-    They do for domains of at most 64 ranks whose plans fit into the shared memory of a thread block, such as 64 ranks
-    with 256 experts and 2 replica slots each, if the custom calls were built with a compiler of device code. Others
-    plan on the host.
+    They do for domains of at most 128 ranks whose plans fit into the shared memory of a thread block, such as 72 ranks
+    with 576 experts, or 128 with 512, and 2 replica slots each, if the custom calls were built with a compiler of
+    device code. Others plan on the host.
 
     Args:
         shape: `(R, E)`, shape of the counts.

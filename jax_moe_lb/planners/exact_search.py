@@ -22,6 +22,7 @@ from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Counts, Placement, Quota, iota, pytree
 from jax_moe_lb.planners.exact_packing import Filled, SearchOrder, fill, plain
 from jax_moe_lb.planners.exact_packing import localize as localized
+from jax_moe_lb.planners.exact_starts import keeps_fan_out, starts
 
 WIDTH = 64
 """Number of candidates evaluated side by side."""
@@ -146,6 +147,11 @@ def lowest(tokens: Int[Array, "M L"], slots: int, max_fan_out: int) -> Search:
     s = jax.lax.while_loop(
         lambda s: (s.high - s.low > enough) & (s.turn < rounds), lambda s: _narrow(s, attempt), start
     )
+    # A loop of one step at most: under `vmap`, a condition would run both branches for all domains.
+    s = Search(mean, s.plan, s.way, 0 * mean)
+    s = jax.lax.while_loop(
+        lambda s: (s.high > mean) & (s.turn < 1), lambda s: _start_from_others(s, tokens, slots, max_fan_out), s
+    )
     s = Search(mean, s.plan, s.way, 0 * mean)
     generations = max(4, STEPS // (num_ranks * slots))
     return jax.lax.while_loop(
@@ -217,6 +223,15 @@ def _narrow(s: Search, attempt: Attempt) -> Search:
     low = jnp.where(limits < high, limits + 1, s.low).max()
     # A maximum at the lowest limit ends the search.
     return Search(jnp.where(high <= s.low, high, low), plan, s.way, s.turn + 1)
+
+
+def _start_from_others(s: Search, tokens: Array, slots: int, max_fan_out: int) -> Search:
+    """Take the plan of another rule if its maximum is lower."""
+    plan = s.plan
+    for start in starts(tokens, slots):
+        is_better = keeps_fan_out(start, max_fan_out) & (start.load.max() < plan.load.max())
+        plan = jax.tree.map(lambda new, old, is_better=is_better: jnp.where(is_better, new, old), start, plan)
+    return Search(s.low, plan, s.way, s.turn + 1)
 
 
 def _lower(s: Search, attempt: Attempt) -> Search:
@@ -304,7 +319,8 @@ def exact_in_jax(
         found = lowest(tokens, slots, fan_out)
         limit = _within(found.high, tokens.sum(dtype=jnp.int32), eps)
         fewer = fewest(tokens, found, limit, fan_out, inside if localize else None)
-        return localized(fewer, inside, limit) if localize else fewer
+        # Within the lowest maximum of these replicas: `eps` is spent on fewer replicas alone.
+        return localized(fewer, inside, fewer.load.max()) if localize else fewer
 
     plans = jax.vmap(plan)(tokens, inside)
     return _placement(plans, num_slots), _quota(plans)

@@ -160,7 +160,7 @@ def host_plans(balancer, topology, num_experts, slots, num_tokens=50, seeds=3):
 
 @pytest.mark.parametrize("balancer", BALANCERS.values(), ids=lambda b: type(b).__name__)
 def test_planners_in_kernels_of_gpus_do_not_wait_for_the_host(balancer):
-    """Kernels take domains of at most 64 ranks; see `tests/planners/test_kernels.py` for their programs."""
+    """Kernels take domains of at most 128 ranks; see `tests/planners/test_kernels.py` for their programs."""
     waits = [balancer.planning_s(ranks, 256, 1.0) - balancer.planning_s(ranks, 256, 0.0) for ranks in (64, 128)]
     assert balancer.has_kernel == isinstance(balancer, Exact | FEPLB | Greedy | UltraEP)
     if balancer.has_kernel:

@@ -64,7 +64,9 @@ def test_sizes_of_the_kernel():
     assert fits_kernel((64, 256), 6, 64, 0.01, True) == has_kernels()
     assert fits_kernel((128, 512), 6, 64, 0.01, True) == has_kernels()
     for num_ranks, num_experts in ((72, 288), (72, 576), (128, 256), (128, 512)):
-        assert fits_kernel((num_ranks, num_experts), num_experts // num_ranks + 2, num_ranks, 0.01, True) == has_kernels()
+        assert (
+            fits_kernel((num_ranks, num_experts), num_experts // num_ranks + 2, num_ranks, 0.01, True) == has_kernels()
+        )
     assert not fits_kernel((128, 1024), 10, 128, 0.01, True)
     assert not fits_kernel((256, 256), 3, 256, 0.01, True)
     assert not fits_kernel((64, 256), 64, 64, 0.01, True)

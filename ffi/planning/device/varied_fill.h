@@ -65,7 +65,9 @@ class VariedFill {
 
   // Adds one replica; false if there is no receiver or no donor.
   MOE_LB_DEVICE bool Give() {
-    const int receiver = FindPeak<W>(t_, room_).rank, donor = FindPeak<W>(t_, key_).rank;
+    const bool stays = receiver_ >= 0 && variation_.Stays() && ValueOf<W>(t_, room_, Most(receiver_, 0)) > 0;
+    if (!stays) receiver_ = FindPeak<W>(t_, room_).rank;
+    const int receiver = receiver_, donor = FindPeak<W>(t_, key_).rank;
     if (receiver < 0 || donor < 0) return false;
     const int expert = ValueOf<W>(t_, hottest_, donor);
     const int32_t hot = ValueOf<W>(t_, hot_tokens_, donor);
@@ -137,6 +139,7 @@ class VariedFill {
   Flow<T, W>& flow_;
   int32_t limit_;
   Variation variation_;
+  int receiver_ = -1;  // the last
   // Of the ranks of this lane.
   int32_t load_[size_t{W}], goal_[size_t{W}], left_[size_t{W}];
   uint32_t room_[size_t{W}];  // weighted; 0 for ranks that cannot receive

@@ -1,0 +1,90 @@
+"""Plans of `Exact` beside those of every other balancer on families of loads that are hard to level.
+
+    python -m benchmarks.bench_plans [--quick] [--out FILE.json]
+
+A loss is a load on which another balancer has a lower maximum than `Exact(eps=0)`, whose search ends within 1/4096 of
+the mean. A plan of the default is dominated if
+another balancer's is more level with no more replicas, or as level with fewer. Balancers that plan from earlier counts
+and LPLB, which solves a linear program for each plan, are left out.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+from benchmarks.load_families import families, spread
+from benchmarks.results import Table, Value, out_option, report
+from jax_moe_lb import Balancer, Topology
+from jax_moe_lb.balancers import ECHO, EPIC, FEPLB, LLEP, EPLBPlus, Exact, Greedy, MoonEP, UltraEP
+from jax_moe_lb.balancers.exact import SEARCH_ENDS
+from jax_moe_lb.core import Plan, load, plain_plan
+
+# ranks, home experts
+SHAPES = ((8, 8), (16, 8), (32, 4), (64, 4), (72, 4), (72, 8), (96, 4), (128, 2), (128, 8), (256, 1))
+SLOTS = (1, 2, 4)
+OTHERS: dict[str, Balancer] = {
+    "Greedy": Greedy(),
+    "UltraEP": UltraEP(min_tokens=64),
+    "UltraEP, eps 0": UltraEP(eps=0.0, min_tokens=1),
+    "MoonEP": MoonEP(),
+    "LLEP": LLEP(capacity=1.0, min_tokens=1, min_imbalance=1.0),
+    "ECHO": ECHO(),
+    "EPIC": EPIC(),
+    "EPLB+": EPLBPlus(),
+    "FEPLB": FEPLB(),
+}
+
+
+def plan(balancer: Balancer, counts: np.ndarray, slots: int) -> Plan:
+    """Return the plan of a balancer with all ranks in one domain."""
+    topology = Topology.flat(len(counts))
+    start = plain_plan(counts, topology, counts.shape[1] // len(counts) + slots)
+    return balancer.rebalance(counts, start, topology, balancer.init(counts.shape))[0]
+
+
+def outcome(balancer: Balancer, counts: np.ndarray, slots: int) -> tuple[int, int]:
+    """Return maximum load and replicas of a balancer's plan."""
+    found = plan(balancer, counts, slots)
+    return int(load(found).max()), int((found.placement >= 0).sum()) - counts.shape[1]
+
+
+def dominates(other: tuple[int, int], own: tuple[int, int]) -> bool:
+    """Return whether an outcome is at least as good in both numbers and better in one."""
+    return other != own and other[0] <= own[0] and other[1] <= own[1]
+
+
+def row_of(num_ranks: int, num_home: int, slots: int, seeds: int) -> list[Value]:
+    """Return the row of a shape: loads, losses, least lead over the best other, dominated plans, and times in us."""
+    leads, dominated, times_us = [], 0, []
+    for seed in range(seeds):
+        for tokens in families(num_ranks, num_home, seed).values():
+            counts = spread(tokens, num_ranks)
+            others = [outcome(balancer, counts, slots) for balancer in OTHERS.values()]
+            started_s = time.perf_counter()
+            own = outcome(Exact(eps=0.0, localize=False), counts, slots)
+            times_us.append(1e6 * (time.perf_counter() - started_s))
+            enough = int(counts.sum() / num_ranks * (1 + SEARCH_ENDS))
+            leads.append(max(min(most for most, _ in others), enough) / max(own[0], enough) - 1)
+            default = outcome(Exact(), counts, slots)
+            dominated += any(dominates(other, default) for other in others)
+    losses = sum(lead < 0 for lead in leads)
+    shape: list[Value] = [num_ranks, num_home, slots, len(leads), losses]
+    return [*shape, 100 * float(np.mean(leads)), dominated, float(np.median(times_us)), float(np.max(times_us))]
+
+
+def main() -> None:
+    """Report the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="Use three shapes and one seed.")
+    out_option(parser)
+    given = parser.parse_args()
+    shapes, seeds = (SHAPES[:3], 1) if given.quick else (SHAPES, 2)
+    columns = {"ranks": "d", "L": "d", "S - L": "d", "loads": "d", "losses": "d", "mean lead, %": ".2f"}
+    columns |= {"dominated": "d", "median us": ".0f", "most us": ".0f"}
+    rows = [row_of(*shape, slots, seeds) for shape in shapes for slots in SLOTS]
+    report({"losses": Table(columns, rows, "Exact beside nine other settings of balancers")}, given.out)
+
+
+if __name__ == "__main__":
+    main()
