@@ -30,6 +30,7 @@ from models.mesh import offer_cpu_devices
 from models.model_config import ModelConfig
 from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_number
 from models.multi_process.rendezvous import Place, detect_process, join
+from models.run_folder.checkpoints import steps_in
 from models.run_folder.files import in_words
 from models.run_folder.metrics import RunFolder
 from models.run_folder.trackers import MetricLoggerConfig
@@ -60,16 +61,28 @@ SYSTEM = f"NAME[:KEY=VALUE,...][+DISPATCH]: {', '.join(system_names())}; keys {'
 MESH = "Axes and sizes, data=2,expert=4,domain=4,stage=2: groups, ranks in each, ranks that share weights, stages."
 DATA = "File or folder of text, JSON lines of text or messages, or token arrays; or PATH:WEIGHT; repeatable."
 RUN_DIR = "Output folder. [default: runs/CONFIG or runs/CHECKPOINT-tuned, then ...-2; the last to resume or overwrite]"
-RESUME = "Continue from the newest checkpoint; mesh and system stay as they were, unless given."
+RESUME = "Continue from the newest checkpoint, with its mesh and system unless given; =auto: start if there is none."
 DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE overrides the detection."
 DRY_RUN = "Compile the training step for a target such as h100:1x8, without training."
 LOGGER = "tensorboard (event files in the run folder) or wandb=PROJECT; repeatable."
 SET = f"Value of a key of the sections below; repeatable, the last one counts. --set {LIST} prints all keys."
 
+NEWEST, AUTO = "newest", "auto"
+"""Values of `--resume`."""
+
+
+class TrainCommand(CheckedCommand):
+    """Command whose option `--resume` has an optional value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give `--resume` its value; typer has no options with optional values."""
+        return super().parse_args(ctx, [f"--resume={NEWEST}" if text == "--resume" else text for text in args])
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command(epilog=describe_sections(), cls=CheckedCommand)
+@app.command(cls=TrainCommand, epilog=describe_sections())
 def train(
     config: Annotated[str, typer.Argument(help=CONFIG, metavar="CONFIG")] = "tiny",
     system: Annotated[str | None, typer.Option(metavar="NAME[:KEY=VALUE,...]", help=SYSTEM)] = None,
@@ -78,7 +91,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of parameters and batches.")] = None,
     run_dir: Annotated[Path | None, typer.Option(metavar="FOLDER", help=RUN_DIR), OutputPath("")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="[=auto]", help=RESUME)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Move the run in the folder aside.")] = False,
     distributed: Annotated[bool, typer.Option("--distributed", help=DISTRIBUTED)] = False,
     target: Annotated[str | None, typer.Option("--dry-run", metavar="TARGET", help=DRY_RUN)] = None,
@@ -124,7 +137,7 @@ class TrainArgs:
         given: fields of `TrainConfig` given by the file and the options.
         data: paths of the text; empty for the default text.
         run_dir: run folder; `None` for a numbered one.
-        resume: if True, continue a run.
+        resume: `NEWEST` continues a run; `AUTO` continues it from a complete checkpoint, or else starts; `None` starts.
         overwrite: if True, move an earlier run aside.
         limits: limits of each input file.
     """
@@ -134,23 +147,36 @@ class TrainArgs:
     given: Given
     data: list[str]
     run_dir: Path | None
-    resume: bool
+    resume: str | None
     overwrite: bool
     limits: FileLimits
 
+    def __post_init__(self) -> None:
+        if self.resume not in (None, NEWEST, AUTO):
+            raise ValueError(f"resume is {self.resume!r}; expected --resume or --resume={AUTO}")
+
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Validate all inputs and prepare the run; see `models.training.loop.prepare`."""
-        how = {"resume": self.resume, "overwrite": self.overwrite}
         name = Path(self.name).name.removesuffix(".yaml").removesuffix(".yml")
         first = Path("runs") / (f"{name}-tuned" if Path(self.name).is_dir() else name)
-        folder = self.run_dir or _default_run_dir(first, place, last=any(how.values()))
+        folder = self.run_dir or _default_run_dir(first, place, last=bool(self.resume or self.overwrite))
         before = RunFolder(folder, self.limits)
-        config = self._configured(as_before(before, self.given) if self.resume else self.given)
+        resume = self._continues(before, place)
+        config = self._configured(as_before(before, self.given) if resume else self.given)
         corpus = _corpus(config, self.data, self.limits)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
         if place is not None:
-            agree(place, Store(), _options(config, corpus, self.run_dir, place) | how)
+            options = {"resume": self.resume, "overwrite": self.overwrite}
+            agree(place, Store(), _options(config, corpus, self.run_dir, place) | options)
+        restart = self.resume == AUTO and not resume
+        how = {"resume": resume, "overwrite": self.overwrite, "restart": restart}
         return prepare(config, corpus, folder, **how, tell=tell, limits=self.limits)
+
+    def _continues(self, folder: RunFolder, place: Place | None) -> bool:
+        """Return whether the run continues from a checkpoint, as process 0 finds it."""
+        resume = self.resume == NEWEST or (self.resume == AUTO and bool(steps_in(folder.checkpoints)))
+        # Other processes may read the folder after process 0 has saved a checkpoint.
+        return resume if place is None else bool(shared_number(place, Store(), "resume", int(resume)))
 
     def dry_run(self, target: str) -> None:
         """Compile a training step for a target machine and print its requirements."""

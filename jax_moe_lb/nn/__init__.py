@@ -2,7 +2,13 @@
 
 from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert, SharedMix
 from jax_moe_lb.nn.moe import MoE, as_linen
-from jax_moe_lb.nn.relocation import expert_bytes, mesh_independent_state, relocate, restore_mesh_independent_state
+from jax_moe_lb.nn.relocation import (
+    expert_bytes,
+    mesh_independent_state,
+    relocate,
+    restore_mesh_independent_state,
+    restore_target,
+)
 from jax_moe_lb.nn.sharding import logical_axis_rules
 from jax_moe_lb.nn.variables import GradientResidual, keep_residuals
 
@@ -18,6 +24,7 @@ __all__ = [
     "Precision",
     "relocate",
     "restore_mesh_independent_state",
+    "restore_target",
     "SharedExpert",
     "SharedMix",
 ]

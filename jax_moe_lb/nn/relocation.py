@@ -2,6 +2,7 @@
 
 `relocate` moves experts, with all state that belongs to them, between two steps. `mesh_independent_state` and
 `restore_mesh_independent_state` separate the state that any mesh can restore from the state of one mesh.
+`restore_target` places its arrays on the mesh.
 """
 
 import warnings
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from jax_moe_lb.core.experts import LOGICAL_AXES
@@ -22,6 +24,7 @@ from jax_moe_lb.nn.variables import BalancerState, CodecState, GradientResidual
 Params = TypeVar("Params")
 OptState = TypeVar("OptState")
 Path = tuple[str, ...]
+Nodes = nnx.Module | tuple[nnx.Module | nnx.Optimizer, ...]
 
 WEIGHTS = tuple(LOGICAL_AXES)
 """Parameters of an `MoE` indexed by place; the router's parameters are indexed by expert."""
@@ -158,16 +161,16 @@ OF_ONE_MESH = (BalancerState, CodecState, GradientResidual)
 """Variables with one part per rank or group: they do not fit another mesh."""
 
 
-def mesh_independent_state(model: nnx.Module) -> nnx.State:
+def mesh_independent_state(model: Nodes) -> nnx.State:
     """Return the state of a model that any mesh can restore; save it with orbax or another library.
 
-    It contains the parameters, routing biases, homes and running loads. Their shapes do not depend on the number of
-    ranks. To restore, create the model on the new mesh and load into the shapes and shardings of its own
-    `mesh_independent_state`. Then pass the result to `restore_mesh_independent_state`. See `docs/how-to/checkpoints.md`
-    for an example.
+    It contains the parameters, routing biases, homes, running loads, optimizer state, and all variables of other
+    layers. Their shapes do not depend on the number of ranks. To restore, create the model on the new mesh and load
+    into the `restore_target` of its own `mesh_independent_state`. Then pass the result to
+    `restore_mesh_independent_state`. See `docs/how-to/checkpoints.md` for an example.
 
     Args:
-        model: an `MoE` layer, or a module containing some.
+        model: an `MoE` layer or a module containing some, or a tuple of it and its `nnx.Optimizer`.
 
     Returns:
         The state without balancer and codec state.
@@ -186,14 +189,53 @@ def mesh_independent_state(model: nnx.Module) -> nnx.State:
     return nnx.state(model, nnx.Not(nnx.Any(*OF_ONE_MESH)))
 
 
-def restore_mesh_independent_state(model: nnx.Module, state: nnx.State) -> None:
+def restore_target(state: nnx.State) -> nnx.State:
+    """Return the shapes, dtypes and shardings into which orbax restores a state.
+
+    Arrays on a mesh keep their sharding. Arrays without a sharding of their own are replicated over the mesh: those of
+    `nnx.Linear`, norms, embeddings and optimizer counts. Restored into their present sharding, they would be committed
+    to one device, and a step would raise `Received incompatible devices`.
+
+    Args:
+        state: `mesh_independent_state` of a model on the new mesh, or `nnx.state` of one on the mesh of the checkpoint.
+
+    Returns:
+        The state with a `jax.ShapeDtypeStruct` in place of every array. Without an array on a mesh, all keep their
+        sharding.
+
+    Examples:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from jax_moe_lb import ExpertConfig, MoE, TopK
+        >>> from jax_moe_lb.nn import mesh_independent_state, restore_target
+        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+        >>> layer = MoE(8, 4, TopK(2), mesh=mesh, experts=ExpertConfig(16), rngs=nnx.Rngs(0))
+        >>> target = restore_target(mesh_independent_state((layer, nnx.Linear(8, 8, rngs=nnx.Rngs(0)))))
+        >>> [target[i][name].get_value().sharding.spec for i, name in ((0, "up"), (1, "kernel"))]
+        [PartitionSpec('expert', None, None), PartitionSpec()]
+    """
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    everywhere = NamedSharding(max(meshes, key=lambda mesh: mesh.size), PartitionSpec()) if meshes else None
+
+    def target(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        sharding = leaf.sharding if leaf.committed or everywhere is None else everywhere
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    placed: nnx.State = jax.tree.map(target, state)
+    return placed
+
+
+def restore_mesh_independent_state(model: Nodes, state: nnx.State) -> None:
     """Update a model on any mesh from a restored `mesh_independent_state`.
 
     The codec state is computed from the restored weights. The balancer state of `model` stays as it is.
 
     Args:
-        model: model on the new mesh, updated in place.
-        state: restored state, in the shardings of `mesh_independent_state(model)`.
+        model: model on the new mesh, or a tuple of it and its optimizer, updated in place.
+        state: restored state, in the shardings of `restore_target(mesh_independent_state(model))`.
 
     Warns:
         UserWarning: a balancer with load history, such as `EPLB`, has none on a new model and balances little at

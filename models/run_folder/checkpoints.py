@@ -2,13 +2,14 @@
 
 They are written asynchronously. A checkpoint has four items, and another mesh or system may restore or skip each.
 `state` fits any mesh. `homes` has the places of relocated experts. `mesh` has balancer state specific to one mesh.
-`run` is JSON with the layout of the run and the position of its data. Errors of Orbax and TensorStore are reported
-once, with the message of the operating system.
+`run` is JSON with the layout of the run, the position of its data, and the record of step and run. Errors of Orbax and
+TensorStore are reported once, with the message of the operating system.
 """
 
 import logging
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from jax_moe_lb.nn.relocation import OF_ONE_MESH
 from jax_moe_lb.nn.variables import ExpertHomes, RunningLoads
 from models.config import CheckpointConfig
 from models.run_folder.checkpoint_limits import check_arrays, check_texts
-from models.run_folder.files import damage, has_checksums, naming, write_checksums
+from models.run_folder.files import RECORD, damage, has_checksums, has_record, misplacement, naming, write_checksums
 
 
 def keep_quiet() -> None:
@@ -99,16 +100,21 @@ class Checkpoints:
         folder: folder of the checkpoints; created if missing.
         config: retention of checkpoints.
         limits: limits of the JSON files of a checkpoint.
+        run_id: identifier of the run, recorded in its checkpoints.
 
     Raises:
         LimitError: a JSON file of a checkpoint exceeds a limit.
     """
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig = CheckpointConfig(), limits: FileLimits = FileLimits()
+        self,
+        folder: Path,
+        config: CheckpointConfig = CheckpointConfig(),
+        limits: FileLimits = FileLimits(),
+        run_id: str = "",
     ) -> None:
         keep_quiet()
-        self.folder, self.limits = folder.absolute(), limits
+        self.folder, self.limits, self.run_id = folder.absolute(), limits, run_id
         # The manager may read metadata of any checkpoint.
         for step in steps_in(self.folder):
             check_texts(self.folder / str(step), limits)
@@ -167,8 +173,9 @@ class Checkpoints:
             return
         self.wait()
         arrays = {item: ocp.args.StandardSave(part) for item, part in parts(state).items() if part}
+        record = dict(zip(RECORD, (step, self.run_id), strict=True))
         with naming(self.folder), system_errors():
-            self.manager.save(step, args=ocp.args.Composite(**arrays, run=ocp.args.JsonSave(kept._asdict())))
+            self.manager.save(step, args=ocp.args.Composite(**arrays, run=ocp.args.JsonSave(kept._asdict() | record)))
         self.written = self.thread.submit(self._complete, step, then)
 
     def _complete(self, step: int, then: Callable[[], None] | None) -> None:
@@ -208,9 +215,8 @@ class Checkpoints:
         if not (self.folder / str(step) / "run").exists():
             where = f"the checkpoint of step {step} in {str(self.folder)!r}"
             raise ValueError(f"{where} is of an older version; expected one with an item 'run'")
-        return CheckpointMetadata(
-            **self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        )
+        found = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        return CheckpointMetadata(**{name: value for name, value in found.items() if name not in RECORD})
 
     def restore(
         self, step: int, shapes: nnx.State, init: Callable[[], nnx.State] | None = None, *, same_mesh: bool = True
@@ -243,6 +249,12 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(shapes), [named[name] for name, _ in _named(shapes)])
 
 
+def remove_incomplete(folder: Path) -> None:
+    """Remove the checkpoints that a killed run did not complete."""
+    for path in folder.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def steps_in(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, newest first."""
     return sorted((int(path.name) for path in folder.glob("*") if path.name.isdigit()), reverse=True)
@@ -255,8 +267,12 @@ def restore_newest(
     init: Callable[[], nnx.State] | None = None,
     layout: dict[str, Any] | None = None,
     limits: FileLimits = FileLimits(),
+    run_id: str | None = None,
 ) -> tuple[int, nnx.State, CheckpointMetadata]:
     """Restore the newest intact checkpoint; return its step, state and metadata.
+
+    A checkpoint saved at another step or by another run is damaged. A checkpoint of an older version, without this
+    record, is restored with a message.
 
     Args:
         folder: folder of the checkpoints.
@@ -265,26 +281,31 @@ def restore_newest(
         init: see `Checkpoints.restore`.
         layout: ranks and system of this run, compared with those of the checkpoint; `None` if they are the same.
         limits: limits of the JSON files of the checkpoints.
+        run_id: identifier of the run; `None` leaves it unchecked.
 
     Raises:
         ValueError: every checkpoint is damaged, or the state belongs to another model.
     """
     with Checkpoints(folder, limits=limits) as checkpoints:
         for step in steps_in(folder):
-            problem = damage(folder / str(step), limits)
+            where = f"the checkpoint of step {step} in {str(folder)!r}"
+            problem = misplacement(folder / str(step), run_id, limits) or damage(folder / str(step), limits)
             # All processes must restore the same step.
             if bool(multihost_utils.broadcast_one_to_all(np.bool_(problem is None))):
                 try:
                     kept = checkpoints.read_kept(step)
                     same_mesh = layout is None or layout == kept.layout
-                    return step, checkpoints.restore(step, shapes, init, same_mesh=same_mesh), kept
+                    state = checkpoints.restore(step, shapes, init, same_mesh=same_mesh)
+                    if not has_record(folder / str(step), limits):
+                        tell(f"{where} is of an older version: it does not record its step and run")
+                    return step, state, kept
                 except Exception as error:
                     # With matching checksums, the state belongs to another model; without checksums, the files may be
                     # damaged.
                     if has_checksums(folder / str(step)) or jax.process_count() > 1:
                         raise
                     problem = str(error).partition("\n")[0]
-            tell(f"the checkpoint of step {step} in {str(folder)!r} is damaged: {problem}")
+            tell(f"{where} is damaged: {problem}")
     raise ValueError(f"resume is set, but every checkpoint in {str(folder)!r} is damaged; expected an intact one")
 
 

@@ -170,6 +170,45 @@ def damage(checkpoint: Path, limits: FileLimits = FileLimits()) -> str | None:
     return f"{shown(differing[0])} is not as it was written" if differing else None
 
 
+RECORD = ("step", "run_id")
+"""Keys of the item `run` of a checkpoint that bind it to its step and its run."""
+
+
+def misplacement(checkpoint: Path, run_id: str | None = None, limits: FileLimits = FileLimits()) -> str | None:
+    """Describe how the record of a checkpoint differs from its folder; return `None` if they agree.
+
+    A checkpoint without a readable record has no misplacement: see `has_record`.
+
+    Args:
+        checkpoint: folder of the checkpoint, named after its step.
+        run_id: identifier of the run of the folder; `None` leaves it unchecked.
+        limits: limits of the file with the record.
+    """
+    record = _record(checkpoint, limits)
+    if record is None:
+        return None
+    step, saved_by = (record[name] for name in RECORD)
+    if str(step) != checkpoint.name:
+        return f"it was saved at step {shown(step)}; expected step {checkpoint.name}"
+    if run_id is not None and saved_by != run_id:
+        return f"it was saved by run {shown(saved_by)}; expected run {run_id!r}"
+    return None
+
+
+def has_record(checkpoint: Path, limits: FileLimits = FileLimits()) -> bool:
+    """Return whether a checkpoint records its step and its run; those of older versions do not."""
+    return _record(checkpoint, limits) is not None
+
+
+def _record(checkpoint: Path, limits: FileLimits) -> dict | None:
+    try:
+        found = parse_json(read_bytes(checkpoint / "run" / "metadata", limits), limits)
+    except (OSError, ValueError):
+        # The checksums, or reading the whole checkpoint, report a damaged file.
+        return None
+    return found if isinstance(found, dict) and all(name in found for name in RECORD) else None
+
+
 def _checksums(checkpoint: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a checkpoint, by relative path."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(CHECKSUMS))

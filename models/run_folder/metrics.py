@@ -277,6 +277,11 @@ class RunFolder:
             raise ValueError(f"{str(self.config)!r} has {type(found).__name__}; expected a JSON object")
         return found
 
+    @property
+    def run_id(self) -> str:
+        """Identifier of the run, recorded in its checkpoints; "" in runs of older versions."""
+        return str(self.described().get("run_id", ""))
+
     def check_limits(self) -> None:
         """Raise `LimitError` if the counts of a segment exceed the limits; other faults are ignored."""
         for segment in self.segments:

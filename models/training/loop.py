@@ -5,13 +5,14 @@ import json
 import math
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +41,7 @@ from models.run_folder.checkpoints import (
     CheckpointMetadata,
     Checkpoints,
     parts,
+    remove_incomplete,
     restore_newest,
     steps_in,
     without_homes,
@@ -75,6 +77,7 @@ class Run:
         done_steps: number of steps done, 0 for a new run.
         state: state after these steps; `None` for a new run.
         position: position of the data after these steps, from the checkpoint.
+        run_id: identifier of the run, the same after it is resumed; random in a new run.
     """
 
     config: TrainConfig
@@ -88,6 +91,7 @@ class Run:
     done_steps: int
     state: nnx.State | None
     position: dict[str, Any]
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def release(self) -> None:
         """Release the lock of the folder."""
@@ -102,6 +106,7 @@ def prepare(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    restart: bool = False,
     tell: Tell = print,
     limits: FileLimits = FileLimits(),
 ) -> Run:
@@ -110,10 +115,11 @@ def prepare(
     Args:
         config: configuration of the run.
         corpus: training and validation text.
-        run_dir: folder of the run, created if missing. If it has a run, `resume` or `overwrite` must be set.
+        run_dir: folder of the run, created if missing. If it has a run, one of the following three must be set.
         resume: if True, continue from the newest intact checkpoint. Ranks and system may differ; state specific to them
             is reinitialized.
         overwrite: if True, move an earlier run aside, into a sibling folder.
+        restart: if True, move an earlier run without a complete checkpoint aside; one with a checkpoint is refused.
         tell: function called with messages about restored or moved files.
         limits: limits of each file of the run to resume.
 
@@ -123,7 +129,7 @@ def prepare(
     Raises:
         ValueError: an argument is invalid; the message contains its name, its value and the expectation.
     """
-    if resume and overwrite:
+    if overwrite and (resume or restart):
         raise ValueError("both overwrite and resume are set; expected one of them")
     corpus.check_length(config.batch.sequence_length)
     folder, mesh = RunFolder(run_dir, limits), make_mesh(config.parallel)
@@ -144,16 +150,15 @@ def prepare(
     elif writes:
         _check_place(folder)
         if not overwrite:
-            _check_empty(folder)
+            _check_empty(folder, restart)
     step = _traced(config, mesh, programs)
     lock = _locked(folder) if writes else None
     run = Run(config, corpus, folder, lock, mesh, programs, source, step, 0, None, {})
     try:
         if resume:
-            done_steps, state, position = _resumed(run, tell)
-            run = dataclasses.replace(run, done_steps=done_steps, state=state, position=position)
+            run = _resumed(run, tell)
         if writes:
-            _claim(run, resume, overwrite, tell)
+            _claim(run, resume, overwrite, restart, tell)
     except BaseException:
         run.release()
         raise
@@ -202,7 +207,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     others = {"num_groups": config.parallel.data_parallel, "num_params": _num_params(run), "compile_s": compile_s}
     with (
         MetricLogger(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config)) as watcher,
-        Checkpoints(run.folder.checkpoints, run.config.checkpoints) as checkpoints,
+        Checkpoints(run.folder.checkpoints, run.config.checkpoints, run_id=run.run_id) as checkpoints,
         StepLine(console, step, config.steps) as line,
         _batches(run) as batches,
     ):
@@ -332,8 +337,8 @@ def _check_place(folder: RunFolder) -> None:
         )
 
 
-def _check_empty(folder: RunFolder) -> None:
-    if folder.has_run:
+def _check_empty(folder: RunFolder, restart: bool) -> None:
+    if folder.has_run and not (restart and not steps_in(folder.checkpoints)):
         raise ValueError(
             f"run_dir is {str(folder.path)!r}, which contains a run; expected --resume to continue it, "
             "--overwrite to move it aside, or another folder"
@@ -373,7 +378,7 @@ def _unwritable(folder: RunFolder, error: OSError) -> str:
     return f"run_dir is {str(folder.path)!r}; expected a writable folder: {error.strerror}"
 
 
-def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
+def _resumed(run: Run, tell: Tell) -> Run:
     """Restore the newest intact checkpoint, and move newer, damaged ones aside."""
     folder = run.folder
     check_continues(_described(run.config, run.corpus), run.config.steps, folder)
@@ -389,7 +394,9 @@ def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
             aside = free_sibling(folder.damaged / str(damaged), "damaged")
             (folder.checkpoints / str(damaged)).rename(aside)
             tell(f"resuming from step {step}; moved the checkpoint of step {damaged} to {str(aside)!r}")
-    return step, state, kept.data
+    # A run of an older version gets its identifier here.
+    run_id = folder.run_id or run.run_id
+    return dataclasses.replace(run, done_steps=step, state=state, position=kept.data, run_id=run_id)
 
 
 def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, CheckpointMetadata]:
@@ -399,25 +406,29 @@ def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.St
     config, programs, folder = run.config, run.programs, run.folder.checkpoints
     moves = config.relocation.interval is not None
     before = run.folder.described()["config"].get("relocation", {})
+    rest = (layout, run.folder.limits, run.folder.run_id)
     if moves or not before.get("interval"):
-        return restore_newest(folder, programs.state_shapes, tell, programs.init, layout, run.folder.limits)
+        return restore_newest(folder, programs.state_shapes, tell, programs.init, *rest)
     parallel = dataclasses.replace(config.parallel, system="plain", replica_slots=None, headroom=None)
     config = dataclasses.replace(config, relocation=RelocationConfig(interval=1), parallel=parallel)
     moving = make_programs(config, run.mesh, make_system(parallel))
-    step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, layout, run.folder.limits)
+    step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, *rest)
     # Use the homes as the permutation: the expert moved to a place is the one initially there.
     state = moving.move(state, per_layer(state, "homes"))
     return step, without_homes(programs.state_shapes, state, programs.init), kept
 
 
-def _claim(run: Run, resume: bool, overwrite: bool, tell: Tell) -> None:
-    folder = run.folder
+def _claim(run: Run, resume: bool, overwrite: bool, restart: bool, tell: Tell) -> None:
+    folder, described = run.folder, {"run_id": run.run_id} | _described(run.config, run.corpus)
     if not resume and not overwrite:
-        _check_empty(folder)
+        _check_empty(folder, restart)
     try:
-        if overwrite and folder.has_run:
+        if restart:
+            # As on resuming; otherwise each kill during the first save would leave one.
+            remove_incomplete(folder.checkpoints)
+        if folder.has_run and not resume:
             tell(f"moved the previous run in {str(folder.path)!r} to {str(folder.move_aside())!r}")
-        write_whole(folder.config, (json.dumps(_described(run.config, run.corpus), indent=2) + "\n").encode())
+        write_whole(folder.config, (json.dumps(described, indent=2) + "\n").encode())
     except OSError as error:
         raise ValueError(_unwritable(folder, error)) from error
 

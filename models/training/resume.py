@@ -22,6 +22,7 @@ from models.config import BatchConfig, OptimizerConfig, TrainConfig
 from models.mesh import make_system
 from models.model_config import LoraConfig, ModelConfig, ParallelConfig
 from models.run_folder.checkpoints import steps_in
+from models.run_folder.files import misplacement
 from models.run_folder.metrics import RunFolder
 from models.settings import Given, layered
 
@@ -132,8 +133,11 @@ def check_continues(now: dict[str, Any], steps: int, folder: RunFolder) -> None:
     for name, value in _fixed(now).items():
         if value != before.get(name):
             raise ValueError(f"{name} is {value!r}; expected {shown(before.get(name))}, as in the run to resume")
-    if done[0] > steps:
-        raise ValueError(f"steps is {steps}; expected at least {done[0]}, the step of the checkpoint to resume")
+    # A folder with another name than its step is no checkpoint to resume.
+    run_id, limits = folder.run_id, folder.limits
+    newest = next((step for step in done if not misplacement(folder.checkpoints / str(step), run_id, limits)), 0)
+    if newest > steps:
+        raise ValueError(f"steps is {steps}; expected at least {newest}, the step of the checkpoint to resume")
     # Raises if a row cannot be parsed.
     folder.rows("step")
 

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from models.run_folder.checkpoints import steps_in
 from models.run_folder.metrics import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -22,17 +21,10 @@ STEPS_PER_KILL = 30
 MAX_WAIT_S = 600.0
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen:
+def start(folder: Path, *options: str, module: str = "tests.models.tiny_training") -> subprocess.Popen:
     """Start training the tiny model."""
-    command = [sys.executable, "-m", "tests.models.tiny_training", "--run-dir", str(folder), *options]
+    command = [sys.executable, "-m", module, "--run-dir", str(folder), *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def how_to_go_on(folder: Path) -> list[str]:
-    """Return the resume option; a run killed before its first checkpoint starts again."""
-    if steps_in(RunFolder(folder).checkpoints):
-        return ["--resume"]
-    return ["--overwrite"] if RunFolder(folder).has_run else []
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -73,7 +65,8 @@ def kill_and_compare(
     folder: Path, kills: int, seed: int, steps_per_kill: int = STEPS_PER_KILL
 ) -> list[tuple[str, int, float]]:
     """Train twice, once with kills, assert equal losses, and return them."""
-    generator, steps = random.Random(seed), ["--steps", str(steps_per_kill * max(kills, 1))]
+    # The same command starts the run and continues it.
+    generator, steps = random.Random(seed), ["--resume=auto", "--steps", str(steps_per_kill * max(kills, 1))]
     straight, killed = folder / "straight", folder / "killed"
     process, began = start(straight, *steps), time.monotonic()
     wait_for_steps(process, straight)
@@ -81,14 +74,13 @@ def kill_and_compare(
     finish(process)
     training_s = time.monotonic() - began
     for number in range(1, kills + 1):
-        how = how_to_go_on(killed)
         # Most kills occur during training; every fourth may occur during startup.
         at_once = number % 4 == 0
         wait_s = generator.uniform(0, startup_s if at_once else 2 * training_s / kills)
-        kill(start(killed, *steps, *how), killed, wait_s, at_once=at_once)
+        kill(start(killed, *steps), killed, wait_s, at_once=at_once)
         rows = RunFolder(killed).rows("step")
-        print(f"kill {number}: {' '.join(how) or 'new'}, at step {rows[-1]['step'] if rows else 0}", flush=True)
-    finish(start(killed, *steps, *how_to_go_on(killed)))
+        print(f"kill {number}: at step {rows[-1]['step'] if rows else 0}", flush=True)
+    finish(start(killed, *steps))
     want, got = losses(straight), losses(killed)
     assert got == want, [pair for pair in zip(got, want, strict=False) if pair[0] != pair[1]][:3] or (got, want)
     return got

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from models.model_config import ParallelConfig
 from models.run_folder.checkpoints import Checkpoints, steps_in
-from models.run_folder.files import CHECKSUMS
+from models.run_folder.files import CHECKSUMS, write_checksums
 from models.run_folder.metrics import RunFolder
 from models.training.loop import execute, prepare
 from tests.models.kill_training import STEPS_PER_KILL, finish, kill_and_compare, start, wait_for_steps
@@ -71,7 +71,9 @@ def test_a_folder_with_a_run_needs_an_option(copied, command_line):
         "error: run_dir is 'runs/tiny', which contains a run; expected --resume to continue it, --overwrite to move it "
         "aside, or another folder\n"
     )
-    assert command_line("--resume", "--overwrite").stderr.startswith("error: both overwrite and resume are set;")
+    for resume in ("--resume", "--resume=auto"):
+        assert command_line(resume, "--overwrite").stderr.startswith("error: both overwrite and resume are set;")
+    assert command_line("--resume=newst").stderr == "error: resume is 'newst'; expected --resume or --resume=auto\n"
     assert contents(copied) == before
 
 
@@ -176,6 +178,87 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(copied, damage):
     assert steps_in(folder.checkpoints) == [8, 4]
 
 
+def exchange(folder, other):
+    """Exchange the checkpoints of steps 4 and 8."""
+    (folder / "4").rename(folder / "x")
+    (folder / "8").rename(folder / "4")
+    (folder / "x").rename(folder / "8")
+
+
+def rename(folder, other):
+    (folder / "8").rename(folder / "6")
+
+
+def copy_under_another_name(folder, other):
+    shutil.copytree(folder / "4", folder / "12")
+
+
+def take_of_another_run(folder, other):
+    shutil.rmtree(folder / "8")
+    shutil.copytree(other / "8", folder / "8")
+
+
+def without_checksums(place):
+    """Do the same to checkpoints of a run killed before it wrote their checksums."""
+
+    def changed(folder, other):
+        place(folder, other)
+        for path in folder.glob(f"*/{CHECKSUMS}"):
+            path.unlink()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "problem"),
+    [
+        (exchange, None, "it was saved at step 4; expected step 8"),
+        (rename, 4, "it was saved at step 8; expected step 6"),
+        (copy_under_another_name, 8, "it was saved at step 4; expected step 12"),
+        (take_of_another_run, 4, "it was saved by run '"),
+        (without_checksums(exchange), None, "it was saved at step 4; expected step 8"),
+        (without_checksums(take_of_another_run), 4, "it was saved by run '"),
+    ],
+    ids=["exchanged", "renamed", "copied", "of another run", "exchanged, no checksums", "of another, no checksums"],
+)
+def test_a_checkpoint_of_another_step_or_run_is_damaged(copied, trained_run, tmp_path, place, step, problem):
+    folder, other, lines = RunFolder(copied), tmp_path / "other", []
+    # The other run differs in its identifier only.
+    execute(prepare(CONFIG, CORPUS, other), Console(quiet=True))
+    place(folder.checkpoints, RunFolder(other).checkpoints)
+    if step is None:
+        before = contents(copied)
+        with pytest.raises(ValueError, match=r"every checkpoint in '.*' is damaged; expected an intact one"):
+            prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
+        assert contents(copied) == before
+    else:
+        run = prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
+        run.release()
+        assert run.done_steps == step
+        assert steps_in(folder.checkpoints)[0] == step
+        assert len(list(folder.damaged.iterdir())) == 1
+        assert run.run_id == RunFolder(trained_run).run_id != RunFolder(other).run_id
+    assert f"is damaged: {problem}" in lines[0]
+
+
+def test_a_checkpoint_without_a_record_is_used_with_a_line(copied):
+    """Checkpoints of older versions do not record step and run; the run gets an identifier on resuming."""
+    folder, lines = RunFolder(copied), []
+    for path in folder.checkpoints.glob("*/run/metadata"):
+        kept = json.loads(path.read_text())
+        path.write_text(json.dumps({name: kept[name] for name in ("layout", "data")}))
+        write_checksums(path.parents[1])
+    described = folder.described()
+    del described["run_id"]
+    folder.config.write_text(json.dumps(described))
+    longer = dataclasses.replace(CONFIG, steps=9)
+    execute(prepare(longer, CORPUS, copied, resume=True, tell=lines.append), Console(quiet=True))
+    assert len(lines) == 1
+    assert "step 8" in lines[0]
+    assert lines[0].endswith(" is of an older version: it does not record its step and run")
+    assert json.loads((folder.checkpoints / "9" / "run" / "metadata").read_text())["run_id"] == folder.run_id != ""
+
+
 def test_all_checkpoints_damaged_is_refused_and_touches_nothing(copied):
     for step in (4, 8):
         flip(RunFolder(copied).checkpoints / str(step))
@@ -192,6 +275,79 @@ def test_a_checkpoint_without_checksums_is_used(copied):
     run = prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
     run.release()
     assert (run.done_steps, lines) == (8, [])
+
+
+def killed_before_its_first_checkpoint(folder):
+    """Leave of a run the files that a kill during its first save leaves."""
+    (folder.checkpoints / "8").rename(folder.checkpoints / "4.orbax-checkpoint-tmp")
+    shutil.rmtree(folder.checkpoints / "4")
+    for path in (folder.summary, folder.report, folder.counts, *folder.figures):
+        path.unlink()
+
+
+def killed_before_its_first_save(folder):
+    killed_before_its_first_checkpoint(folder)
+    shutil.rmtree(folder.checkpoints)
+
+
+def killed_before_its_first_file(folder):
+    for path in folder.path.iterdir():
+        if path.name != "notes.txt":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize(
+    "state", [killed_before_its_first_checkpoint, killed_before_its_first_save, killed_before_its_first_file]
+)
+def test_a_run_without_a_checkpoint_starts_again(copied, command_line, tmp_path, monkeypatch, state):
+    monkeypatch.setattr("models.training.loop._finish", lambda *arguments: {})
+    folder = RunFolder(copied)
+    (copied / "notes.txt").write_text("mine")
+    state(folder)
+    before, had_run = contents(copied), folder.has_run
+    assert not had_run or command_line("--run-dir", "runs/tiny").exit_code == 2
+    result = command_line("--resume=auto", "--run-dir", "runs/tiny")
+    assert result.exit_code == 0, result.output
+    assert [row["step"] for row in folder.rows("step")] == list(range(1, CONFIG.steps + 1))
+    assert steps_in(folder.checkpoints) == [8, 4]
+    assert (copied / "notes.txt").read_text() == "mine"
+    aside = tmp_path / "runs" / "tiny.before-1"
+    assert aside.exists() == had_run
+    # All other files are kept; the incomplete checkpoint is removed, as on resuming.
+    kept = {path: text for path, text in before.items() if path.parts[0] not in ("checkpoint", "notes.txt")}
+    assert (contents(aside) if had_run else {}) == kept
+
+
+def test_a_run_with_a_checkpoint_continues(copied, command_line, monkeypatch):
+    monkeypatch.setattr("models.training.loop._finish", lambda *arguments: {})
+    folder = RunFolder(copied)
+    (folder.checkpoints / "8").rename(folder.checkpoints / "8.orbax-checkpoint-tmp")
+    result = command_line("--resume=auto", "--run-dir", "runs/tiny")
+    assert result.exit_code == 0, result.output
+    assert steps_in(folder.checkpoints) == [8, 4]
+    assert not list(folder.checkpoints.glob("*tmp*"))
+    assert [path.name for path in copied.parent.iterdir()] == ["tiny"]
+
+
+def test_a_run_that_got_a_checkpoint_meanwhile_is_not_moved(copied):
+    before = contents(copied)
+    with pytest.raises(ValueError, match="contains a run; expected --resume"):
+        prepare(CONFIG, CORPUS, copied, restart=True)
+    assert contents(copied) == before
+
+
+@pytest.mark.thorough
+def test_a_run_killed_during_its_first_save_starts_again(tmp_path):
+    options = ("--resume=auto", "--steps", "4")
+    process = start(tmp_path, *options, module="tests.models.stalled_training")
+    assert any(line == "saving\n" for line in process.stdout)
+    process.kill()
+    process.communicate()
+    folder = RunFolder(tmp_path)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["2.orbax-checkpoint-tmp"]
+    for last in (4, 6):
+        finish(start(tmp_path, *options[:-1], str(last)))
+        assert steps_in(folder.checkpoints) == [last, last - 2]
 
 
 @pytest.mark.thorough
