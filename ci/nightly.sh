@@ -13,6 +13,7 @@ install --upgrade --prerelease allow --index-strategy unsafe-best-match --extra-
 install --no-build-isolation --no-deps --reinstall -C build-dir=build/nightly -e .
 "$venv/bin/jax-moe-lb" doctor
 make VENV="$venv" test-all
+"$venv/bin/python" ci/advice.py --all
 # The CUDA module for drivers of CUDA 12.
 bash ci/cuda12.sh "$venv"
 # Mutants of C++, other ones every night. Without a CUDA toolkit, those of files with `_cuda` are left out.

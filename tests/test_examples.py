@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from models import train
+from tests.test_pages import refused
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +82,31 @@ def test_three_levels_relieve_the_busiest_interface():
     rows = re.findall(r"busiest interface (\d+) -> (\d+) rows", run("three_levels").stdout)
     assert len(rows) == 2
     assert all(int(after) < int(before) for before, after in rows)
+
+
+def launched(name, folder):
+    """Return the options of `models.train` in a launch example of several machines."""
+    path = ROOT / "examples" / "cluster" / name
+    if path.suffix == ".yaml":
+        [words] = re.findall(r"exec python -m models\.train (.*?)\n +resources:", path.read_text(), re.DOTALL)
+        return words.split()
+    # A stand-in for Slurm prints the arguments.
+    (folder / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (folder / "srun").chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "RUN_DIR": str(folder / "run")}
+    done = subprocess.run(["bash", str(path)], env=environment, capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()
+    return words[words.index("models.train") + 1 :]
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "jobset.yaml"])
+def test_one_command_starts_and_continues_a_job(name, tmp_path):
+    """An incomplete checkpoint is none, so the command does not depend on the files of the folder."""
+    fresh = launched(name, tmp_path)
+    (tmp_path / "run" / "checkpoint" / "5.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert launched(name, tmp_path) == fresh
+    assert "--resume=auto" in fresh
+    assert refused(train.app, fresh) is None
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start one process on each given machine; all must have this checkout and its .venv at the same path:
 #   examples/cluster/ssh.sh node1 node2 -- reference --run-dir /shared/runs/first
-# Add --resume after the last -- to continue from the newest checkpoint.
+# Add --resume=auto after the last -- to continue from the newest checkpoint, if there is one.
 set -euo pipefail
 hosts=()
 while [ $# -gt 0 ] && [ "$1" != "--" ]; do hosts+=("$1") && shift; done

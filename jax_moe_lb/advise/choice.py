@@ -1,6 +1,6 @@
 """`Choice`, a system as a few values that a search changes one at a time.
 
-`build` makes the system, and `usage` formats it as Python and as command-line flags.
+`build` makes the system, `system_code` formats it as Python, and `usage` as command-line flags.
 """
 
 import math
@@ -157,63 +157,37 @@ RELOCATE_INTERVAL = 50
 
 @dataclass(frozen=True)
 class Usage:
-    """Code and flags for a choice.
+    """Flags for a choice.
 
     Args:
-        code: Lines of Python. They use exports of `jax_moe_lb`, `replace` of `dataclasses`, and the user's `mesh` and
-            `topology`.
         train: Flags of `python -m models.train`; None if it has no flags for this choice.
         simulate: Flags of `jax-moe-lb simulate`; None if it has no flags for this choice.
     """
 
-    code: tuple[str, ...]
     train: str | None
     simulate: str | None
 
 
 def usage(choice: Choice, cluster: Cluster, gather_again: bool = False, dispatch: str = "Direct") -> Usage:
-    """Format the code and flags for a choice.
+    """Format the flags for a choice; `advise.program` formats the Python program.
 
     Args:
         choice: Choice to format.
-        cluster: Machine whose levels name the mesh axes, and whose domains bound moves of weights.
+        cluster: Machine whose domains bound moves of weights.
         gather_again: If True, the backward pass gathers again. False by default.
-        dispatch: Class of the dispatch that the rule chose; "Direct" (default), "Once" or "Forward" change the code.
+        dispatch: Class of the dispatch that the rule chose; "Direct" by default.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links
         >>> machine = Cluster((Links("node", 16, 50e9, links=8), Links("gpu", 8, 360e9)))
         >>> usage(Choice("exact", 2), machine).train
         '--system exact:replica_slots=2 --mesh domain=8'
-        >>> for line in usage(Choice("exact", 2, domain_sizes=(2, 1)), machine).code:
-        ...     print(line)
-        mesh = transport.hybrid_mesh(mesh, {"node": 2, "gpu": 1})
-        domains = transport.ExpertDomains.from_mesh(mesh, topology)
-        migrate = transport.GatherExpertDomain(domains)
-        MoE(..., mesh=mesh, topology=domains.between, system=systems.exact(replica_slots=2).replace(migrate=migrate))
     """
     once = dispatch.lower() in ONCE
     return Usage(
-        _code(choice, cluster, gather_again, dispatch),
         None if once else _train(choice, cluster),
         None if gather_again else _simulate(choice, dispatch),
     )
-
-
-def _code(choice: Choice, cluster: Cluster, gather_again: bool, dispatch: str) -> tuple[str, ...]:
-    system = f"system={system_code(choice, dispatch)}"
-    if not choice.domain_sizes:
-        return (f"MoE(..., {system})",)
-    levels = zip(cluster.levels, choice.domain_sizes, strict=True)
-    sizes = ", ".join(f'"{level.name}": {size}' for level, size in levels)
-    codec = f", transport.Codec(ratio={choice.ratio})" if choice.ratio != 1 else ""
-    lines = (
-        f"mesh = transport.hybrid_mesh(mesh, {{{sizes}}})",
-        "domains = transport.ExpertDomains.from_mesh(mesh, topology)",
-        f"migrate = transport.GatherExpertDomain(domains{codec})",
-        f"MoE(..., mesh=mesh, topology=domains.between, {system}.replace(migrate=migrate))",
-    )
-    return (*lines, "transport.scan_prefetched(..., gather_again=True)") if gather_again else lines
 
 
 def system_code(choice: Choice, dispatch: str = "Direct") -> str:
@@ -227,11 +201,22 @@ def system_code(choice: Choice, dispatch: str = "Direct") -> str:
         >>> system_code(Choice(sprayed=True, headroom=1.2))
         'systems.rails(Buffers(headroom=1.2))'
     """
+    base, changes = system_parts(choice, dispatch)
+    return f"replace({base}, {', '.join(changes)})" if changes else base
+
+
+def system_parts(choice: Choice, dispatch: str = "Direct") -> tuple[str, list[str]]:
+    """Format a named system as Python, and the arguments of `dataclasses.replace` that make the system of a choice.
+
+    Args:
+        choice: Choice with the system.
+        dispatch: Class of its dispatch by the rule; "Direct" by default.
+    """
     buffers = f"Buffers(headroom={choice.headroom})" if choice.headroom is not None else ""
     if replace(choice, headroom=None, domain_sizes=(), ratio=1.0) == Choice(sprayed=True):
-        return f"systems.rails({buffers})"
+        return f"systems.rails({buffers})", []
     if _is_two_tier(choice) and dispatch.lower() not in ONCE:
-        return f"systems.two_tier(replica_slots={choice.replica_slots})"
+        return f"systems.two_tier(replica_slots={choice.replica_slots})", []
     slots = [f"replica_slots={choice.replica_slots}"] if choice.replica_slots else []
     own_buffers = choice.sprayed or dispatch.lower() in ONCE
     options = slots + [f"buffers={buffers}"] * bool(buffers and not own_buffers)
@@ -244,7 +229,7 @@ def system_code(choice: Choice, dispatch: str = "Direct") -> str:
     if dispatch.lower() in ONCE:
         changes.append(f"dispatch=transport.{dispatch}({buffers})")
     changes += ["replicate=transport.Relay()"] * choice.relayed + ["relocates=True"] * choice.relocated
-    return f"replace({base}, {', '.join(changes)})" if changes else base
+    return base, changes
 
 
 def _is_two_tier(choice: Choice) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,13 +15,15 @@ from rich.table import Table
 
 from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Advice
 from jax_moe_lb.advise.advise import advise as find
-from jax_moe_lb.advise.choice import Choice, usage
+from jax_moe_lb.advise.choice import Choice, system_code, usage
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, recorded_workloads
 from jax_moe_lb.advise.fit import expert_group, fits_in_memory, needs, remedies
+from jax_moe_lb.advise.program import WRITTEN, program
 from jax_moe_lb.advise.search import FINALISTS, SLOTS, SearchResult, Space
 from jax_moe_lb.cli.output import (
     FileLimitsOption,
     Json,
+    check_replaceable,
     note,
     one_line_errors,
     parse_limits,
@@ -43,6 +46,9 @@ from jax_moe_lb.cli.simulate import (
     time_unit,
 )
 from jax_moe_lb.core.custom_calls import has_planning_module
+from jax_moe_lb.core.plan_file import whole_file
+from jax_moe_lb.layer.systems import exact
+from jax_moe_lb.recordings.counts_files import naming
 from jax_moe_lb.recordings.yaml_file import MOST_PLANNED_RANKS, forecast
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
@@ -52,10 +58,13 @@ from jax_moe_lb.sim.uniform import experts_of, sample_of
 from jax_moe_lb.transport.rule import dispatch_by_rule
 
 SHOWN = 3
-"""Number of choices printed with their usage."""
+"""Number of choices printed with their flags."""
 
 NOTHING_FITS = 1
 """Exit code if no choice fits into memory."""
+
+DEFAULT_SLOTS = exact().replica_slots
+"""Replica slots of the default system of a layer."""
 
 NO_REMEDY = "No single change of cluster, pipeline stages, optimizer or tokens suffices; combine them."
 
@@ -92,13 +101,28 @@ def _row(one: SearchResult, answer: Advice, judge: Evaluator) -> dict[str, Any]:
     head = {"system": one.choice.name, "choice": asdict(one.choice), "domain_sizes": list(sizes)}
     # The report has means over workloads; the step time is their median.
     times = {"step_s": one.median_s, "times_s": list(one.times_s), "of_plain": list(one.ratios(answer.plain))}
-    return head | report_json(one.report) | times | {"usage": asdict(_usage(one, judge))}
+    how = {"code": code_of(one, judge), **asdict(_usage(one, judge))}
+    return head | report_json(one.report) | times | {"usage": how}
 
 
 def _usage(one: SearchResult, judge: Evaluator) -> Any:
-    candidate = judge.candidate(one.choice)
-    dispatch = type(candidate.system.dispatch).__name__
-    return usage(one.choice, judge.cluster, candidate.migration.gather_again, dispatch)
+    gather_again = judge.candidate(one.choice).migration.gather_again
+    return usage(one.choice, judge.cluster, gather_again, _dispatch_class(one, judge))
+
+
+def _dispatch_class(one: SearchResult, judge: Evaluator) -> str:
+    return type(judge.candidate(one.choice).system.dispatch).__name__
+
+
+def code_of(one: SearchResult, judge: Evaluator) -> str:
+    """Return the program of a choice, from its imports to a call of the layer."""
+    gather_again = judge.candidate(one.choice).migration.gather_again
+    return program(one.choice, judge.model, judge.cluster, gather_again, _dispatch_class(one, judge))
+
+
+def recommended(answer: Advice) -> SearchResult:
+    """Return plain if balancing is to be left off and it fits, else the best choice."""
+    return answer.plain if answer.leave_off and answer.found.fits else answer.best
 
 
 def advice_table(title: str, answer: Advice) -> Table:
@@ -135,12 +159,14 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
     """Return the recommendation, the assumptions and the refused choices as lines of text."""
     return [
         *_verdict(answer, judge),
+        *_not_exact(answer, judge, workloads),
         _dispatch(judge),
         *_fit(answer, judge),
         *_assumed(answer, judge, workloads),
         *_first_look(answer),
         *_sizes(answer, judge),
         *_how(answer, judge),
+        *code_of(recommended(answer), judge).splitlines(),
         *_refused(answer),
         *summary_lines(answer, judge),
     ]
@@ -148,7 +174,7 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
 
 def summary_lines(answer: Advice, judge: Evaluator) -> list[str]:
     """Return five lines: the best choice, its certainty, its memory, its code, and the next best choice."""
-    one = answer.plain if answer.leave_off and answer.found.fits else answer.best
+    one = recommended(answer)
     faster, number = sum(ratio < 1 for ratio in one.ratios(answer.plain)), len(one.times_s)
     sure = f"faster than plain on {faster} of {number} workloads, by {answer.gain:.1%} of a step at the median"
     if one is answer.plain:
@@ -159,7 +185,7 @@ def summary_lines(answer: Advice, judge: Evaluator) -> list[str]:
         f"Best: {one.choice.name}.",
         f"Sure: {sure}; {len(answer.alike)} others are as fast. Simulated, not measured.",
         f"Memory: {total:.1f}{room} GB of a rank for these layers, without attention.",
-        f"Code: {'; '.join(_usage(one, judge).code)}",
+        f"Code: {system_code(one.choice, _dispatch_class(one, judge))}; --out layer.py writes the program.",
         f"Next: {_next_best(one, answer)}",
     ]
 
@@ -189,6 +215,27 @@ def _verdict(answer: Advice, judge: Evaluator) -> list[str]:
     if answer.pays_from == SWEPT_TOKENS[0]:
         return [*lines, f"{best} is faster from {SWEPT_TOKENS[0]} tokens per rank, the smallest number tried."]
     return [*lines, f"{best} is faster from {answer.pays_from} tokens per rank."]
+
+
+def _not_exact(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) -> list[str]:
+    """Return the reason why the default system of a layer is not recommended."""
+    one, absent = recommended(answer), judge.model.experts - judge.model.experts // judge.cluster.num_ranks
+    default = Choice("exact", min(DEFAULT_SLOTS, absent))
+    if not absent or one.choice == default:
+        return []
+    begin = f"Not {default.name}, the default: "
+    if default in answer.found.refused:
+        return [f"{begin}it {answer.found.refused[default]}."]
+    if workloads[0].counts is None or not has_planning_module():
+        return [f"{begin}systems with its planner were not tried."]
+    steps = {other.choice: other for other in answer.found.outcomes}
+    if default in steps:
+        ratio, what = float(np.median(steps[default].ratios(one))), "a step"
+    else:
+        # The search stops early at choices that are slow on the first workload.
+        times = [judge.glance(choice, workloads[0]) for choice in (default, one.choice)]
+        ratio, what = times[0] / times[1], "one layer"
+    return [f"{begin}{what} takes {ratio:.3f} x the time of {one.choice.name}."]
 
 
 def _dispatch(judge: Evaluator) -> str:
@@ -272,7 +319,7 @@ def _how(answer: Advice, judge: Evaluator) -> list[str]:
     lines = []
     for one in [one for one in answer.found.outcomes if one is not answer.plain][:SHOWN]:
         how = _usage(one, judge)
-        lines += [f"{one.choice.name}:", *(f"    {line}" for line in how.code)]
+        lines += [f"{one.choice.name}:"] if how.train or how.simulate else []
         lines += [f"    python -m models.train {how.train}"] if how.train else []
         lines += [f"    jax-moe-lb simulate ... {how.simulate}"] if how.simulate else []
     return lines if not answer.leave_off else []
@@ -318,6 +365,9 @@ def advise(
             "--ratio", metavar="X", help="Compression ratio of gathered experts, tried beside no compression."
         ),
     ] = 1.0,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="LAYER.py", help="Output file of the recommended program.")
+    ] = None,
     file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
@@ -327,6 +377,8 @@ def advise(
     """
     with one_line_errors(imbalance=imbalance, tokens=tokens):
         limits = parse_limits(file_limits)
+        if out is not None:
+            check_replaceable("--out", out, [Path(model), Path(cluster), *([trace] if trace else [])], WRITTEN)
         of_model = load_config("MODEL", model, "model", limits=limits)
         of_cluster = load_config("CLUSTER", cluster, "cluster", limits=limits)
         shape, whole = model_of("MODEL", model, of_model, tokens), cluster_of("CLUSTER", cluster, of_cluster)
@@ -366,6 +418,9 @@ def advise(
         with working("searching") as tell:
             judge.tell = tell
             answer = find(judge, space, shapes, workloads, ratio)
+        if out is not None:
+            with naming("--out", out), whole_file(out) as part:
+                part.write_text(code_of(recommended(answer), judge))
         if as_json:
             print_json(advice_json(answer, judge, workloads))
         else:

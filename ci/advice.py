@@ -1,0 +1,60 @@
+"""Run the programs of `jax-moe-lb advise` for presets on virtual CPU devices, each as pasted into a new process.
+
+By default, every cluster and every model has one pair of presets; `--all` takes all pairs. The programs are those of
+the three best choices of each pair that fits into memory; equal programs run once.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+from jax_moe_lb.sim.config import preset_names
+
+BEST = 3
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
+
+
+def best_programs(model: str, cluster: str) -> list[tuple[str, str]]:
+    """Return name and program of the best choices; empty if no choice fits."""
+    command = [sys.executable, "-m", "jax_moe_lb.cli", "advise", model, cluster, "--json"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode > 1:
+        raise SystemExit(f"{' '.join(command[2:])}: {done.stderr}")
+    systems = json.loads(done.stdout).get("systems", [])
+    return [(one["system"], one["usage"]["code"]) for one in systems[:BEST]]
+
+
+def chosen(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """Return the programs of the first pair that fits, for each cluster and for each model."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    clusters, models = set(preset_names("cluster")), set(preset_names("model"))
+    # Each cluster's own model fits; other models come first on the smallest machine of accelerators.
+    for model, cluster in sorted(pairs, key=lambda pair: (pair[0] != pair[1], pair[1] != "h100_node")):
+        if (cluster in clusters or model in models) and (programs := best_programs(model, cluster)):
+            found[model, cluster] = programs
+            clusters.discard(cluster)
+            models.discard(model)
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Run all programs, and exit with an error after the first that fails."""
+    pairs = list(itertools.product(preset_names("model"), preset_names("cluster")))
+    found = {pair: best_programs(*pair) for pair in pairs} if arguments == ["--all"] else chosen(pairs)
+    done: dict[str, str] = {}
+    for pair, programs in found.items():
+        for name, code in programs:
+            if code not in done:
+                run = [sys.executable, "-W", "error::UserWarning", "-"]
+                result = subprocess.run(run, input=code, env=ENVIRONMENT, capture_output=True, text=True)
+                if result.returncode or not result.stdout.startswith("imbalance ["):
+                    raise SystemExit(f"{' on '.join(pair)}, {name}:\n{code}\n{result.stdout}{result.stderr}")
+                done[code] = result.stdout.strip()
+            print(f"{' on '.join(pair)}, {name}: {done[code]}", flush=True)
+    print(f"{len(done)} programs of {sum(map(bool, found.values()))} pairs ran")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
