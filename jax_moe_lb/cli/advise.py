@@ -166,7 +166,9 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
         *_first_look(answer),
         *_sizes(answer, judge),
         *_how(answer, judge),
+        "",
         *code_of(recommended(answer), judge).splitlines(),
+        "",
         *_refused(answer),
         *summary_lines(answer, judge),
     ]
@@ -224,8 +226,8 @@ def _not_exact(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) 
     if not absent or one.choice == default:
         return []
     begin = f"Not {default.name}, the default: "
-    if default in answer.found.refused:
-        return [f"{begin}it {answer.found.refused[default]}."]
+    if not fits_in_memory(judge, default):
+        return [f"{begin}it {needs(judge, default)}."]
     if workloads[0].counts is None or not has_planning_module():
         return [f"{begin}systems with its planner were not tried."]
     steps = {other.choice: other for other in answer.found.outcomes}
