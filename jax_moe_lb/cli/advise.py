@@ -420,15 +420,19 @@ def advise(
         with working("searching") as tell:
             judge.tell = tell
             answer = find(judge, space, shapes, workloads, ratio)
-        if out is not None:
-            with naming("--out", out), whole_file(out) as part:
-                part.write_text(code_of(recommended(answer), judge))
+        _write_program(out, answer, judge)
         if as_json:
             print_json(advice_json(answer, judge, workloads))
         else:
             print_table(advice_table(f"{model} on {cluster}", answer))
             for line in advice_lines(answer, judge, workloads):
                 print_text(line)
+
+
+def _write_program(out: Path | None, answer: Advice, judge: Evaluator) -> None:
+    if out is not None:
+        with naming("--out", out), whole_file(out) as part:
+            part.write_text(code_of(recommended(answer), judge))
 
 
 def _drawn(
