@@ -2,6 +2,8 @@
 
 import re
 
+import jax.numpy as jnp
+
 from jax_moe_lb.advise.choice import RELOCATE_INTERVAL, Choice, system_parts
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import DTYPES, ModelShape
@@ -164,7 +166,7 @@ def _system(choice: Choice, dispatch: str) -> list[str]:
 
 
 def _call(choice: Choice, model: ModelShape, gather_again: bool) -> list[str]:
-    dtype = DTYPES[max(model.itemsize, 2)].__name__
+    dtype = jnp.dtype(DTYPES[max(model.itemsize, 2)]).name
     moves = f"# In training, call layer.update_loads(stats) in each step and relocate every {RELOCATE_INTERVAL} steps."
     return [
         "tokens = NamedSharding(mesh, PartitionSpec(mesh.axis_names))",
