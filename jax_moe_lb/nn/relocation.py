@@ -211,8 +211,8 @@ def restore_target(state: nnx.State) -> nnx.State:
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = MoE(8, 4, TopK(2), mesh=mesh, experts=ExpertConfig(16), rngs=nnx.Rngs(0))
         >>> target = restore_target(mesh_independent_state((layer, nnx.Linear(8, 8, rngs=nnx.Rngs(0)))))
-        >>> [target[i][name].get_value().sharding.spec for i, name in ((0, "up"), (1, "kernel"))]
-        [PartitionSpec('expert', None, None), PartitionSpec()]
+        >>> [tuple(target[i][name].get_value().sharding.spec) for i, name in ((0, "up"), (1, "kernel"))]
+        [('expert', None, None), ()]
     """
     shardings = [leaf.sharding for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
