@@ -18,12 +18,12 @@ from jax_moe_lb.advise.advise import advise as find
 from jax_moe_lb.advise.choice import Choice, system_code, usage
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, recorded_workloads
 from jax_moe_lb.advise.fit import expert_group, fits_in_memory, needs, remedies
-from jax_moe_lb.advise.program import WRITTEN, program
+from jax_moe_lb.advise.program import program
 from jax_moe_lb.advise.search import FINALISTS, SLOTS, SearchResult, Space
 from jax_moe_lb.cli.output import (
     FileLimitsOption,
     Json,
-    check_replaceable,
+    OutputPath,
     note,
     one_line_errors,
     parse_limits,
@@ -368,7 +368,9 @@ def advise(
         ),
     ] = 1.0,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="LAYER.py", help="Output file of the recommended program.")
+        Path | None,
+        typer.Option("--out", metavar="LAYER.py", help="Output file of the recommended program."),
+        OutputPath(".py"),
     ] = None,
     file_limits: FileLimitsOption = None,
     as_json: Json = False,
@@ -379,8 +381,6 @@ def advise(
     """
     with one_line_errors(imbalance=imbalance, tokens=tokens):
         limits = parse_limits(file_limits)
-        if out is not None:
-            check_replaceable("--out", out, [Path(model), Path(cluster), *([trace] if trace else [])], WRITTEN)
         of_model = load_config("MODEL", model, "model", limits=limits)
         of_cluster = load_config("CLUSTER", cluster, "cluster", limits=limits)
         shape, whole = model_of("MODEL", model, of_model, tokens), cluster_of("CLUSTER", cluster, of_cluster)

@@ -85,6 +85,7 @@ KINDS = {
     ".png": (b"\x89PNG",),
     ".json": (b'{"traceEvents"', b'{"displayTimeUnit"'),
     ".yaml": (b"# Measured by `jax-moe-lb calibrate`",),
+    ".py": (b"# Written by `jax-moe-lb advise`",),
 }
 """First bytes of the output files that a command replaces, by suffix; it replaces no file of another suffix."""
 
@@ -285,28 +286,6 @@ def parse_replica_slots(
     if wanted is not None and wanted > most:
         raise ValueError(f"{name} is {wanted}; expected at most {most}, the experts without a home on the rank")
     return wanted
-
-
-def check_replaceable(argument: str, out: Path, inputs: Iterable[Path], begin: str) -> None:
-    """Check that an output file is no input, and that it replaces no file of another kind.
-
-    Args:
-        argument: name of the option, for the message.
-        out: path of the output.
-        inputs: paths of the inputs; absent ones are ignored.
-        begin: first characters of an earlier output.
-
-    Raises:
-        ValueError: if the output is an input, also by a link, or an existing file starts with other characters.
-    """
-    for one in inputs:
-        if out.exists() and one.exists() and out.samefile(one):
-            raise ValueError(f"{argument} is {out}; expected another file than the input {one}")
-    if out.is_file():
-        with out.open("rb") as file:
-            found = file.read(len(begin))
-        if found not in (b"", begin.encode()):
-            raise ValueError(f"{argument} is {out}, a file of another kind; expected a new file")
 
 
 BAR_AFTER_S = 2.0

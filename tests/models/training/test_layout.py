@@ -134,7 +134,7 @@ def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path
     assert not given["relocation"]
     config = dataclasses.replace(CONFIG, parallel=ParallelConfig(1, 4, "eplb"))
     found = programs(config)
-    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, 0, None, {})
+    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, None, 0, None, {})
     step, state, _ = _restored(run, layout_of(config.parallel), print)
     assert step == 4
     after = parts(state)
