@@ -52,6 +52,16 @@ def make_mesh(sizes, names, axis_type=AxisType.Auto):
     return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=jax.devices()[: np.prod(sizes)])
 
 
+def sequences(num_tokens, length, topology):
+    """Return the arguments of `TokenInfo` for sequences of consecutive tokens; call it inside `shard_map`."""
+    axes = topology.data_axes + topology.expert_axes
+    first = jax.lax.axis_index(axes) * num_tokens
+    return {
+        "segments": (first + jnp.arange(num_tokens, dtype=jnp.int32)) // length,
+        "num_segments": jax.lax.axis_size(axes) * num_tokens // length,
+    }
+
+
 def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None):
     """Return `(x, mask, kernel, experts) -> (y, stats)` over the mesh, with stats stacked over groups."""
     tokens = PartitionSpec(topology.data_axes + topology.expert_axes)
@@ -59,10 +69,9 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
     router = TopK(2) if router is None else router
 
     def one_rank(x, mask, kernel, experts):
-        length = None if losses is None else x.shape[0] // 2
+        info = {} if losses is None else sequences(x.shape[0], x.shape[0] // 2, topology)
         state = system.balancer.init((topology.num_ranks, kernel.shape[1]))
-        info = TokenInfo(mask=mask, sequence_length=length)
-        params, start = MoEParams(kernel, experts), MoEState(state)
+        params, start, info = MoEParams(kernel, experts), MoEState(state), TokenInfo(mask=mask, **info)
         y, stats, _ = moe(x, params, router, system, topology, start, info, losses or Losses())
         return y, stats.of_group
 

@@ -1,7 +1,6 @@
 """Execution of one MoE block by `moe`: the block's library routes, this library plans, sends tokens and multiplies."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,10 +14,9 @@ from jaxtyping import Array, Float, Int
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Tokens
 from jax_moe_lb.layer.moe import MoEParams, moe
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.nn.sharding import flatten_tokens, remove_padding
+from jax_moe_lb.nn.tokens import TokenLayout, token_layout
 from jax_moe_lb.routing.routers import Routing, TokenInfo
 from jax_moe_lb.transport.fsdp import FsdpExperts
 
@@ -116,28 +114,24 @@ def serve(
         ValueError: there is a fault, and the call is outside of `jax.jit` and other transformations.
     """
     config: BlockConfig = block.balance_config
-    topology, num_dims = config.topology, x.ndim - 1
-    by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
-    shards = math.prod(config.mesh.shape[axis] for axis in topology.data_axes + topology.expert_axes)
-    missing = -math.prod(x.shape[:-1]) % shards
-    mask = jnp.ones(x.shape[:-1], bool) if missing else None
+    topology = config.topology
+    layout = token_layout(x.shape[:-1], config.mesh, topology.data_axes + topology.expert_axes)
+    mask = jnp.ones(layout.shape, bool) if layout.is_padded else None
     tokens, mask, ids, factors = (
-        flatten_tokens(array, num_dims, missing, config.mesh, by_token)
-        for array in (x, mask, experts_of_tokens.astype(jnp.int32), weights.astype(jnp.float32))
+        layout.enter(array) for array in (x, mask, experts_of_tokens.astype(jnp.int32), weights.astype(jnp.float32))
     )
     experts = jax.tree.map(lambda leaf: leaf.astype(x.dtype), experts)
-    y, stats = _sharded(_BlockInputs(tokens, mask, ids, factors, experts), config=config)
+    y, stats = _sharded(_BlockInputs(tokens, mask, ids, factors, experts), config=config, layout=layout)
     raise_if_concrete(stats)
     if config.record_stats:
         block.moe_stats = nnx.Intermediate(stats)
-    return remove_padding(y, y.shape[0] - missing, config.mesh, by_token).reshape(x.shape)
+    return layout.leave(y, jax.typeof(x).sharding)
 
 
 # Compiled once for all equal blocks, also if the caller does not jit.
-@functools.partial(jax.jit, inline=True, static_argnames=("config",))
-def _sharded(inputs: _BlockInputs, *, config: BlockConfig) -> tuple[Tokens, Stats]:
-    topology = config.topology
-    by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
+@functools.partial(jax.jit, inline=True, static_argnames=("config", "layout"))
+def _sharded(inputs: _BlockInputs, *, config: BlockConfig, layout: TokenLayout) -> tuple[Float[Array, "*C H"], Stats]:
+    topology, by_token = config.topology, layout.spec
     by_group = PartitionSpec(topology.data_axes or None)
     num_experts = inputs.experts.up.shape[0]
     specs = _BlockInputs(
@@ -148,20 +142,22 @@ def _sharded(inputs: _BlockInputs, *, config: BlockConfig) -> tuple[Tokens, Stat
         experts=FsdpExperts().specs(inputs.experts, topology.expert_axes, topology.tensor_axes),
     )
 
-    def one_rank(inputs: _BlockInputs) -> tuple[Tokens, Stats]:
+    def one_rank(inputs: _BlockInputs) -> tuple[Float[Array, "*C H"], Stats]:
+        tokens, mask, experts_of_tokens, weights = jax.tree.map(layout.flatten, inputs[:4])
+
         def given(logits: Array, *_: Any) -> Routing:
-            return Routing(inputs.experts_of_tokens, inputs.weights, logits, logits)
+            return Routing(experts_of_tokens, weights, logits, logits)
 
         # The kernel gives the number of experts. XLA removes its product, as `given` returns other experts and weights.
-        kernel = jnp.zeros((inputs.tokens.shape[1], num_experts), inputs.tokens.dtype)
+        kernel = jnp.zeros((tokens.shape[1], num_experts), tokens.dtype)
         y, stats, _ = moe(
-            inputs.tokens,
+            tokens,
             MoEParams(kernel, inputs.experts),
             given,
             config.system,
             topology,
-            tokens=TokenInfo(inputs.mask),
+            tokens=TokenInfo(mask),
         )
-        return y, stats.of_group
+        return layout.unflatten(y), stats.of_group
 
     return jax.shard_map(one_rank, mesh=config.mesh, in_specs=(specs,), out_specs=(by_token, by_group))(inputs)

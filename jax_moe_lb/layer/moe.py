@@ -1,11 +1,10 @@
 """The executor `moe`: routing, counts, plan, replication, dispatch, expert networks and combine, in this order."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.balancers.base import LayerCost
@@ -15,9 +14,9 @@ from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, t
 from jax_moe_lb.core.stats import Fault, Stats, fault_code
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree
-from jax_moe_lb.layer.arguments import check_arguments, check_axes, check_routing, check_types
+from jax_moe_lb.layer.arguments import check_arguments, check_axes, check_types
+from jax_moe_lb.layer.route import rank_tokens, route
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.routing.logits import router_logits
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import (
@@ -26,7 +25,6 @@ from jax_moe_lb.routing.routers import (
     Routing,
     TokenInfo,
     TopK,
-    mask_tokens,
     router_options,
     scale_inputs,
     tokens_per_expert,
@@ -95,6 +93,49 @@ ARGUMENTS |= {"state": MoEState, "tokens": TokenInfo, "losses": Losses}
 """Types of the arguments of `moe`."""
 
 
+@overload
+def moe(
+    x: Tokens,
+    params: MoEParams,
+    router: RouterFunction,
+    system: System,
+    topology: Topology,
+    state: MoEState = ...,
+    tokens: TokenInfo = ...,
+    losses: Losses = ...,
+    return_routing: Literal[False] = ...,
+) -> tuple[Tokens, Stats, MoEState]: ...
+
+
+@overload
+def moe(
+    x: Tokens,
+    params: MoEParams,
+    router: RouterFunction,
+    system: System,
+    topology: Topology,
+    state: MoEState = ...,
+    tokens: TokenInfo = ...,
+    losses: Losses = ...,
+    *,
+    return_routing: Literal[True],
+) -> tuple[Tokens, Stats, MoEState, Int[Array, "T K"]]: ...
+
+
+@overload
+def moe(
+    x: Tokens,
+    params: MoEParams,
+    router: RouterFunction,
+    system: System,
+    topology: Topology,
+    state: MoEState = ...,
+    tokens: TokenInfo = ...,
+    losses: Losses = ...,
+    return_routing: bool = ...,
+) -> tuple[Any, ...]: ...
+
+
 def moe(
     x: Tokens,
     params: MoEParams,
@@ -104,7 +145,8 @@ def moe(
     state: MoEState = MoEState(),
     tokens: TokenInfo = TokenInfo(),
     losses: Losses = Losses(),
-) -> tuple[Tokens, Stats, MoEState]:
+    return_routing: bool = False,
+) -> tuple[Tokens, Stats, MoEState] | tuple[Tokens, Stats, MoEState, Int[Array, "T K"]]:
     """Compute a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
 
     Values and gradients equal those of a dense mixture of experts, for any plan. `nn.MoE` calls it with arrays of the
@@ -119,11 +161,13 @@ def moe(
             domain from `params.experts` first.
         topology: return value of `Topology.from_mesh`, with the mesh axes over which `x` varies.
         state: initial state, or the state returned by the last call.
-        tokens: mask, ids, random key and sequence length of the tokens.
+        tokens: mask, ids, random key, segments and given experts of the tokens.
         losses: coefficients of the router losses; 0 by default.
+        return_routing: if True, also return the experts of each token, for `TokenInfo.experts`; False by default.
 
     Returns:
-        Outputs `[T, H]`, statistics and the state for the next call. No value stops the program. After a fault, such as
+        Outputs `[T, H]`, statistics and the state for the next call; with `return_routing` also the experts `[T, K]`
+        int32 chosen by the router or given, -1 for none. No value stops the program. After a fault, such as
         a logit that is not finite or an illegal plan, the layer computes the valid part, and `raise_on_fault` of the
         statistics raises on the host; see `docs/pipeline.md`.
 
@@ -167,64 +211,14 @@ def moe(
     served, balancer = _served(x, routed, experts, start, state.balancer, system, topology)
     max_rounds = system.dispatch.buffers.max_rounds
     y = _outputs(served, homes, is_homed, max_rounds, topology)
-    loss = losses(routing, counted.asked, topology.expert_axes, tokens.sequence_length)
+    loss = losses(routing, counted.asked, topology, tokens)
     fault = _fault(counted, routed.counts, homes, is_homed, served, system)
     dropped = (counted.asked - counted.counts).sum(dtype=jnp.int32)
     stats = _stats(routed.counts, dropped, start, served.plan, served.rounds, experts, loss, fault)
     # All leaves vary over the same mesh axes: one entry of `out_specs` fits all.
     stats = vary_like(stats, stats)
-    return y, stats, MoEState(balancer, homes)
-
-
-def rank_tokens(tokens: TokenInfo, num_tokens: int, topology: Topology) -> TokenInfo:
-    """Return the properties of this rank's tokens for its router.
-
-    Args:
-        tokens: argument `tokens` of `moe`.
-        num_tokens: `T`, the tokens of a rank.
-        topology: topology of the layer; its expert axes give the index of this rank's first token in the group.
-    """
-    key = tokens.key
-    if key is not None:
-        # Fold in the rank index so that each rank samples different noise.
-        key = jax.random.fold_in(key, jax.lax.axis_index(topology.data_axes + topology.expert_axes))
-    return replace(tokens, key=key, first=jax.lax.axis_index(topology.expert_axes) * num_tokens)
-
-
-@jax.named_scope("route")
-def route(
-    x: Tokens,
-    kernel: Float[Array, "H E"],
-    router: RouterFunction,
-    info: TokenInfo,
-    bias: Float[Array, "E"] | None = None,
-    logit_bias: Float[Array, "E"] | None = None,
-) -> Routing:
-    """Compute the experts and weights of this rank's tokens, with logits in float32 or float64.
-
-    Args:
-        x: `[T, H]`, tokens of this rank.
-        kernel: `[H, E]`, router kernel, equal on all ranks.
-        router: `TopK`, `ForceBalanced` or a callable like them.
-        info: mask, ids, key and position of the tokens. Tokens with a False mask get `NO_EXPERT`.
-        bias: `[E]`, bias of the scores for expert selection; `None` (default) for none.
-        logit_bias: `[E]`, bias of the logits; `None` (default) for none.
-
-    Returns:
-        Experts `[T, K]` and weights `[T, K]`; see `Routing`.
-    """
-    if info.mask is not None:
-        # Padding may contain NaN, and NaN times a zero logit gradient is NaN in the gradient of the kernel.
-        x = jnp.where(info.mask[:, None], x, 0)
-    logits = router_logits(x, kernel)
-    if logit_bias is not None:
-        logits += logit_bias.astype(logits.dtype)[None]
-    # A router may return constants, which vary over no mesh axis.
-    routing = router(logits, bias, info)
-    check_routing(routing, logits)
-    routing = vary_like(routing, logits)
-    routing = routing if info.mask is None else mask_tokens(routing, info.mask)
-    return checkpoint_name(routing, "moe_routing")
+    after = MoEState(balancer, homes)
+    return (y, stats, after, routing.experts) if return_routing else (y, stats, after)
 
 
 class RoutingCounts(NamedTuple):

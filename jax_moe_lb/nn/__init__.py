@@ -1,7 +1,8 @@
 """Flax modules of the mixture-of-experts layer; `jax_moe_lb.moe` is the functional form."""
 
 from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert, SharedMix
-from jax_moe_lb.nn.moe import MoE, as_linen
+from jax_moe_lb.nn.linen import as_linen
+from jax_moe_lb.nn.moe import MoE
 from jax_moe_lb.nn.relocation import (
     expert_bytes,
     mesh_independent_state,

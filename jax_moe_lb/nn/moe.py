@@ -1,6 +1,5 @@
 """The Flax layer `MoE`: parameters, balancer state and a call of `moe` over a mesh."""
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,17 +25,14 @@ from jax_moe_lb.nn.sharding import (
     Parameters,
     add_shared,
     expert_axes,
-    flatten_tokens,
     fsdp_axes,
     logical_axis_rules,
-    place,
-    remove_padding,
-    reshaped,
     residual_specs,
     sharded_known,
     sharded_moe,
     sharded_residual,
 )
+from jax_moe_lb.nn.tokens import GivenTokens, TokenLayout, axis_names, place, token_layout
 from jax_moe_lb.nn.variables import (
     BalancerState,
     CodecState,
@@ -136,6 +132,7 @@ class MoE(nnx.Module):
         self.losses, self.precision = losses, precision
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
         self.shards = fsdp_axes(rules, topology, expert_axes(topology, migrate))
+        self.length_axes = axis_names(dict(rules).get("length"))
         split = math.prod(mesh.shape[axis] for axis in expert_axes(topology, migrate) + self.shards.exp_axes)
         home_experts_per_rank(num_experts, split)
 
@@ -205,7 +202,12 @@ class MoE(nnx.Module):
         *,
         token_ids: Int[Array, "*B"] | None = None,
         key: Key[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "*B H"], Stats]:
+        segments: Int[Array, "*B"] | None = None,
+        num_segments: int | None = None,
+        experts: Int[Array, "*B K"] | None = None,
+        weights: Float[Array, "*B K"] | None = None,
+        return_routing: bool = False,
+    ) -> Any:
         """Apply the layer to tokens.
 
         Args:
@@ -217,41 +219,41 @@ class MoE(nnx.Module):
             token_ids: `[...]` integers, for routers that read them, such as `HashRouter`; `None` by default.
             key: random key for routers that sample, such as `NoisyTopK`; pass a new one in each call. `None` by
                 default.
+            segments: `[..., S]` integers, for `Losses.sequence`: the document of each token in its sequence, from 0 to
+                `num_segments - 1`. Others, such as -1, are in none. `None` (default) for one document per sequence.
+            num_segments: largest number of documents per sequence; required with `segments`.
+            experts: `[..., K]` integers, given experts of each token (router replay). In a token's row, -1 is no
+                expert, but if all are -1, the router chooses. `None` (default) if the router chooses for all.
+            weights: `[..., K]`, weights of the given experts; `None` (default) to compute them from the logits.
+            return_routing: if True, also return the experts of each token, for `experts`; False by default.
 
         Returns:
-            Outputs `[..., H]` with the sharding of `x`, and statistics stacked over the `D` groups.
+            Outputs `[..., H]` with the sharding of `x`, and statistics stacked over the `D` groups. With
+            `return_routing` also the experts `[..., K]` int32 chosen by the router or given, -1 for none.
 
         Raises:
+            ValueError: an array has other leading dimensions than `x`, or an argument requires another one.
             ValueError: there is a fault, and the call is outside of `jax.jit` and other transformations. A transformed
                 call returns the fault in the statistics: call `raise_on_fault(stats)` once per step.
         """
         check_tokens(x, (..., self.kernel.shape[0]), mask, token_ids, key)
-        num_tokens = math.prod(x.shape[:-1])
         if jax.typeof(x).sharding.mesh.empty:
             # An input without a mesh gives no sharding for the outputs: replicate it over all devices first.
             x = place(x, NamedSharding(self.mesh, PartitionSpec()), self.mesh)
         # Cast weights and tokens before the exchanges: bfloat16 halves the transferred bytes.
         dtype = self.precision.dtype
         x = x if dtype is None else x.astype(dtype)
-        padding = mask
-        # Pass a mask only for padding: masking costs memory passes over all tokens.
-        missing = -num_tokens % (self._num_groups() * self.topology.num_ranks)
-        mask = jnp.ones(x.shape[:-1], bool) if missing and mask is None else mask
-        ids = None if token_ids is None else token_ids.astype(jnp.int32)
-        by_token = PartitionSpec(self.topology.data_axes + self.topology.expert_axes)
-        tokens, mask, ids = (
-            flatten_tokens(array, x.ndim - 1, missing, self.mesh, by_token) for array in (x, mask, ids)
-        )
+        layout = self._layout(x)
+        given = GivenTokens(mask, token_ids, segments, num_segments, experts, weights)
+        info, num_segments = given.enter(layout, needs_segments=self.losses.sequence > 0)
         state = self.empty_state if self.state is None else self.state.get_value()
         stored = self._experts()
-        experts = jax.tree.map(lambda w: w.astype(x.dtype), stored)
         inputs = LayerInputs(
-            tokens=tokens,
-            mask=mask,
-            token_ids=ids,
+            tokens=layout.enter(x),
+            info=info,
             key=key,
             kernel=self.kernel[...],
-            experts=experts,
+            experts=jax.tree.map(lambda w: w.astype(x.dtype), stored),
             logit_bias=_value(self.kernel_bias),
             selection_bias=_value(self.bias),
             homes=_value(self.homes),
@@ -259,21 +261,29 @@ class MoE(nnx.Module):
             known=_as_experts(self.known, stored),
             residual=_as_experts(self.residual, stored),
         )
-        y, stats, state, known = sharded_moe(inputs, layer=self._config(x, stored))
+        config = self._config(x, stored, layout, num_segments, return_routing)
+        y, stats, state, known, routing = sharded_moe(inputs, layer=config)
         raise_if_concrete(stats)
         if self.state is not None:
             self.state.set_value(state)
-        for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
-            weights.set_value(now)
-        # The outputs take the shape and sharding of the input.
-        y = remove_padding(y, num_tokens, self.mesh, by_token)
-        y = reshaped(y, x.shape, jax.typeof(x).sharding, self.mesh)
+        for one, now in zip(self.known, jax.tree.leaves(known), strict=True):
+            one.set_value(now)
+        y = layout.leave(y, jax.typeof(x).sharding)
         if self.shared_expert is not None:
             shared, kernel = jax.tree.map(lambda w: w.astype(x.dtype), (self._shared(), _value(self.shared_kernel)))
-            y = add_shared(x, y, padding, shared, kernel, mix=self.shared_expert.mix, mesh=self.mesh)
-        return y, stats
+            y = add_shared(x, y, mask, shared, kernel, mix=self.shared_expert.mix, mesh=self.mesh)
+        return (y, stats, *(layout.leave(of_tokens, layout.of_tokens(x)) for of_tokens in routing))
 
-    def _config(self, x: Array, stored: Experts) -> LayerConfig:
+    def _layout(self, x: Array) -> TokenLayout:
+        shape, axes = x.shape[:-1], self.topology.data_axes + self.topology.expert_axes
+        known = [axis_names(entry) for entry in jax.typeof(x).sharding.spec[: len(shape)]]
+        if len(shape) > 1 and not any(known):
+            known[-1] = self.length_axes
+        return token_layout(shape, self.mesh, axes, known)
+
+    def _config(
+        self, x: Array, stored: Experts, layout: TokenLayout, num_segments: int | None, return_routing: bool
+    ) -> LayerConfig:
         fuse = self.expert_config.fuse_gate_up
         if fuse is None:
             fuse = self.expert_config.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
@@ -284,7 +294,9 @@ class MoE(nnx.Module):
             mesh=self.mesh,
             shards=self.shards,
             losses=self.losses,
-            sequence_length=x.shape[-2] if x.ndim > 2 else None,
+            tokens=layout,
+            num_segments=num_segments,
+            return_routing=return_routing,
             fuse_gate_up=fuse,
         )
 
@@ -374,43 +386,6 @@ class MoE(nnx.Module):
 
     def _num_groups(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.topology.data_axes)
-
-
-def as_linen(*args: Any, **kwargs: Any) -> nnx.bridge.ToLinen:
-    """Return `MoE` as a Linen module, for use in Linen models.
-
-    The balancer state and the routing bias are in the collections `BalancerState` and `RouterBias`. Make these
-    collections mutable in `apply` if the layer has them.
-
-    Args:
-        *args: positional arguments of `MoE`.
-        **kwargs: keyword arguments of `MoE`, without `rngs`.
-
-    Returns:
-        The Linen module; its `init` initializes the parameters.
-
-    Examples:
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> from jax.sharding import AxisType
-        >>> from jax_moe_lb import ExpertConfig, TopK, as_linen
-        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        >>> layer = as_linen(8, 4, TopK(2), mesh=mesh, experts=ExpertConfig(16))
-        >>> (y, stats), variables = layer.init_with_output(jax.random.key(0), jnp.ones((6, 8)))
-        >>> y.shape, sorted(variables["params"])
-        ((6, 8), ['down', 'gate', 'kernel', 'up'])
-    """
-    return nnx.bridge.to_linen(MoE, *args, **kwargs)
-
-
-def _linen_signature() -> inspect.Signature:
-    of_moe = inspect.signature(MoE.__init__)
-    kept = [parameter for name, parameter in of_moe.parameters.items() if name not in {"self", "rngs"}]
-    return of_moe.replace(parameters=kept, return_annotation=nnx.bridge.ToLinen)
-
-
-# Show the signature of `MoE` in `help` and editors in place of `*args`.
-as_linen.__signature__ = _linen_signature()  # type: ignore[attr-defined]
 
 
 def _as_experts(leaves: Sequence[nnx.Variable], like: Experts) -> Experts | None:

@@ -4,7 +4,6 @@ It creates parameters with their sharding, and runs `moe` and the gather of expe
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats
@@ -21,6 +20,7 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import DType, State
 from jax_moe_lb.layer.moe import MoEParams, MoEState, moe
 from jax_moe_lb.layer.systems import System
+from jax_moe_lb.nn.tokens import TokenLayout, axis_names, place
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.routers import RouterFunction, TokenInfo
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
@@ -98,6 +98,10 @@ def logical_axis_rules(topology: Topology, migrate: GatherExpertDomain | None = 
     such as `("exp", ("expert", "fsdp"))`, and pass the table as `rules` of `MoE`. Parameters, gradients and optimizer
     state are then sharded over these axes, too; the layer all-gathers the weights of its experts. See `FsdpExperts`.
 
+    A pair of `length` names the mesh axes of sequences in the tokens `[..., S, H]`, such as `("length",
+    "context")`. Explicit axes carry their sharding. On Auto axes without the pair, the layer assumes that its data and
+    expert axes shard whole sequences as far as they divide their number, and then parts of sequences.
+
     Args:
         topology: topology of the layer.
         migrate: `GatherExpertDomain` of the layer; `None` (default) if it has none.
@@ -125,7 +129,9 @@ class LayerConfig:
     mesh: Mesh
     shards: FsdpExperts
     losses: Losses
-    sequence_length: int | None
+    tokens: TokenLayout
+    num_segments: int | None
+    return_routing: bool
     fuse_gate_up: bool
 
 
@@ -133,9 +139,8 @@ class LayerInputs(NamedTuple):
     """Arrays of one layer call over all ranks; `None` for absent ones.
 
     Args:
-        tokens: `[C, H]`, tokens of all ranks.
-        mask: `[C]` booleans; False for padding.
-        token_ids: `[C]` int32.
+        tokens: `[..., H]`, tokens of all ranks in the layout of the call.
+        info: properties of these tokens in the same layout, by the field of `TokenInfo`.
         key: random key, equal on all ranks.
         kernel: `[H, E]`, router kernel.
         experts: home experts of all ranks.
@@ -148,8 +153,7 @@ class LayerInputs(NamedTuple):
     """
 
     tokens: Any
-    mask: Any
-    token_ids: Any
+    info: Any
     key: Any
     kernel: Any
     experts: Any
@@ -163,18 +167,21 @@ class LayerInputs(NamedTuple):
 
 # Jitted here: all layers of one configuration share a compilation, even if the caller does not jit.
 @functools.partial(jax.jit, inline=True, static_argnames=("layer",))
-def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
-    """Run `moe` on the tokens of all ranks; return outputs, statistics and state per group, and codec state."""
+def sharded_moe(
+    inputs: LayerInputs, *, layer: LayerConfig
+) -> tuple[Array, Stats, State, Experts | None, list[Int[Array, "*C K"]]]:
+    """Run `moe` on the tokens of all ranks.
+
+    Return outputs, statistics and state per group, codec state, and a list of the experts of tokens if requested.
+    """
     topology, migrate, mesh = layer.topology, layer.system.migrate, layer.mesh
     home_axes = expert_axes(topology, migrate)
     whole, by_expert = PartitionSpec(), PartitionSpec(home_axes)
-    # The data axes are outermost: the tokens of a group are contiguous.
-    by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
+    by_token = layer.tokens.spec
     by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
     specs = LayerInputs(
         tokens=by_token,
-        mask=by_token,
-        token_ids=by_token,
+        info=by_token,
         key=whole,
         kernel=whole,
         experts=layer.shards.specs(inputs.experts, home_axes, topology.tensor_axes),
@@ -194,12 +201,14 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
         functools.partial(_one_rank, layer=layer),
         mesh=None if around else mesh,
         in_specs=(specs,),
-        out_specs=(by_token, by_group, by_group, by_expert),
+        out_specs=(by_token, by_group, by_group, by_expert, by_token),
         axis_names=set(mesh.axis_names) - set(around),
     )(LayerInputs(*(_place_by(array, spec, mesh) for array, spec in zip(inputs, specs, strict=True))))
 
 
-def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, State, Experts | None]:
+def _one_rank(
+    inputs: LayerInputs, layer: LayerConfig
+) -> tuple[Array, Stats, State, Experts | None, list[Int[Array, "*C K"]]]:
     # Each group has its own balancer state: drop the group dimension.
     state = jax.tree.map(lambda leaf: leaf[0], inputs.state)
     known, migrate = inputs.known, layer.system.migrate
@@ -211,18 +220,27 @@ def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, St
     elif migrate is not None:
         experts = migrate(experts, residual=inputs.residual)
     experts = experts.fused() if layer.fuse_gate_up else experts
-    y, stats, after = moe(
-        inputs.tokens,
+    layout = layer.tokens
+    info = TokenInfo(
+        **jax.tree.map(layout.flatten, inputs.info),
+        key=inputs.key,
+        position=layout.positions(),
+        num_segments=layer.num_segments,
+    )
+    y, stats, after, *routing = moe(
+        layout.flatten(inputs.tokens),
         MoEParams(inputs.kernel, experts, inputs.logit_bias, inputs.selection_bias),
         layer.router,
         # The experts are already gathered.
         replace(layer.system, migrate=None),
         layer.topology,
         MoEState(state, inputs.homes),
-        TokenInfo(inputs.mask, inputs.token_ids, inputs.key, layer.sequence_length),
+        info,
         layer.losses,
+        return_routing=layer.return_routing,
     )
-    return y, stats.of_group, jax.tree.map(lambda leaf: leaf[None], after.balancer), known
+    y, routing = jax.tree.map(layout.unflatten, (y, routing))
+    return y, stats.of_group, jax.tree.map(lambda leaf: leaf[None], after.balancer), known, routing
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))
@@ -251,23 +269,6 @@ def _place_by(tree: Any, specs: Any, mesh: Mesh) -> Any:
     if isinstance(specs, PartitionSpec):
         return place(tree, NamedSharding(mesh, specs), mesh)
     return jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(mesh, spec), mesh), tree, specs)
-
-
-def reshaped(array: Array, shape: tuple[int, ...], sharding: NamedSharding, mesh: Mesh) -> Array:
-    """Reshape an array, and on a mesh with Explicit axes reshard it in the same operation.
-
-    A plain reshape is not defined for every sharding of Explicit axes.
-    """
-    if AxisType.Explicit not in mesh.axis_types:
-        return array.reshape(shape)
-    return jax.lax.reshape(array, shape, out_sharding=sharding)
-
-
-def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
-    """Reshard a tree on a mesh with Explicit axes; on Auto axes, leave the sharding to the compiler."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return tree
-    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
 
 
 def explicit_sharding(array: Array) -> NamedSharding | None:
@@ -316,72 +317,15 @@ def _placed_shared(
     if AxisType.Explicit not in mesh.axis_types:
         return x, shared, kernel
     rows = jax.typeof(x).sharding.spec[:-1]
-    taken = [axis for axes in rows for axis in _axis_names(axes)]
+    taken = [axis for axes in rows for axis in axis_names(axes)]
     # The inner width stays sharded by the axes without tokens.
-    inner = tuple(axis for axis in _axis_names(jax.typeof(shared.up).sharding.spec[-1]) if axis not in taken) or None
+    inner = tuple(axis for axis in axis_names(jax.typeof(shared.up).sharding.spec[-1]) if axis not in taken) or None
 
     def by(array: Any, *axes: Any) -> Any:
         return place(array, NamedSharding(mesh, PartitionSpec(*axes)), mesh)
 
     up, gate = by((shared.up, shared.gate), None, inner)
     return by(x, *rows, None), replace(shared, up=up, gate=gate, down=by(shared.down, inner, None)), by(kernel)
-
-
-def flatten_tokens(
-    array: Array | None, num_dims: int, missing: int, mesh: Mesh, by_token: PartitionSpec
-) -> Array | None:
-    """Merge the leading token dimensions of an array and append zeros.
-
-    Args:
-        array: `[..., *]`; `None` is returned as it is.
-        num_dims: number of dimensions to merge.
-        missing: number of zeros, or rows of zeros, to append.
-        mesh: the mesh of the layer.
-        by_token: sharding of tokens.
-    """
-    if array is None:
-        return None
-    shape = (math.prod(array.shape[:num_dims]), *array.shape[num_dims:])
-    if not missing:
-        return reshaped(array, shape, NamedSharding(mesh, by_token), mesh)
-    # Explicit axes shard only evenly divisible dimensions, so replicate them.
-    array = reshaped(array, shape, NamedSharding(mesh, PartitionSpec()), mesh)
-    return jnp.pad(_evenly_sharded(array, mesh, by_token), ((0, missing), *[(0, 0)] * (array.ndim - 1)))
-
-
-def remove_padding(
-    array: Float[Array, "C H"], num_tokens: int, mesh: Mesh, by_token: PartitionSpec
-) -> Float[Array, "B H"]:
-    """Remove the rows that `flatten_tokens` appended.
-
-    Args:
-        array: `[C, H]`.
-        num_tokens: number of rows without padding.
-        mesh: the mesh of the layer.
-        by_token: sharding of tokens.
-    """
-    if array.shape[0] == num_tokens:
-        return array
-    array = place(array, NamedSharding(mesh, PartitionSpec()), mesh)
-    return _evenly_sharded(array[:num_tokens], mesh, by_token)
-
-
-def _evenly_sharded(array: Array, mesh: Mesh, by_token: PartitionSpec) -> Array:
-    """Constrain Auto axes to shard the rows evenly: by the leading axes of `by_token` that divide their number.
-
-    Without the constraint, XLA also shards these rows unevenly outside the layer, and pads them on each device. If the
-    rows come from `embedding[token_ids]`, XLA (jaxlib 0.10.2 and 0.12.0) adds the gradients of the padding to row 0 of
-    the embedding's gradient. These gradients are arbitrary, and NaN after a division by a sum of zeros.
-    """
-    if AxisType.Explicit in mesh.axis_types:
-        return array
-    axes = _axis_names(by_token[0])
-    while array.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
-        axes = axes[:-1]
-    # Inside a shard_map over other axes, the constraint needs the mesh with these axes Manual.
-    around = jax.sharding.get_abstract_mesh()
-    sharding = NamedSharding(around if around.manual_axes else mesh, PartitionSpec(axes or None))
-    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def fsdp_axes(rules: LogicalAxisRules, topology: Topology, home_axes: tuple[str, ...]) -> FsdpExperts:
@@ -396,7 +340,7 @@ def fsdp_axes(rules: LogicalAxisRules, topology: Topology, home_axes: tuple[str,
         ValueError: the table splits experts over other axes.
     """
     table = dict(rules)
-    exp, embed, mlp = (_axis_names(table.get(name)) for name in ("exp", "embed", "mlp"))
+    exp, embed, mlp = (axis_names(table.get(name)) for name in ("exp", "embed", "mlp"))
     exp = exp[len(home_axes) :] if exp[: len(home_axes)] == home_axes else ()
     if mlp[len(mlp) - len(topology.tensor_axes) :] != topology.tensor_axes:
         raise ValueError(f"rules split mlp over {mlp}; expected the topology's tensor_axes {topology.tensor_axes} last")
@@ -404,7 +348,3 @@ def fsdp_axes(rules: LogicalAxisRules, topology: Topology, home_axes: tuple[str,
     if others := [axis for axis in exp + embed + mlp if axis not in topology.data_axes]:
         raise ValueError(f"rules split experts over {others}; expected data axes, of {topology.data_axes}")
     return FsdpExperts(embed, mlp, exp)
-
-
-def _axis_names(axes: tuple[str, ...] | str | None) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else axes

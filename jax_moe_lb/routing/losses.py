@@ -1,14 +1,16 @@
 """Optional router losses over the tokens of an expert-parallel group, excluding padding tokens."""
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, TokenMask
-from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Routing, tokens_per_expert
+from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Routing, TokenInfo
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Losses:
 
     Args:
         switch: coefficient of the load-balance loss over the group (Switch Transformer, eq. 4); usually 1e-2.
-        sequence: coefficient of the load-balance loss within each sequence (DeepSeek-V3, eq. 17-20); usually 1e-4.
+        sequence: coefficient of the load-balance loss within each sequence or document (DeepSeek-V3, eq. 17-20);
+            usually 1e-4.
         z: coefficient of the mean squared log-partition function of the logits (ST-MoE, eq. 5), which keeps logits
             small; usually 1e-3.
 
@@ -44,22 +47,24 @@ class Losses:
                 raise ValueError(f"Losses.{name} is {getattr(self, name)}; expected at least 0")
 
     def __call__(
-        self, routing: Routing, counts: Counts, axes: tuple[str, ...], sequence_length: int | None
+        self, routing: Routing, counts: Counts, topology: Topology, tokens: TokenInfo = TokenInfo()
     ) -> Float[Array, ""]:
         """Return the weighted sum of the losses over the group, equal on all its ranks.
 
         Args:
             routing: routing of this rank's tokens.
             counts: `[R, E]`, the token copies routed from each rank of the group to each expert.
-            axes: mesh axes of the group.
-            sequence_length: number of consecutive tokens per sequence, required for `sequence`.
+            topology: topology of the layer.
+            tokens: properties of this rank's tokens, with `segments` and `num_segments` for `sequence`. A segment may
+                span ranks and groups; its loss covers all its tokens.
 
         Returns:
             Scalar of the dtype of `routing.scores`; 0 if all coefficients are 0.
 
         Raises:
-            ValueError: `sequence` is above 0 and `sequence_length` is `None` or does not divide the tokens.
+            ValueError: `sequence` is above 0 and `tokens.segments` or `tokens.num_segments` is `None`.
         """
+        axes = topology.expert_axes
         total = jnp.zeros((), routing.scores.dtype)
         active = (routing.experts != NO_EXPERT).any(1)
         if self.switch:
@@ -67,9 +72,12 @@ class Losses:
             fraction = counts.sum(0).astype(total.dtype) / jnp.maximum(counts.sum(), 1).astype(total.dtype)
             total += self.switch * switch_loss(fraction, _group_mean(routing.scores, active, axes))
         if self.sequence:
-            if sequence_length is None:
-                raise ValueError("sequence_length is None; expected a number of tokens, for Losses.sequence")
-            total += self.sequence * jax.lax.pmean(sequence_loss(routing, sequence_length), axes)
+            segments, number = tokens.segments, tokens.num_segments
+            if segments is None or number is None:
+                name = "segments" if segments is None else "num_segments"
+                raise ValueError(f"{name} is None; expected the segments of the tokens, for Losses.sequence")
+            mean = segment_loss(routing, segments, number, axes, topology.data_axes)
+            total += self.sequence * mean
         if self.z:
             total += self.z * _group_mean(z_terms(routing.logits), active, axes)[0]
         return total
@@ -89,34 +97,54 @@ def switch_loss(fraction: Float[Array, "*B E"], probability: Float[Array, "*B E"
     return num_experts * (jax.lax.stop_gradient(fraction) * probability).sum(-1).mean()
 
 
-def sequence_loss(routing: Routing, sequence_length: int) -> Float[Array, ""]:
-    """Return the mean of `switch_loss` over the sequences of `sequence_length` consecutive tokens.
+def segment_loss(
+    routing: Routing,
+    segments: Int[Array, "T"],
+    num_segments: int,
+    axes: tuple[str, ...] = (),
+    others: tuple[str, ...] = (),
+) -> Float[Array, ""]:
+    """Return the mean of `switch_loss` over the segments with tokens; a segment of padding tokens alone has 0.
+
+    Each group returns its part: the mean over groups is the mean over all segments. If groups have equally many
+    segments of their own, the part is the mean over these.
 
     Args:
         routing: routing of this rank's tokens.
-        sequence_length: tokens per sequence.
+        segments: `[T]`, segment of each token; others than 0 to `num_segments - 1` are ignored.
+        num_segments: number of segments of all ranks.
+        axes: mesh axes of the group; none by default.
+        others: mesh axes of the other groups, which may have tokens of the same segments; none by default.
 
     Returns:
         Scalar of the dtype of `routing.scores`.
-
-    Raises:
-        ValueError: `sequence_length` does not divide the tokens of a rank.
     """
-    num_tokens, num_experts = routing.scores.shape
-    if not num_tokens:
-        # A mean over no sequences would be NaN.
-        return routing.scores.sum()
-    if sequence_length < 1 or num_tokens % sequence_length:
-        raise ValueError(
-            f"sequence_length is {sequence_length}; expected a divisor of the {num_tokens} tokens of a rank"
-        )
-    chosen = tokens_per_expert(routing.experts.reshape(num_tokens // sequence_length, -1), num_experts)
-    active = (routing.experts != NO_EXPERT).any(1).reshape(-1, sequence_length, 1)
-    scores = jnp.where(active, routing.scores.reshape(-1, sequence_length, num_experts), 0)
-    # A sequence of only padding tokens gives 0 instead of a division by zero.
-    num_active = jnp.maximum(active.sum(1), 1).astype(scores.dtype)
-    per_tok = routing.experts.shape[1]
-    return switch_loss(chosen.astype(scores.dtype) / (num_active * per_tok), scores.sum(1) / num_active)
+    scores, experts = routing.scores, routing.experts
+    if not num_segments:
+        # A mean over no segments would be NaN.
+        return scores.sum()
+    num_experts, active = scores.shape[1], (experts != NO_EXPERT).any(1, keepdims=True)
+    # Map negative numbers past the end, where they are dropped: a negative index would count from the end.
+    rows = jnp.where(segments < 0, num_segments, segments)
+    columns = jnp.where(experts < 0, num_experts, experts)
+    terms = jnp.concatenate([jnp.where(active, scores, 0), active, jnp.ones_like(active)], 1, dtype=scores.dtype)
+    sums = jnp.zeros((num_segments, num_experts + 2), scores.dtype).at[rows].add(terms, mode="drop")
+    chosen = jnp.zeros((num_segments, num_experts), scores.dtype).at[rows[:, None], columns].add(1, mode="drop")
+    of_group = _summed(jnp.concatenate([sums, chosen], 1), axes)
+    is_here = (of_group[:, num_experts + 1 : num_experts + 2] > 0).astype(scores.dtype)
+    table = _summed(jnp.concatenate([of_group, is_here], 1), others)
+    ends = (num_experts, num_experts + 1, num_experts + 2, 2 * num_experts + 2)
+    scores, num_active, _, chosen, num_groups = jnp.split(table, ends, 1)
+    num_active = jnp.maximum(num_active, 1)
+    # Groups share the loss of a segment: their mean is the mean over all segments.
+    share = is_here / jnp.maximum(num_groups, 1) * math.prod(map(jax.lax.axis_size, others))
+    mean = switch_loss(chosen / (num_active * experts.shape[1]), scores / num_active * share)
+    # The mean includes segments without tokens, whose terms are 0.
+    return mean * num_segments / jnp.maximum((num_groups > 0).sum(dtype=jnp.int32), 1).astype(mean.dtype)
+
+
+def _summed(array: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.psum(array, axes) if axes else array
 
 
 def z_terms(logits: Logits) -> Float[Array, "T 1"]:

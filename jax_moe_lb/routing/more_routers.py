@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.types import iota
@@ -121,6 +121,14 @@ class ExpertChoice(Router):
         weights = jnp.where(kept >= 0, jnp.take_along_axis(scores, experts, axis=1), 0)
         return Routing(jnp.where(kept >= 0, experts, NO_EXPERT), weights, logits, scores)
 
+    def with_experts(
+        self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
+    ) -> Routing:
+        """Return the routing to given experts, with their scores as weights; see `TopK.with_experts`."""
+        del chosen
+        scores = jax.nn.softmax(logits, -1)
+        return Routing(experts, jnp.take_along_axis(scores, experts, axis=1), logits, scores)
+
 
 @dataclass(frozen=True)
 @checked_fields
@@ -187,8 +195,15 @@ class HashRouter(Router):
         # The step is short enough to stay within one cycle, so all experts of a token differ.
         step = 1 + _hash(info.ids, 2) % jnp.uint32(max(1, (num_experts - 1) // max(1, per_tok - 1)))
         experts = (first[:, None] + step[:, None] * iota(per_tok)[None].astype(jnp.uint32)) % jnp.uint32(num_experts)
-        weights = jnp.full(experts.shape, 1 / per_tok, logits.dtype)
-        return Routing(experts.astype(jnp.int32), weights, logits, jax.nn.softmax(logits, -1))
+        return self.with_experts(logits, experts.astype(jnp.int32))
+
+    def with_experts(
+        self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
+    ) -> Routing:
+        """Return the routing to given experts, with weights `1 / K`; see `TopK.with_experts`."""
+        del chosen
+        weights = jnp.full(experts.shape, 1 / self.num_experts_per_tok, logits.dtype)
+        return Routing(experts, weights, logits, jax.nn.softmax(logits, -1))
 
 
 @dataclass(frozen=True)
@@ -254,6 +269,12 @@ class NoisyTopK(Router):
             return self.router(logits, bias, info)
         noise = self.std * jax.random.normal(info.key, logits.shape, logits.dtype)
         return self.router.with_experts(logits, self.router(logits + noise, bias, info).experts)
+
+    def with_experts(
+        self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
+    ) -> Routing:
+        """Return the routing to given experts; see `TopK.with_experts`."""
+        return self.router.with_experts(logits, experts, chosen)
 
 
 def _hash(ids: Int[Array, "T"], seed: int) -> Array:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.types import TokenMask, Tokens, iota, pytree
@@ -61,21 +61,32 @@ class TokenInfo:
         ids: `[T]` int32, token ids, required by `HashRouter`.
         key: random key, required by `NoisyTopK` in training. Pass another key in each step and layer, equal on all
             ranks; routers receive it with the rank index folded in.
-        sequence_length: number of consecutive tokens per sequence, for the sequence-wise loss; static.
-        first: int32, position of this rank's first token in its group; 0 by default. `moe` sets it for the router.
+        segments: `[T]` int32, number of each token's sequence or packed document among those of all ranks, for
+            `Losses.sequence`. A segment may span ranks. Tokens with other numbers than 0 to `num_segments - 1` are in
+            none. `None` (default) without this loss.
+        num_segments: number of segments of all ranks, some of which may be empty; static. Required with `segments`.
+        position: `[T]` int32, index of each token among the tokens of all ranks; `None` (default) if these are in the
+            order of ranks. Routers always get it.
+        experts: `[T, K]` int32, given experts of each token, such as those of a rollout (router replay). In a token's
+            row, -1 is no expert, but if all are -1, the router chooses. `None` (default) if the router chooses for all.
+        weights: `[T, K]`, weights of the given experts; `None` (default) to compute them from the logits by
+            `with_experts` of the router.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> from jax_moe_lb import TokenInfo
-        >>> TokenInfo(mask=jnp.array([True, True, False])).first
-        0
+        >>> TokenInfo(mask=jnp.array([True, True, False])).mask.shape
+        (3,)
     """
 
     mask: TokenMask | None = None
     ids: Int[Array, "T"] | None = None
     key: Key[Array, ""] | None = None
-    sequence_length: int | None = field(default=None, metadata={"static": True})
-    first: Int[Array, ""] | int = 0
+    segments: Int[Array, "T"] | None = None
+    num_segments: int | None = field(default=None, metadata={"static": True})
+    position: Int[Array, "T"] | None = None
+    experts: Int[Array, "T K"] | None = None
+    weights: Float[Array, "T K"] | None = None
 
 
 RouterFunction = Callable[[Logits, Float[Array, "E"] | None, TokenInfo], Routing]
@@ -303,24 +314,30 @@ class TopK(Router):
         if self.num_experts_per_tok > reach:
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at most {reach}")
 
-    def with_experts(self, logits: Logits, experts: Int[Array, "T K"]) -> Routing:
+    def with_experts(
+        self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
+    ) -> Routing:
         """Return the routing to given experts, with the weights of their scores.
 
-        Use it to force a selection, as in `ForceBalanced`.
+        Use it to force a selection, as in `ForceBalanced`. `moe` calls it for `TokenInfo.experts`.
 
         Args:
             logits: `[T, E]`, float32 or wider.
             experts: `[T, K]` integers, the expert of each token copy.
+            chosen: `[T, K]` bool, False for copies that do not count in the sum of weights, whose weights are
+                arbitrary; `None` (default) if all count. Each token needs a copy that counts.
 
         Returns:
             The routing.
         """
         log_scores = _log_scores(self.score, logits)
-        chosen = jnp.take_along_axis(log_scores, experts, axis=1)
+        of_experts = jnp.take_along_axis(log_scores, experts, axis=1)
+        if chosen is not None:
+            of_experts = jnp.where(chosen, of_experts, -jnp.inf)
         # A quotient of underflowing scores is 0 / 0, and its gradient fails even earlier. Logarithms do not underflow.
         renormalise = self.num_experts_per_tok > 1 if self.renormalise is None else self.renormalise
         if renormalise:
-            weights = jax.nn.softmax(chosen, -1)
+            weights = jax.nn.softmax(of_experts, -1)
         else:
             weights = jnp.take_along_axis(self.score(logits), experts, axis=1)
         # Sigmoid scores do not sum to 1, but the losses need fractions.
@@ -375,13 +392,12 @@ class ForceBalanced(Router):
         return self.router.num_experts_per_tok
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route token copies round robin by their position in the group.
+        """Route token copies round robin by the position of their token.
 
         Args:
             logits: `[T, E]`, float32 or wider.
             bias: unused, because experts are balanced by construction.
-            info: token properties; `first` is the position of this rank's first token, so positions continue across
-                ranks.
+            info: token properties; `position` continues across ranks; 0, 1, ... if it is `None`.
 
         Returns:
             The routing.
@@ -394,8 +410,16 @@ class ForceBalanced(Router):
         per_tok = self.num_experts_per_tok
         if per_tok > num_experts:
             raise ValueError(f"num_experts_per_tok is {per_tok}; expected at most {num_experts}")
-        copy = iota(num_tokens * per_tok) + info.first * per_tok
-        return self.router.with_experts(logits, (copy % num_experts).reshape(num_tokens, per_tok))
+        position = iota(num_tokens) if info.position is None else info.position
+        # The remainder first: a product with positions of many ranks may exceed int32.
+        copy = position[:, None] % num_experts * per_tok + iota(per_tok)[None]
+        return self.router.with_experts(logits, copy % num_experts)
+
+    def with_experts(
+        self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
+    ) -> Routing:
+        """Return the routing to given experts; see `TopK.with_experts`."""
+        return self.router.with_experts(logits, experts, chosen)
 
 
 def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:

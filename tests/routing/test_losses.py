@@ -4,12 +4,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Losses, TopK
-from jax_moe_lb.routing.losses import sequence_loss, switch_loss
+from jax_moe_lb import Losses, TokenInfo, TopK, Topology
+from jax_moe_lb.core.types import iota
+from jax_moe_lb.routing.losses import segment_loss, switch_loss
 from jax_moe_lb.routing.routers import mask_tokens, tokens_per_expert
 from tests.layer_cases import make_mesh
 
+MESH = make_mesh((8,), ("expert",))
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
+
+
+def sequence_loss(routing, length):
+    return segment_loss(routing, iota(64) // length, 64 // length)
 
 
 @pytest.mark.slow
@@ -52,11 +58,12 @@ def group_loss(losses, mask=None):
         routing = mask_tokens(TopK(2)(logits), mask)
         mine = tokens_per_expert(routing.experts.reshape(1, -1), 8)
         counts = jax.lax.all_gather(mine[0], "expert", to="invarying")
-        return losses(routing, counts, ("expert",), 8)
+        rank = jax.lax.axis_index("expert")
+        return losses(routing, counts, Topology.from_mesh(MESH), TokenInfo(segments=rank + 0 * iota(8), num_segments=8))
 
     mask = jnp.ones(64, bool) if mask is None else mask
     spec = PartitionSpec("expert")
-    run = jax.shard_map(one_rank, mesh=make_mesh((8,), ("expert",)), in_specs=(spec, spec), out_specs=PartitionSpec())
+    run = jax.shard_map(one_rank, mesh=MESH, in_specs=(spec, spec), out_specs=PartitionSpec())
     return jax.jit(lambda logits: run(logits, mask))
 
 
@@ -96,7 +103,8 @@ def test_padding_tokens_do_not_count():
 def test_bad_losses_are_refused():
     with pytest.raises(ValueError, match=r"Losses.z is -1.0; expected at least 0"):
         Losses(z=-1.0)
-    with pytest.raises(ValueError, match=r"sequence_length is 7; expected a divisor of the 64 tokens"):
-        sequence_loss(TopK(2)(LOGITS), 7)
-    with pytest.raises(ValueError, match=r"sequence_length is None; expected a number of tokens"):
-        Losses(sequence=1.0)(TopK(2)(LOGITS), jnp.zeros((1, 8), jnp.int32), ("expert",), None)
+    counts, topology = jnp.zeros((1, 8), jnp.int32), Topology.from_mesh(MESH)
+    with pytest.raises(ValueError, match=r"segments is None; expected the segments of the tokens"):
+        Losses(sequence=1.0)(TopK(2)(LOGITS), counts, topology)
+    with pytest.raises(ValueError, match=r"num_segments is None; expected the segments of the tokens"):
+        Losses(sequence=1.0)(TopK(2)(LOGITS), counts, topology, TokenInfo(segments=iota(64)))

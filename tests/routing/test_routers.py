@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import TokenInfo, TopK
+from jax_moe_lb.core.types import iota
 from jax_moe_lb.routing import ForceBalanced, GroupLimit
 from jax_moe_lb.routing.routers import NO_EXPERT, mask_tokens, tokens_per_expert, updated_bias
 
@@ -61,7 +62,7 @@ def test_group_limit_against_a_loop(experts_per_score):
 @pytest.mark.slow
 def test_force_balanced_is_balanced_and_keeps_weights_differentiable():
     router = ForceBalanced(TopK(2))
-    routing = router(LOGITS, None, TokenInfo(first=jnp.int32(3)))
+    routing = router(LOGITS, None, TokenInfo(position=3 + iota(32)))
     assert (tokens_per_expert(routing.experts.reshape(1, -1), 8) == 8).all()
     assert routing.experts[0].tolist() == [6, 7]
     gradient = jax.grad(lambda logits: (router(logits).weights[:, 0]).sum())(LOGITS)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_moe_lb import Experts, MoEParams, MoEState, TokenInfo, moe
 from jax_moe_lb.core import prepare_export
 from jax_moe_lb.layer import CHECKPOINT_NAMES
+from tests.layer_cases import sequences
 from tests.stress.draws import residual
 from tests.stress.float64_experts import Weights
 from tests.stress.programs import Program
@@ -64,7 +65,8 @@ def make_layer(program: Program, strategies: Strategies) -> Layer:
         experts = Experts(weights.up, weights.down, weights.gate)
         params = MoEParams(weights.kernel, experts, selection_bias=bias)
         start = MoEState(jax.tree.map(lambda leaf: leaf[0], state), homes)
-        layer = (params, strategies.router, strategies.system, topology, start, TokenInfo(mask, sequence_length=length))
+        info = TokenInfo(mask, **sequences(len(x), length, topology))
+        layer = (params, strategies.router, strategies.system, topology, start, info)
         y, stats, after = moe(x, *layer, strategies.losses)
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, after.balancer))
 

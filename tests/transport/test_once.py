@@ -27,7 +27,7 @@ def special_router(logits, bias, info) -> Routing:
     """Three experts per token: the first expert twice in every other token, and the last choice often without one."""
     routing = TopK(3)(logits, bias, info)
     # Of all ranks, so that the dense layer has the same routing.
-    token = info.first + jnp.arange(logits.shape[0], dtype=jnp.int32)
+    token = info.position
     experts = routing.experts
     experts = experts.at[:, 1].set(jnp.where(token % 2 == 0, experts[:, 0], experts[:, 1]))
     return replace(routing, experts=experts.at[:, 2].set(jnp.where(token % 3 == 0, -1, experts[:, 2])))
@@ -118,11 +118,7 @@ def test_quantized_tokens_round_outputs_as_the_tokens(kind):
 def _given(fixed, case, logits, bias, info) -> Routing:
     """Return the routing of the unrounded tokens."""
     del bias
-    of_rank = jax.tree.map(
-        lambda whole: jax.lax.dynamic_slice_in_dim(whole, info.first, case.num_tokens, 0),
-        (fixed.experts, fixed.weights),
-    )
-    routing = Routing(*of_rank, logits, jax.nn.softmax(logits, -1))
+    routing = Routing(fixed.experts[info.position], fixed.weights[info.position], logits, jax.nn.softmax(logits, -1))
     return replace(routing, experts=jnp.where(info.mask[:, None], routing.experts, -1))
 
 
@@ -185,7 +181,7 @@ GROUPED = TopK(4, group_limit=GroupLimit(4, 2, 1))
 def ungrouped(logits, bias, info) -> Routing:
     """The groups of `GROUPED`, unknown to the layer, but the first token of rank 2 has experts in four of them."""
     routing = GROUPED(logits, bias, info)
-    token = info.first + jnp.arange(logits.shape[0], dtype=jnp.int32)
+    token = info.position
     everywhere = jnp.arange(0, 8, 2, dtype=jnp.int32)
     is_odd = (token == 2 * logits.shape[0])[:, None]
     return replace(routing, experts=jnp.where(is_odd, everywhere[None], routing.experts))

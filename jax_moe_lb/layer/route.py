@@ -1,0 +1,109 @@
+"""Routing of one rank: properties of its tokens, logits, and the experts of each token."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Tokens, iota
+from jax_moe_lb.layer.arguments import check_routing
+from jax_moe_lb.routing.logits import router_logits
+from jax_moe_lb.routing.routers import NO_EXPERT, Logits, RouterFunction, Routing, TokenInfo, mask_tokens
+
+
+def rank_tokens(tokens: TokenInfo, num_tokens: int, topology: Topology) -> TokenInfo:
+    """Return the properties of this rank's tokens for its router.
+
+    Args:
+        tokens: argument `tokens` of `moe`.
+        num_tokens: `T`, the tokens of a rank.
+        topology: topology of the layer; its data and expert axes give the index of the rank.
+    """
+    key, position = tokens.key, tokens.position
+    rank = jax.lax.axis_index(topology.data_axes + topology.expert_axes)
+    if key is not None:
+        # Fold in the rank index so that each rank samples different noise.
+        key = jax.random.fold_in(key, rank)
+    if position is None:
+        position = rank * num_tokens + iota(num_tokens)
+    return replace(tokens, key=key, position=position)
+
+
+@jax.named_scope("route")
+def route(
+    x: Tokens,
+    kernel: Float[Array, "H E"],
+    router: RouterFunction,
+    info: TokenInfo,
+    bias: Float[Array, "E"] | None = None,
+    logit_bias: Float[Array, "E"] | None = None,
+) -> Routing:
+    """Compute the experts and weights of this rank's tokens, with logits in float32 or float64.
+
+    Args:
+        x: `[T, H]`, tokens of this rank.
+        kernel: `[H, E]`, router kernel, equal on all ranks.
+        router: `TopK`, `ForceBalanced` or a callable like them.
+        info: properties of the tokens. Tokens with a False mask get `NO_EXPERT`.
+        bias: `[E]`, bias of the scores for expert selection; `None` (default) for none.
+        logit_bias: `[E]`, bias of the logits; `None` (default) for none.
+
+    Returns:
+        Experts `[T, K]` and weights `[T, K]`; see `Routing`.
+    """
+    if info.mask is not None:
+        # Padding may contain NaN, and NaN times a zero logit gradient is NaN in the gradient of the kernel.
+        x = jnp.where(info.mask[:, None], x, 0)
+    logits = router_logits(x, kernel)
+    if logit_bias is not None:
+        logits += logit_bias.astype(logits.dtype)[None]
+    routing = router(logits, bias, info)
+    check_routing(routing, logits)
+    if info.experts is not None:
+        routing = with_given(router, routing, logits, info.experts, info.weights)
+    # A router may return constants, which vary over no mesh axis.
+    routing = vary_like(routing, logits)
+    routing = routing if info.mask is None else mask_tokens(routing, info.mask)
+    return checkpoint_name(routing, "moe_routing")
+
+
+def with_given(
+    router: RouterFunction,
+    routing: Routing,
+    logits: Logits,
+    given: Int[Array, "T K"],
+    weights: Float[Array, "T K"] | None,
+) -> Routing:
+    """Return the routing with the given experts, if a token has some.
+
+    Args:
+        router: router of the layer.
+        routing: its routing, kept for the other tokens.
+        logits: `[T, E]`, router logits.
+        given: `[T, K]`, experts of each token, see `TokenInfo`.
+        weights: `[T, K]`, their weights; `None` for those of the logits.
+
+    Raises:
+        ValueError: `given` or `weights` has another shape than the router's experts.
+        TypeError: `weights` is `None`, and the router has no `with_experts`.
+    """
+    for name, value in (("experts", given), ("weights", weights)):
+        if value is not None and value.shape != routing.experts.shape:
+            raise ValueError(f"{name} has shape {value.shape}; expected {routing.experts.shape}, as the router's")
+    is_given = jnp.any(given != NO_EXPERT, 1, keepdims=True)
+    experts = jnp.where(is_given, given, routing.experts)
+    is_copy = experts != NO_EXPERT
+    if weights is not None:
+        weights = jnp.where(is_given, weights.astype(routing.weights.dtype), routing.weights)
+        return replace(routing, experts=experts, weights=jnp.where(is_copy, weights, 0))
+    if not hasattr(router, "with_experts"):
+        raise TypeError(f"weights is None; expected an array, as {router} has no method with_experts")
+    # Padding may have no expert at all, and a sum of weights over none is NaN.
+    counted = is_copy | ~is_copy.any(1, keepdims=True)
+    live = router.with_experts(logits, jnp.where(is_copy, experts, 0), counted)
+    # An expert out of range keeps its number, for the fault.
+    return replace(live, experts=experts, weights=jnp.where(is_copy, live.weights, 0))
