@@ -329,6 +329,7 @@ def scanned(
     sharding: NamedSharding,
     remat: str = ",".join(KEPT),
     shared: Sequence[Array | None] = (),
+    experts: Array | None = None,
 ) -> tuple[Array, Any]:
     """Apply the layers to `x` in sequence, with `jax.lax.scan` over their stacked parameters.
 
@@ -343,6 +344,7 @@ def scanned(
         sharding: sharding of `x` in every layer.
         remat: residuals to keep, see `computed_again` (default: the names in `KEPT`).
         shared: further arguments of every layer; none by default.
+        experts: int32 `[layers, B, T, K]`, given experts; `None` (default) if routers choose.
 
     Returns:
         The last `x`, and the statistics stacked over the layers.
@@ -355,7 +357,9 @@ def scanned(
         return found
 
     stacks = [stacked(states[place::period]) for place in range(period)]
-    x, stats, kept, _ = scan_states(graphs[:period], stacks, x, sharding, lambda state: state, remat, shared)
+    x, stats, kept, _ = scan_states(
+        graphs[:period], stacks, x, sharding, lambda state: state, remat, shared, experts=experts
+    )
     for i, layer in enumerate(layers):
         nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i // period], kept[i % period]))
     return x, stats
@@ -374,6 +378,7 @@ def scan_stacked(
     gather: Callable[[nnx.State], nnx.State],
     remat: str = ",".join(KEPT),
     shared: Sequence[Array | None] = (),
+    experts: Array | None = None,
 ) -> tuple[Array, Any]:
     """Apply stacks of layers to `x` with `jax.lax.scan`, without copying parameters.
 
@@ -385,12 +390,13 @@ def scan_stacked(
         gather: function from the stored state of a layer to the state used in forward and backward passes.
         remat: residuals to keep, see `computed_again` (default: the names in `KEPT`).
         shared: further arguments of every layer; none by default.
+        experts: int32 `[layers, B, T, K]`, given experts; `None` (default) if routers choose.
 
     Returns:
         The last `x`, and the statistics stacked over the layers.
     """
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
-    x, stats, moved, _ = scan_states(graphs, states, x, sharding, gather, remat, shared)
+    x, stats, moved, _ = scan_states(graphs, states, x, sharding, gather, remat, shared, experts=experts)
     for stack, state in zip(stacks, moved, strict=True):
         nnx.update(stack, state)
     return x, stats
@@ -406,6 +412,7 @@ def scan_states(
     shared: Sequence[Array | None],
     sums: Sequence[nnx.State] = (),
     first: Array | int = 0,
+    experts: Array | None = None,
 ) -> tuple[Array, Any, list[nnx.State], Sequence[nnx.State]]:
     """Apply stacks of layers, split into graphs and states, to `x`; see `scan_stacked`.
 
@@ -420,34 +427,39 @@ def scan_states(
         sums: for each stack, sums of the gradients of parameters, see `sums_of`; empty (default) for gradients without
             sums.
         first: index of the first period in the sums.
+        experts: int32 `[layers, B, T, K]`, given experts in the order of the layers; `None` (default) if routers
+            choose.
 
     Returns:
         The last `x`, the statistics in the order of the layers, the changed state of each stack, and the sums.
     """
 
-    def run_layer(graph: nnx.GraphDef, x: Array, state: nnx.State) -> tuple[Array, tuple[Any, nnx.State]]:
+    def run_layer(
+        graph: nnx.GraphDef, x: Array, state: nnx.State, given: dict[str, Array]
+    ) -> tuple[Array, tuple[Any, nnx.State]]:
         layer: Any = nnx.merge(graph, gather(state))
         x = checkpoint_name(jax.lax.with_sharding_constraint(x, sharding), LAYER_INPUT)
-        x, stats = layer(x, *shared)
+        x, stats = layer(x, *shared, **given)
         return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
     # The body of a scan shares no expressions with the forward pass, so prevent_cse is not needed.
     runs = [computed_again(partial(run_layer, graph), remat, prevent_cse=False) for graph in graphs]
 
     def run_period(
-        carry: tuple[Array, list[nnx.State]], period: tuple[Array, list[nnx.State]]
+        carry: tuple[Array, list[nnx.State]], period: tuple[Array, list[nnx.State], dict[str, Array]]
     ) -> tuple[tuple[Array, list[nnx.State]], list[tuple[Any, nnx.State]]]:
-        (x, sums), (at, states), after, per_layer = carry, period, [], []
+        (x, sums), (at, states, given), after, per_layer = carry, period, [], []
         for place, (run, state) in enumerate(zip(runs, states, strict=True)):
             if sums:
                 state, left = _with_sums(state, sums[place], at)
                 after.append(left)
-            x, found = run(x, state)
+            x, found = run(x, state, {name: array[place] for name, array in given.items()})
             per_layer.append(found)
         return (x, after), per_layer
 
     places = first + jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
-    (x, after), per_place = jax.lax.scan(run_period, (x, list(sums)), (places, list(stacks)))
+    given = {} if experts is None else {"experts": experts.reshape(len(places), len(stacks), *experts.shape[1:])}
+    (x, after), per_place = jax.lax.scan(run_period, (x, list(sums)), (places, list(stacks), given))
     stats, kept = zip(*per_place, strict=True)
     return x, jax.tree.map(_interleaved, *stats), list(kept), after
 

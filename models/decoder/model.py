@@ -23,6 +23,16 @@ from models.decoder.layers import Rules, scanned
 from models.mesh import batch_sharding, topology_of
 
 
+def first_layers(experts: Array | None, number: int) -> tuple[Array | None, Array | None]:
+    """Split given experts `[layers, ...]` into those of the first layers and of the others.
+
+    Args:
+        experts: given experts; `None` if routers choose.
+        number: number of the first layers.
+    """
+    return (None, None) if experts is None else (experts[:number], experts[number:])
+
+
 def scaled(x: Array, factor: float) -> Array:
     """Return `x * factor` in the dtype of `x`; 1 adds no operation."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
@@ -124,6 +134,8 @@ class DecoderBlock(nnx.Module):
         mask: Array | None = None,
         cache: Cache | None = None,
         segments: Array | None = None,
+        experts: Array | None = None,
+        return_routing: bool = False,
     ) -> Any:
         """Apply the block to the residual stream `[B, T, H]`.
 
@@ -133,6 +145,9 @@ class DecoderBlock(nnx.Module):
             mask: `[B, T]`, False for tokens to skip in routing; `None` routes all tokens.
             cache: cache of earlier tokens; `None` if there are none.
             segments: int32 `[B, T]`, the number of each token's document; `None` for one per sequence.
+            experts: int32 `[B, T, K]`, given experts, see `nn.MoE`; `None` (default) if the router chooses.
+            return_routing: if True, return a pair of the statistics and the experts, int32 `[B, T, K]`, in place of the
+                statistics; False by default.
 
         Returns:
             The residual stream; the statistics of the experts, `None` in a dense block; and the cache, if one was
@@ -144,9 +159,10 @@ class DecoderBlock(nnx.Module):
         y, new = self.attention(self.attention_norm(x).astype(x.dtype), positions, cache, segments)
         x = checkpoint_name(x + scaled(y, self.residual_scale), "stream")
         between = self.moe_norm(x).astype(x.dtype)
-        stats: Stats | None = None
+        stats: Any = None
         if self.moe is not None:
-            y, stats = self.moe(between, mask)
+            y, *found = self.moe(between, mask, experts=experts, return_routing=return_routing)
+            stats = tuple(found) if return_routing else found[0]
         elif self.dense is not None:
             y = self.dense(between)
         x = x + scaled(y, self.residual_scale)
@@ -188,7 +204,13 @@ class Decoder(nnx.Module):
         blocks = (DecoderBlock(config, layer, **options) for layer in further)
         self.further = nnx.List([MultiTokenPrediction(config, block, rngs=rngs) for block in blocks])
 
-    def __call__(self, tokens: Array, mask: Array | None = None, segments: Array | None = None) -> tuple[Array, Stats]:
+    def __call__(
+        self,
+        tokens: Array,
+        mask: Array | None = None,
+        segments: Array | None = None,
+        experts: Array | None = None,
+    ) -> tuple[Array, Stats]:
         """Compute the logits of whole sequences, for training.
 
         Args:
@@ -196,29 +218,41 @@ class Decoder(nnx.Module):
             mask: `[B, T]`, False for padding, which is not routed; `None` if there is none.
             segments: int32 `[B, T]`, the number of each token's document, ascending. Attention stays within a document,
                 and positions count from its start. `None` for one document per sequence.
+            experts: int32 `[layers, B, T, K]`, given experts of the layers with experts, such as those of `generate`;
+                `None` (default) if their routers choose.
 
         Returns:
             Float32 logits `[B, T, vocab_size]`, and statistics of the layers with experts, `[layers, D, ...]`.
         """
-        x, stats = self._stream(tokens, mask, segments)
+        x, stats = self._stream(tokens, mask, segments, experts)
         return self._logits(x), stats
 
-    def _stream(self, tokens: Array, mask: Array | None, segments: Array | None) -> tuple[Array, Stats]:
+    def _stream(
+        self, tokens: Array, mask: Array | None, segments: Array | None, experts: Array | None
+    ) -> tuple[Array, Stats]:
         x, per_run = scaled(self.embed(tokens), self.config.embed_scale), []
         for is_dense, run in itertools.groupby(self.blocks, lambda block: block.moe is None):
-            x, stats = self._run(list(run), x, mask, segments)
+            blocks = list(run)
+            given, experts = (None, experts) if is_dense else first_layers(experts, len(blocks))
+            x, stats = self._run(blocks, x, mask, segments, given)
             per_run += [] if is_dense else [stats]
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
 
     def _run(
-        self, blocks: Sequence[DecoderBlock], x: Array, mask: Array | None, segments: Array | None
+        self,
+        blocks: Sequence[DecoderBlock],
+        x: Array,
+        mask: Array | None,
+        segments: Array | None,
+        experts: Array | None,
     ) -> tuple[Array, Any]:
         positions = None if segments is None else positions_in(segments)
         if self.config.scan_layers and mask is None:
-            return scanned(blocks, x, batch_sharding(self.mesh), shared=(positions, None, None, segments))
+            shared = (positions, None, None, segments)
+            return scanned(blocks, x, batch_sharding(self.mesh), shared=shared, experts=experts)
         per_layer = []
-        for block in blocks:
-            x, stats = block(x, positions, mask, None, segments)
+        for i, block in enumerate(blocks):
+            x, stats = block(x, positions, mask, None, segments, None if experts is None else experts[i])
             per_layer.append(stats)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
 
@@ -228,8 +262,8 @@ class Decoder(nnx.Module):
         return scaled(logits.astype(jnp.float32), self.config.logit_scale)
 
     def extend(
-        self, tokens: Array, positions: Array, mask: Array, cache: Sequence[Cache]
-    ) -> tuple[Array, Stats, list[Cache]]:
+        self, tokens: Array, positions: Array, mask: Array, cache: Sequence[Cache], *, return_routing: bool = False
+    ) -> tuple[Array, Any, list[Cache]]:
         """Compute the logits of tokens following the cached ones.
 
         Args:
@@ -237,13 +271,15 @@ class Decoder(nnx.Module):
             positions: int32 `[B, T]`, positions in the sequences, each below the length of the cache.
             mask: `[B, T]`, False for padding, which is not routed.
             cache: return value of `empty_cache` or of the last call.
+            return_routing: if True, return a pair of the statistics and the experts, int32 `[layers, B, T, K]`, in
+                place of the statistics; False by default.
 
         Returns:
             Logits `[B, T, vocab_size]`, statistics `[layers, D, ...]`, and the cache including these tokens.
         """
         x, per_layer, after = scaled(self.embed(tokens), self.config.embed_scale), [], []
         for block, before in zip(self.blocks, cache, strict=True):
-            x, stats, new = block(x, positions, mask, before)
+            x, stats, new = block(x, positions, mask, before, return_routing=return_routing)
             per_layer += [] if stats is None else [stats]
             after.append(new)
         return self._logits(x), jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer), after

@@ -40,14 +40,24 @@ class SparseMixer(TopK):
         """
         del bias, info
         first = jnp.argmax(logits, -1)
-        others = jnp.where(iota(logits.shape[1])[None] == first[:, None], -jnp.inf, logits)
-        experts = jnp.stack([first, jnp.argmax(others, -1)], -1).astype(jnp.int32)
-        weights = jnp.concatenate([self._weight(logits, logits), self._weight(others, logits)], -1)
-        return Routing(experts, weights, logits, jax.nn.softmax(logits, -1))
+        second = jnp.argmax(self._without(logits, first), -1)
+        return self.with_experts(logits, jnp.stack([first, second], -1).astype(jnp.int32))
 
-    def _weight(self, offered: Array, logits: Array) -> Array:
-        """Return the weight of the best offered logit, `[T, 1]`."""
+    def with_experts(self, logits: Array, experts: Array, chosen: Array | None = None) -> Routing:
+        """Return the routing to given experts; see `TopK.with_experts`."""
+        del chosen
+        first, second = experts[:, :1], experts[:, 1:]
+        others = self._without(logits, first[:, 0])
+        weights = [self._weight(logits, logits, first), self._weight(others, logits, second)]
+        return Routing(experts, jnp.concatenate(weights, -1), logits, jax.nn.softmax(logits, -1))
+
+    @staticmethod
+    def _without(logits: Array, first: Array) -> Array:
+        return jnp.where(iota(logits.shape[1])[None] == first[:, None], -jnp.inf, logits)
+
+    def _weight(self, offered: Array, logits: Array, expert: Array) -> Array:
+        """Return the weight of an offered expert, `[T, 1]`."""
         best = offered.max(-1, keepdims=True)
         distance = (best - logits) / jnp.maximum(jnp.abs(logits), best)
         near = jnp.where(distance > 2 * self.jitter, -jnp.inf, offered)
-        return jax.nn.softmax(near, -1).max(-1, keepdims=True)
+        return jnp.take_along_axis(jax.nn.softmax(near, -1), expert, 1)

@@ -16,7 +16,7 @@ from jax_moe_lb.routing import updated_bias
 from models.data.marks import positions_in, predicted, segments, words
 from models.decoder.attention import StreamNorm
 from models.decoder.layers import KEPT, ParameterGather, add_adapters, period_of, scan_stacked, split
-from models.decoder.model import Decoder, DecoderBlock, scaled
+from models.decoder.model import Decoder, DecoderBlock, first_layers, scaled
 from models.decoder.pipeline import Pipeline, through_stages
 from models.mesh import all_axes, batch_sharding
 from models.model_config import LoraConfig
@@ -98,13 +98,17 @@ class StackedDecoder(nnx.Module):
         x, stats = self._states(tokens, None)
         return self._logits(self.norm, x, self._head()), stats
 
-    def loss(self, tokens: Array, counts: Array, further_weight: float = 0.0) -> tuple[Array, tuple[Array, Stats]]:
+    def loss(
+        self, tokens: Array, counts: Array, further_weight: float = 0.0, experts: Array | None = None
+    ) -> tuple[Array, tuple[Array, Stats]]:
         """Compute the training loss of tokens with marks.
 
         Args:
             tokens: int32 `[B, T + 1]`.
             counts: divisors of the sums of losses, from `num_predicted`; those of all microbatches.
             further_weight: weight of the mean loss of multi-token prediction; 0 (default) omits it.
+            experts: int32 `[layers, B, T, K]`, given experts of the layers with experts, those of `further` excluded;
+                `None` (default) if their routers choose.
 
         Returns:
             The loss; its part for the next token, the cross-entropy in nats; and the statistics, those of `further`
@@ -115,7 +119,7 @@ class StackedDecoder(nnx.Module):
         """
         plain, following = words(tokens[:, :-1]), words(tokens[:, 1:])
         documents = segments(tokens[:, :-1]) if self.within_documents else None
-        x, stats = self._states(plain, documents)
+        x, stats = self._states(plain, documents, experts)
         head, are_counted = self._head(), predicted(tokens, len(counts) - 1)
         loss = self._cross_entropy(self.norm, x, following, are_counted[0], head) / counts[0]
         if not further_weight:
@@ -161,22 +165,28 @@ class StackedDecoder(nnx.Module):
             total += of_block(*(array[:, in_blocks:] for array in arrays))
         return total
 
-    def _states(self, tokens: Array, documents: Array | None) -> tuple[Array, Stats]:
+    def _states(self, tokens: Array, documents: Array | None, experts: Array | None = None) -> tuple[Array, Stats]:
         x, per_stack = self._embedded(tokens), []
         for stacks in self.stacks:
-            x, stats = self._scanned(stacks, x, documents)
+            layers = 0 if stacks[0].moe is None else len(stacks) * stacks[0].moe.kernel.shape[0]
+            given, experts = first_layers(experts, layers)
+            x, stats = self._scanned(stacks, x, documents, given if layers else None)
             per_stack += [] if stacks[0].moe is None else [stats]
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_stack)
 
-    def _scanned(self, stacks: Sequence[DecoderBlock], x: Array, documents: Array | None) -> tuple[Array, Stats]:
+    def _scanned(
+        self, stacks: Sequence[DecoderBlock], x: Array, documents: Array | None, experts: Array | None = None
+    ) -> tuple[Array, Stats]:
         gather = ParameterGather(self.mesh, x.dtype, self.adapter_scale)
         if self.pipeline is not None and stacks[0].moe is not None:
+            if experts is not None:
+                raise ValueError("experts is an array; expected None, as the model has pipeline stages")
             num_periods, first = stacks[0].moe.kernel.shape[0], self.pipeline.layers_before // len(stacks)
             num_before = first if stacks[0] is self.stacks[self.piped][0] else num_periods
             how: dict[str, Any] = {"pipeline": self.pipeline, "num_before": num_before, "remat": self.remat}
             return through_stages(stacks, x, documents, gather=gather, **how)
         shared = () if documents is None else (positions_in(documents), None, None, documents)
-        return scan_stacked(stacks, x, batch_sharding(self.mesh), partial(gather, first=1), self.remat, shared)
+        return scan_stacked(stacks, x, batch_sharding(self.mesh), partial(gather, first=1), self.remat, shared, experts)
 
     def _embedded(self, tokens: Array) -> Array:
         """Look up all tokens in the local channels of the table, then exchange for all channels of the local tokens."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,8 @@ def generate(
     stop: Callable[[list[int]], bool] | None = None,
     show: Callable[[list[list[int]]], None] | None = None,
     tell: Callable[[Stats], None] | None = None,
-) -> list[list[int]]:
+    return_routing: bool = False,
+) -> Any:
     """Continue prompts of any lengths.
 
     The same balanced MoE layer serves the many tokens of the prompts and the few tokens of a decoding step.
@@ -112,9 +114,12 @@ def generate(
         stop: function that returns whether the new tokens of a sequence end it.
         show: function called after each step with the new tokens of all sequences.
         tell: function called with the statistics of each step, `[layers, D, ...]`, first those of the prompts.
+        return_routing: if True, also return the experts of each sequence; False by default.
 
     Returns:
-        The new tokens of each sequence, up to and excluding the first of `end_tokens`.
+        The new tokens of each sequence, up to and excluding the first of `end_tokens`. With `return_routing`, a pair of
+        these and a list of experts, int32 `[layers, T, K]` for each sequence. `T` counts its prompt and its new tokens
+        without the last: the tokens read for the prediction of all others.
 
     Raises:
         ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or `max_new_tokens` is
@@ -122,8 +127,9 @@ def generate(
     """
     _check(model, prompts, max_new_tokens)
     lines: list[list[int]] = [[] for _ in prompts]
-    are_open = [True] * len(prompts)
-    for chosen in _steps(model, prompts, max_new_tokens, sampling, tell):
+    are_open, routing = [True] * len(prompts), []
+    for chosen, experts in _steps(model, prompts, max_new_tokens, sampling, tell, return_routing):
+        routing.append(experts)
         for i, token in enumerate(chosen.tolist()):
             are_open[i] &= token not in end_tokens
             if are_open[i]:
@@ -133,7 +139,19 @@ def generate(
             show(lines)
         if not any(are_open):
             break
-    return lines
+    return (lines, _by_sequence(prompts, lines, routing)) if return_routing else lines
+
+
+def _by_sequence(
+    prompts: Sequence[Sequence[int]], lines: list[list[int]], routing: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Return the experts of the tokens read in each sequence, from those of each step, `[layers, B, T, K]`."""
+    first, *later = routing
+    steps = np.concatenate([first[:, :, :0], *later], 2)
+    return [
+        np.concatenate([first[:, i, : len(prompt)], steps[:, i, : max(len(line) - 1, 0)]], 1)
+        for i, (prompt, line) in enumerate(zip(prompts, lines, strict=True))
+    ]
 
 
 def _steps(
@@ -142,8 +160,9 @@ def _steps(
     max_new_tokens: int,
     sampling: Sampling,
     tell: Callable[[Stats], None] | None,
-) -> Iterator[np.ndarray]:
-    """Yield the next token of each sequence, int32 `[B]`."""
+    return_routing: bool,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the next token of each sequence, int32 `[B]`, and the experts of the tokens read, if requested."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), np.max(lengths)), np.int32)
     occurred = np.zeros((len(prompts), model.config.vocab_size), bool)
@@ -160,9 +179,9 @@ def _steps(
         cache: list,
         occurred: Array,
         key: Array,
-    ) -> tuple[nnx.State, Array, Stats, list, Array]:
+    ) -> tuple[nnx.State, Array, Any, list, Array]:
         model = nnx.merge(graph, state)
-        logits, stats, cache = model.extend(tokens, positions, mask, cache)
+        logits, stats, cache = model.extend(tokens, positions, mask, cache, return_routing=return_routing)
         chosen = choose(jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0], sampling, key, occurred)
         occurred = occurred.at[jnp.arange(len(prompts)), chosen].set(True)
         return nnx.state(model, nnx.Not(nnx.Param)), chosen, stats, cache, occurred
@@ -176,10 +195,11 @@ def _steps(
     for step in range(max_new_tokens):
         kept, chosen, stats, cache, seen = run(state, *arguments, cache, seen, jax.random.fold_in(key, step))
         nnx.update(state, kept)
+        stats, experts = stats if return_routing else (stats, ())
         raise_on_fault(stats)
         if tell is not None:
             tell(stats)
-        yield np.asarray(chosen)
+        yield np.asarray(chosen), np.asarray(experts)
         ones, at = np.ones((len(prompts), 1), bool), (lengths + step)[:, None]
         arguments = (chosen[:, None], jnp.asarray(at), jnp.asarray(ones), jnp.zeros(len(prompts), jnp.int32))
 

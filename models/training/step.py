@@ -32,7 +32,7 @@ from models.settings import in_section
 from models.training.optimizer import apply_gradients, make_optimizer
 from models.training.resume import moved_state
 
-LossOf = Callable[[Any, Array, Array], tuple[Array, tuple[Array, Stats]]]
+LossOf = Callable[..., tuple[Array, tuple[Array, Stats]]]
 """Function of model, tokens with marks and their number, see `StackedDecoder.loss`."""
 
 
@@ -55,7 +55,14 @@ def next_token_loss(model: Any, tokens: Array, counts: Array | None = None) -> t
 
 
 def loss_and_gradients(
-    model: Any, trained: Any, loss_of: LossOf, tokens: Array, counts: Array, accumulate: int, mesh: Mesh
+    model: Any,
+    trained: Any,
+    loss_of: LossOf,
+    tokens: Array,
+    counts: Array,
+    accumulate: int,
+    mesh: Mesh,
+    experts: Array | None = None,
 ) -> tuple[Array, Stats, nnx.State]:
     """Compute the cross-entropy of a batch, statistics, and the gradient including the router losses.
 
@@ -71,40 +78,55 @@ def loss_and_gradients(
         counts: return value of `num_predicted` for these tokens.
         accumulate: number of microbatches.
         mesh: devices over which sequences are split.
+        experts: int32 `[layers, B, T, K]`, given experts, see `StackedDecoder.loss`; `None` (default) if routers
+            choose.
 
     Returns:
         The cross-entropy in nats per token; statistics `[layers, accumulate * D, ...]`, with microbatches as groups,
         those of the first microbatch first; and the gradient.
     """
     if accumulate == 1:
-        return _of_one(model, trained, loss_of, tokens, counts, 1)
+        return _of_one(model, trained, loss_of, tokens, counts, 1, experts)
     graph, *states = nnx.split(model, trained, nnx.Param, ...)
     params, frozen, rest = states
     # Each device contributes sequences to every microbatch, so the split moves no data.
     parts = tokens.reshape(-1, accumulate, tokens.shape[1]).swapaxes(0, 1)
     parts = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, all_axes(mesh))))
+    given = None
+    if experts is not None:
+        given = jnp.moveaxis(experts.reshape(len(experts), -1, accumulate, *experts.shape[2:]), 2, 0)
     # Sums are float32, for parameters of any dtype.
     wide = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), params)
     zeros = jax.lax.with_sharding_constraint(wide, state_shardings(params, mesh))
 
-    def add(sums: tuple[nnx.State, Array, nnx.State], part: Array) -> tuple[tuple[nnx.State, Array, nnx.State], Stats]:
-        gradients, loss, rest = sums
+    def add(
+        sums: tuple[nnx.State, Array, nnx.State], microbatch: tuple[Array, Array | None]
+    ) -> tuple[tuple[nnx.State, Array, nnx.State], Stats]:
+        (gradients, loss, rest), (part, experts) = sums, microbatch
         # Flax requires variables created inside the scan body.
         model = nnx.merge(graph, params, frozen, rest, copy=True)
-        share, stats, more = _of_one(model, trained, loss_of, part, counts, accumulate)
+        share, stats, more = _of_one(model, trained, loss_of, part, counts, accumulate, experts)
         gradients = jax.tree.map(lambda total, one: total + one.astype(total.dtype), gradients, more)
         return (gradients, loss + share, nnx.state(model, nnx.Not(nnx.Param))), stats
 
-    (gradients, loss, rest), stats = jax.lax.scan(add, (zeros, jnp.zeros((), jnp.float32), rest), parts)
+    (gradients, loss, rest), stats = jax.lax.scan(add, (zeros, jnp.zeros((), jnp.float32), rest), (parts, given))
     nnx.update(model, rest)
     return loss, jax.tree.map(_as_groups, stats), gradients
 
 
 def _of_one(
-    model: Any, trained: Any, loss_of: LossOf, tokens: Array, counts: Array, accumulate: int
+    model: Any,
+    trained: Any,
+    loss_of: LossOf,
+    tokens: Array,
+    counts: Array,
+    accumulate: int,
+    experts: Array | None,
 ) -> tuple[Array, Stats, nnx.State]:
+    given = {} if experts is None else {"experts": experts}
+
     def objective(model: Any) -> tuple[Array, tuple[Array, Stats]]:
-        total, (loss, stats) = loss_of(model, tokens, counts)
+        total, (loss, stats) = loss_of(model, tokens, counts, **given)
         return total + router_loss(stats) / accumulate, (loss, stats)
 
     # Residuals of encoded gradients belong to trained experts; the next microbatch begins with them.
@@ -128,7 +150,8 @@ class Programs:
         state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
         init: `() -> state`, for the first step.
         step: `(state, tokens) -> (state, loss, stats)`, donating the state; see `loss_and_gradients`. If the system has
-            `max_rounds`, a step with a fault returns the state unchanged.
+            `max_rounds`, a step with a fault returns the state unchanged. A third argument of a `StackedDecoder` are
+            given experts, int32 `[layers, B, T, K]`.
         step_again: `step` without the limit on rounds; `None` if `step` has none.
         evaluate: `(state, tokens) -> loss`, without a gradient.
         move: `(state, permutation) -> state`, with the experts relocated; it donates the state.
@@ -234,12 +257,18 @@ def _model(
 
 
 def _step(
-    config: TrainConfig, mesh: Mesh, loss_of: LossOf, graph: nnx.GraphDef, state: nnx.State, tokens: Array
+    config: TrainConfig,
+    mesh: Mesh,
+    loss_of: LossOf,
+    graph: nnx.GraphDef,
+    state: nnx.State,
+    tokens: Array,
+    experts: Array | None = None,
 ) -> tuple[nnx.State, Array, Stats]:
     model, optimizer = nnx.merge(graph, state)
     counts = num_predicted(tokens, len(model.further) if config.model.further_weight else 0)
     loss, stats, gradients = loss_and_gradients(
-        model, optimizer.wrt, loss_of, tokens, counts, config.batch.accumulate, mesh
+        model, optimizer.wrt, loss_of, tokens, counts, config.batch.accumulate, mesh, experts
     )
     apply_gradients(model, optimizer, gradients)
     if config.relocation.interval is not None:
@@ -249,13 +278,15 @@ def _step(
     return nnx.state((model, optimizer)), loss, stats
 
 
-def _step_if_served(step: Callable, state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
+def _step_if_served(
+    step: Callable, state: nnx.State, tokens: Array, experts: Array | None = None
+) -> tuple[nnx.State, Array, Stats]:
     """Return the state unchanged if a plan needs more rounds than the program has, so that the step can be repeated.
 
     The state is donated, so the caller has no copy of it. The update reads the old values anyway.
     """
     # Copy the tree, as Flax changes the variables of `state` in place.
     before = jax.tree.map(lambda leaf: leaf, state)
-    after, loss, stats = step(state, tokens)
+    after, loss, stats = step(state, tokens, experts)
     is_served = (stats.fault.code == 0).all()
     return jax.tree.map(partial(jnp.where, is_served), after, before), loss, stats

@@ -15,7 +15,9 @@ def steps(monkeypatch):
     """Generate fixed tokens for two sequences instead of those of a model."""
     made = [np.array(tokens, np.int32) for tokens in ([1, 5], [2, 6], [9, 7], [3, 9], [4, 8])]
     monkeypatch.setattr(generation, "_check", lambda *arguments: None)
-    monkeypatch.setattr(generation, "_steps", lambda *arguments: iter(made))
+    # The experts of two prompts of two tokens, and then of one token of each sequence.
+    routing = [np.full((1, 2, 1 + (step == 0), 1), step, np.int32) for step in range(len(made))]
+    monkeypatch.setattr(generation, "_steps", lambda *arguments: iter(zip(made, routing, strict=True)))
 
 
 def test_sequences_end_at_their_own_tokens_and_texts(steps):
@@ -32,6 +34,13 @@ def test_sequences_end_at_their_own_tokens_and_texts(steps):
     )
     assert found == [[1, 2], [5, 6]]
     assert shown == [[[1], [5]], [[1, 2], [5, 6]], [[1, 2], [5, 6]]]
+
+
+def test_the_routing_covers_the_tokens_read_for_each_sequence(steps):
+    """The first sequence ends after two tokens; the last new token is not read."""
+    lines, routing = generate(None, [[0, 0], [0]], 4, end_tokens=[9], return_routing=True)
+    assert lines == [[1, 2], [5, 6, 7]]
+    assert [one[0, :, 0].tolist() for one in routing] == [[0, 0, 1], [0, 1, 2]]
 
 
 def test_a_stream_holds_back_what_may_not_be_printed(capsys):
