@@ -56,8 +56,9 @@ def balance(
         system: balancer, weight transport and token dispatch: a `System`, or its text as in `MoE`; "exact" by default.
             Its balancer must have no state between steps.
         topology: expert, data and tensor axes of the blocks; by default those over which the library shards experts.
-        record_stats: if True, each call sets the attribute `moe_stats` of a block, an `nnx.Intermediate` with its
-            `Stats`; take it by `nnx.pop(model, nnx.Intermediate)`, for `raise_on_fault`. False by default.
+        record_stats: if True, each call sets the attributes `moe_stats` of a block, its `Stats`, for `raise_on_fault`,
+            and `moe_experts`, the experts `[..., K]` of each token. Take these `nnx.Intermediate`s by
+            `nnx.pop(model, nnx.Intermediate)`. False by default.
 
     Returns:
         The model.

@@ -104,7 +104,8 @@ def serve(
     """Compute the weighted outputs of the routed experts of a block.
 
     Args:
-        block: balanced block, with `balance_config`. With `record_stats` its `Stats` become its `moe_stats`.
+        block: balanced block, with `balance_config`. With `record_stats` its `Stats` become its `moe_stats`, and
+            `experts_of_tokens` its `moe_experts`.
         x: `[..., H]` tokens of all ranks.
         experts_of_tokens: `[..., K]` integers, the experts of each token; -1 for none.
         weights: `[..., K]`, the factors of the experts' outputs.
@@ -124,7 +125,7 @@ def serve(
     y, stats = _sharded(_BlockInputs(tokens, mask, ids, factors, experts), config=config, layout=layout)
     raise_if_concrete(stats)
     if config.record_stats:
-        block.moe_stats = nnx.Intermediate(stats)
+        block.moe_stats, block.moe_experts = nnx.Intermediate(stats), nnx.Intermediate(experts_of_tokens)
     return layout.leave(y, jax.typeof(x).sharding)
 
 
