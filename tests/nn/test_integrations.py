@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -67,8 +68,11 @@ def test_a_block_is_replaced_and_keeps_its_parameters():
     assert jax_moe_lb.balance(model, mesh=mesh_of(), system="greedy", record_stats=True) is model
     y = nnx.jit(lambda model, x: model(x))(model, x)
     assert float(jnp.abs(y - expected).max()) < 1e-5
-    stats = nnx.pop(model, nnx.Intermediate)["blocks"][0]["moe_stats"].get_value()
+    found = nnx.pop(model, nnx.Intermediate)["blocks"][0]
+    stats, experts = found["moe_stats"].get_value(), found["moe_experts"].get_value()
     assert int(stats.counts.sum()) == 20
+    counts = np.bincount(np.ravel(experts), minlength=stats.counts.shape[-1])
+    np.testing.assert_array_equal(counts, stats.counts.sum((0, 1)))
     assert list(nnx.to_flat_state(nnx.state(model)).paths) == graph
     assert model.blocks[0].router is router
 
