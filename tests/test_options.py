@@ -290,15 +290,23 @@ FIELDS = {
     "mask": np.arange(NUM_TOKENS // 2) % 3 > 0,
     "ids": np.arange(NUM_TOKENS // 2, dtype=np.int32),
     "key": 0,
-    "sequence_length": 4,
+    "segments": np.arange(NUM_TOKENS // 2, dtype=np.int32) // 4,
+    "num_segments": NUM_TOKENS // 8,
+    "position": np.arange(NUM_TOKENS // 2, dtype=np.int32)[::-1].copy(),
+    "experts": np.stack([np.arange(NUM_TOKENS // 2, dtype=np.int32) % 2, np.full(NUM_TOKENS // 2, 2, np.int32)], 1),
+    "weights": np.ones((NUM_TOKENS // 2, 2), np.float32),
 }
 """Values of the optional fields of the arguments of `moe`."""
 
 READ_BY = {"ids": {"router": routing.HashRouter(2)}, "key": {"router": routing.NoisyTopK()}}
-READ_BY |= {"sequence_length": {"losses": Losses(sequence=0.1)}}
+READ_BY |= {name: {"losses": Losses(sequence=0.1)} for name in ("segments", "num_segments")}
+READ_BY |= {"position": {"router": routing.ForceBalanced(TopK(2))}}
 """Other arguments, for fields read by some routers or losses."""
 
-SET_BY_LAYER = {"first", "balancer"}
+BESIDE = {"segments": "num_segments", "num_segments": "segments", "weights": "experts"}
+"""Fields required beside others."""
+
+SET_BY_LAYER = {"balancer"}
 """Fields that `moe` or a balancer sets."""
 
 
@@ -307,9 +315,10 @@ def functional(fields, router=TopK(2), losses=Losses()):
     ranks, whole = jax.sharding.PartitionSpec("expert"), jax.sharding.PartitionSpec()
 
     def some(cls):
-        names = {field.name for field in dataclasses.fields(cls)}
+        # Only optional fields: `MoEParams.experts` are weights.
+        names = {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
         values = {name: jax.random.key(value) if name == "key" else value for name, value in fields.items()}
-        return {n: v if n == "sequence_length" else jnp.asarray(v) for n, v in values.items() if n in names}
+        return {n: v if n == "num_segments" else jnp.asarray(v) for n, v in values.items() if n in names}
 
     def one_rank(x, kernel, up, down):
         params, state = MoEParams(kernel, Experts(up, down), **some(MoEParams)), MoEState(**some(MoEState))
@@ -335,9 +344,10 @@ def functional(fields, router=TopK(2), losses=Losses()):
 )
 def test_every_field_of_the_function(field):
     context = READ_BY.get(field, {})
+    others = {name: FIELDS[name] for name in (BESIDE.get(field),) if name is not None}
     try:
-        without = functional({}, **context)
+        without = functional(others, **context)
     except ValueError as error:
         # The field is required here.
         without = str(error)
-    assert functional({field: FIELDS[field]}, **context) != without
+    assert functional({field: FIELDS[field], **others}, **context) != without

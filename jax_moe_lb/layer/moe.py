@@ -149,8 +149,7 @@ def moe(
 ) -> tuple[Tokens, Stats, MoEState] | tuple[Tokens, Stats, MoEState, Int[Array, "T K"]]:
     """Compute a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
 
-    Values and gradients equal those of a dense mixture of experts, for any plan. `nn.MoE` calls it with arrays of the
-    whole mesh; call `moe` in a custom `jax.shard_map`.
+    Values and gradients equal those of a dense mixture of experts, for any plan. `nn.MoE` calls it for a whole mesh.
 
     Args:
         x: `[T, H]`, tokens of this rank; bfloat16, float32 or float64.
@@ -172,8 +171,7 @@ def moe(
         statistics raises on the host; see `docs/pipeline.md`.
 
     Raises:
-        ValueError: shapes do not match each other or the topology, the call is outside of `jax.shard_map`, or a bias
-            required by the router is missing.
+        ValueError: shapes do not match, the call is outside of `jax.shard_map`, or a required bias is missing.
         TypeError: an argument has another type.
 
     Examples:

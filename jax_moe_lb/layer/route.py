@@ -63,6 +63,8 @@ def route(
         logits += logit_bias.astype(logits.dtype)[None]
     routing = router(logits, bias, info)
     check_routing(routing, logits)
+    if info.weights is not None and info.experts is None:
+        raise ValueError("tokens.experts is None; expected an array with tokens.weights")
     if info.experts is not None:
         routing = with_given(router, routing, logits, info.experts, info.weights)
     # A router may return constants, which vary over no mesh axis.

@@ -4,6 +4,7 @@ It creates parameters with their sharding, and runs `moe` and the gather of expe
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
