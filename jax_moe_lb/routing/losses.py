@@ -122,7 +122,7 @@ def segment_loss(
     scores, experts = routing.scores, routing.experts
     if not num_segments:
         # A mean over no segments would be NaN.
-        return scores.sum()
+        return jnp.zeros((), scores.dtype)
     num_experts, active = scores.shape[1], (experts != NO_EXPERT).any(1, keepdims=True)
     # Map negative numbers past the end, where they are dropped: a negative index would count from the end.
     rows = jnp.where(segments < 0, num_segments, segments)

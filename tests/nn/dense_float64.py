@@ -59,7 +59,8 @@ def dense(layer, x, mask=None, token_ids=None, key=None):
 def routed(layer, x, info, rank):
     options, (num_tokens, num_experts) = router_options(layer.router), (x.shape[0], layer.kernel.shape[1])
     logits = x @ layer.kernel[...] + (layer.kernel_bias[...][None] if options.logit_bias else 0)
-    info = TokenInfo(info.mask, info.ids, info.key, first=rank * num_tokens)
+    position = rank * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
+    info = TokenInfo(info.mask, info.ids, info.key, position=position)
     routing = layer.router(logits, layer.bias[...] if options.selection_bias else None, info)
     experts = routing.experts if info.mask is None else jnp.where(info.mask[:, None], routing.experts, -1)
     if options.capacity_factor is not None:
