@@ -22,8 +22,9 @@ MOST_TEMP_BYTES = {"h100:1x8": 6.0e9, "v5e:2x4": 4.2e9}
 """Maximum temporaries; on the TPU, the current value plus 5 %."""
 
 MOST_HBM_BYTES = {"h100:1x8": 60.4e9, "v5e:2x4": 81.5e9}
-"""Maximum memory traffic with the dispatch of the rule: the current value plus 3 %. Transposing weights in loops would add 5 % on the GPU, and
-transposing rows 13 % on the TPU.
+"""Maximum memory traffic with the dispatch of the rule: the current value plus 3 %.
+
+Transposing weights in loops would add 5 % on the GPU, and transposing rows 13 % on the TPU.
 """
 
 BFLOAT16: Given = {"model": {"param_dtype": "bfloat16"}, "optimizer": {"state_dtype": "bfloat16"}}
