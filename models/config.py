@@ -180,12 +180,24 @@ class MultiProcessConfig:
         num_processes: number of processes of the run; `None` detects it.
         process_id: index of this process, from 0; `None` detects it.
         join_timeout_s: timeout for all processes to join, in seconds.
+        stall_timeout_s: seconds without progress after which the run ends, as if a process were lost; `None` for never.
+            Choose it longer than the longest step, validation and checkpoint.
+
+    Raises:
+        ValueError: `stall_timeout_s` is not a finite number of at least 10.
     """
 
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
     join_timeout_s: float = 60.0
+    stall_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.stall_timeout_s is not None and not 10 <= self.stall_timeout_s < math.inf:
+            raise ValueError(
+                f"stall_timeout_s is {self.stall_timeout_s}; expected a finite number of at least 10, or None"
+            )
 
 
 @dataclass(frozen=True)

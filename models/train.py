@@ -30,6 +30,7 @@ from models.mesh import offer_cpu_devices
 from models.model_config import ModelConfig
 from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_number
 from models.multi_process.rendezvous import Place, detect_process, join
+from models.multi_process.stalls import Progress
 from models.run_folder.checkpoints import steps_in
 from models.run_folder.files import in_words
 from models.run_folder.metrics import RunFolder
@@ -117,9 +118,11 @@ def train(
                 raise typer.Exit
             processes = updated(base.multi_process, given.get("multi_process", {}), "multi_process.")
         place = _place(distributed, processes)
-        with _joined(place, processes.join_timeout_s), StopRequest() as stop:
+        progress = Progress()
+        with _joined(place, processes, progress), StopRequest() as stop:
             console = Console(quiet=place is not None and place.process_id > 0)
-            _carry_out(partial(asked.prepare, place), console, stop, lambda: _loggers(loggers or [], profile))
+            watched = partial(_loggers, loggers or [], profile)
+            _carry_out(partial(asked.prepare, place), console, stop, watched, progress)
     except UserError as error:
         say(f"error: {error}")
         raise typer.Exit(USER_ERRORS) from error
@@ -250,7 +253,11 @@ def _user_errors() -> Iterator[None]:
 
 
 def _carry_out(
-    prepared: Callable[[Tell], Run], console: Console, stop: StopRequest, watched: Callable[[], MetricLoggerConfig]
+    prepared: Callable[[Tell], Run],
+    console: Console,
+    stop: StopRequest,
+    watched: Callable[[], MetricLoggerConfig],
+    progress: Progress,
 ) -> None:
     """Prepare and execute a run, and print its progress."""
     if hidden := shadowed_installation():
@@ -260,7 +267,7 @@ def _carry_out(
         run = prepared(partial(_print, console))
     try:
         _introduce(console, run)
-        summary = execute(run, console, stop, watching)
+        summary = execute(run, console, stop, watching, progress)
         if summary:
             _conclude(console, summary, run.folder.path)
     except OSError as error:
@@ -306,12 +313,12 @@ def _place(distributed: bool, processes: MultiProcessConfig) -> Place | None:
     return None
 
 
-def _joined(place: Place | None, timeout_s: float) -> AbstractContextManager:
+def _joined(place: Place | None, processes: MultiProcessConfig, progress: Progress) -> AbstractContextManager:
     """Join the other processes, in a context ending with them; no operation for a single process."""
     if place is None:
         return nullcontext()
-    join(place, timeout_s)
-    return PeerMonitor(place, Store())
+    join(place, processes.join_timeout_s)
+    return PeerMonitor(place, Store(), progress, processes.stall_timeout_s)
 
 
 def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: Place) -> dict:

@@ -7,6 +7,9 @@ JAX's coordination service also detects this. It takes 60 to 100 s by default, a
 `heartbeat_timeout_seconds`, and it aborts the process from C++ with some twenty lines. Here each process keeps a
 connection to process 0, which the kernel closes as soon as a process ends. No Python thread has a deadline, so a busy
 process is never mistaken for a dead one.
+
+A stopped process keeps its connections. Each process sends its step to process 0 every second, and gets the stall of
+the run as the answer. There is one unanswered message at a time, so that no socket of a stopped process fills up.
 """
 
 import json
@@ -17,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +29,7 @@ from jax._src import distributed
 
 from models.console import USER_ERRORS, UserError, say
 from models.multi_process.rendezvous import Link, Place, listen
+from models.multi_process.stalls import BEAT_S, Progress, Stall, StallDetector, StallLines
 
 AGREE_TIMEOUT_S = 600
 """Maximum difference between processes in the time to read their data, in seconds."""
@@ -139,13 +144,17 @@ class PeerMonitor:
     Args:
         place: coordinates of this process.
         store: store shared by all processes.
+        progress: last step of this process, updated by the caller.
+        stall_timeout_s: seconds without progress after which the run ends; `None` for never.
 
     Raises:
         UserError: the processes cannot connect to each other.
     """
 
-    def __init__(self, place: Place, store: Store) -> None:
-        self.place = place
+    def __init__(
+        self, place: Place, store: Store, progress: Progress | None = None, stall_timeout_s: float | None = None
+    ) -> None:
+        self.place, self.progress, self.stall_timeout_s = place, progress or Progress(), stall_timeout_s
         self.name = f"process {place.process_id} (pid {os.getpid()} on {socket.gethostname()})"
         # The thread holding this lock ends the process, and only it prints the reason.
         self.deciding = threading.Lock()
@@ -156,10 +165,15 @@ class PeerMonitor:
                 f"the {place.num_processes} processes cannot connect to each other ({error}); expected process 0 at "
                 f"{place.host!r} to accept connections at any port"
             ) from error
+        self.detector, self.stall_lines = StallDetector([self.name, *self.links]), StallLines(stall_timeout_s)
+        self.stall: Stall | None = None
+        # On other processes than 0: whether process 0 answered the last message.
+        self.answered, self.left = True, threading.Event()
 
     def __enter__(self) -> "PeerMonitor":
         for name, link in self.links.items():
             threading.Thread(target=self._watch, args=(name, link), daemon=True).start()
+        threading.Thread(target=self._watch_progress, daemon=True).start()
         return self
 
     def __exit__(
@@ -168,6 +182,7 @@ class PeerMonitor:
         if error is None:
             # The shutdown waits for all processes; one killed before then is still detected.
             jax.distributed.shutdown()
+            self.left.set()
             self._tell({"line": None})
             return
         refused = isinstance(error, UserError)
@@ -213,6 +228,9 @@ class PeerMonitor:
         """Receive messages from another process until it ends, in a thread."""
         explained = False
         while (message := link.receive()) is not None:
+            if "step" in message:
+                self._hear(name, link, message)
+                continue
             explained = True
             if message["line"] is not None:
                 threading.Thread(target=self._follow, args=(message,), daemon=True).start()
@@ -221,6 +239,44 @@ class PeerMonitor:
             self._follow(
                 {"line": f"lost connection to {name}; --resume continues from the newest checkpoint", "code": FAILED}
             )
+
+    def _hear(self, name: str, link: Link, message: dict) -> None:
+        """Record the step of another process; process 0 answers with its own one and the stall of the run."""
+        self.detector.hear(name, message["step"])
+        if self.place.process_id == 0:
+            link.send({"step": self.progress.step, "stall": self.stall and asdict(self.stall)})
+        else:
+            self.stall = message["stall"] and Stall(**message["stall"])
+            self.answered = True
+
+    def _watch_progress(self) -> None:
+        """Send the step of this process, report stalls, and end the run after the timeout, in a thread."""
+        while not self.left.wait(BEAT_S):
+            stall = self._look()
+            if stall and self.stall_timeout_s and stall.age_s >= self.stall_timeout_s:
+                self._give_up(stall)
+            if (line := self.stall_lines.line(stall)) is not None:
+                say(line)
+
+    def _look(self) -> Stall | None:
+        """Return the stall of the run; only process 0 knows the steps of all processes."""
+        self.detector.hear(self.name, self.progress.step)
+        found = self.detector.stall()
+        if self.place.process_id == 0:
+            self.stall = found
+        elif self.answered:
+            self.answered = False
+            self._tell({"step": self.progress.step})
+        elif self.detector.silent():
+            return found
+        return self.stall
+
+    def _give_up(self, stall: Stall) -> None:
+        """End the run because of a stall; a stopped process receives the reason when it continues."""
+        message = {"line": f"{stall}; --resume continues from the newest checkpoint", "code": FAILED}
+        if self.place.process_id != 0:
+            self._tell(message)
+        self._follow(message)
 
     def _follow(self, message: dict) -> None:
         """End this process because another one ended first."""

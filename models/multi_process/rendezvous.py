@@ -7,6 +7,9 @@ address without a port raises IndexError. The processes therefore meet at the co
 line. Process 0 listens, and the others connect. It replies to all of them once every process has connected or the
 timeout is reached, with the indices of missing processes. The port is then free for JAX's coordination service, started
 by `join`. A `Link` is a connection that the kernel closes when one of its processes ends.
+
+A process that is stopped for minutes may continue, so the timeouts of JAX and XLA that abort the others meanwhile are
+raised. `PeerMonitor` detects stalls.
 """
 
 import contextlib
@@ -24,6 +27,7 @@ import jax
 from jax._src.clusters import ClusterEnv
 
 from models.console import USER_ERRORS, UserError, say
+from models.multi_process.relay import relay_to
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
 """Keepalive settings of a connection: probe after 5 s idle, then every 3 s; three lost probes close it, after 14 s.
@@ -52,11 +56,11 @@ class Link:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.connection, self.lines = connection, connection.makefile("rb")
-        self.ended = threading.Event()
+        self.ended, self.sending = threading.Event(), threading.Lock()
 
     def send(self, message: dict) -> None:
         """Send a message; errors of a closed connection are ignored, as the receiving thread detects them."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self.sending:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict | None:
@@ -304,6 +308,15 @@ def _connected(place: Place, until: float, timeout_s: float) -> socket.socket:
 JAX_TIMEOUT_S = 120
 """Timeout for JAX to connect the processes, all of which have started, in seconds."""
 
+NEVER_S = 10**6
+"""Timeout of JAX and XLA for processes that do not respond, in seconds: 11 days."""
+
+XLA_TIMEOUTS = (
+    "xla_cpu_collective_timeout_seconds",
+    "xla_cpu_collective_call_terminate_timeout_seconds",
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds",
+)
+
 MARGIN_S = 60
 """Margin of JAX's own timeout over ours in seconds, as reaching it aborts the process."""
 
@@ -329,12 +342,27 @@ def join(place: Place, timeout_s: float) -> None:
     else:
         wait_for_processes(place, until, timeout_s)
     line = f"the processes met at {at}, but JAX did not connect all of them within {JAX_TIMEOUT_S} s"
+    address = at if place.process_id == 0 else relay_to(place.host, place.port)
+    _raise_xla_timeouts()
     with _ends_at(time.monotonic() + JAX_TIMEOUT_S, line):
         try:
-            limit_s = JAX_TIMEOUT_S + MARGIN_S
-            jax.distributed.initialize(at, place.num_processes, place.process_id, initialization_timeout=limit_s)
+            jax.distributed.initialize(
+                address,
+                place.num_processes,
+                place.process_id,
+                initialization_timeout=JAX_TIMEOUT_S + MARGIN_S,
+                heartbeat_timeout_seconds=NEVER_S,
+            )
         except (RuntimeError, ValueError) as error:
             raise UserError(f"distributed is set, but JAX cannot join the processes at {at}: {error}") from error
+
+
+def _raise_xla_timeouts() -> None:
+    """Raise the timeouts of collectives on CPUs, unless `XLA_FLAGS` already contains them."""
+    # XLA reads the variable when the backend starts.
+    flags = os.environ.get("XLA_FLAGS", "")
+    added = [f"--{name}={NEVER_S}" for name in XLA_TIMEOUTS if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *added]).strip()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from models.config import RelocationConfig, TrainConfig
 from models.data.batches import Batches, place_rows, rows_here
 from models.data.corpus import Corpus
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
+from models.multi_process.stalls import Progress
 from models.multi_process.stragglers import StragglerMonitor
 from models.pretrained.loading import load_state
 from models.pretrained.saving import save_pretrained
@@ -170,7 +171,11 @@ def prepare(
 
 
 def execute(
-    run: Run, console: Console, stop: StopRequest | None = None, watching: MetricLoggerConfig = MetricLoggerConfig()
+    run: Run,
+    console: Console,
+    stop: StopRequest | None = None,
+    watching: MetricLoggerConfig = MetricLoggerConfig(),
+    progress: Progress | None = None,
 ) -> dict:
     """Train, write the run folder, and return the summary.
 
@@ -179,6 +184,7 @@ def execute(
         console: console for progress.
         stop: request ending the run after the current step, with a checkpoint; `None` for a run without interruption.
         watching: metric loggers besides the run folder.
+        progress: record of the last step begun, for other processes; `None` for a single process.
 
     Returns:
         The summary on process 0; empty if the run was stopped, and on other processes.
@@ -188,12 +194,12 @@ def execute(
         OSError: a file cannot be written.
     """
     try:
-        return _execute(run, console, StopRequest() if stop is None else stop, watching)
+        return _execute(run, console, stop or StopRequest(), watching, progress or Progress())
     finally:
         run.release()
 
 
-def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLoggerConfig) -> dict:
+def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLoggerConfig, progress: Progress) -> dict:
     started, config, step = time.perf_counter(), run.config, run.done_steps
 
     def tell(text: str) -> None:
@@ -220,6 +226,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
             watcher.before(step)
             tokens = place_rows(next(batches), batch_sharding(run.mesh), config.batch.size)
             pace.ready()
+            progress.step = step
             step_started = time.perf_counter()
             state, loss, stats = do(step, state, tokens)
             step_time_s = time.perf_counter() - step_started

@@ -1,6 +1,6 @@
 """Start training processes on this machine; `python -m tests.models.processes` is a process that only waits.
 
-Its last argument selects its behavior: wait (`wait`), or fail (`fail`).
+Its arguments select its behavior: wait for a minute (`wait`), or fail (`fail`); and the seconds until a stall ends it.
 """
 
 import os
@@ -47,10 +47,10 @@ def end(processes: list[subprocess.Popen], within_s: float) -> list[tuple[int, s
     return [(process.returncode, *texts) for process, texts in zip(processes, ended, strict=True)]
 
 
-def main(port: str, num_processes: str, process_id: str, what: str) -> None:
+def main(port: str, num_processes: str, process_id: str, what: str, stall_timeout_s: str = "0") -> None:
     place = Place("127.0.0.1", int(port), int(num_processes), int(process_id))
     join(place, JOIN_TIMEOUT_S)
-    with PeerMonitor(place, Store()):
+    with PeerMonitor(place, Store(), stall_timeout_s=float(stall_timeout_s)):
         print("joined", flush=True)
         if what == "fail":
             raise OSError("no space left")

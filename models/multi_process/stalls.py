@@ -1,0 +1,131 @@
+"""Detection of a run without progress, and of the processes that it waits for.
+
+Each process sends its step every `BEAT_S` seconds from a thread, even while its main thread compiles or waits for a
+collective. A process without these messages is stopped, suspended or blocked; one with an earlier step than the others
+is late.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+BEAT_S = 1.0
+"""Seconds between messages of a process."""
+
+SILENT_S = 5.0
+"""Seconds without a message after which a process counts as stopped."""
+
+REPORT_S = 20.0
+"""Seconds without progress before the first line; each further line comes after twice the time."""
+
+
+@dataclass
+class Progress:
+    """Last step begun by this process.
+
+    Args:
+        step: number of the step; 0 before the first one.
+    """
+
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Time without progress of a run.
+
+    Args:
+        cause: description of the processes that the others wait for.
+        age_s: seconds without progress.
+        step: step of the foremost process.
+    """
+
+    cause: str
+    age_s: float
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.cause} for {self.age_s:.0f} s, " + (f"at step {self.step}" if self.step else "before step 1")
+
+
+class StallDetector:
+    """Steps of all processes and the times of their last messages; methods may be called in several threads.
+
+    Args:
+        names: names of the observed processes, such as `process 1 (pid 1234 on node07)`.
+        clock: function returning the time in seconds.
+    """
+
+    def __init__(self, names: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.looked = self.moved = clock()
+        self.heard = dict.fromkeys(names, self.moved)
+        self.steps = dict.fromkeys(self.heard, 0)
+        self.gap_s = 0.0
+
+    def hear(self, name: str, step: int) -> None:
+        """Record a message of a process."""
+        now, before = self.clock(), self.heard[name]
+        if step > self.step:
+            self.gap_s, self.moved = now - self.moved, now
+        elif now - before > SILENT_S:
+            # The return of a stopped process is progress.
+            self.moved = now
+        self.heard[name], self.steps[name] = now, step
+
+    @property
+    def step(self) -> int:
+        """Step of the foremost process."""
+        return max(self.steps.values())
+
+    def silent(self) -> list[str]:
+        """Return the processes without messages for `SILENT_S` seconds."""
+        now = self.clock()
+        return [name for name, at in self.heard.items() if now - at > SILENT_S]
+
+    def stall(self) -> Stall | None:
+        """Return the stall of the run; call it every `BEAT_S` seconds.
+
+        The result is `None` before step 1, while all processes compile, and for three times the duration of the last
+        step if all processes respond.
+        """
+        now, before = self.clock(), self.looked
+        self.looked = now
+        if now - before > SILENT_S:
+            # This process was stopped itself: its sockets contain the unread messages of the others.
+            self.heard, self.moved = dict.fromkeys(self.heard, now), now
+        if silent := self.silent():
+            since = max(self.moved, *(self.heard[name] for name in silent))
+            return Stall(f"waiting for {_several(silent)}", now - since, self.step)
+        age_s = now - self.moved
+        if late := [name for name, step in self.steps.items() if step < self.step]:
+            return Stall(f"waiting for {_several(late)}", age_s, self.step)
+        if not self.step or age_s < 3 * self.gap_s:
+            return None
+        return Stall(f"waiting, although all {len(self.steps)} processes respond,", age_s, self.step)
+
+
+def _several(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+class StallLines:
+    """Lines about stalls, at increasing intervals.
+
+    Args:
+        timeout_s: seconds after which a stall ends the run, `None` for never; a line precedes it by half of the time.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.first_s = self.due_s = min(REPORT_S, timeout_s / 2 if timeout_s else REPORT_S)
+        self.shown: Stall | None = None
+
+    def line(self, stall: Stall | None) -> str | None:
+        """Return the line about the present state, `None` if there is nothing new to report."""
+        if self.shown and (stall is None or stall.age_s < self.shown.age_s):
+            shown, self.shown, self.due_s = self.shown, None, self.first_s
+            return f"the run continues: {shown.cause} took more than {shown.age_s:.0f} s"
+        if stall is None or stall.age_s < self.due_s:
+            return None
+        self.due_s, self.shown = 2 * self.due_s, stall
+        return str(stall)

@@ -1,0 +1,193 @@
+"""A stopped process is named by those that wait for it, and continues or ends in one line."""
+
+import os
+import re
+import select
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from models.config import MultiProcessConfig
+from models.multi_process.relay import relay_to
+from models.multi_process.stalls import BEAT_S, SILENT_S, StallDetector, StallLines
+from models.run_folder.metrics import RunFolder
+from tests.models.kill_training import MAX_WAIT_S, losses, wait_for_steps
+from tests.models.processes import end, free_port, start
+
+A, B, C = NAMES = [f"process {i} (pid {i} on h)" for i in range(3)]
+PROMISED_S = 30
+TIMEOUT_S = 12
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Run:
+    """Detector of one process of three; it looks every `BEAT_S` seconds."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.detector, self.steps = StallDetector(NAMES, self.clock), dict.fromkeys(NAMES, 0)
+
+    def go_on(self, seconds, *silent):
+        for _ in range(round(seconds / BEAT_S)):
+            self.clock.now += BEAT_S
+            for name in self.steps.keys() - set(silent):
+                self.detector.hear(name, self.steps[name])
+            found = self.detector.stall()
+        return found
+
+    def step(self, step, *names):
+        self.steps |= dict.fromkeys(names or NAMES, step)
+
+
+def test_a_silent_process_is_named_from_its_last_message_on():
+    run = Run()
+    assert run.go_on(600) is None
+    assert run.go_on(SILENT_S, B) is None
+    assert str(run.go_on(15, B)) == f"waiting for {B} for 20 s, before step 1"
+    run.step(7)
+    assert run.go_on(BEAT_S) is None
+    assert str(run.go_on(20, B, C)) == f"waiting for {B} and 1 more for 20 s, at step 7"
+
+
+def test_a_late_process_is_named_though_it_responds():
+    run = Run()
+    run.step(7)
+    run.go_on(9)
+    run.step(8, A, C)
+    assert str(run.go_on(21)) == f"waiting for {B} for 20 s, at step 8"
+    run.step(8)
+    run.go_on(1)
+    run.step(9)
+    assert run.go_on(1) is None
+
+
+def test_without_a_late_process_three_steps_pass_first():
+    run = Run()
+    for step in (1, 2):
+        run.step(step)
+        run.go_on(30)
+    run.step(3)
+    assert run.go_on(90) is None
+    assert str(run.go_on(1)) == "waiting, although all 3 processes respond, for 90 s, at step 3"
+
+
+def test_a_process_that_was_stopped_accuses_no_other():
+    run = Run()
+    run.step(3)
+    run.go_on(5)
+    run.clock.now += 60
+    assert (run.detector.stall(), run.detector.silent()) == (None, [])
+    assert run.go_on(2, B, C) is None
+    assert run.go_on(SILENT_S, B, C).cause == f"waiting for {B} and 1 more"
+
+
+def test_lines_come_at_increasing_intervals_and_once_at_the_end():
+    run, lines, shown = Run(), StallLines(None), {}
+    run.step(2)
+    run.go_on(1)
+    for second in range(100):
+        shown[second] = lines.line(run.go_on(1, B))
+    assert [second + 1 for second, line in shown.items() if line] == [20, 40, 80]
+    assert lines.line(run.go_on(1)) == f"the run continues: waiting for {B} took more than 80 s"
+    assert lines.line(run.go_on(1)) is None
+    assert StallLines(12).first_s == 6
+
+
+@pytest.mark.parametrize("value", [0, 9, float("inf"), float("nan")])
+def test_timeouts_out_of_range_are_refused(value):
+    with pytest.raises(ValueError, match=r"stall_timeout_s is .*; expected a finite number of at least 10, or None"):
+        MultiProcessConfig(stall_timeout_s=value)
+
+
+def test_the_relay_hides_a_closed_connection_and_passes_on_the_rest():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = relay_to(*server.getsockname()[:2]).split(":")
+        inner = socket.create_connection((host, int(port)))
+        outer, _ = server.accept()
+    inner.sendall(b"question")
+    assert outer.recv(100) == b"question"
+    outer.sendall(b"answer")
+    assert inner.recv(100) == b"answer"
+    outer.close()
+    assert not select.select([inner], [], [], 0.5)[0]
+    inner.close()
+
+
+def lines_of(process):
+    """Return a growing list of the lines of a process's standard error."""
+    lines = []
+    threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")), daemon=True).start()
+    return lines
+
+
+def wait_until(condition, within_s=PROMISED_S):
+    until = time.monotonic() + within_s
+    while not (found := condition()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def joined(num_processes, timeout_s):
+    port = str(free_port())
+    arguments = [(port, str(num_processes), str(i), "wait", str(timeout_s)) for i in range(num_processes)]
+    processes = [start("tests.models.processes", *each) for each in arguments]
+    for process in processes:
+        assert process.stdout.readline() == "joined\n", process.communicate()
+    return processes
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_process_ends_the_run_after_the_timeout(stopped):
+    """The stopped process ends in one line when it continues, although all its connections are closed."""
+    processes = joined(3, TIMEOUT_S)
+    os.kill(processes[stopped].pid, signal.SIGSTOP)
+    others = [process for process in processes if process is not processes[stopped]]
+    cause = rf"waiting for process {stopped} \(pid {processes[stopped].pid} on \S+\) for \d+ s, before step 1"
+    for code, _, errors in end(others, PROMISED_S + TIMEOUT_S):
+        assert code == 1
+        _, waiting, ending = errors.splitlines()
+        assert re.fullmatch(cause, waiting)
+        assert re.fullmatch(f"error: {cause}; --resume continues from the newest checkpoint", ending)
+    os.kill(processes[stopped].pid, signal.SIGCONT)
+    ((code, _, errors),) = end([processes[stopped]], PROMISED_S)
+    assert code == 1
+    assert len(errors.splitlines()) == 2
+    assert re.fullmatch(f"error: {cause}; --resume .*", errors.splitlines()[-1])
+
+
+def train(folder, *options):
+    """Train the tiny model with two processes of two devices."""
+    place = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2, "join_timeout_s": 120}
+    words = [word for key, value in place.items() for word in ("--set", f"multi_process.{key}={value}")]
+    ids = (("--set", f"multi_process.process_id={i}") for i in range(2))
+    arguments = ["--distributed", "--run-dir", str(folder), "--steps", "12", *words, *options]
+    return [start("tests.models.tiny_process", *arguments, *i) for i in ids]
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_stopped_process_continues_with_equal_losses(tmp_path):
+    for code, _, errors in end(train(tmp_path / "straight"), MAX_WAIT_S):
+        assert code == 0, errors
+    processes = train(tmp_path / "stopped")
+    lines = lines_of(processes[0])
+    wait_for_steps(processes[0], tmp_path / "stopped")
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    assert wait_until(lambda: any(f"waiting for process 1 (pid {processes[1].pid} on " in line for line in lines))
+    os.kill(processes[1].pid, signal.SIGCONT)
+    assert [process.wait(MAX_WAIT_S) for process in processes] == [0, 0], lines
+    assert any(line.startswith("the run continues: waiting for process 1 ") for line in lines)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+    assert RunFolder(tmp_path / "stopped").rows("step")[-1]["step"] == 12
