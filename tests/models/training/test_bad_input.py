@@ -149,7 +149,7 @@ def test_the_list_has_every_key():
     sections = {field.name: getattr(TrainConfig(), field.name) for field in dataclasses.fields(TrainConfig)}
     keys = {f"{name}.{key}" for name, one in sections.items() for key in getattr(one, "__dataclass_fields__", ())}
     assert {line.split()[0] for line in lines[1:]} == keys
-    assert "model.embed_dim               an integer          256      `H`, the width of the model" in lines
+    assert "model.embed_dim                an integer          256      `H`, the width of the model" in lines
     # Every key has a meaning.
     assert all(len(re.split(" {2,}", line)) == 4 for line in lines[1:])
     described = CliRunner().invoke(app, ["--help"]).stdout
