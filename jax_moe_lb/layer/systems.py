@@ -425,7 +425,7 @@ def _compared(balancer: Balancer) -> Callable[..., System]:
     return made
 
 
-_COMPARED = {type(balancer).__name__.lower(): _compared(balancer) for balancer in (ECHO(), EPIC(), LLEP(), MoonEP())}
+_NAMED = _SYSTEMS | {type(one).__name__.lower(): _compared(one) for one in (ECHO(), EPIC(), LLEP(), MoonEP())}
 
 
 def system_names() -> list[str]:
@@ -444,8 +444,8 @@ def system_named(text: str) -> System:
     All places that take a system as text parse it so: `nn.MoE`, `balance`, commands and configuration files.
 
     Args:
-        text: `NAME[:OPTION=VALUE,...][+DISPATCH]`: one of `system_names()`, keyword arguments of its function, and a
-            dispatch by name. The value "none" is the default.
+        text: `NAME[:OPTION=VALUE,...][+DISPATCH]`: one of `system_names()` or a balancer for comparisons, keyword
+            arguments of its function, and a dispatch by name. The value "none" is the default.
 
     Raises:
         ValueError: `text` has another form or name, an option is not one of the function, or a value is out of range.
@@ -464,7 +464,7 @@ def make_system(name: str, options: dict[str, Any]) -> System:
     Raises:
         ValueError: the name or an option is unknown, or a value is out of range.
     """
-    made = (_SYSTEMS | _COMPARED)[_known(name)]
+    made = _NAMED[_known(name)]
     given = {option: value for option, value in options.items() if value is not None}
     taken = [option for option in OPTIONS if option in inspect.signature(made).parameters]
     for option, value in given.items():
@@ -474,6 +474,6 @@ def make_system(name: str, options: dict[str, Any]) -> System:
 
 
 def _known(name: str) -> str:
-    if name not in _SYSTEMS | _COMPARED:
-        raise ValueError(f"system is {shown(name)}; expected one of {', '.join([*_SYSTEMS, *_COMPARED])}")
+    if name not in _NAMED:
+        raise ValueError(f"system is {shown(name)}; expected one of {', '.join(_NAMED)}")
     return name
