@@ -134,7 +134,7 @@ RUNS = (
     Run("bench_predicted_plans", ("--loads", "LOADS"), None, _loads, "bench_predicted_plans_served"),
     Run("bench_baselines"),
     Run("bench_exact_settings", quick=("--quick",)),
-    Run("bench_plans", quick=("--quick",), unread=("losses",)),
+    Run("bench_plans", quick=("--quick",)),
     Run("bench_planner_times", quick=("--quick",)),
     Run("bench_advice_regret", quick=("--quick",), aside=LONG),
     Run("bench_advice_time", quick=("--quick",)),

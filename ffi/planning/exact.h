@@ -44,9 +44,8 @@ struct ExactOptions {
 // - For the replicas of the plan, no quota has a lower maximum.
 // - A maximum equal to the mean, rounded up, is optimal. This is usual for real loads with two replica slots on each of
 //   32 or more ranks.
-// - Otherwise the placement is the result of a search and carries no guarantee. On recorded loads of
-//   256 experts, 8 ranks with two replica slots each, it was 0.1 % above the optimum of a mixed-integer
-//   program on average, and 1.4 % at worst. Above kMaxSearchedRanks ranks the last step is left out.
+// - Otherwise the placement is the result of a search and carries no guarantee; docs/results/exact.md compares it with
+//   the optimum of a mixed-integer program. Above kMaxSearchedRanks ranks the last step is left out.
 // - The number of replicas is minimal only in one respect: removing any single replica would exceed the limit.
 //
 // The plan is a function of the arguments alone: no clock, fixed pseudo-random seed, ties to the lowest
