@@ -22,7 +22,7 @@ TEMPLATE = """{% for message in messages %}{{ message.role[0] + ': ' + message.c
 {%- if add_generation_prompt %}{{ 'a: ' }}{% endif %}"""
 LEGS = {"cat": 4, "owl": 2, "trout": 0, "spider": 8, "beetle": 6, "frog": 4, "whale": 0, "hen": 2}
 ASKED = ("How many legs has a {}?", "Legs of a {}?", "Count the legs of a {}.")
-VALUES = ("batch.sequence_length=96", "optimizer.learning_rate=5e-3", "validation.interval=50")
+VALUES = ("batch.sequence_length=128", "optimizer.learning_rate=5e-3", "validation.interval=50")
 
 
 def conversation(draw):

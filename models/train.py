@@ -357,6 +357,8 @@ def _introduce(console: Console, run: Run) -> None:
     _print(console, f"{config.parallel.system} on {devices}, {where}")
     lengths = f"{corpus.length(held_out=False):,} + {corpus.length(held_out=True):,}"
     _print(console, f"data: {lengths} {corpus.unit}s of {corpus.source}")
+    for note in corpus.notes(config.batch.sequence_length):
+        _print(console, note)
     _print(
         console,
         f"{corpus.unit}-unigram entropy of the validation text: {_nats(corpus.unigram_entropy_nats, corpus.unit)}",

@@ -3,17 +3,18 @@
 Every `CHUNKS_PER_CYCLE`-th chunk of a `Stream` is held out for validation.
 """
 
+import abc
 import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import grain
-import jax.numpy as jnp
 import numpy as np
 
-from models.data.marks import marked, words
+from models.data.marks import marked
 from models.data.tokenizers import Bytes
 
 CHUNK_TOKENS = 32_768
@@ -27,24 +28,98 @@ TOKENS_AT_ONCE = 2**24
 """Tokens of a memory-mapped file to read into memory at a time."""
 
 
+class Packing(NamedTuple):
+    """Numbers of packed conversations.
+
+    Attributes:
+        conversations: number of conversations.
+        truncated: number of examples longer than a row.
+        unused: number of examples without a predicted token in a row.
+        tokens: tokens in rows, without padding.
+        rows: number of rows.
+    """
+
+    conversations: int
+    truncated: int
+    unused: int
+    tokens: int
+    rows: int
+
+
+class Rows(Protocol):
+    """Sequences of one split, int32 `[length + 1]` with marks, by index."""
+
+    @property
+    def packing(self) -> Packing | None:
+        """Numbers of the conversations, `None` for other documents."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, eq=False)
-class Stream:
+class Documents(abc.ABC):
+    """Tokens of one or more documents, split into training and held-out ones, and cut into rows.
+
+    Attributes:
+        tokens: `[tokens]` integers.
+    """
+
+    tokens: np.ndarray
+
+    @abc.abstractmethod
+    def length(self, held_out: bool) -> int:
+        """Return the number of training tokens, or of held-out tokens."""
+
+    @abc.abstractmethod
+    def head(self, held_out: bool, length: int) -> np.ndarray:
+        """Return the first tokens of one split, int32 of at most `[length]`, without marks."""
+
+    @abc.abstractmethod
+    def rows(self, held_out: bool, length: int) -> Rows:
+        """Return the sequences of one split with `length` tokens to predict each."""
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Hash of the content."""
+
+    def check(self, vocab_size: int, name: str) -> None:
+        """Check that all tokens are in the vocabulary.
+
+        Args:
+            vocab_size: size of the vocabulary.
+            name: source of the documents, for the message.
+
+        Raises:
+            ValueError: a token is negative, or not below `vocab_size`.
+        """
+        for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
+            part = self.tokens[start : start + TOKENS_AT_ONCE]
+            if part.min() < 0 or part.max() >= vocab_size:
+                place = start + int(np.argmax((part < 0) | (part >= vocab_size)))
+                raise ValueError(
+                    f"data is {name!r}, whose token {place} is {self.tokens[place]}; "
+                    f"expected 0 to {vocab_size - 1}, as the vocabulary has {vocab_size} words"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Stream(Documents):
     """Concatenated documents, of which the last chunk of every sixteen is held out.
 
     Holding out chunks throughout the stream gives both splits text of all kinds. Each split concatenates its chunks.
-    A window marks the starts of documents, the tokens after a gap between chunks, and the context; see `marks`.
+    A window marks the starts of documents, and the tokens after a gap between chunks; see `marks`.
 
     Args:
         tokens: `[tokens]` integers, possibly memory-mapped.
         starts: int64 `[documents - 1]`, start offsets of the documents, ascending, without the first (0).
-        context: `[tokens]` bool, True for tokens that are not predicted, such as questions; `None` (default) predicts
-            all.
         is_split: if False, both splits contain all tokens.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
-    context: np.ndarray | None = None
     is_split: bool = True
 
     @cached_property
@@ -81,7 +156,15 @@ class Stream:
         # Mark all document starts in the window; the first token of a document is not predicted.
         first, last = np.searchsorted(self.starts, (places[0], places[-1] + 1))
         begins |= np.isin(places, self.starts[first:last])
-        return marked(tokens, begins, np.zeros(length, bool) if self.context is None else self.context[places])
+        return marked(tokens, begins, np.zeros(length, bool))
+
+    def head(self, held_out: bool, length: int) -> np.ndarray:
+        """Return the first tokens of one split, int32 of at most `[length]`, without marks."""
+        return self.tokens[self._places(held_out, np.arange(min(length, self.length(held_out))))].astype(np.int32)
+
+    def rows(self, held_out: bool, length: int) -> "StreamRows":
+        """Return the windows of one split with `length` tokens to predict each, without an incomplete last one."""
+        return StreamRows(self, held_out, length)
 
     def _places(self, held_out: bool, offsets: np.ndarray) -> np.ndarray:
         if not self.is_split:
@@ -91,47 +174,50 @@ class Stream:
         cycle, within = np.divmod(offsets, chunk if held_out else train)
         return cycle * per_cycle * chunk + within + (train if held_out else 0)
 
-    def check(self, vocab_size: int, name: str) -> None:
-        """Check that all tokens are in the vocabulary.
-
-        Args:
-            vocab_size: size of the vocabulary.
-            name: source of the stream, for the message.
-
-        Raises:
-            ValueError: a token is negative, or not below `vocab_size`.
-        """
-        for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
-            part = self.tokens[start : start + TOKENS_AT_ONCE]
-            if part.min() < 0 or part.max() >= vocab_size:
-                place = start + int(np.argmax((part < 0) | (part >= vocab_size)))
-                raise ValueError(
-                    f"data is {name!r}, whose token {place} is {self.tokens[place]}; "
-                    f"expected 0 to {vocab_size - 1}, as the vocabulary has {vocab_size} words"
-                )
-
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all tokens and document starts, independent of the dtype of the file."""
         digest = hashlib.sha256(self.starts.astype("<i8").tobytes())
         for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
             digest.update(self.tokens[start : start + TOKENS_AT_ONCE].astype("<i4").tobytes())
-        if self.context is not None:
-            digest.update(np.packbits(self.context).tobytes())
         return digest.hexdigest()
 
 
-def joined(documents: list[np.ndarray], contexts: list[np.ndarray] | None = None) -> Stream:
+@dataclass(frozen=True, eq=False)
+class StreamRows:
+    """Windows of one split of a stream.
+
+    A window has `length + 1` tokens, as each token is predicted from those before. Its last token is the first of the
+    next window.
+
+    Args:
+        stream: stream to cut.
+        held_out: if True, read held-out tokens; otherwise training tokens.
+        length: tokens to predict per window.
+        packing: `None`, as these are no conversations.
+    """
+
+    stream: Stream
+    held_out: bool
+    length: int
+    packing: None = None
+
+    def __len__(self) -> int:
+        return max(0, (self.stream.length(self.held_out) - 1) // self.length)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.stream.window(self.held_out, index * self.length, self.length + 1)
+
+
+def joined(documents: list[np.ndarray]) -> Stream:
     """Concatenate documents in memory, without empty ones.
 
     Args:
         documents: `[tokens]` integers each.
-        contexts: `[tokens]` bool each, see `Stream`; `None` (default) predicts all tokens.
     """
     documents = [document for document in documents if len(document)]
     ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
-    context = None if contexts is None else np.concatenate([*contexts, np.zeros(0, bool)])
-    return Stream(np.concatenate(documents or [np.zeros(0, np.uint8)]), ends[:-1], context)
+    return Stream(np.concatenate(documents or [np.zeros(0, np.uint8)]), ends[:-1])
 
 
 COUNTED_TOKENS = 2**24
@@ -143,12 +229,12 @@ class Part:
     """Component of a corpus with a fixed share of every batch.
 
     Args:
-        streams: tokens of the part.
+        streams: documents of the part.
         weight: relative weight of the part.
         source: description of the source for messages.
     """
 
-    streams: Sequence[Stream]
+    streams: Sequence[Documents]
     weight: float
     source: str
 
@@ -161,9 +247,6 @@ class Part:
 class Windows:
     """Random-access sequences of one split of a part, as a Grain data source.
 
-    A sequence has `length + 1` tokens, as each token is predicted from those before. Its last token is the first of the
-    next sequence. An incomplete sequence at the end of a stream is dropped.
-
     Args:
         part: part of the corpus.
         held_out: if True, read held-out tokens; otherwise training tokens.
@@ -175,17 +258,20 @@ class Windows:
     length: int
 
     @cached_property
+    def rows(self) -> list[Rows]:
+        """Sequences of the documents."""
+        return [stream.rows(self.held_out, self.length) for stream in self.part.streams]
+
+    @cached_property
     def _ends(self) -> np.ndarray:
-        tokens = [stream.length(self.held_out) for stream in self.part.streams]
-        return np.cumsum([max(0, (count - 1) // self.length) for count in tokens])
+        return np.cumsum([len(rows) for rows in self.rows])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> np.ndarray:
         number = int(np.searchsorted(self._ends, index, side="right"))
-        within = int(index) - (int(self._ends[number - 1]) if number else 0)
-        return self.part.streams[number].window(self.held_out, within * self.length, self.length + 1)
+        return self.rows[number][int(index) - (int(self._ends[number - 1]) if number else 0)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,8 +336,8 @@ class Corpus:
         for share, part in zip(_shares(parts), parts, strict=True):
             counts = np.zeros(self.vocab_size, np.int64)
             for stream in part.streams:
-                tokens = stream.window(True, 0, min(stream.length(True), counted // len(part.streams)))
-                counts += np.bincount(np.asarray(words(jnp.asarray(tokens))), minlength=self.vocab_size)
+                tokens = stream.head(True, counted // len(part.streams))
+                counts += np.bincount(tokens, minlength=self.vocab_size)
             shares = counts[counts > 0] / counts.sum()
             entropy -= share * float((shares * np.log(shares)).sum())
         return entropy
@@ -293,12 +379,36 @@ class Corpus:
         """Raise `ValueError` unless both splits of all parts contain at least one sequence."""
         for held_out in (False, True):
             for part in self._split(held_out):
-                if len(Windows(part, held_out, sequence_length)) < 1:
+                windows = Windows(part, held_out, sequence_length)
+                if len(windows) < 1:
                     kind = "validation" if held_out else "training"
+                    expected = f"more than sequence_length {sequence_length}"
+                    if any(rows.packing for rows in windows.rows):
+                        expected += f", or a conversation with an answer in its first {sequence_length + 1}"
                     raise ValueError(
-                        f"data has {part.length(held_out)} {kind} {self.unit}s ({part.source}); "
-                        f"expected more than sequence_length {sequence_length}"
+                        f"data has {part.length(held_out)} {kind} {self.unit}s ({part.source}); expected {expected}"
                     )
+
+    def notes(self, sequence_length: int) -> list[str]:
+        """Return lines about the conversations, if there are any, for the user.
+
+        Args:
+            sequence_length: tokens to predict per sequence.
+        """
+        windows = [
+            Windows(part, held_out, sequence_length) for held_out in (False, True) for part in self._split(held_out)
+        ]
+        found = [rows.packing for each in windows for rows in each.rows if rows.packing]
+        if not found:
+            return []
+        total = Packing(*map(sum, zip(*found, strict=True)))
+        padding = 1 - total.tokens / max(1, total.rows * (sequence_length + 1))
+        line = f"{total.conversations:,} conversations in {total.rows:,} sequences, {padding:.1%} padding"
+        if total.truncated:
+            line += f"; {total.truncated:,} truncated to {sequence_length + 1} {self.unit}s"
+        if total.unused:
+            line += f"; {total.unused:,} without an answer in these left out"
+        return [line]
 
 
 def _shares(parts: Sequence[Part]) -> list[float]:

@@ -16,7 +16,8 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json
 from jax_moe_lb.core.plan_file import read_header
 from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in
-from models.data.corpus import Corpus, Part, Stream, joined
+from models.data.conversations import Conversations, Example
+from models.data.corpus import Corpus, Documents, Part, Stream, joined
 from models.data.tokenizers import Bytes, Tokenizer
 
 TEXT_FIELD = "text"
@@ -29,13 +30,13 @@ def read_streams(
     text_field: str = TEXT_FIELD,
     limits: FileLimits = FileLimits(),
     chat: ChatTemplate | None = None,
-) -> tuple[list[Stream], int]:
+) -> tuple[list[Documents], int]:
     """Read files, and all non-hidden files of folders, sorted by name.
 
     A `.npy` file is an array of tokens; a `.jsonl` file has one document or conversation per line; any other file is
     one document of text. Of a conversation only the answers are predicted. An array `[tokens]` is one document; each
     row of an array `[documents, tokens]` is one. Arrays are memory-mapped, one stream each. All other documents form
-    one stream in memory, which has no limit.
+    one stream in memory, and all conversations are packed together; both have no limit.
 
     Args:
         paths: files and folders.
@@ -45,33 +46,26 @@ def read_streams(
         chat: chat template of conversations; `None` (default) refuses them.
 
     Returns:
-        The non-empty streams, and the number of files.
+        The documents that are not empty, and the number of files.
 
     Raises:
         ValueError: a file cannot be read, or its content does not match its suffix.
     """
     files = [file for path in paths for file in _files(path)]
-    documents: list[Document] = []
+    texts: list[np.ndarray] = []
+    conversations: list[list[Example]] = []
     mapped = []
     for file in files:
         if file.suffix == ".npy":
             mapped.append(_mapped(file, limits))
         elif file.suffix == ".jsonl":
-            documents += _lines(file, text_field, limits, tokenizer, chat)
+            for line in _lines(file, text_field, limits, tokenizer, chat):
+                # A conversation is a list of its examples.
+                conversations.append(line) if isinstance(line, list) else texts.append(line)
         else:
-            documents.append(_predicted(tokenizer.tokens(_bytes(file))))
-    has_context = any(context.any() for _, context in documents)
-    contexts = [context for _, context in documents] if has_context else None
-    streams = [joined([tokens for tokens, _ in documents], contexts), *mapped]
+            texts.append(tokenizer.tokens(_bytes(file)))
+    streams = [joined(texts), Conversations.of(conversations), *mapped]
     return [stream for stream in streams if len(stream.tokens)], len(files)
-
-
-Document = tuple[np.ndarray, np.ndarray]
-"""Tokens, and which of them are context."""
-
-
-def _predicted(tokens: np.ndarray) -> Document:
-    return tokens, np.zeros(len(tokens), bool)
 
 
 def _files(path: Path) -> list[Path]:
@@ -100,7 +94,7 @@ def _unreadable(file: Path, error: OSError) -> ValueError:
 
 def _lines(
     file: Path, field: str, limits: FileLimits, tokenizer: Tokenizer, chat: ChatTemplate | None
-) -> Iterator[Document]:
+) -> Iterator[np.ndarray | list[Example]]:
     """Yield the document, or the examples of the conversation, of each non-empty line."""
     for number, line in enumerate(_bytes(file).split(b"\n"), 1):
         if not line.strip():
@@ -109,11 +103,11 @@ def _lines(
         value = _object(line, field, where, limits)
         if MESSAGES_FIELD in value and field not in value and chat is not None:
             try:
-                yield from chat.examples(conversation_in(value), value.get("tools"))
+                yield chat.examples(conversation_in(value), value.get("tools"))
             except ValueError as error:
                 raise ValueError(f"{where} is no conversation: {error}") from error
         else:
-            yield _predicted(tokenizer.tokens(_text(value, field, where)))
+            yield tokenizer.tokens(_text(value, field, where))
 
 
 def _object(line: bytes, field: str, where: str, limits: FileLimits) -> Any:

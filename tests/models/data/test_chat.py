@@ -14,8 +14,7 @@ from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import DataConfig, TrainConfig
 from models.data.chat import ChatTemplate
-from models.data.corpus import joined
-from models.data.marks import CONTEXT, are_predicted, marked, positions_in, segments, words
+from models.data.marks import marked, positions_in, segments
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
 from models.mesh import make_mesh
@@ -179,16 +178,6 @@ def test_documents_end_with_the_end_token(folder):
     tokenizer = TokenizerFile(folder / "tokenizer.json", end=7)
     assert tokenizer.tokens(b"ab").tolist()[-1] == 7
     assert len(tokenizer.tokens(b"ab")) == 3
-
-
-def test_windows_mark_context():
-    stream = joined(
-        [np.array([5, 6, 7, 8]), np.array([9] * 40)], [np.array([True, True, False, False]), np.zeros(40, bool)]
-    )
-    window = stream.window(False, 0, 6)
-    assert window.tolist() == [5 + CONTEXT, 6 + CONTEXT, 7, 8, ~9, 9]
-    assert words(jnp.asarray(window)).tolist() == [5, 6, 7, 8, 9, 9]
-    assert are_predicted(jnp.asarray(window)).tolist() == [False, False, True, True, False, True]
 
 
 def test_positions_count_from_the_start_of_a_document():

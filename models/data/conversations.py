@@ -1,0 +1,177 @@
+"""Conversations as rows of a batch: each row has whole conversations, and padding."""
+
+import bisect
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from models.data.corpus import CHUNK_TOKENS, CHUNKS_OF_SHORT_TEXT, CHUNKS_PER_CYCLE, Documents, Packing
+from models.data.marks import marked
+
+Example = tuple[np.ndarray, np.ndarray]
+"""Int32 tokens `[T]`, and bool `[T]`, True for tokens of the context, which are not predicted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Conversations(Documents):
+    """Conversations in memory, of which the last of every sixteen is held out, or of every ten if they are short.
+
+    A row has whole conversations by best fit. Padding repeats tokens of the row as context: they are not predicted, and
+    the conversations do not attend to them.
+
+    Args:
+        tokens: int32 `[tokens]` of all examples.
+        starts: int64 `[examples]`, offset of the first token of each example, ascending from 0.
+        context: bool `[tokens]`, True for tokens that are not predicted, such as questions.
+        sources: int64 `[examples]`, the number of each example's conversation, ascending from 0. Examples of one
+            conversation are on the same side.
+        is_split: if False, both splits contain all conversations.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    context: np.ndarray
+    sources: np.ndarray
+    is_split: bool = True
+
+    @classmethod
+    def of(cls, conversations: Sequence[Sequence[Example]]) -> "Conversations":
+        """Concatenate the examples of conversations.
+
+        Args:
+            conversations: one or more examples each.
+        """
+        examples = [example for conversation in conversations for example in conversation]
+        sizes = np.array([0, *(len(tokens) for tokens, _ in examples)], np.int64)
+        sources = np.repeat(np.arange(len(conversations)), [len(conversation) for conversation in conversations])
+        tokens, context = (
+            np.concatenate([example[i] for example in examples] + [np.zeros(0, dtype)])
+            for i, dtype in enumerate((np.int32, bool))
+        )
+        return cls(tokens, np.cumsum(sizes)[:-1], context, sources)
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return np.diff(self.starts, append=len(self.tokens))
+
+    def _side(self, held_out: bool) -> np.ndarray:
+        """Return the numbers of the examples of one split."""
+        if not self.is_split:
+            return np.arange(len(self.starts))
+        is_long = len(self.tokens) >= CHUNKS_PER_CYCLE * CHUNK_TOKENS
+        per_cycle = CHUNKS_PER_CYCLE if is_long else CHUNKS_OF_SHORT_TEXT
+        per_cycle = min(per_cycle, int(self.sources.max(initial=0)) + 1)
+        return np.flatnonzero((self.sources % per_cycle == per_cycle - 1) == held_out)
+
+    def length(self, held_out: bool) -> int:
+        """Return the number of training tokens, or of held-out tokens."""
+        return int(self._sizes[self._side(held_out)].sum())
+
+    def head(self, held_out: bool, length: int) -> np.ndarray:
+        """Return the first tokens of one split, int32 of at most `[length]`, without marks."""
+        parts = [self.tokens[start:] for start in self.starts[self._side(held_out)]]
+        sizes = self._sizes[self._side(held_out)]
+        whole = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        return np.concatenate([*whole, np.zeros(0, np.int32)])[:length]
+
+    def rows(self, held_out: bool, length: int) -> "PackedRows":
+        """Pack one split into rows of `length` tokens to predict, without conversations whose answers do not fit."""
+        if (held_out, length) not in self._packed:
+            self._packed[held_out, length] = self._pack(self._side(held_out), length + 1)
+        return self._packed[held_out, length]
+
+    @cached_property
+    def _packed(self) -> "dict[tuple[bool, int], PackedRows]":
+        """Rows by split and length."""
+        return {}
+
+    def _pack(self, side: np.ndarray, width: int) -> "PackedRows":
+        first, sizes = self.starts[side], np.minimum(self._sizes[side], width)
+        num_predicted = np.append(0, np.cumsum(~self.context))
+        # The first token of a conversation has no tokens before it to predict it from.
+        is_used = num_predicted[first + sizes] > num_predicted[first + np.minimum(1, sizes)]
+        members = best_fit(sizes[is_used], width)
+        packing = Packing(
+            conversations=len(np.unique(self.sources[side])),
+            truncated=int((sizes < self._sizes[side]).sum()),
+            unused=int((~is_used).sum()),
+            tokens=int(sizes[is_used].sum()),
+            rows=len(members),
+        )
+        return PackedRows(self, np.stack([first, first + sizes], 1)[is_used], members, width, packing)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all tokens, starts, contexts and conversations."""
+        digest = hashlib.sha256(b"conversations")
+        for numbers in (self.starts, self.sources, self.tokens):
+            digest.update(numbers.astype("<i8").tobytes())
+        digest.update(np.packbits(self.context).tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of one split, by index.
+
+    Args:
+        conversations: tokens of the rows.
+        places: int64 `[examples, 2]`, offsets of the first token of each example and of the one after its last.
+        members: numbers of the examples of each row.
+        width: tokens per row.
+        packing: numbers of the conversations and rows.
+    """
+
+    conversations: Conversations
+    places: np.ndarray
+    members: list[list[int]]
+    width: int
+    packing: Packing
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        places = self.places[self.members[index]]
+        offsets = np.concatenate([np.arange(*place) for place in places])
+        # Padding repeats tokens of the row, so that experts get tokens of the usual kinds.
+        is_padding = np.arange(self.width) >= len(offsets)
+        offsets = np.resize(offsets, self.width)
+        starts = np.isin(offsets, places[:, 0])
+        starts[np.flatnonzero(is_padding)[:1]] = True
+        context = self.conversations.context[offsets] | is_padding
+        return marked(self.conversations.tokens[offsets], starts, context)
+
+
+def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Pack items into rows, the largest first, each into the row with the least room that is enough.
+
+    Args:
+        sizes: `[items]` integers from 1 to `capacity`.
+        capacity: size of a row.
+
+    Returns:
+        Numbers of the items of each row.
+    """
+    rows: list[list[int]] = []
+    rooms: list[int] = []
+    rows_with: dict[int, list[int]] = {}
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size, room = int(sizes[item]), capacity
+        at = bisect.bisect_left(rooms, size)
+        if at == len(rooms):
+            row = len(rows)
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = rows_with[room].pop()
+            if not rows_with[room]:
+                del rooms[at], rows_with[room]
+        rows[row].append(item)
+        if room - size not in rows_with:
+            bisect.insort(rooms, room - size)
+        rows_with.setdefault(room - size, []).append(row)
+    return rows

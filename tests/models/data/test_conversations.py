@@ -1,0 +1,170 @@
+"""Conversations in rows: whole, by best fit, with padding that is not predicted."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.data.batches import Batches
+from models.data.conversations import Conversations, best_fit
+from models.data.corpus import CHUNKS_OF_SHORT_TEXT, Corpus, Part, Windows, joined
+from models.data.marks import CONTEXT, are_predicted, segments, words
+
+
+def example(first, size, answer=None):
+    """Return tokens numbered from `first`, of which those from `answer` on (default the last) are predicted."""
+    return np.arange(first, first + size, dtype=np.int32), np.arange(size) < (size - 1 if answer is None else answer)
+
+
+def some(sizes, seed=0):
+    """Return conversations; conversation `i` has the tokens `1000 i`, `1000 i + 1` and so on."""
+    answers = np.random.default_rng(seed).integers(1, sizes)
+    return [[example(1000 * i, size, answer)] for i, (size, answer) in enumerate(zip(sizes, answers, strict=True))]
+
+
+def rows_of(conversations, length, held_out=False):
+    rows = Conversations.of(conversations).rows(held_out, length)
+    return [rows[i] for i in range(len(rows))]
+
+
+def all_rows(conversations, length):
+    unsplit = dataclasses.replace(Conversations.of(conversations), is_split=False)
+    rows = unsplit.rows(False, length)
+    return [rows[i] for i in range(len(rows))], rows.packing
+
+
+def test_every_row_has_whole_conversations_and_padding():
+    sizes = np.random.default_rng(1).integers(2, 40, 300)
+    conversations = some(sizes)
+    rows, packing = all_rows(conversations, 63)
+    seen = []
+    for row in rows:
+        assert row.shape == (64,)
+        assert row[0] < 0
+        plain, numbers = np.asarray(words(jnp.asarray(row))), np.asarray(segments(jnp.asarray(row[None])))[0]
+        is_predicted = np.asarray(are_predicted(jnp.asarray(row)))
+        for number in range(1, numbers[-1] + 1):
+            tokens, of_segment = plain[numbers == number], is_predicted[numbers == number]
+            ((whole, context),) = conversations[tokens[0] // 1000]
+            if np.array_equal(tokens, whole) and of_segment.any():
+                np.testing.assert_array_equal(of_segment, ~context)
+                seen.append(tokens[0] // 1000)
+            else:
+                # Padding is last, and has no predicted tokens.
+                assert not is_predicted[numbers >= number].any()
+                break
+    assert sorted(seen) == list(range(300))
+    assert packing.tokens == sizes.sum()
+    assert packing.tokens / (64 * packing.rows) > 0.97
+    assert (packing.conversations, packing.truncated, packing.unused) == (300, 0, 0)
+
+
+def test_the_marks_of_a_row():
+    (row,), _ = all_rows([[example(5, 4, 2)], [example(50, 3, 2)]], 8)
+    context = CONTEXT
+    assert row.tolist() == [
+        ~(5 + context),
+        6 + context,
+        7,
+        8,
+        ~(50 + context),
+        51 + context,
+        52,
+        ~(5 + context),
+        6 + context,
+    ]
+
+
+def test_longer_conversations_are_truncated_and_counted():
+    conversations = [[example(0, 30, 3)], [example(1000, 20, 15)], [example(2000, 5, 2)]]
+    rows, packing = all_rows(conversations, 9)
+    assert [words(jnp.asarray(row)).tolist() for row in rows] == [[*range(10)], [*range(2000, 2005)] * 2]
+    assert packing == (3, 2, 1, 15, 2)
+    part = Part((Conversations.of(conversations * 4),), 1.0, "talks")
+    corpus = Corpus((part,), unit="token", vocab_size=4000)
+    cut = "8 truncated to 10 tokens; 4 without an answer in these left out"
+    assert corpus.notes(9) == [f"12 conversations in 6 sequences, 0.0% padding; {cut}"]
+    assert corpus.notes(40)[0].startswith("12 conversations in 6 sequences, ")
+    with pytest.raises(ValueError, match=r"training tokens \(talks\); expected .* an answer in its first 2$"):
+        corpus.check_length(1)
+
+
+def test_text_has_no_notes():
+    assert Corpus.of_text(b"abc" * 99, "").notes(5) == []
+
+
+@pytest.mark.parametrize("capacity", [7, 64])
+def test_best_fit_fills_the_row_with_the_least_room(capacity):
+    sizes = np.random.default_rng(capacity).integers(1, capacity + 1, 500)
+    rows = best_fit(sizes, capacity)
+    assert sorted(item for row in rows for item in row) == list(range(500))
+    plain: list[list[int]] = []
+    for item in sorted(range(500), key=lambda item: -sizes[item]):
+        room = [
+            (capacity - sizes[row].sum(), i)
+            for i, row in enumerate(plain)
+            if sizes[row].sum() + sizes[item] <= capacity
+        ]
+        plain[min(room)[1]].append(item) if room else plain.append([item])
+    totals, wanted = (sorted(sizes[row].sum() for row in each) for each in (rows, plain))
+    assert totals == wanted
+
+
+def test_examples_of_one_conversation_are_on_one_side():
+    conversations = [[example(1000 * i, 6), example(1000 * i + 500, 6)] for i in range(40)]
+    packed = Conversations.of(conversations)
+    train, held_out = (
+        {int(token) // 1000 for row in rows_of(conversations, 11, side) for token in words(jnp.asarray(row))}
+        for side in (False, True)
+    )
+    assert held_out == set(range(CHUNKS_OF_SHORT_TEXT - 1, 40, CHUNKS_OF_SHORT_TEXT))
+    assert train == set(range(40)) - held_out
+    assert packed.length(True) == 12 * len(held_out)
+    assert packed.length(False) + packed.length(True) == len(packed.tokens)
+    assert packed.head(True, 8).tolist() == [*range(9000, 9006), 9500, 9501]
+    assert [len(rows_of(conversations[:n], 11, True)) > 0 for n in (1, 2, 9)] == [True, True, True]
+
+
+def test_fingerprints_depend_on_content():
+    base = some([5, 6, 7])
+    other = [*base[:2], [example(2000, 7, 1)]]
+    regrouped = [[*base[0], *base[1]], base[2]]
+    prints = {Conversations.of(each).fingerprint for each in (base, other, regrouped, base[:2], some([5, 6, 8]))}
+    assert len(prints) == 5
+    assert Conversations.of(some([5, 6, 7])).fingerprint in prints
+
+
+@pytest.fixture
+def corpus():
+    """Return a corpus of text and conversations in one part, and conversations in another."""
+    sizes = np.random.default_rng(3).integers(2, 30, 80)
+    text = joined([np.arange(200)])
+    parts = Part((text, Conversations.of(some(sizes))), 3.0, ""), Part((Conversations.of(some(sizes[:30])),), 1.0, "")
+    return Corpus(parts, vocab_size=80_000)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_processes_read_their_rows_and_resume_in_other_numbers(corpus, num_processes):
+    want = [corpus.batch(7, step, 4, 16) for step in range(1, 7)]
+    options = {"seed": 7, "batch_size": 4, "sequence_length": 16}
+    with Batches(corpus, **options, rows=range(4)) as before:
+        for batch in want[:2]:
+            np.testing.assert_array_equal(next(before), batch)
+        state = json.loads(json.dumps(before.state()))
+    per_process = 4 // num_processes
+    for process in range(num_processes):
+        rows = range(process * per_process, (process + 1) * per_process)
+        with Batches(corpus, **options, rows=rows) as mine:
+            mine.restore(state)
+            for batch in want[2:]:
+                np.testing.assert_array_equal(next(mine), batch[rows.start : rows.stop])
+
+
+def test_text_beside_conversations_keeps_its_windows(corpus):
+    alone = Windows(Part((joined([np.arange(200)]),), 1.0, ""), False, 16)
+    both = Windows(corpus.parts[0], False, 16)
+    assert len(both) > len(alone) == 11
+    np.testing.assert_array_equal([both[i] for i in range(11)], [alone[i] for i in range(11)])
+    assert all(both[i][0] < 0 for i in range(11, len(both)))
