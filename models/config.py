@@ -15,6 +15,7 @@ from models.model_config import (
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+ANSWERS = ("all", "last")
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,10 @@ class DataConfig:
         validation: path of held-out data; `None` holds out a part of the training data.
         within_documents: if True, attention of a checkpoint's model stays within a document, and positions count from
             its start. Models without a checkpoint attend to earlier documents.
+        answers: answers of a conversation to learn: "all", or "last" for those after the last message of a user.
 
     Raises:
-        ValueError: `max_corpus_bytes` is below 1.
+        ValueError: `max_corpus_bytes` is below 1, or `answers` has another value.
     """
 
     text_field: str = "text"
@@ -99,8 +101,10 @@ class DataConfig:
     max_corpus_bytes: int = 4_000_000
     validation: str | None = None
     within_documents: bool = True
+    answers: str = "all"
 
     def __post_init__(self) -> None:
+        require_one_of("answers", self.answers, ANSWERS)
         require_positive("max_corpus_bytes", self.max_corpus_bytes)
 
 

@@ -296,7 +296,7 @@ def _tokenizer(config: TrainConfig, limits: FileLimits) -> tuple[Tokenizer, Chat
         return Bytes() if path is None else TokenizerFile(Path(path), limits), None
     ends = end_tokens(folder, limits)
     file = folder / "tokenizer.json" if path is None else Path(path)
-    chat = ChatTemplate(folder, limits) if has_chat_template(folder, limits) else None
+    chat = ChatTemplate(folder, limits, config.data.answers) if has_chat_template(folder, limits) else None
     return TokenizerFile(file, limits, ends[0] if ends else None), chat
 
 

@@ -1,38 +1,52 @@
 """Conversations as training data: JSON lines with `messages`, rendered by the chat template of a checkpoint."""
 
-import datetime
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
-from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import read_bytes
 from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.config_json import read_settings
-from models.data.tokenizers import encoded_with_offsets, read_tokenizer
+from models.data.sandbox import Rendering, compiled, rendered
+from models.data.tokenizers import encoded_with_offsets, end_tokens, read_tokenizer
 
 MESSAGES_FIELD = "messages"
 """JSON field of a conversation: objects with `role` and `content`."""
 
+VARIABLES_FIELD = "chat_template_kwargs"
+"""JSON field of a conversation with variables of the template, as in `transformers`."""
+
 SETTINGS = "tokenizer_config.json"
 """File with special tokens, and in older checkpoints the template."""
 
-MOST_TEXT = 2**24
-"""Maximum number of characters of a rendered conversation, and of a text or list in a template."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names of the reasoning of a message. As in `transformers` 5, a template finds any of them under the first two."""
 
-MOST_BITS = 2**10
-"""Maximum number of bits of an integer in a template."""
+PROBE = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Answer that differs from every generation prompt in its first character."""
 
 Messages = Sequence[Mapping[str, Any]]
+Variables = Mapping[str, Any]
+NO_VARIABLES: Variables = MappingProxyType({})
+
+
+class Example(NamedTuple):
+    """Tokens to learn from.
+
+    Attributes:
+        tokens: int32 `[T]`.
+        context: bool `[T]`, True for tokens of the context, which are not predicted.
+        num_endless: number of answers without an end token of the checkpoint.
+    """
+
+    tokens: np.ndarray
+    context: np.ndarray
+    num_endless: int = 0
 
 
 class ChatTemplate:
@@ -44,155 +58,186 @@ class ChatTemplate:
     Args:
         folder: folder of the checkpoint.
         limits: limits of its files.
+        answers: "all" (default) learns all answers of a conversation, "last" those after the last message of a user.
 
     Raises:
         ValueError: a file cannot be read, or the checkpoint has no valid template.
     """
 
-    def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
-        self.tokenizer = read_tokenizer(folder / "tokenizer.json", limits)
+    def __init__(self, folder: Path, limits: FileLimits = FileLimits(), answers: str = "all") -> None:
+        self.tokenizer, self.answers = read_tokenizer(folder / "tokenizer.json", limits), answers
         settings = read_settings(folder / SETTINGS, limits)
         self.special = {name: _text(value) for name, value in settings.items() if name.endswith("_token")}
         source = _source(folder, settings, limits)
         if source is None:
             raise ValueError(f"checkpoint is {str(folder)!r}, which has no chat template; expected chat_template.jinja")
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
-        environment.filters["tojson"] = _to_json
         try:
-            self.template = environment.from_string(source)
-        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
-            # The compiler of Python refuses a `break` outside a loop.
-            raise ValueError(f"{folder}: the chat template is not valid: {shown(str(error))[1:-1]}") from error
+            self.template = compiled(source)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
+        has_config = any((folder / name).exists() for name in ("generation_config.json", "config.json"))
+        ends = [*(end_tokens(folder, limits) if has_config else ()), self.tokenizer.token_to_id(self._end)]
+        texts = {self.tokenizer.decode([end], skip_special_tokens=False): end for end in ends if end is not None}
+        self.ends = {text: end for text, end in texts.items() if text}
 
-    def text(self, messages: Messages, *, asks: bool = False, tools: Any = None) -> str:
+    @property
+    def _end(self) -> str:
+        return self.special.get("eos_token", "")
+
+    def text(self, messages: Messages, variables: Variables = NO_VARIABLES, *, asks: bool = False) -> str:
         """Render a conversation.
 
         Args:
             messages: objects with `role`, `content` and other fields of the template. A field that is `None`, as
                 the content of a tool call in OpenAI's format, is absent for the template.
+            variables: further variables of the template, such as `tools`, `documents` and `enable_thinking`.
             asks: if True, append the beginning of an answer.
-            tools: descriptions of tools, passed to the template; `None` (default) for none.
 
         Raises:
-            ValueError: the template refuses the messages, or its text has more than `MOST_TEXT` characters.
+            ValueError: the template refuses the messages, or its text is too long.
         """
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        try:
-            parts = self.template.generate(messages=given, add_generation_prompt=asks, tools=tools, **self.special)
-            return _limited_text(parts)
-        except (jinja2.TemplateError, *_FAILURES) as error:
-            raise ValueError(f"the chat template refuses the messages: {shown(str(error))[1:-1]}") from error
+        return self._rendered(messages, variables, asks).text
+
+    def _rendered(self, messages: Messages, variables: Variables, asks: bool = False) -> Rendering:
+        given = {"messages": [_given(message) for message in messages], "add_generation_prompt": asks}
+        return rendered(self.template, {"tools": None, "documents": None, **self.special, **variables, **given})
 
     def question(self, text: str) -> list[int]:
         """Return the tokens of a question, up to the beginning of the answer."""
-        asked = self.text([{"role": "user", "content": text}], asks=True)
-        return encoded_with_offsets(self.tokenizer, asked)[0]
+        return self.prompt([{"role": "user", "content": text}])
 
-    def examples(self, messages: Messages, tools: Any = None) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Tokenize a conversation for training on the answers.
+    def prompt(self, messages: Messages, variables: Variables = NO_VARIABLES) -> list[int]:
+        """Return the tokens of a conversation, up to the beginning of the next answer.
 
-        A template may change earlier answers, for instance leave out their reasoning. Then every answer is an example
-        of its own, after the conversation before it. Otherwise one example has all answers.
+        Args:
+            messages: as for `text`.
+            variables: as for `text`.
+        """
+        return encoded_with_offsets(self.tokenizer, self.text(messages, variables, asks=True))[0]
+
+    def examples(self, messages: Messages, variables: Variables = NO_VARIABLES) -> list[Example]:
+        """Tokenize a conversation for training on the answers and their end tokens.
+
+        If the template encloses answers in `generation` blocks, these are learned, as in `transformers`. Otherwise an
+        answer begins after the text that it shares with the request for one. A template may change earlier answers, for
+        instance leave out their reasoning. Then a changed answer is in an example of its own, with the conversation
+        before it.
 
         Args:
             messages: the conversation, with an answer of the role `assistant`.
-            tools: as for `text`.
-
-        Returns:
-            Pairs of int32 tokens `[T]` and bool `[T]`, True for tokens of the context, which are not predicted.
+            variables: as for `text`.
 
         Raises:
             ValueError: no message is an answer, or the template does not begin an answer as it asks for one.
         """
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not answers:
+        numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not numbers:
             raise ValueError("no message has the role 'assistant'; expected an answer to learn")
-        parts = [self._answer(messages, i, tools) for i in answers]
-        whole = parts[-1][0]
-        if all(whole.startswith(text) for text, _ in parts):
-            return [self._tokenized(whole, [(begin, len(text)) for text, begin in parts])]
-        return [self._tokenized(text, [(begin, len(text))]) for text, begin in parts]
+        if self.answers == "last":
+            asked = [i for i, message in enumerate(messages[: numbers[-1]]) if message["role"] == "user"]
+            numbers = [i for i in numbers if i > max(asked, default=-1)]
+        whole = self._rendered(messages[: numbers[-1] + 1], variables)
+        if whole.answers:
+            first = _num_shared(whole.text, self.text(messages[: numbers[0]], variables)) if numbers[0] else 0
+            return [self._marked(whole.text, [answer for answer in whole.answers if answer[0] >= first])]
+        drafts: list[_Draft] = []
+        for i in numbers:
+            draft = self._draft(messages[: i + 1], variables)
+            earlier = self._kept(drafts[-1], draft.text) if drafts else None
+            if earlier is not None:
+                del drafts[-1]
+            drafts.append(draft._replace(answers=[*(earlier or []), *draft.answers]))
+        return [self._ended(draft, variables) for draft in drafts]
 
-    def _answer(self, messages: Messages, i: int, tools: Any) -> tuple[str, int]:
-        """Return the conversation up to answer `i`, and the offset of the answer."""
-        text, question = self.text(messages[: i + 1], tools=tools), self.text(messages[:i], asks=True, tools=tools)
-        if not text.startswith(question):
-            raise ValueError("the chat template begins an answer in another way than it asks for one")
-        return text, len(question)
+    def _draft(self, messages: Messages, variables: Variables) -> "_Draft":
+        """Render a conversation that ends with an answer, and locate the answer."""
+        text, asked = self.text(messages, variables), self.text(messages[:-1], variables, asks=True)
+        begin = len(asked)
+        if not text.startswith(asked):
+            # The request for an answer may have more than the beginning of every answer, such as `<think>`.
+            probe = self.text([*messages[:-1], {"role": "assistant", "content": PROBE}], variables)
+            begin = _num_shared(text, asked, probe)
+            if begin < _num_shared(asked, self.text(messages[:-1], variables)):
+                raise ValueError("the chat template begins an answer in another way than it asks for one")
+        return _Draft(messages, text, [(begin, len(text))])
 
-    def _tokenized(self, text: str, answers: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        tokens, offsets = encoded_with_offsets(self.tokenizer, text)
+    def _kept(self, draft: "_Draft", text: str) -> list[tuple[int, int]] | None:
+        """Return the answers of a draft in the text of a longer one, `None` if the text changes them."""
+        if text.startswith(draft.text):
+            return draft.answers
+        # Some templates append the end token to the conversation, after the end of its last answer.
+        begin, shorter = draft.answers[-1][0], draft.text.removesuffix(self._end)
+        if text.startswith(shorter) and self._stops(shorter[begin:]):
+            return [*draft.answers[:-1], (begin, len(shorter))]
+        return None
+
+    def _stops(self, answer: str) -> bool:
+        """Return whether the last token of an answer, without white space, is an end token."""
+        return any(text.endswith(end) for end in self.ends for text in (answer, answer.rstrip()))
+
+    def _ended(self, draft: "_Draft", variables: Variables) -> Example:
+        """Tokenize a draft, whose answers end with an end token if there is one behind them, or no text."""
+        tokens, offsets = encoded_with_offsets(self.tokenizer, draft.text)
         begins = np.array([begin for begin, _ in offsets], np.int64)
-        inside = np.zeros(len(tokens), bool)
+        learned, num_endless = np.zeros(len(tokens), bool), 0
+        for begin, end in draft.answers:
+            learned |= (begins >= begin) & (begins < end)
+            following = int((begins < end).sum())
+            if self._stops(draft.text[begin:end]):
+                continue
+            if following < len(tokens) and tokens[following] in self.ends.values():
+                learned[following] = True
+            elif following == len(tokens) and self.ends:
+                tokens, learned = [*tokens, self._end_after(draft, variables)], np.append(learned, True)
+                break
+            else:
+                num_endless += 1
+        return Example(np.array(tokens, np.int32), ~learned, num_endless)
+
+    def _end_after(self, draft: "_Draft", variables: Variables) -> int:
+        """Return the end token with which the next message begins, or else the first one."""
+        role = "tool" if "tool_calls" in draft.messages[-1] else "user"
+        with suppress(ValueError):
+            longer = self.text([*draft.messages, {"role": role, "content": PROBE}], variables)
+            for end, token in self.ends.items():
+                if longer.startswith(draft.text + end):
+                    return token
+        return next(iter(self.ends.values()))
+
+    def _marked(self, text: str, answers: list[tuple[int, int]]) -> Example:
+        """Tokenize a text, and learn the tokens that overlap with marked answers."""
+        tokens, offsets = encoded_with_offsets(self.tokenizer, text)
+        places, learned = np.array(offsets, np.int64).reshape(-1, 2), np.zeros(len(tokens), bool)
         for begin, end in answers:
-            inside |= (begins >= begin) & (begins < end)
-        return np.array(tokens, np.int32), ~inside
+            learned |= (places[:, 0] < end) & (places[:, 1] > begin) & (begin < end)
+        num_endless = sum(not self._stops(text[begin:end]) for begin, end in answers)
+        return Example(np.array(tokens, np.int32), ~learned, num_endless)
 
 
-class _CodeGenerator(CodeGenerator):
-    """Code of templates whose operator `~` has a limit."""
+class _Draft(NamedTuple):
+    """Conversation up to an answer.
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.concatenated((")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write("))")
+    Attributes:
+        messages: the messages.
+        text: rendered messages.
+        answers: offsets of the first character of each answer, and of the one after its last.
+    """
 
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Sandbox whose operators make no texts, lists and numbers that would exhaust the memory."""
-
-    code_generator_class = _CodeGenerator
-    intercepted_binops = frozenset({"+", "*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return `left + right`, `left * right` or `left ** right`."""
-        if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            _require_few(len(left) + len(right), MOST_TEXT)
-        for one, other in ((left, right), (right, left)) if operator == "*" else ():
-            if isinstance(one, str | list | tuple) and isinstance(other, int):
-                _require_few(len(one) * other, MOST_TEXT)
-        if isinstance(left, int) and isinstance(right, int) and operator != "+":
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            _require_few(bits, MOST_BITS)
-        return super().call_binop(context, operator, left, right)
-
-    def concatenated(self, values: Iterable[Any]) -> str:
-        """Return the text of all values."""
-        return _limited_text(map(str, values))
+    messages: Messages
+    text: str
+    answers: list[tuple[int, int]]
 
 
-def _limited_text(parts: Iterable[str]) -> str:
-    texts, length = [], 0
-    for part in parts:
-        length += len(part)
-        _require_few(length, MOST_TEXT)
-        texts.append(part)
-    return "".join(texts)
+def _num_shared(*texts: str) -> int:
+    """Return the length of the longest common prefix."""
+    differing = (i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
+    return next(differing, min(map(len, texts)))
 
 
-def _require_few(number: int, most: int) -> None:
-    if number > most:
-        _raise(f"a value has size {shown(number)}; expected at most {most}")
-
-
-_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError)
-"""Errors of Python in a template, besides those of Jinja."""
-
-
-class _Generation(Extension):
-    """The block `generation`, with which some templates enclose answers; here the question's length locates them."""
-
-    tags: set[str] = {"generation"}  # noqa: RUF012 (the base class has it as a variable of instances)
-
-    def parse(self, parser: Parser) -> Any:
-        """Return the statements of the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _given(message: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in message.items() if value is not None}
+    reasoning = [given[name] for name in REASONING_FIELDS if name in given]
+    return {"thinking": reasoning[0], **given, "reasoning_content": reasoning[0]} if reasoning else given
 
 
 def has_chat_template(folder: Path, limits: FileLimits = FileLimits()) -> bool:
@@ -200,11 +245,15 @@ def has_chat_template(folder: Path, limits: FileLimits = FileLimits()) -> bool:
     return _source(folder, read_settings(folder / SETTINGS, limits), limits) is not None
 
 
-def conversation_in(value: Mapping[str, Any]) -> Messages:
-    """Return the messages of a line of JSON.
+def conversation_in(value: Mapping[str, Any]) -> tuple[Messages, dict[str, Any]]:
+    """Return the messages of a JSON object, and the variables of the template.
+
+    Args:
+        value: object with `messages`, and optionally `tools`, `documents` and `chat_template_kwargs`.
 
     Raises:
-        ValueError: they are not a list of objects with texts as `role` and `content`.
+        ValueError: the messages are not a list of objects with texts as `role` and `content`, the tools or documents
+            no list, or the variables no object.
     """
     messages = value[MESSAGES_FIELD]
     if not isinstance(messages, list) or not messages:
@@ -214,7 +263,14 @@ def conversation_in(value: Mapping[str, Any]) -> Messages:
             raise ValueError(f"{MESSAGES_FIELD} has {shown(message)}; expected an object with a role")
         if not isinstance(message.get("content", ""), str | list | None):
             raise ValueError(f"{MESSAGES_FIELD} has {shown(message)}; expected a text as content")
-    return messages
+    variables = value.get(VARIABLES_FIELD) or {}
+    if not isinstance(variables, dict):
+        raise ValueError(f"{VARIABLES_FIELD} is {shown(variables)}; expected an object")
+    lists = {name: value.get(name) for name in ("tools", "documents")}
+    for name, given in lists.items():
+        if not isinstance(given, list | None):
+            raise ValueError(f"{name} is {shown(given)}; expected a list of objects")
+    return messages, variables | {name: given for name, given in lists.items() if given is not None}
 
 
 def _source(folder: Path, settings: dict[str, Any], limits: FileLimits) -> str | None:
@@ -232,16 +288,3 @@ def _source(folder: Path, settings: dict[str, Any], limits: FileLimits) -> str |
 def _text(value: Any) -> str:
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else ""
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # Jinja's own filter escapes characters of HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

@@ -8,11 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
+from models.data.chat import Example
 from models.data.corpus import CHUNK_TOKENS, CHUNKS_OF_SHORT_TEXT, CHUNKS_PER_CYCLE, Documents, Packing
 from models.data.marks import marked
-
-Example = tuple[np.ndarray, np.ndarray]
-"""Int32 tokens `[T]`, and bool `[T]`, True for tokens of the context, which are not predicted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +26,7 @@ class Conversations(Documents):
         context: bool `[tokens]`, True for tokens that are not predicted, such as questions.
         sources: int64 `[examples]`, the number of each example's conversation, ascending from 0. Examples of one
             conversation are on the same side.
+        endless: int64 `[examples]`, number of answers of each example without an end token.
         is_split: if False, both splits contain all conversations.
     """
 
@@ -35,7 +34,7 @@ class Conversations(Documents):
     starts: np.ndarray
     context: np.ndarray
     sources: np.ndarray
-    is_split: bool = True
+    endless: np.ndarray
 
     @classmethod
     def of(cls, conversations: Sequence[Sequence[Example]]) -> "Conversations":
@@ -45,13 +44,14 @@ class Conversations(Documents):
             conversations: one or more examples each.
         """
         examples = [example for conversation in conversations for example in conversation]
-        sizes = np.array([0, *(len(tokens) for tokens, _ in examples)], np.int64)
-        sources = np.repeat(np.arange(len(conversations)), [len(conversation) for conversation in conversations])
-        tokens, context = (
-            np.concatenate([example[i] for example in examples] + [np.zeros(0, dtype)])
-            for i, dtype in enumerate((np.int32, bool))
+        sizes = np.array([0, *(len(example.tokens) for example in examples)], np.int64)
+        return cls(
+            np.concatenate([example.tokens for example in examples] + [np.zeros(0, np.int32)]),
+            np.cumsum(sizes)[:-1],
+            np.concatenate([example.context for example in examples] + [np.zeros(0, bool)]),
+            np.repeat(np.arange(len(conversations)), [len(conversation) for conversation in conversations]),
+            np.array([example.num_endless for example in examples], np.int64),
         )
-        return cls(tokens, np.cumsum(sizes)[:-1], context, sources)
 
     @cached_property
     def _sizes(self) -> np.ndarray:
@@ -100,6 +100,9 @@ class Conversations(Documents):
             unused=int((~is_used).sum()),
             tokens=int(sizes[is_used].sum()),
             rows=len(members),
+            once=int(self._sizes[side][np.diff(self.sources[side], append=-1) != 0].sum()),
+            repeated=int(self._sizes[side].sum()),
+            endless=int(self.endless[side].sum()),
         )
         return PackedRows(self, np.stack([first, first + sizes], 1)[is_used], members, width, packing)
 

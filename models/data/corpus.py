@@ -7,7 +7,7 @@ import abc
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -37,6 +37,9 @@ class Packing(NamedTuple):
         unused: number of examples without a predicted token in a row.
         tokens: tokens in rows, without padding.
         rows: number of rows.
+        once: tokens of the last example of each conversation.
+        repeated: tokens of all examples.
+        endless: number of answers without an end token.
     """
 
     conversations: int
@@ -44,6 +47,9 @@ class Packing(NamedTuple):
     unused: int
     tokens: int
     rows: int
+    once: int
+    repeated: int
+    endless: int
 
 
 class Rows(Protocol):
@@ -64,9 +70,11 @@ class Documents(abc.ABC):
 
     Attributes:
         tokens: `[tokens]` integers.
+        is_split: if False, both splits contain all documents.
     """
 
     tokens: np.ndarray
+    is_split: bool = field(default=True, kw_only=True)
 
     @abc.abstractmethod
     def length(self, held_out: bool) -> int:
@@ -120,7 +128,6 @@ class Stream(Documents):
 
     tokens: np.ndarray
     starts: np.ndarray
-    is_split: bool = True
 
     @cached_property
     def _chunks(self) -> tuple[int, int]:
@@ -402,13 +409,25 @@ class Corpus:
         if not found:
             return []
         total = Packing(*map(sum, zip(*found, strict=True)))
-        padding = 1 - total.tokens / max(1, total.rows * (sequence_length + 1))
-        line = f"{total.conversations:,} conversations in {total.rows:,} sequences, {padding:.1%} padding"
-        if total.truncated:
-            line += f"; {total.truncated:,} truncated to {sequence_length + 1} {self.unit}s"
-        if total.unused:
-            line += f"; {total.unused:,} without an answer in these left out"
-        return [line]
+        return _lines(total, sequence_length + 1, self.unit)
+
+
+def _lines(total: Packing, width: int, unit: str) -> list[str]:
+    padding = 1 - total.tokens / max(1, total.rows * width)
+    line = f"{total.conversations:,} conversations in {total.rows:,} sequences, {padding:.1%} padding"
+    if total.truncated:
+        line += f"; {total.truncated:,} truncated to {width} {unit}s"
+    if total.unused:
+        line += f"; {total.unused:,} without an answer in these left out"
+    lines = [line]
+    if total.repeated > total.once:
+        counts = f"{total.repeated:,} {unit}s in place of {total.once:,}, {total.repeated / total.once:.1f} x"
+        lines.append(f"the chat template changes earlier answers: {counts}; data.answers=last learns the last alone")
+    if total.endless:
+        lines.append(
+            f"{total.endless:,} answers end without an end token of the checkpoint; see generation_config.json"
+        )
+    return lines
 
 
 def _shares(parts: Sequence[Part]) -> list[float]:

@@ -15,8 +15,8 @@ import numpy as np
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json
 from jax_moe_lb.core.plan_file import read_header
-from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in
-from models.data.conversations import Conversations, Example
+from models.data.chat import MESSAGES_FIELD, ChatTemplate, Example, conversation_in
+from models.data.conversations import Conversations
 from models.data.corpus import Corpus, Documents, Part, Stream, joined
 from models.data.tokenizers import Bytes, Tokenizer
 
@@ -103,7 +103,7 @@ def _lines(
         value = _object(line, field, where, limits)
         if MESSAGES_FIELD in value and field not in value and chat is not None:
             try:
-                yield chat.examples(conversation_in(value), value.get("tools"))
+                yield chat.examples(*conversation_in(value))
             except ValueError as error:
                 raise ValueError(f"{where} is no conversation: {error}") from error
         else:

@@ -55,7 +55,7 @@ def shown(tokens):
 
 
 def test_only_answers_and_their_ends_are_predicted(folder):
-    ((tokens, context),) = ChatTemplate(folder).examples(TALK)
+    ((tokens, context, _),) = ChatTemplate(folder).examples(TALK)
     assert shown(tokens) == "[user] 1+1?~[assistant] 2~[user] 2+2?~[assistant] 4~"
     assert shown(tokens[~context]) == " 2~ 4~"
 
@@ -71,7 +71,7 @@ TOOLS = TEMPLATE.replace(
 def test_absent_contents_are_not_the_text_none(folder):
     """As in OpenAI's format of tool calls; arguments of a call keep their null."""
     (folder / "chat_template.jinja").write_text(TOOLS)
-    ((tokens, context),) = ChatTemplate(folder).examples([TALK[0] | {"name": None}, CALL])
+    ((tokens, context, _),) = ChatTemplate(folder).examples([TALK[0] | {"name": None}, CALL])
     assert shown(tokens) == '[user] 1+1?~[assistant] [{"name": "add", "arguments": {"a": null}}]~'
     assert shown(tokens[~context]) == ' [{"name": "add", "arguments": {"a": null}}]~'
     absent = {name: value for name, value in CALL.items() if value is not None}
@@ -94,7 +94,7 @@ def test_operators_within_the_limits_have_their_values(folder):
 def test_each_answer_is_an_example_if_the_template_changes_earlier_ones(folder):
     (folder / "chat_template.jinja").write_text(FORGETFUL)
     examples = ChatTemplate(folder).examples(TALK)
-    assert [shown(tokens[~context]) for tokens, context in examples] == [" 2~", " 4~"]
+    assert [shown(tokens[~context]) for tokens, context, _ in examples] == [" 2~", " 4~"]
     assert "left out" in shown(examples[1][0])
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models.data.batches import Batches
+from models.data.chat import Example
 from models.data.conversations import Conversations, best_fit
 from models.data.corpus import CHUNKS_OF_SHORT_TEXT, Corpus, Part, Windows, joined
 from models.data.marks import CONTEXT, are_predicted, segments, words
@@ -15,7 +16,8 @@ from models.data.marks import CONTEXT, are_predicted, segments, words
 
 def example(first, size, answer=None):
     """Return tokens numbered from `first`, of which those from `answer` on (default the last) are predicted."""
-    return np.arange(first, first + size, dtype=np.int32), np.arange(size) < (size - 1 if answer is None else answer)
+    context = np.arange(size) < (size - 1 if answer is None else answer)
+    return Example(np.arange(first, first + size, dtype=np.int32), context)
 
 
 def some(sizes, seed=0):
@@ -47,7 +49,7 @@ def test_every_row_has_whole_conversations_and_padding():
         is_predicted = np.asarray(are_predicted(jnp.asarray(row)))
         for number in range(1, numbers[-1] + 1):
             tokens, of_segment = plain[numbers == number], is_predicted[numbers == number]
-            ((whole, context),) = conversations[tokens[0] // 1000]
+            ((whole, context, _),) = conversations[tokens[0] // 1000]
             if np.array_equal(tokens, whole) and of_segment.any():
                 np.testing.assert_array_equal(of_segment, ~context)
                 seen.append(tokens[0] // 1000)
@@ -81,7 +83,7 @@ def test_longer_conversations_are_truncated_and_counted():
     conversations = [[example(0, 30, 3)], [example(1000, 20, 15)], [example(2000, 5, 2)]]
     rows, packing = all_rows(conversations, 9)
     assert [words(jnp.asarray(row)).tolist() for row in rows] == [[*range(10)], [*range(2000, 2005)] * 2]
-    assert packing == (3, 2, 1, 15, 2)
+    assert packing == (3, 2, 1, 15, 2, 55, 55, 0)
     part = Part((Conversations.of(conversations * 4),), 1.0, "talks")
     corpus = Corpus((part,), unit="token", vocab_size=4000)
     cut = "8 truncated to 10 tokens; 4 without an answer in these left out"

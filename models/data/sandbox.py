@@ -1,0 +1,169 @@
+"""Jinja's sandbox for the chat templates of checkpoints, which anyone may have written."""
+
+import datetime
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jax_moe_lb.recordings.yaml_file import shown
+
+MOST_TEXT = 2**24
+"""Maximum number of characters of a rendered conversation, and of a text or list in a template."""
+
+MOST_BITS = 2**10
+"""Maximum number of bits of an integer in a template."""
+
+
+@dataclass
+class Rendering:
+    """Text of a conversation.
+
+    Attributes:
+        text: rendered text.
+        answers: offsets of the first character of each `generation` block, and of the one after its last.
+    """
+
+    text: str = ""
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    length: int = 0
+
+
+def compiled(source: str) -> jinja2.Template:
+    """Compile a chat template, with the functions that `transformers` offers.
+
+    Args:
+        source: the template.
+
+    Raises:
+        ValueError: the template is not valid.
+    """
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    environment.filters["tojson"] = _to_json
+    try:
+        return environment.from_string(source)
+    except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+        # The compiler of Python refuses a `break` outside a loop.
+        raise ValueError(f"the chat template is not valid: {shown(str(error))[1:-1]}") from error
+
+
+def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> Rendering:
+    """Render a template.
+
+    Args:
+        template: return value of `compiled`.
+        variables: values of the template's variables by name.
+
+    Raises:
+        ValueError: the template fails, or its text has more than `MOST_TEXT` characters.
+    """
+    rendering = Rendering()
+    try:
+        parts = []
+        # The template continues after each part, so `length` is the offset of the next one.
+        for part in template.generate({**variables, RENDERING: rendering}):
+            rendering.length += len(part)
+            _require_few(rendering.length, MOST_TEXT)
+            parts.append(part)
+    except (jinja2.TemplateError, *FAILURES) as error:
+        raise ValueError(f"the chat template refuses the messages: {shown(str(error))[1:-1]}") from error
+    rendering.text = "".join(parts)
+    return rendering
+
+
+RENDERING = "_rendering"
+"""Variable of templates with their `Rendering`."""
+
+
+class _CodeGenerator(CodeGenerator):
+    """Code of templates whose operator `~` has a limit."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concatenated((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Sandbox whose operators make no texts, lists and numbers that would exhaust the memory."""
+
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Return `left + right`, `left * right` or `left ** right`."""
+        if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            _require_few(len(left) + len(right), MOST_TEXT)
+        for one, other in ((left, right), (right, left)) if operator == "*" else ():
+            if isinstance(one, str | list | tuple) and isinstance(other, int):
+                _require_few(len(one) * other, MOST_TEXT)
+        if isinstance(left, int) and isinstance(right, int) and operator != "+":
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            _require_few(bits, MOST_BITS)
+        return super().call_binop(context, operator, left, right)
+
+    def concatenated(self, values: Iterable[Any]) -> str:
+        """Return the text of all values."""
+        return _limited_text(map(str, values))
+
+
+def _limited_text(parts: Iterable[str]) -> str:
+    texts, length = [], 0
+    for part in parts:
+        length += len(part)
+        _require_few(length, MOST_TEXT)
+        texts.append(part)
+    return "".join(texts)
+
+
+def _require_few(number: int, most: int) -> None:
+    if number > most:
+        _raise(f"a value has size {shown(number)}; expected at most {most}")
+
+
+FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError)
+"""Errors of Python in a template, besides those of Jinja."""
+
+
+class _Generation(Extension):
+    """The block `generation`, with which some templates enclose answers."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012 (the base class has it as a variable of instances)
+
+    def parse(self, parser: Parser) -> Any:
+        """Return a call of `located` with the text of the block, as in `transformers`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("located"), [], [], body).set_lineno(line)
+
+    @jinja2.pass_context
+    def located(self, context: jinja2.runtime.Context, caller: Any) -> str:
+        """Return the text of a block, and add its offsets to the rendering."""
+        text, rendering = caller(), context[RENDERING]
+        rendering.answers.append((rendering.length, rendering.length + len(text)))
+        return text
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    # Jinja's own filter escapes characters of HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

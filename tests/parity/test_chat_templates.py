@@ -1,0 +1,121 @@
+"""Published chat templates, read from the package trl: texts and learned tokens equal those of transformers."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trl
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from models.data.chat import ChatTemplate
+from models.tiny_checkpoint import byte_tokenizer
+
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+END = {name: ["<|im_end|>"] for name in ("qwen3", "qwen3_instruct_2507", "qwen2_5", "qwen3_5_think", "qwen3_6")}
+END |= {name: ["<|im_end|>"] for name in ("qwen3_8", "lfm2_v2", "nemotron_3_nano")}
+END |= {
+    "llama3": ["<|eot_id|>"],
+    "deepseekv3": ["<｜end▁of▁sentence｜>"],
+    "glm4moe": ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "phi3_5": ["<|endoftext|>", "<|end|>"],
+}
+"""End tokens of the published checkpoints by template."""
+
+SPECIAL = re.compile(
+    r"<\|[A-Za-z0-9_ ]+\|>|<｜[^｜\n]{1,40}｜>|</?think>|</?tool_call>|</?tool_response>|\[gMASK\]|<sop>"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": "integer", "description": name} for name in ("a", "b")},
+            "required": ["a", "b"],
+        },
+    },
+}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+TOLD = {"role": "tool", "name": "add", "content": "3"}
+SYSTEM = {"role": "system", "content": "You are terse."}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def answer(content, **fields):
+    return {"role": "assistant", "content": content, **fields}
+
+
+CONVERSATIONS = {
+    "single": [user("Hi there"), answer("Hello.")],
+    "multi": [user("Hi"), answer("Hello."), user("2+2?"), answer("4"), user("bye"), answer("Bye.")],
+    "system": [SYSTEM, user("Hi"), answer("Hello."), user("2+2?"), answer("4")],
+    "tools": [SYSTEM, user("Add 1 and 2"), answer("", tool_calls=[CALL]), TOLD, answer("It is 3.")],
+    "tools_none": [user("Add 1 and 2"), answer(None, tool_calls=[CALL]), TOLD, answer("It is 3.")],
+    "reason": [
+        user("2+2?"),
+        answer("4", reasoning_content="two and two"),
+        user("3+3?"),
+        answer("6", reasoning_content="three and three"),
+    ],
+    "think_inline": [
+        user("2+2?"),
+        answer("<think>\ntwo and two\n</think>\n\n4"),
+        user("3+3?"),
+        answer("<think>\nthree\n</think>\n\n6"),
+    ],
+    "thinking": [user("2+2?"), answer("4", thinking="two and two")],
+    "ends_user": [user("Hi"), answer("Hello."), user("and?")],
+    "parts": [user([{"type": "text", "text": "Hi"}]), answer([{"type": "text", "text": "Hello."}])],
+    "emoji": [user("Grüße 🦊"), answer("Ünïcödé 🦊🦊 <ok> & 'q'")],
+}
+
+
+@pytest.fixture(scope="module")
+def words():
+    """Return a tokenizer of bytes that has the special tokens of all templates."""
+    special = {token for path in FOLDER.glob("*.jinja") for token in SPECIAL.findall(path.read_text())}
+    special |= {"<|endoftext|>", "<|im_end|>", "<|user|>", "<|observation|>", "<|return|>", "<|call|>"}
+    tokenizer = Tokenizer.from_str(byte_tokenizer().to_str())
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in sorted(special)])
+    return tokenizer
+
+
+@pytest.fixture(params=END, scope="module")
+def both(request, words, tmp_path_factory):
+    """Return our template, the tokenizer of transformers and the source of the training template for a name."""
+    folder, name = tmp_path_factory.mktemp(request.param), request.param
+    theirs = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token=END[name][0])
+    theirs.chat_template = (FOLDER / f"{name}.jinja").read_text()
+    theirs.save_pretrained(folder)
+    ids = [theirs.convert_tokens_to_ids(end) for end in END[name]]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return ChatTemplate(folder), theirs, (FOLDER / f"{name}_training.jinja").read_text()
+
+
+def rendered(theirs, messages, variables, **options):
+    """Return the text of transformers, `None` if its template fails."""
+    try:
+        return theirs.apply_chat_template(messages, **variables, tokenize=False, **options)
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_texts_are_equal(both, name):
+    ours, theirs, _ = both
+    messages, variables = CONVERSATIONS[name], {"tools": [TOOL]} if "tools" in name else {}
+    for asks in (False, True):
+        wanted = rendered(theirs, messages, variables, add_generation_prompt=asks)
+        if wanted is None:
+            with pytest.raises(ValueError, match="the chat template refuses the messages"):
+                ours.text(messages, variables, asks=asks)
+        else:
+            assert ours.text(messages, variables, asks=asks) == wanted
