@@ -1,17 +1,19 @@
 """Continue text with a checkpoint: `python -m models.generate --checkpoint DIR --prompt TEXT`."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.file_limits import parse_json, read_bytes
 from jax_moe_lb.layer.systems import system_names
 from models.console import USER_ERRORS, FileLimitsOption, say
-from models.data.chat import ChatTemplate
+from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in
 from models.data.tokenizers import CheckpointTokenizer
 from models.mesh import make_mesh, make_system, offer_cpu_devices
 from models.model_config import ParallelConfig
@@ -49,13 +51,59 @@ class Printer:
         self.num_printed = until
 
 
+def _prompts(
+    template: ChatTemplate | None, texts: list[str], messages: Path | None, variables: list[str], limits: FileLimits
+) -> list[list[int]] | None:
+    """Return the tokens of questions or of a conversation, `None` without a chat template."""
+    if template is None:
+        if variables:
+            raise ValueError(f"template_set is {variables[0]!r}; expected --chat or --messages with it")
+        return None
+    given = dict(map(_variable, variables))
+    if messages is None:
+        return [template.prompt([{"role": "user", "content": text}], given) for text in texts]
+    talk, in_file = conversation_in(_conversation(messages, limits))
+    return [template.prompt(talk, in_file | given)]
+
+
+def _variable(text: str) -> tuple[str, Any]:
+    """Split NAME=VALUE; a value that is no JSON is a text."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"template_set is {text!r}; expected NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _conversation(path: Path, limits: FileLimits) -> dict[str, Any]:
+    """Read an object with messages, or a list of messages."""
+    try:
+        value = parse_json(read_bytes(path, limits), limits)
+    except OSError as error:
+        raise ValueError(f"messages is {str(path)!r}; expected a readable file: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"messages is {str(path)!r}; expected JSON: {error}") from error
+    value = value if isinstance(value, dict) else {MESSAGES_FIELD: value}
+    if MESSAGES_FIELD not in value:
+        raise ValueError(f"messages is {str(path)!r}; expected an object with {MESSAGES_FIELD}, or a list of them")
+    return value
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(cls=CheckedCommand)
 def main(
     checkpoint: Annotated[Path, typer.Option(help="Folder with config.json, safetensors and tokenizer.json.")],
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; repeatable, as a batch.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable, as a batch.")] = None,
+    messages: Annotated[
+        Path | None, typer.Option(help="JSON file of a conversation to answer, with messages and tools.")
+    ] = None,
+    template_set: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of the chat template, such as enable_thinking=false.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens per prompt.")] = 32,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Cumulative probability of the tokens to sample from.")] = 1.0,
@@ -79,24 +127,29 @@ def main(
     ] = None,
     file_limits: FileLimitsOption = 1,
 ) -> None:
-    """Print each prompt with its continuation, or with --chat the answer to each question."""
+    """Print each prompt with its continuation, or with --chat or --messages the answer."""
     try:
         limits = FileLimits().scaled(file_limits)
         parallel = ParallelConfig(data_parallel, expert_parallel, system)
         sampling = Sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
-        if stream and len(prompt) > 1:
-            raise ValueError(f"stream is set with {len(prompt)} prompts; expected one")
-        template = ChatTemplate(checkpoint, limits) if chat else None
+        texts = prompt or []
+        if bool(texts) == (messages is not None):
+            raise ValueError(f"prompt is {prompt} and messages is {messages}; expected one of them")
+        if stream and len(texts) > 1:
+            raise ValueError(f"stream is set with {len(texts)} prompts; expected one")
+        is_chat = chat or messages is not None
+        template = ChatTemplate(checkpoint, limits) if is_chat else None
+        asked = _prompts(template, texts, messages, template_set or [], limits)
         offer_cpu_devices(parallel.num_shards)
         words, trace = CheckpointTokenizer(checkpoint, limits), CountsTrace()
         balancing = make_system(parallel)
         model = from_pretrained(
             checkpoint, make_mesh(parallel), balancing, compute_dtype=dtype, param_dtype=dtype, limits=limits
         )
-        tokens = [words.tokens(text) if template is None else template.question(text) for text in prompt]
+        tokens = [words.tokens(text) for text in texts] if asked is None else asked
         text_of = partial(_text, words, stop or [])
         held = max((len(text) - 1 for text in stop or ()), default=0)
-        printers = [Printer("" if chat else text, text_of, held) for text in prompt]
+        printers = [Printer(text, text_of, held) for text in (texts if asked is None else [""] * len(asked))]
         new = generate(
             model,
             tokens,

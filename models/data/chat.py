@@ -89,7 +89,8 @@ class ChatTemplate:
 
         Args:
             messages: objects with `role`, `content` and other fields of the template. A field that is `None`, as
-                the content of a tool call in OpenAI's format, is absent for the template.
+                the content of a tool call in OpenAI's format, is absent for the template. Reasoning has one of the
+                names in `REASONING_FIELDS`.
             variables: further variables of the template, such as `tools`, `documents` and `enable_thinking`.
             asks: if True, append the beginning of an answer.
 
@@ -100,6 +101,8 @@ class ChatTemplate:
 
     def _rendered(self, messages: Messages, variables: Variables, asks: bool = False) -> Rendering:
         given = {"messages": [_given(message) for message in messages], "add_generation_prompt": asks}
+        if own := given.keys() & variables.keys():
+            raise ValueError(f"{VARIABLES_FIELD} has {min(own)!r}; expected variables besides the conversation")
         return rendered(self.template, {"tools": None, "documents": None, **self.special, **variables, **given})
 
     def question(self, text: str) -> list[int]:
@@ -195,12 +198,13 @@ class ChatTemplate:
         return Example(np.array(tokens, np.int32), ~learned, num_endless)
 
     def _end_after(self, draft: "_Draft", variables: Variables) -> int:
-        """Return the end token with which the next message begins, or else the first one."""
+        """Return the end token between the last answer and the text of a next message, or else the first one."""
         role = "tool" if "tool_calls" in draft.messages[-1] else "user"
         with suppress(ValueError):
-            longer = self.text([*draft.messages, {"role": role, "content": PROBE}], variables)
+            longer = self.text([*draft.messages, {"role": role, "content": PROBE}], variables).rpartition(PROBE)[0]
             for end, token in self.ends.items():
-                if longer.startswith(draft.text + end):
+                before, found, _ = longer.rpartition(end)
+                if found and before.endswith(draft.text[-1:]):
                     return token
         return next(iter(self.ends.values()))
 

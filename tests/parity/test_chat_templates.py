@@ -1,24 +1,25 @@
 """Published chat templates, read from the package trl: texts and learned tokens equal those of transformers."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-import trl
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from models.data.chat import ChatTemplate
 from models.tiny_checkpoint import byte_tokenizer
 
-FOLDER = Path(trl.__file__).parent / "chat_templates"
+FOLDER = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+BAR = "\N{FULLWIDTH VERTICAL LINE}"
 END = {name: ["<|im_end|>"] for name in ("qwen3", "qwen3_instruct_2507", "qwen2_5", "qwen3_5_think", "qwen3_6")}
 END |= {name: ["<|im_end|>"] for name in ("qwen3_8", "lfm2_v2", "nemotron_3_nano")}
 END |= {
     "llama3": ["<|eot_id|>"],
-    "deepseekv3": ["<｜end▁of▁sentence｜>"],
+    "deepseekv3": [f"<{BAR}end▁of▁sentence{BAR}>"],
     "glm4moe": ["<|endoftext|>", "<|user|>", "<|observation|>"],
     "gptoss": ["<|return|>", "<|call|>"],
     "phi3_5": ["<|endoftext|>", "<|end|>"],
@@ -26,7 +27,7 @@ END |= {
 """End tokens of the published checkpoints by template."""
 
 SPECIAL = re.compile(
-    r"<\|[A-Za-z0-9_ ]+\|>|<｜[^｜\n]{1,40}｜>|</?think>|</?tool_call>|</?tool_response>|\[gMASK\]|<sop>"
+    rf"<\|[A-Za-z0-9_ ]+\|>|<{BAR}[^{BAR}\n]{{1,40}}{BAR}>|</?think>|</?tool_call>|</?tool_response>|\[gMASK\]|<sop>"
 )
 TOOL = {
     "type": "function",
@@ -119,3 +120,47 @@ def test_texts_are_equal(both, name):
                 ours.text(messages, variables, asks=asks)
         else:
             assert ours.text(messages, variables, asks=asks) == wanted
+
+
+def runs(tokenizer, tokens, learned):
+    """Return the texts of successive learned tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(learned, int), [0]])))
+    return [tokenizer.decode(list(tokens[begin:end]), skip_special_tokens=False) for begin, end in edges.reshape(-1, 2)]
+
+
+def answers_of_training_template(theirs, template, messages, variables):
+    """Return the text of the last answer of each conversation that ends with one."""
+    found = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            options = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
+            both = theirs.apply_chat_template(messages[: i + 1], **variables, **options)
+            found.append(runs(theirs, np.array(both["input_ids"]), both["assistant_masks"])[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_answers_are_learned_with_their_ends(both, name):
+    ours, theirs, template = both
+    messages, variables = CONVERSATIONS[name], {"tools": [TOOL]} if "tools" in name else {}
+    if rendered(theirs, messages, variables) is None:
+        with pytest.raises(ValueError, match="the chat template refuses the messages"):
+            ours.examples(messages, variables)
+        return
+    examples = ours.examples(messages, variables)
+    learned = [text for example in examples for text in runs(theirs, example.tokens, ~example.context)]
+    assert sum(example.num_endless for example in examples) == 0
+    wanted = answers_of_training_template(theirs, template, messages, variables)
+    numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for i, mine, other in zip(numbers, learned, wanted, strict=True):
+        if name == "parts" and "Hello" not in ours.text(messages):
+            # The template for training has another text.
+            assert mine == "<|im_end|>\n"
+            continue
+        header, is_inside, after = other.rpartition(mine)
+        assert is_inside
+        # The request for an answer is not learned, and ends with the header of the other mask.
+        asked = ours.text(messages[:i], variables, asks=True).rstrip()
+        assert any(text.endswith(header.rstrip()) for text in (asked, asked.removesuffix("<think>")))
+        # Phi's template ends each conversation, and so only its last answer, with a further token.
+        assert after in ("", theirs.eos_token if i < numbers[-1] else "")

@@ -13,7 +13,7 @@ from jax_moe_lb import plain
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import DataConfig, TrainConfig
-from models.data.chat import ChatTemplate
+from models.data.chat import ChatTemplate, conversation_in
 from models.data.marks import marked, positions_in, segments
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
@@ -98,6 +98,125 @@ def test_each_answer_is_an_example_if_the_template_changes_earlier_ones(folder):
     assert "left out" in shown(examples[1][0])
 
 
+TURNS = """{%- for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+THINKS = TURNS.replace("}<assistant>{", "}<assistant><think>{{ '\\n' }}{").replace("content }}", "content }}~")
+MARKED = """{%- for message in messages %}<{{ message.role }}>
+{%- if message.role == "assistant" %}{% generation %}{{ message.content }}~{% endgeneration %}
+{%- else %}{{ message.content }}{% endif %}{% endfor %}"""
+TAILED = """{%- for message in messages %}<{{ message.role }}>{{ message.content }}!{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% else %}{{ eos_token }}{% endif %}"""
+
+
+def chat_of(folder, template, ends="", answers="all"):
+    """Return a template whose checkpoint has end tokens of one byte each."""
+    (folder / "chat_template.jinja").write_text(template)
+    ids = [byte_tokenizer().encode(end).ids[0] for end in ends]
+    if ids:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return ChatTemplate(folder, answers=answers)
+
+
+def learned_in(examples):
+    """Return the learned text of each example."""
+    return [shown(tokens[~context]) for tokens, context, _ in examples]
+
+
+@pytest.mark.parametrize(
+    ("answer", "learned"),
+    [(same, same) for same in ("2", "<b>2", "<think>1 and 1</think>2", "")] + [("<think>\n1</think>2", "1</think>2")],
+)
+def test_an_answer_begins_after_the_text_shared_with_the_request(folder, answer, learned):
+    """The request opens `<think>`, and an answer need not."""
+    chat = chat_of(folder, THINKS)
+    assert chat.text(TALK[:1], asks=True) == "<user>1+1?~<assistant><think>\n"
+    examples = chat.examples([*TALK[:1], {"role": "assistant", "content": answer}, *TALK[2:]])
+    assert learned_in(examples) == [f"{learned}~4~"]
+
+
+def test_marked_answers_are_learned(folder):
+    examples = chat_of(folder, MARKED).examples(TALK)
+    assert learned_in(examples) == ["2~4~"]
+    assert shown(examples[0].tokens) == "<user>1+1?<assistant>2~<user>2+2?<assistant>4~"
+    assert learned_in(chat_of(folder, MARKED, answers="last").examples(TALK)) == ["4~"]
+    endless = chat_of(folder, MARKED.replace("~", "")).examples(TALK)
+    assert (learned_in(endless), endless[0].num_endless) == (["24"], 2)
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
+def test_reasoning_has_one_field(folder, name):
+    message = {"role": "assistant", "content": "2", name: "so"}
+    for read in ("thinking", "reasoning_content"):
+        chat = chat_of(folder, "{% for message in messages %}{{ message." + read + " }}{% endfor %}")
+        assert chat.text([message]) == "so"
+        assert chat.text([message | {"reasoning_content": "first"}]) == (
+            "so" if read == name == "thinking" else "first"
+        )
+
+
+def test_an_answer_ends_with_the_next_role_if_it_is_an_end_token(folder):
+    """As in GLM-4.5; the last answer gets the token that would follow."""
+    (example,) = chat_of(folder, TURNS, ends=">^<").examples(TALK)
+    assert shown(example.tokens) == "<user>1+1?<assistant>2<user>2+2?<assistant>4<"
+    assert (learned_in([example]), example.num_endless) == (["2<4<"], 0)
+
+
+def test_an_answer_without_an_end_gets_one_at_the_end_of_the_text(folder):
+    (example,) = chat_of(folder, TURNS, ends="^").examples(TALK)
+    assert shown(example.tokens) == "<user>1+1?<assistant>2<user>2+2?<assistant>4^"
+    # The first answer has no place for one.
+    assert (learned_in([example]), example.num_endless) == (["24^"], 1)
+
+
+def test_an_end_of_the_conversation_behind_the_last_answer_splits_no_conversation(folder):
+    (example,) = chat_of(folder, TAILED, ends="!").examples(TALK)
+    assert shown(example.tokens) == "<user>1+1?!<assistant>2!<user>2+2?!<assistant>4!~"
+    assert learned_in([example]) == ["2!4!~"]
+    # Without another end, the first answer ends only in a text of its own.
+    (folder / "generation_config.json").unlink()
+    assert learned_in(chat_of(folder, TAILED).examples(TALK)) == ["2!~", "4!~"]
+
+
+def test_only_the_last_answers_are_learned_on_request(folder):
+    call = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "4"}]
+    talk = [*TALK[:3], *call, TALK[3]]
+    assert learned_in(chat_of(folder, TEMPLATE).examples(talk)) == [" 2~ call~ 4~"]
+    assert learned_in(chat_of(folder, TEMPLATE, answers="last").examples(talk)) == [" call~ 4~"]
+    assert learned_in(chat_of(folder, FORGETFUL, answers="last").examples(TALK)) == [" 4~"]
+
+
+def corpus_of(folder, tmp_path, lines, **options):
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return corpus_from([tmp_path / "data.jsonl"], TokenizerFile(folder / "tokenizer.json"), **options)
+
+
+def test_repeated_conversations_are_counted(folder, tmp_path):
+    lines = [{"messages": TALK * 10}] * 3
+    counts, notes = {}, {}
+    for answers in ("all", "last"):
+        corpus = corpus_of(folder, tmp_path, lines, chat=chat_of(folder, FORGETFUL, answers=answers))
+        counts[answers], notes[answers] = len(corpus.parts[0].streams[0].tokens), corpus.notes(2000)[1:]
+    assert counts["all"] > 9 * counts["last"]
+    factor = f"{counts['all']:,} tokens in place of {counts['last']:,}, {counts['all'] / counts['last']:.1f} x"
+    line = f"the chat template changes earlier answers: {factor}; data.answers=last learns the last alone"
+    assert notes == {"all": [line], "last": []}
+    endless = corpus_of(folder, tmp_path, lines, chat=chat_of(folder, TURNS, ends="^")).notes(2000)
+    assert endless[1] == "57 answers end without an end token of the checkpoint; see generation_config.json"
+
+
+def test_rows_have_variables_of_the_template(folder, tmp_path):
+    chat = chat_of(folder, TEMPLATE + "{{ tools | tojson }}{{ documents | tojson }}{{ enable_thinking }}")
+    given = {
+        "tools": [{"name": "a"}],
+        "documents": [{"title": "b"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    lines = [{"messages": TALK[:2]} | given, {"messages": TALK[:2]}]
+    (one, other) = (chat.text(*conversation_in(line)) for line in lines)
+    assert one.endswith('~[{"name": "a"}][{"title": "b"}]False')
+    assert other.endswith("~nullnull")
+
+
 def test_older_checkpoints_have_the_template_in_their_settings(folder):
     (folder / "chat_template.jinja").unlink()
     named = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": TEMPLATE}]
@@ -127,6 +246,10 @@ def test_weight_decay_leaves_out_norms_biases_sinks_and_routers(all_devices):
         ({"messages": [{"role": "user", "content": 3}]}, "expected a text as content"),
         ({"messages": TALK[:1]}, "no message has the role 'assistant'"),
         ({"other": 1}, "lacks the field 'text'"),
+        ({"messages": TALK, "tools": "[]"}, "tools is '\\[\\]'; expected a list of objects"),
+        ({"messages": TALK, "documents": {}}, "documents is {}; expected a list of objects"),
+        ({"messages": TALK, "chat_template_kwargs": [1]}, r"chat_template_kwargs is \[1\]; expected an object"),
+        ({"messages": TALK, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs has 'messages'; expected"),
     ],
 )
 def test_bad_conversations_are_refused_with_their_line(folder, tmp_path, line, message):
