@@ -389,11 +389,12 @@ class Corpus:
                 windows = Windows(part, held_out, sequence_length)
                 if len(windows) < 1:
                     kind = "validation" if held_out else "training"
-                    expected = f"more than sequence_length {sequence_length}"
+                    other = ""
                     if any(rows.packing for rows in windows.rows):
-                        expected += f", or a conversation with an answer in its first {sequence_length + 1}"
+                        other = f", or a conversation with an answer in its first {sequence_length + 1}"
                     raise ValueError(
-                        f"data has {part.length(held_out)} {kind} {self.unit}s ({part.source}); expected {expected}"
+                        f"data has {part.length(held_out)} {kind} {self.unit}s ({part.source}); "
+                        f"expected more than sequence_length {sequence_length}{other}"
                     )
 
     def notes(self, sequence_length: int) -> list[str]:
