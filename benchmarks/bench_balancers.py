@@ -10,7 +10,7 @@ is `traces/free_0.npz`, the routing of a small trained model on 8 ranks, scaled 
 then serves a mix of them, new in each step.
 
 Times are of one forward and backward pass on the rates of `h100_node`, in units of `plain`'s, without planning. The
-planning time is that of `recordings/planner_times.yaml`.
+planning time is that of `sim/planner_times.yaml`.
 
 The last table bounds the gain of a predictor and of planning beside other work: layer times over those of `exact` with
 its planning, if planning takes no time, if plans and weights of the true counts are ready before the layer, and if the
@@ -28,10 +28,20 @@ from jaxtyping import Int
 from benchmarks import recorded
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import System, exact, plain
-from jax_moe_lb.balancers import ECHO, EPIC, LLEP, Exact, Given, MoonEP, plan_all
-from jax_moe_lb.layer.systems import eplb, eplb_plus, fastermoe, feplb, greedy, lplb, ultraep
-from jax_moe_lb.recordings.planner_times import planner_times
-from jax_moe_lb.sim import Cluster, Drift, LoadShape, ModelShape, drifting_counts, mean_report, replay, simulate
+from jax_moe_lb.balancers import Exact, Given, plan_all
+from jax_moe_lb.contrib import ECHO, EPIC, LLEP, LPLB, MoonEP
+from jax_moe_lb.layer.systems import eplb, eplb_plus, fastermoe, feplb, greedy, ultraep
+from jax_moe_lb.sim import (
+    Cluster,
+    Drift,
+    LoadShape,
+    ModelShape,
+    drifting_counts,
+    mean_report,
+    planner_times,
+    replay,
+    simulate,
+)
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.run import Report, StageTime, States
 
@@ -55,7 +65,7 @@ SYSTEMS = {
     "EPIC": System(EPIC()),
     "eplb_plus": eplb_plus(),
     "eplb": eplb(),
-    "lplb": lplb(),
+    "lplb": System(LPLB()),
     "fastermoe": fastermoe(),
     "feplb": feplb(),
 }
@@ -118,9 +128,9 @@ def weights_bytes(found: Report) -> float:
 
 def planning_s(system: System, num_ranks: int, num_experts: int) -> float | None:
     """Return the seconds of a plan without waits; None if the table has no row of this planner."""
-    if not any(row.planner == type(system.balancer).__name__ for row in planner_times()):
+    if not any(row.planner == type(system.balancer).__name__ for row in planner_times.planner_times()):
         return None
-    return system.balancer.planning_s(num_ranks, num_experts, host_wait_s=0.0)
+    return planner_times.planning_s(system.balancer, num_ranks, num_experts, host_wait_s=0.0)
 
 
 def table_of(name: str, model: ModelShape, trace: Trace) -> Table:

@@ -23,7 +23,7 @@ from benchmarks.results import Table, out_option, report, spread
 from jax_moe_lb import Plan, System, Topology
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.lplb import spread as best_quota
+from jax_moe_lb.contrib.lplb import spread as best_quota
 from jax_moe_lb.core import check_plan, plain_plan
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners import plan_relocation

@@ -13,8 +13,9 @@ import numpy as np
 from benchmarks import popular_ranks
 from benchmarks.results import Table, out_alone, report
 from jax_moe_lb import Topology
-from jax_moe_lb.balancers import LPLB, EPLBPlus
+from jax_moe_lb.balancers import EPLBPlus
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.core import imbalance, load, plain_plan
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.planners import rebalance_experts

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_planner_times [--quick] [--write] [--only PLANNER ...] [--out FILE.json]
 
 A row is the median over six synthetic loads, and the least of 40 calls for each, with NumPy arrays and two replica
-slots per rank in one domain. `--write` writes the rows to `recordings/planner_times.yaml`. Rows of `exact` in jnp are
+slots per rank in one domain. `--write` writes the rows to `sim/planner_times.yaml`. Rows of `exact` in jnp are
 jitted programs on a CPU. Rows of kernels are those of the results of `python -m benchmarks.gpu`, of other loads. `EPLB`
 plans in every third step; its time is the mean over three steps. With `--only`, the other planners keep their rows of
 `planner_times.yaml`, as plans of `exact` with a cost depend on its own.
@@ -21,27 +21,14 @@ import numpy as np
 from benchmarks.render import RESULTS
 from benchmarks.results import Table, Value, load, out_option, report
 from jax_moe_lb import Topology
-from jax_moe_lb.balancers import (
-    ECHO,
-    EPIC,
-    EPLB,
-    FEPLB,
-    LLEP,
-    LPLB,
-    EPLBPlus,
-    Exact,
-    FasterMoE,
-    Greedy,
-    MoonEP,
-    RailS,
-    UltraEP,
-)
+from jax_moe_lb.balancers import EPLB, FEPLB, EPLBPlus, Exact, FasterMoE, Greedy, RailS, UltraEP
 from jax_moe_lb.balancers.base import Balancer, LayerCost
+from jax_moe_lb.contrib import ECHO, EPIC, LLEP, LPLB, MoonEP
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.types import Counts
 from jax_moe_lb.planners.exact_search import exact_in_jax
-from jax_moe_lb.recordings import planner_times
-from jax_moe_lb.recordings.planner_times import Place
+from jax_moe_lb.sim import planner_times
+from jax_moe_lb.sim.planner_times import Place
 
 SIZES = ((8, 8), (8, 64), (8, 256), (32, 128), (64, 256), (128, 256), (256, 256))
 JNP_SIZES = ((8, 64), (32, 128))
@@ -98,7 +85,7 @@ def on_host_s(balancer: Balancer, counts: Counts) -> float:
     sized, state = balancer.sized(LayerCost(TOKENS, 10**7, 2 * 10**7, 10**4, 10**7)), balancer.init(counts.shape)
     for _ in range(3):
         _, state = sized.rebalance(counts, start, topology, state)
-    every = getattr(balancer, "every", 1) if balancer.place is Place.NATIVE else 1
+    every = getattr(balancer, "every", 1) if planner_times.place_of(balancer) is Place.NATIVE else 1
 
     def steps() -> None:
         after = state
@@ -130,7 +117,7 @@ def rows(sizes: tuple[tuple[int, int], ...], names: Container[str]) -> Iterator[
     for name, balancer in BALANCERS.items():
         for ranks, experts in sizes if name in names else ():
             seconds = float(np.median([on_host_s(balancer, counts) for counts in loads(ranks, experts)]))
-            yield name, balancer.place, ranks, experts, seconds
+            yield name, planner_times.place_of(balancer), ranks, experts, seconds
     for ranks, experts in JNP_SIZES:
         if (ranks, experts) in sizes and "Exact" in names:
             yield "Exact", Place.JNP, ranks, experts, in_jnp_s(next(loads(ranks, experts)))
@@ -145,7 +132,7 @@ def kept(names: Container[str]) -> Iterator[Row]:
 
 def written(found: list[Row]) -> str:
     """Return the rows as YAML."""
-    head = "# Written by `python -m benchmarks.bench_planner_times --write`; see recordings/planner_times.py.\nrows:\n"
+    head = "# Written by `python -m benchmarks.bench_planner_times --write`; see sim/planner_times.py.\nrows:\n"
     lines = (
         f"  - {{planner: {name}, place: {place.value}, ranks: {ranks}, experts: {experts}, "
         f"slots: {SLOTS}, time: {seconds * 1e6:.3g} us}}\n"

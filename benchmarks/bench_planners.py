@@ -26,8 +26,9 @@ from benchmarks.bench_baselines import packed_afresh
 from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import Topology
-from jax_moe_lb.balancers import LPLB, EPLBPlus, Exact, Greedy, UltraEP
+from jax_moe_lb.balancers import EPLBPlus, Exact, Greedy, UltraEP
 from jax_moe_lb.balancers.base import Balancer, LayerCost
+from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.core import imbalance, load, plain_plan
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.planners import rebalance_experts

@@ -16,8 +16,9 @@ import numpy as np
 from benchmarks.load_families import families, spread
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import Balancer, Topology
-from jax_moe_lb.balancers import ECHO, EPIC, FEPLB, LLEP, EPLBPlus, Exact, Greedy, MoonEP, UltraEP
+from jax_moe_lb.balancers import FEPLB, EPLBPlus, Exact, Greedy, UltraEP
 from jax_moe_lb.balancers.exact import SEARCH_ENDS
+from jax_moe_lb.contrib import ECHO, EPIC, LLEP, MoonEP
 from jax_moe_lb.core import Plan, load, plain_plan
 
 # ranks, home experts

@@ -28,10 +28,11 @@ from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import System, exact
 from jax_moe_lb.balancers import EPLBPlus, Exact, Given
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.lplb import spread
+from jax_moe_lb.contrib.lplb import spread
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.types import Counts
 from jax_moe_lb.sim import Cluster, Drift, LoadShape, ModelShape, drifting_counts, simulate
+from jax_moe_lb.sim.planner_times import planning_s
 
 BOUND = 1.05
 """Imbalance above which the layer returns to the exact plan."""
@@ -112,7 +113,7 @@ def row_of(name: str, rule: str, model: ModelShape, trace: Trace) -> list[Value]
         for step in steps
         for at in range(trace.shape[1])
     ]
-    split_s = exact().balancer.planning_s(num_ranks, model.experts, cluster.host_wait_s)
+    split_s = planning_s(exact().balancer, num_ranks, model.experts, cluster.host_wait_s)
     exact_s = sum(one.exact_s for one in found)
 
     def over_exact(split_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from . import aot as aot
 from . import balancers as balancers
+from . import contrib as contrib
 from . import core as core
 from . import integrations as integrations
 from . import kernels as kernels

@@ -16,9 +16,10 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.layer.system import parse_system
 from jax_moe_lb.layer.systems import make_system
-from jax_moe_lb.recordings.yaml_file import read_yaml, shown
+from jax_moe_lb.recordings.yaml_file import read_yaml
 from models.config import TrainConfig
 from models.model_config import ParallelConfig
 

@@ -14,7 +14,7 @@ FLOORS = [
     ["core"],
     ["routing", "planners", "kernels", "recordings"],
     ["balancers", "collectives"],
-    ["transport"],
+    ["contrib", "transport"],
     ["layer"],
     ["nn", "sim", "aot"],
     ["advise", "integrations"],

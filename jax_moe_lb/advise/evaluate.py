@@ -18,6 +18,7 @@ from jax_moe_lb.sim.loads import LoadShape, drifting_counts, skewed_counts
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.sim.network import seconds
+from jax_moe_lb.sim.planner_times import needs_counts, planning_s
 from jax_moe_lb.sim.run import (
     Report,
     States,
@@ -251,11 +252,11 @@ class Evaluator:
         flows = [*work.gather, *(work.gather * (step.backward and work.gather_again))]
         flows += work.gather_home if step.backward else ()
         # Tokens wait for the planner, if it runs at any load.
-        always = one.system.balancer.needs_counts and choice.system != "exact"
+        always = needs_counts(one.system.balancer) and choice.system != "exact"
         planner_s = (self.cluster.planner_s or 0.0) if always else 0.0
         if always and self.cluster.planner_s is None:
             ranks = self.cluster.num_ranks // math.prod(one.migration.sizes(self.cluster))
-            planner_s = one.system.balancer.planning_s(ranks, model.experts, self.cluster.host_wait_s)
+            planner_s = planning_s(one.system.balancer, ranks, model.experts, self.cluster.host_wait_s)
         # Experts wait for the gathers before them, and gradients go home after them.
         return planner_s + experts_s + max(before_s, sum(seconds(flow, self.cluster) for flow in flows))
 

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from jax_moe_lb.aot.list_load import ListLoad, part_of_round
 from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.balancers.base import LayerCost
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
@@ -18,7 +19,6 @@ from jax_moe_lb.core.types import Counts
 from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.recordings.counts_files import read_counts
-from jax_moe_lb.recordings.yaml_file import shown
 
 DEFAULT_LOAD = "zipf:1.0"
 """Load of a timeline by default: the popularity of an expert falls with its place, at random homes."""

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from jax_moe_lb.aot.timeline import WAIT, Span, Timeline
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.recordings.trace_events import complete_event, name_event, trace
-from jax_moe_lb.recordings.yaml_file import shown
 
 MOST_KERNELS = 16
 """Rows of the table of operations; the trace has all."""

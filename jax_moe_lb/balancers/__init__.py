@@ -2,9 +2,6 @@
 
 from jax_moe_lb.balancers.base import Balancer, Chain, LayerCost, Plain
 from jax_moe_lb.balancers.cost import Cost
-from jax_moe_lb.balancers.craft import slots_by_layer
-from jax_moe_lb.balancers.echo import ECHO
-from jax_moe_lb.balancers.epic import EPIC
 from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.fastermoe import FasterMoE
@@ -13,9 +10,6 @@ from jax_moe_lb.balancers.given import Given, plan_all
 from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.host_callback import HostCallback
 from jax_moe_lb.balancers.hybridep import HybridEP
-from jax_moe_lb.balancers.llep import LLEP
-from jax_moe_lb.balancers.lplb import LPLB
-from jax_moe_lb.balancers.moonep import MoonEP
 from jax_moe_lb.balancers.rails import RailS, interface_rows
 from jax_moe_lb.balancers.ultraep import UltraEP
 
@@ -23,8 +17,6 @@ __all__ = [
     "Balancer",
     "Chain",
     "Cost",
-    "ECHO",
-    "EPIC",
     "EPLB",
     "EPLBPlus",
     "Exact",
@@ -36,13 +28,9 @@ __all__ = [
     "HybridEP",
     "interface_rows",
     "LayerCost",
-    "LLEP",
-    "LPLB",
-    "MoonEP",
     "Plain",
     "plan_all",
     "RailS",
-    "slots_by_layer",
     "UltraEP",
 ]
 

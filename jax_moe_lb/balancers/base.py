@@ -19,10 +19,6 @@ from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, State, iota, namespace
 from jax_moe_lb.core.validation import fallback_to_plain
-from jax_moe_lb.recordings.planner_times import Place, planner_time
-
-MOST_KERNEL_RANKS = 64
-"""Largest domain that a kernel of NVIDIA GPUs plans."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Balancer(abc.ABC):
     Subclass it for a new rule; `docs/extending.md` has a complete example. A balancer is a frozen dataclass: its fields
     are its hyper-parameters, and it is a static argument of `jax.jit`. All ranks call it with the same arguments and
     must get the same plan. Planning therefore uses integers, and ties go to the lowest index. Only `rebalance` is
-    required. The other methods declare inputs the balancer does not need, so that more work can precede the plan.
+    required.
 
     Examples:
         >>> import numpy as np
@@ -149,48 +145,6 @@ class Balancer(abc.ABC):
             A plan of the same shapes, legal for `counts` (see `check_plan`), and the new state.
         """
 
-    @property
-    def place(self) -> Place:
-        """Place where the balancer plans on GPUs; by default operations of the program."""
-        return Place.JNP if self.needs_counts else Place.NOWHERE
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether NVIDIA GPUs plan domains of at most `MOST_KERNEL_RANKS` ranks in a kernel; False by default."""
-        return False
-
-    def planning_s(self, num_ranks: int, num_experts: int, host_wait_s: float) -> float:
-        """Return the seconds from counts to plan where the balancer plans, by the table of `recordings`.
-
-        Args:
-            num_ranks: `R`.
-            num_experts: `E`.
-            host_wait_s: seconds in which the device copies counts to the host and waits for it, for planners there.
-        """
-        place = Place.KERNEL if self.has_kernel and num_ranks <= MOST_KERNEL_RANKS else self.place
-        if place is Place.NOWHERE:
-            return 0.0
-        row = planner_time(type(self).__name__, place, num_ranks, num_experts)
-        return row.time + host_wait_s * place.waits_for_host
-
-    def rebalance_and_count(
-        self, counts: Counts, plan: Plan, topology: Topology, state: State
-    ) -> tuple[Plan, State, int]:
-        """Edit the plan on a host, and count the runs of the planner; one by default, if it `needs_counts`.
-
-        The simulator uses it.
-
-        Args:
-            counts: `[R, E]` int32, as for `rebalance`, a NumPy array.
-            plan: plan passed to `rebalance`, in NumPy arrays.
-            topology: topology of the group.
-            state: state passed to `rebalance`.
-
-        Returns:
-            The plan and the state of `rebalance`, and the number of runs.
-        """
-        return *self.rebalance(counts, plan, topology, state), int(self.needs_counts)
-
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
         """Return the experts movable by `rebalance`, before it runs; all by default.
 
@@ -220,15 +174,6 @@ class Balancer(abc.ABC):
     def host_errors(self) -> tuple[HostErrors, ...]:
         """Planners called on the host, which have the errors behind illegal plans; none by default."""
         return ()
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether the placement depends on the load; True by default.
-
-        If False, no planner runs between router and dispatch, and weights can be transferred before routing is known.
-        The simulator uses this property.
-        """
-        return True
 
 
 @dataclass(frozen=True)
@@ -289,19 +234,10 @@ class Chain(Balancer):
             plan = _legal_or(made, is_legal, plan)
         return plan, tuple(states)
 
-    def planning_s(self, num_ranks: int, num_experts: int, host_wait_s: float) -> float:
-        """Return the sum over its balancers."""
-        return sum(balancer.planning_s(num_ranks, num_experts, host_wait_s) for balancer in self.balancers)
-
     @property
     def host_errors(self) -> tuple[HostErrors, ...]:
         """Those of its balancers."""
         return tuple(planner for balancer in self.balancers for planner in balancer.host_errors)
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether the placement of any of its balancers depends on the load."""
-        return any(balancer.needs_counts for balancer in self.balancers)
 
 
 def _legal_or(made: Plan, is_legal: Bool[Array, ""], plan: Plan) -> Plan:
@@ -337,11 +273,6 @@ class Plain(Balancer):
         """Return the plan unchanged."""
         del counts, topology
         return plan, state
-
-    @property
-    def needs_counts(self) -> bool:
-        """False: the placement is fixed."""
-        return False
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
         """Return the experts already served by replicas of another balancer (`Chain`)."""

@@ -20,7 +20,6 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota, namespace, pytree
 from jax_moe_lb.planners.eplb import eplb_plus, holds, round_robin
-from jax_moe_lb.recordings.planner_times import Place
 
 MAX_EVERY = 46340
 """Maximum number of steps; the sum of as many remainders below it fits int32."""
@@ -167,11 +166,6 @@ class EPLB(Balancer):
         """Return the state before the first step, without history or replicas."""
         return _State(no_history(counts_shape[1]), np.zeros(counts_shape, bool))
 
-    @property
-    def place(self) -> Place:
-        """C++ on the host, in some steps."""
-        return Place.NATIVE
-
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, _State]:
         """Return the placement of the last planning step with the quota of this microbatch; see `Balancer.rebalance`.
 
@@ -254,11 +248,6 @@ class EPLBPlus(Balancer):
     Reference:
         UltraEP, arXiv 2606.04101, section 7.
     """
-
-    @property
-    def place(self) -> Place:
-        """C++ on the host."""
-        return Place.NATIVE
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan each domain separately; see `Balancer.rebalance`."""

@@ -19,7 +19,6 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, State, iota, namespace
 from jax_moe_lb.planners.base import is_on_host
 from jax_moe_lb.planners.exact import check_exact, exact
-from jax_moe_lb.recordings.planner_times import Place
 
 SEARCH_ENDS = 1 / 4096
 """Relative distance to the mean load at which the planner stops its search."""
@@ -112,24 +111,17 @@ class Exact(Balancer):
         # The search stops at this distance from the mean.
         return topology.num_domains * (1 + max(self.eps, SEARCH_ENDS))
 
-    def rebalance_and_count(
-        self, counts: Counts, plan: Plan, topology: Topology, state: State
-    ) -> tuple[Plan, State, int]:
-        """Plan, and count the runs of the planner; with a `cost` it may not pay."""
+    def plan_and_count(self, counts: Counts, plan: Plan, topology: Topology) -> tuple[Plan, int]:
+        """Plan on a host as `rebalance`, and count the runs of the planner: with a `cost`, it may not run.
+
+        Args:
+            counts: `[R, E]` int32, a NumPy array.
+            plan: plan in NumPy arrays.
+            topology: topology of the group.
+        """
         if self.cost is None or not self._weighs(plan, topology):
-            return self._planned(counts, plan), state, 1
-        found, runs = self._weighed_on_host(self.cost, counts, plan, topology)
-        return found, state, runs
-
-    @property
-    def place(self) -> Place:
-        """C++ on the host."""
-        return Place.NATIVE
-
-    @property
-    def has_kernel(self) -> bool:
-        """True: see `fits_kernel` of its planner."""
-        return True
+            return self._planned(counts, plan), 1
+        return self._weighed_on_host(self.cost, counts, plan, topology)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan each domain separately; see `Balancer.rebalance`.

@@ -10,7 +10,6 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners.fastermoe import fastermoe
-from jax_moe_lb.recordings.planner_times import Place
 
 GLM5_WIDTH, GLM5_NUMBERS = 6144, 3 * 6144 * 2048
 """Model width of GLM-5, and number of parameters of one of its experts."""
@@ -118,11 +117,6 @@ class FasterMoE(Balancer):
             return self.bytes_per_s
         known = all(level.bytes_per_s is not None for level in topology.levels)
         return slowest_bytes_per_s(topology, domain) if known else NVLINK_BYTES_PER_S
-
-    @property
-    def place(self) -> Place:
-        """C++ on the host."""
-        return Place.NATIVE
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan each domain separately; see `Balancer.rebalance`."""

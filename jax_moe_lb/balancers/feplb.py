@@ -13,7 +13,6 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, State, iota
 from jax_moe_lb.planners.base import edit
 from jax_moe_lb.planners.feplb import check_options, dynamic_experts, feplb_planner
-from jax_moe_lb.recordings.planner_times import Place
 
 
 @dataclass(frozen=True)
@@ -75,16 +74,6 @@ class FEPLB(Balancer):
 
     def __post_init__(self) -> None:
         check_options(self.num_dynamic, self.max_num_dyn, self.tau)
-
-    @property
-    def place(self) -> Place:
-        """C++ on the host."""
-        return Place.NATIVE
-
-    @property
-    def has_kernel(self) -> bool:
-        """True: see `fits_kernel` of its planner."""
-        return True
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan each domain separately; see `Balancer.rebalance`."""

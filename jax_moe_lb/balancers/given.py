@@ -105,11 +105,6 @@ class Given(Balancer):
         if self.number < 1:
             raise ValueError(f"number is {self.number}; expected at least 1 plan")
 
-    @property
-    def needs_counts(self) -> bool:
-        """False: the placement is known before routing."""
-        return False
-
     def init(self, counts_shape: tuple[int, int]) -> _State:
         """Return the state of plain plans, which have no replicas."""
         num_ranks, num_experts = counts_shape

@@ -10,7 +10,6 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners.base import edit
 from jax_moe_lb.planners.greedy import greedy_planner
-from jax_moe_lb.recordings.planner_times import Place
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,6 @@ class Greedy(Balancer):
     def __post_init__(self) -> None:
         if self.min_tokens < 1:
             raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
-
-    @property
-    def place(self) -> Place:
-        """C++ on the host."""
-        return Place.NATIVE
-
-    @property
-    def has_kernel(self) -> bool:
-        """True: see `fits_kernel` of its planner."""
-        return True
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan all domains side by side; see `Balancer.rebalance`."""

@@ -1,11 +1,12 @@
 """Balancer calling a NumPy function on the host in every step."""
 
+import abc
 import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -24,7 +25,6 @@ from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, namespace
 from jax_moe_lb.core.validation import check_plan
-from jax_moe_lb.recordings.planner_times import Place
 
 HostPlanner = Callable[[np.ndarray, Plan, Topology], Plan]
 
@@ -68,11 +68,6 @@ class HostCallback(Balancer):
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> None:
         """Return `None`: the effect of the function is unknown."""
-
-    @property
-    def place(self) -> Place:
-        """Python on the host."""
-        return Place.PYTHON
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Call the planner and check its plan; see `Balancer.rebalance`.
@@ -210,14 +205,21 @@ def served_at_home(counts: np.ndarray, plan: Plan) -> tuple[np.ndarray, np.ndarr
 
 
 class PlannedOnHost(Balancer):
-    """Base class of balancers whose plan is that of a `HostCallback`, `_host`."""
+    """Base class of balancers that plan in NumPy on the host, as the planner of a `HostCallback`."""
 
-    _host: HostCallback
+    @abc.abstractmethod
+    def plan_on_host(self, counts: np.ndarray, plan: Plan) -> Plan:
+        """Return a legal plan with the slots and domains of another plan, whose replicas are dropped.
 
-    @property
-    def place(self) -> Place:
-        """Python on the host."""
-        return self._host.place
+        Args:
+            counts: `[R, E]` int32.
+            plan: the other plan, in NumPy arrays.
+        """
+
+    @cached_property
+    def _host(self) -> HostCallback:
+        """Keep the last error of the planner."""
+        return HostCallback(lambda counts, plan, topology: self.plan_on_host(counts, plan))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan each domain separately, from the counts alone; see `Balancer.rebalance`."""

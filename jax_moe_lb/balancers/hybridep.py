@@ -82,11 +82,6 @@ class HybridEP(Balancer):
         quota = served.reshape(plan.num_experts, plan.num_ranks)
         return replace(plan, placement=placement, quota=quota, relay=None, rails=None, domain=size), state
 
-    @property
-    def needs_counts(self) -> bool:
-        """False: the placement is fixed, and only the quota depends on the load."""
-        return False
-
     def _size(self, plan: Plan) -> int:
         admitted = _admitted(plan.domain, plan.num_home, plan.slots)
         if self.domain_size is None:

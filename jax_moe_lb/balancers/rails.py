@@ -12,7 +12,6 @@ from jax_moe_lb.core.plan import Plan, rows_between
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, State, namespace
 from jax_moe_lb.planners.spray import MAX_CHUNKS, MAX_TICKS, spray
-from jax_moe_lb.recordings.planner_times import Place
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,6 @@ class RailS(Balancer):
         if topology.num_ranks == topology.ranks_per_node:
             return "all ranks are in one node, so no row uses a rail; expected several nodes by mesh axes or domains"
         return "rails_per_node is 1, so there is no choice of rails" if topology.rails_per_node == 1 else None
-
-    @property
-    def place(self) -> Place:
-        """C++ on the host."""
-        return Place.NATIVE
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Assign the rows of all nodes to rails.

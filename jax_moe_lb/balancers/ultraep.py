@@ -9,7 +9,6 @@ from jax_moe_lb.core.split import Split, Tier
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners.ultraep import check_eps, ultraep
-from jax_moe_lb.recordings.planner_times import Place
 
 PUBLISHED_MIN = 1024
 """Minimum number of tokens per replica in the paper."""
@@ -83,16 +82,6 @@ class UltraEP(Balancer):
         if self.min_tokens is not None:
             return self
         return replace(self, min_tokens=max(1, facts.num_copies // COPIES_PER_MIN))
-
-    @property
-    def place(self) -> Place:
-        """C++ on the host."""
-        return Place.NATIVE
-
-    @property
-    def has_kernel(self) -> bool:
-        """True: see `fits_kernel` of its planner."""
-        return True
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Plan each domain separately; see `Balancer.rebalance`."""

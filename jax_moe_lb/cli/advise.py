@@ -49,9 +49,9 @@ from jax_moe_lb.core.custom_calls import has_planning_module
 from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.layer.systems import exact
 from jax_moe_lb.recordings.counts_files import naming
-from jax_moe_lb.recordings.yaml_file import MOST_PLANNED_RANKS, forecast
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
+from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS, forecast
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.uniform import experts_of, sample_of

@@ -26,9 +26,9 @@ from jax_moe_lb.aot.timeline_report import (
     write_timeline,
 )
 from jax_moe_lb.cli.output import Json, OutputPath, SystemReplicaSlots, one_line_errors, parse_integer, print_json
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.layer.system import System, parse_system
 from jax_moe_lb.layer.systems import make_system
-from jax_moe_lb.recordings.yaml_file import shown
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step

@@ -29,6 +29,7 @@ from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.kernels.backends import KINDS, NOT_INSTALLED, PLATFORMS, BackendChoice, Kind, Product, choose_backend
+from jax_moe_lb.sim.planner_times import needs_counts
 
 IN_A_CHECKOUT = "with a C++17 compiler, run pip install . in a checkout"
 HOW_TO_BUILD = {
@@ -194,13 +195,13 @@ def implementations(backend: str) -> list[Implementation]:
 
 
 def balancer_implementations(backend: str) -> list[Implementation]:
-    """Return the implementation of each balancer of `balancers.__all__` on `backend`, from its lowered program."""
+    """Return the implementation of each balancer of `balancer_names()` on `backend`, from its lowered program."""
     return [_of_balancer(name, backend) for name in balancer_names()]
 
 
 def _of_balancer(name: str, backend: str) -> Implementation:
     balancer, topology, counts = load_balancer(name), Topology.flat(4, 2), jnp.ones((4, 8), jnp.int32)
-    if not balancer.needs_counts:
+    if not needs_counts(balancer):
         return Implementation(name, "no planner", "the placement does not depend on the load", None)
     start = jax.tree.map(jnp.asarray, plain_plan(counts, topology, 3))
 

@@ -25,9 +25,9 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from jax_moe_lb.cli.planning import Effect, mean_effect
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import MOST_FACTOR, FileLimits
 from jax_moe_lb.core.topology import INT32_MAX
-from jax_moe_lb.recordings.yaml_file import shown
 
 BAD_INPUT, CANNOT_PRINT = 2, 1
 

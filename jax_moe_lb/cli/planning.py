@@ -1,6 +1,6 @@
 """Balancers by name, and plans of recorded counts by layer and step.
 
-The names are derived from `jax_moe_lb.balancers.__all__`.
+The names are derived from `__all__` of `jax_moe_lb.balancers` and `jax_moe_lb.contrib`.
 """
 
 import ast
@@ -16,15 +16,16 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jax_moe_lb import balancers
+from jax_moe_lb import balancers, contrib
 from jax_moe_lb.balancers.base import Balancer, Chain
 from jax_moe_lb.balancers.exact import Exact
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.custom_calls import has_planning_module
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.core.validation import check_plan
-from jax_moe_lb.recordings.yaml_file import shown
+from jax_moe_lb.sim.planner_times import needs_counts
 
 MOST_OPTION = 1000
 """Maximum characters of a value; the parser of Python fails on longer ones without a `SyntaxError`."""
@@ -89,13 +90,13 @@ def _option(kind: type[Balancer], name: str, pair: str) -> tuple[str, Any]:
 
 
 def balancer_names() -> list[str]:
-    """List the names accepted by `load_balancer`: balancers of `balancers.__all__` without required arguments."""
+    """List the names accepted by `load_balancer`: balancers without required arguments."""
     return sorted(_classes())
 
 
 def _classes() -> dict[str, type[Balancer]]:
     """Map names to balancers: the class name in lower case, `eplb_plus` for `EPLBPlus`."""
-    exported = {name: getattr(balancers, name) for name in balancers.__all__}
+    exported = {name: getattr(room, name) for room in (balancers, contrib) for name in room.__all__}
     return {
         re.sub("(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", name).lower(): value
         for name, value in exported.items()
@@ -252,7 +253,7 @@ def no_op_reason(runner: PlanRunner, counts: Int[np.ndarray, "steps layers R E"]
         return "the counts have one rank"
     if reason := balancer.no_op_reason(topology, num_experts // num_ranks, runner.slots):
         return reason
-    if not balancer.needs_counts:
+    if not needs_counts(balancer):
         return f"{type(balancer).__name__} serves every expert on its home rank, for all counts"
     load_of_ranks = counts.sum(2, dtype=np.int64).reshape(-1, num_ranks, num_experts // num_ranks).sum(-1)
     if (load_of_ranks == load_of_ranks[:, :1]).all():

@@ -28,17 +28,19 @@ from jax_moe_lb.cli.output import (
     print_text,
     with_progress,
 )
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.core.topology import INT32_MAX, home_experts_per_rank
 from jax_moe_lb.recordings.counts_files import naming, read_routing
-from jax_moe_lb.recordings.yaml_file import check_timeline, forecast, shown
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
+from jax_moe_lb.sim.limits import check_timeline, forecast
 from jax_moe_lb.sim.loads import drifting_counts, skewed_counts
 from jax_moe_lb.sim.memory import HbmTraffic, traffic_of
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.planner_times import needs_counts
 from jax_moe_lb.sim.run import Report, keeps_history, mean_report, remembered, replay
 from jax_moe_lb.sim.trace import write_png, write_trace
 
@@ -267,7 +269,7 @@ def simulate(
             counts = counts[CYCLE:]
         planned = len(counts) * counts.shape[1]
         check_timeline(model.layers, cluster.num_ranks)
-        note(forecast(planned * candidate.system.balancer.needs_counts, planned, *counts.shape[2:]))
+        note(forecast(planned * needs_counts(candidate.system.balancer), planned, *counts.shape[2:]))
         steps = replay(
             candidate.system, model, cluster, counts, migration=candidate.migration, step=step, states=states
         )

@@ -173,7 +173,7 @@ def shown(value: Any) -> str:
         # Python refuses to print integers of thousands of digits.
         return f"an integer of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]}...{text[-MOST_SHOWN // 2 :]}"
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 15]} ... {text[-10:]}"
 
 
 def expected(kind: Any) -> str:

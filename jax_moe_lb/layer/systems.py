@@ -4,23 +4,19 @@ All functions take the same options, and `system_named` the same ones as text: `
 `system_named("exact:replica_slots=4,headroom=1.25")`.
 """
 
+import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.cost import Cost
-from jax_moe_lb.balancers.echo import ECHO
-from jax_moe_lb.balancers.epic import EPIC
 from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.fastermoe import FasterMoE
 from jax_moe_lb.balancers.feplb import FEPLB
 from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.hybridep import HybridEP
-from jax_moe_lb.balancers.llep import LLEP
-from jax_moe_lb.balancers.lplb import LPLB
-from jax_moe_lb.balancers.moonep import MoonEP
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.core.checks import shown
@@ -40,7 +36,6 @@ __all__ = [
     "feplb",
     "greedy",
     "hybridep",
-    "lplb",
     "plain",
     "rails",
     "system_named",
@@ -340,34 +335,6 @@ def eplb_plus(
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
-def lplb(
-    replica_slots: int = 2,
-    buffers: Buffers | None = None,
-    *,
-    headroom: float | None = None,
-    max_rounds: int | None = None,
-    dispatch: Dispatch | str | None = None,
-) -> System:
-    """Return LPLB: solve a linear program over a fixed graph of replicas, on the host.
-
-    Use it to study the baseline. It calls the host in every layer.
-
-    Args:
-        replica_slots: replica slots per rank, each an edge of the graph; 2 by default.
-        buffers: receive buffer; by default 1.05 x mean load and as many rounds as needed.
-        headroom: rows of the receive buffer x mean load; `None` (default) takes that of `buffers`.
-        max_rounds: maximum number of rounds; `None` (default) takes that of `buffers`.
-        dispatch: a `Dispatch`, or "direct", "once", "forward" or "rails"; by default chosen by rule for each layer.
-
-    Examples:
-        >>> system = lplb()
-        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
-        ('LPLB', 'AutoDispatch', 2)
-    """
-    system = System(LPLB(), replica_slots=replica_slots)
-    return with_options(system, buffers, headroom, max_rounds, dispatch)
-
-
 def rails(
     buffers: Buffers | None = None,
     *,
@@ -402,7 +369,6 @@ _SYSTEMS: dict[str, Callable[..., System]] = {
     "feplb": feplb,
     "greedy": greedy,
     "hybridep": hybridep,
-    "lplb": lplb,
     "plain": plain,
     "rails": rails,
     "two_tier": two_tier,
@@ -410,22 +376,26 @@ _SYSTEMS: dict[str, Callable[..., System]] = {
 }
 
 
-def _compared(balancer: Balancer) -> Callable[..., System]:
-    """Return a function like those of this module for a balancer that serves comparisons."""
-
-    def made(
-        replica_slots: int = 2,
-        *,
-        headroom: float | None = None,
-        max_rounds: int | None = None,
-        dispatch: Dispatch | str | None = None,
-    ) -> System:
-        return with_options(System(balancer, replica_slots=replica_slots), None, headroom, max_rounds, dispatch)
-
-    return made
+COMPARED = {"echo": "ECHO", "epic": "EPIC", "llep": "LLEP", "lplb": "LPLB", "moonep": "MoonEP"}
+"""Balancers of `jax_moe_lb.contrib` that `system_named` takes, too."""
 
 
-_NAMED = _SYSTEMS | {type(one).__name__.lower(): _compared(one) for one in (ECHO(), EPIC(), LLEP(), MoonEP())}
+def _compared(
+    name: str,
+    replica_slots: int = 2,
+    *,
+    headroom: float | None = None,
+    max_rounds: int | None = None,
+    dispatch: Dispatch | str | None = None,
+) -> System:
+    """Return the system of a balancer of `contrib`, with the options of the other systems."""
+    # Imported where it is used, since layers need none of it.
+    contrib = importlib.import_module("jax_moe_lb.contrib")
+    system = System(getattr(contrib, COMPARED[name])(), replica_slots=replica_slots)
+    return with_options(system, None, headroom, max_rounds, dispatch)
+
+
+_NAMED = _SYSTEMS | {name: partial(_compared, name) for name in COMPARED}
 
 
 def system_names() -> list[str]:

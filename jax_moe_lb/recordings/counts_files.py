@@ -10,15 +10,18 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import FileLimits, LimitError
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.plan_file import read_named
 from jax_moe_lb.core.topology import home_experts_per_rank
 from jax_moe_lb.core.validation import check_counts
-from jax_moe_lb.recordings.yaml_file import MOST_ENTRIES, shown
 
 MOST_LAYERS = 2**17
 """Maximum number of layers of a trace, summed over all steps: 1000 steps of a model with 131 layers."""
+
+MOST_ENTRIES = 2**24
+"""Maximum number of counts per layer, one per rank and expert: 4096 of both."""
 
 OTHERS = (".pt", ".jsonl")
 """Suffixes of recordings readable by `jax-moe-lb convert`."""

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.recordings.quantities import rate, speed, time
-from jax_moe_lb.recordings.yaml_file import read_yaml, shown
+from jax_moe_lb.recordings.yaml_file import read_yaml
 
 BASES = ("data sheet", "measured", "assumed")
 """Origins of a value."""

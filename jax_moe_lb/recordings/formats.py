@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jax_moe_lb.core.checks import MOST_SHOWN, shown
 from jax_moe_lb.core.file_limits import FileLimits, LimitError, open_regular, parse_json
 from jax_moe_lb.recordings.counts_files import Trace, checked
 from jax_moe_lb.recordings.torch_file import Tensor, read_torch
-from jax_moe_lb.recordings.yaml_file import MOST_SHOWN, shown
 
 MEGATRON, SGLANG = "router_trace_rank*.jsonl", "*.pt"
 """File name patterns of a recording folder, with one file per rank."""

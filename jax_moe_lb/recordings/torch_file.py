@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import FileLimits, check_member, open_archive, open_regular
-from jax_moe_lb.recordings.yaml_file import shown
 
 LOCAL_HEADER = "<4s22x2H"
 """Signature, length of the name and length of the extra field of a member."""

@@ -277,7 +277,7 @@ class Cluster:
         copy_bytes_per_s: Rate of a rank's copy engines in each direction, in bytes per second. None (default) is the
             rate of its links.
         planner_s: Seconds from counts to plan, for every planner that reads the counts; 0 by default. None is the time
-            of each planner by `recordings/planner_times.yaml`, and `host_wait_s` if GPUs plan on the host.
+            of each planner by `sim/planner_times.yaml`, and `host_wait_s` if GPUs plan on the host.
         host_wait_s: Seconds in which a device copies a few numbers to its host and waits for it; 20e-6 by default. A
             layer that decides against planning waits as long.
         domain_level: Outermost level inside a domain, in which plans may move expert weights. None (default) is the

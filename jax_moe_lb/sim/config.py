@@ -12,13 +12,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
 from jax_moe_lb.recordings.device_rates import device_rates
 from jax_moe_lb.recordings.quantities import RateField, SizeField, SpeedField, TimeField
-from jax_moe_lb.recordings.yaml_file import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, read_yaml, shown
+from jax_moe_lb.recordings.yaml_file import read_yaml
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Communication, Gemm, Links, MeasuredGemm
 from jax_moe_lb.sim.drift import RECORDED, Drift
+from jax_moe_lb.sim.limits import MOST_LAYERS, MOST_POINTS, MOST_WIDTH
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Parallel, Peers, Step
@@ -80,7 +82,7 @@ class ClusterSection(_Section):
     """A machine; see `Cluster`.
 
     `device` names a kind of GPU of `recordings/devices`, whose rates replace missing `copy_engines`, and give the wait
-    for the host. Without `planner`, each planner takes the time of `recordings/planner_times.yaml`.
+    for the host. Without `planner`, each planner takes the time of `sim/planner_times.yaml`.
     """
 
     device: str | None = None

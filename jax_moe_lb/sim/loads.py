@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jax_moe_lb.core.topology import home_experts_per_rank
-from jax_moe_lb.recordings.yaml_file import check_entries, check_tokens
 from jax_moe_lb.sim.drift import Drift
+from jax_moe_lb.sim.limits import check_entries, check_tokens
 from jax_moe_lb.sim.model import ModelShape
 
 POWERS = (0.3125, 0.625, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0)

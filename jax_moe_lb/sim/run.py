@@ -16,9 +16,9 @@ from jax_moe_lb.core.plan import imbalance, load, plain_plan
 from jax_moe_lb.core.topology import check_total
 from jax_moe_lb.core.types import State
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.recordings.yaml_file import check_entries, check_timeline
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Timeline
+from jax_moe_lb.sim.limits import check_entries, check_timeline
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step

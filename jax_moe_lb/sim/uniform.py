@@ -17,8 +17,8 @@ import numpy as np
 from jax_moe_lb.core.topology import home_experts_per_rank
 from jax_moe_lb.core.types import Counts
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.recordings.yaml_file import MOST_PLANNED_RANKS
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import Flow, even_flow

@@ -36,6 +36,7 @@ from jax_moe_lb.sim.padded import (
     rounds_in_phases,
     rounds_of_copies,
 )
+from jax_moe_lb.sim.planner_times import needs_counts, planning_s
 from jax_moe_lb.sim.traffic import (
     Group,
     between_all,
@@ -294,11 +295,11 @@ def _with_padding(
 def _planner_s(system: System, cluster: Cluster, plans: list[HostPlan]) -> float:
     """Return the seconds from counts to plan of the group whose planner runs most often."""
     # Without counts, the placement is fixed before the layer, so no planning time is needed.
-    if not system.balancer.needs_counts:
+    if not needs_counts(system.balancer):
         return 0.0
     planner_s, runs, plan = cluster.planner_s, max(one.runs for one in plans), plans[0].plan
     if planner_s is None:
-        planner_s = system.balancer.planning_s(plan.num_ranks, plan.num_experts, cluster.host_wait_s)
+        planner_s = planning_s(system.balancer, plan.num_ranks, plan.num_experts, cluster.host_wait_s)
     # The branch of a planner that does not run waits for the host, as XLA evaluates it there.
     return runs * planner_s if runs else min(planner_s, cluster.host_wait_s)
 
@@ -366,7 +367,7 @@ def _merged(
         return_home=None if gradients.is_empty else gradients,
         joins=joins_weights(system, model, cluster),
         engine=system.replicate.uses_copy_engines and not cluster.communication.padded,
-        early=not system.balancer.needs_counts,
+        early=not needs_counts(system.balancer),
         waves=tuple(waves),
         passes_home=cost.passes_home,
         num_home=counts.shape[1] // len(parts[0].group.ranks),

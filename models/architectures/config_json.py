@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
-from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.without_effect import ROPE_SETTINGS, has_effect, values_without_effect
 from models.decoder.rope import Rope, yarn_scale
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jax_moe_lb import TopK
-from jax_moe_lb.recordings.yaml_file import shown
+from jax_moe_lb.core.checks import shown
 from models.architectures import parameter_map as names
 from models.architectures.config_json import Fields
 from models.architectures.parameter_map import ParameterSlice

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jax_moe_lb.recordings.yaml_file import shown
+from jax_moe_lb.core.checks import shown
 from models.architectures import parameter_map as names
 from models.architectures.config_json import Fields, checked_number
 from models.architectures.parameter_map import ParameterSlice

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import UNLIMITED
-from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures import (
     deepseek_v3,
     ernie4_5_moe,

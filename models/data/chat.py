@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import read_bytes
-from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.config_json import read_settings
 from models.data.sandbox import Rendering, compiled, rendered
 from models.data.tokenizers import encoded_with_offsets, end_tokens, read_tokenizer

@@ -13,7 +13,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jax_moe_lb.recordings.yaml_file import shown
+from jax_moe_lb.core.checks import shown
 
 MOST_TEXT = 2**24
 """Maximum number of characters of a rendered conversation, and of a text or list in a template."""

@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import Tokenizer as FromFile
 
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, read_bytes
-from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.config_json import read_fields, read_settings
 from models.model_config import NUM_BYTES
 

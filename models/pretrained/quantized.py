@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jax_moe_lb.recordings.yaml_file import shown
+from jax_moe_lb.core.checks import shown
 from models.architectures.config_json import Fields
 from models.architectures.parameter_map import Index
 from models.pretrained.safetensors import FLOATS, FP8, TensorFolder, short

@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, open_regular, parse_json, read_bytes
-from jax_moe_lb.recordings.yaml_file import shown
 from models.architectures.parameter_map import Index
 
 NUMPY: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}

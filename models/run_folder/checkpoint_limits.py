@@ -11,8 +11,8 @@ from typing import Any
 import tensorstore as ts
 
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
-from jax_moe_lb.recordings.yaml_file import shown
 
 JSON_FILES = ("_*", "run/*", "*/_*", "*/array_metadatas/*")
 """Patterns of the JSON files read by Orbax, relative to the folder of a checkpoint."""

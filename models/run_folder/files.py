@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jax_moe_lb.core import FileLimits
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
-from jax_moe_lb.recordings.yaml_file import shown
 
 RESUMING = "after a fix, --resume continues from the newest checkpoint, if there is one"
 """End of messages about a failed write."""

@@ -13,11 +13,11 @@ from jax import Array
 from jax.experimental import multihost_utils
 
 from jax_moe_lb import Topology, relocate
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn import expert_bytes
 from jax_moe_lb.planners import moved_experts, plan_relocation
-from jax_moe_lb.recordings.yaml_file import shown
 from models.config import BatchConfig, OptimizerConfig, TrainConfig
 from models.mesh import make_system
 from models.model_config import LoraConfig, ModelConfig, ParallelConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_moe_lb import Losses
 from jax_moe_lb.core import FileLimits
-from jax_moe_lb.recordings.yaml_file import shown
+from jax_moe_lb.core.checks import shown
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.published import PUBLISHED
 from models.architectures.registry import configured

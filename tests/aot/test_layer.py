@@ -5,7 +5,7 @@ import pytest
 
 from jax_moe_lb import greedy, plain
 from jax_moe_lb.aot import LayerSizes, Target, compile_layer
-from jax_moe_lb.layer.systems import lplb
+from jax_moe_lb.layer.systems import system_named
 
 SIZES = LayerSizes(hidden=64, inner=32, experts=16, tokens=32, per_token=2)
 HERE = Target("cpu:1x8", "cpu", "cpu", (1, 1, 8))
@@ -38,7 +38,7 @@ def test_a_program_that_calls_the_host_is_refused_for_a_device_that_is_absent(mo
 
     monkeypatch.setattr(jax.stages.Traced, "lower", fail)
     with pytest.raises(ValueError, match=r"no form for cpu:1x8: it calls the host.*expected no HostCallback"):
-        compile_layer(lplb(), HERE, SIZES)
+        compile_layer(system_named("lplb"), HERE, SIZES)
 
 
 def test_several_domains_are_nodes_of_the_mesh():

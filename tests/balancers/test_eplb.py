@@ -7,8 +7,9 @@ from jax.sharding import AxisType
 
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Chain, ExpertConfig, HostCallback, MoE, Plan, System, TopK, Topology, plain
-from jax_moe_lb.balancers import EPLB, LPLB, EPLBPlus
+from jax_moe_lb.balancers import EPLB, EPLBPlus
 from jax_moe_lb.balancers.eplb import History, mean, no_history, observe
+from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.core import check_plan, load, plain_plan
 from tests.layer_cases import make_mesh
 

@@ -8,8 +8,9 @@ from benchmarks.bench_plans import OTHERS, outcome, plan
 from benchmarks.load_families import families, spread
 from benchmarks.optimum import optimum
 from jax_moe_lb import _planning
-from jax_moe_lb.balancers import LPLB, Exact
+from jax_moe_lb.balancers import Exact
 from jax_moe_lb.balancers.exact import SEARCH_ENDS
+from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.core import check_plan, load
 from jax_moe_lb.planners.exact_search import exact_in_jax
 

@@ -22,9 +22,9 @@ from jax_moe_lb.advise.evaluate import Workload
 from jax_moe_lb.cli import main
 from jax_moe_lb.cli.app import app
 from jax_moe_lb.cli.output import KINDS, print_error
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.layer.systems import plain
 from jax_moe_lb.recordings import quantities as units
-from jax_moe_lb.recordings.yaml_file import shown
 from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, simulate_uniform, skewed_counts
 from jax_moe_lb.sim.config import load_config, preset_names
 
@@ -457,7 +457,8 @@ def test_messages_are_one_line_that_a_terminal_can_show(capsys):
 
 def test_values_of_any_length_are_shown_short():
     assert shown("9" * 5000).count("9") == 53
-    assert len(shown(10**5000)) == len(shown([0] * 5000)) == 60
+    assert len(shown([0] * 5000)) == 60
+    assert shown(10**5000) == "an integer of 16610 bits"
     assert shown(10**30) == "1000000000000000000000000000000"
 
 

@@ -12,9 +12,9 @@ from jax_moe_lb.cli import main
 from jax_moe_lb.cli.compile import compose
 from jax_moe_lb.cli.output import note
 from jax_moe_lb.layer.systems import system_names
-from jax_moe_lb.recordings.yaml_file import forecast
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step, skewed_counts
 from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.limits import forecast
 from jax_moe_lb.sim.uniform import sample_of
 
 CONFIG = """

@@ -6,24 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_moe_lb import Balancer, Chain, Topology
-from jax_moe_lb.balancers import (
-    ECHO,
-    EPIC,
-    EPLB,
-    FEPLB,
-    LLEP,
-    LPLB,
-    EPLBPlus,
-    Exact,
-    FasterMoE,
-    Given,
-    Greedy,
-    HybridEP,
-    MoonEP,
-    Plain,
-    RailS,
-    UltraEP,
-)
+from jax_moe_lb.balancers import EPLB, FEPLB, EPLBPlus, Exact, FasterMoE, Given, Greedy, HybridEP, Plain, RailS, UltraEP
+from jax_moe_lb.contrib import ECHO, EPIC, LLEP, LPLB, MoonEP
 from jax_moe_lb.core import check_plan, plain_plan
 
 STEPS = 4

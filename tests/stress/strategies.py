@@ -25,7 +25,8 @@ from jax_moe_lb import (
     plain,
     rails,
 )
-from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, RailS, UltraEP
+from jax_moe_lb.balancers import EPLB, FEPLB, EPLBPlus, Exact, FasterMoE, RailS, UltraEP
+from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.layer.systems import two_tier
 from jax_moe_lb.routing import ForceBalanced, GroupLimit
 from jax_moe_lb.transport import (

@@ -32,7 +32,8 @@ def slots_by_layer(
     Examples:
         >>> import numpy as np
         >>> from jax_moe_lb import Topology
-        >>> from jax_moe_lb.balancers import Exact, slots_by_layer
+        >>> from jax_moe_lb.balancers import Exact
+        >>> from jax_moe_lb.contrib import slots_by_layer
         >>> layers = np.array([np.diag([9, 9, 9, 9]), np.diag([30, 2, 2, 2]), np.diag([12, 8, 8, 8])], np.int32)
         >>> slots_by_layer(Exact(eps=0.0), layers, Topology.flat(num_ranks=4), budget=2, most=2)
         (0, 1, 1)

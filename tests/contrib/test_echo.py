@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Topology
-from jax_moe_lb.balancers import ECHO
-from jax_moe_lb.balancers.echo import spilled_tokens
+from jax_moe_lb.contrib import ECHO
+from jax_moe_lb.contrib.echo import spilled_tokens
 from jax_moe_lb.core import check_plan, load, plain_plan
 
 

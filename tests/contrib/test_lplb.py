@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Chain, HostCallback, Plan, Topology
-from jax_moe_lb.balancers import LPLB, EPLBPlus
-from jax_moe_lb.balancers.lplb import spread
+from jax_moe_lb.balancers import EPLBPlus
+from jax_moe_lb.contrib import LPLB
+from jax_moe_lb.contrib.lplb import spread
 from jax_moe_lb.core import check_plan, imbalance, load, plain_plan, traffic
 from tests.planners.planner_cases import draw_placement, draw_tokens
 

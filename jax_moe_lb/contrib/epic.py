@@ -1,14 +1,12 @@
 """EPIC: the busiest and the idlest rank of a host swap experts, if that saves more time than it takes."""
 
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost, served_at_home
+from jax_moe_lb.balancers.host_callback import PlannedOnHost, served_at_home
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class EPIC(PlannedOnHost):
     Examples:
         >>> import numpy as np
         >>> from jax_moe_lb import Topology
-        >>> from jax_moe_lb.balancers import EPIC
+        >>> from jax_moe_lb.contrib import EPIC
         >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.diag([9, 6, 5, 4, 1, 3, 2, 2]).reshape(4, 2, 8).sum(1).astype(np.int32)
         >>> topology = Topology.flat(num_ranks=4)
@@ -48,38 +46,27 @@ class EPIC(PlannedOnHost):
     """
 
     min_saved: int = 1
-    _host: HostCallback = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.min_saved < 1:
             raise ValueError(f"min_saved is {self.min_saved}; expected at least 1")
-        object.__setattr__(self, "_host", HostCallback(partial(swap, min_saved=self.min_saved)))
 
-
-def swap(counts: np.ndarray, plan: Plan, topology: Topology, min_saved: int = 1) -> Plan:
-    """Return EPIC's plan for the slots of a plan; the planner of a `HostCallback`.
-
-    Args:
-        counts: `[R, E]` int32.
-        plan: plan with placement and domains; its replicas are dropped.
-        topology: unused; the plan has the domain.
-        min_saved: as for `EPIC`.
-    """
-    del topology
-    tokens, num_home = counts.sum(0).astype(np.int64), plan.num_home
-    placement, quota = served_at_home(counts, plan)
-    by_rank = tokens.reshape(plan.num_ranks, num_home)
-    for first in range(0, plan.num_ranks if plan.slots > num_home else 0, plan.domain):
-        order = first + np.argsort(-by_rank[first : first + plan.domain].sum(1), kind="stable")
-        for busy, idle in zip(order[: plan.domain // 2], order[::-1], strict=False):
-            # The maximum falls most if the pair's difference comes nearest to 0.
-            load = by_rank[busy].sum(), by_rank[idle].sum()
-            given = by_rank[busy][:, None] - by_rank[idle][None]
-            most = np.maximum(load[0] - given, load[1] + given)
-            best = np.unravel_index(most.argmin(), most.shape)
-            if load[0] - most[best] >= min_saved:
-                for home, other, at in ((busy, idle, best[0]), (idle, busy, best[1])):
-                    expert = home * num_home + at
-                    placement[other, num_home] = expert
-                    quota[expert, [home, other]] = quota[expert, [other, home]]
-    return replace(plan, placement=placement, quota=quota.astype(np.int32))
+    def plan_on_host(self, counts: np.ndarray, plan: Plan) -> Plan:
+        """Return EPIC's plan; see `PlannedOnHost`."""
+        tokens, num_home = counts.sum(0).astype(np.int64), plan.num_home
+        placement, quota = served_at_home(counts, plan)
+        by_rank = tokens.reshape(plan.num_ranks, num_home)
+        for first in range(0, plan.num_ranks if plan.slots > num_home else 0, plan.domain):
+            order = first + np.argsort(-by_rank[first : first + plan.domain].sum(1), kind="stable")
+            for busy, idle in zip(order[: plan.domain // 2], order[::-1], strict=False):
+                # The maximum falls most if the pair's difference comes nearest to 0.
+                load = by_rank[busy].sum(), by_rank[idle].sum()
+                given = by_rank[busy][:, None] - by_rank[idle][None]
+                most = np.maximum(load[0] - given, load[1] + given)
+                best = np.unravel_index(most.argmin(), most.shape)
+                if load[0] - most[best] >= self.min_saved:
+                    for home, other, at in ((busy, idle, best[0]), (idle, busy, best[1])):
+                        expert = home * num_home + at
+                        placement[other, num_home] = expert
+                        quota[expert, [home, other]] = quota[expert, [other, home]]
+        return replace(plan, placement=placement, quota=quota.astype(np.int32))

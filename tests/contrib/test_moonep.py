@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Topology
-from jax_moe_lb.balancers import MoonEP
-from jax_moe_lb.balancers.moonep import receive_quotas
+from jax_moe_lb.contrib import MoonEP
+from jax_moe_lb.contrib.moonep import receive_quotas
 from jax_moe_lb.core import check_plan, load, plain_plan
 
 

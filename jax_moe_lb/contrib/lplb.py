@@ -16,7 +16,6 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.stats import HostErrors
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota, namespace, pytree
-from jax_moe_lb.recordings.planner_times import Place
 
 
 @pytree
@@ -59,7 +58,7 @@ class LPLB(Balancer):
     Examples:
         >>> import numpy as np
         >>> from jax_moe_lb import Topology
-        >>> from jax_moe_lb.balancers import LPLB
+        >>> from jax_moe_lb.contrib import LPLB
         >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[3, 1, 1, 0], [3, 1, 1, 1], [3, 0, 1, 1], [3, 0, 1, 0]], np.int32)
         >>> topology, balancer = Topology.flat(num_ranks=4), LPLB()
@@ -82,11 +81,6 @@ class LPLB(Balancer):
     def init(self, counts_shape: tuple[int, int]) -> _State:
         """Return the state before the first step, without history."""
         return _State(no_history(counts_shape[1]), np.zeros(counts_shape[1], np.int32))
-
-    @property
-    def place(self) -> Place:
-        """Python on the host, a linear program."""
-        return Place.PYTHON
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, _State]:
         """Return the replicas of the last ranking with the quota of this microbatch's linear program.

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import Topology
-from jax_moe_lb.balancers import Exact, Plain, slots_by_layer
+from jax_moe_lb.balancers import Exact, Plain
+from jax_moe_lb.contrib import slots_by_layer
 from jax_moe_lb.core import load, plain_plan
 
 TOPOLOGY = Topology.flat(4)

@@ -1,14 +1,13 @@
 """MoonEP: every rank serves exactly the mean load, with the most overloaded rank filling the emptiest one."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost, served_at_home
+from jax_moe_lb.balancers.host_callback import PlannedOnHost, served_at_home
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class MoonEP(PlannedOnHost):
     Examples:
         >>> import numpy as np
         >>> from jax_moe_lb import Topology
-        >>> from jax_moe_lb.balancers import MoonEP
+        >>> from jax_moe_lb.contrib import MoonEP
         >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.diag([12, 15, 7, 6]).astype(np.int32)
         >>> topology = Topology.flat(num_ranks=4)
@@ -38,25 +37,15 @@ class MoonEP(PlannedOnHost):
         MoonEP, github.com/MoonshotAI/MoonEP, the reference of its planning kernel.
     """
 
-    _host: HostCallback = field(default_factory=lambda: HostCallback(plan), init=False, repr=False, compare=False)
-
-
-def plan(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """Return MoonEP's plan for the slots of a plan; the planner of a `HostCallback`.
-
-    Args:
-        counts: `[R, E]` int32.
-        plan: plan with placement and domains; its replicas are dropped.
-        topology: unused; the plan has the domain.
-    """
-    del topology
-    size, (placement, quota) = plan.domain, served_at_home(counts, plan)
-    for first in range(0, plan.num_ranks, size):
-        ranks = slice(first, first + size)
-        moved = receive_quotas(quota[:, ranks].sum(0))
-        for home in range(size):
-            _give(first + home, moved[home], first, placement, quota)
-    return replace(plan, placement=placement, quota=quota.astype(np.int32))
+    def plan_on_host(self, counts: np.ndarray, plan: Plan) -> Plan:
+        """Return MoonEP's plan; see `PlannedOnHost`."""
+        size, (placement, quota) = plan.domain, served_at_home(counts, plan)
+        for first in range(0, plan.num_ranks, size):
+            ranks = slice(first, first + size)
+            moved = receive_quotas(quota[:, ranks].sum(0))
+            for home in range(size):
+                _give(first + home, moved[home], first, placement, quota)
+        return replace(plan, placement=placement, quota=quota.astype(np.int32))
 
 
 def receive_quotas(load: np.ndarray) -> np.ndarray:

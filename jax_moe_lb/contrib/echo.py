@@ -1,14 +1,13 @@
 """ECHO: tokens beyond the mean spill to clones of hot experts, by one pass over sorted spills and rooms."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost, served_at_home
+from jax_moe_lb.balancers.host_callback import PlannedOnHost, served_at_home
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class ECHO(PlannedOnHost):
     Examples:
         >>> import numpy as np
         >>> from jax_moe_lb import Topology
-        >>> from jax_moe_lb.balancers import ECHO
+        >>> from jax_moe_lb.contrib import ECHO
         >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.diag([12, 15, 7, 6]).astype(np.int32)
         >>> topology = Topology.flat(num_ranks=4)
@@ -38,30 +37,20 @@ class ECHO(PlannedOnHost):
         to the lower index here.
     """
 
-    _host: HostCallback = field(default_factory=lambda: HostCallback(clone), init=False, repr=False, compare=False)
-
-
-def clone(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """Return ECHO's plan for the slots of a plan; the planner of a `HostCallback`.
-
-    Args:
-        counts: `[R, E]` int32.
-        plan: plan with placement and domains; its replicas are dropped.
-        topology: unused; the plan has the domain.
-    """
-    del topology
-    tokens, num_home = counts.sum(0).astype(np.int64), plan.num_home
-    placement, quota = served_at_home(counts, plan)
-    for first in range(0, plan.num_ranks, plan.domain):
-        own: Any = np.arange(first * num_home, (first + plan.domain) * num_home)
-        moved = spilled_tokens(tokens[own].reshape(plan.domain, num_home))
-        for rank in range(plan.domain):
-            hottest: Any = np.argsort(-moved[:, rank], kind="stable")[: plan.slots - num_home]
-            hottest = hottest[moved[hottest, rank] > 0]
-            placement[first + rank, num_home : num_home + len(hottest)] = own[hottest]
-            quota[own[hottest], first + rank] += moved[hottest, rank]
-            quota[own[hottest], first + hottest // num_home] -= moved[hottest, rank]
-    return replace(plan, placement=placement, quota=quota.astype(np.int32))
+    def plan_on_host(self, counts: np.ndarray, plan: Plan) -> Plan:
+        """Return ECHO's plan; see `PlannedOnHost`."""
+        tokens, num_home = counts.sum(0).astype(np.int64), plan.num_home
+        placement, quota = served_at_home(counts, plan)
+        for first in range(0, plan.num_ranks, plan.domain):
+            own: Any = np.arange(first * num_home, (first + plan.domain) * num_home)
+            moved = spilled_tokens(tokens[own].reshape(plan.domain, num_home))
+            for rank in range(plan.domain):
+                hottest: Any = np.argsort(-moved[:, rank], kind="stable")[: plan.slots - num_home]
+                hottest = hottest[moved[hottest, rank] > 0]
+                placement[first + rank, num_home : num_home + len(hottest)] = own[hottest]
+                quota[own[hottest], first + rank] += moved[hottest, rank]
+                quota[own[hottest], first + hottest // num_home] -= moved[hottest, rank]
+        return replace(plan, placement=placement, quota=quota.astype(np.int32))
 
 
 def spilled_tokens(tokens: np.ndarray) -> np.ndarray:

@@ -1,15 +1,13 @@
 """LLEP: tokens beyond a rank's capacity spill to the least loaded ranks."""
 
 import math
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost, served_at_home
+from jax_moe_lb.balancers.host_callback import PlannedOnHost, served_at_home
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class LLEP(PlannedOnHost):
     Examples:
         >>> import numpy as np
         >>> from jax_moe_lb import Topology
-        >>> from jax_moe_lb.balancers import LLEP
+        >>> from jax_moe_lb.contrib import LLEP
         >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.diag([12, 15, 7, 6]).astype(np.int32)
         >>> topology = Topology.flat(num_ranks=4)
@@ -51,7 +49,6 @@ class LLEP(PlannedOnHost):
     capacity: float = 1.1
     min_tokens: int = 1024
     min_imbalance: float = 1.3
-    _host: HostCallback = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("capacity", "min_imbalance"):
@@ -59,37 +56,17 @@ class LLEP(PlannedOnHost):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number, at least 1")
         if self.min_tokens < 1:
             raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
-        planner = partial(spill, capacity=self.capacity, min_tokens=self.min_tokens, min_imbalance=self.min_imbalance)
-        object.__setattr__(self, "_host", HostCallback(planner))
 
-
-def spill(
-    counts: np.ndarray,
-    plan: Plan,
-    topology: Topology,
-    capacity: float = 1.1,
-    min_tokens: int = 1024,
-    min_imbalance: float = 1.3,
-) -> Plan:
-    """Return LLEP's plan for the slots of a plan; the planner of a `HostCallback`.
-
-    Args:
-        counts: `[R, E]` int32.
-        plan: plan with placement and domains; its replicas are dropped.
-        topology: unused; the plan has the domain.
-        capacity: as for `LLEP`.
-        min_tokens: as for `LLEP`.
-        min_imbalance: as for `LLEP`.
-    """
-    del topology
-    placement, quota = served_at_home(counts, plan)
-    for first in range(0, plan.num_ranks, plan.domain):
-        ranks = np.arange(first, first + plan.domain)
-        load: np.ndarray = quota[:, ranks].sum(0)
-        if load.max() * plan.domain >= min_imbalance * load.sum() and load.sum():
-            most = max(int(capacity * (load.sum() // plan.domain)), 1)
-            _spill_domain(ranks, most, min_tokens, placement, quota)
-    return replace(plan, placement=placement, quota=quota.astype(np.int32))
+    def plan_on_host(self, counts: np.ndarray, plan: Plan) -> Plan:
+        """Return LLEP's plan; see `PlannedOnHost`."""
+        placement, quota = served_at_home(counts, plan)
+        for first in range(0, plan.num_ranks, plan.domain):
+            ranks = np.arange(first, first + plan.domain)
+            load: np.ndarray = quota[:, ranks].sum(0)
+            if load.max() * plan.domain >= self.min_imbalance * load.sum() and load.sum():
+                most = max(int(self.capacity * (load.sum() // plan.domain)), 1)
+                _spill_domain(ranks, most, self.min_tokens, placement, quota)
+        return replace(plan, placement=placement, quota=quota.astype(np.int32))
 
 
 def _spill_domain(ranks: np.ndarray, most: int, min_tokens: int, placement: np.ndarray, quota: np.ndarray) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import Topology
-from jax_moe_lb.balancers import EPIC
+from jax_moe_lb.contrib import EPIC
 from jax_moe_lb.core import check_plan, load, plain_plan
 
 COUNTS = np.diag([9, 6, 5, 4, 1, 3, 2, 2]).reshape(4, 2, 8).sum(1).astype(np.int32)
