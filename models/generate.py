@@ -1,6 +1,7 @@
 """Continue text with a checkpoint: `python -m models.generate --checkpoint DIR --prompt TEXT`."""
 
 import json
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in
 from models.data.tokenizers import CheckpointTokenizer
 from models.mesh import make_mesh, make_system, offer_cpu_devices
 from models.model_config import ParallelConfig
-from models.pretrained.generation import Sampling, generate
+from models.pretrained.generation import Generator, Sampling
 from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import CountsTrace
 
@@ -150,16 +151,17 @@ def main(
         text_of = partial(_text, words, stop or [])
         held = max((len(text) - 1 for text in stop or ()), default=0)
         printers = [Printer(text, text_of, held) for text in (texts if asked is None else [""] * len(asked))]
-        new = generate(
-            model,
-            tokens,
-            max_new_tokens,
-            sampling,
-            end_tokens=words.end_tokens,
-            stop=(lambda line: text_of(line) != words.text(line)) if stop else None,
-            show=(lambda lines: printers[0].show(lines[0])) if stream else None,
-            tell=trace.add,
-        )
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: say(f"warning: {message}")
+            new = Generator(model)(
+                tokens,
+                max_new_tokens,
+                sampling,
+                end_tokens=words.end_tokens,
+                stop=(lambda line: text_of(line) != words.text(line)) if stop else None,
+                show=(lambda lines: printers[0].show(lines[0])) if stream else None,
+                tell=trace.add,
+            )
         for printer, line in zip(printers, new, strict=True):
             printer.show(line, is_last=True)
         if record_counts is not None:
