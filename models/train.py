@@ -90,6 +90,7 @@ def train(
     mesh: Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help=MESH)] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="PATH[:WEIGHT]", help=DATA)] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data, in place of steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of parameters and batches.")] = None,
     run_dir: Annotated[Path | None, typer.Option(metavar="FOLDER", help=RUN_DIR), OutputPath("")] = None,
     resume: Annotated[str | None, typer.Option("--resume", metavar="[=auto]", help=RESUME)] = None,
@@ -112,7 +113,7 @@ def train(
             given = layered(in_file, _given(system, mesh, steps, seed, assignments or ()))
             if "checkpoint" in given.get("model", {}):
                 base = TUNING
-            asked = TrainArgs(config, base, given, data or [], run_dir, resume, overwrite, limits)
+            asked = TrainArgs(config, base, given, epochs, data or [], run_dir, resume, overwrite, limits)
             if target is not None:
                 asked.dry_run(target)
                 raise typer.Exit
@@ -138,6 +139,7 @@ class TrainArgs:
         name: preset, or path of a YAML file.
         base: the preset, or the defaults for a file.
         given: fields of `TrainConfig` given by the file and the options.
+        epochs: passes over the data; `None` for the number of steps.
         data: paths of the text; empty for the default text.
         run_dir: run folder; `None` for a numbered one.
         resume: `NEWEST` continues a run; `AUTO` continues it from a complete checkpoint, or else starts; `None` starts.
@@ -148,6 +150,7 @@ class TrainArgs:
     name: str
     base: TrainConfig
     given: Given
+    epochs: float | None
     data: list[str]
     run_dir: Path | None
     resume: str | None
@@ -157,6 +160,10 @@ class TrainArgs:
     def __post_init__(self) -> None:
         if self.resume not in (None, NEWEST, AUTO):
             raise ValueError(f"resume is {self.resume!r}; expected --resume or --resume={AUTO}")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs is {self.epochs}; expected a finite number above 0")
+        if self.epochs is not None and "steps" in self.given:
+            raise ValueError(f"epochs is {self.epochs} and steps is {self.given['steps']}; expected one of them")
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Validate all inputs and prepare the run; see `models.training.loop.prepare`."""
@@ -167,6 +174,7 @@ class TrainArgs:
         resume = self._continues(before, place)
         config = self._configured(as_before(before, self.given) if resume else self.given)
         corpus = _corpus(config, self.data, self.limits)
+        config = self._for_epochs(config, corpus)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
         if place is not None:
             options = {"resume": self.resume, "overwrite": self.overwrite}
@@ -174,6 +182,14 @@ class TrainArgs:
         restart = self.resume == AUTO and not resume
         how = {"resume": resume, "overwrite": self.overwrite, "restart": restart}
         return prepare(config, corpus, folder, **how, tell=tell, limits=self.limits)
+
+    def _for_epochs(self, config: TrainConfig, corpus: Corpus) -> TrainConfig:
+        """Return the configuration with the steps of the given epochs, the last one whole."""
+        if self.epochs is None:
+            return config
+        corpus.check_length(config.batch.sequence_length)
+        sequences = self.epochs * corpus.num_sequences(config.batch.sequence_length)
+        return dataclasses.replace(config, steps=math.ceil(sequences / config.batch.size))
 
     def _continues(self, folder: RunFolder, place: Place | None) -> bool:
         """Return whether the run continues from a checkpoint, as process 0 finds it."""

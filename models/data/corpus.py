@@ -349,6 +349,16 @@ class Corpus:
             entropy -= share * float((shares * np.log(shares)).sum())
         return entropy
 
+    def num_sequences(self, length: int) -> int:
+        """Return the number of training sequences of an epoch.
+
+        With weights, an epoch has as many sequences as all parts together; some of them occur several times.
+
+        Args:
+            length: tokens to predict per sequence.
+        """
+        return sum(len(Windows(part, False, length)) for part in self.parts)
+
     def sequences(self, seed: int, length: int) -> grain.MapDataset:
         """Return the endless sequence of training examples, int32 `[length + 1]` each.
 

@@ -53,6 +53,7 @@ from models.run_folder.report import LiveReport, write_report
 from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine
 from models.settings import in_section
 from models.training.faults import StepRunner, StopRequest, check_state, check_step
+from models.training.optimizer import learning_rates
 from models.training.resume import check_continues, described, layout_of, next_homes, per_layer
 from models.training.source import Source, source_of
 from models.training.step import Programs, make_programs
@@ -207,6 +208,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
 
     state = _begun(run) if run.state is None else run.state
     writes, validate = jax.process_index() == 0, _validation(run)
+    so_far = _so_far(run)
     # Compile before the first step starts, so that its step time excludes compilation.
     step_program, compile_s = _compiled(run)
     do = StepRunner(step_program, run.programs.step_again, tell)
@@ -228,10 +230,13 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
             pace.ready()
             progress.step = step
             step_started = time.perf_counter()
-            state, loss, stats = do(step, state, tokens)
+            state, loss, norm, stats = do(step, state, tokens)
             step_time_s = time.perf_counter() - step_started
             check_step(step, float(loss), stats, checkpoints.newest_step)
-            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.num_microbatches)
+            others_of_step = {"gradient_norm": float(norm)} | so_far(step)
+            row = recorder.step(
+                step, float(loss), stats, config.tokens_per_step, step_time_s, config.num_microbatches, others_of_step
+            )
             recorder.other(pace.stepped(step, step_time_s))
             line.show(row)
             if step % config.validation.interval == 0 or step == config.steps:
@@ -256,6 +261,18 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     if run.source is not None:
         _export(run, run.source, state)
     return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
+
+
+def _so_far(run: Run) -> Callable[[int], dict[str, float]]:
+    """Return a function from a step to its learning rate, and to the tokens and epochs read until its end."""
+    config, rates = run.config, learning_rates(run.config)
+    epochs = config.batch.size / run.corpus.num_sequences(config.batch.sequence_length)
+
+    def so_far(step: int) -> dict[str, float]:
+        tokens = step * config.tokens_per_step
+        return {"learning_rate": float(rates[step - 1]), "tokens_seen": tokens, "epoch": step * epochs}
+
+    return so_far
 
 
 def _begun(run: Run) -> nnx.State:

@@ -29,7 +29,7 @@ from models.decoder.stacked import StackedDecoder
 from models.decoder.tiny import LanguageModel
 from models.mesh import all_axes, placed_shapes, state_shardings, topology_of
 from models.settings import in_section
-from models.training.optimizer import apply_gradients, make_optimizer
+from models.training.optimizer import apply_gradients, gradient_norm, make_optimizer
 from models.training.resume import moved_state
 
 LossOf = Callable[..., tuple[Array, tuple[Array, Stats]]]
@@ -149,9 +149,9 @@ class Programs:
     Args:
         state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
         init: `() -> state`, for the first step.
-        step: `(state, tokens) -> (state, loss, stats)`, donating the state; see `loss_and_gradients`. If the system has
-            `max_rounds`, a step with a fault returns the state unchanged. A third argument of a `StackedDecoder` are
-            given experts, int32 `[layers, B, T, K]`.
+        step: `(state, tokens) -> (state, loss, norm, stats)`, donating the state, with the norm of the gradients; see
+            `loss_and_gradients`. If the system has `max_rounds`, a step with a fault returns the state unchanged. A
+            third argument of a `StackedDecoder` are given experts, int32 `[layers, B, T, K]`.
         step_again: `step` without the limit on rounds; `None` if `step` has none.
         evaluate: `(state, tokens) -> loss`, without a gradient.
         move: `(state, permutation) -> state`, with the experts relocated; it donates the state.
@@ -204,7 +204,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: Deco
     options = compiler_options(mesh)
 
     def jitted(step: Callable) -> Wrapped:
-        out = (shardings, everywhere, everywhere)
+        out = (shardings, everywhere, everywhere, everywhere)
         return jax.jit(step, out_shardings=out, donate_argnums=0, compiler_options=options)
 
     loss_of: LossOf = next_token_loss if decoder is None else StackedDecoder.loss
@@ -264,29 +264,30 @@ def _step(
     state: nnx.State,
     tokens: Array,
     experts: Array | None = None,
-) -> tuple[nnx.State, Array, Stats]:
+) -> tuple[nnx.State, Array, Array, Stats]:
     model, optimizer = nnx.merge(graph, state)
     counts = num_predicted(tokens, len(model.further) if config.model.further_weight else 0)
     loss, stats, gradients = loss_and_gradients(
         model, optimizer.wrt, loss_of, tokens, counts, config.batch.accumulate, mesh, experts
     )
+    norm = gradient_norm(gradients)
     apply_gradients(model, optimizer, gradients)
     if config.relocation.interval is not None:
         model.update_loads(stats)
     if config.model.bias_rate:
         model.update_bias(stats, config.model.bias_rate)
-    return nnx.state((model, optimizer)), loss, stats
+    return nnx.state((model, optimizer)), loss, norm, stats
 
 
 def _step_if_served(
     step: Callable, state: nnx.State, tokens: Array, experts: Array | None = None
-) -> tuple[nnx.State, Array, Stats]:
+) -> tuple[nnx.State, Array, Array, Stats]:
     """Return the state unchanged if a plan needs more rounds than the program has, so that the step can be repeated.
 
     The state is donated, so the caller has no copy of it. The update reads the old values anyway.
     """
     # Copy the tree, as Flax changes the variables of `state` in place.
     before = jax.tree.map(lambda leaf: leaf, state)
-    after, loss, stats = step(state, tokens, experts)
+    after, loss, norm, stats = step(state, tokens, experts)
     is_served = (stats.fault.code == 0).all()
-    return jax.tree.map(partial(jnp.where, is_served), after, before), loss, stats
+    return jax.tree.map(partial(jnp.where, is_served), after, before), loss, norm, stats

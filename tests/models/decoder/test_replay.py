@@ -56,7 +56,7 @@ def test_a_training_step_takes_given_experts(accumulate, all_devices):
     tokens = place_batch(marked(rng.integers(0, 256, (8, 7)).astype(np.int32), nothing, nothing), mesh)
     order = rng.permuted(np.broadcast_to(np.arange(config.num_experts), (2, 8, 6, config.num_experts)), axis=-1)
     experts = order[..., :per_token].astype(np.int32)
-    _, loss, stats = programs.step(programs.init(), tokens, jnp.asarray(experts))
+    _, loss, _, stats = programs.step(programs.init(), tokens, jnp.asarray(experts))
     assert np.isfinite(loss)
     want = np.stack([np.bincount(one.ravel(), minlength=config.num_experts) for one in experts])
     np.testing.assert_array_equal(np.asarray(stats.counts).sum((1, 2)), want)
