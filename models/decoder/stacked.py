@@ -1,7 +1,7 @@
 """Decoder for training, with stacked layers and fully sharded parameters."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,8 @@ class StackedDecoder(nnx.Module):
         remat: residuals of a layer, see `computed_again` (default: the names in `KEPT`). Omit "attention" if queries,
             keys and values of all layers do not fit.
         within_documents: if True (default), attention stays within a document, and positions count from its start.
-        lora: adapters of attention and experts (default none).
+        lora: rank and factor of adapters (default none).
+        adapted: paths of the matrices with adapters in a block; `None` (default) for those of attention and experts.
         pipeline: schedule of the layers with experts over the mesh axis `stage`; `None` (default) for none. Values and
             gradients are those of one microbatch after the other.
         rngs: random number generators of the adapters.
@@ -60,6 +61,7 @@ class StackedDecoder(nnx.Module):
         remat: str = ",".join(KEPT),
         within_documents: bool = True,
         lora: LoraConfig = LoraConfig(),
+        adapted: Collection[str] | None = None,
         pipeline: Pipeline | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
@@ -91,7 +93,8 @@ class StackedDecoder(nnx.Module):
         rngs = rngs or nnx.Rngs(0)
         for i, stacks in enumerate(self.stacks if lora.rank else ()):
             for stack in stacks:
-                add_adapters(stack, lora.rank, self.mesh, rngs, is_staged=is_even and i == self.piped)
+                staged = is_even and i == self.piped
+                add_adapters(stack, lora.rank, self.mesh, rngs, paths=adapted, is_staged=staged)
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
         """Return float32 logits `[B, T, vocab_size]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""

@@ -109,8 +109,8 @@ class Generator:
     def __init__(self, model: Decoder) -> None:
         self.model = model
         self._everywhere, self._lines = NamedSharding(model.mesh, PartitionSpec()), batch_sharding(model.mesh)
-        _, params, others = nnx.split(model, nnx.Param, ...)
-        self._params, self._others = state_shardings(params, model.mesh), state_shardings(others, model.mesh)
+        _, *states = nnx.split(model, nnx.Param, ...)
+        self._params, self._others = (state_shardings(state, model.mesh) for state in states)
         # With shardings of XLA's choice, the second step would compile again. The cache and the occurred tokens are
         # donated for an update in place.
         self._read = jax.jit(
@@ -185,10 +185,10 @@ class Generator:
         """Yield the next token of each sequence, int32 `[B]`, and the experts of the tokens read, if requested."""
         tokens, lengths, occurred = _padded(prompts, self.model.config.vocab_size, self.model.mesh.size)
         batch, place = len(tokens), np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        graph, params, others = nnx.split(self.model, nnx.Param, ...)
+        graph, *states = nnx.split(self.model, nnx.Param, ...)
         cache = self.model.empty_cache(batch, bucket(int(max(lengths)) + max_new_tokens))
         shardings = self._params, self._others, self._lines, self._everywhere
-        params, others, cache, seen = jax.device_put((params, others, cache, occurred), shardings)
+        params, others, cache, seen = jax.device_put((*states, cache, occurred), shardings)
         how = dataclasses.replace(sampling, seed=0)
         key, are_real = jax.random.key(sampling.seed), lengths[:, None] > 0
         arguments = tokens, place, place < lengths[:, None], np.maximum(lengths - 1, 0)
@@ -229,7 +229,7 @@ def _padded(
     """
     lengths = np.zeros(devices * bucket(-(-len(prompts) // devices)), np.int32)
     lengths[: len(prompts)] = list(map(len, prompts))
-    tokens = np.zeros((len(lengths), bucket(int(lengths.max()))), np.int32)
+    tokens = np.zeros((len(lengths), bucket(max(map(len, prompts)))), np.int32)
     occurred = np.zeros((len(lengths), vocab_size), bool)
     for line, words, prompt in zip(tokens, occurred, prompts, strict=False):
         line[: len(prompt)], words[list(prompt)] = prompt, True

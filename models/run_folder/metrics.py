@@ -190,6 +190,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def adapter(self) -> Path:
+        """Folder of the final adapters of a checkpoint, in the format of PEFT."""
+        return self.path / "adapter"
+
+    @property
     def figures(self) -> list[Path]:
         """Figures of the report."""
         return [self.path / f"{name}.png" for name in FIGURES]
@@ -210,6 +215,7 @@ class RunFolder:
             self.tensorboard,
             self.profile,
             self.model,
+            self.adapter,
             self.path / "wandb",
         ]
 
@@ -402,7 +408,7 @@ class Recorder:
         """
         row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
         row |= {"step_time_s": step_time_s, "router_loss": float(np.asarray(stats.loss).sum(0).mean())}
-        row |= others | summarised(stats)
+        row |= dict(others) | summarised(stats)
         self._append(row)
         self.arrays["steps"] += [np.int32(step)] * accumulate
         for name in PER_STEP:

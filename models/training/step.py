@@ -28,6 +28,7 @@ from models.decoder.pipeline import Pipeline
 from models.decoder.stacked import StackedDecoder
 from models.decoder.tiny import LanguageModel
 from models.mesh import all_axes, placed_shapes, state_shardings, topology_of
+from models.pretrained.adapters import target_paths
 from models.settings import in_section
 from models.training.optimizer import apply_gradients, gradient_norm, make_optimizer
 from models.training.resume import moved_state
@@ -252,6 +253,7 @@ def _model(
     whole = Decoder(decoder, mesh=mesh, system=system, ranks_per_domain=ranks, rules=rules, rngs=rngs)
     remat = ",".join(KEPT) if config.model.remat is None else config.model.remat
     options: dict[str, Any] = {"within_documents": config.data.within_documents, "lora": config.lora, "rngs": rngs}
+    options["adapted"] = target_paths(decoder, config.lora.targets) if config.lora.rank else None
     with in_section("parallel"):
         return StackedDecoder(whole, remat=remat, pipeline=Pipeline.of(config.parallel), **options)
 
