@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import grain
 import numpy as np
@@ -71,10 +71,12 @@ class Documents(abc.ABC):
     Attributes:
         tokens: `[tokens]` integers.
         is_split: if False, both splits contain all documents.
+        has_padding: whether rows may end with padding.
     """
 
     tokens: np.ndarray
     is_split: bool = field(default=True, kw_only=True)
+    has_padding: ClassVar[bool] = False
 
     @abc.abstractmethod
     def length(self, held_out: bool) -> int:
@@ -317,6 +319,11 @@ class Corpus:
     def length(self, held_out: bool) -> int:
         """Return the number of training tokens, or of held-out tokens."""
         return sum(part.length(held_out) for part in self._split(held_out))
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether sequences may end with padding."""
+        return any(stream.has_padding for part in (*self.parts, *(self.held_out or ())) for stream in part.streams)
 
     @property
     def source(self) -> str:

@@ -144,7 +144,7 @@ def prepare(
         raise ValueError(f"run_dir is {str(run_dir)!r}, the folder of the checkpoint; expected another folder")
     for line in source.noise if source is not None else ():
         tell(line)
-    programs = make_programs(config, mesh, system, source.config if source else None)
+    programs = make_programs(config, mesh, system, source.config if source else None, has_padding=corpus.has_padding)
     _check_slots(config, system)
     writes = jax.process_index() == 0
     # Check before tracing, which takes seconds, and again under the lock, as another run may have started.

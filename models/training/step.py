@@ -170,7 +170,14 @@ class Programs:
     topology: Topology
 
 
-def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: DecoderConfig | None = None) -> Programs:
+def make_programs(
+    config: TrainConfig,
+    mesh: Mesh,
+    system: System,
+    decoder: DecoderConfig | None = None,
+    *,
+    has_padding: bool = False,
+) -> Programs:
     """Build the programs, without compiling.
 
     Args:
@@ -178,6 +185,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: Deco
         mesh: return value of `make_mesh`; if the system has `migrate`, the mesh of its expert domains.
         system: load-balancing system.
         decoder: sizes of a `StackedDecoder`; `None` (default) trains the `LanguageModel` of the configuration.
+        has_padding: whether the sequences have padding, which a `StackedDecoder` does not route; False by default.
 
     Raises:
         ValueError: the model does not fit the mesh.
@@ -192,7 +200,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: Deco
     trained = Adapter if config.lora.rank else nnx.Param
 
     def create(system: System) -> tuple[LanguageModel | StackedDecoder, nnx.Optimizer]:
-        model = _model(config, mesh, topology, system, decoder)
+        model = _model(config, mesh, topology, system, decoder, has_padding)
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=trained)
 
     graph, shapes = nnx.split(nnx.eval_shape(partial(create, system)))
@@ -242,7 +250,12 @@ def _check_stateless(system: System, config: TrainConfig) -> None:
 
 
 def _model(
-    config: TrainConfig, mesh: Mesh, topology: Topology, system: System, decoder: DecoderConfig | None
+    config: TrainConfig,
+    mesh: Mesh,
+    topology: Topology,
+    system: System,
+    decoder: DecoderConfig | None,
+    has_padding: bool,
 ) -> LanguageModel | StackedDecoder:
     rngs = nnx.Rngs(config.seed)
     if decoder is None:
@@ -253,6 +266,7 @@ def _model(
     whole = Decoder(decoder, mesh=mesh, system=system, ranks_per_domain=ranks, rules=rules, rngs=rngs)
     remat = ",".join(KEPT) if config.model.remat is None else config.model.remat
     options: dict[str, Any] = {"within_documents": config.data.within_documents, "lora": config.lora, "rngs": rngs}
+    options["has_padding"] = has_padding
     options["adapted"] = target_paths(decoder, config.lora.targets) if config.lora.rank else None
     with in_section("parallel"):
         return StackedDecoder(whole, remat=remat, pipeline=Pipeline.of(config.parallel), **options)
