@@ -72,7 +72,7 @@ def train_from(
     losses = []
     for number in range(1, config.steps + 1):
         tokens = corpus.batch(config.seed, number, config.batch.size, config.batch.sequence_length)
-        state, loss, _ = programs.step(state, place_batch(tokens, mesh))
+        state, loss, *_ = programs.step(state, place_batch(tokens, mesh))
         losses.append(float(loss))
     batches = corpus.validation_batches(config.validation.batches, config.batch.size, config.batch.sequence_length)
     return losses, float(np.mean([float(programs.evaluate(state, place_batch(batch, mesh))) for batch in batches]))

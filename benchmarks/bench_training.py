@@ -72,7 +72,7 @@ def advance(training: Training, batch: np.ndarray, config: TrainConfig) -> None:
     """Run one step and record loss, seconds and balance."""
     tokens = jax.block_until_ready(place_batch(batch, make_mesh(config.parallel)))
     started = time.perf_counter()
-    training.state, loss, stats = training.program(training.state, tokens)
+    training.state, loss, _, stats = training.program(training.state, tokens)
     loss, stats = jax.device_get((loss, stats))
     seconds = time.perf_counter() - started
     raise_on_fault(stats)

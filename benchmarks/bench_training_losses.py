@@ -43,7 +43,7 @@ def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndar
     for step in range(1, config.steps + 1):
         tokens = place_batch(corpus.batch(config.seed, step, config.batch.size, config.batch.sequence_length), mesh)
         start_s = time.perf_counter()
-        state, loss, stats = programs.step(state, tokens)
+        state, loss, _, stats = programs.step(state, tokens)
         loss, stats = jax.device_get((loss, stats))
         seconds = time.perf_counter() - start_s
         rows.append((loss, stats.imbalance_before.mean(), stats.imbalance_after.mean(), stats.rounds.max(), seconds))

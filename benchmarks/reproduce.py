@@ -211,6 +211,7 @@ RUNS = (
     Run("bench_peers_compiled", refusal=_compilers),
     Run("bench_peers_compiled", ("--maxtext",), None, _maxtext, "bench_peers_compiled_maxtext"),
     Run("bench_pipeline", refusal=_compilers),
+    Run("bench_generate"),
     Run("bench_loading", ("--layers", "4")),
     Run("bench_hbm_model", refusal=_compilers),
     Run("bench_memory_model", refusal=_compilers),

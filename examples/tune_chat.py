@@ -13,7 +13,7 @@ from models.data.chat import ChatTemplate
 from models.data.tokenizers import CheckpointTokenizer
 from models.mesh import make_mesh
 from models.model_config import ParallelConfig
-from models.pretrained.generation import generate
+from models.pretrained.generation import Generator
 from models.pretrained.loading import from_pretrained
 from models.tiny_checkpoint import byte_tokenizer, write_tiny
 from models.train import app
@@ -46,9 +46,9 @@ def main(folder):
     app([str(option) for option in [base, *options]], standalone_mode=False)
     tuned = folder / "run" / "model"
     model = from_pretrained(tuned, make_mesh(ParallelConfig(expert_parallel=4)), exact())
-    words, chat = CheckpointTokenizer(tuned), ChatTemplate(tuned)
+    generate, words, chat = Generator(model), CheckpointTokenizer(tuned), ChatTemplate(tuned)
     for question in (ASKED[0].format("spider"), ASKED[2].format("owl")):
-        (answer,) = generate(model, [chat.question(question)], 48, end_tokens=words.end_tokens)
+        (answer,) = generate([chat.question(question)], 48, end_tokens=words.end_tokens)
         print(question, "->", words.text(answer))
 
 

@@ -1,6 +1,6 @@
 """Continue text with a checkpoint: `python -m models.generate --checkpoint DIR --prompt TEXT`."""
 
-import json
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,11 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import parse_json, read_bytes
 from jax_moe_lb.layer.systems import system_names
 from models.console import USER_ERRORS, FileLimitsOption, say
-from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in
+from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in, read_variables
 from models.data.tokenizers import CheckpointTokenizer
 from models.mesh import make_mesh, make_system, offer_cpu_devices
 from models.model_config import ParallelConfig
-from models.pretrained.generation import Sampling, generate
+from models.pretrained.generation import Generator, Sampling
 from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import CountsTrace
 
@@ -52,29 +52,14 @@ class Printer:
 
 
 def _prompts(
-    template: ChatTemplate | None, texts: list[str], messages: Path | None, variables: list[str], limits: FileLimits
+    template: ChatTemplate | None, texts: list[str], messages: Path | None, limits: FileLimits
 ) -> list[list[int]] | None:
     """Return the tokens of questions or of a conversation, `None` without a chat template."""
     if template is None:
-        if variables:
-            raise ValueError(f"template_set is {variables[0]!r}; expected --chat or --messages with it")
         return None
-    given = dict(map(_variable, variables))
     if messages is None:
-        return [template.prompt([{"role": "user", "content": text}], given) for text in texts]
-    talk, in_file = conversation_in(_conversation(messages, limits))
-    return [template.prompt(talk, in_file | given)]
-
-
-def _variable(text: str) -> tuple[str, Any]:
-    """Split NAME=VALUE; a value that is no JSON is a text."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise ValueError(f"template_set is {text!r}; expected NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+        return [template.question(text) for text in texts]
+    return [template.prompt(*conversation_in(_conversation(messages, limits)))]
 
 
 def _conversation(path: Path, limits: FileLimits) -> dict[str, Any]:
@@ -102,7 +87,7 @@ def main(
         Path | None, typer.Option(help="JSON file of a conversation to answer, with messages and tools.")
     ] = None,
     template_set: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE of the chat template, such as enable_thinking=false.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Variable of the chat template; repeatable.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens per prompt.")] = 32,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely token.")] = 0.0,
@@ -138,8 +123,10 @@ def main(
         if stream and len(texts) > 1:
             raise ValueError(f"stream is set with {len(texts)} prompts; expected one")
         is_chat = chat or messages is not None
-        template = ChatTemplate(checkpoint, limits) if is_chat else None
-        asked = _prompts(template, texts, messages, template_set or [], limits)
+        if template_set and not is_chat:
+            raise ValueError(f"template_set is {template_set[0]!r}; expected --chat or --messages with it")
+        fixed = read_variables(template_set or ())
+        asked = _prompts(ChatTemplate(checkpoint, limits, fixed=fixed) if is_chat else None, texts, messages, limits)
         offer_cpu_devices(parallel.num_shards)
         words, trace = CheckpointTokenizer(checkpoint, limits), CountsTrace()
         balancing = make_system(parallel)
@@ -150,16 +137,17 @@ def main(
         text_of = partial(_text, words, stop or [])
         held = max((len(text) - 1 for text in stop or ()), default=0)
         printers = [Printer(text, text_of, held) for text in (texts if asked is None else [""] * len(asked))]
-        new = generate(
-            model,
-            tokens,
-            max_new_tokens,
-            sampling,
-            end_tokens=words.end_tokens,
-            stop=(lambda line: text_of(line) != words.text(line)) if stop else None,
-            show=(lambda lines: printers[0].show(lines[0])) if stream else None,
-            tell=trace.add,
-        )
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: say(f"warning: {message}")
+            new = Generator(model)(
+                tokens,
+                max_new_tokens,
+                sampling,
+                end_tokens=words.end_tokens,
+                stop=(lambda line: text_of(line) != words.text(line)) if stop else None,
+                show=(lambda lines: printers[0].show(lines[0])) if stream else None,
+                tell=trace.add,
+            )
         for printer, line in zip(printers, new, strict=True):
             printer.show(line, is_last=True)
         if record_counts is not None:

@@ -109,11 +109,13 @@ class ModelConfig:
 class LoraConfig:
     """Low-rank adapters of a checkpoint's attention and experts, which alone are trained (LoRA).
 
-    The final model has them merged into its weights.
+    The final model has them merged into its weights; the folder `adapter` has them alone.
 
     Args:
         rank: rank of the adapters; 0 trains all parameters.
         alpha: factor on an adapter's product, x rank.
+        targets: names of the checkpoint's modules with adapters, separated by commas, such as `q_proj,v_proj`; `None`
+            for attention and experts.
 
     Raises:
         ValueError: a number is negative, or `alpha` is 0.
@@ -121,9 +123,12 @@ class LoraConfig:
 
     rank: int = 0
     alpha: float = 16.0
+    targets: str | None = None
 
     def __post_init__(self) -> None:
         require_finite("rank", self.rank)
+        if self.targets is not None and not self.rank:
+            raise ValueError(f"targets is {self.targets!r} with rank 0; expected none. Set lora.rank")
         if not 0 < self.alpha < math.inf:
             raise ValueError(f"alpha is {self.alpha}; expected a finite number above 0")
 

@@ -21,7 +21,7 @@ from jax_moe_lb.layer.system import OPTIONS
 from jax_moe_lb.layer.systems import system_named, system_names
 from models.config import PRESETS, TUNING, MultiProcessConfig, TrainConfig
 from models.console import USER_ERRORS, FileLimitsOption, UserError, say
-from models.data.chat import ChatTemplate, has_chat_template
+from models.data.chat import ChatTemplate, Variables, has_chat_template, read_variables
 from models.data.corpus import Corpus
 from models.data.sources import corpus_from, default_corpus
 from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile, end_tokens
@@ -61,6 +61,7 @@ CONFIG = f"Checkpoint folder, .yaml file, or one of {', '.join([*PRESETS, *PUBLI
 SYSTEM = f"NAME[:KEY=VALUE,...][+DISPATCH]: {', '.join(system_names())}; keys {', '.join(OPTIONS)}."
 MESH = "Axes and sizes, data=2,expert=4,domain=4,stage=2: groups, ranks in each, ranks that share weights, stages."
 DATA = "File or folder of text, JSON lines of text or messages, or token arrays; or PATH:WEIGHT; repeatable."
+TEMPLATE_SET = "Variable of the chat template for all conversations, such as enable_thinking=false; repeatable."
 RUN_DIR = "Output folder. [default: runs/CONFIG or runs/CHECKPOINT-tuned, then ...-2; the last to resume or overwrite]"
 RESUME = "Continue from the newest checkpoint, with its mesh and system unless given; =auto: start if there is none."
 DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE overrides the detection."
@@ -89,7 +90,9 @@ def train(
     system: Annotated[str | None, typer.Option(metavar="NAME[:KEY=VALUE,...]", help=SYSTEM)] = None,
     mesh: Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help=MESH)] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="PATH[:WEIGHT]", help=DATA)] = None,
+    template_set: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help=TEMPLATE_SET)] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data, in place of steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of parameters and batches.")] = None,
     run_dir: Annotated[Path | None, typer.Option(metavar="FOLDER", help=RUN_DIR), OutputPath("")] = None,
     resume: Annotated[str | None, typer.Option("--resume", metavar="[=auto]", help=RESUME)] = None,
@@ -112,7 +115,9 @@ def train(
             given = layered(in_file, _given(system, mesh, steps, seed, assignments or ()))
             if "checkpoint" in given.get("model", {}):
                 base = TUNING
-            asked = TrainArgs(config, base, given, data or [], run_dir, resume, overwrite, limits)
+            asked = TrainArgs(
+                config, base, given, epochs, data or [], template_set or [], run_dir, resume, overwrite, limits
+            )
             if target is not None:
                 asked.dry_run(target)
                 raise typer.Exit
@@ -138,7 +143,9 @@ class TrainArgs:
         name: preset, or path of a YAML file.
         base: the preset, or the defaults for a file.
         given: fields of `TrainConfig` given by the file and the options.
+        epochs: passes over the data; `None` for the number of steps.
         data: paths of the text; empty for the default text.
+        template_set: variables of the chat template, NAME=VALUE.
         run_dir: run folder; `None` for a numbered one.
         resume: `NEWEST` continues a run; `AUTO` continues it from a complete checkpoint, or else starts; `None` starts.
         overwrite: if True, move an earlier run aside.
@@ -148,7 +155,9 @@ class TrainArgs:
     name: str
     base: TrainConfig
     given: Given
+    epochs: float | None
     data: list[str]
+    template_set: list[str]
     run_dir: Path | None
     resume: str | None
     overwrite: bool
@@ -157,6 +166,10 @@ class TrainArgs:
     def __post_init__(self) -> None:
         if self.resume not in (None, NEWEST, AUTO):
             raise ValueError(f"resume is {self.resume!r}; expected --resume or --resume={AUTO}")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs is {self.epochs}; expected a finite number above 0")
+        if self.epochs is not None and "steps" in self.given:
+            raise ValueError(f"epochs is {self.epochs} and steps is {self.given['steps']}; expected one of them")
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Validate all inputs and prepare the run; see `models.training.loop.prepare`."""
@@ -166,7 +179,8 @@ class TrainArgs:
         before = RunFolder(folder, self.limits)
         resume = self._continues(before, place)
         config = self._configured(as_before(before, self.given) if resume else self.given)
-        corpus = _corpus(config, self.data, self.limits)
+        corpus = _corpus(config, self.data, self.template_set, self.limits)
+        config = self._for_epochs(config, corpus)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
         if place is not None:
             options = {"resume": self.resume, "overwrite": self.overwrite}
@@ -174,6 +188,14 @@ class TrainArgs:
         restart = self.resume == AUTO and not resume
         how = {"resume": resume, "overwrite": self.overwrite, "restart": restart}
         return prepare(config, corpus, folder, **how, tell=tell, limits=self.limits)
+
+    def _for_epochs(self, config: TrainConfig, corpus: Corpus) -> TrainConfig:
+        """Return the configuration with the steps of the given epochs, the last one whole."""
+        if self.epochs is None:
+            return config
+        corpus.check_length(config.batch.sequence_length)
+        sequences = self.epochs * corpus.num_sequences(config.batch.sequence_length)
+        return dataclasses.replace(config, steps=math.ceil(sequences / config.batch.size))
 
     def _continues(self, folder: RunFolder, place: Place | None) -> bool:
         """Return whether the run continues from a checkpoint, as process 0 finds it."""
@@ -274,8 +296,10 @@ def _carry_out(
         raise UserError(in_words(error)) from error
 
 
-def _corpus(config: TrainConfig, data: list[str], limits: FileLimits) -> Corpus:
-    tokenizer, chat = _tokenizer(config, limits)
+def _corpus(config: TrainConfig, data: list[str], template_set: list[str], limits: FileLimits) -> Corpus:
+    tokenizer, chat = _tokenizer(config, read_variables(template_set), limits)
+    if template_set and chat is None:
+        raise ValueError(f"template_set is {template_set[0]!r}; expected a checkpoint with a chat template")
     options: dict[str, Any] = {"vocab_size": config.model.vocab_size, "text_field": config.data.text_field}
     options |= {"limits": limits, "chat": chat}
     if not data and tokenizer != Bytes():
@@ -286,7 +310,7 @@ def _corpus(config: TrainConfig, data: list[str], limits: FileLimits) -> Corpus:
     return corpus.validated_by(corpus_from([config.data.validation], tokenizer, **options))
 
 
-def _tokenizer(config: TrainConfig, limits: FileLimits) -> tuple[Tokenizer, ChatTemplate | None]:
+def _tokenizer(config: TrainConfig, fixed: Variables, limits: FileLimits) -> tuple[Tokenizer, ChatTemplate | None]:
     """Return the tokenizer of a run, and the chat template of its checkpoint."""
     path, source = config.data.tokenizer, source_of(config.model, limits)
     folder = None if source is None else source.folder
@@ -296,7 +320,7 @@ def _tokenizer(config: TrainConfig, limits: FileLimits) -> tuple[Tokenizer, Chat
         return Bytes() if path is None else TokenizerFile(Path(path), limits), None
     ends = end_tokens(folder, limits)
     file = folder / "tokenizer.json" if path is None else Path(path)
-    chat = ChatTemplate(folder, limits, config.data.answers) if has_chat_template(folder, limits) else None
+    chat = ChatTemplate(folder, limits, config.data.answers, fixed) if has_chat_template(folder, limits) else None
     return TokenizerFile(file, limits, ends[0] if ends else None), chat
 
 

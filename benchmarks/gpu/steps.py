@@ -244,7 +244,7 @@ class Run:
 
     def step(self, program: Compiled) -> jax.Array:
         """Run a step, and return its loss."""
-        self.state, loss, _ = program(self.state, self.tokens)
+        self.state, loss, *_ = program(self.state, self.tokens)
         self.losses.append(loss)
         return loss
 

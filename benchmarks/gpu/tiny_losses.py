@@ -22,7 +22,7 @@ def losses(case: StepCase, device: jax.Device, number: int = NUM_STEPS) -> list[
         programs, tokens = case.programs(mesh), case.tokens(mesh)
         state, found = programs.init(), []
         for _ in range(number):
-            state, loss, _ = programs.step(state, tokens)
+            state, loss, *_ = programs.step(state, tokens)
             found.append(loss)
         return [float(loss) for loss in found]
 

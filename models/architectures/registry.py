@@ -132,6 +132,7 @@ def configured(
         param_dtype=param_dtype,
         scan_layers=scan_layers,
         num_further=num_further,
+        max_positions=known.integer("max_position_embeddings", 0) or None,
     )
 
 

@@ -1,5 +1,6 @@
 """Conversations as training data: JSON lines with `messages`, rendered by the chat template of a checkpoint."""
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,24 @@ Variables = Mapping[str, Any]
 NO_VARIABLES: Variables = MappingProxyType({})
 
 
+def read_variables(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse the option `--template-set`, NAME=VALUE each; a value that is no JSON is a text.
+
+    Raises:
+        ValueError: a text has another form.
+    """
+    variables = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ValueError(f"template_set is {text!r}; expected NAME=VALUE")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
+
+
 class Example(NamedTuple):
     """Tokens to learn from.
 
@@ -59,13 +78,16 @@ class ChatTemplate:
         folder: folder of the checkpoint.
         limits: limits of its files.
         answers: "all" (default) learns all answers of a conversation, "last" those after the last message of a user.
+        fixed: variables of the template for all conversations, which override those of one; none by default.
 
     Raises:
         ValueError: a file cannot be read, or the checkpoint has no valid template.
     """
 
-    def __init__(self, folder: Path, limits: FileLimits = FileLimits(), answers: str = "all") -> None:
-        self.tokenizer, self.answers = read_tokenizer(folder / "tokenizer.json", limits), answers
+    def __init__(
+        self, folder: Path, limits: FileLimits = FileLimits(), answers: str = "all", fixed: Variables = NO_VARIABLES
+    ) -> None:
+        self.tokenizer, self.answers, self.fixed = read_tokenizer(folder / "tokenizer.json", limits), answers, fixed
         settings = read_settings(folder / SETTINGS, limits)
         self.special = {name: _text(value) for name, value in settings.items() if name.endswith("_token")}
         source = _source(folder, settings, limits)
@@ -101,6 +123,7 @@ class ChatTemplate:
 
     def _rendered(self, messages: Messages, variables: Variables, asks: bool = False) -> Rendering:
         given = {"messages": [_given(message) for message in messages], "add_generation_prompt": asks}
+        variables = {**variables, **self.fixed}
         if own := given.keys() & variables.keys():
             raise ValueError(f"{VARIABLES_FIELD} has {min(own)!r}; expected variables besides the conversation")
         return rendered(self.template, {"tools": None, "documents": None, **self.special, **variables, **given})

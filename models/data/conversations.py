@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from models.data.marks import marked
 class Conversations(Documents):
     """Conversations in memory, of which the last of every sixteen is held out, or of every ten if they are short.
 
-    A row has whole conversations by best fit. Padding repeats tokens of the row as context: they are not predicted, and
-    the conversations do not attend to them.
+    A row has whole conversations by best fit. Padding repeats tokens of the row: they are neither predicted nor routed,
+    and the conversations do not attend to them.
 
     Args:
         tokens: int32 `[tokens]` of all examples.
@@ -35,6 +36,7 @@ class Conversations(Documents):
     context: np.ndarray
     sources: np.ndarray
     endless: np.ndarray
+    has_padding: ClassVar[bool] = True
 
     @classmethod
     def of(cls, conversations: Sequence[Sequence[Example]]) -> "Conversations":
@@ -140,13 +142,12 @@ class PackedRows:
     def __getitem__(self, index: int) -> np.ndarray:
         places = self.places[self.members[index]]
         offsets = np.concatenate([np.arange(*place) for place in places])
-        # Padding repeats tokens of the row, so that experts get tokens of the usual kinds.
+        # Padding repeats tokens of the row. If attention is not within documents, it is routed like them.
         is_padding = np.arange(self.width) >= len(offsets)
         offsets = np.resize(offsets, self.width)
         starts = np.isin(offsets, places[:, 0])
         starts[np.flatnonzero(is_padding)[:1]] = True
-        context = self.conversations.context[offsets] | is_padding
-        return marked(self.conversations.tokens[offsets], starts, context)
+        return marked(self.conversations.tokens[offsets], starts, self.conversations.context[offsets], is_padding)
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import grain
 import numpy as np
@@ -71,10 +71,12 @@ class Documents(abc.ABC):
     Attributes:
         tokens: `[tokens]` integers.
         is_split: if False, both splits contain all documents.
+        has_padding: whether rows may end with padding.
     """
 
     tokens: np.ndarray
     is_split: bool = field(default=True, kw_only=True)
+    has_padding: ClassVar[bool] = False
 
     @abc.abstractmethod
     def length(self, held_out: bool) -> int:
@@ -319,6 +321,11 @@ class Corpus:
         return sum(part.length(held_out) for part in self._split(held_out))
 
     @property
+    def has_padding(self) -> bool:
+        """Whether sequences may end with padding."""
+        return any(stream.has_padding for part in (*self.parts, *(self.held_out or ())) for stream in part.streams)
+
+    @property
     def source(self) -> str:
         """Description of the source, with the share of each part."""
         if len(self.parts) == 1:
@@ -348,6 +355,16 @@ class Corpus:
             shares = counts[counts > 0] / counts.sum()
             entropy -= share * float((shares * np.log(shares)).sum())
         return entropy
+
+    def num_sequences(self, length: int) -> int:
+        """Return the number of training sequences of an epoch.
+
+        With weights, an epoch has as many sequences as all parts together; some of them occur several times.
+
+        Args:
+            length: tokens to predict per sequence.
+        """
+        return sum(len(Windows(part, False, length)) for part in self.parts)
 
     def sequences(self, seed: int, length: int) -> grain.MapDataset:
         """Return the endless sequence of training examples, int32 `[length + 1]` each.

@@ -1,7 +1,7 @@
-"""Marks on the tokens of a batch: starts of documents, and context that is read but not predicted.
+"""Marks on the tokens of a batch: starts of documents, context that is read but not predicted, and padding.
 
-One int32 array holds tokens and marks. A token `t` of the context is stored as `t + CONTEXT`, and the first token of a
-document as its complement, which is negative. Neither is predicted.
+One int32 array holds tokens and marks. A token `t` of the context is stored as `t + CONTEXT`, one of the padding as
+`t + PADDING`, and the first token of a document as its complement, which is negative. None of them is predicted.
 """
 
 import jax
@@ -12,15 +12,24 @@ CONTEXT = 2**29
 """Added to tokens of the context; above any vocabulary."""
 
 
-def marked(tokens: np.ndarray, starts: np.ndarray, context: np.ndarray) -> np.ndarray:
+PADDING = 2**30
+"""Added to tokens of the padding."""
+
+
+def marked(
+    tokens: np.ndarray, starts: np.ndarray, context: np.ndarray, padding: np.ndarray | None = None
+) -> np.ndarray:
     """Return int32 tokens with marks.
 
     Args:
         tokens: `[...]` integers below `CONTEXT`.
         starts: `[...]` bool, True at the first token of each document.
         context: `[...]` bool, True for tokens of the context.
+        padding: `[...]` bool, True for tokens of the padding; `None` (default) for none.
     """
     stored = tokens.astype(np.int32) + np.where(context, np.int32(CONTEXT), np.int32(0))
+    if padding is not None:
+        stored = np.where(padding, tokens.astype(np.int32) + np.int32(PADDING), stored)
     return np.where(starts, ~stored, stored)
 
 
@@ -57,8 +66,9 @@ def num_predicted(tokens: jax.Array, ahead: int = 0) -> jax.Array:
 
 
 def segments(tokens: jax.Array) -> jax.Array:
-    """Number the documents in each row of `[B, T]`, int32, ascending."""
-    return jnp.cumsum(tokens < 0, 1, dtype=jnp.int32)
+    """Number the documents in each row of `[B, T]`, int32, ascending, and -1 for the padding at its end."""
+    is_padding = jnp.where(tokens < 0, ~tokens, tokens) >= PADDING
+    return jnp.where(is_padding, -1, jnp.cumsum(tokens < 0, 1, dtype=jnp.int32))
 
 
 def positions_in(segments: jax.Array) -> jax.Array:

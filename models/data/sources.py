@@ -18,6 +18,7 @@ from jax_moe_lb.core.plan_file import read_header
 from models.data.chat import MESSAGES_FIELD, ChatTemplate, Example, conversation_in
 from models.data.conversations import Conversations
 from models.data.corpus import Corpus, Documents, Part, Stream, joined
+from models.data.tables import SUFFIXES, table_files, table_rows
 from models.data.tokenizers import Bytes, Tokenizer
 
 TEXT_FIELD = "text"
@@ -33,10 +34,11 @@ def read_streams(
 ) -> tuple[list[Documents], int]:
     """Read files, and all non-hidden files of folders, sorted by name.
 
-    A `.npy` file is an array of tokens; a `.jsonl` file has one document or conversation per line; any other file is
-    one document of text. Of a conversation only the answers are predicted. An array `[tokens]` is one document; each
-    row of an array `[documents, tokens]` is one. Arrays are memory-mapped, one stream each. All other documents form
-    one stream in memory, and all conversations are packed together; both have no limit.
+    A `.npy` file is an array of tokens; a `.jsonl` file has one document or conversation per line, and a `.parquet` or
+    `.arrow` file per row; any other file is one document of text. Of a folder with Parquet files, or one saved by
+    `datasets`, these files alone are read. Of a conversation only the answers are predicted. An array `[tokens]` is one
+    document; each row of an array `[documents, tokens]` is one. Arrays are memory-mapped, one stream each. All other
+    documents form one stream in memory, and all conversations are packed together; both have no limit.
 
     Args:
         paths: files and folders.
@@ -51,15 +53,15 @@ def read_streams(
     Raises:
         ValueError: a file cannot be read, or its content does not match its suffix.
     """
-    files = [file for path in paths for file in _files(path)]
+    files = [file for path in paths for file in _files(path, limits)]
     texts: list[np.ndarray] = []
     conversations: list[list[Example]] = []
     mapped = []
     for file in files:
         if file.suffix == ".npy":
             mapped.append(_mapped(file, limits))
-        elif file.suffix == ".jsonl":
-            for line in _lines(file, text_field, limits, tokenizer, chat):
+        elif file.suffix in (".jsonl", *SUFFIXES):
+            for line in _documents(file, text_field, limits, tokenizer, chat):
                 # A conversation is a list of its examples.
                 conversations.append(line) if isinstance(line, list) else texts.append(line)
         else:
@@ -68,11 +70,13 @@ def read_streams(
     return [stream for stream in streams if len(stream.tokens)], len(files)
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, limits: FileLimits) -> list[Path]:
     if not path.exists():
         raise ValueError(f"data is {str(path)!r}, which does not exist; expected a file or folder")
     if not path.is_dir():
         return [path]
+    if tables := table_files(path, limits):
+        return tables
     inside = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
     # Directory order differs between machines; sorting makes the text reproducible.
     return [path / file for file in sorted(inside) if not any(part.startswith(".") for part in file.parts)]
@@ -92,15 +96,11 @@ def _unreadable(file: Path, error: OSError) -> ValueError:
     return ValueError(f"data is {str(file)!r}; expected a readable file: {error.strerror}")
 
 
-def _lines(
+def _documents(
     file: Path, field: str, limits: FileLimits, tokenizer: Tokenizer, chat: ChatTemplate | None
 ) -> Iterator[np.ndarray | list[Example]]:
-    """Yield the document, or the examples of the conversation, of each non-empty line."""
-    for number, line in enumerate(_bytes(file).split(b"\n"), 1):
-        if not line.strip():
-            continue
-        where = f"data is {str(file)!r}, whose line {number}"
-        value = _object(line, field, where, limits)
+    """Yield the document, or the examples of the conversation, of each row or non-empty line."""
+    for where, value in _rows(file, field, limits):
         if MESSAGES_FIELD in value and field not in value and chat is not None:
             try:
                 yield chat.examples(*conversation_in(value))
@@ -108,6 +108,18 @@ def _lines(
                 raise ValueError(f"{where} is no conversation: {error}") from error
         else:
             yield tokenizer.tokens(_text(value, field, where))
+
+
+def _rows(file: Path, field: str, limits: FileLimits) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the fields of each row of a table, or of each non-empty line of JSON, with its place for messages."""
+    if file.suffix in SUFFIXES:
+        for number, row in enumerate(table_rows(file, limits), 1):
+            yield f"data is {str(file)!r}, whose row {number}", row
+        return
+    for number, line in enumerate(_bytes(file).split(b"\n"), 1):
+        if line.strip():
+            where = f"data is {str(file)!r}, whose line {number}"
+            yield where, _object(line, field, where, limits)
 
 
 def _object(line: bytes, field: str, where: str, limits: FileLimits) -> Any:

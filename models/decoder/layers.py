@@ -90,7 +90,15 @@ ADAPTED = re.compile(r"attention\.\w+\.kernel|moe\.(up|gate|down)")
 """Path of the matrices with adapters in a block: attention and experts."""
 
 
-def add_adapters(block: nnx.Module, rank: int, mesh: Mesh, rngs: nnx.Rngs, *, is_staged: bool = False) -> None:
+def add_adapters(
+    block: nnx.Module,
+    rank: int,
+    mesh: Mesh,
+    rngs: nnx.Rngs,
+    *,
+    paths: Collection[str] | None = None,
+    is_staged: bool = False,
+) -> None:
     """Add adapters to a stack of blocks: for a matrix `[..., I, O]` of each, `[..., I, rank]` and `[..., rank, O]`.
 
     They are attributes beside the matrix, with its name and `_a` or `_b`. Their product is initially 0. Attention and
@@ -101,10 +109,12 @@ def add_adapters(block: nnx.Module, rank: int, mesh: Mesh, rngs: nnx.Rngs, *, is
         rank: rank of the updates.
         mesh: devices.
         rngs: random number generators of the adapters.
+        paths: paths of the matrices in a block; `None` (default) for all of `ADAPTED`.
         is_staged: see `split`.
     """
     for path, matrix in nnx.to_flat_state(nnx.state(block, nnx.Param)):
-        if not ADAPTED.fullmatch(".".join(map(str, path))):
+        dotted = ".".join(map(str, path))
+        if not (ADAPTED.fullmatch(dotted) if paths is None else dotted in paths):
             continue
         *inside, name = path
         owner: Any = block

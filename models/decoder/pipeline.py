@@ -265,6 +265,9 @@ class _Stage:
     ) -> tuple[Array, Any, Any]:
         mesh = jax.sharding.get_abstract_mesh()
         gather = partial(self.gather.inside(mesh), first=1)
+        if documents is not None:
+            # Padding is not routed.
+            mask = documents >= 0 if mask is None else mask & (documents >= 0)
         shared = (None if documents is None else positions_in(documents), mask, None, documents)
         sharding = NamedSharding(mesh, PartitionSpec(_others(mesh)))
         x, stats, _, sums = scan_states(

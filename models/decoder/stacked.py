@@ -1,7 +1,7 @@
 """Decoder for training, with stacked layers and fully sharded parameters."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,9 @@ class StackedDecoder(nnx.Module):
         remat: residuals of a layer, see `computed_again` (default: the names in `KEPT`). Omit "attention" if queries,
             keys and values of all layers do not fit.
         within_documents: if True (default), attention stays within a document, and positions count from its start.
-        lora: adapters of attention and experts (default none).
+        has_padding: if True, padding is not routed, with `within_documents`. If False (default), the data have none.
+        lora: rank and factor of adapters (default none).
+        adapted: paths of the matrices with adapters in a block; `None` (default) for those of attention and experts.
         pipeline: schedule of the layers with experts over the mesh axis `stage`; `None` (default) for none. Values and
             gradients are those of one microbatch after the other.
         rngs: random number generators of the adapters.
@@ -59,12 +61,15 @@ class StackedDecoder(nnx.Module):
         *,
         remat: str = ",".join(KEPT),
         within_documents: bool = True,
+        has_padding: bool = False,
         lora: LoraConfig = LoraConfig(),
+        adapted: Collection[str] | None = None,
         pipeline: Pipeline | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         self.config, self.mesh = decoder.config, decoder.mesh
         self.remat, self.within_documents, self.pipeline = remat, within_documents, pipeline
+        self.has_padding = has_padding
         self.embed, self.norm, self.head = decoder.embed, decoder.norm, decoder.head
         runs = [list(run) for _, run in itertools.groupby(decoder.blocks, lambda block: block.moe is None)]
         self.stacks = nnx.List([_stacked(run) for run in runs])
@@ -91,7 +96,8 @@ class StackedDecoder(nnx.Module):
         rngs = rngs or nnx.Rngs(0)
         for i, stacks in enumerate(self.stacks if lora.rank else ()):
             for stack in stacks:
-                add_adapters(stack, lora.rank, self.mesh, rngs, is_staged=is_even and i == self.piped)
+                staged = is_even and i == self.piped
+                add_adapters(stack, lora.rank, self.mesh, rngs, paths=adapted, is_staged=staged)
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
         """Return float32 logits `[B, T, vocab_size]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
@@ -185,7 +191,8 @@ class StackedDecoder(nnx.Module):
             num_before = first if stacks[0] is self.stacks[self.piped][0] else num_periods
             how: dict[str, Any] = {"pipeline": self.pipeline, "num_before": num_before, "remat": self.remat}
             return through_stages(stacks, x, documents, gather=gather, **how)
-        shared = () if documents is None else (positions_in(documents), None, None, documents)
+        mask = documents >= 0 if documents is not None and self.has_padding else None
+        shared = () if documents is None else (positions_in(documents), mask, None, documents)
         return scan_stacked(stacks, x, batch_sharding(self.mesh), partial(gather, first=1), self.remat, shared, experts)
 
     def _embedded(self, tokens: Array) -> Array:

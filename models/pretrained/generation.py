@@ -1,5 +1,7 @@
 """Batched text generation: one prefill pass over the prompts, then one token per sequence in each step."""
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats, compiler_options, raise_on_fault
+from models.decoder.attention import Cache
 from models.decoder.model import Decoder
+from models.mesh import batch_sharding, state_shardings
 
 
 @dataclass(frozen=True)
@@ -89,57 +94,113 @@ def choose(logits: Array, sampling: Sampling, key: Array, occurred: Array | None
     return jax.random.categorical(key, scores, -1).astype(jnp.int32)
 
 
-def generate(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),
-    *,
-    end_tokens: Sequence[int] = (),
-    stop: Callable[[list[int]], bool] | None = None,
-    show: Callable[[list[list[int]]], None] | None = None,
-    tell: Callable[[Stats], None] | None = None,
-    return_routing: bool = False,
-) -> Any:
-    """Continue prompts of any lengths.
+class Generator:
+    """Generator of text, which compiles its programs once for each bucket of sizes.
 
-    The same balanced MoE layer serves the many tokens of the prompts and the few tokens of a decoding step.
+    The same balanced MoE layer serves the many tokens of the prompts and the few tokens of a decoding step. The numbers
+    of prompts per device, of their tokens and of cached tokens are padded to powers of two. Padding is not routed. A
+    call whose padded sizes occurred before compiles nothing. Other settings of `Sampling` than the seed compile their
+    choice of tokens alone.
 
     Args:
-        model: return value of `from_pretrained`.
-        prompts: tokens of each sequence, at least one.
-        max_new_tokens: maximum number of new tokens per sequence.
-        sampling: sampling of the next token (default: most likely token).
-        end_tokens: tokens that end a sequence.
-        stop: function that returns whether the new tokens of a sequence end it.
-        show: function called after each step with the new tokens of all sequences.
-        tell: function called with the statistics of each step, `[layers, D, ...]`, first those of the prompts.
-        return_routing: if True, also return the experts of each sequence; False by default.
-
-    Returns:
-        The new tokens of each sequence, up to and excluding the first of `end_tokens`. With `return_routing`, a pair of
-        these and a list of experts, int32 `[layers, T, K]` for each sequence. `T` counts its prompt and its new tokens
-        without the last: the tokens read for the prediction of all others.
-
-    Raises:
-        ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or `max_new_tokens` is
-            below 1.
+        model: return value of `from_pretrained`. Each call reads its parameters, so they may be updated between calls.
     """
-    _check(model, prompts, max_new_tokens)
-    lines: list[list[int]] = [[] for _ in prompts]
-    are_open, routing = [True] * len(prompts), []
-    for chosen, experts in _steps(model, prompts, max_new_tokens, sampling, tell, return_routing):
-        routing.append(experts)
-        for i, token in enumerate(chosen.tolist()):
-            are_open[i] &= token not in end_tokens
-            if are_open[i]:
-                lines[i].append(token)
-                are_open[i] = stop is None or not stop(lines[i])
-        if show is not None:
-            show(lines)
-        if not any(are_open):
-            break
-    return (lines, _by_sequence(prompts, lines, routing)) if return_routing else lines
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self._everywhere, self._lines = NamedSharding(model.mesh, PartitionSpec()), batch_sharding(model.mesh)
+        _, *states = nnx.split(model, nnx.Param, ...)
+        self._params, self._others = (state_shardings(state, model.mesh) for state in states)
+        # With shardings of XLA's choice, the second step would compile again. The cache and the occurred tokens are
+        # donated for an update in place.
+        self._read = jax.jit(
+            _read,
+            static_argnums=(0, 1),
+            donate_argnums=8,
+            out_shardings=(self._others, self._everywhere, None, self._lines),
+            compiler_options=compiler_options(model.mesh),
+        )
+        self._choose = jax.jit(_chosen, static_argnums=0, donate_argnums=2, out_shardings=self._everywhere)
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling = Sampling(),
+        *,
+        end_tokens: Sequence[int] = (),
+        stop: Callable[[list[int]], bool] | None = None,
+        show: Callable[[list[list[int]]], None] | None = None,
+        tell: Callable[[Stats], None] | None = None,
+        return_routing: bool = False,
+    ) -> Any:
+        """Continue prompts of any lengths.
+
+        A warning reports sequences longer than the model's `max_position_embeddings`.
+
+        Args:
+            prompts: tokens of each sequence, at least one.
+            max_new_tokens: maximum number of new tokens per sequence.
+            sampling: sampling of the next token (default: most likely token).
+            end_tokens: tokens that end a sequence.
+            stop: function that returns whether the new tokens of a sequence end it.
+            show: function called after each step with the new tokens of all sequences.
+            tell: function called with the statistics of each step, `[layers, D, ...]`, first those of the prompts.
+            return_routing: if True, also return the experts of each sequence; False by default.
+
+        Returns:
+            The new tokens of each sequence, up to and excluding the first of `end_tokens`. With `return_routing`, a
+            pair of these and a list of experts, int32 `[layers, T, K]` for each sequence. `T` counts its prompt and its
+            new tokens without the last: the tokens read for the prediction of all others.
+
+        Raises:
+            ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or `max_new_tokens` is
+                below 1.
+        """
+        _check(self.model, prompts, max_new_tokens)
+        lines: list[list[int]] = [[] for _ in prompts]
+        are_open, routing = [True] * len(prompts), []
+        for chosen, experts in self._steps(prompts, max_new_tokens, sampling, tell, return_routing):
+            routing.append(experts)
+            for i, line in enumerate(lines):
+                token = int(chosen[i])
+                are_open[i] &= token not in end_tokens
+                if are_open[i]:
+                    line.append(token)
+                    are_open[i] = stop is None or not stop(line)
+            if show is not None:
+                show(lines)
+            if not any(are_open):
+                break
+        return (lines, _by_sequence(prompts, lines, routing)) if return_routing else lines
+
+    def _steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        tell: Callable[[Stats], None] | None,
+        return_routing: bool,
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the next token of each sequence, int32 `[B]`, and the experts of the tokens read, if requested."""
+        tokens, lengths, occurred = _padded(prompts, self.model.config.vocab_size, self.model.mesh.size)
+        batch, place = len(tokens), np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        graph, *states = nnx.split(self.model, nnx.Param, ...)
+        cache = self.model.empty_cache(batch, bucket(int(max(lengths)) + max_new_tokens))
+        shardings = self._params, self._others, self._lines, self._everywhere
+        params, others, cache, seen = jax.device_put((*states, cache, occurred), shardings)
+        how = dataclasses.replace(sampling, seed=0)
+        key, are_real = jax.random.key(sampling.seed), lengths[:, None] > 0
+        arguments = tokens, place, place < lengths[:, None], np.maximum(lengths - 1, 0)
+        for step in range(max_new_tokens):
+            others, logits, stats, cache = self._read(graph, return_routing, params, others, *arguments, cache)
+            chosen, seen = self._choose(how, logits, seen, key, np.int32(step))
+            stats, experts = stats if return_routing else (stats, ())
+            raise_on_fault(stats)
+            if tell is not None:
+                tell(stats)
+            yield np.asarray(chosen), np.asarray(experts)
+            arguments = np.asarray(chosen)[:, None], (lengths + step)[:, None], are_real, np.zeros(batch, np.int32)
 
 
 def _by_sequence(
@@ -154,54 +215,49 @@ def _by_sequence(
     ]
 
 
-def _steps(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    tell: Callable[[Stats], None] | None,
-    return_routing: bool,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the next token of each sequence, int32 `[B]`, and the experts of the tokens read, if requested."""
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), np.max(lengths)), np.int32)
-    occurred = np.zeros((len(prompts), model.config.vocab_size), bool)
-    for line, words, prompt in zip(tokens, occurred, prompts, strict=True):
+def bucket(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], vocab_size: int, devices: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return tokens `[B, T]` padded to buckets, the length of each prompt, and bool `[B, V]`, its tokens.
+
+    Each device has the same number of sequences.
+    """
+    lengths = np.zeros(devices * bucket(-(-len(prompts) // devices)), np.int32)
+    lengths[: len(prompts)] = list(map(len, prompts))
+    tokens = np.zeros((len(lengths), bucket(max(map(len, prompts)))), np.int32)
+    occurred = np.zeros((len(lengths), vocab_size), bool)
+    for line, words, prompt in zip(tokens, occurred, prompts, strict=False):
         line[: len(prompt)], words[list(prompt)] = prompt, True
-    graph, state = nnx.split(model)
+    return tokens, lengths, occurred
 
-    def extend(
-        state: nnx.State,
-        tokens: Array,
-        positions: Array,
-        mask: Array,
-        last: Array,
-        cache: list,
-        occurred: Array,
-        key: Array,
-    ) -> tuple[nnx.State, Array, Any, list, Array]:
-        model = nnx.merge(graph, state)
-        logits, stats, cache = model.extend(tokens, positions, mask, cache, return_routing=return_routing)
-        chosen = choose(jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0], sampling, key, occurred)
-        occurred = occurred.at[jnp.arange(len(prompts)), chosen].set(True)
-        return nnx.state(model, nnx.Not(nnx.Param)), chosen, stats, cache, occurred
 
-    # Donate the cache, so that it is updated in place.
-    run = jax.jit(extend, donate_argnums=(5, 6), compiler_options=compiler_options(model.mesh))
-    cache, seen = model.empty_cache(len(prompts), int(np.max(lengths)) + max_new_tokens), jnp.asarray(occurred)
-    place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    key, last = jax.random.key(sampling.seed), lengths - 1
-    arguments = (jnp.asarray(tokens), jnp.asarray(place), jnp.asarray(place < lengths[:, None]), jnp.asarray(last))
-    for step in range(max_new_tokens):
-        kept, chosen, stats, cache, seen = run(state, *arguments, cache, seen, jax.random.fold_in(key, step))
-        nnx.update(state, kept)
-        stats, experts = stats if return_routing else (stats, ())
-        raise_on_fault(stats)
-        if tell is not None:
-            tell(stats)
-        yield np.asarray(chosen), np.asarray(experts)
-        ones, at = np.ones((len(prompts), 1), bool), (lengths + step)[:, None]
-        arguments = (chosen[:, None], jnp.asarray(at), jnp.asarray(ones), jnp.zeros(len(prompts), jnp.int32))
+def _read(
+    graph: nnx.GraphDef,
+    return_routing: bool,
+    params: nnx.State,
+    others: nnx.State,
+    tokens: Array,
+    positions: Array,
+    mask: Array,
+    last: Array,
+    cache: list[Cache],
+) -> tuple[nnx.State, Array, Any, list[Cache]]:
+    """Return the state that changes, the logits after the last token of each sequence, statistics and the cache."""
+    model = nnx.merge(graph, params, others)
+    logits, stats, cache = model.extend(tokens, positions, mask, cache, return_routing=return_routing)
+    logits = jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0]
+    return nnx.state(model, nnx.Not(nnx.Param)), logits, stats, cache
+
+
+def _chosen(sampling: Sampling, logits: Array, occurred: Array, key: Array, step: Array) -> tuple[Array, Array]:
+    """Return the next token of each sequence, and the tokens that occurred in it."""
+    chosen = choose(logits, sampling, jax.random.fold_in(key, step), occurred)
+    return chosen, occurred.at[jnp.arange(len(chosen)), chosen].set(True)
 
 
 def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -213,3 +269,7 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int
     for token in (token for prompt in prompts for token in prompt):
         if not 0 <= token < words:
             raise ValueError(f"prompt has token {token}; expected 0 to {words - 1}, the vocabulary of the model")
+    # The last new token is not read.
+    length, most = max(map(len, prompts)) + max_new_tokens - 1, model.config.max_positions
+    if most is not None and length > most:
+        warnings.warn(f"sequences have up to {length} tokens, above max_position_embeddings {most}", stacklevel=3)

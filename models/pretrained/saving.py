@@ -186,14 +186,14 @@ def write_tensors(
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     names, tensors = names if len(files) > 1 else [SINGLE], iter(tensors)
     for file, held in zip(names, files, strict=True):
-        _write_file(folder / file, {name: shapes[name] for name in held}, tensors)
+        write_file(folder / file, {name: shapes[name] for name in held}, tensors)
     if len(files) > 1:
         places = {name: file for file, held in zip(names, files, strict=True) for name in held}
         index = {"metadata": {"total_size": sum(map(_num_bytes, shapes.values()))}, "weight_map": places}
         write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
-def _write_file(path: Path, shapes: TensorShapes, tensors: Iterator[np.ndarray]) -> None:
+def write_file(path: Path, shapes: TensorShapes, tensors: Iterator[np.ndarray]) -> None:
     """Write a safetensors file; `safetensors.numpy.save_file` would hold all tensors in memory, and a copy of them."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
@@ -243,18 +243,23 @@ def assembled(
     """Assemble a checkpoint tensor from its slices, in the given dtype, with adapters merged into it."""
     whole = np.empty(pieces[0].shape, dtype)
     for piece in pieces:
-        place, homes = piece.place, values.get(f"{piece.path.rpartition('.')[0]}.homes")
-        if homes is not None and piece.expert is not None:
-            # Relocated experts are at other rows of the parameter.
-            place = (*place[:-1], int(homes[place]))
-        names = (f"{piece.path}{suffix}" for suffix in ("", "_a", "_b"))
-        parts = [_on_host(values[name], place) for name in names if name in values]
+        suffixes = (suffix for suffix in ("", "_a", "_b") if f"{piece.path}{suffix}" in values)
+        parts = [stored_slice(piece, values, suffix) for suffix in suffixes]
         value = parts[0] if len(parts) == 1 else np.asarray(_merged(*parts, adapter_scale))
         if piece.transposed:
             copy_blocks(np.swapaxes(value, -1, -2), whole[piece.index])
         else:
             whole[piece.index] = value
     return whole
+
+
+def stored_slice(piece: ParameterSlice, values: dict[str, Any], suffix: str = "") -> np.ndarray:
+    """Return the values of a slice on the host, as stored in the parameter whose path has the suffix."""
+    place, homes = piece.place, values.get(f"{piece.path.rpartition('.')[0]}.homes")
+    if homes is not None and piece.expert is not None:
+        # Relocated experts are at other rows of the parameter.
+        place = (*place[:-1], int(homes[place]))
+    return _on_host(values[f"{piece.path}{suffix}"], place)
 
 
 _merged = jax.jit(adapted)

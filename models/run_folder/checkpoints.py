@@ -31,6 +31,7 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.nn.relocation import OF_ONE_MESH
 from jax_moe_lb.nn.variables import ExpertHomes, RunningLoads
 from models.config import CheckpointConfig
+from models.decoder.layers import Adapter
 from models.run_folder.checkpoint_limits import check_arrays, check_texts
 from models.run_folder.files import RECORD, damage, has_checksums, has_record, misplacement, naming, write_checksums
 
@@ -70,6 +71,9 @@ def system_errors() -> Iterator[None]:
 ITEMS = ("state", "homes", "mesh")
 """Items containing arrays. The last two are reinitialized if they are absent or do not fit."""
 
+BASE = "base"
+"""Part of a state outside of its checkpoints: parameters frozen beside adapters, which are those of the base."""
+
 ArraysByName = dict[str, Any]
 
 
@@ -79,10 +83,12 @@ class CheckpointMetadata(NamedTuple):
     Args:
         layout: ranks and system of the run; state specific to a mesh fits if the layout is the same.
         data: position of the data, returned by its iterator.
+        base: folder or name of the checkpoint with the frozen parameters of a run with adapters; "" without adapters.
     """
 
     layout: dict[str, Any]
     data: dict[str, Any]
+    base: str = ""
 
 
 def preservation_policy(config: CheckpointConfig) -> managers.PreservationPolicy:
@@ -172,7 +178,7 @@ class Checkpoints:
         if step == self.newest_step:
             return
         self.wait()
-        arrays = {item: ocp.args.StandardSave(part) for item, part in parts(state).items() if part}
+        arrays = {item: ocp.args.StandardSave(part) for item, part in parts(state).items() if part and item != BASE}
         record = dict(zip(RECORD, (step, self.run_id), strict=True))
         with naming(self.folder), system_errors():
             self.manager.save(step, args=ocp.args.Composite(**arrays, run=ocp.args.JsonSave(kept._asdict() | record)))
@@ -236,7 +242,7 @@ class Checkpoints:
         wanted = parts(shapes)
         fits = [item for item in ITEMS if wanted[item] and (self.folder / str(step) / item).exists()]
         fits = [item for item in fits if item != "mesh" or same_mesh]
-        missing = [name for item in ITEMS if item not in fits for name in wanted[item]]
+        missing = [name for item in (*ITEMS, BASE) if item not in fits for name in wanted[item]]
         if missing and init is None:
             raise ValueError(f"the checkpoint of step {step} in {str(self.folder)!r} lacks {missing[0]}")
         named = _only(missing, init()) if missing and init else {}
@@ -330,7 +336,7 @@ def _only(names: list[str], state: nnx.State) -> ArraysByName:
 
 def parts(state: nnx.State) -> dict[str, ArraysByName]:
     """Split a state into the items of a checkpoint, each with its leaves by name."""
-    found: dict[str, ArraysByName] = {item: {} for item in ITEMS}
+    found: dict[str, ArraysByName] = {item: {} for item in (*ITEMS, BASE)}
     for (name, leaf), item in zip(_named(state), _items(state), strict=True):
         found[item][name] = leaf
     return found
@@ -338,9 +344,12 @@ def parts(state: nnx.State) -> dict[str, ArraysByName]:
 
 def _items(state: nnx.State) -> list[str]:
     """Return the item of each leaf, in leaf order."""
-    items = []
-    for variable in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable)):
+    items, variables = [], jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    has_adapters = any(isinstance(variable, Adapter) for variable in variables)
+    for variable in variables:
         item = "state"
+        if has_adapters and isinstance(variable, nnx.Param) and not isinstance(variable, Adapter):
+            item = BASE
         if isinstance(variable, OF_ONE_MESH):
             item = "mesh"
         elif isinstance(variable, ExpertHomes | RunningLoads):

@@ -8,12 +8,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def adapter(self) -> Path:
+        """Folder of the final adapters of a checkpoint, in the format of PEFT."""
+        return self.path / "adapter"
+
+    @property
     def figures(self) -> list[Path]:
         """Figures of the report."""
         return [self.path / f"{name}.png" for name in FIGURES]
@@ -209,6 +215,7 @@ class RunFolder:
             self.tensorboard,
             self.profile,
             self.model,
+            self.adapter,
             self.path / "wandb",
         ]
 
@@ -379,7 +386,14 @@ class Recorder:
                 tell(f"counts of {missing} steps are missing; the previous run ended before writing them")
 
     def step(
-        self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float, accumulate: int = 1
+        self,
+        step: int,
+        loss: float,
+        stats: Stats,
+        num_tokens: int,
+        step_time_s: float,
+        accumulate: int = 1,
+        others: Mapping[str, float] = MappingProxyType({}),
     ) -> dict:
         """Record one step, and return its row.
 
@@ -390,9 +404,11 @@ class Recorder:
             num_tokens: tokens of the step.
             step_time_s: duration of the step in seconds.
             accumulate: microbatches per step; each is one entry of the arrays, with the step number.
+            others: further numbers of the step, such as its learning rate; none by default.
         """
         row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
-        row |= {"step_time_s": step_time_s} | summarised(stats)
+        row |= {"step_time_s": step_time_s, "router_loss": float(np.asarray(stats.loss).sum(0).mean())}
+        row |= dict(others) | summarised(stats)
         self._append(row)
         self.arrays["steps"] += [np.int32(step)] * accumulate
         for name in PER_STEP:

@@ -10,15 +10,19 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from models.run_folder.metrics import RunFolder
 
 LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  imbalance {imbalance_before_mean:.2f} -> "
 LINE += "{imbalance_after_mean:.2f}  rounds {rounds_max}"
 
+LOG_INTERVAL = 10
+"""Steps between two lines if the output is no terminal."""
+
 
 class StepLine:
-    """Progress line on a terminal; elsewhere only `note` prints.
+    """Progress line on a terminal; elsewhere a line for every tenth step, and after each validation.
 
     Args:
         console: console to print to.
@@ -27,10 +31,13 @@ class StepLine:
     """
 
     def __init__(self, console: Console, done: int, steps: int) -> None:
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[line]}"))
+        # A narrow terminal cuts the metrics, not the steps and the remaining time.
+        metrics = TextColumn("{task.fields[line]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(8), TimeRemainingColumn(), metrics)
         self.progress = Progress(
-            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True
+            *columns, console=console, disable=not console.is_terminal, transient=True, expand=True
         )
+        self.steps = steps
         self.task = self.progress.add_task("train", total=steps, completed=done, line="compiling")
 
     def __enter__(self) -> "StepLine":
@@ -45,10 +52,15 @@ class StepLine:
     def show(self, row: dict) -> None:
         """Show the metrics of a step."""
         self.progress.update(self.task, completed=row["step"], line=LINE.format(**row))
+        if self.progress.disable and row["step"] % LOG_INTERVAL == 0:
+            rates = "lr {learning_rate:.1e}  gradient norm {gradient_norm:.2f}  epoch {epoch:.2f}  ".format(**row)
+            self._print(f"step {row['step']:>5} of {self.steps}  {rates}" + LINE.format(**row))
 
     def note(self, row: dict, validation_loss: float) -> None:
         """Print a permanent line with the metrics of a step and a validation loss."""
-        text = f"step {row['step']:>5}  validation {validation_loss:.3f}  " + LINE.format(**row)
+        self._print(f"step {row['step']:>5}  validation {validation_loss:.3f}  " + LINE.format(**row))
+
+    def _print(self, text: str) -> None:
         self.progress.console.print(text, highlight=False, soft_wrap=True)
 
 

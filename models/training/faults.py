@@ -23,7 +23,7 @@ from jax_moe_lb import Stats, raise_on_fault
 from jax_moe_lb.core import needs_more_rounds
 from models.console import UserError
 
-StepResult = Callable[[nnx.State, Array], tuple[nnx.State, Array, Stats]]
+StepResult = Callable[[nnx.State, Array], tuple[nnx.State, Array, Array, Stats]]
 
 
 class StepRunner:
@@ -39,18 +39,18 @@ class StepRunner:
         self.step, self.step_again, self.tell = step, step_again, tell
         self.num_again = 0
 
-    def __call__(self, number: int, state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
-        """Run one step; return the new state, and loss and statistics on the host.
+    def __call__(self, number: int, state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Array, Stats]:
+        """Run one step; return the new state, and on the host the loss, the gradient norm and the statistics.
 
         Args:
             number: step number, from 1.
             state: state before the step; donated.
             tokens: batch of the step.
         """
-        state, loss, stats = _done(self.step, state, tokens)
+        state, loss, norm, stats = _done(self.step, state, tokens)
         # All processes have the same statistics, so all of them repeat the step.
         if self.step_again is None or not needs_more_rounds(stats):
-            return state, loss, stats
+            return state, loss, norm, stats
         self.num_again += 1
         if self.num_again == 1:
             self.tell(
@@ -60,9 +60,9 @@ class StepRunner:
         return _done(self.step_again, state, tokens)
 
 
-def _done(program: StepResult, state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
-    state, loss, stats = program(state, tokens)
-    return state, *jax.device_get((loss, stats))
+def _done(program: StepResult, state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Array, Stats]:
+    state, *rest = program(state, tokens)
+    return state, *jax.device_get(rest)
 
 
 def check_step(step: int, loss: float, stats: Stats, good_step: int | None) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from models.data.corpus import Corpus
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
 from models.multi_process.stalls import Progress
 from models.multi_process.stragglers import StragglerMonitor
+from models.pretrained.adapters import save_adapters
 from models.pretrained.loading import load_state
 from models.pretrained.saving import save_pretrained
 from models.run_folder.checkpoints import (
@@ -53,6 +55,7 @@ from models.run_folder.report import LiveReport, write_report
 from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine
 from models.settings import in_section
 from models.training.faults import StepRunner, StopRequest, check_state, check_step
+from models.training.optimizer import learning_rates
 from models.training.resume import check_continues, described, layout_of, next_homes, per_layer
 from models.training.source import Source, source_of
 from models.training.step import Programs, make_programs
@@ -141,7 +144,7 @@ def prepare(
         raise ValueError(f"run_dir is {str(run_dir)!r}, the folder of the checkpoint; expected another folder")
     for line in source.noise if source is not None else ():
         tell(line)
-    programs = make_programs(config, mesh, system, source.config if source else None)
+    programs = make_programs(config, mesh, system, source.config if source else None, has_padding=corpus.has_padding)
     _check_slots(config, system)
     writes = jax.process_index() == 0
     # Check before tracing, which takes seconds, and again under the lock, as another run may have started.
@@ -207,6 +210,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
 
     state = _begun(run) if run.state is None else run.state
     writes, validate = jax.process_index() == 0, _validation(run)
+    so_far = _so_far(run)
     # Compile before the first step starts, so that its step time excludes compilation.
     step_program, compile_s = _compiled(run)
     do = StepRunner(step_program, run.programs.step_again, tell)
@@ -219,7 +223,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     ):
         layout = layout_of(config.parallel)
         recorder = Recorder(run.folder, step + 1, layout, writes=writes, tell=tell, watch=watcher.tell)
-        save = Saving(checkpoints, recorder, LiveReport(run.folder, others), layout)
+        save = Saving(checkpoints, recorder, LiveReport(run.folder, others), layout, _base(config))
         pace = StragglerMonitor(tell)
         while step < config.steps and not stop.requested():
             step += 1
@@ -228,10 +232,13 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
             pace.ready()
             progress.step = step
             step_started = time.perf_counter()
-            state, loss, stats = do(step, state, tokens)
+            state, loss, norm, stats = do(step, state, tokens)
             step_time_s = time.perf_counter() - step_started
             check_step(step, float(loss), stats, checkpoints.newest_step)
-            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.num_microbatches)
+            others_of_step = {"gradient_norm": float(norm)} | so_far(step)
+            row = recorder.step(
+                step, float(loss), stats, config.tokens_per_step, step_time_s, config.num_microbatches, others_of_step
+            )
             recorder.other(pace.stepped(step, step_time_s))
             line.show(row)
             if step % config.validation.interval == 0 or step == config.steps:
@@ -255,7 +262,21 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
         return {}
     if run.source is not None:
         _export(run, run.source, state)
+        if config.lora.rank:
+            _export_adapters(run, state, tell)
     return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
+
+
+def _so_far(run: Run) -> Callable[[int], dict[str, float]]:
+    """Return a function from a step to its learning rate, and to the tokens and epochs read until its end."""
+    config, rates = run.config, learning_rates(run.config)
+    epochs = config.batch.size / run.corpus.num_sequences(config.batch.sequence_length)
+
+    def so_far(step: int) -> dict[str, float]:
+        tokens = step * config.tokens_per_step
+        return {"learning_rate": float(rates[step - 1]), "tokens_seen": tokens, "epoch": step * epochs}
+
+    return so_far
 
 
 def _begun(run: Run) -> nnx.State:
@@ -284,6 +305,22 @@ def _export(run: Run, source: Source, state: nnx.State) -> None:
     made.replace(run.folder.model)
 
 
+def _export_adapters(run: Run, state: nnx.State, tell: Tell) -> None:
+    """Write the adapters in the format of PEFT, in place of earlier ones of the run."""
+    if jax.process_index() == 0:
+        shutil.rmtree(run.folder.adapter, ignore_errors=True)
+    if not save_adapters(run.programs.model(state), run.folder.adapter, run.config.lora, _base(run.config)):
+        tell("adapter is not written: PEFT has no files for adapters of experts in one tensor; model has them merged")
+
+
+def _base(config: TrainConfig) -> str:
+    """Return the absolute path or the name of the checkpoint of a run with adapters, "" without adapters."""
+    name = config.model.checkpoint
+    if name is None or not config.lora.rank:
+        return ""
+    return str(Path(name).absolute()) if Path(name).is_dir() else name
+
+
 @dataclass(frozen=True, eq=False)
 class Saving:
     """Writer of a checkpoint, followed by its metrics and counts.
@@ -295,12 +332,14 @@ class Saving:
         recorder: recorder of metrics and counts.
         report: report to update afterwards, at its interval.
         layout: ranks and system, stored in the checkpoint.
+        base: checkpoint with the frozen parameters, stored in the checkpoint; see `CheckpointMetadata`.
     """
 
     checkpoints: Checkpoints
     recorder: Recorder
     report: LiveReport
     layout: dict[str, Any]
+    base: str
 
     def __call__(self, step: int, state: nnx.State, position: dict[str, Any]) -> None:
         """Start the checkpoint of the state after `step` steps, unless it exists; raise `UserError` if it is not
@@ -321,7 +360,7 @@ class Saving:
             if self.recorder.writes:
                 self.report.update()
 
-        self.checkpoints.save(step, state, CheckpointMetadata(self.layout, position), then)
+        self.checkpoints.save(step, state, CheckpointMetadata(self.layout, position, self.base), then)
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
@@ -415,7 +454,9 @@ def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.St
     before = run.folder.described()["config"].get("relocation", {})
     rest = (layout, run.folder.limits, run.folder.run_id)
     if moves or not before.get("interval"):
-        return restore_newest(folder, programs.state_shapes, tell, programs.init, *rest)
+        # The frozen parameters of a run with adapters are those of its base.
+        init = partial(_begun, run) if config.lora.rank else programs.init
+        return restore_newest(folder, programs.state_shapes, tell, init, *rest)
     parallel = dataclasses.replace(config.parallel, system="plain", replica_slots=None, headroom=None)
     config = dataclasses.replace(config, relocation=RelocationConfig(interval=1), parallel=parallel)
     moving = make_programs(config, run.mesh, make_system(parallel))

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax import Array
@@ -99,6 +100,19 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: nnx.
     # optax mixes integer counts and floats, which strict dtype promotion rejects.
     with jax.numpy_dtype_promotion("standard"):
         optimizer.update(model, gradients)
+
+
+def gradient_norm(gradients: nnx.State) -> Array:
+    """Return the norm over all parameters of all devices, float32, before clipping."""
+    norm: Array = optax.global_norm(_cast(gradients, jnp.float32))
+    return norm
+
+
+def learning_rates(config: TrainConfig) -> np.ndarray:
+    """Return the learning rate of each step of a run, float64 `[steps]`."""
+    # optax mixes integer counts and floats, as in `apply_gradients`.
+    with jax.numpy_dtype_promotion("standard"):
+        return np.asarray(jax.vmap(make_schedule(config))(jnp.arange(config.steps)), np.float64)
 
 
 def make_schedule(config: TrainConfig) -> optax.Schedule:

@@ -28,8 +28,9 @@ from models.decoder.pipeline import Pipeline
 from models.decoder.stacked import StackedDecoder
 from models.decoder.tiny import LanguageModel
 from models.mesh import all_axes, placed_shapes, state_shardings, topology_of
+from models.pretrained.adapters import target_paths
 from models.settings import in_section
-from models.training.optimizer import apply_gradients, make_optimizer
+from models.training.optimizer import apply_gradients, gradient_norm, make_optimizer
 from models.training.resume import moved_state
 
 LossOf = Callable[..., tuple[Array, tuple[Array, Stats]]]
@@ -149,9 +150,9 @@ class Programs:
     Args:
         state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
         init: `() -> state`, for the first step.
-        step: `(state, tokens) -> (state, loss, stats)`, donating the state; see `loss_and_gradients`. If the system has
-            `max_rounds`, a step with a fault returns the state unchanged. A third argument of a `StackedDecoder` are
-            given experts, int32 `[layers, B, T, K]`.
+        step: `(state, tokens) -> (state, loss, norm, stats)`, donating the state, with the norm of the gradients; see
+            `loss_and_gradients`. If the system has `max_rounds`, a step with a fault returns the state unchanged. A
+            third argument of a `StackedDecoder` are given experts, int32 `[layers, B, T, K]`.
         step_again: `step` without the limit on rounds; `None` if `step` has none.
         evaluate: `(state, tokens) -> loss`, without a gradient.
         move: `(state, permutation) -> state`, with the experts relocated; it donates the state.
@@ -169,7 +170,14 @@ class Programs:
     topology: Topology
 
 
-def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: DecoderConfig | None = None) -> Programs:
+def make_programs(
+    config: TrainConfig,
+    mesh: Mesh,
+    system: System,
+    decoder: DecoderConfig | None = None,
+    *,
+    has_padding: bool = False,
+) -> Programs:
     """Build the programs, without compiling.
 
     Args:
@@ -177,6 +185,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: Deco
         mesh: return value of `make_mesh`; if the system has `migrate`, the mesh of its expert domains.
         system: load-balancing system.
         decoder: sizes of a `StackedDecoder`; `None` (default) trains the `LanguageModel` of the configuration.
+        has_padding: whether the sequences have padding, which a `StackedDecoder` does not route; False by default.
 
     Raises:
         ValueError: the model does not fit the mesh.
@@ -191,7 +200,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: Deco
     trained = Adapter if config.lora.rank else nnx.Param
 
     def create(system: System) -> tuple[LanguageModel | StackedDecoder, nnx.Optimizer]:
-        model = _model(config, mesh, topology, system, decoder)
+        model = _model(config, mesh, topology, system, decoder, has_padding)
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=trained)
 
     graph, shapes = nnx.split(nnx.eval_shape(partial(create, system)))
@@ -204,7 +213,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, decoder: Deco
     options = compiler_options(mesh)
 
     def jitted(step: Callable) -> Wrapped:
-        out = (shardings, everywhere, everywhere)
+        out = (shardings, everywhere, everywhere, everywhere)
         return jax.jit(step, out_shardings=out, donate_argnums=0, compiler_options=options)
 
     loss_of: LossOf = next_token_loss if decoder is None else StackedDecoder.loss
@@ -241,7 +250,12 @@ def _check_stateless(system: System, config: TrainConfig) -> None:
 
 
 def _model(
-    config: TrainConfig, mesh: Mesh, topology: Topology, system: System, decoder: DecoderConfig | None
+    config: TrainConfig,
+    mesh: Mesh,
+    topology: Topology,
+    system: System,
+    decoder: DecoderConfig | None,
+    has_padding: bool,
 ) -> LanguageModel | StackedDecoder:
     rngs = nnx.Rngs(config.seed)
     if decoder is None:
@@ -252,6 +266,8 @@ def _model(
     whole = Decoder(decoder, mesh=mesh, system=system, ranks_per_domain=ranks, rules=rules, rngs=rngs)
     remat = ",".join(KEPT) if config.model.remat is None else config.model.remat
     options: dict[str, Any] = {"within_documents": config.data.within_documents, "lora": config.lora, "rngs": rngs}
+    options["has_padding"] = has_padding
+    options["adapted"] = target_paths(decoder, config.lora.targets) if config.lora.rank else None
     with in_section("parallel"):
         return StackedDecoder(whole, remat=remat, pipeline=Pipeline.of(config.parallel), **options)
 
@@ -264,29 +280,30 @@ def _step(
     state: nnx.State,
     tokens: Array,
     experts: Array | None = None,
-) -> tuple[nnx.State, Array, Stats]:
+) -> tuple[nnx.State, Array, Array, Stats]:
     model, optimizer = nnx.merge(graph, state)
     counts = num_predicted(tokens, len(model.further) if config.model.further_weight else 0)
     loss, stats, gradients = loss_and_gradients(
         model, optimizer.wrt, loss_of, tokens, counts, config.batch.accumulate, mesh, experts
     )
+    norm = gradient_norm(gradients)
     apply_gradients(model, optimizer, gradients)
     if config.relocation.interval is not None:
         model.update_loads(stats)
     if config.model.bias_rate:
         model.update_bias(stats, config.model.bias_rate)
-    return nnx.state((model, optimizer)), loss, stats
+    return nnx.state((model, optimizer)), loss, norm, stats
 
 
 def _step_if_served(
     step: Callable, state: nnx.State, tokens: Array, experts: Array | None = None
-) -> tuple[nnx.State, Array, Stats]:
+) -> tuple[nnx.State, Array, Array, Stats]:
     """Return the state unchanged if a plan needs more rounds than the program has, so that the step can be repeated.
 
     The state is donated, so the caller has no copy of it. The update reads the old values anyway.
     """
     # Copy the tree, as Flax changes the variables of `state` in place.
     before = jax.tree.map(lambda leaf: leaf, state)
-    after, loss, stats = step(state, tokens, experts)
+    after, loss, norm, stats = step(state, tokens, experts)
     is_served = (stats.fault.code == 0).all()
-    return jax.tree.map(partial(jnp.where, is_served), after, before), loss, stats
+    return jax.tree.map(partial(jnp.where, is_served), after, before), loss, norm, stats

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import tokenizers
 from safetensors.numpy import save_file
 
@@ -217,6 +219,11 @@ def write_corpus(folder: Path) -> None:
     np.save(folder / "d.npy", np.arange(50, dtype=np.int64) % 200)
 
 
+def write_tables(folder: Path) -> None:
+    table = pyarrow.Table.from_pylist([{"text": f"row {i}", "messages": [{"role": "user"}]} for i in range(9)])
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=4)
+
+
 def is_corpus(corpus: Corpus) -> bool:
     streams = [stream for part in corpus.parts for stream in part.streams]
     tokens = np.concatenate([np.asarray(stream.tokens) for stream in streams])
@@ -289,6 +296,7 @@ KINDS = {
     "tokenizer.json, BPE": Kind(write_tokenizer, read_words, is_words),
     "tokenizer.json, unigram": Kind(write_unigram, read_unigram, is_words),
     "corpus": Kind(write_corpus, lambda at: corpus_from([at]), is_corpus),
+    "parquet": Kind(write_tables, lambda at: corpus_from([at]), is_corpus),
     "run folder": Kind(write_run, read_run, is_run),
     "checkpoint": Kind(write_checkpoint, read_checkpoint, lambda value: False),
 }

@@ -47,7 +47,7 @@ def losses(systems: list[str]) -> dict[str, list[float]]:
         found[name] = []
         for step in range(1, STEPS + 1):
             batch = CORPUS.batch(config.seed, step, config.batch.size, config.batch.sequence_length)
-            state, loss, stats = programs.step(state, place_batch(batch, mesh))
+            state, loss, _, stats = programs.step(state, place_batch(batch, mesh))
             raise_on_fault(stats)
             found[name].append(float(loss))
     return found

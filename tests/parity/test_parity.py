@@ -19,7 +19,7 @@ from models.architectures.registry import configured
 from models.decoder.model import Decoder
 from models.mesh import make_mesh
 from models.model_config import ParallelConfig
-from models.pretrained.generation import generate
+from models.pretrained.generation import Generator
 from models.pretrained.loading import from_pretrained
 from models.pretrained.quantized import CheckpointWeights
 from models.pretrained.safetensors import TensorFolder
@@ -146,7 +146,7 @@ def test_greedy_generation(reference, name):
     """Prompts of two lengths in one batch; the shorter ones are the reference's."""
     ref = reference(name)
     prompts = [*ref.tokens[:, :PROMPT].tolist(), ref.tokens[0].tolist()]
-    found = generate(loaded(ref, "2x4", "exact" if name == "mixtral" else "plain"), prompts, NEW_TOKENS)
+    found = Generator(loaded(ref, "2x4", "exact" if name == "mixtral" else "plain"))(prompts, NEW_TOKENS)
     np.testing.assert_array_equal(found[:-1], ref.generated)
 
 

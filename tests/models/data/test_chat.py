@@ -13,7 +13,7 @@ from jax_moe_lb import plain
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import DataConfig, TrainConfig
-from models.data.chat import ChatTemplate, conversation_in
+from models.data.chat import ChatTemplate, conversation_in, read_variables
 from models.data.marks import marked, positions_in, segments
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
@@ -215,6 +215,19 @@ def test_rows_have_variables_of_the_template(folder, tmp_path):
     (one, other) = (chat.text(*conversation_in(line)) for line in lines)
     assert one.endswith('~[{"name": "a"}][{"title": "b"}]False')
     assert other.endswith("~nullnull")
+
+
+def test_variables_for_all_conversations_override_those_of_one(folder):
+    source = TEMPLATE + "{{ enable_thinking }}{{ mood }}"
+    chat_of(folder, source)
+    fixed = read_variables(["enable_thinking=false", "mood=a=b"])
+    assert fixed == {"enable_thinking": False, "mood": "a=b"}
+    chat = ChatTemplate(folder, fixed=fixed)
+    assert chat.text(TALK[:2], {"enable_thinking": True}).endswith("~Falsea=b")
+    with pytest.raises(ValueError, match="template_set is '=1'; expected NAME=VALUE"):
+        read_variables(["=1"])
+    with pytest.raises(ValueError, match="has 'messages'; expected variables besides"):
+        ChatTemplate(folder, fixed={"messages": []}).text(TALK[:2])
 
 
 def test_older_checkpoints_have_the_template_in_their_settings(folder):

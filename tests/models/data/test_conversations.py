@@ -11,7 +11,7 @@ from models.data.batches import Batches
 from models.data.chat import Example
 from models.data.conversations import Conversations, best_fit
 from models.data.corpus import CHUNKS_OF_SHORT_TEXT, Corpus, Part, Windows, joined
-from models.data.marks import CONTEXT, are_predicted, segments, words
+from models.data.marks import CONTEXT, PADDING, are_predicted, segments, words
 
 
 def example(first, size, answer=None):
@@ -47,16 +47,15 @@ def test_every_row_has_whole_conversations_and_padding():
         assert row[0] < 0
         plain, numbers = np.asarray(words(jnp.asarray(row))), np.asarray(segments(jnp.asarray(row[None])))[0]
         is_predicted = np.asarray(are_predicted(jnp.asarray(row)))
-        for number in range(1, numbers[-1] + 1):
+        # Padding is last, and has no predicted tokens.
+        assert not is_predicted[numbers < 0].any()
+        assert (np.diff((numbers < 0).astype(int)) >= 0).all()
+        for number in range(1, numbers.max() + 1):
             tokens, of_segment = plain[numbers == number], is_predicted[numbers == number]
             ((whole, context, _),) = conversations[tokens[0] // 1000]
-            if np.array_equal(tokens, whole) and of_segment.any():
-                np.testing.assert_array_equal(of_segment, ~context)
-                seen.append(tokens[0] // 1000)
-            else:
-                # Padding is last, and has no predicted tokens.
-                assert not is_predicted[numbers >= number].any()
-                break
+            np.testing.assert_array_equal(tokens, whole)
+            np.testing.assert_array_equal(of_segment, ~context)
+            seen.append(tokens[0] // 1000)
     assert sorted(seen) == list(range(300))
     assert packing.tokens == sizes.sum()
     assert packing.tokens / (64 * packing.rows) > 0.97
@@ -74,9 +73,10 @@ def test_the_marks_of_a_row():
         ~(50 + context),
         51 + context,
         52,
-        ~(5 + context),
-        6 + context,
+        ~(5 + PADDING),
+        6 + PADDING,
     ]
+    assert segments(jnp.asarray(row)[None]).tolist() == [[1, 1, 1, 1, 2, 2, 2, -1, -1]]
 
 
 def test_longer_conversations_are_truncated_and_counted():

@@ -1,6 +1,7 @@
 """Conversations of a file as prompts of `models.generate`, and variables of the template."""
 
 import json
+import warnings
 
 import pytest
 from typer.testing import CliRunner
@@ -32,11 +33,11 @@ def asked(monkeypatch):
     """Return the prompts with which a model would be called."""
     prompts = []
 
-    def record(model, tokens, *_, **__):
+    def record(tokens, *_, **__):
         prompts.extend(byte_tokenizer().decode(line) for line in tokens)
         return [[] for _ in tokens]
 
-    monkeypatch.setattr(generate, "generate", record)
+    monkeypatch.setattr(generate, "Generator", lambda _: record)
     monkeypatch.setattr(generate, "from_pretrained", lambda *_, **__: None)
     return prompts
 
@@ -65,6 +66,16 @@ def test_questions_have_variables_of_the_template(checkpoint, asked):
     options = ["--chat", "--prompt", "a", "--prompt", "b", "--template-set", "mood=!"]
     assert CliRunner().invoke(generate.app, ["--checkpoint", str(checkpoint), *options]).exit_code == 0
     assert asked == ["u:a a:!", "u:b a:!"]
+
+
+def test_a_warning_is_a_line(checkpoint, asked, monkeypatch):
+    def warning(tokens, *_, **__):
+        warnings.warn("sequences are long", stacklevel=2)
+        return [[]]
+
+    monkeypatch.setattr(generate, "Generator", lambda _: warning)
+    result = CliRunner().invoke(generate.app, ["--checkpoint", str(checkpoint), "--prompt", "a"])
+    assert result.stderr == "warning: sequences are long\n"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from models.data.marks import marked
 from models.decoder.model import Decoder
 from models.mesh import make_mesh, make_system, place_batch
 from models.model_config import ModelConfig, ParallelConfig
-from models.pretrained.generation import generate
+from models.pretrained.generation import Generator
 from models.training.step import make_programs
 from tests.models.decoder.test_pipeline import decoder_config
 
@@ -24,7 +24,7 @@ def test_generated_routing_replays_in_training(all_devices):
     config, mesh = decoder_config("glm4_moe", 3), make_mesh(PARALLEL)
     model = Decoder(config, mesh=mesh, system=System(), rngs=nnx.Rngs(0))
     prompts = [[3, 1, 4, 1], [5, 9, 2, 6]]
-    lines, routing = generate(model, prompts, 4, return_routing=True)
+    lines, routing = Generator(model)(prompts, 4, return_routing=True)
     experts = jnp.asarray(np.stack(routing, 1))
     layers = sum(block.moe is not None for block in model.blocks)
     assert experts.shape == (layers, 2, 7, config.router.num_experts_per_tok)
@@ -56,7 +56,7 @@ def test_a_training_step_takes_given_experts(accumulate, all_devices):
     tokens = place_batch(marked(rng.integers(0, 256, (8, 7)).astype(np.int32), nothing, nothing), mesh)
     order = rng.permuted(np.broadcast_to(np.arange(config.num_experts), (2, 8, 6, config.num_experts)), axis=-1)
     experts = order[..., :per_token].astype(np.int32)
-    _, loss, stats = programs.step(programs.init(), tokens, jnp.asarray(experts))
+    _, loss, _, stats = programs.step(programs.init(), tokens, jnp.asarray(experts))
     assert np.isfinite(loss)
     want = np.stack([np.bincount(one.ravel(), minlength=config.num_experts) for one in experts])
     np.testing.assert_array_equal(np.asarray(stats.counts).sum((1, 2)), want)

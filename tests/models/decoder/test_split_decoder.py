@@ -1,5 +1,6 @@
 """A stacked, sharded decoder equals the plain decoder, and each device holds only its part."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,14 +12,14 @@ from jax_moe_lb.layer.systems import system_named
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
 from models.config import BatchConfig, OptimizerConfig, TrainConfig
-from models.data.marks import num_predicted
+from models.data.marks import marked, num_predicted
 from models.decoder import stacked
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh, place_batch
-from models.model_config import ParallelConfig
+from models.model_config import ModelConfig, ParallelConfig
 from models.tiny_checkpoint import tiny_config
-from models.training.step import make_programs, next_token_loss
+from models.training.step import loss_and_gradients, make_programs, next_token_loss
 
 TRAIN = TrainConfig(
     parallel=ParallelConfig(2, 4, "exact"), batch=BatchConfig(8), steps=5, optimizer=OptimizerConfig(1e-2)
@@ -86,7 +87,7 @@ def test_steps_learn_and_every_device_keeps_an_eighth(tokens):
     _, mesh, programs = programs_of("gpt_oss")
     state, losses = programs.init(), []
     for _ in range(TRAIN.steps):
-        state, loss, _ = programs.step(state, place_batch(tokens, mesh))
+        state, loss, *_ = programs.step(state, place_batch(tokens, mesh))
         losses.append(float(loss))
     assert losses[-1] < losses[0] - 0.5
     # Exclude the biases of experts, which are sharded with their experts.
@@ -96,3 +97,35 @@ def test_steps_learn_and_every_device_keeps_an_eighth(tokens):
     assert len(matrices) == 3 * (2 * 8 + 2)
     for leaf in matrices:
         assert 8 * math.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size, leaf.shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_padding_is_not_routed(stages, all_devices):
+    """Loss and gradients of the other tokens stay the same."""
+    rng, (rows, length) = np.random.default_rng(0), (8, 17)
+    config = dataclasses.replace(configured(Fields(tiny_config("mixtral"))), num_layers=stages)
+    parallel = ParallelConfig(1, 2, "exact", stages=stages)
+    train = dataclasses.replace(TRAIN, parallel=parallel, model=ModelConfig(checkpoint="tiny"))
+    starts, padding = np.zeros((rows, length), bool), np.arange(length) >= rng.integers(3, length, (rows, 1))
+    starts[:, 0] = True
+    starts |= padding & ~np.roll(padding, 1, 1)
+    drawn = rng.integers(0, 256, (rows, length))
+    mesh, results = make_mesh(parallel), []
+    for context, kept in ((padding, None), (np.zeros_like(padding), padding)):
+        programs = make_programs(train, mesh, system_named("exact"), config, has_padding=kept is not None)
+        tokens = place_batch(marked(drawn, starts, context, kept), mesh)
+
+        @jax.jit
+        def run(state, tokens, programs=programs):
+            model, counts = programs.model(state), num_predicted(tokens)
+            return loss_and_gradients(model, nnx.Param, StackedDecoder.loss, tokens, counts, 1, mesh)
+
+        results.append(run(programs.init(), tokens))
+    (loss, stats, gradients), (loss_without, stats_without, gradients_without) = results
+    np.testing.assert_allclose(loss_without, loss, rtol=1e-5)
+    for path, value in flat(gradients).items():
+        np.testing.assert_allclose(flat(gradients_without)[path], value, atol=1e-5, err_msg=str(path))
+    per_layer = config.router.num_experts_per_tok * np.array([rows * (length - 1), (~padding[:, :-1]).sum()])
+    for found, copies in zip((stats, stats_without), per_layer, strict=True):
+        assert np.asarray(found.counts).reshape(stages, -1).sum(1).tolist() == [copies] * stages

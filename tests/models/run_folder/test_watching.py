@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import json
 import re
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from models.console import UserError
 from models.multi_process.stragglers import straggler_hosts
 from models.run_folder.checkpoints import steps_in
 from models.run_folder.metrics import RunFolder
-from models.run_folder.trackers import MetricLoggerConfig, scalars
+from models.run_folder.trackers import MetricLoggerConfig, StepLine, scalars
 from models.training.faults import check_state, check_step
 from models.training.loop import execute, prepare
 from tests.models.small import CONFIG, CORPUS
@@ -35,6 +36,33 @@ def test_numbers_of_lines_have_names():
     row = {"kind": "layers", "step": 3, "rounds": [1, 2], "planner_s": 0.5, "homes": [[0, 1]], "word": "x"}
     assert scalars(row) == {"layers/rounds/1": 1.0, "layers/rounds/2": 2.0, "layers/planner_s": 0.5}
     assert scalars({"kind": "hosts", "step": 3, "host_s": [0.25]}) == {"hosts/host_s/0": 0.25}
+
+
+ROW = {"loss": 1.2345, "tokens_per_s": 123456, "imbalance_before_mean": 1.5, "imbalance_after_mean": 1.0}
+ROW |= {"rounds_max": 1, "learning_rate": 1e-3, "gradient_norm": 0.5, "epoch": 0.25}
+
+
+def shown(is_terminal):
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80, color_system=None)
+    with StepLine(console, 0, 100_000) as line:
+        # Rich estimates the remaining time from two steps.
+        for step in (12_339, 12_340, 12_341):
+            line.show(ROW | {"step": step})
+            line.progress.refresh()
+    return console.file.getvalue().splitlines()
+
+
+def test_a_progress_line_keeps_step_and_remaining_time_in_80_columns():
+    lines = [line for line in shown(True) if "12341/100000" in line]
+    assert lines
+    # The control sequence clears the line before.
+    assert all(len(line.removeprefix("\x1b[2K")) <= 80 for line in lines)
+    assert re.search(r"step +12341/100000 .* \d+:\d\d:\d\d loss 1\.23", lines[-1])
+
+
+def test_every_tenth_step_is_a_line_without_a_terminal():
+    (line,) = shown(False)
+    assert line.startswith("step 12340 of 100000  lr 1.0e-03  gradient norm 0.50  epoch 0.25  loss 1.23")
 
 
 def test_what_is_not_installed_or_no_number_is_refused(monkeypatch):
@@ -70,9 +98,9 @@ def test_a_run_is_watched_and_ends_with_a_nan(tmp_path, monkeypatch):
         return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     def broken(state, tokens):
-        state, loss, stats = program(state, tokens)
+        state, loss, norm, stats = program(state, tokens)
         steps.append(loss)
-        return (jax.tree.map(nan, state) if len(steps) == 5 else state), loss, stats
+        return (jax.tree.map(nan, state) if len(steps) == 5 else state), loss, norm, stats
 
     steps, program = [], run.step.lower().compile()
     monkeypatch.setattr("models.training.loop._compiled", lambda run: (broken, 0.0))

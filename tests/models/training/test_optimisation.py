@@ -34,7 +34,7 @@ def trained(config, steps=2):
     state, losses = programs.init(), []
     for step in range(1, steps + 1):
         batch = CORPUS.batch(0, step, config.batch.size, config.batch.sequence_length)
-        state, loss, stats = programs.step(state, place_batch(batch, mesh))
+        state, loss, _, stats = programs.step(state, place_batch(batch, mesh))
         losses.append(float(loss))
     return state, losses, stats
 

@@ -37,7 +37,7 @@ def trained(config):
     for step in range(1, config.steps + 1):
         batch = CORPUS.batch(0, step, config.batch.size, config.batch.sequence_length)
         before = do.num_again
-        state, loss, stats = do(step, state, place_batch(batch, mesh))
+        state, loss, _, stats = do(step, state, place_batch(batch, mesh))
         losses.append(float(loss))
         counts.append(np.asarray(stats.counts))
         if do.num_again > before:
@@ -82,7 +82,7 @@ def test_a_step_that_is_not_served_changes_nothing():
     state = programs.init()
     before = jax.device_get(state)
     tokens = place_batch(CORPUS.batch(0, 1, config.batch.size, config.batch.sequence_length), mesh)
-    after, loss, stats = programs.step(state, tokens)
+    after, loss, _, stats = programs.step(state, tokens)
     assert (np.asarray(stats.fault.code) > 0).any()
     assert np.isnan(loss)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
@@ -122,6 +122,6 @@ def test_only_a_lack_of_rounds_is_done_again():
     broken = jax.tree.map(no_numbers, programs.init())
     tokens = place_batch(CORPUS.batch(0, 1, config.batch.size, config.batch.sequence_length), mesh)
     do = StepRunner(programs.step, programs.step_again, lambda text: None)
-    _, _, stats = do(1, broken, tokens)
+    *_, stats = do(1, broken, tokens)
     assert (stats.fault.code > 0).all()
     assert do.num_again == 0

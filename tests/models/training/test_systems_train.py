@@ -57,7 +57,7 @@ def losses(system, params, config=TRAINING):
         tokens = place_batch(
             CORPUS.batch(TRAINING.seed, step, TRAINING.batch.size, TRAINING.batch.sequence_length), mesh
         )
-        state, loss, stats = programs.step(state, tokens)
+        state, loss, _, stats = programs.step(state, tokens)
         rows.append(jax.device_get((loss, stats.imbalance_before.max(), stats.imbalance_after.max())))
     return np.asarray(rows, np.float64).T
 

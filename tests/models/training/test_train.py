@@ -1,20 +1,25 @@
 import dataclasses
 import json
+import math
 import shutil
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from typer.testing import CliRunner
 
+from jax_moe_lb import router_loss
 from jax_moe_lb.layer.systems import system_names
 from models import config as presets
-from models.mesh import make_mesh, make_system
+from models.mesh import make_mesh, make_system, place_batch
+from models.model_config import ParallelConfig
 from models.run_folder.checkpoints import Checkpoints
 from models.run_folder.metrics import RunFolder
 from models.train import app
 from models.training.loop import prepare
-from models.training.step import make_programs
+from models.training.optimizer import make_schedule
+from models.training.step import make_programs, next_token_loss
 from tests.models.small import CONFIG, CORPUS, on, run
 
 pytestmark = pytest.mark.slow
@@ -48,6 +53,58 @@ def test_what_a_step_records(trained_run):
         assert row["rows_moved"] > 0
         assert row["tokens_per_s"] == pytest.approx(CONFIG.tokens_per_step / row["step_time_s"])
     assert [row["step"] for row in RunFolder(trained_run).rows("validation")] == [4, 8]
+
+
+def test_a_step_records_gradient_rate_and_place_in_the_data(trained_run):
+    rows = RunFolder(trained_run).rows("step")
+    config, length = CONFIG, CONFIG.batch.sequence_length
+    schedule = make_schedule(config)
+    for step, row in enumerate(rows, 1):
+        assert row["learning_rate"] == pytest.approx(float(schedule(step - 1)))
+        assert row["tokens_seen"] == step * config.batch.size * length
+        # A part of the text is held out.
+        assert row["epoch"] == pytest.approx(row["tokens_seen"] / length / CORPUS.num_sequences(length))
+        assert 0 < row["gradient_norm"] < 100
+        assert row["router_loss"] == 0
+    assert CORPUS.num_sequences(length) == (CORPUS.length(held_out=False) - 1) // length
+
+
+def test_the_recorded_norm_is_that_of_the_gradients():
+    parallel = ParallelConfig(1, 2, "plain")
+    model = dataclasses.replace(CONFIG.model, num_layers=1, aux_loss=0.1)
+    config = dataclasses.replace(CONFIG, model=model, parallel=parallel)
+    mesh = make_mesh(parallel)
+    programs = make_programs(config, mesh, make_system(parallel))
+    state = programs.init()
+    tokens = place_batch(CORPUS.batch(0, 1, config.batch.size, config.batch.sequence_length), mesh)
+
+    @jax.jit
+    def gradients(state):
+        def loss(model):
+            loss, (_, stats) = next_token_loss(model, tokens)
+            return loss + router_loss(stats)
+
+        return nnx.grad(loss)(programs.model(state))
+
+    squares = [np.square(np.asarray(leaf, np.float64)).sum() for leaf in jax.tree.leaves(gradients(state))]
+    _, _, norm, stats = programs.step(state, tokens)
+    np.testing.assert_allclose(norm, np.sqrt(sum(squares)), rtol=1e-5)
+    assert float(router_loss(stats)) > 0
+
+
+def test_epochs_give_the_steps(command_line, monkeypatch):
+    made = []
+    monkeypatch.setattr("models.train.prepare", lambda config, *_, **__: made.append(config.steps) or refuse())
+    sequences = CORPUS.num_sequences(CONFIG.batch.sequence_length)
+    for epochs in (0.001, 1, 2.5):
+        command_line("--epochs", str(epochs))
+    assert made == [math.ceil(epochs * sequences / CONFIG.batch.size) for epochs in (0.001, 1, 2.5)]
+    assert "epochs is 2.0 and steps is 3; expected one" in command_line("--epochs", "2", "--steps", "3").output
+    assert "epochs is 0.0; expected a finite number above 0" in command_line("--epochs", "0").output
+
+
+def refuse():
+    raise ValueError("prepared")
 
 
 @pytest.mark.thorough

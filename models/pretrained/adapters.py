@@ -1,0 +1,125 @@
+"""Adapters (LoRA) by the names of checkpoint modules: targets of a run, and files in the format of PEFT."""
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jax_moe_lb.recordings.yaml_file import shown
+from models.architectures.parameter_map import ParameterSlice
+from models.architectures.registry import pieces_of
+from models.decoder.config import DecoderConfig
+from models.decoder.layers import ADAPTED
+from models.decoder.stacked import StackedDecoder
+from models.model_config import LoraConfig
+from models.pretrained.loading import by_path
+from models.pretrained.saving import TensorShapes, stored_slice, vacant, write_file
+from models.run_folder.files import write_whole
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""Names of PEFT's files."""
+
+EXPERTS = frozenset({"moe.up", "moe.gate", "moe.down"})
+"""Paths of the matrices of experts, which have adapters together."""
+
+PREFIX, WEIGHT = "base_model.model.", ".weight"
+"""Prefix of tensor names in PEFT's files, and the end of the name of a linear map's weight."""
+
+
+def target_paths(config: DecoderConfig, targets: str | None) -> frozenset[str]:
+    """Return the paths in a block of the matrices with adapters.
+
+    Args:
+        config: sizes of the model.
+        targets: names of modules of the checkpoint, separated by commas, such as `q_proj,v_proj`; `None` for all
+            matrices of attention and experts.
+
+    Raises:
+        ValueError: the model has no such module, or some matrices of experts are missing.
+    """
+    paths: dict[str, set[str]] = {}
+    for piece in pieces_of(config):
+        if piece.path.startswith("blocks.") and ADAPTED.fullmatch(path := piece.path.split(".", 2)[2]):
+            paths.setdefault(piece.name.removesuffix(WEIGHT).rpartition(".")[2], set()).add(path)
+    chosen = list(paths) if targets is None else targets.split(",")
+    for name in chosen:
+        if name not in paths:
+            raise ValueError(f"lora.targets has {shown(name)}; expected names out of {', '.join(sorted(paths))}")
+    found = frozenset(path for name in chosen for path in paths[name])
+    experts = [name for name in sorted(paths) if not paths[name].isdisjoint(EXPERTS)]
+    if found & EXPERTS and not found >= EXPERTS:
+        raise ValueError(
+            f"lora.targets is {shown(targets)}; expected all or none of {', '.join(experts)}, the experts'"
+        )
+    return found
+
+
+def save_adapters(model: StackedDecoder, folder: Path, lora: LoraConfig, base: str) -> bool:
+    """Write the adapters of a model as `adapter_config.json` and `adapter_model.safetensors`, in the format of PEFT.
+
+    Tensors have the names of the modules in published files, where each expert is a module of its own. All processes
+    call this function, and process 0 writes.
+
+    Args:
+        model: the model, with adapters.
+        folder: output folder; it must be absent or empty.
+        lora: rank and factor of the adapters.
+        base: folder or name of the checkpoint to which the adapters belong.
+
+    Returns:
+        Whether the files are written: PEFT has no adapters of linear maps for experts that a published file stores in
+            one tensor, as in GPT-OSS and Llama 4.
+
+    Raises:
+        ValueError: the folder is not empty.
+        OSError: a file cannot be written.
+    """
+    values = by_path(nnx.state(model))
+    pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces_of(model.config)]
+    pieces = [piece for piece in pieces if f"{piece.path}_a" in values]
+    if not all(piece.name.endswith(WEIGHT) and piece.transposed and not piece.index for piece in pieces):
+        return False
+    shapes = {name: shape for piece in pieces for name, shape in _shapes(piece, lora.rank, values).items()}
+    tensors = (tensor for piece in pieces for tensor in _tensors(piece, values))
+    if jax.process_index() != 0:
+        # A loop would hold each tensor until the next one is there.
+        deque(tensors, maxlen=0)
+        return True
+    with vacant(folder) as aside:
+        write_file(aside / TENSORS, shapes, tensors)
+        write_whole(aside / CONFIG, (json.dumps(_config(pieces, lora, base), indent=2) + "\n").encode())
+    return True
+
+
+def _shapes(piece: ParameterSlice, rank: int, values: dict[str, Any]) -> TensorShapes:
+    """Return shape and dtype of both tensors of an adapter; `torch` stores linear maps transposed."""
+    name, (outer, inner), dtype = PREFIX + piece.name.removesuffix(WEIGHT), piece.shape, values[piece.path].dtype
+    shapes = {"lora_A": (rank, inner), "lora_B": (outer, rank)}
+    return {f"{name}.{part}{WEIGHT}": jax.ShapeDtypeStruct(shape, dtype) for part, shape in shapes.items()}
+
+
+def _tensors(piece: ParameterSlice, values: dict[str, Any]) -> Iterator[np.ndarray]:
+    for suffix in ("_a", "_b"):
+        yield np.ascontiguousarray(stored_slice(piece, values, suffix).T)
+
+
+def _config(pieces: list[ParameterSlice], lora: LoraConfig, base: str) -> dict[str, Any]:
+    # A list of last names would add empty adapters to dense layers and shared experts, too.
+    kinds = {re.sub(r"\\\.\d+", r"\.\\d+", re.escape(piece.name.removesuffix(WEIGHT))) for piece in pieces}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": "|".join(sorted(kinds)),
+        "inference_mode": True,
+    }
