@@ -42,6 +42,7 @@ PARTED = (
     "left_out_between_test",
     "processes_test",
     "shared_memory_test",
+    "sockets_test",
     "stand_in_driver_test",
     "stand_in_faults_test",
     "stand_in_resources_test",

@@ -85,8 +85,9 @@ Outcome Between::Of(const PeerAttributes& attributes, Between** between) {
   int device = 0;
   if (Status bad = DriverCalls::Get().CheckBetweenProcesses()) return problem(bad);
   if (Status bad = OwnGroup(attributes, neighbours.own(), &processes)) return problem(bad);
-  if (Status bad = ProcessGroup::Of(&neighbours, processes, &group)) return problem(bad);
   if (Status bad = Cuda(cudaGetDevice(&device), "cudaGetDevice")) return problem(bad);
+  const Outcome made = ProcessGroup::Of(&neighbours, processes, attributes.site, attributes.timeout_s, &group);
+  if (made.failure) return made;
   if (const Outcome outcome = group->WaitForPages(attributes.site, attributes.timeout_s); outcome.failure) {
     return outcome;
   }
@@ -160,7 +161,7 @@ Outcome Between::Prepare(const PeerAttributes& attributes, const CallArguments& 
   announcement.request_hash = HashOf(attributes, own);
   // Before other memory is sent, which may be at the same place.
   shared_.ForgetFreed();
-  if (Status bad = Share(own, &announcement)) return problem(bad);
+  if (const Outcome shared = Share(attributes, own, &announcement); shared.failure) return shared;
   group_->Announce(number, announcement);
   const Outcome outcome = group_->WaitForAll(attributes.site, number, attributes.timeout_s);
   if (outcome.failure) return outcome;
@@ -170,21 +171,23 @@ Outcome Between::Prepare(const PeerAttributes& attributes, const CallArguments& 
   return {};
 }
 
-Status Between::Share(const PeerShare& share, Announcement* announcement) {
+Outcome Between::Share(const PeerAttributes& attributes, const PeerShare& share, Announcement* announcement) {
   if (share.home.size() > SharedCall::kMaxKinds) {
-    return Refuse("home has ", share.home.size(), " kinds of weights; expected at most ", SharedCall::kMaxKinds,
-                  " between processes");
+    return {Refuse(attributes.site, ": home has ", share.home.size(), " kinds of weights; expected at most ",
+                   SharedCall::kMaxKinds, " between processes"),
+            false};
   }
   std::vector<int64_t> others;
   for (size_t rank = 0; rank < group_->size(); ++rank) others.push_back(group_->process(rank));
   for (size_t kind = 0; kind < share.home.size(); ++kind) {
     SharedArray home, slots;
-    if (Status bad = shared_.Share(share.home[kind], others, &home)) return bad;
-    if (Status bad = shared_.Share(share.slots[kind], others, &slots)) return bad;
+    SocketResult sent = shared_.Share(share.home[kind], others, attributes.timeout_s, &home);
+    if (!sent.problem) sent = shared_.Share(share.slots[kind], others, attributes.timeout_s, &slots);
+    if (sent.problem) return group_->Unsent(attributes.site, sent);
     announcement->home.push_back(home);
     announcement->slots.push_back(slots);
   }
-  return Ok();
+  return {};
 }
 
 // Maps only the sources of this process: other ranks do not wait for it and may have freed the arrays they announced.

@@ -49,7 +49,7 @@ class Between {
   Between(ProcessGroup* group, int device);
 
   Status LockPages();
-  Status Share(const PeerShare& share, Announcement* announcement);
+  Outcome Share(const PeerAttributes& attributes, const PeerShare& share, Announcement* announcement);
   Status MapShares(const PeerAttributes& attributes, const CallArguments& arguments, const std::vector<PeerTask>& tasks,
                    std::vector<PeerShare>* shares);
   Outcome Prepare(const PeerAttributes& attributes, const CallArguments& arguments, std::vector<PeerTask>* tasks,

@@ -8,15 +8,21 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 namespace moe_lb {
 namespace {
 
-Status SystemError(const char* what) {
-  Problem problem(std::string(what) + ": " + std::strerror(errno), true);
+Status SystemError(const char* what, int error) {
+  Problem problem(std::string(what) + ": " + std::strerror(error), true);
   return problem;
 }
+
+Status SystemError(const char* what) { return SystemError(what, errno); }
+
+SocketResult Broken(Status problem) { return {SocketOutcome::kBroken, std::move(problem)}; }
 
 Status MakeSocket(Descriptor* socket) {
   *socket = Descriptor(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -60,23 +66,61 @@ Status ListenLocally(Descriptor* socket, std::string* address) {
   return listen(socket->get(), SOMAXCONN) == 0 ? Ok() : SystemError("listen");
 }
 
-Status ConnectLocally(const std::string& address, Descriptor* socket) {
+// The only place that reads errors of sockets.
+SocketResult OutcomeOf(const char* call, int error) {
+  switch (error) {
+    case 0:
+      return {};
+    case EPIPE:
+    case ECONNRESET:
+    case ECONNREFUSED:
+      return {SocketOutcome::kEnded, Problem("it has ended; expected all to run until the program ends", true)};
+    // Interrupted, a full or empty buffer, or too many descriptors in flight.
+    case EINTR:
+    case EAGAIN:
+    case ENOBUFS:
+    case ENOMEM:
+    case ETOOMANYREFS:
+    // The other end has given up before it was accepted.
+    case ECONNABORTED:
+      return {SocketOutcome::kStalled, SystemError(call, error)};
+    default:
+      return Broken(SystemError(call, error));
+  }
+}
+
+SocketResult Repeat(double timeout_s, const std::function<SocketResult()>& operation) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  for (;;) {
+    SocketResult last = operation();
+    const double waited = std::chrono::duration<double>(Clock::now() - begin).count();
+    if (last.outcome != SocketOutcome::kStalled || waited >= timeout_s) return last;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+}
+
+SocketResult ConnectLocally(const std::string& address, Descriptor* socket) {
   sockaddr_un name = {};
   if (address.empty() || address.size() >= sizeof name.sun_path) {
-    return Refuse("address has ", address.size(), " characters; expected 1 to ", sizeof name.sun_path - 1);
+    return Broken(Refuse("address has ", address.size(), " characters; expected 1 to ", sizeof name.sun_path - 1));
   }
-  if (Status bad = MakeSocket(socket)) return bad;
+  if (Status bad = MakeSocket(socket)) return Broken(bad);
   const socklen_t size = FillName(address, &name);
-  if (connect(socket->get(), reinterpret_cast<const sockaddr*>(&name), size) != 0) return SystemError("connect");
-  return CheckUser(*socket);
+  const int failed = connect(socket->get(), reinterpret_cast<const sockaddr*>(&name), size);
+  if (failed != 0) return OutcomeOf("connect", errno);
+  const Status bad = CheckUser(*socket);
+  return bad ? Broken(bad) : SocketResult();
 }
 
-Status AcceptLocally(const Descriptor& listening, Descriptor* socket) {
+SocketResult AcceptLocally(const Descriptor& listening, Descriptor* socket) {
   *socket = Descriptor(accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-  return *socket ? CheckUser(*socket) : SystemError("accept");
+  if (!*socket) return OutcomeOf("accept", errno);
+  const Status bad = CheckUser(*socket);
+  return bad ? Broken(bad) : SocketResult();
 }
 
-Status SendNote(const Descriptor& socket, const PeerNote& note, int descriptor) {
+SocketResult SendNote(const Descriptor& socket, const PeerNote& note, int descriptor) {
   PeerNote copy = note;
   iovec part = {&copy, sizeof copy};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -93,12 +137,11 @@ Status SendNote(const Descriptor& socket, const PeerNote& note, int descriptor) 
     std::memcpy(CMSG_DATA(header), &descriptor, sizeof(int));
   }
   // Without the flag, a process whose peer has just ended would be killed by a signal.
-  if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) == sizeof copy) return Ok();
-  if (errno != EPIPE && errno != ECONNRESET) return SystemError("sendmsg");
-  return Problem("it has ended; expected all to run until the program ends", true);
+  const ssize_t size = sendmsg(socket.get(), &message, MSG_NOSIGNAL);
+  return OutcomeOf("sendmsg", size < 0 ? errno : 0);
 }
 
-Received ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor) {
+SocketResult ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor) {
   iovec part = {note, sizeof *note};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message = {};
@@ -107,15 +150,18 @@ Received ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descr
   message.msg_control = control;
   message.msg_controllen = sizeof control;
   const ssize_t size = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
-  if (size < 0) return errno == EAGAIN || errno == EINTR ? Received::kEmpty : Received::kEnd;
+  if (size < 0) return OutcomeOf("recvmsg", errno);
+  if (size == 0) return OutcomeOf("recvmsg", ECONNRESET);
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   if (header != nullptr && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int))) {
     int number = -1;
     std::memcpy(&number, CMSG_DATA(header), sizeof number);
     *descriptor = Descriptor(number);
   }
+  // The system drops the descriptor of a message if this process has too many.
+  if ((message.msg_flags & MSG_CTRUNC) != 0) return OutcomeOf("recvmsg", EMFILE);
   // A note of another size comes from another version of this library, which is incompatible.
-  return size == sizeof *note ? Received::kNote : Received::kEnd;
+  return OutcomeOf("recvmsg", size == sizeof *note ? 0 : EPROTO);
 }
 
 Status MakeSharedMemory(size_t size, Descriptor* descriptor) {

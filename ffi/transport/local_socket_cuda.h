@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -41,21 +42,37 @@ struct PeerNote {
   unsigned char handle[64] = {};  // kMemory without a file descriptor: CUDA's handle of it; kProbe: a `SharedArray`
 };
 
+// Outcome of one operation of a socket.
+enum class SocketOutcome {
+  kDone,     // connected, sent or received
+  kEnded,    // the other process has ended, or closed its end
+  kStalled,  // it may succeed later: the buffer is full or empty, or the system lacks memory
+  kBroken,   // any other error
+};
+
+struct SocketResult {
+  SocketOutcome outcome = SocketOutcome::kDone;
+  Status problem;        // empty if done
+  int64_t process = -1;  // at the other end; -1 if unknown
+};
+
+// Returns the outcome of a system call by its `errno`, 0 if it succeeded.
+SocketResult OutcomeOf(const char* call, int error);
+
+// Repeats a stalled operation until the time limit.
+SocketResult Repeat(double timeout_s, const std::function<SocketResult()>& operation);
+
 // Sockets preserve message boundaries. Their names are in the abstract namespace, which the system cleans up with the
 // process, so no file remains. Only processes of the same user are accepted.
 
 // Listens under a random name, reachable inside the same network namespace.
 Status ListenLocally(Descriptor* socket, std::string* address);
-Status ConnectLocally(const std::string& address, Descriptor* socket);
-Status AcceptLocally(const Descriptor& listening, Descriptor* socket);
-
-// Sends without blocking: notes are few, and a full socket buffer is an error. descriptor: -1 for none.
-Status SendNote(const Descriptor& socket, const PeerNote& note, int descriptor);
-
-enum class Received { kNote, kEmpty, kEnd };
-
-// kEmpty: no note has arrived yet. kEnd: the other process has closed its end, or ended.
-Received ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor);
+// These do not block.
+SocketResult ConnectLocally(const std::string& address, Descriptor* socket);
+SocketResult AcceptLocally(const Descriptor& listening, Descriptor* socket);
+// descriptor: -1 for none.
+SocketResult SendNote(const Descriptor& socket, const PeerNote& note, int descriptor);
+SocketResult ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor);
 
 // Anonymous memory shared by processes through its descriptor.
 Status MakeSharedMemory(size_t size, Descriptor* descriptor);

@@ -36,34 +36,60 @@ Status Export(CUdeviceptr begin, PeerNote* note, Descriptor* descriptor) {
 
 // ---- memory of this process --------------------------------------------------------
 
-Status SharedMemory::Share(const void* array, const std::vector<int64_t>& processes, SharedArray* shared) {
-  *shared = {0, 0};
-  if (array == nullptr) return Ok();
+// Finds the allocation of an array.
+Status SharedMemory::Locate(const void* array, Allocation* allocation, SharedArray* shared) const {
   const DriverCalls& driver = DriverCalls::Get();
   CUdeviceptr begin = 0;
   size_t size = 0;
   unsigned long long id = 0;
   MOE_LB_DRIVER("cuMemGetAddressRange", driver.address_range(&begin, &size, AsDevice(array)));
   MOE_LB_DRIVER("cuPointerGetAttribute", driver.pointer_attribute(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID, begin));
+  *allocation = {begin, size, {}};
   *shared = {id, AsDevice(array) - begin};
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Allocation& allocation = allocations_.try_emplace(id, Allocation{begin, size, {}}).first->second;
-  for (const int64_t process : processes) {
-    if (process == neighbours_->own() || allocation.known_to.count(process) > 0) continue;
-    if (Status bad = Send(id, allocation, process)) return bad;
-    allocation.known_to.insert(process);
-  }
   return Ok();
 }
 
-Status SharedMemory::Send(uint64_t id, const Allocation& allocation, int64_t process) const {
+SocketResult SharedMemory::Share(const void* array, const std::vector<int64_t>& processes, double timeout_s,
+                                 SharedArray* shared) {
+  *shared = {0, 0};
+  if (array == nullptr) return {};
+  Allocation located;
+  if (Status bad = Locate(array, &located, shared)) return {SocketOutcome::kBroken, bad};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Allocation& allocation = allocations_.try_emplace(shared->memory, located).first->second;
+  for (const int64_t process : processes) {
+    if (process == neighbours_->own() || allocation.known_to.count(process) > 0) continue;
+    // Notices of freed memory precede the memory allocated in its place.
+    SocketResult sent = SendFreed(process, timeout_s);
+    if (!sent.problem) sent = Send(shared->memory, allocation, process, timeout_s);
+    if (sent.problem) return sent;
+    allocation.known_to.insert(process);
+  }
+  return {};
+}
+
+SocketResult SharedMemory::Send(uint64_t id, const Allocation& allocation, int64_t process, double timeout_s) {
   PeerNote note;
   Descriptor descriptor;
   note.kind = PeerNote::kMemory;
   note.id = id;
   note.size = allocation.size;
-  if (Status bad = Export(allocation.begin, &note, &descriptor)) return bad;
-  return neighbours_->Send(process, note, descriptor.get());
+  if (Status bad = Export(allocation.begin, &note, &descriptor)) return {SocketOutcome::kBroken, bad, process};
+  return neighbours_->Send(process, note, descriptor.get(), timeout_s);
+}
+
+// Sends the notices to a process in order; those not sent remain.
+SocketResult SharedMemory::SendFreed(int64_t process, double timeout_s) {
+  std::vector<uint64_t>& ids = freed_[process];
+  for (; !ids.empty(); ids.erase(ids.begin())) {
+    PeerNote note;
+    note.kind = PeerNote::kGone;
+    note.id = ids.front();
+    const SocketResult sent = neighbours_->Send(process, note, -1, timeout_s);
+    // An ended process needs no notice.
+    if (sent.problem && sent.outcome != SocketOutcome::kEnded) return sent;
+  }
+  return {};
 }
 
 void SharedMemory::ForgetFreed() {
@@ -77,13 +103,10 @@ void SharedMemory::ForgetFreed() {
       ++one;
       continue;
     }
-    PeerNote note;
-    note.kind = PeerNote::kGone;
-    note.id = one->first;
-    // An ended process needs no notice.
-    for (const int64_t process : one->second.known_to) static_cast<void>(neighbours_->Send(process, note));
+    for (const int64_t process : one->second.known_to) freed_[process].push_back(one->first);
     one = allocations_.erase(one);
   }
+  for (const auto& [process, ids] : freed_) static_cast<void>(SendFreed(process, 0));
 }
 
 Status CheckShareable(const void* array, int device) {
@@ -160,7 +183,11 @@ Status MappedMemory::Find(int64_t process, const SharedArray& array, size_t byte
     PeerNote note;
     Descriptor descriptor;
     const auto begin = std::chrono::steady_clock::now();
-    while (!neighbours_->Take(process, PeerNote::kMemory, array.memory, &note, &descriptor)) {
+    for (;;) {
+      // Test for the end first: a process may end after it has sent the note.
+      const SocketResult gone = neighbours_->WhyGone(process);
+      if (neighbours_->Take(process, PeerNote::kMemory, array.memory, &note, &descriptor)) break;
+      if (gone.problem) return gone.problem;
       if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > timeout_s) {
         return Problem("process " + std::to_string(process) + " has named memory that it has not sent", true);
       }

@@ -27,12 +27,12 @@ class SharedMemory {
  public:
   explicit SharedMemory(Neighbours* neighbours) : neighbours_(neighbours) {}
 
-  // Returns the address of an array and sends its allocation to those of `processes` that lack it. An empty array (null
-  // pointer) is in allocation 0.
-  Status Share(const void* array, const std::vector<int64_t>& processes, SharedArray* shared);
+  // Returns the address of an array and sends its allocation to those of `processes` that lack it, waiting up to the
+  // time limit for each to read its messages. An empty array (null pointer) is in allocation 0.
+  SocketResult Share(const void* array, const std::vector<int64_t>& processes, double timeout_s, SharedArray* shared);
 
   // Notifies the other processes of allocations that were freed. No copy reads them: XLA frees weights only after their
-  // readers.
+  // readers. A notice that does not fit into the buffer of a socket is sent by a later call.
   void ForgetFreed();
 
  private:
@@ -42,11 +42,14 @@ class SharedMemory {
     std::set<int64_t> known_to;
   };
 
-  Status Send(uint64_t id, const Allocation& allocation, int64_t process) const;
+  Status Locate(const void* array, Allocation* allocation, SharedArray* shared) const;
+  SocketResult Send(uint64_t id, const Allocation& allocation, int64_t process, double timeout_s);
+  SocketResult SendFreed(int64_t process, double timeout_s);
 
   Neighbours* const neighbours_;
   std::mutex mutex_;
   std::map<uint64_t, Allocation> allocations_;
+  std::map<int64_t, std::vector<uint64_t>> freed_;  // allocations that a process must still be notified of
 };
 
 // An allocation of another process, mapped read-only by convention.

@@ -4,18 +4,25 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <vector>
 
 namespace moe_lb {
 namespace {
 
 // Time limit for the hello of a new connection.
-constexpr int kHelloMs = 5000;
+constexpr double kHelloS = 5;
 
-Received WaitForNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor) {
-  pollfd one = {socket.get(), POLLIN, 0};
-  if (poll(&one, 1, kHelloMs) <= 0) return Received::kEmpty;
-  return ReceiveNote(socket, note, descriptor);
+// After an error that may repeat at once.
+constexpr std::chrono::milliseconds kPause(10);
+
+std::string NameOf(int64_t process) { return "process " + std::to_string(process); }
+
+// The same result with the number of the process, also in the problem.
+SocketResult Of(int64_t process, SocketResult result) {
+  result.process = process;
+  if (result.problem) result.problem = At(NameOf(process), *result.problem);
+  return result;
 }
 
 }  // namespace
@@ -31,6 +38,7 @@ Status Neighbours::Listen(std::string* address) {
     Descriptor socket;
     if (Status bad = ListenLocally(&socket, &address_)) return bad;
     wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!wake_) return OutcomeOf("eventfd", errno).problem;
     listening_ = std::move(socket);
     std::thread([this] { Watch(); }).detach();
   }
@@ -49,29 +57,32 @@ Status Neighbours::Connect(int64_t own, const std::map<int64_t, std::string>& ad
     Descriptor socket;
     PeerNote hello;
     hello.process = static_cast<uint32_t>(own);
-    Status bad = ConnectLocally(address, &socket);
-    if (!bad) bad = SendNote(socket, hello, -1);
-    if (bad) return At("connection with process " + std::to_string(process), *bad);
+    SocketResult one = Repeat(timeout_s, [&, &to = address] { return ConnectLocally(to, &socket); });
+    if (!one.problem) one = Repeat(timeout_s, [&] { return SendNote(socket, hello, -1); });
+    if (one.problem) return At("connection with " + NameOf(process), *one.problem);
     AddLink(process, std::move(socket));
   }
   std::unique_lock<std::mutex> lock(mutex_);
   for (const auto& [process, address] : addresses) {
     const auto is_linked = [&, number = process] { return number == own || links_.count(number) > 0; };
     if (changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), is_linked)) continue;
-    return Problem("process " + std::to_string(process) + " did not connect within " + std::to_string(timeout_s) + " s",
-                   true);
+    const std::string why = not_accepted_ ? ": " + *not_accepted_ : "";
+    return Problem(NameOf(process) + " did not connect within " + std::to_string(timeout_s) + " s" + why, true);
   }
   return Ok();
 }
 
-Status Neighbours::Send(int64_t process, const PeerNote& note, int descriptor) {
+SocketResult Neighbours::Send(int64_t process, const PeerNote& note, int descriptor, double timeout_s) {
   const std::shared_ptr<Link> link = Find(process);
-  if (link == nullptr) return Refuse("process ", process, " is not connected with this one");
+  if (link == nullptr) return WhyGone(process);
   ++num_sent_;
   // Sockets preserve message boundaries between threads.
   // A process may send before its watching thread has seen the end of the other one.
-  const Status bad = SendNote(link->socket, note, descriptor);
-  return bad ? At("process " + std::to_string(process), *bad) : Ok();
+  SocketResult sent = Repeat(timeout_s, [&] { return SendNote(link->socket, note, descriptor); });
+  if (sent.outcome == SocketOutcome::kStalled) {
+    sent.problem = Refuse("it has not read its messages for ", timeout_s, " s; expected all processes to run");
+  }
+  return Of(process, std::move(sent));
 }
 
 bool Neighbours::Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor) {
@@ -84,10 +95,12 @@ bool Neighbours::Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNot
   return true;
 }
 
-bool Neighbours::IsGone(int64_t process) const {
-  const std::shared_ptr<Link> link = Find(process);
+SocketResult Neighbours::WhyGone(int64_t process) const {
+  if (process == own_) return {};
   const std::lock_guard<std::mutex> lock(mutex_);
-  return process != own_ && (link == nullptr || !link->is_open);
+  const auto found = links_.find(process);
+  if (found != links_.end()) return found->second->end;
+  return {SocketOutcome::kBroken, Refuse(NameOf(process), " is not connected with this one"), process};
 }
 
 void Neighbours::OnEnd(std::function<void(int64_t)> gone) {
@@ -133,7 +146,7 @@ void Neighbours::Watch() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (const auto& [process, link] : links_) {
-        if (!link->is_open) continue;
+        if (link->end.outcome == SocketOutcome::kEnded) continue;
         links.emplace_back(process, link);
         watched.push_back({link->socket.get(), POLLIN, 0});
       }
@@ -143,7 +156,9 @@ void Neighbours::Watch() {
     static_cast<void>(!read(wake_.get(), &woken, sizeof woken));
     if (watched[0].revents != 0) Accept();
     for (size_t i = 0; i < links.size(); ++i) {
-      if (watched[i + 2].revents != 0 && !Read(links[i].second, links[i].first)) End(links[i].first);
+      if (watched[i + 2].revents == 0) continue;
+      const auto& [process, link] = links[i];
+      End(process, Read(*link, process));
     }
   }
 }
@@ -151,35 +166,41 @@ void Neighbours::Watch() {
 void Neighbours::Accept() {
   Descriptor socket, none;
   PeerNote hello;
-  if (AcceptLocally(listening_, &socket)) return;
-  if (WaitForNote(socket, &hello, &none) != Received::kNote || hello.kind != PeerNote::kHello) return;
-  AddLink(hello.process, std::move(socket));
+  SocketResult one = AcceptLocally(listening_, &socket);
+  if (!one.problem) one = Repeat(kHelloS, [&] { return ReceiveNote(socket, &hello, &none); });
+  if (!one.problem && hello.kind == PeerNote::kHello) return AddLink(hello.process, std::move(socket));
+  if (one.outcome != SocketOutcome::kBroken) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    not_accepted_ = one.problem;
+  }
+  // Without descriptors the connection stays in the queue, and would wake this thread at once.
+  std::this_thread::sleep_for(kPause);
 }
 
-bool Neighbours::Read(const std::shared_ptr<Link>& link, int64_t process) {
+SocketResult Neighbours::Read(const Link& link, int64_t process) {
   for (;;) {
     PeerNote note;
     Descriptor descriptor;
-    switch (ReceiveNote(link->socket, &note, &descriptor)) {
-      case Received::kEnd:
-        return false;
-      case Received::kEmpty:
-        return true;
-      case Received::kNote:
-        const std::lock_guard<std::mutex> lock(mutex_);
-        notes_.insert_or_assign({process, {note.kind, note.id}}, StoredNote(note, std::move(descriptor)));
-    }
+    SocketResult received = ReceiveNote(link.socket, &note, &descriptor);
+    if (received.problem) return Of(process, std::move(received));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    notes_.insert_or_assign({process, {note.kind, note.id}}, StoredNote(note, std::move(descriptor)));
   }
 }
 
-void Neighbours::End(int64_t process) {
+void Neighbours::End(int64_t process, SocketResult end) {
+  if (end.outcome == SocketOutcome::kStalled) return;
+  const bool has_ended = end.outcome == SocketOutcome::kEnded;
   std::vector<std::function<void(int64_t)>> told;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    links_.at(process)->is_open = false;
-    ended_.insert(process);
-    told = on_end_;
+    links_.at(process)->end = std::move(end);
+    if (has_ended) ended_.insert(process);
+    if (has_ended) told = on_end_;
   }
+  // A process behind a broken connection still runs: its end is awaited.
+  if (!has_ended) std::this_thread::sleep_for(kPause);
   for (const auto& gone : told) gone(process);
 }
 

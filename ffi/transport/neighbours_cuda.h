@@ -38,13 +38,16 @@ class Neighbours {
 
   int64_t own() const { return own_; }
 
-  Status Send(int64_t process, const PeerNote& note, int descriptor = -1);
+  // Waits up to the time limit while the process does not read its messages. descriptor: -1 for none.
+  SocketResult Send(int64_t process, const PeerNote& note, int descriptor, double timeout_s);
 
   // Removes and returns the note of this kind and id from this process; false if it has not arrived.
   bool Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor);
 
-  // True if the process has ended or was never connected.
-  bool IsGone(int64_t process) const;
+  // True if the process has ended, was never connected, or its connection is broken.
+  bool IsGone(int64_t process) const { return WhyGone(process).outcome != SocketOutcome::kDone; }
+  // The reason, naming the process: kEnded or kBroken; kDone if it is connected.
+  SocketResult WhyGone(int64_t process) const;
 
   // Calls `gone` on the watching thread when a process ends, also for processes already ended. `gone` must be
   // short. It is never removed.
@@ -55,15 +58,16 @@ class Neighbours {
  private:
   struct Link {
     Descriptor socket;
-    bool is_open = true;
+    SocketResult end;  // kDone while it is open
   };
   using Key = std::pair<int64_t, std::pair<PeerNote::Kind, uint64_t>>;
   using StoredNote = std::pair<PeerNote, Descriptor>;
 
   void Watch();
   void Accept();
-  bool Read(const std::shared_ptr<Link>& link, int64_t process);  // false: the process has ended
-  void End(int64_t process);
+  // Stores all notes that have arrived; returns kStalled if the process is still connected.
+  SocketResult Read(const Link& link, int64_t process);
+  void End(int64_t process, SocketResult end);  // nothing for kStalled
   void AddLink(int64_t process, Descriptor socket);
   void Wake();
   std::shared_ptr<Link> Find(int64_t process) const;
@@ -73,6 +77,7 @@ class Neighbours {
   Descriptor listening_;
   Descriptor wake_;
   std::string address_;
+  Status not_accepted_;  // the last failure to accept a connection
   std::atomic<int64_t> own_{-1};
   std::atomic<int64_t> num_sent_{0};
   std::map<int64_t, std::shared_ptr<Link>> links_;

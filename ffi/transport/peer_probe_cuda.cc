@@ -33,8 +33,11 @@ Status TakeProbe(Neighbours& neighbours, int64_t process, double timeout_s, Shar
   PeerNote note;
   Descriptor none;
   const auto begin = std::chrono::steady_clock::now();
-  while (!neighbours.Take(process, PeerNote::kProbe, 0, &note, &none)) {
-    if (neighbours.IsGone(process)) return Problem("process " + std::to_string(process) + " has ended", true);
+  for (;;) {
+    // Test for the end first: a process may end after it has sent the note.
+    const SocketResult gone = neighbours.WhyGone(process);
+    if (neighbours.Take(process, PeerNote::kProbe, 0, &note, &none)) break;
+    if (gone.problem) return gone.problem;
     if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > timeout_s) {
       return Problem("process " + std::to_string(process) + " has named no array to try", true);
     }
@@ -67,14 +70,14 @@ Status TryPeers(const std::vector<int64_t>& processes, const void* array, int de
   SharedMemory shared(&neighbours);
   MappedMemory mapped(&neighbours);
   SharedArray own;
-  if (Status bad = shared.Share(array, processes, &own)) return bad;
+  if (const SocketResult sent = shared.Share(array, processes, timeout_s, &own); sent.problem) return sent.problem;
   PeerNote note;
   note.kind = PeerNote::kProbe;
   static_assert(sizeof own <= sizeof note.handle);
   std::memcpy(note.handle, &own, sizeof own);
   for (const int64_t process : processes) {
     if (process == neighbours.own()) continue;
-    if (Status bad = neighbours.Send(process, note)) return bad;
+    if (const SocketResult sent = neighbours.Send(process, note, -1, timeout_s); sent.problem) return sent.problem;
   }
   for (const int64_t process : processes) {
     if (process == neighbours.own()) continue;

@@ -23,22 +23,25 @@ uint64_t IdOf(const std::vector<int64_t>& processes) {
 
 }  // namespace
 
-Status ProcessGroup::Of(Neighbours* neighbours, const std::vector<int64_t>& processes, ProcessGroup** group) {
+Outcome ProcessGroup::Of(Neighbours* neighbours, const std::vector<int64_t>& processes, const std::string& site,
+                         double timeout_s, ProcessGroup** group) {
   static std::mutex mutex;
   static auto* const all = new std::map<std::vector<int64_t>, ProcessGroup*>;
   const std::lock_guard<std::mutex> lock(mutex);
   ProcessGroup*& found = (*all)[processes];
   if (found == nullptr) {
     if (std::count(processes.begin(), processes.end(), neighbours->own()) != 1) {
-      return Refuse("processes do not name process ", neighbours->own(), " once; expected the one that runs this");
+      return {
+          Refuse(site, ": processes do not name process ", neighbours->own(), " once; expected the one that runs this"),
+          false};
     }
     auto fresh = std::unique_ptr<ProcessGroup>(new ProcessGroup(neighbours, processes));
-    if (Status bad = fresh->MakePage()) return bad;
-    if (Status bad = fresh->SendPage()) return bad;
+    if (Status bad = fresh->MakePage()) return {At(site, *bad), false};
+    // Kept also after a failure below: some processes may have mapped the page.
     found = fresh.release();
   }
   *group = found;
-  return Ok();
+  return found->SendPage(site, timeout_s);
 }
 
 ProcessGroup::ProcessGroup(Neighbours* neighbours, const std::vector<int64_t>& processes)
@@ -47,7 +50,8 @@ ProcessGroup::ProcessGroup(Neighbours* neighbours, const std::vector<int64_t>& p
       id_(IdOf(processes)),
       own_(static_cast<size_t>(std::find(processes.begin(), processes.end(), neighbours->own()) - processes.begin())),
       pages_(processes.size(), nullptr),
-      released_(processes.size(), false) {}
+      released_(processes.size(), false),
+      has_page_(processes.size(), false) {}
 
 Status ProcessGroup::MakePage() {
   if (Status bad = MakeSharedMemory(sizeof(SharedCalls), &memory_)) return bad;
@@ -60,15 +64,18 @@ Status ProcessGroup::MakePage() {
   return Ok();
 }
 
-Status ProcessGroup::SendPage() {
+Outcome ProcessGroup::SendPage(const std::string& site, double timeout_s) {
   PeerNote note;
   note.kind = PeerNote::kPage;
   note.id = id_;
   for (size_t rank = 0; rank < size(); ++rank) {
-    if (rank == own_) continue;
-    if (Status bad = neighbours_->Send(processes_[rank], note, memory_.get())) return bad;
+    if (rank == own_ || has_page_[rank]) continue;
+    const SocketResult sent = neighbours_->Send(processes_[rank], note, memory_.get(), timeout_s);
+    // Not an error here: WaitForPages finds the first process to end, if all others send their pages before.
+    if (sent.problem && sent.outcome != SocketOutcome::kEnded) return Unsent(site, sent);
+    has_page_[rank] = true;
   }
-  return Ok();
+  return {};
 }
 
 Outcome ProcessGroup::WaitForPages(const std::string& site, double timeout_s) {
@@ -109,6 +116,7 @@ void ProcessGroup::Announce(uint32_t number, const Announcement& announcement) c
   mine.request_hash = announcement.request_hash;
   std::copy(announcement.home.begin(), announcement.home.end(), mine.home);
   std::copy(announcement.slots.begin(), announcement.slots.end(), mine.slots);
+  pages_[own_]->last_failed.store(0, std::memory_order_relaxed);
   mine.announced.store(number);
 }
 
@@ -156,6 +164,7 @@ std::vector<size_t> ProcessGroup::ShowFailure(uint32_t number, const Outcome& ou
   mine.timed_out = outcome.timed_out;
   mine.is_internal = outcome.failure->is_internal;
   mine.failed.store(number);
+  pages_[own_]->last_failed.store(number, std::memory_order_release);
   // A process announcing after this store reads the failure.
   std::vector<size_t> others;
   for (size_t rank = 0; rank < size(); ++rank) {
@@ -180,13 +189,10 @@ Status ProcessGroup::WhyReleased(const std::string& site, uint32_t number) const
 // memory of others.
 void ProcessGroup::Release(int64_t process) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = std::find(processes_.begin(), processes_.end(), process);
-  if (found == processes_.end()) return;
-  const auto rank = static_cast<size_t>(found - processes_.begin());
-  if (rank == own_ || released_[rank]) return;
+  const size_t rank = RankOf(process);
+  if (rank == size() || rank == own_ || released_[rank]) return;
   released_[rank] = true;
-  size_t none = SIZE_MAX;
-  first_ended_.compare_exchange_strong(none, rank);
+  static_cast<void>(FirstEnded(rank));
   const uint32_t next = next_;
   for (uint32_t number = next - SharedCalls::kNum; number != next; ++number) {
     SharedCall& other = call(rank, number);
@@ -200,12 +206,40 @@ void ProcessGroup::Release(int64_t process) {
   }
 }
 
-// The first process to end is the cause; later ones may have ended because of it.
+size_t ProcessGroup::RankOf(int64_t process) const {
+  return static_cast<size_t>(std::find(processes_.begin(), processes_.end(), process) - processes_.begin());
+}
+
+// The first process to end is the cause; later ones may have ended because of it. Several ends may be detected at once,
+// in any order, but a process that ended because of another one has named it in its page.
+size_t ProcessGroup::FirstEnded(size_t rank) const {
+  size_t first = SIZE_MAX;
+  if (!first_ended_.compare_exchange_strong(first, rank)) rank = first;
+  for (size_t hop = 0; hop < size() && pages_[rank] != nullptr; ++hop) {
+    const uint32_t named = pages_[rank]->first_ended.load(std::memory_order_acquire);
+    if (named == 0 || named - 1 == own_) break;
+    rank = named - 1;
+  }
+  pages_[own_]->first_ended.store(static_cast<uint32_t>(rank + 1), std::memory_order_release);
+  return rank;
+}
+
 Status ProcessGroup::Ended(const std::string& site, size_t rank) const {
-  if (const size_t first = first_ended_; first != SIZE_MAX) rank = first;
-  return Problem(site + ": rank " + std::to_string(rank) + " of " + std::to_string(size()) + " has ended (process " +
-                     std::to_string(processes_[rank]) + "); expected all to run until the program ends",
+  const auto name = [&] { return site + ": rank " + std::to_string(rank) + " of " + std::to_string(size()); };
+  const SocketResult end = neighbours_->WhyGone(processes_[rank]);
+  if (end.outcome == SocketOutcome::kBroken) return Problem(name() + " cannot be reached: " + *end.problem, true);
+  rank = FirstEnded(rank);
+  // A process ends after a failed call, with the reason in its page.
+  const uint32_t failed = pages_[rank] == nullptr ? 0 : pages_[rank]->last_failed.load(std::memory_order_acquire);
+  if (failed != 0) return Problem(call(rank, failed).message, call(rank, failed).is_internal != 0);
+  return Problem(name() + " has ended (process " + std::to_string(processes_[rank]) +
+                     "); expected all to run until the program ends",
                  true);
+}
+
+Outcome ProcessGroup::Unsent(const std::string& site, const SocketResult& sent) const {
+  if (sent.outcome == SocketOutcome::kEnded) return {Ended(site, RankOf(sent.process)), false};
+  return {At(site, *sent.problem), sent.outcome == SocketOutcome::kStalled};
 }
 
 Outcome ProcessGroup::Until(const std::string& site, const char* what, double timeout_s, size_t rank,

@@ -33,7 +33,8 @@ class ProcessGroup {
  public:
   // Returns the group of these processes, in rank order. Created once and never destroyed, because streams may still
   // write the page. Sends this process's page to the others; `neighbours` must be connected to them.
-  static Status Of(Neighbours* neighbours, const std::vector<int64_t>& processes, ProcessGroup** group);
+  static Outcome Of(Neighbours* neighbours, const std::vector<int64_t>& processes, const std::string& site,
+                    double timeout_s, ProcessGroup** group);
 
   // Waits for the pages of the others; returns at once if they are mapped.
   Outcome WaitForPages(const std::string& site, double timeout_s);
@@ -63,6 +64,9 @@ class ProcessGroup {
   // Marks a call as copied for which this process queues no copies.
   void ShowCopied(uint32_t number) const;
 
+  // Returns the failure of a send to a process of the group.
+  Outcome Unsent(const std::string& site, const SocketResult& sent) const;
+
   // Returns a failure if the streams' waits of this call were released because a process had ended: the copies are then
   // invalid.
   Status WhyReleased(const std::string& site, uint32_t number) const;
@@ -74,11 +78,13 @@ class ProcessGroup {
   ProcessGroup(Neighbours* neighbours, const std::vector<int64_t>& processes);
 
   Status MakePage();
-  Status SendPage();
+  Outcome SendPage(const std::string& site, double timeout_s);
   void Release(int64_t process);
   Outcome Until(const std::string& site, const char* what, double timeout_s, size_t rank,
                 const std::function<bool()>& is_so) const;
   Status Ended(const std::string& site, size_t rank) const;
+  size_t FirstEnded(size_t rank) const;
+  size_t RankOf(int64_t process) const;
 
   Neighbours* const neighbours_;
   const std::vector<int64_t> processes_;
@@ -91,7 +97,8 @@ class ProcessGroup {
   std::vector<SharedCalls*> pages_;                  // by rank
   std::vector<bool> released_;                       // by rank
   std::vector<std::pair<uint32_t, size_t>> broken_;  // calls in flight and their rank
-  std::atomic<size_t> first_ended_{SIZE_MAX};
+  std::vector<bool> has_page_;                       // of this process, by rank
+  mutable std::atomic<size_t> first_ended_{SIZE_MAX};
   std::string left_out_;
 };
 

@@ -39,6 +39,10 @@ struct SharedCalls {
   static constexpr uint32_t kNum = 16;
 
   SharedCall calls[kNum];
+  // Why this process may end: the rank of the first process known to have ended, from 1 on, and its last call if that
+  // has failed; 0 for none.
+  std::atomic<uint32_t> first_ended;
+  std::atomic<uint32_t> last_failed;
 };
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t),

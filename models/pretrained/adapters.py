@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jax_moe_lb.recordings.yaml_file import shown
+from jax_moe_lb.core.checks import shown
 from models.architectures.parameter_map import ParameterSlice
 from models.architectures.registry import pieces_of
 from models.decoder.config import DecoderConfig

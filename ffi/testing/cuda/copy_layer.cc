@@ -1,6 +1,7 @@
 #include "ffi/testing/cuda/copy_layer.h"
 
 #include <algorithm>
+#include <cstring>
 #include <random>
 #include <utility>
 
@@ -54,7 +55,7 @@ struct CopyLayer::Copies {
   Invocation* join;
 };
 
-CopyLayer::Copies CopyLayer::Add(Program& program, int64_t rank, int64_t run) {
+CopyLayer::Copies CopyLayer::Add(Program& program, int64_t rank, int64_t run, const Between& between) {
   const CopyTables tables = TablesOf(shape_, run, relays_);
   const Weights weights = WeightsIn(program, shape_);
   const DeviceArray place = program.New(kS32, {2}), ticket = program.New(kS32, {2});
@@ -62,8 +63,13 @@ CopyLayer::Copies CopyLayer::Add(Program& program, int64_t rank, int64_t run) {
   const DeviceArray relay = program.New(kS32, {shape_.ranks, shape_.slots});
   const DeviceArrays operands = Joined({{place, wanted, relay}, weights.home});
   Invocation& start = program.Add(start_, operands, Joined({{ticket}, weights.slots}));
-  Invocation& join = program.Add(join_, Joined({{ticket}, weights.slots, operands}), weights.slots);
-  program.Launch([=, shape = shape_] {
+  DeviceArrays joined = weights.slots;
+  if (between.other_slots) joined.back() = program.New(joined.back().dtype, joined.back().dims);
+  Invocation& join = program.Add(join_, Joined({{ticket}, joined, operands}), joined);
+  program.Launch([=, shape = shape_, zeros = between.reuses_home] {
+    for (const DeviceArray& array : weights.slots) {
+      if (zeros) std::memset(array.data, 0, array.size_bytes());
+    }
     Int32s(place)[0] = static_cast<int32_t>(rank);
     Int32s(place)[1] = 0;
     std::copy(tables.wanted.begin(), tables.wanted.end(), Int32s(wanted));
@@ -83,7 +89,7 @@ Ending CopyLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& betwee
   Ending ending;
   {
     Program program(gpu, run);
-    const Copies copies = Add(program, rank, run);
+    const Copies copies = Add(program, rank, run, between);
     weights = copies.weights;
     program.Execute(*copies.start);
     Wave(program, between);
@@ -91,6 +97,7 @@ Ending CopyLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& betwee
     ending = program.ending();
   }
   if (between.fails) UseMemoryAgain(gpu, weights, &wrong_);
+  if (between.reuses_home && !ending.ok) ReuseHome(gpu, weights, &wrong_);
   return ending;
 }
 

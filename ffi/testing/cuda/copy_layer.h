@@ -24,7 +24,7 @@ class CopyLayer {
  private:
   struct Copies;
 
-  Copies Add(Program& program, int64_t rank, int64_t run);
+  Copies Add(Program& program, int64_t rank, int64_t run, const Between& between = {});
   void Join(Program& program, const Copies& copies);
 
   const LayerShape shape_;

@@ -91,6 +91,19 @@ void Consume(Program& program, const LayerShape& shape, const Weights& weights, 
   });
 }
 
+void ReuseHome(Gpu& gpu, const Weights& weights, std::atomic<int64_t>* wrong) {
+  const std::string other(8, '\xA5');
+  Launch(gpu.stream(), [weights, other] {
+    for (const DeviceArray& array : weights.home) std::memset(array.data, other[0], array.size_bytes());
+  });
+  Launch(gpu.stream(), [weights, other, wrong] {
+    for (const DeviceArray& array : weights.slots) {
+      const std::string bytes(static_cast<const char*>(array.data), array.size_bytes());
+      wrong->fetch_add(bytes.find(other) != std::string::npos, std::memory_order_relaxed);
+    }
+  });
+}
+
 void UseMemoryAgain(Gpu& gpu, const Weights& weights, std::atomic<int64_t>* wrong) {
   Launch(gpu.stream(), [weights] {
     for (const DeviceArray& array : Joined({weights.slots, weights.home}))

@@ -30,6 +30,8 @@ struct Between {
   bool other_home = false;   // XLA has rematerialized the home weights at another address
   bool dies = false;         // the process is killed there
   bool corrupts = false;     // a kernel fails there
+  bool other_slots = false;  // join gets another array as the last slots
+  bool reuses_home = false;  // after a failure, other work overwrites the home weights at once
 };
 
 // Attributes of a call site of all ranks.
@@ -59,6 +61,10 @@ void Wave(Program& program, const Between& between);
 // Adds the number of wrong bytes in the slots to `wrong`, then overwrites all weights, as XLA does on memory reuse.
 void Consume(Program& program, const LayerShape& shape, const Weights& weights, int64_t run,
              std::vector<int32_t> wanted, std::atomic<int64_t>* wrong);
+
+// Overwrites the home weights of a failed program, and adds 1 to `wrong` if a copy into its slots has read them
+// afterwards. Slots were zero before.
+void ReuseHome(Gpu& gpu, const Weights& weights, std::atomic<int64_t>* wrong);
 
 // Overwrites the memory of a failed program and adds bytes changed afterwards (late copies) to `wrong`.
 void UseMemoryAgain(Gpu& gpu, const Weights& weights, std::atomic<int64_t>* wrong);

@@ -103,7 +103,8 @@ int RunAll(int64_t rank, const std::string& left_out) {
   const std::set<std::string> host_waits = {"ring", "all", "queued"};
   if (host_waits.count(left_out) > 0) {
     moe_lb::ProcessGroup* group = nullptr;
-    EXPECT(!moe_lb::ProcessGroup::Of(&moe_lb::Neighbours::OfProcess(), ProcessesUpTo(kCount), &group));
+    EXPECT(!moe_lb::ProcessGroup::Of(&moe_lb::Neighbours::OfProcess(), ProcessesUpTo(kCount), "pages", 30, &group)
+                .failure);
     group->LeaveOut(left_out);
   } else if (!left_out.empty()) {
     Ignore({"", &__executable_start + std::stoll(left_out)});

@@ -58,8 +58,10 @@ std::string ChildProcess::ReadLine() {
   return read;
 }
 
-void ChildProcess::Kill() {
-  if (id_ > 0) kill(id_, SIGKILL);
+void ChildProcess::Kill() { Signal(SIGKILL); }
+
+void ChildProcess::Signal(int signal) {
+  if (id_ > 0) kill(id_, signal);
 }
 
 bool ChildProcess::Succeeded() {

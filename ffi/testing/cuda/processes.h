@@ -23,6 +23,7 @@ class ChildProcess {
   void WriteLine(const std::string& line);
   std::string ReadLine();  // without its end; empty at the end of the output
   void Kill();
+  void Signal(int signal);
   bool Succeeded();  // after its end
 
  private:

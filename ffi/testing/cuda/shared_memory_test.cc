@@ -37,7 +37,7 @@ void FreeOpenMemory(int64_t rank, int64_t) {
   moe_lb::SharedArray array;
   const std::byte* here = nullptr;
   EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
-  EXPECT(!shared.Share(own.begin, {0, 1}, &array));
+  EXPECT(!shared.Share(own.begin, {0, 1}, 30, &array).problem);
   EXPECT(!mapped.Find(1 - rank, {1, 0}, 4096, 0, 30, &here));
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   FreeAllocation(own);
@@ -54,7 +54,7 @@ void NameTooMuch(int64_t rank, int64_t) {
   moe_lb::SharedArray array;
   const std::byte* here = nullptr;
   EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
-  EXPECT(!shared.Share(own.begin + 100, {0, 1}, &array));
+  EXPECT(!shared.Share(own.begin + 100, {0, 1}, 30, &array).problem);
   EXPECT(array.memory == 1 && array.offset == 100);
   EXPECT(!mapped.Find(1 - rank, {1, 9900}, 100, 0, 30, &here));
   for (const auto& [offset, bytes] : std::vector<std::pair<uint64_t, size_t>>{
@@ -120,7 +120,7 @@ void EndBeforeTheProbe(int64_t rank, int64_t) {
   moe_lb::Neighbours& neighbours = moe_lb::Neighbours::OfProcess();
   neighbours.OnEnd([](int64_t) { ++num_ends; });
   // There is no connection with the process itself.
-  const moe_lb::Status unknown = neighbours.Send(rank, {});
+  const moe_lb::Status unknown = neighbours.Send(rank + 2, {}, -1, 30).problem;
   EXPECT(unknown && Has(*unknown, "is not connected with this one"));
   if (rank == 1) {
     moe_lb::PeerNote note;
@@ -131,10 +131,10 @@ void EndBeforeTheProbe(int64_t rank, int64_t) {
   EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
   const Allocation memory = NewAllocation(4096, MemoryKind::kMapped);
   const moe_lb::Status bad = moe_lb::peer_cuda::TryPeers({0, 1}, memory.begin, 0, 5);
-  EXPECT(bad && Has(*bad, "cannot copy from process 1: process 1 has ended"));
+  EXPECT(bad && Has(*bad, "cannot copy from process 1: process 1: it has ended"));
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   EXPECT_EQ(num_ends.load(), 1);
-  const moe_lb::Status late = neighbours.Send(1, {});
+  const moe_lb::Status late = neighbours.Send(1, {}, -1, 30).problem;
   EXPECT(late && Has(*late, "process 1: it has ended"));
 }
 
@@ -143,7 +143,7 @@ void CountTasks(int64_t rank, int64_t count) {
   using moe_lb::ProcessGroup;
   const auto own = static_cast<size_t>(rank), other = 1 - own;
   ProcessGroup* group = nullptr;
-  EXPECT(!ProcessGroup::Of(&moe_lb::Neighbours::OfProcess(), ProcessesUpTo(count), &group));
+  EXPECT(!ProcessGroup::Of(&moe_lb::Neighbours::OfProcess(), ProcessesUpTo(count), "pages", 30, &group).failure);
   EXPECT(!group->WaitForPages("pages", 30).failure);
   const auto announce = [&](uint32_t number) {
     EXPECT(!group->WaitForRing("ring", number, 30).failure);

@@ -58,6 +58,36 @@ void AnotherHomeIsRefused() {
   ExpectGoodRun(layer, gpus, 2);
 }
 
+// A ticket is good for all slots of its start, not for the first alone.
+void OtherSlotsAreRefused() {
+  const auto gpus = Gpus(4);
+  CopyLayer layer(LayerShape(), true);
+  Between between;
+  between.other_slots = true;
+  for (const Ending& ending : RunOnce(layer, gpus, 1, between)) {
+    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
+    EXPECT(Has(ending.message, "slots are not the buffers of a start in this run"));
+  }
+  ExpectGoodRun(layer, gpus, 2);
+}
+
+// After a failure, copies already queued for one device still read the memory of another: XLA must not reuse it before.
+void HomeIsReusedAfterAllCopies() {
+  const auto gpus = Gpus(4);
+  CopyLayer layer(LayerShape(), false);
+  Between between;
+  between.reuses_home = true;
+  TheStandIn().copy_us = 20000;
+  for (int64_t run = 1; run <= 4; ++run) {
+    FailCalls("cuMemcpyBatchAsync", 1 + run % 2, cudaErrorIllegalAddress);
+    for (const Ending& ending : RunOnce(layer, gpus, run, between)) EXPECT(!ending.ok);
+    EXPECT_EQ(layer.num_wrong(), 0);
+  }
+  FailCalls("", 0, cudaSuccess);
+  TheStandIn().copy_us = 0;
+  ExpectGoodRun(layer, gpus, 5);
+}
+
 // One runtime call fails on one device: all devices fail soon, with its message, as an internal error, and the next
 // execution is correct.
 template <typename Layer>
@@ -232,6 +262,8 @@ int main(int argc, char** argv) {
   const moe_lb::TestParts parts = {
       {"no_writes", NoWritesAfterAnyFailure},
       {"other_home", AnotherHomeIsRefused},
+      {"other_slots", OtherSlotsAreRefused},
+      {"reused_home", HomeIsReusedAfterAllCopies},
       {"failed_copies", AnyFailureEndsAllCopies},
       {"failed_planned", AnyFailureEndsAllPlannedCopies},
       {"failed_rows", AnyFailureEndsAllRows},

@@ -78,6 +78,27 @@ void AllocationDoesNotStopACollective() {
   TheStandIn().allocation_waits = false;
 }
 
+// Streams of one device share a ring of slots. The status of a refused call is the last word of its slot, and 0 is the
+// first word of the next one.
+void SlotsDoNotOverlap() {
+  LayerShape shape;
+  shape.ranks = 2;
+  shape.home = 53;  // a size unique to this test
+  HostPlan plan(shape);
+  std::vector<std::unique_ptr<Gpu>> gpus;
+  for (int32_t ordinal = 0; ordinal < 4; ++ordinal) gpus.push_back(std::make_unique<Gpu>(ordinal, 0));
+  TheStandIn().longest_delay_us = 300;
+  OnAll(4, [&](int64_t stream) {
+    Gpu& gpu = *gpus[static_cast<size_t>(stream)];
+    for (int64_t run = 1; run <= 60; ++run) {
+      EXPECT_EQ(plan.Run(gpu, run, (run + stream) % 2 == 0).message, std::string());
+    }
+    Synchronize(gpu.stream());
+  });
+  TheStandIn().longest_delay_us = 0;
+  EXPECT_EQ(plan.num_wrong(), 0);
+}
+
 // The last call site of a size frees its memory and events.
 void APlannerFreesItsMemory() {
   const auto gpus = Gpus(1);
@@ -222,6 +243,7 @@ int main(int argc, char** argv) {
   const moe_lb::TestParts parts = {
       {"no_allocation", NoAllocationWhileAProgramRuns},
       {"collective", AllocationDoesNotStopACollective},
+      {"slots", SlotsDoNotOverlap},
       {"freed", APlannerFreesItsMemory},
       {"streams", CallSitesShareStreams},
       {"two_threads", TwoThreadsLaunchOnOneDevice},
