@@ -81,7 +81,7 @@ class LayerProgram:
         return LayerLoad.of(system, self.sizes, self.topology, counts, self.load)
 
     def residual_bytes(self, system: System) -> int:
-        """Count the bytes that a form saves for its backward pass on one device, without the parameters."""
+        """Count the residuals of a form on one device in bytes, without the parameters."""
         params, others, x = self._arguments
         loss = self._loss(system)
 
@@ -117,7 +117,7 @@ class LayerProgram:
             layer = nnx.merge(graph, params, others)
             layer.system = system
             y, stats = layer(x)
-            # Squared, so that the output gradient depends on the outputs and is not a constant.
+            # Squared: a sum would have a constant gradient.
             return jnp.square(y.astype(jnp.float32)).sum(), (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
         return loss

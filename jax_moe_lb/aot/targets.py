@@ -190,7 +190,7 @@ class Target:
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> "Target":
-        """Return the target of devices that exist, or of `Target.devices`.
+        """Return the target of existing devices, or of `Target.devices`.
 
         Args:
             devices: Devices of one expert-parallel group.

@@ -1,8 +1,8 @@
 """Search for the fastest form of a layer within a limit of memory.
 
 A form is a system with compiler options. Every form is compiled with gradients for the mesh of the layer, and its time
-is estimated by `ProgramReport.timeline`; nothing runs. The search changes one option at a time and keeps the changes
-that save time, so it compiles about ten programs.
+is estimated by `ProgramReport.timeline`; nothing runs. The search changes one option at a time and keeps changes with a
+gain, so it compiles about ten programs.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,13 +30,13 @@ from jax_moe_lb.transport.forward import Forward
 from jax_moe_lb.transport.once import Once
 
 MORE_MEMORY = 1.05
-"""Default limit of memory, relative to that of the layer's own form."""
+"""Default limit of memory, relative to the layer's own form."""
 
 LEAST_GAIN = 0.005
-"""Share of a step that a change must save."""
+"""Least gain of a change, as a share of the step."""
 
 LESS_OVERLAP = {"xla_tpu_scheduler_percent_shared_memory_limit": "3"}
-"""Option of XLA on TPUs: share of the memory, in percent, that the scheduler may use for overlap."""
+"""Option of XLA on TPUs: share of the memory for overlap, in percent."""
 
 DISPATCHES: tuple[type[Dispatch], ...] = (Direct, Once, Forward)
 """Dispatches of `dispatch_by_rule`; a system with another one keeps it."""
@@ -59,7 +59,7 @@ class TunedForm:
         step_s: Estimated seconds of a layer, forward and gradients.
         exposed_s: Seconds in which the compute stream runs or awaits communication.
         memory_bytes: Temporaries of a layer, and residuals of the other layers, of one device.
-        residual_bytes: Bytes that one layer saves for its backward pass on one device, without its parameters.
+        residual_bytes: Residuals of one layer on one device in bytes, without its parameters.
         reason: Why the search kept or rejected it.
     """
 
@@ -82,7 +82,7 @@ class Tuned:
         system: Its system, for `MoE(system=...)`.
         compiler_options: Its options for `jax.jit(..., compiler_options=...)` of the program with the layer.
         tried: All compiled forms in the order of the search; the first is the layer's own.
-        rejected: Reasons of the forms that do not compile, by name.
+        rejected: Reasons of forms without a program, by name.
         memory_bytes: Limit of memory.
         layers: Number of layers of the stack.
         target: Name of the machine.
@@ -293,7 +293,7 @@ class _Search:
         return found.step_s < (1 - LEAST_GAIN) * best.step_s
 
     def _rank(self, form: TunedForm) -> tuple[int, float]:
-        """Sort key: forms that fit by time, then the others by memory."""
+        """Sort key: fitting forms by time, then the others by memory."""
         return max(0, form.memory_bytes - self.limit), form.step_s
 
 

@@ -33,7 +33,7 @@ def test_the_fastest_form_as_json_and_text(compiled, capsys):
         "v5e:2x4",
     )
     assert found["memory_bytes"] == 1_050_000
-    assert [one["name"] for one in found["tried"]][:2] == ["own form", "two chunks"]
+    assert [one["name"] for one in found["tried"]][:3] == ["own form", "one round", "two chunks"]
     assert main(["tune", *SMALL, "--memory", "0.9MB"]) == 0
     assert "fastest: Once" in capsys.readouterr().out
 
