@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -97,12 +98,14 @@ class Tpu:
         bytes_per_s: Memory bandwidth, in bytes per second.
         flops_per_s: Dense bfloat16 rate from its data sheet, in floating-point operations per second.
         descriptions: Names reported by JAX as `device_kind`.
+        per_chip: Devices of a chip, 1 by default. They share its links.
     """
 
     memory_bytes: int
     bytes_per_s: float
     flops_per_s: float
     descriptions: tuple[str, ...]
+    per_chip: int = 1
 
 
 TPUS = {
@@ -110,7 +113,7 @@ TPUS = {
     "v5p": Tpu(95 * 1024 * MIB, 2.765e12, 459e12, ("TPU v5", "TPU v5p")),
     "v6e": Tpu(32 * 1024 * MIB, 1.64e12, 918e12, ("TPU v6 lite", "TPU v6e")),
     # Half a chip, which is one device of JAX.
-    "tpu7x": Tpu(96 * 1024 * MIB, 3.69e12, 1153e12, ("TPU7x", "TPU v7x")),
+    "tpu7x": Tpu(96 * 1024 * MIB, 3.69e12, 1153e12, ("TPU7x", "TPU v7x"), per_chip=2),
 }
 """TPUs by their names in targets. Other TPUs can be targets, too, without these properties."""
 
@@ -189,11 +192,11 @@ class Target:
         raise ValueError(f"target is {text[:100]!r}; expected {EXPECTED}")
 
     @classmethod
-    def of(cls, devices: Sequence[jax.Device]) -> "Target":
+    def of(cls, devices: Sequence[Any]) -> "Target":
         """Return the target of existing devices, or of `Target.devices`.
 
         Args:
-            devices: Devices of one expert-parallel group.
+            devices: Devices of JAX of one expert-parallel group.
 
         Raises:
             ValueError: The devices are of no known kind.
@@ -215,6 +218,17 @@ class Target:
         return self.shape[0] if self.platform == "cuda" else 1
 
     @property
+    def torus(self) -> tuple[int, ...]:
+        """Devices along each axis of a TPU slice, with the devices of a chip as last axis; `()` for GPUs."""
+        per_chip = TPUS[self.kind].per_chip if self.kind in TPUS else 1
+        return () if self.platform == "cuda" else self.shape + (per_chip,) * (per_chip > 1)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.torus or self.shape)
+
+    @property
     def device(self) -> Gpu | Tpu | None:
         """Description of one of its devices; None if only the compiler knows its properties."""
         return GPUS.get(self.kind) if self.platform == "cuda" else TPUS.get(self.kind)
@@ -227,7 +241,7 @@ class Target:
     def topology(self) -> Topology:
         """Return the topology of all devices as one expert-parallel group, for planning on this host."""
         domains = self.num_domains
-        inside = math.prod(self.shape) // domains
+        inside = self.num_devices // domains
         levels = (Level("node", domains), Level("gpu", inside)) if domains > 1 else (Level("gpu", inside),)
         return Topology(levels, inside, rails_per_node=inside, platform=self.platform)
 
