@@ -217,6 +217,7 @@ RUNS = (
     Run("bench_memory_model", refusal=_compilers),
     Run("bench_timeline", refusal=_compilers),
     Run("bench_timeline_options", refusal=_compilers),
+    Run("bench_timeline_tpu", refusal=_compilers),
     Run("bench_timeline_simulator", refusal=_compilers),
     *(
         Run("bench_predicted_steps", (case,), None, _compilers, f"bench_predicted_steps_{case}")

@@ -211,6 +211,7 @@ ARGUMENTS = {
     "advise": ("config.yaml", "config.yaml"),
     "calibrate": ("out.yaml", "--coordinator", "localhost:1234", "--processes", "2", "--process", "1"),
     "compile": ("--target", "h100:1x8"),
+    "tune": ("--target", "h100:1x8"),
     "doctor": (),
 }
 """Valid arguments of each command."""
@@ -219,6 +220,7 @@ LONG = {
     "advise": "jax_moe_lb.cli.advise.find",
     "calibrate": "jax.distributed.initialize",
     "compile": "jax_moe_lb.cli.compile.use_no_accelerators",
+    "tune": "jax_moe_lb.cli.tune.use_no_accelerators",
     "doctor": "jax_moe_lb.cli.app.diagnosis",
 }
 """First function of each long command behind the checks of its arguments."""
@@ -249,7 +251,7 @@ def test_options_of_commands(name, texts, tmp_path, monkeypatch, capsys, uncheck
     importlib.import_module("matplotlib.pyplot")
     if name in LONG:
         monkeypatch.setattr(LONG[name], accept)
-        if name == "compile":
+        if name in ("compile", "tune"):
             monkeypatch.setattr(Target, "require_compiler", lambda self: None)
     complaints = []
     for parameter in COMMANDS[name].params:

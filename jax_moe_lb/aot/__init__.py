@@ -11,6 +11,7 @@ from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
 from jax_moe_lb.aot.timeline import Span, Timeline
 from jax_moe_lb.aot.timeline_report import print_timeline, write_timeline
+from jax_moe_lb.aot.tune import Tuned, TunedForm, print_tuned, tune
 
 __all__ = [
     "Buffer",
@@ -24,11 +25,15 @@ __all__ = [
     "Operation",
     "print_report",
     "print_timeline",
+    "print_tuned",
     "quiet_stderr",
     "ProgramReport",
     "Span",
     "Target",
     "Timeline",
+    "tune",
+    "Tuned",
+    "TunedForm",
     "use_no_accelerators",
     "write_timeline",
 ]

@@ -121,14 +121,14 @@ def compile_for(
     with tempfile.TemporaryDirectory() as temporary:
         dumps = {"xla_dump_to": temporary, **(options or {}), "xla_dump_hlo_as_text": True}
         given = compiler_options(mesh, dumps)
-        compiled = _compile(target, _lower(target, program, args), given)
+        compiled = _compile(target, _lower(target, mesh, program, args), given)
         seconds = time.perf_counter() - start_s
         return read_report(target, compiled, mesh, Path(str(given["xla_dump_to"])), ideal_flops, seconds)
 
 
-def _lower(target: Target, program: Wrapped, args: tuple[Any, ...]) -> Lowered:
+def _lower(target: Target, mesh: Mesh, program: Wrapped, args: tuple[Any, ...]) -> Lowered:
     # Third-party kernels query the default device for its architecture.
-    with jax.default_device(target.devices()[0]):
+    with jax.default_device(mesh.devices.flat[0]):
         traced = program.trace(*args)
         try:
             return traced.lower(lowering_platforms=(target.platform,))

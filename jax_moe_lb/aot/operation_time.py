@@ -61,7 +61,7 @@ class OperationTime:
         """Ranks and rates of the target."""
         shape, rates = self.target.shape, rates_of(self.target)
         if isinstance(rates, TpuRates):
-            return Machine(rates, math.prod(shape), shape)
+            return Machine(rates, self.target.num_devices, self.target.torus)
         return Machine(rates, shape[1] * shape[2])
 
     def of(self, one: ScheduledOperation, i: int) -> Estimate:

@@ -4,7 +4,9 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -95,21 +97,30 @@ class Tpu:
         memory_bytes: Memory in bytes.
         bytes_per_s: Memory bandwidth, in bytes per second.
         flops_per_s: Dense bfloat16 rate from its data sheet, in floating-point operations per second.
+        descriptions: Names reported by JAX as `device_kind`.
+        per_chip: Devices of a chip, 1 by default. They share its links.
     """
 
     memory_bytes: int
     bytes_per_s: float
     flops_per_s: float
+    descriptions: tuple[str, ...]
+    per_chip: int = 1
 
 
 TPUS = {
-    "v5e": Tpu(16 * 1024 * MIB, 0.819e12, 197e12),
-    "v5p": Tpu(95 * 1024 * MIB, 2.765e12, 459e12),
-    "v6e": Tpu(32 * 1024 * MIB, 1.64e12, 918e12),
+    "v5e": Tpu(16 * 1024 * MIB, 0.819e12, 197e12, ("TPU v5 lite", "TPU v5e")),
+    "v5p": Tpu(95 * 1024 * MIB, 2.765e12, 459e12, ("TPU v5", "TPU v5p")),
+    "v6e": Tpu(32 * 1024 * MIB, 1.64e12, 918e12, ("TPU v6 lite", "TPU v6e")),
     # Half a chip, which is one device of JAX.
-    "tpu7x": Tpu(96 * 1024 * MIB, 3.69e12, 1153e12),
+    "tpu7x": Tpu(96 * 1024 * MIB, 3.69e12, 1153e12, ("TPU7x", "TPU v7x"), per_chip=2),
 }
 """TPUs by their names in targets. Other TPUs can be targets, too, without these properties."""
+
+KINDS = {gpu.description: name for name, gpu in GPUS.items()} | {
+    description: name for name, tpu in TPUS.items() for description in tpu.descriptions
+}
+"""Names of devices in targets by their `device_kind` in JAX."""
 
 TEXT = re.compile(r"(\w+):(\d{1,4}(?:x\d{1,4}){1,2})", re.ASCII)
 TPU_KIND = re.compile(r"(v|tpu)\d+\w*", re.ASCII)
@@ -180,10 +191,42 @@ class Target:
             return cls(text, "tpu", found[1], shape)
         raise ValueError(f"target is {text[:100]!r}; expected {EXPECTED}")
 
+    @classmethod
+    def of(cls, devices: Sequence[Any]) -> "Target":
+        """Return the target of existing devices, or of `Target.devices`.
+
+        Args:
+            devices: Devices of JAX of one expert-parallel group.
+
+        Raises:
+            ValueError: The devices are of no known kind.
+        """
+        kind = KINDS.get(devices[0].device_kind)
+        if kind is None:
+            raise ValueError(f"devices are {devices[0].device_kind}; expected one of {', '.join(KINDS)}")
+        if kind in TPUS:
+            shape = _extents([device.coords for device in devices])
+        else:
+            domains = len({getattr(device, "slice_index", 0) for device in devices})
+            processes = len({(getattr(device, "slice_index", 0), device.process_index) for device in devices})
+            shape = domains, processes // domains, len(devices) // processes
+        return cls.parse(f"{kind}:{'x'.join(map(str, shape))}")
+
     @property
     def num_domains(self) -> int:
         """Number of domains with the fastest links inside: NVLink domains of GPUs; 1 for a TPU slice."""
         return self.shape[0] if self.platform == "cuda" else 1
+
+    @property
+    def torus(self) -> tuple[int, ...]:
+        """Devices along each axis of a TPU slice, with the devices of a chip as last axis; `()` for GPUs."""
+        per_chip = TPUS[self.kind].per_chip if self.kind in TPUS else 1
+        return () if self.platform == "cuda" else self.shape + (per_chip,) * (per_chip > 1)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.torus or self.shape)
 
     @property
     def device(self) -> Gpu | Tpu | None:
@@ -198,7 +241,7 @@ class Target:
     def topology(self) -> Topology:
         """Return the topology of all devices as one expert-parallel group, for planning on this host."""
         domains = self.num_domains
-        inside = math.prod(self.shape) // domains
+        inside = self.num_devices // domains
         levels = (Level("node", domains), Level("gpu", inside)) if domains > 1 else (Level("gpu", inside),)
         return Topology(levels, inside, rails_per_node=inside, platform=self.platform)
 
@@ -241,6 +284,14 @@ class Target:
         if self.num_domains > 1:
             return _auto_mesh(devices.reshape(self.num_domains, -1), ("node", "expert"))
         return _auto_mesh(devices, ("expert",))
+
+
+def _extents(coordinates: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the shape of a slice; a line if its places do not fill a box."""
+    places = set(map(tuple, coordinates))
+    x, y, *others = (max(along) - min(along) + 1 for along in zip(*places, strict=True))
+    shape = (x, y, *(size for size in others if size > 1))
+    return shape if math.prod(shape) == len(places) else (1, len(places))
 
 
 def _auto_mesh(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:

@@ -185,7 +185,7 @@ class Cost:
         """Return the topology with the rates of `device` in place of missing ones."""
         if self.device is None:
             return topology
-        rates = device_rates(self.device, "tpu" if self.device.startswith("v") else "cuda")
+        rates = device_rates(self.device, "tpu" if self.device.startswith(("v", "tpu")) else "cuda")
         network = getattr(rates, "network", rates.link) * getattr(rates, "network_share", 1.0)
         levels = tuple(
             level

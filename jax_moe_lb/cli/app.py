@@ -41,6 +41,7 @@ from jax_moe_lb.cli.output import (
 )
 from jax_moe_lb.cli.planning import PlanRunner, load_balancer, mean_effect, no_op_reason
 from jax_moe_lb.cli.simulate import calibrate, simulate
+from jax_moe_lb.cli.tune import tune_command
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.recordings.counts_files import read_counts, read_trace, write_plans
 
@@ -158,6 +159,7 @@ def doctor(as_json: Json = False) -> None:
 for command in (convert, simulate, advise, calibrate, drift):
     app.command(no_args_is_help=True, cls=CheckedCommand)(command)
 app.command("compile", no_args_is_help=True, cls=CheckedCommand)(compile_command)
+app.command("tune", no_args_is_help=True, cls=CheckedCommand)(tune_command)
 
 
 def _print_version(wanted: bool) -> bool:

@@ -166,7 +166,7 @@ def compile_command(
         )
         for_xla = _options(options)
         other = None if against is None else read_timeline(against)
-        planned = _planned(machine, layer, chosen, load, timeline) if timeline or other else None
+        planned = planned_load(machine, layer, chosen, load, timeline) if timeline or other else None
         machine.require_compiler()
         with nullcontext() if logs else quiet_stderr():
             use_no_accelerators()
@@ -195,8 +195,19 @@ def _show(
             print_difference(found, other)
 
 
-def _planned(machine: Target, layer: LayerSizes, system: System, load: str, trace: Path | None) -> LayerLoad:
-    """Return the load of a timeline, after all checks that need no compiler."""
+def planned_load(machine: Target, layer: LayerSizes, system: System, load: str, trace: Path | None = None) -> LayerLoad:
+    """Return the load of a timeline, after all checks that need no compiler.
+
+    Args:
+        machine: target.
+        layer: sizes of the layer.
+        system: system of the layer.
+        load: text of the load.
+        trace: output file of the timeline; `None` (default) for none.
+
+    Raises:
+        ValueError: if there are no rates of the target, or sizes, load or file do not fit.
+    """
     if trace is not None and not trace.absolute().parent.is_dir():
         raise ValueError(f"--timeline is {trace}; expected a file in an existing folder")
     rates_of(machine)

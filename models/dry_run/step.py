@@ -129,12 +129,12 @@ class PublishedRun:
         name = PUBLISHED_NAMES[preset]
         chosen = {key: value for key, value in given.get("parallel", {}).items() if value is not None}
         stages = max(chosen.get("stages", 1), 1)
-        num_devices = math.prod(target.shape) // stages
+        num_devices = target.num_devices // stages
         ranks = chosen.get("expert_parallel")
         if ranks is None:
             most = num_devices // chosen["data_parallel"] if chosen.get("data_parallel", 0) > 0 else num_devices
             ranks = _largest_divisor(math.gcd(published_config(name).num_experts, most), MOST_RANKS)
-        on_node = math.prod(target.shape) // target.num_domains
+        on_node = target.num_devices // target.num_domains
         usual: dict[str, Any] = {
             "expert_parallel": ranks,
             "data_parallel": max(num_devices // ranks, 1) if ranks > 0 else 1,

@@ -1,5 +1,8 @@
 """Targets are parsed from text, and missing compilers are reported."""
 
+import itertools
+from dataclasses import dataclass
+
 import pytest
 
 from jax_moe_lb.aot import Target
@@ -58,6 +61,58 @@ def test_devices_are_described():
     assert Target.parse("v5e:2x4").device is TPUS["v5e"]
     assert Target.parse("tpu7x:2x2x1").device is TPUS["tpu7x"]
     assert Target.parse("v4:2x2x1").device is None
+
+
+@pytest.mark.parametrize(
+    ("text", "torus", "number"),
+    [
+        ("h100:2x8", (), 16),
+        ("gb200:1x18x4", (), 72),
+        ("v5e:2x4", (2, 4), 8),
+        ("v5p:2x2x2", (2, 2, 2), 8),
+        # A chip has two devices.
+        ("tpu7x:2x2x1", (2, 2, 1, 2), 8),
+    ],
+)
+def test_devices_are_counted(text, torus, number):
+    target = Target.parse(text)
+    assert (target.torus, target.num_devices, target.topology().num_ranks) == (torus, number, number)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The attributes of a device of JAX that name its place."""
+
+    device_kind: str
+    coords: tuple[int, ...] = ()
+    process_index: int = 0
+    slice_index: int = 0
+
+
+def slice_of(kind, shape, per_chip=1):
+    return [Device(kind, coords) for coords in itertools.product(*map(range, shape)) for _ in range(per_chip)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "name"),
+    [
+        (slice_of("TPU v5 lite", (2, 4, 1)), "v5e:2x4"),
+        (slice_of("TPU v5", (2, 2, 2)), "v5p:2x2x2"),
+        (slice_of("TPU v6 lite", (1, 4, 1)), "v6e:1x4"),
+        (slice_of("TPU7x", (2, 2, 1), 2), "tpu7x:2x2"),
+        # Not a box: priced as a line.
+        (slice_of("TPU v5 lite", (2, 4, 1))[:-1], "v5e:1x7"),
+        ([Device(GPUS["h100"].description)] * 8, "h100:1x1x8"),
+        ([Device(GPUS["h100"].description, (), i // 4, i // 8) for i in range(16)], "h100:2x2x4"),
+    ],
+)
+def test_devices_name_their_target(devices, name):
+    assert Target.of(devices).name == name
+
+
+def test_unknown_devices_have_no_target():
+    with pytest.raises(ValueError, match="devices are TPU v2; expected one of NVIDIA A100"):
+        Target.of([Device("TPU v2", (0, 0, 0))])
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -1,0 +1,162 @@
+"""The search for the fastest form, over programs whose costs are given."""
+
+import re
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from rich.console import Console
+
+from jax_moe_lb import Buffers, ExpertConfig, MoE, TopK, exact
+from jax_moe_lb.aot import Target, print_tuned, tune
+from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
+from jax_moe_lb.aot.layer_program import LayerProgram
+from jax_moe_lb.transport import Direct, Once, Saved
+
+TOKENS, WIDTH, INNER, EXPERTS = 64, 16, 8, 16
+RANKS = 4
+ROWS = 2 * TOKENS // RANKS
+"""Copies of a rank; the receive buffer has 5 % more."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Costs of a compiled form."""
+
+    temp_bytes: int
+    total_s: float
+    exposed_s: float = 0.0
+
+    def timeline(self, load):
+        assert load.name == "zipf:1.0"
+        return self
+
+
+def costs(system, options):
+    """Return seconds and bytes of a form: every option saves a tenth, and latency hiding takes 20 % more memory."""
+    dispatch = system.dispatch
+    step_s, temp_bytes = 1.0, 1_000_000
+    if isinstance(dispatch, Once):
+        return Report(900_000, 1.5)
+    changes = dispatch.buffers.chunks - 1 + dispatch.saved.rows + dispatch.saved.replicas
+    if options.get(LATENCY_HIDING):
+        changes, temp_bytes = changes + 1, 1_200_000
+    return Report(temp_bytes, step_s * 0.9**changes)
+
+
+@pytest.fixture
+def layer():
+    mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
+    system = exact(2, dispatch="direct")
+    return MoE(WIDTH, EXPERTS, TopK(2), mesh=mesh, system=system, experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(params=["h100:1x4", "v5e:2x2"])
+def compiled(request, monkeypatch):
+    """Compile for a target by `costs`; return the list of compiled forms."""
+    forms = []
+
+    def compile_form(self, system, options):
+        forms.append((system, dict(options)))
+        return costs(system, options)
+
+    monkeypatch.setattr(LayerProgram, "compile", compile_form)
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, devices: cls.parse(request.param)))
+    return forms
+
+
+X = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32)
+
+
+def test_every_change_that_saves_time_is_kept_within_the_memory(layer, compiled):
+    tuned = tune(layer, X)
+    saved = tuned.system.dispatch.saved
+    assert isinstance(tuned.system.dispatch, Direct)
+    assert (tuned.system.dispatch.buffers, saved.rows, saved.replicas) == (Buffers(chunks=2), True, True)
+    assert LATENCY_HIDING not in tuned.best.compiler_options
+    assert tuned.best.step_s == pytest.approx(0.9**3)
+    assert tuned.memory_bytes == 1_050_000
+    # One option at a time: not a product of all options.
+    assert len(compiled) == len(tuned.tried) <= 10
+
+
+def test_more_memory_permits_latency_hiding(layer, compiled):
+    tuned = tune(layer, X, memory_bytes=1_300_000)
+    hides = tuned.target.startswith("h100")
+    assert tuned.best.compiler_options.get(LATENCY_HIDING, False) is hides
+    assert tuned.best.step_s == pytest.approx(0.9 ** (3 + hides))
+    # The mesh of this test is of CPUs, for which the library has no options.
+    assert tuned.compiler_options == tuned.best.compiler_options
+
+
+def test_saved_arrays_count_once_per_layer(layer, compiled):
+    """A stack that stores the arrays of every layer has no room for them; chunks are no residuals."""
+    tuned = tune(layer, X, layers=1000)
+    assert tuned.system.dispatch == Direct(Buffers(chunks=2))
+    of_form = {form.name.removeprefix("latency hiding, "): form.residual_bytes for form in tuned.tried}
+    rows = layer.system.dispatch.buffers.rows(ROWS) * WIDTH * 4
+    replicas = 2 * 3 * WIDTH * INNER * 4
+    assert of_form["two chunks"] == pytest.approx(of_form["own form"], rel=0.01)
+    assert of_form["two chunks, saved rows"] - of_form["two chunks"] == pytest.approx(rows, rel=0.1)
+    assert of_form["two chunks, saved replicas"] - of_form["two chunks"] == replicas
+    own = tuned.tried[0]
+    assert own.memory_bytes == 1_000_000 + 999 * own.residual_bytes
+
+
+def test_a_small_limit_takes_the_form_with_least_memory(layer, compiled):
+    tuned = tune(layer, X, memory_bytes=950_000)
+    assert isinstance(tuned.system.dispatch, Once)
+    with pytest.raises(ValueError, match=r"memory_bytes is 800000; expected at least 900000, with Once"):
+        tune(layer, X, memory_bytes=800_000)
+
+
+def test_a_form_that_does_not_compile_is_named(layer, compiled, monkeypatch):
+    def compile_form(self, system, options):
+        if system.dispatch.buffers.chunks > 1:
+            raise ValueError("the compiler rejects the program")
+        return costs(system, options)
+
+    monkeypatch.setattr(LayerProgram, "compile", compile_form)
+    tuned = tune(layer, X)
+    assert tuned.rejected == {"two chunks": "the compiler rejects the program"}
+    assert tuned.system.dispatch.buffers.chunks == 1
+
+
+def test_one_round_needs_no_loop(layer, compiled):
+    layer.system = replace(exact(4, dispatch="direct"), replica_slots=4)
+    tuned = tune(layer, X)
+    assert tuned.tried[1].name == "one round"
+    assert tuned.tried[1].system.dispatch.buffers.max_rounds == 1
+    layer.system = exact(2, dispatch="direct")
+    assert all(form.system.dispatch.buffers.max_rounds is None for form in tune(layer, X).tried)
+
+
+def test_the_printed_form_is_code(layer, compiled, capsys):
+    tuned = tune(layer, X, memory_bytes=1_300_000)
+    print_tuned(tuned, Console(width=200))
+    printed = capsys.readouterr().out
+    assert "estimated from the compiled programs, not run" in printed
+    code = re.search(r"dispatch=(Direct\(.*\))\)\n", printed)[1]
+    assert eval(code, {"Direct": Direct, "Buffers": Buffers, "Saved": Saved}) == tuned.system.dispatch
+    assert all(form.reason for form in tuned.tried)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 0}, "layers is 0; expected"),
+        ({"memory_bytes": 0}, "memory_bytes is 0; expected"),
+        ({"load": "zipf"}, "--load is 'zipf'"),
+    ],
+)
+def test_wrong_arguments_are_refused(layer, compiled, options, message):
+    with pytest.raises(ValueError, match=message):
+        tune(layer, X, **options)
+
+
+def test_devices_without_rates_are_refused(layer):
+    with pytest.raises(ValueError, match="devices are cpu; expected one of NVIDIA A100"):
+        tune(layer, X)
