@@ -223,8 +223,8 @@ def _facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
 
 
 class _PartOfWave(NamedTuple):
-    """Rows of a wave of one group: between its ranks in each hop, by slot, and gathered; rounds, and rows of the products
-    of one round; the hops with their padding and the turns if exchanges are padded.
+    """Rows of a wave of one group: between its ranks in each hop, by slot, and gathered; rounds, and rows of the
+    products of one round; the hops with their padding and the turns if exchanges are padded.
     """
 
     hops: tuple[RowsBetween, ...]
