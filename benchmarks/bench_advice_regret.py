@@ -1,13 +1,13 @@
 """Regret of the advice: time of the recommended choice over that of the best of all choices, simulated.
 
-    python -m benchmarks.bench_advice_regret [--pairs 200] [--first 1000] [--log FILE] [--quick] [--out FILE.json]
+    python -m benchmarks.bench_advice_regret [--pairs 200] [--large 50] [--first 1000] [--log FILE] [--quick]
 
 Each pair is a model and a cluster with sizes between those of published ones, and three routings, each of another load
-shape. `advise` searches on two of them. Then every choice of its space that fits into memory is simulated on all three.
-The regret of a pair is the time of the recommended choice over that of the best one, both summed over the routings. A
-choice is not simulated if its lower bound exceeds the least sum. One with more headroom than for one round takes the
-time of the one with less. A pair is infeasible if `advise` recommends a choice that does not fit, and slower than plain
-if plain takes less time on the three routings by more than 1 %.
+shape. The last pairs have more than 64 ranks. `advise` searches on two of the routings. Then every choice of its space
+that fits into memory is simulated on all three. The regret of a pair is the time of the recommended choice over that of
+the best one, both summed over the routings. A choice is not simulated if its lower bound exceeds the least sum. One
+with more headroom than for one round takes the time of the one with less. A pair is infeasible if `advise` recommends a
+choice that does not fit, and slower than plain if plain takes less time on the three routings by more than 1 %.
 """
 
 import argparse
@@ -30,6 +30,12 @@ from jax_moe_lb.advise.search import Space
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, LoadShape, ModelShape, Step
 
 PAIRS = 200
+
+LARGE = 50
+"""Number of pairs with more than 64 ranks among them."""
+
+FIRST_LARGE = 100_000
+"""Seed of the first large pair beyond that of the first pair."""
 
 FIRST = 1000
 """Seed of the first pair. The search was tuned on pairs with smaller seeds."""
@@ -67,19 +73,33 @@ class Found:
     choices: int
 
 
-def drawn_pair(rng: np.random.Generator) -> tuple[ModelShape, Cluster]:
-    """Return a random model and cluster: one or several nodes of H100, or a part of a rack, with assumed rates."""
-    kind = rng.choice(["node", "nodes", "rack"], p=[0.5, 0.3, 0.2])
+def drawn_pair(rng: np.random.Generator, *, large: bool) -> tuple[ModelShape, Cluster]:
+    """Return a random model and cluster: nodes of H100 or a rack, with assumed rates.
+
+    Args:
+        rng: random numbers.
+        large: if True, a rack or nodes of 72 to 128 ranks, else at most 32 ranks.
+    """
+    kind = rng.choice(["node", "nodes", "rack"], p=[0.0, 0.5, 0.5] if large else [0.5, 0.3, 0.2])
     peak = float(rng.uniform(300e12, 1000e12))
     gemm = AnalyticGemm(peak, half_rows=float(rng.uniform(100, 320)), launch_s=10e-6)
     inside = Links("gpu", 8, float(rng.uniform(100e9, 450e9)), latency_s=3e-6)
     levels: tuple[Links, ...] = (inside,)
     if kind == "nodes":
-        levels = Links("node", 2, float(rng.uniform(12e9, 50e9)), links=8, latency_s=10e-6), inside
+        nodes = int(rng.choice([9, 12, 16])) if large else 2
+        levels = Links("node", nodes, float(rng.uniform(12e9, 50e9)), links=8, latency_s=10e-6), inside
     if kind == "rack":
-        levels = (replace(inside, size=int(rng.choice([16, 32])), bytes_per_s=float(rng.uniform(400e9, 900e9))),)
+        levels = (
+            replace(
+                inside,
+                size=int(rng.choice([72, 96, 128] if large else [16, 32])),
+                bytes_per_s=float(rng.uniform(400e9, 900e9)),
+            ),
+        )
     cluster = Cluster(levels, gemm, flops_per_s=peak / 1.5, planner_s=None, memory_bytes=80e9, hbm_bytes_per_s=3.35e12)
     experts = max(int(rng.choice([8, 16, 32, 64, 128, 256])), cluster.num_ranks)
+    if large:
+        experts = cluster.num_ranks * int(rng.choice([1, 2, 4]))
     hidden = 256 * int(rng.integers(8, 29))
     inner = 256 * int(rng.integers(2, 57 if experts <= 16 else 17))
     per_token = int(min(rng.choice([1, 2, 4, 8]), experts // 2))
@@ -90,10 +110,10 @@ def drawn_pair(rng: np.random.Generator) -> tuple[ModelShape, Cluster]:
     return replace(model, layers=int(np.clip(40e9 // each, 1, 60))), cluster
 
 
-def advised(number: int) -> Found | None:
+def advised(number: int, *, large: bool) -> Found | None:
     """Return the advice for a pair and its regret; None if no choice fits or no load shape has the imbalance."""
     rng = np.random.default_rng((45, number))
-    model, cluster = drawn_pair(rng)
+    model, cluster = drawn_pair(rng, large=large)
     imbalance = float(1 + rng.exponential(0.6))
     shapes = [list(LoadShape)[at] for at in rng.permutation(len(LoadShape))[:3]]
     try:
@@ -152,7 +172,7 @@ def regret_of(choice: Choice, judge: Evaluator, space: Space, loads: list[Worklo
     )
 
 
-def all_pairs(first: int, number: int, log: Path | None) -> Iterator[Found]:
+def all_pairs(first: int, number: int, log: Path | None, *, large: bool) -> Iterator[Found]:
     """Yield the advice for a number of pairs, from the first one on; take those in the log from there."""
     lines = log.read_text().splitlines() if log and log.exists() else []
     known: dict[int, Any] = {line["number"]: line["found"] for line in map(json.loads, lines)}
@@ -161,7 +181,7 @@ def all_pairs(first: int, number: int, log: Path | None) -> Iterator[Found]:
         if done == number:
             return
         if at not in known:
-            found = advised(at)
+            found = advised(at, large=large)
             known[at] = None if found is None else asdict(found)
             if log:
                 with log.open("a") as file:
@@ -176,8 +196,20 @@ def tables(found: list[Found]) -> dict[str, Table]:
     regrets = np.array([one.regret for one in found])
     slower = sum(one.of_plain > 1 + SLOWER for one in found)
     unfit = sum(not one.fits for one in found)
-    row: list[Value] = [len(found), float(np.median(regrets)), float(np.quantile(regrets, 0.9)), float(regrets.max())]
-    columns = {"pairs": "d", "median regret": ".2%", "of nine in ten": ".2%", "worst regret": ".2%"}
+    row: list[Value] = [
+        len(found),
+        sum(one.ranks > 64 for one in found),
+        float(np.median(regrets)),
+        float(np.quantile(regrets, 0.9)),
+        float(regrets.max()),
+    ]
+    columns = {
+        "pairs": "d",
+        "on more than 64 ranks": "d",
+        "median regret": ".2%",
+        "of nine in ten": ".2%",
+        "worst regret": ".2%",
+    }
     summary = Table(columns | {"infeasible": "d", "slower than plain": "d"}, [[*row, unfit, slower]])
     worst = sorted(found, key=lambda one: -one.regret)[:10]
     lines: list[list[Value]] = [
@@ -193,12 +225,16 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=PAIRS, help="Number of pairs.")
+    parser.add_argument("--large", type=int, default=LARGE, help="Number of pairs with more than 64 ranks among them.")
     parser.add_argument("--first", type=int, default=FIRST, help="Seed of the first pair.")
     parser.add_argument("--log", type=Path, help="File of finished pairs; a later run continues from it.")
     parser.add_argument("--quick", action="store_true", help="Use few pairs.")
     out_option(parser)
     given = parser.parse_args()
-    report(tables(list(all_pairs(given.first, 2 if given.quick else given.pairs, given.log))), given.out)
+    pairs, large = (2, 0) if given.quick else (given.pairs, given.large)
+    found = list(all_pairs(given.first, pairs - large, given.log, large=False))
+    found += all_pairs(given.first + FIRST_LARGE, large, given.log, large=True)
+    report(tables(found), given.out)
 
 
 if __name__ == "__main__":

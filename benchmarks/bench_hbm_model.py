@@ -16,7 +16,7 @@ from jax_moe_lb.aot import LayerSizes, Target, compile_layer, quiet_stderr, use_
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.sim import ModelShape
 from jax_moe_lb.sim.config import load_config
-from jax_moe_lb.sim.memory import traffic_of
+from jax_moe_lb.sim.hbm import traffic_of
 
 SIZES = {
     "Qwen3-30B-A3B": LayerSizes(),

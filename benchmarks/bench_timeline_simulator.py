@@ -1,7 +1,7 @@
 """Time of one layer in the simulator beside its estimate from the compiled program, for the layers of six models.
 
-The simulator runs twice: on its preset of a node of H100, and with the rates of the timeline (link, products, memory,
-planner), which leaves differences of the model. Times are simulated, or estimated from the compiled program; nothing
+The simulator runs on its preset of a node of H100. Both read the rates of `recordings/devices/h100.yaml`, which leaves
+differences of the model. Times are simulated, or estimated from the compiled program; nothing
 runs. Requires the compiler of the extra `cuda`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
 """
 
@@ -18,12 +18,8 @@ from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import exact
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
-from jax_moe_lb.aot.operation_time import TILE, rates_of
-from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.core.types import Counts
-from jax_moe_lb.kernels.recorded_rates import recorded_tflops
-from jax_moe_lb.recordings.device_rates import GpuRates
-from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, simulate
+from jax_moe_lb.sim import Cluster, ModelShape, simulate
 from jax_moe_lb.sim.config import load_config
 
 SIZES = {
@@ -37,21 +33,10 @@ SIZES = {
 TARGET = Target.parse("h100:1x8")
 SYSTEM = exact(dispatch="direct")
 
-PRODUCTS = {"product": 3 + 2 + 3, "outer": 3}
-"""Products of a layer by kind: three forward, two for rematerialized hidden rows, three for rows, three for weights.
-
-The backward pass transposes weights and multiplies with the forward kernel."""
-
-UNITS = 12
-"""Products of the same layer in the simulator: three forward, and three times as many backward."""
-
-HIDDEN_ARRAYS = 9
-"""Hidden activations read or written between products, as in `sim.memory.traffic_of`: three forward, six backward."""
-
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "experts": (("experts",), ("experts",)),
+    "experts": (("experts",), ("experts", "small operations")),
     "tokens": (("dispatch", "combine"), ("dispatch", "combine", "permutation", "sums of copies")),
-    "replicas": (("replicate",), ("weights", "gradients")),
+    "replicas": (("replicate",), ("weights", "gradients", "sums of replicas")),
 }
 """Stages of each part in the timeline and in the simulator; the rest is counts and plan."""
 
@@ -61,35 +46,10 @@ NO_LAYER = ("route", "other")
 COLUMNS = {
     "layer": "",
     "timeline ms": ".2f",
-    "preset ms": ".2f",
-    "preset %": "+.0f",
-    "same rates ms": ".2f",
-    "same rates %": "+.0f",
-    **{f"{part}, timeline / same rates ms": "" for part in PARTS},
+    "simulated ms": ".2f",
+    "simulated %": "+.0f",
+    **{f"{part}, timeline / simulated ms": "" for part in PARTS},
 }
-
-
-def same_rates(sizes: LayerSizes) -> Cluster:
-    """Return a node with the rates of the timeline.
-
-    The curve of the experts includes the operations between products, as a measured curve does.
-    """
-    rates, gpu = rates_of(TARGET), GPUS[TARGET.kind]
-    if not isinstance(rates, GpuRates):
-        raise TypeError(f"rates are {type(rates).__name__}; expected GpuRates")
-    # Tokamax's kernels, as `choose_backend` takes them: the faster record of each kind.
-    speeds = {kind: max(recorded_tflops("9.0", kind, one) or 0.0 for one in ("Mosaic", "Triton")) for kind in PRODUCTS}
-    seconds = sum(number / (1e12 * speeds[kind]) for kind, number in PRODUCTS.items())
-    # Per operation of a product: a row has `F` hidden activations of two bytes, and a product `2 H F` operations.
-    seconds += HIDDEN_ARRAYS / (sizes.hidden * gpu.bytes_per_s)
-    return Cluster(
-        (Links("gpu", 8, rates.link * rates.link_share, latency_s=rates.one_shot),),
-        # Half a tile is empty at the end of each group.
-        gemm=AnalyticGemm(UNITS / seconds, half_rows=TILE / 2, launch_s=0.0),
-        copy_bytes_per_s=rates.copy_engines,
-        planner_s=rates.planner_kernel[TARGET.topology().num_ranks],
-        hbm_bytes_per_s=gpu.bytes_per_s,
-    )
 
 
 def simulated(sizes: LayerSizes, counts: Counts, cluster: Cluster) -> Mapping[str, float]:
@@ -126,7 +86,7 @@ def row(name: str, folder: Path) -> list[Value]:
     node = load_config("preset", "h100_node").cluster
     if node is None:
         raise RuntimeError("h100_node has no cluster; expected one")
-    preset, same = (simulated(sizes, counts, cluster) for cluster in (node.build(), same_rates(sizes)))
+    stages_ms = simulated(sizes, counts, node.build())
     found = compiled(name, folder).timeline(LayerLoad.of(SYSTEM, sizes, topology, counts))
     stages = {stage.removeprefix("backward/"): 0.0 for stage in found.stages()}
     for stage, seconds in found.stages().items():
@@ -134,11 +94,11 @@ def row(name: str, folder: Path) -> list[Value]:
     total = 1e3 * found.total_s - sum(stages.get(one, 0.0) for one in NO_LAYER)
     parts = [
         f"{sum(stages.get(one, 0.0) for one in mine):.2f} / "
-        f"{sum(ms for stage, ms in same.items() if stage.removesuffix(' (backward)') in theirs):.2f}"
+        f"{sum(ms for stage, ms in stages_ms.items() if stage.removesuffix(' (backward)') in theirs):.2f}"
         for mine, theirs in PARTS.values()
     ]
-    times = [sum(preset.values()), sum(same.values())]
-    return [name, total, *(value for ms in times for value in (ms, 100 * (ms / total - 1))), *parts]
+    found_ms = sum(stages_ms.values())
+    return [name, total, found_ms, 100 * (found_ms / total - 1), *parts]
 
 
 def main() -> None:

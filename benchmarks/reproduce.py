@@ -150,6 +150,7 @@ RUNS = (
     Run("bench_sim_hybridep", quick=()),
     Run("bench_sim_ultraep", quick=("--tokens", "512")),
     Run("bench_sim_feplb", quick=("--number", "10")),
+    Run("bench_sim_gpu"),
     Run("bench_sim_networks", quick=()),
     Run("bench_stale_plans"),
     Run("bench_bandwidth_aware", ("--loads", "LOADS", "--step", "12"), ("--step", "29"), _loads),

@@ -1,4 +1,4 @@
-"""Compare the rates of a B200 in `kernels/recorded_rates.py` with the autotuning database of the installed tokamax.
+"""Compare the rates of kernels in `recordings/devices/b200.yaml` with the autotuning database of the installed tokamax.
 
 `ci/accelerators.sh` runs it, beside tokamax.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_moe_lb.kernels.backends import DIMENSIONS
-from jax_moe_lb.kernels.recorded_rates import TFLOPS
+from jax_moe_lb.recordings.device_rates import GpuRates, device_rates
 
 FILES = {
-    ("10.0", "Mosaic"): "nvidia_b200/pallas_mosaic_gpu_ragged_dot.json",
-    ("10.0", "Triton"): "nvidia_b200/pallas_triton_ragged_dot.json",
+    "Mosaic": "nvidia_b200/pallas_mosaic_gpu_ragged_dot.json",
+    "Triton": "nvidia_b200/pallas_triton_ragged_dot.json",
 }
 LEAST_ROWS = 8192
 KINDS = {json.dumps(one.dot_dimension_numbers[0]): kind for kind, one in DIMENSIONS.items()}
@@ -51,16 +51,17 @@ def main() -> int:
     found = importlib.util.find_spec("tokamax")
     folder = Path(found.origin if found and found.origin else "").parent / "data" / "autotuning"
     every = {name: best_rates(folder / file) for name, file in FILES.items()}
-    bad = 0
-    for (device, kind, kernel), rate in TFLOPS.items():
-        if (device, kernel) not in FILES:
-            continue
-        mine, other = (every[device, name] for name in (kernel, "Triton" if kernel == "Mosaic" else "Mosaic"))
+    bad, rates = 0, device_rates("b200", "cuda")
+    assert isinstance(rates, GpuRates)
+    for kernel, kind, rate in (
+        (one, kind, rate) for one, kinds in rates.kernels.items() for kind, rate in kinds.items()
+    ):
+        mine, other = (every[name] for name in (kernel, "Triton" if kernel == "Mosaic" else "Mosaic"))
         of_kind = [operands for operands in mine if operands[0] == kind]
         shared = [operands for operands in of_kind if operands in other] or of_kind
         median = statistics.median(mine[operands] for operands in shared)
-        bad += not math.isclose(median, rate, abs_tol=0.1)
-        print(f"{device} {kind:10} {kernel} {rate:7.1f}, in the database {median:7.1f} of {len(shared)} shapes")
+        bad += not math.isclose(median, rate / 1e12, abs_tol=0.1)
+        print(f"{kind:10} {kernel} {rate / 1e12:7.1f}, in the database {median:7.1f} of {len(shared)} shapes")
     return 1 if bad else 0
 
 

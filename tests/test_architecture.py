@@ -12,7 +12,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = [
     ["core"],
-    ["routing", "planners", "kernels", "recordings"],
+    ["recordings"],
+    ["routing", "planners", "kernels"],
     ["balancers", "collectives"],
     ["contrib", "transport"],
     ["layer"],

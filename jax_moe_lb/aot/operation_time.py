@@ -19,8 +19,7 @@ from jax_moe_lb.collectives.exchange_time import (
     collective_time,
     exchange_time,
 )
-from jax_moe_lb.kernels.recorded_rates import RecordedKernel, recorded_tflops
-from jax_moe_lb.recordings.device_rates import GpuRates, TpuRates, device_rates
+from jax_moe_lb.recordings.device_rates import GpuRates, RecordedKernel, TpuRates, device_rates, recorded_tflops
 
 TILE = 128
 """Rows and columns of a tile of a product; a group of rows ends with a whole tile."""
@@ -92,9 +91,9 @@ class OperationTime:
         if device is None:
             raise ValueError(f"target is {self.target.name}; expected a device with known memory bandwidth")
         flops, nbytes = self._work(one, i)
-        works = [Estimate(nbytes / device.bytes_per_s, "HBM")]
+        works = [Estimate(nbytes / (device.bytes_per_s * rates.memory_share), "HBM")]
         if one.product is not None:
-            works.append(Estimate(flops / self._speed(one.product), "FLOPs"))
+            works.append(Estimate(flops / self._speed(one, one.product, i), "FLOPs"))
         found = max(works, key=lambda estimate: estimate.seconds)
         least = 0.0 if one.in_graph else rates.launch
         seconds = max(found.seconds + one.launches * rates.start, one.launches * least)
@@ -109,20 +108,44 @@ class OperationTime:
         return one.flops * share, form.weight_bytes + max(one.nbytes - form.weight_bytes, 0) * share
 
     def _served(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
-        """Return the rows of a grouped product on the busiest rank, each group rounded up to whole tiles."""
+        """Return the rows of a grouped product on the busiest rank.
+
+        Each group is rounded up to whole tiles, unless the rates by rows include the last one.
+        """
+        rows = self._rows(one, form, i)
+        return float((rows if self._by_rows(form) else -(-rows // TILE) * TILE).sum(1).max())
+
+    def _rows(self, one: ScheduledOperation, form: ProductForm, i: int) -> np.ndarray:
+        """Return the rows of the groups of all ranks."""
         assert self.load is not None
         part = one.wave or "all"
         if part == "dynamic_wave" and form.rows == self.load.capacity:
             part = "dynamic_home"
-        rows = self.load.rows(i, part)
-        return float((-(-rows // TILE) * TILE).sum(1).max())
+        return self.load.rows(i, part)
 
-    def _speed(self, form: ProductForm) -> float:
+    def _by_rows(self, form: ProductForm) -> dict[int, float]:
+        """Return the measured rates by the rows of a group; empty for kernels without them."""
+        rates = self.machine.rates
+        return rates.experts if isinstance(rates, GpuRates) and form.kernel == "triton" else {}
+
+    def _share(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
+        """Return the share of a kernel's rate at the rows of its groups."""
+        curve = self._by_rows(form)
+        if not curve:
+            return 1.0
+        rows = float(form.rows / form.groups)
+        if self.load is not None:
+            by_rank = self._rows(one, form, i)
+            busiest = by_rank[by_rank.sum(1).argmax()]
+            rows = float(busiest.sum() / max(1, np.count_nonzero(busiest)))
+        return float(np.interp(rows, list(curve), list(curve.values()))) / max(curve.values())
+
+    def _speed(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
         rates, device = self.machine.rates, self.target.device
         if form.kind != "dense":
             capability = f"{device.compute_capability}.0" if isinstance(device, Gpu) else ""
             recorded = recorded_tflops(capability, form.kind, RECORDED.get(form.kernel))
-            return rates.grouped[form.kind] if recorded is None else 1e12 * recorded
+            return rates.grouped[form.kind] if recorded is None else 1e12 * recorded * self._share(one, form, i)
         speed = (rates.float32 if form.dtype in ("f32", "f64") else rates.dense) / form.passes
         if not isinstance(device, Gpu):
             return speed

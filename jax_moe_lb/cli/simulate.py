@@ -35,9 +35,9 @@ from jax_moe_lb.core.topology import INT32_MAX, home_experts_per_rank
 from jax_moe_lb.recordings.counts_files import naming, read_routing
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
+from jax_moe_lb.sim.hbm import HbmTraffic, traffic_of
 from jax_moe_lb.sim.limits import check_timeline, forecast
 from jax_moe_lb.sim.loads import drifting_counts, skewed_counts
-from jax_moe_lb.sim.memory import HbmTraffic, traffic_of
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.planner_times import needs_counts

@@ -5,10 +5,11 @@
 memory bandwidth are in `aot/targets.py`.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -20,6 +21,12 @@ BASES = ("data sheet", "measured", "assumed")
 """Origins of a value."""
 
 FOLDER = "devices"
+
+PRODUCTS = ("product", "transposed", "outer")
+"""Kinds of grouped products; `outer` are the gradients of weights."""
+
+RecordedKernel = Literal["Mosaic", "Triton"]
+"""Compiler of a kernel of grouped products, by tokamax for Mosaic."""
 
 
 def _figure(parse: Callable[[Any], Any]) -> BeforeValidator:
@@ -56,9 +63,24 @@ def _times(value: Any) -> dict[int, float]:
 
 
 def _speeds(value: Any) -> dict[str, float]:
-    if not isinstance(value, Mapping) or set(value) != {"product", "transposed", "outer"}:
+    if not isinstance(value, Mapping) or set(value) != set(PRODUCTS):
         raise ValueError(f"is {shown(value)}; expected product, transposed and outer")
     return {kind: speed(one) for kind, one in value.items()}
+
+
+def _by_rows(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping) or not value or list(value) != sorted(value):
+        raise ValueError(f"is {shown(value)}; expected speeds by rows, ascending")
+    return {int(rows): speed(one) for rows, one in value.items()}
+
+
+def _kernels(value: Any) -> dict[str, dict[str, float]]:
+    known = isinstance(value, Mapping) and all(
+        isinstance(kinds, Mapping) and set(kinds) <= set(PRODUCTS) for kinds in value.values()
+    )
+    if not known or not set(value) <= set(get_args(RecordedKernel)):
+        raise ValueError(f"is {shown(value)}; expected speeds by kernel and kind of product")
+    return {kernel: {kind: speed(one) for kind, one in kinds.items()} for kernel, kinds in value.items()}
 
 
 Rate = Annotated[float, _figure(rate)]
@@ -68,6 +90,8 @@ Share = Annotated[float, _figure(_share)]
 Shares = Annotated[dict[int, float], _figure(_shares)]
 Times = Annotated[dict[int, float], _figure(_times)]
 Speeds = Annotated[dict[str, float], _figure(_speeds)]
+ByRows = Annotated[dict[int, float], _figure(_by_rows)]
+Kernels = Annotated[dict[str, dict[str, float]], _figure(_kernels)]
 Count = Annotated[int, _figure(int)]
 
 
@@ -85,7 +109,8 @@ class DeviceRates(BaseModel):
         dense: Rate of large products in bfloat16.
         float32: Rate of products in float32 of highest precision.
         grouped: Rates of grouped products by kind: `product`, `transposed` and `outer`, the gradients of weights. They
-            apply to kernels without a record in `kernels/recorded_rates.py`.
+            apply to kernels that `kernels` does not list.
+        memory_share: Share of the memory bandwidth reached by operations that it bounds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -100,6 +125,7 @@ class DeviceRates(BaseModel):
     dense: Speed
     float32: Speed
     grouped: Speeds
+    memory_share: Share
 
 
 class GpuRates(DeviceRates):
@@ -116,6 +142,12 @@ class GpuRates(DeviceRates):
         nccl_update: Time of the send and the receive of one update by NCCL.
         device_kernel: Share of `link` reached by NCCL's device kernel, by updates per peer.
         planner_kernel: Time of a planner that runs as a kernel, by ranks of a domain.
+        small_operations: Time of sorts, addresses and other small operations of one round of a layer, forward and
+            backward.
+        capability: Compute capability of the devices whose kernels `kernels` lists, such as "9.0".
+        kernels: Rates of kernels of grouped products, by compiler and kind.
+        experts: Rate of experts by the rows of one, over forward and backward pass and with the operations between
+            products; the backward pass counts as three forward passes. Empty if unknown.
     """
 
     network: Rate
@@ -128,6 +160,15 @@ class GpuRates(DeviceRates):
     nccl_update: Time
     device_kernel: Shares
     planner_kernel: Times
+    small_operations: Time
+    capability: str = ""
+    kernels: Kernels = {}
+    experts: ByRows = {}
+
+    @property
+    def experts_speed(self) -> float:
+        """Rate of experts of many rows, in floating-point operations per second."""
+        return max(self.experts.values(), default=self.grouped["product"])
 
 
 class TpuRates(DeviceRates):
@@ -169,6 +210,41 @@ def device_rates(kind: str, platform: Literal["cuda", "tpu"]) -> GpuRates | TpuR
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{FOLDER}/{kind}.yaml: {where} {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def device_named(name: str) -> str | None:
+    """Return the kind of a GPU with rates; None if there is none.
+
+    Args:
+        name: Name reported by the driver.
+
+    Examples:
+        >>> device_named("NVIDIA H100 80GB HBM3"), device_named("cpu")
+        ('h100', None)
+    """
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return next((word for word in words if word in rated_devices()), None) if "nvidia" in words else None
+
+
+@cache
+def recorded_tflops(capability: str, kind: str, kernel: RecordedKernel | None) -> float | None:
+    """Return the recorded rate of a kernel of grouped products in TFLOP/s; None if there is none.
+
+    `choose_backend` prefers a kernel to an earlier one by it.
+
+    Args:
+        capability: Compute capability of the device, such as "9.0".
+        kind: Kind of the product; see `PRODUCTS`.
+        kernel: The kernel; None for kernels without a record.
+
+    Examples:
+        >>> recorded_tflops("9.0", "outer", "Triton")
+        564.0
+    """
+    gpus = (rates for name in rated_devices() if (rates := _merged(name)).get("capability") == capability)
+    found = next((device.get("kernels", {"value": {}})["value"] for device in gpus), {})
+    recorded = found.get(kernel, {}).get(kind)
+    return None if recorded is None else speed(recorded) / 1e12
 
 
 def rated_devices() -> list[str]:

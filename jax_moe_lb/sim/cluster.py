@@ -98,8 +98,8 @@ class AnalyticGemm:
     """Analytic model of a grouped FFN: an expert of `n` rows takes as long as `n + half_rows` rows at the peak rate.
 
     Use it for machines without measurements. An expert of `half_rows` rows runs at half the peak, because its weights
-    are read regardless of the number of rows. The defaults are an assumption for an H100: 600 TFLOP/s reached in
-    bfloat16, and the 295 rows at which 989 TFLOP/s and 3.35 TB/s balance.
+    are read regardless of the number of rows. The defaults are an assumption: 600 TFLOP/s reached in bfloat16, and the
+    295 rows at which 989 TFLOP/s and 3.35 TB/s balance. For an H100, take the measured curve of its preset.
 
     Args:
         peak_flops_per_s: Rate of large products, in floating-point operations per second; 600e12 by default.
@@ -128,6 +128,11 @@ class AnalyticGemm:
         for name, value in (("half_rows", self.half_rows), ("launch_s", self.launch_s)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a finite number, at least 0")
+
+    @property
+    def slot_rows(self) -> float:
+        """Time of a slot beyond its rows, in rows at the peak rate."""
+        return self.half_rows
 
     def seconds(self, rows: RowsPerSlot, row_flops: float, launches: int = 1) -> Seconds:
         """Compute the seconds of each rank.
@@ -187,6 +192,11 @@ class MeasuredGemm:
     def peak_flops_per_s(self) -> float:
         """Highest rate of the curve, in floating-point operations per second."""
         return max(self.flops_per_s)
+
+    @property
+    def slot_rows(self) -> float:
+        """Time of a slot of the fewest rows beyond these rows, in rows at the peak rate."""
+        return self.rows[0] * (self.peak_flops_per_s / self.flops_per_s[0] - 1)
 
     def seconds(self, rows: RowsPerSlot, row_flops: float, launches: int = 1) -> Seconds:
         """Compute the seconds of each rank.
@@ -284,9 +294,11 @@ class Cluster:
             innermost level.
         memory_bytes: Memory of one rank, in bytes. None (default) disables the check of its capacity.
         hbm_bytes_per_s: Memory bandwidth of a rank, reads and writes together, in bytes per second: 3.35e12 in the
-            datasheet of an H100. None (default) makes permutations and sums of rows free; see `sim/memory.py`.
+            datasheet of an H100. None (default) makes permutations and sums of rows free; see `sim/hbm.py`.
+        round_s: Seconds of sorts, addresses and other small operations in one round of a layer, a third of them
+            forward and the rest backward; 0 by default.
         joins_weights: If True, home experts and replicas are copied into one array for the products, as on CPUs and
-            TPUs. If False (default), kernels of NVIDIA GPUs read both in place; see `sim/memory.py`.
+            TPUs. If False (default), kernels of NVIDIA GPUs read both in place; see `sim/hbm.py`.
         communication: Algorithms and formats of the communication library; XLA's by default.
         backward_factor: Time of the experts' backward pass over that of their forward pass, with rematerialized hidden
             activations; 3 by default, the ratio of the floating-point operations.
@@ -313,6 +325,7 @@ class Cluster:
     domain_level: str | None = None
     memory_bytes: float | None = None
     hbm_bytes_per_s: float | None = None
+    round_s: float = 0.0
     joins_weights: bool = False
     communication: Communication = field(default_factory=Communication)
     backward_factor: float = 3.0
@@ -329,7 +342,7 @@ class Cluster:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"Cluster.{name} is {value}; expected a finite number above 0")
-        for name in ("planner_s", "host_wait_s"):
+        for name in ("planner_s", "host_wait_s", "round_s"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"Cluster.{name} is {value}; expected at least 0")

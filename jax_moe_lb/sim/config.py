@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
-from jax_moe_lb.recordings.device_rates import device_rates
+from jax_moe_lb.recordings.device_rates import GpuRates, TpuRates, device_rates
 from jax_moe_lb.recordings.quantities import RateField, SizeField, SpeedField, TimeField
 from jax_moe_lb.recordings.yaml_file import read_yaml
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Communication, Gemm, Links, MeasuredGemm
@@ -28,6 +28,9 @@ from jax_moe_lb.transport.compression import Codec, CodecBase
 
 VERSION = 1
 """Version of the format. Files of another version are rejected."""
+
+GEMM_LAUNCH_S = 10e-6
+"""Assumed launch overhead of a grouped FFN on a GPU."""
 
 MOST_NAME = 60
 """Maximum length of a key in messages, and of a name compared with preset names."""
@@ -47,13 +50,27 @@ class _Section(BaseModel):
 
 
 class LevelSection(_Section):
-    """One level of links; see `Links`."""
+    """One level of links; see `Links`. Without `rate`, it has that of the cluster's `device`."""
 
     name: Literal["dc", "node", "gpu"]
     size: CountField
-    rate: RateField
+    rate: RateField | None = None
     links: CountField = 1
     latency: TimeField = 0.0
+
+    def build(self, rates: GpuRates | None) -> Links:
+        """Build the `Links`.
+
+        Raises:
+            ValueError: There is no rate, or a number is out of range.
+        """
+        rate = self.rate
+        if rate is None and rates is not None and self.name != "dc":
+            inside = self.name == "gpu"
+            rate = rates.link * rates.link_share if inside else rates.network * rates.network_share
+        if rate is None:
+            raise ValueError(f"level {self.name} has no rate; expected one, or a device")
+        return Links(self.name, self.size, rate, self.links, self.latency)
 
 
 class GemmSection(_Section):
@@ -81,13 +98,14 @@ class GemmSection(_Section):
 class ClusterSection(_Section):
     """A machine; see `Cluster`.
 
-    `device` names a kind of GPU of `recordings/devices`, whose rates replace missing `copy_engines`, and give the wait
-    for the host. Without `planner`, each planner takes the time of `sim/planner_times.yaml`.
+    `device` names a kind of GPU of `recordings/devices`. Its rates replace a missing `rate` of a level, `gemm` and
+    `copy_engines`, and give the wait for the host, the time of small operations and the share of `hbm` that is reached.
+    Without `planner`, each planner takes the time of `sim/planner_times.yaml`.
     """
 
     device: str | None = None
     levels: tuple[LevelSection, ...] = Field(max_length=len(LEVEL_NAMES))
-    gemm: GemmSection
+    gemm: GemmSection | None = None
     compute: SpeedField
     copy_engines: RateField | None = None
     planner: TimeField | None = None
@@ -104,27 +122,37 @@ class ClusterSection(_Section):
         """Build the `Cluster`.
 
         Raises:
-            ValueError: There are no rates of `device`, or a number is out of range.
+            ValueError: There are no rates of `device`, a rate is missing, or a number is out of range.
         """
         rates = None if self.device is None else device_rates(self.device, "cuda")
-        of_device: dict[str, Any] = {"copy_engines": None} if rates is None else rates.model_dump()
-        waits = {} if rates is None else {"host_wait_s": rates.host_wait}
+        assert not isinstance(rates, TpuRates)
+        engines, times, share = None, dict[str, float](), 1.0
+        if rates is not None:
+            engines, share = rates.copy_engines, rates.memory_share
+            times = {"host_wait_s": rates.host_wait, "round_s": rates.small_operations}
         return Cluster(
-            levels=tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels),
-            gemm=self.gemm.build(),
+            levels=tuple(level.build(rates) for level in self.levels),
+            gemm=self._gemm(rates),
             flops_per_s=self.compute,
-            copy_bytes_per_s=of_device["copy_engines"] if self.copy_engines is None else self.copy_engines,
+            copy_bytes_per_s=engines if self.copy_engines is None else self.copy_engines,
             planner_s=self.planner,
-            **waits,
+            **times,
             domain_level=self.domain_level,
             memory_bytes=self.memory,
-            hbm_bytes_per_s=self.hbm,
+            hbm_bytes_per_s=None if self.hbm is None else share * self.hbm,
             joins_weights=self.joins_weights,
             communication=self.communication,
             backward_factor=self.backward,
             jitter=self.jitter,
             jitter_seed=self.jitter_seed,
         )
+
+    def _gemm(self, rates: GpuRates | None) -> Gemm:
+        if self.gemm is not None:
+            return self.gemm.build()
+        if rates is None or not rates.experts:
+            raise ValueError("gemm is missing; expected one, or a device with measured experts: h100, h200")
+        return MeasuredGemm(tuple(map(float, rates.experts)), tuple(rates.experts.values()), GEMM_LAUNCH_S)
 
 
 class ModelSection(_Section):

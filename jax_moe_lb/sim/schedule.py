@@ -19,7 +19,9 @@ experts. `return` brings their outputs to the homes, and `combine` brings all ou
 The backward pass runs from the last layer to the first, and its stage names end with ` (backward)`. It exchanges
 weights again, sends output gradients to the experts' ranks, runs the experts, and returns the gradients of tokens.
 Attention follows, and overlaps with `gradients`: gradients of replicas and of gathered experts on their way home. If
-the memory bandwidth is given, `permutation`, `sums of copies` and `joined weights` take time as well; see `memory.py`.
+the memory bandwidth is given, `permutation`, `sums of copies`, `joined weights`, `sums of replicas` (the gradients of
+all replica slots) and `sums of rounds` (gradients of overflow rounds) take time as well; see `hbm.py`. `small
+operations` are sorts and addresses.
 `other` is the rest of the step. Groups beside the expert-parallel one have stages of their own; see `model.py`.
 
 Tasks run on the streams `compute`, `host` (the planner) and `copy` (copy engines). Each level has a stream of its own:
@@ -34,7 +36,14 @@ import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Task, Timeline, Transfer
-from jax_moe_lb.sim.memory import joined_bytes, permuted_bytes, summed_bytes
+from jax_moe_lb.sim.hbm import (
+    SUMS_BYTES,
+    empty_row_bytes,
+    joined_bytes,
+    permuted_bytes,
+    summed_bytes,
+    summed_in_loop,
+)
 from jax_moe_lb.sim.model import ModelShape, Peers, Step
 from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, seconds
 from jax_moe_lb.sim.work import LayerWork, Wave
@@ -209,6 +218,13 @@ class Scheduler:
         if work.return_home is not None:
             home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
         home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served.experts)
+        # Shapes are static, so the gradients of empty slots are sent and added, too.
+        if work.arriving:
+            self._in_memory("sums of replicas" + BACKWARD, work.arriving, at, served.experts)
+        if work.rounds > 1:
+            widened = SUMS_BYTES / self.model.itemsize
+            nbytes = summed_in_loop(float(work.waves[-1].rows.shape[1] * self.model.expert_bytes), widened)
+            self._in_memory("sums of rounds" + BACKWARD, (work.rounds - 1) * nbytes, at, served.experts)
         self._data_sum(at, (*served.experts, *home))
         # A backward pass has two products per product of the forward pass.
         before_s = 2 * self.model.before_experts_s(self.cluster)
@@ -284,7 +300,7 @@ class Scheduler:
         """Add the exchange to the experts: tokens if `sends` is 0, else gradients, with tokens if `sends` is 2."""
         flows = wave.gradients_out(sends - 1) if sends else wave.dispatch
         mark, sends = BACKWARD if sends else "", max(sends, 1)
-        after = self._in_memory("permutation" + mark, sends * self._permuted_bytes(wave), at, after)
+        after = self._permute(mark, wave, sends, at, after)
         if wave.chunks[0] > 1:
             return self._in_chunks(stage, flows, at, [after] * wave.chunks[0], sends * wave.rounds)
         return self._exchanges(stage, flows, at, after, messages=self._messages(mark, wave, sends)) or after
@@ -297,7 +313,7 @@ class Scheduler:
         """Add the exchanges of a dispatch that need no plan; return the last task of each chunk."""
         if not wave.early:
             return []
-        after = self._in_memory("permutation", self._permuted_bytes(wave), at, after)
+        after = self._permute("", wave, 1, at, after)
         flows, chunks = wave.dispatch[: wave.early], wave.chunks[0]
         return [self._exchanges("dispatch", _parts(flows, chunks), at, after) or after for _ in range(chunks)]
 
@@ -326,14 +342,21 @@ class Scheduler:
         summed = summed_bytes(wave.gathered * self.model.row_bytes, float(self.model.tokens * self.model.row_bytes))
         return self._in_memory("sums of copies" + mark, summed, at, after)
 
-    def _permuted_bytes(self, wave: Wave) -> float:
-        """Compute the mean bytes read and written by a rank to gather the rows of a wave."""
-        return permuted_bytes(wave.gathered * self.model.row_bytes)
+    def _permute(self, mark: str, wave: Wave, sends: int, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
+        """Add the small operations of a wave, and the gathers of its rows, which every round repeats."""
+        rounds, share = max(wave.rounds, 1), 2 / 3 if mark else 1 / 3
+        if self.cluster.round_s and after:
+            after = (self._compute("small operations" + mark, share * rounds * self.cluster.round_s, at, after),)
+        nbytes = permuted_bytes(wave.gathered * self.model.row_bytes)
+        return self._in_memory("permutation" + mark, sends * rounds * nbytes, at, after)
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
         flops, gemm = factor * self.model.row_flops, self.cluster.gemm
         if wave.turns is None:
             experts_s = gemm.seconds(wave.rows, flops, max(wave.rounds, 1))
+            if self.cluster.hbm_bytes_per_s:
+                nbytes = empty_row_bytes(self.model, 2 if mark else 1)
+                experts_s = experts_s + wave.empty * nbytes / self.cluster.hbm_bytes_per_s
         else:
             # All ranks wait for the slowest one after each turn.
             experts_s = np.full(len(wave.rows), sum(gemm.seconds(turn, flops).max() for turn in wave.turns))

@@ -15,7 +15,7 @@ from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.plan_on_host import HostPlan, plan_groups
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.memory import joins_weights
+from jax_moe_lb.sim.hbm import arriving_bytes, joins_weights
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import (
@@ -85,6 +85,7 @@ class Wave:
         returning: Exchanges of the outputs with the bytes of rows on the way out, in sequence; `()` (default) if they
             are those of `dispatch` in the opposite direction.
         turns: `[N, R, S]`, rows in turns that all ranks end together; None (default) if no rank waits for others.
+        empty: `[R]`, rows of all fills without a token copy; 0 by default, if unknown.
     """
 
     dispatch: tuple[Flow, ...]
@@ -96,6 +97,7 @@ class Wave:
     chunks: tuple[int, int] = (1, 1)
     returning: tuple[Flow, ...] = ()
     turns: TurnRows | None = None
+    empty: Num[np.ndarray, "R"] | float = 0.0
 
     @cached_property
     def back(self) -> tuple[Flow, ...]:
@@ -140,6 +142,8 @@ class LayerWork:
         replicate: Exchange that copies weights into slots, or None without replicas.
         return_home: Exchange that returns the gradients of replicas to their homes, or None without replicas.
         joins: If True, weights of replicas and home experts are concatenated into one array.
+        arriving: Bytes that a rank reads and writes in its memory for the gradients of replica slots, empty ones
+            included.
         engine: If True, copy engines copy the weights, on a stream of their own.
         early: If True, weights travel before counts are known, as the placement does not depend on them.
         waves: Waves of tokens, in order. The first of two waves needs no plan.
@@ -158,6 +162,7 @@ class LayerWork:
     replicate: Flow | None
     return_home: Flow | None
     joins: bool
+    arriving: float
     engine: bool
     early: bool
     waves: tuple[Wave, ...]
@@ -213,20 +218,21 @@ def _facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
     buffers = system.dispatch.buffers
     most = buffers.max_rounds
     max_rows = None if most is None else most * buffers.rows(model.tokens * model.per_token)
-    slot_copies = round(getattr(cluster.gemm, "half_rows", 0.0))
+    slot_copies = round(cluster.gemm.slot_rows)
     between_s = model.before_experts_s(cluster)
     return replace(model.facts, between_s=between_s, slot_copies=slot_copies, max_rows=max_rows)
 
 
 class _PartOfWave(NamedTuple):
-    """Rows of a wave of one group: between its ranks in each hop, by slot, and gathered; rounds; the hops with their
-    padding and the turns if exchanges are padded.
+    """Rows of a wave of one group: between its ranks in each hop, by slot, and gathered; rounds, and rows of the
+    products of one round; the hops with their padding and the turns if exchanges are padded.
     """
 
     hops: tuple[RowsBetween, ...]
     rows: np.ndarray
     gathered: float
     rounds: int
+    computed: int
     padded: tuple[PaddedHop, ...] = ()
     turns: TurnRows | None = None
 
@@ -254,8 +260,9 @@ def _part(system: System, model: ModelShape, group: Group, found: HostPlan, wave
             # The rows of the second wave are not served at home.
             wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.counts.T for later in waves[1:]))
         rows = rows_per_slot(wave_plan)
-        gathered = cost.row_arrays(model.tokens, model.per_token, topology).gathered(float(rows.sum()) / len(rows))
-        moved.append(_PartOfWave(hops, rows, gathered, rounds))
+        arrays = cost.row_arrays(model.tokens, model.per_token, topology)
+        gathered = arrays.gathered(float(rows.sum()) / len(rows))
+        moved.append(_PartOfWave(hops, rows, gathered, rounds, arrays.computed))
         load_after += load(wave_plan)
     if group.cluster.communication.padded:
         moved = _with_padding(moved, waves, cost, num_copies)
@@ -347,6 +354,8 @@ def _merged(
         rounds = max(part.waves[at].rounds for part in parts)
         gathered = float(np.mean([part.waves[at].gathered for part in parts]))
         wave = Wave((), by_rank, rounds, widths, gathered, cost.early_hops, cost.chunks_of_hops())
+        if not cost.passes_home:
+            wave = replace(wave, empty=np.maximum(rounds * first.computed - by_rank.sum(1), 0))
         if cluster.communication.padded:
             waves.append(_padded_wave(wave, parts, at, cluster))
             continue
@@ -366,6 +375,7 @@ def _merged(
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
         joins=joins_weights(system, model, cluster),
+        arriving=arriving_bytes(system.replica_slots, model),
         engine=system.replicate.uses_copy_engines and not cluster.communication.padded,
         early=not needs_counts(system.balancer),
         waves=tuple(waves),
@@ -439,6 +449,7 @@ def shared_work(
         replicate=None,
         return_home=None,
         joins=False,
+        arriving=0.0,
         engine=False,
         early=False,
         waves=(),

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +22,8 @@ from jax_moe_lb.sim.model import Parallel
 
 MODEL = ModelShape(layers=8, hidden=256, inner=512, experts=16, per_token=2, tokens=4096)
 CLUSTER = Cluster((Links("node", 2, 1e9, 2, 1e-5), Links("gpu", 2, 50e9)), AnalyticGemm(1e12))
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(r"jax-moe-lb advise ([a-z][a-z0-9_]+) ([a-z][a-z0-9_]+)")
 PAIRS = list(itertools.product(preset_names("model"), preset_names("cluster")))
 
 
@@ -88,6 +92,21 @@ def test_all_presets_meet(model, cluster):
 @pytest.mark.parametrize("cluster", preset_names("cluster"))
 def test_the_model_of_a_preset_fits_its_cluster(cluster):
     assert fits_in_memory(judge_of(cluster, cluster), Choice())
+
+
+def test_deepseek_v3_fits_one_preset_with_replicas_at_most_memory():
+    judge = judge_of("deepseek_v3", "h200_16_nodes")
+    for choice in (Choice(), Choice("exact", replica_slots=2)):
+        assert 0.5 * judge.cluster.memory_bytes < judge.memory(choice).total
+        assert fits_in_memory(judge, choice)
+
+
+def test_every_pair_named_on_a_page_fits():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pairs = {pair for page in pages for pair in COMMAND.findall(page.read_text())}
+    assert ("qwen3_235b", "h100_16_nodes") in pairs
+    for pair in pairs:
+        assert fits_in_memory(judge_of(*pair), Choice("exact", replica_slots=1)), pair
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, Sche
 from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from jax_moe_lb.collectives.exchange_time import Machine, exchange_time
-from jax_moe_lb.kernels.recorded_rates import recorded_tflops
-from jax_moe_lb.recordings.device_rates import device_rates
+from jax_moe_lb.recordings.device_rates import device_rates, recorded_tflops
 from jax_moe_lb.transport import Forward, Once
 from tests.aot.scheduled import TEXT, even_counts, load_of, schedule, skewed_counts
 
@@ -104,12 +103,15 @@ def test_a_product_takes_the_rows_that_it_serves():
 @pytest.mark.parametrize(("kernel", "kind"), [("mosaic", "transposed"), ("triton", "product"), ("own", "transposed")])
 def test_kernels_have_their_own_rates(kernel, kind):
     (product,) = (one for one in schedule() if one.name == "hidden")
-    form = replace(product.product, kernel=kernel, kind=kind)
+    form = replace(product.product, kernel=kernel, kind=kind, rows=128, groups=1)
     found = OperationTime(TARGET).of(replace(product, flops=10**12, product=form), 0)
     recorded = {"mosaic": "Mosaic", "triton": "Triton", "own": None}[kernel]
     rate = recorded_tflops("9.0", kind, recorded)
     assert (rate is None) == (kernel == "own")
-    assert found.seconds == pytest.approx(10**12 / (1e12 * rate if rate else RATES.grouped[kind]) + RATES.start)
+    # The curve of the default kernels goes down to 241 rows of a group; this one has fewer.
+    share = min(RATES.experts.values()) / RATES.experts_speed if kernel == "triton" else 1.0
+    speed = share * (1e12 * rate if rate else RATES.grouped[kind])
+    assert found.seconds == pytest.approx(10**12 / speed + RATES.start)
 
 
 def test_small_operations_cost_their_launch():
@@ -164,7 +166,7 @@ def test_the_host_waits_for_conditions_outside_of_graphs():
     assert not any(span.kind is Kind.LOOP for span in timeline(schedule(), TARGET, load).spans)
 
 
-@pytest.mark.parametrize(("ranks", "seconds"), [(4, 23e-6), (8, 23e-6), (20, 40e-6), (64, 153e-6)])
+@pytest.mark.parametrize(("ranks", "seconds"), [(4, 22.72e-6), (8, 22.72e-6), (20, 48.315e-6), (64, 149.7e-6)])
 def test_a_planner_in_a_kernel_needs_no_host(ranks, seconds):
     options = f"backend_config={{domain = {ranks} : i64, eps = 1.0e-2 : f64}}"
     kernel = schedule(TEXT.replace('moe_lb_plan_exact"', f'moe_lb_plan_exact_kernel", {options}'))

@@ -8,7 +8,7 @@ import pytest
 from jax_moe_lb import Buffers, feplb
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Links, ModelShape, simulate
-from jax_moe_lb.sim.memory import traffic_of
+from jax_moe_lb.sim.hbm import traffic_of
 
 MODEL = ModelShape(layers=2, hidden=64, inner=128, experts=8, per_token=2, tokens=256)
 WIDE = replace(MODEL, hidden=128)
@@ -25,11 +25,12 @@ def simulated(system, cluster, model=MODEL):
 @pytest.mark.slow
 @pytest.mark.parametrize("system", [systems.plain(), feplb(1)], ids=["plain", "feplb"])
 def test_permutations_and_sums_take_the_time_of_their_bytes(system):
-    """Copies are read and written in order, backward with their gradients; sums read them and write tokens."""
-    stages = simulated(system, SLOW).stages
+    """Every round gathers its copies, backward with their gradients; sums read them and write tokens."""
+    found = simulated(system, SLOW)
+    stages, rounds = found.stages, found.rounds
     expected = {
-        "permutation": 2 * COPIES,
-        "permutation (backward)": 4 * COPIES,
+        "permutation": rounds * 2 * COPIES,
+        "permutation (backward)": rounds * 4 * COPIES,
         "sums of copies": COPIES + TOKENS,
     }
     for name, num_bytes in expected.items():
@@ -47,6 +48,38 @@ def test_weights_of_replicas_are_joined_where_kernels_take_one_array():
         for others in (systems.plain(), feplb(1)):
             assert "joined weights" not in simulated(others, cluster, model).stages
     assert "joined weights" not in simulated(systems.exact(1), SLOW, WIDE).stages
+
+
+def test_gradients_of_slots_and_of_overflow_rounds_are_added_in_memory():
+    """Slots cost the same whether they are filled or not; each further round adds the gradients of all slots."""
+    even = np.full_like(SKEWED, 64)
+    for counts in (SKEWED, even):
+        for slots in (1, 2):
+            stages = simulate(systems.exact(slots), MODEL, SLOW, counts).stages
+            added = 4 * slots + 3 + 4 * 2
+            assert stages["sums of replicas (backward)"].busy_s == pytest.approx(2 * added * MODEL.expert_bytes / 1e6)
+    found = simulated(systems.plain(), SLOW)
+    rounds, home_bytes = found.rounds, MODEL.experts // 4 * MODEL.expert_bytes
+    assert rounds > 1
+    assert found.stages["sums of rounds (backward)"].busy_s == pytest.approx(2 * (rounds - 1) * 8 * home_bytes / 1e6)
+    assert "sums of rounds (backward)" not in simulate(systems.plain(), MODEL, SLOW, even).stages
+
+
+def test_products_skip_empty_rows_of_a_buffer_and_activations_do_not():
+    even = np.full_like(SKEWED, 64)
+    narrow, wide = (
+        simulate(systems.plain(Buffers(headroom, max_rounds=1)), MODEL, SLOW, even).stages for headroom in (1.05, 4.0)
+    )
+    rows = [Buffers(headroom).rows(512) for headroom in (1.05, 4.0)]
+    row_bytes = 3 * MODEL.inner * MODEL.itemsize + MODEL.row_bytes
+    more_s = wide["experts"].busy_s - narrow["experts"].busy_s
+    assert more_s == pytest.approx(2 * (rows[1] - rows[0]) * row_bytes / 1e6)
+
+
+def test_small_operations_take_their_time_in_every_round():
+    found = simulated(systems.plain(), replace(CLUSTER, round_s=3e-3))
+    both = [found.stages["small operations" + mark].busy_s for mark in ("", " (backward)")]
+    assert both == pytest.approx([2 * found.rounds * 1e-3, 2 * found.rounds * 2e-3])
 
 
 def test_without_a_rate_they_are_left_out():

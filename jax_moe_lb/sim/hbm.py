@@ -1,0 +1,250 @@
+"""Bytes moved in the memory of one rank by one layer.
+
+`traffic_of` counts reads and writes of device memory. Caches are ignored, as in `aot/memory.py`: an array counts once
+per write and once per operation reading it. `benchmarks/bench_hbm_model.py` compares the sum with compiled programs.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import TypeVar
+
+from jax_moe_lb.kernels.backends import TILE
+from jax_moe_lb.layer.systems import System
+from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.model import ModelShape
+
+BreakdownT = TypeVar("BreakdownT", bound="ByteBreakdown")
+
+
+@dataclass(frozen=True)
+class ByteBreakdown:
+    """Base class of named byte counts, added part by part."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts, in bytes."""
+        return sum(asdict(self).values())
+
+    def __add__(self: BreakdownT, other: BreakdownT) -> BreakdownT:
+        """Add two breakdowns part by part."""
+        return type(self)(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+
+HIDDEN_ARRAYS = 9
+"""Hidden activations read or written between the products of a gated expert: three forward, six backward."""
+
+SUMS_BYTES = 4
+"""Bytes per element of sums over rows, rounds and replicas, kept in float32."""
+
+
+@dataclass(frozen=True)
+class HbmTraffic(ByteBreakdown):
+    """Bytes read and written in the memory of one rank.
+
+    If `Cluster.hbm_bytes_per_s` is given, `simulate` computes time for permutations, sums, joined weights and arriving
+    gradients. The time of exchanges follows from their links, and the time of products and activations from the
+    experts' curve.
+
+    Args:
+        permutation: Permutation of token copies into their send order.
+        sums: Sums of the outputs of a token's experts, or of the gradients of its copies.
+        joined: Concatenation of the weights of home experts and replicas into one array; see `joins_weights`.
+        exchanges: Sends and receives of rows and replicas, beside the links.
+        products: Operands and results of products: rows, hidden activations, weights and their gradients.
+        activations: Element-wise operations between products.
+        carried: Outputs and sums of gradients carried by a loop over rounds.
+        arriving: Gradients of replicas on their way home: their concatenation for one exchange, the exchange, and the
+            addition of each to its sum. Joined weights also need a slice of the home experts' gradients.
+    """
+
+    permutation: float = 0.0
+    sums: float = 0.0
+    joined: float = 0.0
+    exchanges: float = 0.0
+    products: float = 0.0
+    activations: float = 0.0
+    carried: float = 0.0
+    arriving: float = 0.0
+
+
+def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward: bool = True) -> HbmTraffic:
+    """Count the memory traffic of one layer in one microbatch, if its receive buffer is filled once.
+
+    Gathers of expert domains are not included.
+
+    Args:
+        system: System with its slots, and with the buffers and rounds of its dispatch.
+        model: Sizes of the layer.
+        cluster: Cluster whose ranks share the experts.
+        backward: If True (default), include the backward pass with its rematerialization.
+
+    Returns:
+        The bytes read and written on one rank, by part.
+
+    Examples:
+        >>> from jax_moe_lb import plain
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
+        >>> model = ModelShape(1, hidden=2048, inner=768, experts=128, per_token=8, tokens=4096)
+        >>> round(traffic_of(plain(), model, Cluster((Links("gpu", 8, 360e9),))).total / 1e9, 1)
+        6.6
+    """
+    rows = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology())
+    home = model.experts // cluster.num_ranks
+    slots = home + system.replica_slots
+    widened = SUMS_BYTES / model.itemsize
+    each = _Arrays(
+        tokens=float(model.tokens * model.row_bytes),
+        gathered=rows.gathered(float(rows.sent)) * model.row_bytes,
+        exchanged=float((rows.sent + (rows.received or rows.computed)) * model.row_bytes),
+        first_hop=float((rows.sent_first + rows.forwarded) * model.row_bytes),
+        carried=float(rows.carried * model.row_bytes) * (3 * widened if rows.carries_sums else 1),
+        rows=float(rows.computed * model.row_bytes),
+        hidden=float(rows.computed * model.inner * model.itemsize),
+        kind=float(slots * model.expert_bytes / model.matrices),
+    )
+    inner, loops, replicas = model.matrices - 1, system.dispatch.buffers.max_rounds != 1, system.replica_slots
+    joins = joins_weights(system, model, cluster)
+    # A rank sends as many replicas as it receives, at most its home experts.
+    fetched = HbmTraffic(exchanges=2.0 * min(replicas, home) * model.expert_bytes)
+    forward = each.forward(inner, joins, loops) + fetched
+    if not backward:
+        return forward
+    arriving = HbmTraffic(arriving=arriving_bytes(replicas, model) + 2.0 * home * joins * model.expert_bytes)
+    return forward + fetched + each.backward(inner, joins, loops, widened) + arriving
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Bytes of the arrays of one layer.
+
+    Args:
+        tokens: Tokens of a rank.
+        gathered: Rows gathered in a dispatch.
+        exchanged: Rows sent and received in the last hop.
+        first_hop: Rows sent and received in a first hop.
+        carried: Reads and writes of outputs, or of their sums, carried by a loop.
+        rows: Operand of the products.
+        hidden: One hidden activation.
+        kind: One matrix of all slots.
+    """
+
+    tokens: float
+    gathered: float
+    exchanged: float
+    first_hop: float
+    carried: float
+    rows: float
+    hidden: float
+    kind: float
+
+    def forward(self, inner: int, joins: bool, loops: bool) -> HbmTraffic:
+        return HbmTraffic(
+            permutation=permuted_bytes(self.gathered),
+            sums=summed_bytes(self.gathered, self.tokens),
+            joined=joins * joined_bytes((inner + 1) * self.kind),
+            exchanges=2 * (self.exchanged + self.first_hop),
+            # Rows are read once, by the products of up and gate together, and written once.
+            products=2 * self.rows + (inner + 1) * (self.hidden + self.kind),
+            activations=(inner + 1) * self.hidden,
+            carried=loops * self.carried,
+        )
+
+    def backward(self, inner: int, joins: bool, loops: bool, widened: float) -> HbmTraffic:
+        """Count the backward pass, including the rematerialized products of the rows."""
+        again = self.rows + inner * (self.hidden + self.kind)
+        of_hidden = self.rows + self.hidden + self.kind
+        of_rows = 2 * self.rows + inner * (self.hidden + self.kind)
+        of_weights = 2 * self.rows + (inner + 1) * (self.hidden + self.kind)
+        all_kinds = (inner + 1) * self.kind
+        return HbmTraffic(
+            permutation=2 * permuted_bytes(self.gathered),
+            sums=summed_bytes(self.gathered, self.tokens),
+            joined=joins * joined_bytes(all_kinds),
+            exchanges=3 * (self.exchanged + self.first_hop),
+            products=again + of_hidden + of_rows + of_weights,
+            activations=2 * (inner + 1) * self.hidden,
+            carried=loops * summed_in_loop(all_kinds, widened),
+        )
+
+
+def summed_in_loop(weights_bytes: float, widened: float) -> float:
+    """Count the bytes read and written to add the gradients of one round to those of earlier rounds.
+
+    Args:
+        weights_bytes: Bytes of the weights of all slots.
+        widened: Bytes of a sum relative to those of a weight.
+    """
+    # The loop reads and writes sums and writes wide gradients; the end rounds them.
+    return (2 * widened + (widened - 1) + widened + 1) * weights_bytes
+
+
+def empty_row_bytes(model: ModelShape, passes: int) -> float:
+    """Count the bytes read and written for one empty row of a receive buffer: products skip it, and the rest does not.
+
+    Args:
+        model: Sizes of the layer.
+        passes: Arrays in units of the forward pass: 1 forward, 2 backward with rematerialization.
+    """
+    return passes * (HIDDEN_ARRAYS / 3 * model.inner * model.itemsize + model.row_bytes)
+
+
+def permuted_bytes(copies_bytes: float) -> float:
+    """Count the bytes read and written by a permutation of token copies in a rank's memory.
+
+    Args:
+        copies_bytes: Bytes of the copies.
+    """
+    return 2 * copies_bytes
+
+
+def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
+    """Count the bytes read and written by the sum of each token's copies in a rank's memory.
+
+    Args:
+        copies_bytes: Bytes of the copies, which are read.
+        tokens_bytes: Bytes of the tokens, which are written.
+    """
+    return copies_bytes + tokens_bytes
+
+
+def arriving_bytes(replica_slots: int, model: ModelShape) -> float:
+    """Count the bytes read and written for the gradients of replica slots on their way home, also of empty slots.
+
+    Args:
+        replica_slots: Slots of a rank.
+        model: Sizes of the layer.
+    """
+    # Each gradient reads itself and the sum of its home expert; a wide sum is read, written and rounded.
+    added = (3 + 4 * SUMS_BYTES / model.itemsize) * (replica_slots > 0)
+    return (4 * replica_slots + added) * model.expert_bytes
+
+
+def joined_bytes(weights_bytes: float) -> float:
+    """Count the bytes read and written to concatenate the weights of home experts and replicas in a rank's memory.
+
+    Args:
+        weights_bytes: Bytes of all slots.
+    """
+    return 2 * weights_bytes
+
+
+def joins_weights(system: System, model: ModelShape, cluster: Cluster) -> bool:
+    """Return whether the weights of home experts and replicas are copied into one array for the products.
+
+    Args:
+        system: System with its slots. In two phases, products of rows at home and of moved rows are apart.
+        model: Sizes of the layer. Kernels of NVIDIA GPUs have the dtypes and least widths of `kernels/backends.py`.
+        cluster: Cluster whose `joins_weights` gives the form of CPUs and TPUs.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from jax_moe_lb import exact, plain
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
+        >>> model = ModelShape(1, hidden=2048, inner=768, experts=128, per_token=8, tokens=4096)
+        >>> gpus = Cluster((Links("gpu", 8, 360e9),))
+        >>> [joins_weights(exact(2), replace(model, itemsize=n), gpus) for n in (2, 4)]
+        [False, True]
+        >>> [joins_weights(one, model, replace(gpus, joins_weights=True)) for one in (exact(2), plain())]
+        [True, False]
+    """
+    reads_parts = model.itemsize == 2 and min(model.hidden, model.inner) >= TILE and not cluster.joins_weights
+    return system.replica_slots > 0 and not reads_parts and not system.dispatch.cost().passes_home
