@@ -8,11 +8,12 @@ These parts differ from a rank of a group:
 
 - Rows that arrive are copies of this rank's own rows, at the rate of this device's memory. NVLink is not used. As in
   the exchange of one process, with one slice per slot, they arrive sorted by slot.
-- Replicas are copies of home experts, and gradients of as many replicas are added at home.
+- Replicas are copies of home experts, and gradients of as many replicas are added at home. Empty slots are neither copied
+  nor added.
 - Routing, the all-gather of counts and the planner are left out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,9 @@ from jax_moe_lb.transport.rounds import in_rounds
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 8, 1024
 """Tile of `copy_rows` on GPUs."""
+
+WEIGHTS_AT_ONCE = 4096
+"""Tile of `copy_slots` and `add_slots` on GPUs."""
 
 
 @pytree
@@ -108,12 +112,12 @@ def _arriving_by_slot(receipt: LocalReceipt, i: Int[Array, ""], capacity: int) -
 
 @dataclass(frozen=True)
 class LocalReplicas(Replicate):
-    """Replicas copied from this rank's home experts; all replica slots are filled."""
+    """Replicas copied from this rank's home experts. Row 0 of the plan's placement is the one of this rank."""
 
     def start(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Copy home experts into the replica slots."""
+        """Copy home experts into the occupied replica slots."""
         del topology
-        return jax.tree.map(lambda leaf: leaf[_sources(plan)], experts)
+        return jax.tree.map(partial(copy_slots, sources=_sources(plan)), experts)
 
     def join(self, pending: Experts, after: Any) -> Experts:
         """Return the result of `start`."""
@@ -121,21 +125,106 @@ class LocalReplicas(Replicate):
         return pending
 
     def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Add the gradients of the replicas one by one, to the experts that `start` copied."""
+        """Add the gradients of the occupied slots to the experts that `start` copied."""
         del topology
-        sources = _sources(plan)
-        for slot in range(plan.slots - plan.num_home):
-            sums = jax.tree.map(
-                lambda total, one, slot=slot: total.at[sources[slot]].add(one[slot].astype(total.dtype)),
-                sums,
-                gradients,
-            )
-        return sums
+        return jax.tree.map(partial(add_slots, sources=_sources(plan)), sums, gradients)
 
 
-def _sources(plan: Plan) -> Int[Array, "_"]:
-    # An index from the plan, unknown to the compiler: otherwise it reads home experts instead of copying them.
-    return (iota(plan.slots - plan.num_home) + plan.placement[0, 0]) % plan.num_home
+def _sources(plan: Plan) -> Int[Array, "P"]:
+    # From the plan, unknown to the compiler: otherwise it reads home experts instead of copying them.
+    held = plan.placement[0, plan.num_home :]
+    return jnp.where(held >= 0, held % plan.num_home, -1)
+
+
+def copy_slots(home: Array, sources: Int[Array, "P"]) -> Array:
+    """Return `[P, ...]` replicas; slots without a source are uninitialized, and 0 on CPUs.
+
+    Args:
+        home: `[L, ...]`, weights of the home experts.
+        sources: `[P]` int32, home expert of each slot; -1 for empty slots.
+    """
+
+    def gather(home: Array, sources: Array) -> Array:
+        return jnp.where((sources >= 0)[:, None], home[jnp.maximum(sources, 0)], 0)
+
+    flat = home.reshape(home.shape[0], -1)
+    kernel = gather if flat.shape[1] % WEIGHTS_AT_ONCE else _copy_kernel
+    replicas = jax.lax.platform_dependent(flat, sources, cuda=kernel, default=gather)
+    return replicas.reshape(-1, *home.shape[1:])
+
+
+def add_slots(sums: Array, gradients: Array, sources: Int[Array, "P"]) -> Array:
+    """Return `sums` with the gradients of occupied slots, in place if the caller does not use them again.
+
+    Args:
+        sums: `[L or more, ...]`, gradients of the home experts.
+        gradients: `[P, ...]`, gradients of the slots.
+        sources: `[P]` int32, home expert of each slot; -1 for empty slots.
+    """
+
+    def scatter(sums: Array, gradients: Array, sources: Array) -> Array:
+        expert = jnp.where(sources < 0, sums.shape[0], sources)
+        return sums.at[expert].add(gradients.astype(sums.dtype), mode="drop")
+
+    flat, of_slots = sums.reshape(sums.shape[0], -1), gradients.reshape(gradients.shape[0], -1)
+    kernel = scatter if flat.shape[1] % WEIGHTS_AT_ONCE else _add_kernel
+    return jax.lax.platform_dependent(flat, of_slots, sources, cuda=kernel, default=scatter).reshape(sums.shape)
+
+
+def _copy_kernel(home: Array, sources: Array) -> Array:
+    # XLA's gather would write the empty slots, too.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    shape = sources.shape[0], home.shape[1]
+
+    def copy_tile(sources: Any, home: Any, _: Any, out: Any) -> None:
+        slot, at = pl.program_id(0), pl.ds(pl.program_id(1) * WEIGHTS_AT_ONCE, WEIGHTS_AT_ONCE)
+        source = triton.load(sources.at[slot])
+        is_occupied = jnp.broadcast_to(source >= 0, (WEIGHTS_AT_ONCE,))
+        tile = triton.load(home.at[jnp.maximum(source, 0), at], mask=is_occupied, other=0)
+        triton.store(out.at[slot, at], tile, mask=is_occupied)
+
+    call: Any = pl.pallas_call(
+        copy_tile,
+        grid=(shape[0], shape[1] // WEIGHTS_AT_ONCE),
+        out_shape=jax.ShapeDtypeStruct(shape, home.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        name="copy_slots",
+    )
+    return unvarying_call(call, sources, home, jax.lax.empty(shape, home.dtype))
+
+
+def _add_kernel(sums: Array, gradients: Array, sources: Array) -> Array:
+    # XLA's scatter-add would read the gradients of empty slots, too.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    def add_tile(sources: Any, gradients: Any, sums: Any, out: Any) -> None:
+        expert, at = pl.program_id(0), pl.ds(pl.program_id(1) * WEIGHTS_AT_ONCE, WEIGHTS_AT_ONCE)
+
+        def add(slot: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            is_from = triton.load(sources.at[slot]) == expert
+            mask = jnp.broadcast_to(is_from, (WEIGHTS_AT_ONCE,))
+            of_slot = triton.load(gradients.at[slot, at], mask=mask, other=0)
+            return carry[0] + of_slot.astype(jnp.float32), carry[1] | is_from
+
+        zeros = jnp.zeros(WEIGHTS_AT_ONCE, jnp.float32)
+        total, has_any = jax.lax.fori_loop(0, gradients.shape[0], add, (zeros, expert < 0))
+        mask = jnp.broadcast_to(has_any, (WEIGHTS_AT_ONCE,))
+        total += triton.load(sums.at[expert, at], mask=mask, other=0).astype(jnp.float32)
+        triton.store(out.at[expert, at], total.astype(out.dtype), mask=mask)
+
+    call: Any = pl.pallas_call(
+        add_tile,
+        grid=(sums.shape[0], sums.shape[1] // WEIGHTS_AT_ONCE),
+        out_shape=jax.ShapeDtypeStruct(sums.shape, sums.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        name="add_slots",
+    )
+    return unvarying_call(call, sources, gradients, sums)
 
 
 def copy_rows(source: Rows, target: Rows, first: Any, to: Any, number: Array) -> Rows:
@@ -227,7 +316,9 @@ def rank_step(inputs: RankInputs, *, exchange: LocalExchange, capacity: int | No
     if capacity is not None:
         routed = within_capacity(routed, inputs.plan.num_experts, capacity)
     receipt = exchange.receipt_of(inputs.me, routed, inputs.counts, inputs.plan)
-    serve = partial(_serve, inputs.plan, receipt, exchange, topology)
+    # `LocalReplicas` reads the slots of this rank in the first row; the rest of the plan is in the receipt.
+    plan = replace(inputs.plan, placement=jnp.roll(inputs.plan.placement, -inputs.me, 0))
+    serve = partial(_serve, plan, receipt, exchange, topology)
     y, pull_back = jax.vjp(serve, inputs.x, inputs.weights, inputs.experts)
     # In a model, gradients exist only after the outputs. Without the barrier, XLA merges operations of both passes.
     y, upstream = jax.lax.optimization_barrier((y, inputs.upstream))

@@ -3,8 +3,10 @@
 `quiet_stderr` suppresses compiler logs on stderr.
 """
 
+import faulthandler
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,7 +46,8 @@ from jax_moe_lb.core.topology import Topology
 def quiet_stderr() -> Iterator[None]:
     """Suppress compiler logs on stderr, and print them if an exception other than `ValueError` occurs.
 
-    The message of a `ValueError` is sufficient without the log.
+    The message of a `ValueError` is sufficient without the log. If the compiler ends this process, another process
+    prints one line with the signal and the compiler's last message.
 
     Examples:
         >>> from jax_moe_lb.aot import quiet_stderr
@@ -54,7 +57,7 @@ def quiet_stderr() -> Iterator[None]:
     sys.stderr.flush()
     # Compilers are native code and write to file descriptor 2, not to `sys.stderr`.
     stderr = os.dup(2)
-    with tempfile.TemporaryFile() as log:
+    with tempfile.NamedTemporaryFile() as log, _crash_reporter(log.name, stderr):
         os.dup2(log.fileno(), 2)
         try:
             yield
@@ -67,6 +70,36 @@ def quiet_stderr() -> Iterator[None]:
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
+
+
+_REPORT = """
+import os, re, sys
+if not sys.stdin.readline():
+    with open(sys.argv[2], errors="replace") as file:
+        log = file.read()
+    signal = re.search(r"^Fatal Python error: (.*)$", log, re.M)
+    fatal = re.findall(r"^F\\d{4} .*$", log, re.M)
+    reason = "; ".join([signal[1] if signal else "no exit status", *fatal[-1:]])
+    print(f"error: the compiler of JAX {sys.argv[1]} ends this process: {reason}", file=sys.stderr)
+    os.unlink(sys.argv[2])
+"""
+
+
+@contextmanager
+def _crash_reporter(log: str, stderr: int) -> Iterator[None]:
+    """Run a process that prints the reason from the log if this process ends inside the context."""
+    command = [sys.executable, "-I", "-S", "-c", _REPORT, jax.__version__, log]
+    reporter = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stderr, text=True)
+    # Only Python's handler names the signal; the log is file descriptor 2 inside the context.
+    adds_handler = not faulthandler.is_enabled()
+    if adds_handler:
+        faulthandler.enable(2)
+    try:
+        yield
+    finally:
+        if adds_handler:
+            faulthandler.disable()
+        reporter.communicate("completed\n")
 
 
 MOST_ROWS = 40

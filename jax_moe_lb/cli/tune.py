@@ -19,7 +19,7 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.system import System
 from jax_moe_lb.nn.config import ExpertConfig, Precision
 from jax_moe_lb.nn.moe import MoE
-from jax_moe_lb.recordings.yaml_file import shown
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.routing.routers import TopK
 
 BYTES = {"MB": 10**6, "GB": 10**9}

@@ -26,7 +26,7 @@ from jax_moe_lb.collectives.ragged_all_to_all import (
 from jax_moe_lb.core.experts import usual_layout
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Axes, iota, wide_dtype
+from jax_moe_lb.core.types import Axes, add_to_first, iota, wide_dtype
 
 WeightsOfKind = Float[Array, "..."]
 """One weight array of `G` experts, `[G, ...]`."""
@@ -317,7 +317,7 @@ def add_at_home(
 
     def by_ring(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
         def add(total: WeightsOfKind, kind: WeightsOfKind) -> WeightsOfKind:
-            return total.at[:num_home].add(ring_sum(kind, wanted, num_home=num_home, axis_name=axis_name))
+            return add_to_first(total, ring_sum(kind, wanted, num_home=num_home, axis_name=axis_name))
 
         return tuple(add(total, kind) for total, kind in zip(sums, upstream, strict=True))
 

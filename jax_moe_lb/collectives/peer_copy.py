@@ -33,7 +33,7 @@ from jax_moe_lb.collectives.expert_gather import (
 )
 from jax_moe_lb.core.custom_calls import MODULES, by_platform, call, like
 from jax_moe_lb.core.manual_axes import vary_alike
-from jax_moe_lb.core.types import iota, pytree
+from jax_moe_lb.core.types import add_to_first, iota, pytree
 
 Arrays = tuple[Array, ...]
 Operands = TypeVar("Operands")
@@ -337,7 +337,7 @@ def add_copies_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: in
         out = tuple(like(slot, (experts, *slot.shape[1:])) for slot in slots)
         mine = in_domain(wanted, num_home, route)
         parts = call("copy_sum", out, place(route), mine, *slots, **attributes(num_home, route))
-        return tuple(total.at[:experts].add(part.astype(total.dtype)) for total, part in zip(sums, parts, strict=True))
+        return tuple(add_to_first(total, part.astype(total.dtype)) for total, part in zip(sums, parts, strict=True))
 
     def on_cuda(wanted: Wanted, sums: Arrays, slots: Arrays) -> Arrays:
         return add_pulled(sums, slots, wanted, num_home, route)

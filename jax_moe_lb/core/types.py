@@ -84,6 +84,17 @@ def namespace(array: Any) -> Any:
     return np if isinstance(array, np.ndarray | np.generic) else jnp
 
 
+def add_to_first(total: Array, part: Array) -> Array:
+    """Return `total` with `part` added to its first rows in the wider dtype, and rounded to the dtype of `total`.
+
+    A write to a slice of all rows has empty indices: the compiler of JAX 0.11.2 crashes on such a constant in
+    `shard_map`.
+    """
+    if total.shape == part.shape:
+        return (total + part).astype(total.dtype)
+    return total.at[: part.shape[0]].add(part)
+
+
 def iota(length: int) -> Int[Array, "length"]:
     """Return `0, ..., length - 1` in int32, the integer type of planning, regardless of `jax_enable_x64`."""
     return jnp.arange(length, dtype=jnp.int32)

@@ -139,7 +139,9 @@ def _at_home(plan: Plan, counts: Counts) -> Plan:
     """Return the plan of plain expert parallelism with the fields and shapes of `plan`."""
     ranks, home = iota(plan.num_ranks), plan.num_home
     experts = iota(plan.num_experts)
-    placement = jnp.full_like(plan.placement, -1).at[:, :home].set(experts.reshape(-1, home))
+    # Padded, since a write to all slots would have empty indices; see `add_to_first`.
+    empty_slots = (0, 0), (0, plan.slots - home)
+    placement = jnp.pad(experts.reshape(-1, home), empty_slots, constant_values=-1)
     served = counts.sum(0, dtype=jnp.int32)[:, None]
     quota = jnp.where(experts[:, None] // home == ranks[None], served, 0)
     # Copy weights from home. Zero rails stand for the receiver's own rail, since no valid rails are known.

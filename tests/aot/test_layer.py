@@ -1,15 +1,21 @@
 """A layer is built and compiled as for accelerators, here for the devices present."""
 
+import re
+
 import jax
 import pytest
 
 from jax_moe_lb import greedy, plain
-from jax_moe_lb.aot import LayerSizes, Target, compile_layer
+from jax_moe_lb.aot import LayerSizes, Target, compile_layer, layer
 from jax_moe_lb.layer.systems import system_named
 
 SIZES = LayerSizes(hidden=64, inner=32, experts=16, tokens=32, per_token=2)
 HERE = Target("cpu:1x8", "cpu", "cpu", (1, 1, 8))
 TWO_NODES = Target("cpu:2x4", "cuda", "h100", (2, 1, 4))
+
+
+class Lowered(Exception):
+    """Text of a lowered layer."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +35,20 @@ def test_a_layer(gradients):
     assert report.output_bytes > 2 * ((experts + kernel) * gradients + tokens)
     assert {one.axes for one in report.collectives} == {("expert",)}
     assert report.compile_s > 0
+
+
+@pytest.mark.parametrize("name", ["plain", "exact", "rails", "feplb"])
+def test_no_constant_of_a_layer_is_empty(name, monkeypatch):
+    # The compiler of JAX 0.11.2 crashes on them in `shard_map`: empty indices of a write to all slots, for example.
+    def lowered(target, program, args, mesh, **_):
+        raise Lowered(program.lower(*args).as_text())
+
+    monkeypatch.setattr(layer, "compile_for", lowered)
+    with pytest.raises(Lowered) as found:
+        compile_layer(system_named(name), HERE, SIZES, gradients=True)
+    operands = re.findall(r"sdy.manual_computation\(.*? manual_axes=\S+ \((.*)\) \{$", str(found.value), re.M)
+    assert operands
+    assert "tensor<0x" not in str(operands)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """One rank alone equals the dense layer if it is the whole group, and serves the rows of the plan otherwise."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -88,3 +89,30 @@ def test_rows_are_copied(monkeypatch, first, to, number):
     monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
     found = one_rank._kernel(source, target, jnp.array([first, to, number], jnp.int32))
     np.testing.assert_array_equal(found, want)
+
+
+SOURCES = jnp.array([1, -1, 0, 1, -1], jnp.int32)
+
+
+def test_only_occupied_slots_are_copied_and_added(monkeypatch):
+    weights = jnp.arange(2.0 * 64 * 128).reshape(2, 64, 128)
+    gradients = jnp.ones((5, 64, 128)).at[jnp.array([1, 4])].set(jnp.nan)
+    replicas = np.asarray(weights)[np.maximum(SOURCES, 0)] * (np.asarray(SOURCES) >= 0)[:, None, None]
+    sums = np.asarray(weights) + np.array([1, 2])[:, None, None]
+    np.testing.assert_array_equal(one_rank.copy_slots(weights, SOURCES), replicas)
+    np.testing.assert_array_equal(one_rank.add_slots(weights, gradients, SOURCES), sums)
+    monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
+    flat = weights.reshape(2, -1)
+    found = one_rank._copy_kernel(flat, SOURCES).reshape(5, 64, 128)
+    np.testing.assert_array_equal(np.asarray(found)[[0, 2, 3]], replicas[[0, 2, 3]])
+    found = one_rank._add_kernel(flat, gradients.reshape(5, -1), SOURCES)
+    np.testing.assert_array_equal(found.reshape(sums.shape), sums)
+
+
+def test_a_rank_copies_its_own_slots_of_the_plan():
+    served = Served.of(TINY, Variant(exact()), 4.0)
+    for rank in range(TINY.ranks):
+        plan = replace(served.plan, placement=np.roll(served.plan.placement, -rank, 0))
+        held = served.plan.placement[rank, plan.num_home :]
+        want = np.where(held < 0, -1, held % plan.num_home)
+        np.testing.assert_array_equal(one_rank._sources(jax.tree.map(jnp.asarray, plan)), want)

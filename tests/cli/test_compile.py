@@ -2,7 +2,11 @@
 
 import importlib.util
 import os
+import signal
+import subprocess
+import sys
 
+import jax
 import pytest
 
 from jax_moe_lb.aot import quiet_stderr
@@ -67,6 +71,25 @@ def test_what_compilers_log_stays_off_stderr(capfd):
         os.write(2, b"W0000 a warning\n")
     os.write(2, b"after\n")
     assert capfd.readouterr().err == "after\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [("SIGSEGV", "Segmentation fault"), ("SIGABRT", "Aborted; F0000 a check fails"), ("SIGKILL", "no exit status")],
+)
+def test_a_compiler_that_ends_the_process_is_named(end, reason):
+    code = (
+        "import os, signal\n"
+        "from jax_moe_lb.aot import quiet_stderr\n"
+        "with quiet_stderr():\n"
+        f"    os.write(2, b'W0000 a warning\\n' + b'F0000 a check fails\\n' * ({end!r} == 'SIGABRT'))\n"
+        f"    os.kill(os.getpid(), signal.{end})\n"
+    )
+    # The pipe closes after the reporting process ends.
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.Signals[end]
+    (line,) = [line for line in ended.stderr.splitlines() if "extension modules" not in line and line[:2] != "  "]
+    assert line == f"error: the compiler of JAX {jax.__version__} ends this process: {reason}"
 
 
 def test_after_a_crash_it_comes_out(capfd):
