@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ from jax_moe_lb.layer.systems import make_system
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Step
+from jax_moe_lb.transport import Saved
 
 GATHERED = "hybridep"
 """First part of a composed name, before another system."""
@@ -134,6 +135,10 @@ def compile_command(
         str | None,
         typer.Option("--max-rounds", metavar="N", help="Most dispatch rounds.", show_default="as many as a plan needs"),
     ] = None,
+    saved: Annotated[
+        list[str] | None,
+        typer.Option("--saved", metavar="NAME", help="Saved arrays: replicas, rows or hidden; may be repeated."),
+    ] = None,
     options: Annotated[
         list[str] | None, typer.Option("--xla", metavar="NAME=VALUE", help="Option of XLA; may be repeated.")
     ] = None,
@@ -164,6 +169,7 @@ def compile_command(
             None if headroom is None else _number("--headroom", headroom),
             parse_integer("--max-rounds", max_rounds),
         )
+        chosen = chosen.replace(saved=_saved(saved)) if saved else chosen
         for_xla = _options(options)
         other = None if against is None else read_timeline(against)
         planned = planned_load(machine, layer, chosen, load, timeline) if timeline or other else None
@@ -225,6 +231,14 @@ def _number(argument: str, text: str) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"{argument} is {shown(text)}; expected a number above 0")
     return value
+
+
+def _saved(names: list[str]) -> Saved:
+    known = [field.name for field in fields(Saved)]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--saved is {shown(name)}; expected one of {', '.join(known)}")
+    return Saved(*(name in names for name in known))
 
 
 def _options(given: list[str] | None) -> dict[str, str | bool]:

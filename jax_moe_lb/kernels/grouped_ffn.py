@@ -3,7 +3,7 @@
 On accelerators each product covers all rows. Experts may be in several parts, such as home experts and replicas; the
 Triton kernels of this package read these in place, see `takes_parts`. On CPUs, windows of rows pass the whole network,
 forward and backward, and results overwrite them. Hidden activations, which are wider than rows, then take the memory of
-one window.
+one window, unless their products are saved for the backward pass.
 
 Biases are broadcast to rows, and summed over rows, by products with a 0-1 matrix `[A, S]`. The matrix is much smaller
 than an expert. Unlike a scatter, the product adds in the same order every time.
@@ -91,6 +91,10 @@ def takes_parts(experts: ExpertParts) -> bool:
     return all(reads_parts(product(kind, matrices)) for kind in KINDS for matrices in (first.up, first.down))
 
 
+Products = tuple[Float[Array, "A _"], ...]
+"""Products of rows with `up` and, if separate, with the gate, biases included: the inputs of the activation."""
+
+
 @jax.custom_vjp
 def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
     """Apply the expert of its group to each row.
@@ -107,11 +111,31 @@ def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSi
     Returns:
         The outputs, `[A, H]`; rows beyond `group_sizes.sum()` are undefined.
     """
-    return _by_platform(_at_once, _in_windows, rows, experts, group_sizes)
+    return _by_platform(_at_once, _in_windows, rows, experts, group_sizes)[0]
+
+
+def grouped_ffn_with_products(
+    rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes
+) -> tuple[Rows, Products]:
+    """Compute `grouped_ffn`; also return the products, which `grouped_ffn_gradients` then need not compute.
+
+    It is not differentiable; use it in custom forward passes.
+
+    Args:
+        rows: `[A, H]`, as for `grouped_ffn`.
+        experts: weights of the `S` groups, or a tuple of parts of them.
+        group_sizes: `[S]` int32, rows of each group.
+
+    Returns:
+        The outputs, `[A, H]`, and the products with `up` and, if separate, with the gate, `[A, F]` each in the dtype of
+        `rows`; or one of `[A, 2 F]` if `up` contains the gate. Rows beyond `group_sizes.sum()` are undefined.
+    """
+    in_windows = partial(_in_windows, keeps_products=True)
+    return _by_platform(partial(_at_once, keeps_products=True), in_windows, rows, experts, group_sizes)
 
 
 def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], rows: Rows, *args: Any) -> Any:
-    in_parts = any(isinstance(arg, tuple) for arg in args)
+    in_parts = any(_are_parts(arg) for arg in args)
     if in_parts or (num_windows(rows.shape[0]) == 1 and not products_are_by_group()):
         return at_once(rows, *args)
     # The branches of `platform_dependent` must have one type.
@@ -119,18 +143,31 @@ def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], ro
     return jax.lax.platform_dependent(*alike, cpu=in_windows, default=at_once)
 
 
-def _in_windows(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
-    def step(window: RowWindow, rows: Rows) -> Rows:
-        return window.put(_at_once(window.take(rows), window.of_groups(experts), window.group_sizes), rows)
-
-    return each_window(step, rows, rows.shape[0], group_sizes, of_one_group=products_are_by_group())
+def _are_parts(arg: Any) -> bool:
+    return isinstance(arg, tuple) and any(isinstance(part, Experts) for part in arg)
 
 
-def _at_once(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
+def _in_windows(
+    rows: Rows, experts: Experts, group_sizes: GroupSizes, *, keeps_products: bool = False
+) -> tuple[Rows, Products]:
+    like = jax.eval_shape(_inner_products, rows, experts, group_sizes) if keeps_products else ()
+
+    def step(window: RowWindow, carry: tuple[Rows, Products]) -> tuple[Rows, Products]:
+        of_window = window.take(carry[0]), window.of_groups(experts), window.group_sizes
+        return jax.tree.map(window.put, _at_once(*of_window, keeps_products=keeps_products), carry)
+
+    carry = rows, jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), like)
+    return each_window(step, carry, rows.shape[0], group_sizes, of_one_group=products_are_by_group())
+
+
+def _at_once(
+    rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes, *, keeps_products: bool = False
+) -> tuple[Rows, Products]:
     experts = jax.tree.map(usual_layout, experts)
     # Rows are independent, so rows beyond the groups affect no others and need no mask.
-    hidden = activate(_first(experts), _inner_products(rows, experts, group_sizes))
-    return _product(hidden, experts, "down", group_sizes)
+    products = _inner_products(rows, experts, group_sizes)
+    outputs = _product(activate(_first(experts), products), experts, "down", group_sizes)
+    return outputs, products if keeps_products else ()
 
 
 def _first(experts: Experts | ExpertParts) -> Experts:
@@ -147,7 +184,7 @@ def _inner_kinds(experts: Experts | ExpertParts) -> tuple[str, ...]:
     return ("up",) if _first(experts).gate is None else ("up", "gate")
 
 
-def _inner_products(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> tuple[Array, ...]:
+def _inner_products(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Products:
     return tuple(_product(rows, experts, name, group_sizes) for name in _inner_kinds(experts))
 
 
@@ -189,6 +226,7 @@ def grouped_ffn_gradients(
     sums_dtype: DType,
     sums: Experts | ExpertParts | None = None,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
+    products: Products | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
     """Compute the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
 
@@ -208,6 +246,8 @@ def grouped_ffn_gradients(
         again: function that rebuilds the experts after the given array, for the last products. It saves the memory of a
             copy of the experts, and of a transposed one, between first and last products. `None` (default) is right if
             the experts are no copies. It is not called for windows of rows.
+        products: products of the forward pass, see `grouped_ffn_with_products`; they may be separate although `up`
+            contains the gate. `None` (default) to compute them again.
 
     Returns:
         Gradients of the rows and of the weights, in their dtypes, undefined beyond `group_sizes.sum()`; and gradients
@@ -216,7 +256,7 @@ def grouped_ffn_gradients(
     return _by_platform(
         partial(_gradients_at_once, sums_dtype=sums_dtype, again=again),
         partial(_gradients_in_windows, sums_dtype=sums_dtype),
-        *(rows, weights, experts, group_sizes, upstream, sums),
+        *(rows, weights, experts, group_sizes, upstream, sums, products),
     )
 
 
@@ -227,6 +267,7 @@ def _gradients_in_windows(
     group_sizes: GroupSizes,
     upstream: Rows,
     sums: Experts | None,
+    products: Products | None,
     *,
     sums_dtype: DType,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
@@ -245,6 +286,7 @@ def _gradients_in_windows(
             window.group_sizes,
             window.take(upstream),
             window.of_groups(sums),
+            jax.tree.map(window.take, products),
             sums_dtype=wide,
         )
         return window.put(of_rows, rows), window.put(of_weights, weights), window.put_of_groups(of_experts, sums)
@@ -262,15 +304,16 @@ def _gradients_at_once(
     group_sizes: GroupSizes,
     upstream: Rows,
     sums: Experts | ExpertParts | None,
+    products: Products | None = None,
     *,
     sums_dtype: DType,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
-    experts = jax.tree.map(usual_layout, experts)
+    experts, inner = jax.tree.map(usual_layout, experts), _inner_kinds(experts)
     # Clear rows beyond the groups: weight gradients sum over all rows.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
-    products = _inner_products(rows, experts, group_sizes)
-    hidden, pull_back = jax.vjp(partial(activate, _first(experts)), products)
+    first = _inner_products(rows, experts, group_sizes) if products is None else products
+    hidden, pull_back = jax.vjp(partial(activate, _first(experts)), first)
     # With `y = hidden down`, the gradient of the row weight is `y upstream = hidden (upstream down^T)`. So this pass
     # needs no outputs. For the same reason, and because they are narrower, multiply the hidden activations by the row
     # weights.
@@ -280,11 +323,13 @@ def _gradients_at_once(
         bias = bias_rows(down_bias, group_sizes, rows.shape[0]).astype(weights.dtype)
         of_weights += (bias * upstream.astype(weights.dtype)).sum(1, keepdims=True)
     (upstreams,) = pull_back((of_hidden * weights).astype(rows.dtype))
+    if len(upstreams) > len(inner):
+        upstreams = (jnp.concatenate(upstreams, -1),)
     upstreams = tuple(clear_tail(part, group_sizes, are_results=True) for part in upstreams)
     # On GPUs, hidden activations and gradients of weights follow the last use of the gradients of these activations:
     # `hidden` is computed once more, into their memory.
-    upstreams, (products, upstream) = in_order_on_cuda(upstreams, (products, upstream))
-    hidden = (activate(_first(experts), products).astype(weights.dtype) * weights).astype(rows.dtype)
+    upstreams, (first, upstream) = in_order_on_cuda(upstreams, (first, upstream))
+    hidden = (activate(_first(experts), first).astype(weights.dtype) * weights).astype(rows.dtype)
     hidden = clear_tail(hidden, group_sizes, are_results=True)
 
     num_groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else None
@@ -309,7 +354,6 @@ def _gradients_at_once(
             total = tuple(jnp.split(total, np.cumsum(num_groups)[:-1]))
         return total if sums is None else jax.tree.map(jnp.add, _kind(sums, kind), total)
 
-    inner = _inner_kinds(experts)
     of_kinds = outers("down", hidden, upstream)
     if down_bias is not None and not _first(experts).has_adapters:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
@@ -370,7 +414,7 @@ def dense_ffn(rows: Float[Array, "*B H"], expert: Experts, out_sharding: NamedSh
 
 def activate(experts: Experts, products: tuple[Array, ...]) -> Array:
     """Return the hidden activations from the products with `up` and, if separate, `gate`."""
-    if experts.is_fused:
+    if experts.is_fused and len(products) == 1:
         products = tuple(jnp.split(products[0], 2, -1))
     up, *gate = products
     if gate:

@@ -36,8 +36,8 @@ CHECKPOINT_NAMES = ("moe_routing", "moe_plan")
 """Names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with the destination of each copy.
 
 Pass these names to `save_only_these_names` to save a few integers per token. A layer inside `jax.checkpoint` then
-neither routes nor plans again. The layer saves no expert outputs, and token copies only with `Saved`: add its names
-"moe_dispatched_rows" and "moe_replicas" to the policy.
+neither routes nor plans again. The layer saves no expert outputs. With `Saved` it also saves token copies, replicas or
+hidden activations: add the names "moe_dispatched_rows", "moe_replicas" and "moe_hidden" to the policy.
 """
 
 

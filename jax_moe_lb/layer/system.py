@@ -145,7 +145,7 @@ class System:
         Args:
             buffers: size of the receive buffer and maximum number of rounds.
             transfer: quantization of forward rows during transfers.
-            saved: received arrays saved for the backward pass.
+            saved: arrays saved for the backward pass.
             replica_slots: replica slots per rank.
             migrate: gather of the experts of each expert domain.
             relocates: whether home experts move between steps.

@@ -5,9 +5,12 @@ is therefore part of the design. A forward round may have several chunks. Chunk 
 of chunk `c`, and arrives before the outputs of chunk `c` return. In a backward round routing weights arrive first, then
 the rows. Gradients of their outputs travel beside the products that rematerialize the hidden activations. Gradients of
 routing weights return first, and gradients of rows beside the products for gradients of weights.
+
+With saved hidden activations, the gradients of outputs arrive first, and the rows travel beside the products that need
+no rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -18,6 +21,7 @@ from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import GroupSizes, Rows, Tokens
+from jax_moe_lb.kernels.grouped_ffn import Products
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
     Copies,
@@ -43,11 +47,11 @@ OfCopies = tuple[Copies, CopyWeights]
 RowWeights = Float[Array, "A 1"]
 """Factor of the output of each row."""
 
-PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows, Any], tuple[Rows, RowWeights, Any]]
+PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows, Any, Products | None], tuple[Rows, RowWeights, Any]]
 """Backward function of the rows of one round.
 
-It takes rows, row weights, group sizes, gradients of the outputs, and gradient sums of the experts (`None` at first).
-It returns gradients of the rows and of their weights, and the new sums."""
+It takes rows, row weights, group sizes, gradients of the outputs, gradient sums of the experts (`None` at first), and
+saved products. It returns gradients of the rows and of their weights, and the new sums."""
 
 
 class Batch(NamedTuple):
@@ -65,15 +69,17 @@ class Batch(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Arrays saved for the backward pass by `Saved`; `None` if it transfers them again.
+    """Arrays saved for the backward pass by `Saved`; `None` if it transfers or computes them again.
 
     Args:
         rows: rows received in the first round, in transfer format, in one chunk.
         replicas: weights of the replica slots.
+        products: products of these rows with `up` and gate, in one chunk.
     """
 
-    rows: ArrivedRows | None
-    replicas: Experts | None
+    rows: ArrivedRows | None = None
+    replicas: Experts | None = None
+    products: Products | None = None
 
 
 class Round(NamedTuple):
@@ -115,30 +121,36 @@ class Round(NamedTuple):
 
 
 def serve_round(
-    one: Round, copies: TravellingRows, ffn: Callable[[Rows, GroupSizes], Rows], out: TravellingRows
-) -> tuple[TravellingRows, ArrivedRows]:
+    one: Round, copies: TravellingRows, ffn: Callable[[Rows, GroupSizes], tuple[Rows, Products]], out: TravellingRows
+) -> tuple[TravellingRows, ArrivedRows, Products]:
     """Write the outputs of the copies of a round into `out`.
 
     Args:
         one: the round.
         copies: `[T * K, W]`, copies in sending order and transfer format.
-        ffn: expert networks, applied to the rows of a chunk.
+        ffn: expert networks, applied to the rows of a chunk; it returns outputs and products to save, `()` for none.
         out: `[T * K, W]`, outputs of earlier rounds.
 
     Returns:
-        `out` with the outputs of this round, and the received rows of all chunks.
+        `out` with the outputs of this round, and the received rows and the products of all chunks.
     """
     with jax.named_scope("dispatch"):
         arrived = [one.send(copies, chunk) for chunk in one.chunks]
+    products = []
     for chunk in one.chunks:
         words, group_sizes = arrived[chunk]
-        outputs = ffn(one.decoded(words), group_sizes)
+        outputs, of_chunk = ffn(one.decoded(words), group_sizes)
+        products.append(of_chunk)
         with jax.named_scope("combine"):
             if chunk + 1 < len(arrived):
                 arrived[chunk + 1], outputs = in_order_on_cuda(arrived[chunk + 1], outputs)
             out = one.send_back(packed(one.exchange.transfer, outputs), chunk, out)
     # Consecutive parts of one stream. Without `Saved`, the array is not used, and XLA removes it.
-    return out, arrived[0][0] if len(arrived) == 1 else jnp.concatenate([words for words, _ in arrived])
+    return out, _in_one([words for words, _ in arrived]), jax.tree.map(lambda *parts: _in_one(parts), *products)
+
+
+def _in_one(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def gradient_round(
@@ -146,7 +158,7 @@ def gradient_round(
     batch: Batch,
     pull_back: PullBack,
     carry: tuple[OfCopies, SumsT],
-    saved: ArrivedRows | None,
+    saved: Kept,
     before: Any,
 ) -> tuple[OfCopies, SumsT]:
     """Write the gradients of the copies of a round.
@@ -157,31 +169,41 @@ def gradient_round(
             rows are saved.
         pull_back: backward function of the rows.
         carry: gradients of copies in other rounds, and sums of the gradients of experts.
-        saved: received rows; `None` to send the copies again.
+        saved: arrays of the forward pass; without rows, the copies are sent again.
         before: arrays that arrive before the gradients of the outputs are sent on NVIDIA GPUs.
 
     Returns:
         The carry with the gradients of this round.
     """
-    per_token = batch.weights.shape[1]
     with jax.named_scope("dispatch"):
         row_weights, group_sizes = one.send(weights_in_order(batch.weights, one.receipt), 0)
-        if saved is None:
-            copies = to_sending_order(batch.tokens, one.receipt, per_token)
-            row_weights, copies = in_order_on_cuda(row_weights, copies)
-            words = one.send(copies, 0)[0]
-        else:
-            words = saved
-        # The gradients are gathered after the copies are sent, into the same memory.
-        (words, _), upstream = in_order_on_cuda((words, before), batch.upstream)
-        of_outputs = to_sending_order(upstream, one.receipt, per_token)
-        if saved is not None:
-            # Otherwise the weights travel beside the products of the saved rows, and the gradients beside none.
-            row_weights, of_outputs = in_order_on_cuda(row_weights, of_outputs)
-        row_upstream, _ = one.send(of_outputs, 0)
+        words, row_weights, row_upstream = _received(one, batch, row_weights, saved, before)
     (of_copies, of_weights), sums = carry
-    of_rows, of_row_weights, sums = pull_back(one.decoded(words), row_weights, group_sizes, row_upstream, sums)
+    args = one.decoded(words), row_weights, group_sizes, row_upstream, sums, saved.products
+    of_rows, of_row_weights, sums = pull_back(*args)
     with jax.named_scope("combine"):
         of_weights, of_rows = in_order_on_cuda(one.send_back(of_row_weights, 0, of_weights), of_rows)
         of_copies = one.send_back(of_rows, 0, of_copies)
     return (of_copies, of_weights), sums
+
+
+def _received(
+    one: Round, batch: Batch, row_weights: RowWeights, saved: Kept, before: Any
+) -> tuple[ArrivedRows, RowWeights, Rows]:
+    """Return the rows of a backward round, their weights, and the gradients of their outputs."""
+    per_token, words, upstream = batch.weights.shape[1], saved.rows, batch.upstream
+    if saved.rows is None and saved.products is None:
+        copies = to_sending_order(batch.tokens, one.receipt, per_token)
+        row_weights, copies = in_order_on_cuda(row_weights, copies)
+        words, _ = one.send(copies, 0)
+    # The gradients are gathered after the copies are sent, into the same memory.
+    (words, before), upstream = in_order_on_cuda((words, before), upstream)
+    of_outputs = to_sending_order(upstream, one.receipt, per_token)
+    if saved.rows is not None or saved.products is not None:
+        # Otherwise the weights travel beside the products of the saved rows, and the gradients beside none.
+        row_weights, of_outputs = in_order_on_cuda(row_weights, of_outputs)
+    row_upstream, _ = one.send(of_outputs, 0)
+    if words is None:
+        row_upstream, tokens = in_order_on_cuda(row_upstream, batch.tokens)
+        words, _ = one.send(to_sending_order(tokens, one.receipt, per_token), 0)
+    return words, row_weights, row_upstream

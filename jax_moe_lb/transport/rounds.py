@@ -16,7 +16,7 @@ from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Carry, GroupSizes, Rows, Tokens
-from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
+from jax_moe_lb.kernels.grouped_ffn import Products, grouped_ffn, grouped_ffn_with_products
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
     DispatchOptions,
@@ -24,6 +24,7 @@ from jax_moe_lb.transport.exchange import (
     Receipt,
     RoundsReceipt,
     RoutingWeights,
+    Saved,
     combine,
     sum_of_copies,
     to_sending_order,
@@ -50,6 +51,9 @@ Inputs = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt]
 
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt, Kept]
 
+KEPT_NAMES = ("moe_dispatched_rows", "moe_replicas", "moe_hidden")
+"""Names of the fields of `Kept` for policies of `jax.checkpoint`."""
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def in_rounds(
@@ -70,7 +74,7 @@ def in_rounds(
     rounds. Each round sends the copies and the gradients of their outputs, and returns the gradients of the copies. The
     number of rounds is equal on all ranks, so the exchanges inside the loop stay paired.
 
-    The residuals are the inputs and the arrays chosen by `exchange.saved`. Outputs, and other copies and replicas, are
+    The residuals are the inputs and the arrays chosen by `exchange.saved`. Outputs, and arrays that are not saved, are
     rematerialized by the same plan. The rank of the expert computes the gradient of a copy's weight, because the output
     is not saved.
 
@@ -87,7 +91,8 @@ def in_rounds(
     Returns:
         `[T, H]`, weighted sums; unrouted copies count as 0.
     """
-    return _served((tokens, weights, experts, plan, receipt), replicate, exchange, topology)[0]
+    inputs, exchange = (tokens, weights, experts, plan, receipt), replace(exchange, saved=Saved())
+    return _served(inputs, replicate, exchange, topology)[0]
 
 
 def _served(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: Topology) -> tuple[Tokens, Kept]:
@@ -100,13 +105,15 @@ def _served(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: 
         slots = Slots.of(experts, plan, replicate, topology)
 
         @jax.named_scope("experts")
-        def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
-            return grouped_ffn(rows, slots.weights(group_sizes), group_sizes)
+        def ffn(rows: Rows, group_sizes: GroupSizes, keeps_products: bool) -> tuple[Rows, Products]:
+            at = slots.weights(group_sizes)
+            if keeps_products:
+                return grouped_ffn_with_products(rows, at, group_sizes)
+            return grouped_ffn(rows, at, group_sizes), ()
 
         nothing = empty_buffer_after(packed(exchange.transfer, tokens), weights.size)
-        out, rows = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
-        saved = exchange.saved
-        kept = Kept(rows if saved.rows else None, slots.replicas if saved.replicas else None)
+        out, kept = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
+        kept = kept._replace(replicas=slots.replicas if exchange.saved.replicas else None)
         with jax.named_scope("combine"):
             return combine(unpacked(exchange.transfer, out, tokens), weights, receipt), kept
 
@@ -117,41 +124,45 @@ def serve_rounds(
     tokens: Tokens,
     per_token: int,
     receipt: Receipt,
-    ffn: Callable[[Rows, GroupSizes], Rows],
+    ffn: Callable[[Rows, GroupSizes, bool], tuple[Rows, Products]],
     out: TravellingRows,
     exchange: Exchange,
     topology: Topology,
-) -> tuple[TravellingRows, ArrivedRows]:
+) -> tuple[TravellingRows, Kept]:
     """Write the outputs of all copies of a receipt into `out`, round by round.
 
     Args:
         tokens: `[T, H]`, tokens of this rank.
         per_token: `K`, experts per token.
         receipt: return value of `exchange.address`.
-        ffn: expert networks, applied to the rows of a chunk.
+        ffn: expert networks, applied to the rows of a chunk; its last argument is whether to return products to save.
         out: `[T * K, H]`, in sending order and transfer format; copies outside the receipt are unchanged.
         exchange: transport of copies.
         topology: topology of the layer; copies travel between the ranks of its expert axes.
 
     Returns:
-        `out` with the outputs, and the rows received in the first round.
+        `out` with the outputs, and the arrays of the first round to save.
     """
     # Encode tokens before the gather of their copies, once per token.
     travelling = packed(exchange.transfer, tokens)
 
-    def one_round(i: Array, out: TravellingRows) -> tuple[TravellingRows, ArrivedRows]:
+    saved = exchange.saved
+
+    def one_round(i: Array, out: TravellingRows, keeps_products: bool) -> tuple[TravellingRows, ArrivedRows, Products]:
         # The barrier makes every round gather its copies. Otherwise XLA hoists the gather, and the copies stay in
         # memory.
         now = optimization_barrier(i, travelling)
         with jax.named_scope("dispatch"):
             copies = to_sending_order(now, receipt, per_token)
-        return serve_round(Round(i, receipt, exchange, topology, tokens), copies, ffn, out)
+        one = Round(i, receipt, exchange, topology, tokens)
+        return serve_round(one, copies, lambda rows, sizes: ffn(rows, sizes, keeps_products), out)
 
     def further(i: Array, carry: tuple[TravellingRows, None]) -> tuple[TravellingRows, None]:
-        return one_round(i, carry[0])[0], None
+        return one_round(i, carry[0], False)[0], None
 
-    out, rows = one_round(jnp.int32(0), out)
-    return overflow_rounds(receipt, exchange, further, (out, None))[0], rows
+    out, rows, products = one_round(jnp.int32(0), out, saved.hidden)
+    kept = Kept(rows=rows if saved.rows else None, products=products if saved.hidden else None)
+    return overflow_rounds(receipt, exchange, further, (out, None))[0], kept
 
 
 def gradient_rounds(
@@ -161,7 +172,7 @@ def gradient_rounds(
     of_copies: OfCopies,
     exchange: Exchange,
     topology: Topology,
-    saved: ArrivedRows | None = None,
+    saved: Kept = Kept(),
     before: Any = (),
 ) -> tuple[OfCopies, Any]:
     """Write the gradients of all copies of a receipt into `of_copies`, in the rounds of the forward pass.
@@ -175,7 +186,7 @@ def gradient_rounds(
         of_copies: return value of `no_gradients`, or the gradients of earlier waves.
         exchange: transport of copies.
         topology: topology of the layer; copies travel between the ranks of its expert axes.
-        saved: rows received in the first round; `None` (default) to send the copies again.
+        saved: arrays of the first round; none by default.
         before: arrays that arrive before the gradients of the outputs are sent on NVIDIA GPUs; `()` by default.
 
     Returns:
@@ -185,7 +196,7 @@ def gradient_rounds(
     # The backward pass rounds the tokens as the forward pass did.
     travelling = packed(exchange.transfer, tokens)
 
-    def one_round(i: Array, carry: tuple[OfCopies, Any], saved: Any = None) -> tuple[OfCopies, Any]:
+    def one_round(i: Array, carry: tuple[OfCopies, Any], saved: Kept = Kept()) -> tuple[OfCopies, Any]:
         now, upstream_now = optimization_barrier(i, (travelling, upstream))
         one = Round(i, receipt, exchange, topology, tokens)
         return gradient_round(one, Batch(now, weights, upstream_now), pull_back, carry, saved, before)
@@ -252,9 +263,8 @@ def _save(
     saved = tokens, weights, experts, plan, receipt
     # A second derivative differentiates this pass, too.
     outputs, kept = first_order(partial(_served, replicate=replicate, exchange=exchange, topology=topology))(saved)
-    # Named for policies of `jax.checkpoint`: if a policy does not save them, the backward pass transfers them again.
-    rows, replicas = checkpoint_name(kept.rows, "moe_dispatched_rows"), checkpoint_name(kept.replicas, "moe_replicas")
-    return outputs, (*saved, Kept(rows, replicas))
+    # If a policy does not save a name, the forward pass runs again for its array.
+    return outputs, (*saved, Kept(*map(checkpoint_name, kept, KEPT_NAMES)))
 
 
 def _backward(
@@ -301,7 +311,7 @@ def _gradients(
     # With chunks, the gradients of weights would have a sum over chunks, which takes longer than it hides.
     exchange = replace(exchange, buffers=exchange.buffers.in_one_chunk(weights.size))
     (of_copies, of_weights), of_slots = gradient_rounds(
-        batch, receipt, pull_back, no_gradients(tokens, weights), exchange, topology, kept.rows, before
+        batch, receipt, pull_back, no_gradients(tokens, weights), exchange, topology, kept, before
     )
     of_experts = slots.gradients_at_home(of_slots, plan, again, topology)
     with jax.named_scope("combine"):

@@ -13,7 +13,7 @@ from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, wide_dtype
-from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn_gradients, takes_parts
+from jax_moe_lb.kernels.grouped_ffn import ExpertParts, Products, grouped_ffn_gradients, takes_parts
 from jax_moe_lb.transport.exchange import DispatchOptions
 from jax_moe_lb.transport.one_round import RowWeights
 from jax_moe_lb.transport.replicate import Replicate, joined
@@ -67,6 +67,7 @@ class Slots(NamedTuple):
         group_sizes: GroupSizes,
         upstream: Rows,
         sums: Experts | ExpertParts | None,
+        products: Products | None = None,
         *,
         exchange: DispatchOptions,
     ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
@@ -78,11 +79,13 @@ class Slots(NamedTuple):
             group_sizes: `[S]` int32, rows of each slot.
             upstream: `[A, H]`, gradients of the weighted outputs.
             sums: gradients of the experts in earlier rounds; `None` in the first round.
+            products: saved products of the forward pass; `None` (default) to compute them again.
             exchange: exchange with `max_rounds`, for the dtype of the sums.
         """
         at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange)
-        fused = fuse_gate_up(at, rows, are_joined=self.are_joined)
-        return gradients_of_round(rows, row_weights, at, self.again, group_sizes, upstream, dtype, sums, fused=fused)
+        fused = fuse_gate_up(at, rows, are_joined=self.are_joined, has_products=products is not None)
+        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, sums, products
+        return gradients_of_round(*args, fused=fused)
 
     def gradients_at_home(
         self, of_slots: Experts | ExpertParts, plan: Plan, replicate: Replicate, topology: Topology
@@ -150,7 +153,7 @@ def apart_by_home(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Exper
     return of_slots, jax.tree.map(lambda g: g[num_home:], of_slots)
 
 
-def fuse_gate_up(experts: Experts | ExpertParts, rows: Rows, *, are_joined: bool) -> bool:
+def fuse_gate_up(experts: Experts | ExpertParts, rows: Rows, *, are_joined: bool, has_products: bool = False) -> bool:
     """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic.
 
     The forward pass does not, because both forms at once would raise peak memory.
@@ -159,6 +162,7 @@ def fuse_gate_up(experts: Experts | ExpertParts, rows: Rows, *, are_joined: bool
         experts: weights of all slots, or parts of them.
         rows: `[A, H]`, rows of the round.
         are_joined: whether the experts are already a copy, so fusing needs no other.
+        has_products: whether the products of the forward pass are saved; False by default.
     """
     parts = experts if isinstance(experts, tuple) else (experts,)
     if parts[0].gate is None or parts[0].has_adapters or _platform() not in ("gpu", "tpu"):
@@ -166,8 +170,8 @@ def fuse_gate_up(experts: Experts | ExpertParts, rows: Rows, *, are_joined: bool
     copied = jax.tree.leaves([(part.up, part.gate) for part in parts])
     copied_bytes = 0 if are_joined else 2 * sum(leaf.nbytes for leaf in copied)
     # Unfused, the rows are read once more for the forward products and once more for the weight gradients. Both terms
-    # of the row gradient are written and read, and their sum is written.
-    return copied_bytes <= 5 * rows.nbytes
+    # of the row gradient are written and read, and their sum is written. Saved products need no forward products.
+    return copied_bytes <= (4 if has_products else 5) * rows.nbytes
 
 
 def gradients_of_round(
@@ -179,6 +183,7 @@ def gradients_of_round(
     upstream: Rows,
     sums_dtype: DType,
     sums: Experts | ExpertParts | None = None,
+    products: Products | None = None,
     *,
     fused: bool,
 ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
@@ -195,6 +200,7 @@ def gradients_of_round(
         upstream: `[A, H]`.
         sums_dtype: dtype of the gradients of the experts.
         sums: accumulators of the experts' gradients; `None` (default) in the first round.
+        products: saved products of the forward pass; `None` (default) to compute them again.
         fused: return value of `fuse_gate_up`.
 
     Returns:
@@ -208,7 +214,7 @@ def gradients_of_round(
         return in_form(again(after))
 
     at, last = in_form(experts), of_last_products if _platform() == "gpu" else None
-    return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last)
+    return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last, products)
 
 
 def _are_experts(node: Any) -> bool:

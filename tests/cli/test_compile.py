@@ -43,6 +43,11 @@ BAD = {
         ("--target", "h100:1x8", "--system", "feplb+forward"),
         "dispatch is 'forward'; expected none for a system with TwoPhase",
     ),
+    "an array": (
+        ("--target", "h100:1x8", "--saved", "row"),
+        "--saved is 'row'; expected one of replicas, rows, hidden",
+    ),
+    "saved waves": (("--target", "h100:1x8", "--system", "feplb", "--saved", "rows"), "expected Saved() for TwoPhase"),
     "an option": (("--target", "h100:1x8", "--xla", "fast"), "--xla is 'fast'; expected NAME=VALUE"),
 }
 
@@ -110,6 +115,7 @@ def test_help_names_every_option(capsys):
         "--system",
         "--sizes",
         "--train",
+        "--saved",
         "--xla",
         "--json",
         "--timeline",

@@ -224,6 +224,54 @@ def test_temporaries_are_those_of_a_window_whatever_the_number_of_groups(form):
     assert temporaries_bytes(64) < 1.25 * rows_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("custom call, in windows", "biases"),
+        ("blocks", "fused"),
+        ("ragged", "adapters"),
+        pytest.param("custom call, in windows", "gelu", marks=pytest.mark.thorough),
+    ],
+)
+def test_products_of_the_forward_pass_give_the_same_gradients(form, kind, monkeypatch):
+    FORMS[form](monkeypatch)
+    rows, experts, upstream = case("float32", *KINDS[kind])
+    sizes, weights = jnp.asarray(SIZES["uneven"], jnp.int32), jnp.linspace(0, 1, NUM_ROWS)[:, None]
+
+    @jax.jit
+    def run(rows, upstream):
+        y, products = op.grouped_ffn_with_products(rows, experts, sizes)
+        args = rows, weights, experts, sizes, upstream, jnp.float32
+        return y, products, op.grouped_ffn_gradients(*args), op.grouped_ffn_gradients(*args, products=products)
+
+    used = sum(SIZES["uneven"])
+    beyond = jnp.arange(NUM_ROWS)[:, None] >= used
+    y, products, want, got = run(*(jnp.where(beyond, jnp.nan, array) for array in (rows, upstream)))
+    np.testing.assert_array_equal(y[:used], op.grouped_ffn(rows, experts, sizes)[:used])
+    assert [part.shape for part in products] == [
+        (NUM_ROWS, w.shape[2]) for w in (experts.up, experts.gate) if w is not None
+    ]
+    for of_saved, of_computed in zip(jax.tree.leaves(got[2]), jax.tree.leaves(want[2]), strict=True):
+        np.testing.assert_array_equal(of_saved, of_computed)
+    for of_saved, of_computed in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_array_equal(of_saved[:used], of_computed[:used])
+
+
+@pytest.mark.slow
+def test_separate_products_fit_experts_with_the_gate_in_up():
+    """A backward pass may fuse the gate although the forward pass did not."""
+    rows, experts, upstream = case("float32", biased=True)
+    sizes, ones = jnp.asarray(SIZES["uneven"], jnp.int32), jnp.ones((NUM_ROWS, 1))
+    _, products = op.grouped_ffn_with_products(rows, experts, sizes)
+    args = rows, ones, experts.fused(), sizes, upstream, jnp.float32
+    want, got = op.grouped_ffn_gradients(*args), op.grouped_ffn_gradients(*args, products=products)
+    used = sum(SIZES["uneven"])
+    got, want = ((of[0][:used], of[1][:used], of[2]) for of in (got, want))
+    for of_saved, of_computed in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_error(of_saved, of_computed) < 1e-5
+
+
 def test_experts_are_put_together_and_apart():
     _, experts, _ = case("float32")
     fused = experts.fused()

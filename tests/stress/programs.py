@@ -82,7 +82,7 @@ TRANSFORMATIONS = (
     "nested",
 )
 TRANSFERS = ("none", "float8", "int8")
-SAVED = ("nothing", "replicas", "rows", "replicas and rows")
+SAVED = ("nothing", "replicas", "rows", "hidden", "replicas, rows and hidden")
 ROUNDS = ((0.3, None), (0.7, None), (1.05, None), (4.0, 2), (8.0, 1))
 """Headrooms with sufficient limits of rounds, if all tokens go to one of eight ranks."""
 

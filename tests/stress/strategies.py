@@ -131,7 +131,7 @@ def make_system(program: Program) -> System:
     return system.replace(
         buffers=Buffers(program.headroom, program.max_rounds, program.chunks),
         transfer=make_transfer(program),
-        saved=Saved("replicas" in program.saved, "rows" in program.saved),
+        saved=Saved(*(name in program.saved for name in ("replicas", "rows", "hidden"))),
     )
 
 

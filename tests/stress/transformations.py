@@ -108,8 +108,8 @@ def put(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
     return jax.sharding.reshard(tree, NamedSharding(mesh, spec))
 
 
-RECEIVED = ("moe_dispatched_rows", "moe_replicas")
-"""Names of the received arrays that `Saved` keeps."""
+RECEIVED = ("moe_dispatched_rows", "moe_replicas", "moe_hidden")
+"""Names of the arrays that `Saved` keeps."""
 
 
 def checkpointed(program: Program, layer: Layer) -> Layer:

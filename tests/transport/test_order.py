@@ -18,7 +18,7 @@ from jax_moe_lb.kernels import grouped_ffn
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.transport import Direct, MultiRailDispatch, Saved, TwoPhase, one_round
 from jax_moe_lb.transport.exchange import Exchange, Receipt
-from jax_moe_lb.transport.one_round import Batch, Round, gradient_round, serve_round
+from jax_moe_lb.transport.one_round import Batch, Kept, Round, gradient_round, serve_round
 from tests.kernels.test_grouped_ffn import case as rows_of_groups
 from tests.layer_cases import Case, assert_close, make_mesh, sharded_moe, with_gradients
 
@@ -113,7 +113,7 @@ def named_round(chunks):
 def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
     monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
     graph = Graph(
-        lambda copies, out: serve_round(named_round(2), copies, lambda rows, _: rows, out)[0], ones(2), ones(2)
+        lambda copies, out: serve_round(named_round(2), copies, lambda rows, _: (rows, ()), out)[0], ones(2), ones(2)
     )
     assert graph.names_before("rows 1") == set()
     assert graph.names_before("rows back 0") == {"rows 0", "rows 1"}
@@ -122,13 +122,13 @@ def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
 def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
     monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
 
-    def pull_back(rows, weights, sizes, upstream, sums):
+    def pull_back(rows, weights, sizes, upstream, sums, products):
         return checkpoint_name(rows, "arrived") + upstream, weights + upstream[:, :1], None
 
     def backward(tokens, weights, upstream, of_copies, of_weights, replicas):
         carry = (of_copies, of_weights), None
         replicas = checkpoint_name(replicas, "replicas")
-        return gradient_round(named_round(1), Batch(tokens, weights, upstream), pull_back, carry, None, replicas)[0]
+        return gradient_round(named_round(1), Batch(tokens, weights, upstream), pull_back, carry, Kept(), replicas)[0]
 
     graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(1))
     assert graph.names_before("rows 0") == {"weights 0"}
@@ -149,11 +149,29 @@ def test_gradients_of_outputs_travel_after_weights_if_rows_are_saved(monkeypatch
     def backward(tokens, weights, upstream, of_copies, of_weights, rows, replicas):
         carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)
         replicas = checkpoint_name(replicas, "replicas")
-        return gradient_round(named_round(1), batch, lambda *args: (*args[:2], None), carry, rows, replicas)[0]
+        return gradient_round(named_round(1), batch, lambda *args: (*args[:2], None), carry, Kept(rows), replicas)[0]
 
     graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(2), ones(1))
     assert graph.names_before("weights 0") == set()
     assert graph.names_before("rows 0") == {"replicas", "weights 0"}
+
+
+def test_rows_travel_last_if_hidden_activations_are_saved(monkeypatch):
+    """Only gradients of `up` and gate need rows, so the rows travel beside the other products."""
+    monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
+
+    def pull_back(rows, weights, sizes, upstream, sums, products):
+        return checkpoint_name(upstream, "products need") + rows + products[0], weights, None
+
+    def backward(tokens, weights, upstream, of_copies, of_weights, product, replicas):
+        carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)
+        saved = Kept(products=(product,))
+        return gradient_round(named_round(1), batch, pull_back, carry, saved, checkpoint_name(replicas, "replicas"))[0]
+
+    graph = Graph(backward, ones(2), ones(1), ones(2), ones(2), ones(1), ones(2), ones(1))
+    of_outputs = {"replicas", "weights 0"}
+    assert graph.names_before("rows 0") == of_outputs
+    assert graph.names_before("rows 1") == graph.names_before("products need") == of_outputs | {"rows 0"}
 
 
 # ---- chunks and saved arrays --------------------------------------------------------
@@ -170,8 +188,9 @@ def arguments():
 
 
 OPTIONS = {
-    "chunks": (Buffers(headroom=0.4, chunks=2), Saved(replicas=True, rows=True)),
-    "saved": (Buffers(headroom=0.4), Saved(replicas=True, rows=True)),
+    "chunks": (Buffers(headroom=0.4, chunks=2), Saved(replicas=True, rows=True, hidden=True)),
+    "saved": (Buffers(headroom=0.4), Saved(replicas=True, rows=True, hidden=True)),
+    "saved hidden": (Buffers(headroom=0.4), Saved(hidden=True)),
     "chunks without a loop": (Buffers(headroom=0.4, max_rounds=4, chunks=3), Saved()),
 }
 
@@ -196,10 +215,13 @@ def test_chunks_and_saved_arrays_leave_values_unchanged(name):
     [
         (Saved(rows=True), ("moe_dispatched_rows",), 1),
         pytest.param(Saved(replicas=True), ("moe_replicas",), 3, marks=pytest.mark.thorough),
+        pytest.param(
+            Saved(rows=True, hidden=True), ("moe_dispatched_rows", "moe_hidden"), 1, marks=pytest.mark.thorough
+        ),
         # Rematerialized; XLA removes one exchange, of the outputs, which are not used.
         pytest.param(Saved(rows=True, replicas=True), (), -1, marks=pytest.mark.thorough),
     ],
-    ids=["rows", "replicas", "a policy without the names"],
+    ids=["rows", "replicas", "rows and hidden", "a policy without the names"],
 )
 @pytest.mark.slow
 def test_saved_arrays_are_not_transferred_again(saved, names, fewer):
@@ -219,6 +241,25 @@ def test_saved_arrays_are_not_transferred_again(saved, names, fewer):
     system = exact(2, Buffers(max_rounds=1))
     base = exchanges(system, policy(*CHECKPOINT_NAMES))
     assert exchanges(system.replace(saved=saved), policy(*CHECKPOINT_NAMES, *names)) == base - fewer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "computed"),
+    [(("moe_hidden",), 18), pytest.param((), 22, marks=pytest.mark.thorough)],
+    ids=["hidden", "a policy without the name"],
+)
+def test_saved_hidden_activations_are_not_computed_again(names, computed):
+    """A product with one weight array is 2 units: 3 forward, twice 3 backward, and 2 to compute up and gate again."""
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES, *names)
+    layer = layer_of(exact(2, Buffers(max_rounds=1)).replace(saved=Saved(hidden=True)))
+
+    def loss(x, mask, kernel, experts, target):
+        run = jax.checkpoint(partial(layer, x, mask), policy=policy)
+        return (run(kernel, experts)[0] * target).sum()
+
+    text = jax.jit(jax.value_and_grad(loss, argnums=(0, 2, 3))).lower(*arguments()).compile().as_text()
+    assert 2 * text.count('custom_call_target="moe_lb_grouped_') == computed
 
 
 def test_bad_chunks_and_saved_arrays_are_refused():
