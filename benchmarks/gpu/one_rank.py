@@ -8,8 +8,8 @@ These parts differ from a rank of a group:
 
 - Rows that arrive are copies of this rank's own rows, at the rate of this device's memory. NVLink is not used. As in
   the exchange of one process, with one slice per slot, they arrive sorted by slot.
-- Replicas are copies of home experts, and gradients of as many replicas are added at home. Empty slots are neither copied
-  nor added.
+- Replicas are copies of home experts, and gradients of as many replicas are added at home. Empty slots are neither
+  copied nor added.
 - Routing, the all-gather of counts and the planner are left out.
 """
 

@@ -15,11 +15,11 @@ from jax_moe_lb.aot.targets import Target, use_no_accelerators
 from jax_moe_lb.aot.tune import Tuned, print_tuned, tune, usage_lines
 from jax_moe_lb.cli.compile import planned_load, system_of
 from jax_moe_lb.cli.output import Json, one_line_errors, parse_integer, print_json, working
+from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.system import System
 from jax_moe_lb.nn.config import ExpertConfig, Precision
 from jax_moe_lb.nn.moe import MoE
-from jax_moe_lb.core.checks import shown
 from jax_moe_lb.routing.routers import TopK
 
 BYTES = {"MB": 10**6, "GB": 10**9}
