@@ -96,7 +96,9 @@ def _with_gradients(run: Any) -> Any:
         # Squared, so that the output gradient depends on the outputs and is not a constant.
         return jnp.square(y.astype(jnp.float32)).sum(), others
 
-    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    # Without the loss itself: its sum over all devices would be in flight during the whole backward pass, and XLA makes
+    # no CUDA graph of a loop beside it.
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
 
 
 def _arguments(

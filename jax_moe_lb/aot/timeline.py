@@ -184,7 +184,10 @@ class _Walk:
     def _loop(self, one: ScheduledOperation, i: int) -> None:
         load = self.time.load
         if one.loop is Loop.ROUNDS:
-            for later in range(1, load.rounds if load else 1):
+            rounds = load.rounds if load else 1
+            # The loop around the loop of rounds, for wide sums, has one step.
+            around = any(inner.loop is Loop.ROUNDS for inner in one.body)
+            for later in range(1, min(rounds, 2) if around else rounds):
                 self._host_wait(one)
                 self.run(one.body, later)
             self._host_wait(one)

@@ -8,7 +8,7 @@ experts, without further accumulators.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.collectives.exchange_paths import exchange_path
+from jax_moe_lb.collectives.home_slices import HomeSlices
 from jax_moe_lb.collectives.ragged_all_to_all import (
     as_words,
     empty_buffer_after,
@@ -296,6 +297,7 @@ def add_at_home(
     domain: int,
     axis_name: Axes,
     in_one_process: bool = False,
+    in_place: bool = False,
 ) -> Kinds:
     """Add the gradients of all replicas to those of their home experts, in an order that depends on `wanted` only.
 
@@ -310,6 +312,8 @@ def add_at_home(
         domain: ranks per domain, which contains all replicas of its experts; `R` without domains.
         axis_name: mesh axes of the ranks, outermost first.
         in_one_process: as in `ragged_all_to_all`.
+        in_place: if True, the gradients travel from their arrays, in one exchange for each; see `sends_in_place`. False
+            by default.
 
     Returns:
         `sums` with the gradients of replicas added to the first `L` experts, in float32 or wider and rounded once.
@@ -330,10 +334,26 @@ def add_at_home(
             domain=domain,
             axis_name=axis_name,
             in_one_process=in_one_process,
+            in_place=in_place,
         )
 
     on_cpu = by_ragged if moves_in_process() else by_ring
     return jax.lax.platform_dependent(wanted, sums, upstream, cpu=on_cpu, default=by_ragged)
+
+
+def sends_in_place(like: Kinds, topology: Topology) -> bool:
+    """Return whether gradients of replicas travel in place, by the exchange estimated to be fastest.
+
+    In place, each array has an exchange, with one slice per slot of each rank. Otherwise all arrays of all slots, also
+    of empty ones, are copied side by side, and each rank has one slice.
+
+    Args:
+        like: `[P, ...]` for each weight array, the transferred gradients.
+        topology: topology of the layer; its expert axes are the ranks of the exchange.
+    """
+    peers, num_replicas = topology.num_ranks - 1, like[0].shape[0]
+    forms = (0, len(like) * num_replicas * peers), (sum(kind.nbytes for kind in like), peers)
+    return exchange_path(topology).fastest(forms) == 0
 
 
 # ---- a ring of ppermutes ------------------------------------------------------
@@ -417,73 +437,49 @@ def ragged_add(
     domain: int,
     axis_name: Axes,
     in_one_process: bool = False,
+    in_place: bool = False,
 ) -> Kinds:
-    """Compute `add_at_home` by exchanges of exact sizes, usually one, with one slice per rank."""
+    """Compute `add_at_home` by exchanges of exact sizes."""
     num_replicas = wanted.shape[1]
     me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
     room = max_incoming_replicas(num_replicas, num_home, domain)
-    # Concatenate all weight arrays into one row per replica, for a single exchange. Sort the rows by home, and there by
-    # number: those of one turn and home are then contiguous.
-    key = owner[me] * wanted.size + _number_at_home(wanted, num_home)[me]
-    order = jnp.argsort(key)
-    rows = jnp.concatenate([kind[order].reshape(num_replicas, -1) for kind in upstream], 1)
+    flat = [kind.reshape(num_replicas, -1) for kind in upstream]
+    order = iota(num_replicas)
+    if not in_place:
+        # Concatenate all weight arrays into one row per replica, for a single exchange. Sort the rows by home, and
+        # there by number: those of one turn and home are then contiguous.
+        order = jnp.argsort(owner[me] * wanted.size + _number_at_home(wanted, num_home)[me])
+        flat = [jnp.concatenate([kind[order] for kind in flat], 1)]
 
     def pull(place: Wanted) -> Callable[[Int[Array, ""]], Kinds]:
-        slices = _HomeSlices.of(place, owner, order, me)
-        landed = ragged_all_to_all(
-            rows,
-            empty_buffer_after(rows, room),
-            input_offsets=slices.first_sent,
-            send_sizes=slices.sent,
-            output_offsets=slices.first_landed,
-            recv_sizes=slices.arriving,
-            axis_name=axis_name,
-            in_one_process=in_one_process,
-            site="gradients of replicas",
-        )
-        words = as_words(landed)
+        slices = (HomeSlices.by_slot if in_place else HomeSlices.by_rank)(place, owner, order, me)
+
+        def send(rows: Float[Array, "P W"]) -> Array:
+            landed = ragged_all_to_all(
+                rows,
+                empty_buffer_after(rows, room),
+                input_offsets=slices.first_sent,
+                send_sizes=slices.sent,
+                output_offsets=slices.first_landed,
+                recv_sizes=slices.arriving,
+                axis_name=axis_name,
+                in_one_process=in_one_process,
+                site="gradients of replicas",
+            )
+            return as_words(landed)
+
+        words = [send(rows) for rows in flat]
         at = jnp.zeros(room, jnp.int32).at[jnp.where(slices.row < 0, room, place)].set(slices.row, mode="drop")
-        return lambda i: _split(words[at[i]].reshape(-1), upstream)
+
+        def replica(i: Int[Array, ""]) -> Kinds:
+            parts = [kind[at[i]].reshape(-1) for kind in words]
+            if not in_place:
+                return _split(parts[0], upstream)
+            return tuple(part.reshape(like.shape[1:]) for part, like in zip(parts, upstream, strict=True))
+
+        return replica
 
     return accumulate_sequentially(sums, wanted, num_home, domain, me, pull, upstream)
-
-
-class _HomeSlices(NamedTuple):
-    """Lists of an exchange of replicas' rows with one slice per rank; rows land sorted by source.
-
-    Args:
-        first_sent: `[R]` int32, first row for each rank.
-        sent: `[R]` int32, rows for each rank.
-        first_landed: `[R]` int32, first row of this rank in the buffer of each rank.
-        arriving: `[R]` int32, rows from each rank.
-        row: `[R, P]` int32, row of each replica in the buffer of this rank; -1 for replicas of other ranks or turns.
-    """
-
-    first_sent: Int[Array, "R"]
-    sent: Int[Array, "R"]
-    first_landed: Int[Array, "R"]
-    arriving: Int[Array, "R"]
-    row: Wanted
-
-    @classmethod
-    def of(cls, place: Wanted, owner: Wanted, order: Int[Array, "P"], me: Int[Array, ""]) -> "_HomeSlices":
-        """Derive the lists from the plan, without an exchange.
-
-        Args:
-            place: `[R, P]` int32, position of each replica at home, -1 for those of other turns and for empty slots.
-            owner: `[R, P]` int32, home rank of each replica; `R` for empty slots.
-            order: `[P]` int32, replica of this rank in each row that it sends.
-            me: index of this rank.
-        """
-        comes = place >= 0
-        goes = comes[:, :, None] & (owner[:, :, None] == iota(owner.shape[0])[None, None])
-        sent = goes.sum(1, dtype=jnp.int32)
-        first_landed = sent.cumsum(0, dtype=jnp.int32) - sent
-        mine = goes[:, :, me]
-        earlier = mine[:, None] & (place[:, None] < place[:, :, None])
-        row = jnp.where(mine, first_landed[:, me][:, None] + earlier.sum(2, dtype=jnp.int32), -1)
-        # The index of the first row for each rank; 0 if there is none.
-        return cls(jnp.argmax(goes[me][order], 0).astype(jnp.int32), sent[me], first_landed[me], sent[:, me], row)
 
 
 def _split(rows: Float[Array, "*B W"], like: Kinds) -> Kinds:

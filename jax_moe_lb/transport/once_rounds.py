@@ -25,7 +25,7 @@ from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, rows_at
 from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import SumsT, backward_pass, overflow_rounds
+from jax_moe_lb.transport.rounds import SumsT, backward_pass, overflow_rounds, widened
 from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier
 
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
@@ -249,14 +249,19 @@ def serve_lists(
     return serve(tokens, weights, experts, plan, receipt)
 
 
-def _rounds(receipt: ListReceipt, route: Route, one_round: Callable[[Array | int, Any], SumsT]) -> SumsT:
+def _rounds(
+    receipt: ListReceipt,
+    route: Route,
+    one_round: Callable[[Array | int, Any], SumsT],
+    wide: Callable[[SumsT], SumsT] | None = None,
+) -> SumsT:
     """Run all rounds of a function from round index and sums to sums; the sums are `None` at first."""
 
     def further(i: Array, carry: tuple[None, SumsT]) -> tuple[None, SumsT]:
         return None, one_round(i, carry[1])
 
     # The first round has the static index 0: the sizes of its lists are known.
-    return overflow_rounds(receipt, route.options, further, (None, one_round(0, None)))[1]
+    return overflow_rounds(receipt, route.options, further, (None, one_round(0, None)), wide)[1]
 
 
 def _save(
@@ -308,7 +313,10 @@ def _gradients(
             of_entries, of_choices = jax.tree.map(jnp.add, sums[:2], (of_entries, of_choices))
         return of_entries, of_choices, of_slots
 
-    of_entries, of_choices, of_slots = _rounds(receipt, route, one_round)
+    def wide(sums: tuple[Entries, Array, Any]) -> tuple[Entries, Array, Any]:
+        return *sums[:2], widened(sums[2])
+
+    of_entries, of_choices, of_slots = _rounds(receipt, route, one_round, wide)
     of_experts = slots.gradients_at_home(of_slots, plan, again, topology)
     with jax.named_scope("combine"):
         of_tokens = route.to_tokens(of_entries, receipt, tokens)

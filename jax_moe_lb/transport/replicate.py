@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_moe_lb.collectives.expert_gather import Wanted, add_at_home, fetch_all, max_incoming_replicas, zero_sums
+from jax_moe_lb.collectives.expert_gather import (
+    Wanted,
+    add_at_home,
+    fetch_all,
+    max_incoming_replicas,
+    sends_in_place,
+    zero_sums,
+)
 from jax_moe_lb.collectives.local_processes import can_copy, can_copy_inside, warn_of_shared_processes
 from jax_moe_lb.collectives.peer_copy import Pending, Route, add_copies_at_home, join, start
 from jax_moe_lb.core.checks import checked_fields
@@ -214,10 +221,9 @@ class Gather(Replicate):
         wanted = plan.placement[:, plan.num_home :]
         leaves, tree = jax.tree.flatten(sums)
         kinds, axes = tuple(jax.tree.leaves(gradients)), topology.expert_axes
-        return jax.tree.unflatten(
-            tree,
-            add_at_home(tuple(leaves), kinds, wanted, plan.num_home, plan.domain, axes, topology.in_one_process),
-        )
+        in_place = sends_in_place(kinds, topology)
+        args = tuple(leaves), kinds, wanted, plan.num_home, plan.domain, axes, topology.in_one_process, in_place
+        return jax.tree.unflatten(tree, add_at_home(*args))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Carry, GroupSizes, Rows, Tokens
+from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, Tokens, wide_dtype
 from jax_moe_lb.kernels.grouped_ffn import Products, grouped_ffn, grouped_ffn_with_products
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
@@ -202,7 +202,7 @@ def gradient_rounds(
         return gradient_round(one, Batch(now, weights, upstream_now), pull_back, carry, saved, before)
 
     first = one_round(jnp.int32(0), (of_copies, None), saved)
-    return overflow_rounds(receipt, exchange, one_round, first)
+    return overflow_rounds(receipt, exchange, one_round, first, widened)
 
 
 def no_gradients(tokens: Tokens, weights: RoutingWeights) -> OfCopies:
@@ -215,6 +215,7 @@ def overflow_rounds(
     exchange: DispatchOptions,
     one_round: Callable[[Array, tuple[Carry, SumsT]], tuple[Carry, SumsT]],
     carry: tuple[Carry, SumsT],
+    wide: Callable[[SumsT], SumsT] | None = None,
 ) -> tuple[Carry, SumsT]:
     """Run the rounds after the first one, usually none.
 
@@ -229,9 +230,11 @@ def overflow_rounds(
         exchange: exchange with `max_rounds`.
         one_round: function from round index and carry to the new carry.
         carry: results of the first round: rows, `[C, W]` each, written by exchanges, and a pytree of sums.
+        wide: function that converts sums to the dtype in which the loop adds, if it runs; `None` (default) for sums in
+            their own dtype. Static rounds add in the dtype of the carry.
 
     Returns:
-        The carry after the last round.
+        The carry after the last round, in the dtypes of the first round.
     """
 
     def in_words(i: Array, carry: tuple[Carry, SumsT]) -> tuple[Carry, SumsT]:
@@ -243,11 +246,40 @@ def overflow_rounds(
     with jax.named_scope("further_rounds"):
         if exchange.buffers.max_rounds is None:
             rows, sums = carry
-            words, sums = jax.lax.fori_loop(1, receipt.rounds, in_words, (jax.tree.map(as_words, rows), sums))
+            words, sums = _loop(receipt, in_words, (jax.tree.map(as_words, rows), sums), wide)
             return jax.tree.map(as_rows, words), sums
         for i in range(1, exchange.buffers.max_rounds):
             carry = one_round(jnp.int32(i), carry)
     return carry
+
+
+def _loop(
+    receipt: RoundsReceipt,
+    one_round: Callable[[Array, tuple[Carry, SumsT]], tuple[Carry, SumsT]],
+    carry: tuple[Carry, SumsT],
+    wide: Callable[[SumsT], SumsT] | None,
+) -> tuple[Carry, SumsT]:
+    def rounds(carry: tuple[Carry, SumsT]) -> tuple[Carry, SumsT]:
+        return jax.lax.fori_loop(1, receipt.rounds, one_round, carry)
+
+    def with_wide_sums(_: Array, carry: tuple[Carry, SumsT]) -> tuple[Carry, SumsT]:
+        assert wide is not None
+        rows, sums = rounds((carry[0], wide(carry[1])))
+        return rows, jax.tree.map(lambda total, like: total.astype(like.dtype), sums, carry[1])
+
+    if wide is None or _dtypes(jax.eval_shape(wide, carry[1])) == _dtypes(carry[1]):
+        return rounds(carry)
+    # A loop of one step or none: without a second round, no sums are converted or copied.
+    return jax.lax.fori_loop(0, (receipt.rounds > 1).astype(jnp.int32), with_wide_sums, carry)
+
+
+def _dtypes(tree: Any) -> list[DType]:
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
+
+
+def widened(sums: SumsT) -> SumsT:
+    """Convert gradients of experts to the dtype of sums over rounds, float32 or wider."""
+    return jax.tree.map(lambda leaf: leaf.astype(wide_dtype(leaf)), sums)
 
 
 def _save(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_moe_lb.core.experts import Experts
@@ -82,10 +83,14 @@ class Slots(NamedTuple):
             products: saved products of the forward pass; `None` (default) to compute them again.
             exchange: exchange with `max_rounds`, for the dtype of the sums.
         """
-        at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange)
+        at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange, is_first=sums is None)
         fused = fuse_gate_up(at, rows, are_joined=self.are_joined, has_products=products is not None)
-        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, sums, products
-        return gradients_of_round(*args, fused=fused)
+        # Kernels of accelerators do not add to sums: their result has half the bytes in the dtype of the weights.
+        adds_here = sums is not None and _platform() in ("gpu", "tpu")
+        before, dtype = (None, self.home.up.dtype) if adds_here else (sums, dtype)
+        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, before, products
+        of_rows, of_weights, of_slots = gradients_of_round(*args, fused=fused)
+        return of_rows, of_weights, jax.tree.map(jnp.add, sums, of_slots) if adds_here else of_slots
 
     def gradients_at_home(
         self, of_slots: Experts | ExpertParts, plan: Plan, replicate: Replicate, topology: Topology
@@ -241,14 +246,17 @@ def in_form_of(experts: Experts, sums: Experts) -> Experts:
     return sums if experts.is_fused or experts.has_adapters else sums.apart()
 
 
-def dtype_of_sums(experts: Experts, exchange: DispatchOptions) -> DType:
-    """Return the dtype of the expert gradients summed over rounds.
+def dtype_of_sums(experts: Experts, exchange: DispatchOptions, *, is_first: bool) -> DType:
+    """Return the dtype of the expert gradients of a round, or of their sums with those of earlier rounds.
 
-    It is float32 or wider, because bfloat16 sums lose small addends. With a single round there is no sum, and the
-    gradients have the dtype of the parameters.
+    Sums are in float32 or wider, because bfloat16 sums lose small addends. The gradients of a single round, and of the
+    first one before a loop, have the dtype of the parameters: usually the loop does not run, and its first step
+    converts them.
 
     Args:
         experts: home experts.
         exchange: exchange with `max_rounds`.
+        is_first: whether it is the first round.
     """
-    return experts.up.dtype if exchange.buffers.max_rounds == 1 else wide_dtype(experts.up)
+    has_sums = exchange.buffers.max_rounds not in (1, None) or not is_first
+    return wide_dtype(experts.up) if has_sums else experts.up.dtype

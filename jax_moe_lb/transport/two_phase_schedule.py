@@ -47,7 +47,7 @@ from jax_moe_lb.transport.exchange import (
 )
 from jax_moe_lb.transport.one_round import Batch, OfCopies
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import no_gradients, overflow_rounds
+from jax_moe_lb.transport.rounds import no_gradients, overflow_rounds, widened
 from jax_moe_lb.transport.slot_weights import (
     at_home,
     dtype_of_sums,
@@ -356,6 +356,7 @@ class _Backward(NamedTuple):
     batch: Batch
     experts: Experts
     phases: Phases
+    is_first: bool = True
 
     @jax.named_scope("dispatch")
     def come_home(self, i: Array) -> tuple[Array, ...]:
@@ -402,7 +403,7 @@ class _Backward(NamedTuple):
         self, parts: tuple[Array, ...], experts: Experts, sizes: Array, fused: bool
     ) -> tuple[Rows, Array, Any]:
         rows, weights, upstream = parts
-        dtype = dtype_of_sums(self.experts, self.ways.direct)
+        dtype = dtype_of_sums(self.experts, self.ways.direct, is_first=self.is_first)
 
         def again(after: Array) -> Experts:
             return optimization_barrier(after, experts)
@@ -432,7 +433,7 @@ def _gradients(
     slots = _join(pending, of_rows, ways)
     moved = _arrived(onward, of_rows)
     of_copies, of_slots = backward.finish(first, of_rows, moved, slots, nothing)
-    by_exchange = backward._replace(ways=ways._replace(route=None))
+    by_exchange = backward._replace(ways=ways._replace(route=None), is_first=False)
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
         parts = by_exchange._replace(batch=optimization_barrier(i, by_exchange.batch)).come_home(i)
@@ -442,7 +443,7 @@ def _gradients(
         return of_copies, jax.tree.map(jnp.add, carry[1], (of_home, of_slots))
 
     carry = of_copies, (of_home, of_slots)
-    (of_copies, of_weights), (home, of_slots) = overflow_rounds(phases.receipt, ways.direct, one_round, carry)
+    (of_copies, of_weights), (home, of_slots) = overflow_rounds(phases.receipt, ways.direct, one_round, carry, widened)
     home = at_home(experts, home, of_slots, plan, ways.replicate, ways.topology)
     per_token = weights.shape[1]
     with jax.named_scope("combine"):

@@ -89,6 +89,14 @@ def test_overflow_rounds_follow_from_the_load():
     assert [skewed.sent(0, i).sum() for i in range(7)] == 6 * [640] + [256]
 
 
+def test_a_loop_around_the_rounds_has_one_step():
+    """It converts sums of gradients to float32 before further rounds."""
+    (rounds,) = (one for one in schedule() if one.loop is Loop.ROUNDS)
+    for load in map(load_of, (even_counts(), skewed_counts())):
+        found = timeline((replace(rounds, name="around", body=(rounds,)),), TARGET, load)
+        assert len(spans(found, "again")) == load.rounds - 1
+
+
 def test_a_product_takes_the_rows_that_it_serves():
     (product,) = (one for one in schedule() if one.name == "hidden")
     product = replace(product, flops=10**12)

@@ -79,8 +79,9 @@ def test_the_accelerators_path_equals_the_ring():
         by_rank = gather.fetch_by_rank((home,), wanted, RANKS * (SLOTS - HOME), ("expert",)).reshape(there.shape)
         sums = partial(gather.ring_sum, num_home=HOME, axis_name=("expert",))(upstream, wanted)
         zeros = zero_sums((upstream,), HOME)
-        (also_sums,) = gather.ragged_add(zeros, (upstream,), wanted, num_home=HOME, domain=RANKS, axis_name=("expert",))
-        return there, also, by_rank, sums, also_sums
+        add = partial(gather.ragged_add, num_home=HOME, domain=RANKS, axis_name=("expert",))
+        (also_sums,), (in_place,) = (add(zeros, (upstream,), wanted, in_place=each) for each in (False, True))
+        return there, also, by_rank, sums, also_sums, in_place
 
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))
     for name, placement in PLANS.items():
@@ -88,10 +89,11 @@ def test_the_accelerators_path_equals_the_ring():
         # The gradient of an empty slot must not be used.
         upstream = np.where((wanted >= 0).reshape(-1), 1.0 + np.arange(wanted.size), np.nan)
         upstream = np.broadcast_to(upstream[:, None, None], (wanted.size, 2, 5)).astype(np.float32)
-        there, also, by_rank, sums, also_sums = run(weights("float32"), upstream, jnp.asarray(wanted))
+        there, also, by_rank, sums, also_sums, in_place = run(weights("float32"), upstream, jnp.asarray(wanted))
         np.testing.assert_array_equal(there, also, err_msg=name)
         np.testing.assert_array_equal(there, by_rank, err_msg=name)
         np.testing.assert_array_equal(sums, also_sums, err_msg=name)
+        np.testing.assert_array_equal(sums, in_place, err_msg=name)
         assert jnp.isfinite(sums).all()
 
 

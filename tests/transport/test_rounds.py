@@ -4,6 +4,7 @@ import functools
 import itertools
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,20 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS, Workload
-from jax_moe_lb import Buffers, Experts, HostCallback, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
+from jax_moe_lb import (
+    Buffers,
+    Experts,
+    HostCallback,
+    Plan,
+    System,
+    TopK,
+    Topology,
+    exact,
+    feplb,
+    greedy,
+    plain,
+    ultraep,
+)
 from jax_moe_lb.kernels import grouped_ffn
 from jax_moe_lb.transport import Direct, slot_weights
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
@@ -120,3 +134,23 @@ def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, in_parts, goe
     monkeypatch.setattr(slot_weights, "_platform", lambda: "tpu")
     assert slot_weights.fuse_gate_up(form(experts), rows, are_joined=are_joined) == goes
     assert not slot_weights.fuse_gate_up(form(experts.fused()), rows, are_joined=are_joined)
+
+
+def test_gradients_of_many_rounds_are_summed_in_float32():
+    """The first round has the dtype of the weights; in bfloat16, sums of further rounds would lose small addends."""
+    mesh, case = make_mesh((8,), ("expert",)), Case()
+    kernel, experts = case.params("bfloat16")
+    x, mask = case.tokens(WORKLOADS[1], 8, "bfloat16")
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "bfloat16")
+
+    def gradients(headroom):
+        layer = sharded_moe(mesh, Topology.from_mesh(mesh), exact(2, Buffers(headroom)))
+        (_, stats), (_, _, of_experts) = with_gradients(layer)(x, mask, kernel, experts, target)
+        return int(stats.rounds[0]), jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), of_experts)
+
+    (one, want), (many, got) = gradients(8.0), gradients(0.04)
+    assert (one, many > 20) == (1, True)
+    for ours, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # Three roundings: of the first round and of both sums.
+        assert np.abs(ours - expected).max() <= 3 * 2**-9 * np.abs(expected).max()
+        assert np.abs(ours - expected).mean() <= 2**-9 * np.abs(expected).mean()

@@ -1,0 +1,67 @@
+"""Lists of the exchange that brings gradients of replicas home."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jax_moe_lb.core.types import iota
+
+PerReplica = Int[Array, "R P"]
+
+
+class HomeSlices(NamedTuple):
+    """Lists of an exchange of replicas' rows, with `n` slices per rank; rows land sorted by source.
+
+    Args:
+        first_sent: `[R n]` int32, first row of each slice for each rank.
+        sent: `[R n]` int32, rows of these slices.
+        first_landed: `[R n]` int32, first row of these slices in the buffer of each rank.
+        arriving: `[R n]` int32, rows of each slice from each rank.
+        row: `[R, P]` int32, row of each replica in the buffer of this rank; -1 for replicas of other ranks or turns.
+    """
+
+    first_sent: Int[Array, "U"]
+    sent: Int[Array, "U"]
+    first_landed: Int[Array, "U"]
+    arriving: Int[Array, "U"]
+    row: PerReplica
+
+    @classmethod
+    def by_rank(cls, place: PerReplica, owner: PerReplica, order: Int[Array, "P"], me: Int[Array, ""]) -> "HomeSlices":
+        """Derive the lists with one slice per rank from the plan, without an exchange.
+
+        Args:
+            place: `[R, P]` int32, position of each replica at home, -1 for those of other turns and for empty slots.
+            owner: `[R, P]` int32, home rank of each replica; `R` for empty slots.
+            order: `[P]` int32, replica of this rank in each row that it sends.
+            me: index of this rank.
+        """
+        goes, first_landed, landed = _landings(place, owner)
+        sent = goes.sum(1, dtype=jnp.int32)
+        row = jnp.where(goes[:, :, me], landed, -1)
+        # The index of the first row for each rank; 0 if there is none.
+        return cls(jnp.argmax(goes[me][order], 0).astype(jnp.int32), sent[me], first_landed[me], sent[:, me], row)
+
+    @classmethod
+    def by_slot(cls, place: PerReplica, owner: PerReplica, order: Int[Array, "P"], me: Int[Array, ""]) -> "HomeSlices":
+        """Derive the lists with one slice per slot of each rank; arguments as for `by_rank`, rows in `order`."""
+        goes, _, landed = _landings(place, owner)
+        first_sent, first_landed = (jnp.broadcast_to(one, place.shape).reshape(-1) for one in (order, landed[me]))
+        arriving = goes[:, :, me]
+        return cls(first_sent, _flat(goes[me].T), first_landed, _flat(arriving), jnp.where(arriving, landed, -1))
+
+
+def _landings(place: PerReplica, owner: PerReplica) -> tuple[Bool[Array, "R P R"], Int[Array, "R R"], PerReplica]:
+    """Return the destination of each replica, the first row of each source at home, and the row of each replica."""
+    goes = (place >= 0)[:, :, None] & (owner[:, :, None] == iota(owner.shape[0])[None, None])
+    sent = goes.sum(1, dtype=jnp.int32)
+    first = sent.cumsum(0, dtype=jnp.int32) - sent
+    # Replicas of the same source and home, by their number.
+    earlier = (owner[:, :, None] == owner[:, None]) & (place[:, None] >= 0) & (place[:, None] < place[:, :, None])
+    at_home = jnp.where(goes, first[:, None], 0).sum(2, dtype=jnp.int32)
+    return goes, first, at_home + earlier.sum(2, dtype=jnp.int32)
+
+
+def _flat(where: Bool[Array, "R P"]) -> Int[Array, "U"]:
+    return where.astype(jnp.int32).reshape(-1)
