@@ -66,7 +66,7 @@ def measured(run: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def by_kind(products: list[dict[str, Any]]) -> dict[str, float]:
     """Return the median TFLOP/s of the default kernel by kind."""
-    kinds = {row["kind"] for row in products}
+    kinds = dict.fromkeys(row["kind"] for row in products)
     return {kind: statistics.median(row["default"] for row in products if row["kind"] == kind) for kind in kinds}
 
 

@@ -78,10 +78,11 @@ def kernel_rates(folders: Sequence[Path]) -> dict[tuple[str, str], float]:
         for table in tables:
             for row in table.rows:
                 at = dict(zip(table.columns, row, strict=True))
-                if at.get("skew") == "even" and at["TFLOP/s"] is not None and not at[""]:
-                    # Only the tiles of the table are recorded.
-                    if at["tiles"] == TABLE and (name := named(str(at["backend"])).recorded) is not None:
-                        found.setdefault((name, str(at["kind"])), []).append(float(at["TFLOP/s"]))  # type: ignore[arg-type]
+                # Only even loads and the tiles of the table are recorded.
+                if (at.get("skew"), at.get("tiles")) != ("even", TABLE) or at["TFLOP/s"] is None or at[""]:
+                    continue
+                if (name := named(str(at["backend"])).recorded) is not None:
+                    found.setdefault((name, str(at["kind"])), []).append(float(at["TFLOP/s"]))  # type: ignore[arg-type]
     return {key: statistics.median(rates) for key, rates in found.items()}
 
 
