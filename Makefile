@@ -11,7 +11,7 @@ NATIVE := CMakeLists.txt $(shell find ffi)
 # Child processes read compiled modules; without these each compiles every import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test test-all lint reproduce gpu clean
+.PHONY: train check test test-all lint reproduce gpu gpu-kit clean
 train: $(VENV)/.installed
 	$(BIN)/python -m models.train $(ARGS)
 # Distribute by file, so that shared fixtures are built once, and in order, so that slow files start first.
@@ -31,6 +31,20 @@ reproduce: $(VENV)/.installed
 gpu: $(VENV)/.installed
 	$(if $(findstring --dry-run,$(ARGS)),,$(call install,-e '.[cuda,train]' $(BUILD_OPTIONS)))
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+# Compile programs for GPUs that are absent, for a machine that has one for a short time: see docs/how-to/gpu.md.
+GPU_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
+  $$p -c '' 2>/dev/null && { echo $$p; break; }; done)
+GPU_JAX ?= 0.11.2
+GPU_TARGETS ?= h100 h200
+KIT := $(VENV)-gpu-kit
+gpu-kit: $(VENV)/.installed
+	test -x $(KIT)/bin/python || $(BIN)/uv venv -q --python $(GPU_PYTHON) $(KIT)
+	$(BIN)/uv pip install -q --python $(KIT)/bin/python $(BUILD_TOOLS) 'jax[cuda13]==$(GPU_JAX)' tokamax flax jaxtyping \
+	  lazy_loader pydantic pyyaml rich scipy typer
+	$(BIN)/uv pip install -q --python $(KIT)/bin/python --no-deps $(BUILD_OPTIONS) -C build-dir=build/gpu-kit/native \
+	  -C cmake.define.JAX_MOE_LB_CUDA=ON --target build/gpu-kit/package .
+	$(BIN)/uv pip install -q --python $(KIT)/bin/python --target build/gpu-kit/packages pydantic
+	PYTHONPATH=. $(KIT)/bin/python -m benchmarks.gpu.ahead --targets $(GPU_TARGETS) $(ARGS)
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,9 +1,12 @@
 """Every claim about NVIDIA GPUs, with the check that proves it, in the order of worth."""
 
 from benchmarks.gpu import (
+    ahead,
     build,
+    clocks,
     comparison,
     compiled,
+    counters,
     engines,
     gathers,
     layers,
@@ -21,6 +24,17 @@ from benchmarks.gpu.findings import Claim
 from jax_moe_lb.layer.systems import system_names
 
 CALLS, GPU = "docs/custom_calls.md", "docs/how-to/gpu.md"
+
+KIT = (
+    Claim(
+        "stored-programs",
+        "Programs compiled for an absent GPU load and have equal results",
+        GPU,
+        ahead.stored_programs_load,
+    ),
+)
+
+RATES = (Claim("clocks", "Copies, gathers and dense products have rates on random data", GPU, clocks.rates),)
 
 BUILD = (
     Claim("loads", "The CUDA module loads with this jaxlib", CALLS, build.custom_calls_load),
@@ -132,13 +146,22 @@ SHORT = {"Qwen3-30B-A3B": "qwen3", "DeepSeek-V3": "deepseek", "Mixtral-8x7B": "m
 
 PRODUCTS = tuple(
     Claim(
-        f"fastest-{SHORT[model]}-{num_rows}",
-        f"The chosen kernels take at most {tiles.WITHIN} x the time of tokamax's: {model}, {num_rows} rows",
+        f"fastest-{short}-{tiles.MODELS[model].rows}",
+        f"The chosen kernels take at most {tiles.WITHIN} x the time of the fastest: {model}, "
+        f"{tiles.MODELS[model].rows} rows",
         "jax_moe_lb/kernels/backends.py",
-        tiles.fastest(model, num_rows),
+        tiles.fastest(model),
     )
-    for num_rows in (8192, 32768)
-    for model in SHORT
+    for model, short in SHORT.items()
+)
+
+COUNTERS = (
+    Claim(
+        "counters-qwen3",
+        "Nsight Compute reads the counters of grouped products: Qwen3-30B-A3B",
+        GPU,
+        counters.counters("Qwen3-30B-A3B"),
+    ),
 )
 
 COPIES = (
@@ -180,7 +203,12 @@ TRAINING = (
     ),
 )
 
-COMPARED = (("qwen3", "Qwen3-30B-A3B"), ("mixtral", "Mixtral-8x7B"), ("deepseek", "DeepSeek-V3"))
+COMPARED = (
+    ("qwen3", "Qwen3-30B-A3B"),
+    ("mixtral", "Mixtral-8x7B"),
+    ("deepseek", "DeepSeek-V3"),
+    ("gpt-oss", "GPT-OSS-120B"),
+)
 
 
 def _compared(name: str, model: str) -> tuple[Claim, Claim]:
@@ -241,12 +269,15 @@ STEPS = (
 )
 
 PARTS = {
+    "kit": KIT,
     "build": BUILD,
+    "rates": RATES,
     "values": VALUES,
     "compiled": COMPILED,
     "kernels": KERNELS,
     "comparison": COMPARISON,
     "products": PRODUCTS,
+    "counters": COUNTERS,
     "steps": STEPS,
     "copies": COPIES,
     "training": TRAINING,

@@ -2,25 +2,27 @@
 
 One GPU plays one rank of 8 after another, forward and backward, with the rows that the plan of the group gives it; see
 `one_rank.py` for the parts left out. The systems are plain expert parallelism in rounds, with a worst-case buffer and
-with a capacity limit that drops copies, and `exact` with any number of rounds and with one.
+with a capacity limit that drops copies, and `exact` with any number of rounds, with one, and with saved arrays. The
+systems take turns, so that the clocks of the GPU are equal for all.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
-from jax.stages import Compiled
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.stages import Compiled, Lowered
 
+from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.compiled import WITHOUT_GRAPHS
 from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.kit import compile_all, in_words
 from benchmarks.gpu.layers import mesh_of
 from benchmarks.gpu.one_rank import LocalExchange, RankInputs, rank_step
 from benchmarks.popular_ranks import Case, popularity
@@ -30,9 +32,10 @@ from jax_moe_lb.aot import compiler_options
 from jax_moe_lb.core.plan import load
 from jax_moe_lb.layer.plan_on_host import plan_on_host
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
+from jax_moe_lb.transport.exchange import Saved
 
 EVEN = "even"
-SKEWS: tuple[float | str, ...] = (4.0, 2.0, 1.0, EVEN)
+SKEWS: tuple[float | str, ...] = (4.0, EVEN, 1.2, 1.05, 2.0, 1.5, 1.1, 1.35, 3.0, 1.0)
 """Expected loads of the busiest rank over the mean, the most valuable first; `EVEN` for equal counts."""
 
 BATCHES, BATCH_MS, MOST_CALLS = 5, 40.0, 8
@@ -85,15 +88,23 @@ LAYERS = {
     "qwen3": Layer(ranks=8, tokens=8192, experts=128, per_token=8, hidden=2048, inner=768),
     "mixtral": Layer(ranks=8, tokens=4096, experts=8, per_token=2, hidden=4096, inner=14336),
     "deepseek": Layer(ranks=8, tokens=4096, experts=256, per_token=8, hidden=7168, inner=2048),
+    "gpt-oss": Layer(ranks=8, tokens=8192, experts=128, per_token=4, hidden=2880, inner=2880),
 }
-"""Layers of Qwen3-30B-A3B, Mixtral-8x7B and DeepSeek-V3."""
+"""Layers of Qwen3-30B-A3B, Mixtral-8x7B, DeepSeek-V3 and GPT-OSS-120B, without biases."""
 
 TINY = Layer(ranks=8, tokens=64, experts=16, per_token=2, hidden=128, inner=128)
 
 PLAIN, WORST = "plain, in rounds", "plain, worst-case buffer"
 BALANCED, ONE_ROUND = "exact", "exact, one round"
+SAVED = {
+    f"exact, one round, {' and '.join(names)} saved": Saved(**dict.fromkeys(names, True))
+    for names in (("rows",), ("rows", "hidden"))
+    if set(names) <= set(Saved.__dataclass_fields__)
+}
+"""Arrays that variants of `exact` save for the backward pass."""
+
 FACTOR = 1.25
-PROFILED = (ONE_ROUND, PLAIN)
+PROFILED = (ONE_ROUND, PLAIN, *list(SAVED)[-1:])
 """Systems that `rank_kernels` profiles."""
 
 
@@ -120,10 +131,12 @@ def variants(layer: Layer) -> dict[str, Variant]:
     worst = layer.ranks * min(layer.per_token, layer.home) / layer.per_token
     # Every expert may be full.
     full = layer.experts * capacity(FACTOR, layer.copies, layer.experts) / layer.copies
+    one_round = exact(buffers=Buffers(max_rounds=1))
     return {
         PLAIN: Variant(plain()),
         BALANCED: Variant(exact()),
-        ONE_ROUND: Variant(exact(buffers=Buffers(max_rounds=1))),
+        ONE_ROUND: Variant(one_round),
+        **{name: Variant(one_round.replace(saved=saved)) for name, saved in SAVED.items()},
         WORST: Variant(plain(Buffers(worst, max_rounds=1))),
         f"capacity {FACTOR}": Variant(plain(Buffers(full, max_rounds=1)), FACTOR),
     }
@@ -218,7 +231,7 @@ def fixed_arrays(layer: Layer) -> tuple[jax.Array, jax.Array, Experts]:
 
 def program(layer: Layer, variant: Variant, mesh: jax.sharding.Mesh) -> Any:
     """Return the jitted step of a rank, `RankInputs -> (outputs, gradients)`."""
-    exchange = LocalExchange(variant.system.dispatch.buffers)
+    exchange = LocalExchange(variant.system.dispatch.buffers, saved=variant.system.dispatch.saved)
     topology = Topology.flat(layer.ranks)
     step = partial(rank_step, exchange=exchange, capacity=variant.capacity(layer), topology=topology)
     # Only a mesh gives the package's code its platform.
@@ -226,34 +239,76 @@ def program(layer: Layer, variant: Variant, mesh: jax.sharding.Mesh) -> Any:
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False))
 
 
+class RankProgram(NamedTuple):
+    """Step of a rank as a program of `kit`.
+
+    Args:
+        layer: sizes.
+        name: name of a variant.
+        has_graphs: if True, operations are in CUDA graphs, and otherwise have times in a profile.
+    """
+
+    layer: Layer
+    name: str
+    has_graphs: bool
+
+    def lower(self, device: jax.Device | None) -> Lowered:
+        """Trace the step for an absent device, or for the default one if `None`."""
+        mesh = _mesh(device)
+        whole = NamedSharding(mesh, PartitionSpec())
+        inputs = jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=whole), input_shapes(self.layer, self.name)
+        )
+        step = program(self.layer, variants(self.layer)[self.name], mesh)
+        if device is None:
+            return step.lower(inputs)
+        with jax.default_device(device):
+            return step.trace(inputs).lower(lowering_platforms=("cuda",))
+
+    def options(self, device: jax.Device | None) -> dict[str, Any]:
+        """Return the compiler options, by default those of users."""
+        on_gpu = device is not None or jax.default_backend() == "gpu"
+        return compiler_options(_mesh(device), {} if self.has_graphs or not on_gpu else WITHOUT_GRAPHS)
+
+
+def _mesh(device: jax.Device | None) -> jax.sharding.Mesh:
+    if device is None:
+        return mesh_of(1)[0]
+    return jax.sharding.Mesh(np.array([device]), ("expert",), axis_types=(AxisType.Auto,))
+
+
+def input_shapes(layer: Layer, name: str) -> RankInputs:
+    """Return the shapes of a variant's inputs."""
+    counts = np.full((layer.ranks, layer.experts), layer.copies // layer.experts, np.int32)
+    plan = plan_on_host(variants(layer)[name].system, counts, Topology.flat(layer.ranks)).plan
+    routed = np.zeros((layer.ranks, layer.tokens, layer.per_token), np.int32)
+    served = Served(routed, counts, plan, 0.0, 0.0)
+    return jax.eval_shape(lambda: arguments(layer, served, 0, fixed_arrays(layer)))
+
+
+def rank_programs(layer: Layer) -> dict[tuple[Any, ...], RankProgram]:
+    """Return the programs of a layer's variants, the most valuable first, and those of profiles."""
+    names = variants(layer)
+    found = [RankProgram(layer, name, True) for name in names]
+    return {tuple(one): one for one in [*found, *(RankProgram(layer, name, False) for name in PROFILED)]}
+
+
 class Programs:
-    """Programs of all variants, compiled in threads, and run once each in the order of their memory.
+    """Programs of all variants, loaded or compiled in threads, and run once each in the order of their memory.
 
     Those of `PROFILED` are also compiled without CUDA graphs.
     """
 
-    def __init__(self, layer: Layer, first: Mapping[str, RankInputs], mesh: jax.sharding.Mesh) -> None:
+    def __init__(self, layer: Layer, first: Mapping[str, RankInputs]) -> None:
         self.reasons: dict[str, str] = {}
         self.peak_gb: dict[str, float | None] = {}
         self.compiled: dict[str, Compiled] = {}
         self.profiled: dict[str, Compiled] = {}
-        on_gpu = jax.default_backend() == "gpu"
-        with_graphs, without = compiler_options(mesh), compiler_options(mesh, WITHOUT_GRAPHS if on_gpu else {})
-        futures: dict[str, Future[Compiled]] = {}
-        others: dict[str, Future[Compiled]] = {}
-        with ThreadPoolExecutor(len(first) + len(PROFILED)) as threads:
-            for name, variant in variants(layer).items():
-                with self._reasons_of(name):
-                    # Tracing holds Python's lock; only XLA runs beside it.
-                    lowered = program(layer, variant, mesh).lower(first[name])
-                    futures[name] = threads.submit(lowered.compile, with_graphs)
-                    if name in PROFILED:
-                        others[name] = threads.submit(lowered.compile, without)
-        for name, future in futures.items():
-            with self._reasons_of(name):
-                self.compiled[name] = future.result()
-                if name in others:
-                    self.profiled[name] = others[name].result()
+        for (_, name, has_graphs), one in compile_all(rank_programs(layer)).items():
+            if isinstance(one, Exception):
+                self.reasons[name] = in_words(one)
+            else:
+                (self.compiled if has_graphs else self.profiled)[name] = one
         for name in sorted(self.compiled, key=self.compiled_bytes):
             with self._reasons_of(name):
                 self._run_first(name, first[name])
@@ -296,32 +351,48 @@ class Attempt:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, Exception):
-            self.keep(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+            self.keep(in_words(error))
         return isinstance(error, Exception)
 
 
-class Times(NamedTuple):
-    """Milliseconds of a call: median of some batches, the lowest and the highest."""
+Key = TypeVar("Key")
+
+
+class Timed(NamedTuple):
+    """Milliseconds of a call: median of some batches, the lowest and the highest; and the median clock in MHz."""
 
     median: float
     lowest: float
     highest: float
+    mhz: float | None
+
+    @classmethod
+    def of(cls, ms: Sequence[float], mhz: Sequence[float]) -> "Timed":
+        """Summarize the times and clocks of batches."""
+        clock = float(np.median(mhz))
+        return cls(float(np.median(ms)), min(ms), max(ms), None if math.isnan(clock) else clock)
 
 
-def times_of(call: Callable[[], object], scale: Scale) -> Times:
-    """Return the times of a call in batches of asynchronous calls, after two more."""
-    jax.block_until_ready(call())
+def times_of(calls: Mapping[Key, Callable[[], object]], scale: Scale, clocks: Clocks) -> dict[Key, Timed]:
+    """Return the times of programs in batches of asynchronous calls; the programs take turns."""
 
-    def batch_ms(calls: int) -> float:
+    def batch_ms(name: Key, number: int) -> float:
         start = time.perf_counter()
-        for _ in range(calls):
-            result = call()
+        for _ in range(number):
+            result = calls[name]()
         jax.block_until_ready(result)
-        return 1e3 * (time.perf_counter() - start) / calls
+        return 1e3 * (time.perf_counter() - start) / number
 
-    calls = min(MOST_CALLS, max(2, math.ceil(BATCH_MS / batch_ms(1))))
-    found = [batch_ms(scale.of(calls, 1)) for _ in range(scale.of(BATCHES, 1))]
-    return Times(float(np.median(found)), min(found), max(found))
+    for call in calls.values():
+        jax.block_until_ready(call())
+    numbers = {name: min(MOST_CALLS, max(2, math.ceil(BATCH_MS / batch_ms(name, 1)))) for name in calls}
+    found: dict[Key, list[tuple[float, float]]] = {name: [] for name in calls}
+    for batch in range(scale.of(BATCHES, 1)):
+        # In both directions, so that no program always follows the same one.
+        for name in list(calls)[:: 1 if batch % 2 else -1]:
+            clocks.start()
+            found[name].append((batch_ms(name, scale.of(numbers[name], 1)), clocks.mhz() or math.nan))
+    return {name: Timed.of(*zip(*batches, strict=True)) for name, batches in found.items()}
 
 
 COLUMNS = {
@@ -333,6 +404,7 @@ COLUMNS = {
     "ms": ".2f",
     "lowest ms": ".2f",
     "highest ms": ".2f",
+    "SM MHz": ".0f",
     "floor ms": ".2f",
     "GB": ".2f",
     "GB compiled": ".2f",
@@ -367,36 +439,64 @@ def prepared(layer: Layer) -> Prepared:
     served = {(name, skew): Served.of(layer, variant, skew) for skew in SKEWS for name, variant in names.items()}
     inputs = {case: [arguments(layer, one, rank, fixed) for rank in one.slow_ranks()] for case, one in served.items()}
     first = {name: inputs[name, SKEWS[0]][0] for name in names}
-    return Prepared(layer, Programs(layer, first, mesh_of(1)[0]), served, inputs)
+    return Prepared(layer, Programs(layer, first), served, inputs)
 
 
-def measured(ready: Prepared, name: str, skew: float | str, scale: Scale) -> list[Value]:
-    """Return the row of a system at a skew; a failure is its last cell."""
-    layer, programs, served = ready.layer, ready.programs, ready.served[name, skew]
-    reason = {"": programs.reasons.get(name, "")}
-    buffers, busiest = variants(layer)[name].system.dispatch.buffers, int(np.asarray(load(served.plan)).max())
-    rounds = -(-busiest // buffers.rows(layer.copies))
+def reason_of(ready: Prepared, name: str, skew: float | str) -> str:
+    """Return the reason why a system does not run at a skew; empty if it does."""
+    buffers, rounds = variants(ready.layer)[name].system.dispatch.buffers, rounds_of(ready, name, skew)
     if buffers.max_rounds is not None and rounds > buffers.max_rounds:
-        reason[""] = reason[""] or f"{rounds} rounds; max_rounds is {buffers.max_rounds}"
-    took: tuple[float | None, ...] = (None,) * 3
-    if not reason[""]:
-        with Attempt(partial(reason.__setitem__, "")):
-            # The slowest of these ranks.
-            took = max(times_of(partial(programs.compiled[name], one), scale) for one in ready.inputs[name, skew])
+        return ready.programs.reasons.get(name) or f"{rounds} rounds; max_rounds is {buffers.max_rounds}"
+    return ready.programs.reasons.get(name, "")
+
+
+def busiest_of(ready: Prepared, name: str, skew: float | str) -> int:
+    """Return the rows of the busiest rank."""
+    return int(np.asarray(load(ready.served[name, skew].plan)).max())
+
+
+def rounds_of(ready: Prepared, name: str, skew: float | str) -> int:
+    """Return the rounds of a plan."""
+    buffers = variants(ready.layer)[name].system.dispatch.buffers
+    return -(-busiest_of(ready, name, skew) // buffers.rows(ready.layer.copies))
+
+
+def measured(ready: Prepared, skew: float | str, scale: Scale, clocks: Clocks) -> list[list[Value]]:
+    """Return the row of each system at a skew; a failure is its last cell."""
+    names = list(variants(ready.layer))
+    reasons = {name: reason_of(ready, name, skew) for name in names}
+    calls = {
+        (name, rank): partial(ready.programs.compiled[name], one)
+        for name in names
+        if not reasons[name]
+        for rank, one in enumerate(ready.inputs[name, skew])
+    }
+    times: dict[tuple[str, int], Timed] = {}
+    with Attempt(lambda reason: reasons.update({name: reasons[name] or reason for name in names})):
+        times = times_of(calls, scale, clocks)
+    return [_row(ready, name, skew, times, reasons[name]) for name in names]
+
+
+def _row(
+    ready: Prepared, name: str, skew: float | str, times: Mapping[tuple[str, int], Timed], reason: str
+) -> list[Value]:
+    layer, programs, served = ready.layer, ready.programs, ready.served[name, skew]
+    # The slowest of the ranks.
+    took = max((one for (system, _), one in times.items() if system == name), default=(None,) * 4)
     compiled = programs.compiled_bytes(name) / 1e9 if name in programs.compiled else None
     replicas = int((served.plan.placement[:, served.plan.num_home :] >= 0).sum())
-    shown = skew if isinstance(skew, str) else f"{skew:.0f}"
-    loads, times = (busiest / layer.copies, rounds, replicas), (*took, layer.floor_ms)
+    shown = skew if isinstance(skew, str) else f"{skew:g}"
+    loads = busiest_of(ready, name, skew) / layer.copies, rounds_of(ready, name, skew), replicas
     memory, drops = (programs.peak_gb.get(name), compiled), (served.dropped, served.hurt)
-    return [shown, name, *loads, *times, *memory, *drops, reason[""]]
+    return [shown, name, *loads, *took, layer.floor_ms, *memory, *drops, reason]
 
 
-def rows_of(layer: Layer, scale: Scale) -> Iterator[list[Value]]:
-    """Yield the rows of all cases, the most valuable first."""
+def rows_of(layer: Layer, scale: Scale) -> Iterator[list[list[Value]]]:
+    """Yield the rows of each skew, the most valuable first."""
     ready = prepared(layer)
-    for skew in SKEWS:
-        for name in variants(layer):
-            yield measured(ready, name, skew, scale)
+    with Clocks() as clocks:
+        for skew in scale.of(SKEWS, SKEWS[:2]):
+            yield measured(ready, skew, scale, clocks)
 
 
 def balanced_is_faster(name: str) -> Check:
@@ -410,10 +510,10 @@ def balanced_is_faster(name: str) -> Check:
         if scale.dry and name != next(iter(LAYERS)):
             return Finding(None, "not in a dry run")
         rows: list[list[Value]] = []
-        for row in rows_of(scale.of(LAYERS[name], TINY), scale):
-            rows.append(row)
+        for of_skew in rows_of(scale.of(LAYERS[name], TINY), scale):
+            rows += of_skew
             scale.keep(Table(COLUMNS, rows))
-        if rows[-1][TIME] is None:
+        if all(row[TIME] is None for row in of_skew):
             # Errors of CUDA may remain in the process: end it.
             raise RuntimeError(f"the last case failed: {rows[-1][-1]}")
         at_highest = {row[1]: row for row in rows if row[0] == rows[0][0]}

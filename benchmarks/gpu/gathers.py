@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import tiles
+from benchmarks.gpu import kit
 from benchmarks.gpu.comparison import LAYERS, TINY, Layer
 from benchmarks.gpu.device import kernel_seconds
 from benchmarks.gpu.findings import Finding, Scale
@@ -103,18 +103,18 @@ GATHERS: dict[str, Callable[..., Any]] = {LIBRARY: _library, SIGNED: _signed, WO
 SUMS: dict[str, Callable[..., Any]] = {LIBRARY: _combine, KERNEL: _combine_kernel}
 
 
-def programs(name: str, layer: Layer, *, kernels: bool = True) -> tiles.Programs:
+def programs(name: str, layer: Layer, *, kernels: bool = True) -> kit.Programs:
     """Return the programs of a layer, by its name, operation and form; without `kernels`, those that CPUs run."""
     rows = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     order = jax.ShapeDtypeStruct((layer.copies,), jnp.int32)
     weights = jax.ShapeDtypeStruct((layer.tokens, layer.per_token), jnp.float32)
     tokens, copies = rows((layer.tokens, layer.hidden)), rows((layer.copies, layer.hidden))
-    found: tiles.Programs = {}
+    found: kit.Programs = {}
     for form, gather in GATHERS.items():
         function = partial(gather, per_token=layer.per_token)
-        found[name, "gather", form] = tiles.Program(function, (tokens, order, order))
+        found[name, "gather", form] = kit.Program(function, (tokens, order, order))
     for form, add in SUMS.items():
-        found[name, "sum", form] = tiles.Program(add, (copies, order, order, weights))
+        found[name, "sum", form] = kit.Program(add, (copies, order, order, weights))
     return {key: program for key, program in found.items() if kernels or key[2] != KERNEL}
 
 
@@ -136,7 +136,7 @@ def gathers_are_fast(scale: Scale) -> Finding:
     given = {
         key: one for name, layer in layers.items() for key, one in programs(name, layer, kernels=not scale.dry).items()
     }
-    compiled = tiles.compile_all(given)
+    compiled = kit.compile_all(given)
     rows: list[list[Value]] = []
     for name, layer in layers.items():
         arguments = _arguments(layer)

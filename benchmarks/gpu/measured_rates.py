@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.comparison import SKEWS
+from benchmarks.gpu.overview import EXPERT_ROWS
 from benchmarks.gpu.rank_kernels import FLOOR, OTHER, SMALL, WHOLE, WITH_GRAPHS
 from benchmarks.gpu.tiles import MODELS
 from jax_moe_lb.aot.targets import GPUS
@@ -65,7 +66,7 @@ def measured(run: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def by_kind(products: list[dict[str, Any]]) -> dict[str, float]:
     """Return the median TFLOP/s of the default kernel by kind."""
-    kinds = {row["kind"] for row in products}
+    kinds = dict.fromkeys(row["kind"] for row in products)
     return {kind: statistics.median(row["default"] for row in products if row["kind"] == kind) for kind in kinds}
 
 
@@ -82,7 +83,9 @@ def experts(products: list[dict[str, Any]], share: float) -> dict[int, float]:
         model, rows = MODELS[name], [row for row in products if row["model"] == name]
         seconds = sum(PRODUCTS[row["product"], row["kind"]] / (1e12 * row["default"]) for row in rows)
         seconds += HIDDEN_ARRAYS / (model.hidden * share * GPUS["h100"].bytes_per_s)
-        found[round(rows[0]["rows"] / model.groups)].append(UNITS / seconds)
+        # Earlier tables have equal rows for all groups, and no column for them.
+        of_expert = rows[0].get(EXPERT_ROWS) or round(rows[0]["rows"] / model.groups)
+        found[of_expert].append(UNITS / seconds)
     return {rows: statistics.harmonic_mean(rates) for rows, rates in sorted(found.items())}
 
 

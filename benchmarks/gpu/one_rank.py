@@ -13,6 +13,7 @@ These parts differ from a rank of a group:
 - Routing, the all-gather of counts and the planner are left out.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,8 +42,8 @@ from jax_moe_lb.transport.exchange import (
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import in_rounds
 
-ROWS_AT_ONCE, COLUMNS_AT_ONCE = 8, 1024
-"""Tile of `copy_rows` on GPUs."""
+ROWS_AT_ONCE, COLUMNS_AT_ONCE, FEWEST_COLUMNS = 8, 1024, 64
+"""Tile of `copy_rows` on GPUs: rows, and most and fewest columns."""
 
 WEIGHTS_AT_ONCE = 4096
 """Tile of `copy_slots` and `add_slots` on GPUs."""
@@ -58,6 +59,8 @@ class LocalReceipt(Receipt):
 @dataclass(frozen=True)
 class LocalExchange(Exchange[LocalReceipt]):
     """Exchange of one rank as in `Direct` with one slice per slot, with local copies of as many rows."""
+
+    takes_saved = True
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> LocalReceipt:
         """Return the receipt of rank 0; see `receipt_of`."""
@@ -248,8 +251,13 @@ def copy_rows(source: Rows, target: Rows, first: Any, to: Any, number: Array) ->
         return target.at[place].set(source[(bounds[0] + at) % source.shape[0]], mode="drop")
 
     in_tiles = not any(array.shape[0] % ROWS_AT_ONCE for array in (source, target))
-    kernel = _kernel if in_tiles and source.shape[1] % COLUMNS_AT_ONCE == 0 else gather
+    kernel = _kernel if in_tiles and columns_at_once(source.shape[1]) >= FEWEST_COLUMNS else gather
     return jax.lax.platform_dependent(source, target, bounds, cuda=kernel, default=gather)
+
+
+def columns_at_once(width: int) -> int:
+    """Return the columns of a tile: a power of two that divides the width."""
+    return math.gcd(width, COLUMNS_AT_ONCE)
 
 
 def _kernel(source: Rows, target: Rows, bounds: Array) -> Rows:
@@ -257,7 +265,7 @@ def _kernel(source: Rows, target: Rows, bounds: Array) -> Rows:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    at_most, columns = max(source.shape[0], target.shape[0]), COLUMNS_AT_ONCE
+    at_most, columns = max(source.shape[0], target.shape[0]), columns_at_once(source.shape[1])
 
     def copy_tile(bounds: Any, source: Any, _: Any, out: Any) -> None:
         start, column = pl.program_id(0) * ROWS_AT_ONCE, pl.program_id(1) * columns

@@ -1,7 +1,10 @@
 """Short tables for documents, from those of the parts."""
 
 from collections.abc import Mapping
+from typing import Any
 
+from benchmarks.gpu.rank_kernels import HIGHEST
+from benchmarks.gpu.tiles import MODELS
 from benchmarks.results import Table, Value
 
 PRODUCTS = {
@@ -12,18 +15,23 @@ PRODUCTS = {
 }
 """Kernels of grouped products by title: backend and tiles, as in `tiles.py`."""
 
+EXPERT_ROWS = "rows of an expert"
+
 MOST_OPERATIONS = 30
 
 
 def overview(tables: Mapping[str, Table]) -> dict[str, Table]:
-    """Return the tables of documents: those of the parts, without single kernels."""
+    """Return the tables of documents: those of the parts, and sums of them."""
     grouped = {name: table for name, table in tables.items() if name.startswith("fastest-")}
     kernels = {name: table for name, table in tables.items() if name.startswith("rank-kernels-")}
-    found = {name: table for name, table in tables.items() if name not in (*grouped, *kernels)}
+    found = {name: table for name, table in tables.items() if name not in grouped}
     if "timeline" in found:
         found["timeline"] = Table(found["timeline"].columns, found["timeline"].rows[:MOST_OPERATIONS])
     if grouped:
-        found["products"] = products(grouped)
+        of_products = products(grouped)
+        # A dry run has no times of the default kernels.
+        if of_products.rows:
+            found["products"] = of_products
     if kernels:
         found["parts"] = parts(kernels)
     return found
@@ -41,16 +49,29 @@ def products(tables: Mapping[str, Table]) -> Table:
             title = next((one for one, kernel in PRODUCTS.items() if kernel == (at["backend"], at["tiles"])), None)
             if title is not None:
                 of_case[title] = at["TFLOP/s"]
-    columns = dict.fromkeys(("model", "product", "kind", "rows"), "") | dict.fromkeys(PRODUCTS, ".0f")
-    return Table(columns, [[*case, *(found.get(title) for title in PRODUCTS)] for case, found in rates.items()])
+    columns = dict.fromkeys(("model", "product", "kind", "rows", EXPERT_ROWS), "") | dict.fromkeys(PRODUCTS, ".0f")
+    rows = [
+        [*case, _rows_of_an_expert(*case), *(found.get(title) for title in PRODUCTS)]
+        for case, found in rates.items()
+        if "default" in found
+    ]
+    return Table(columns, rows)
+
+
+def _rows_of_an_expert(name: Any, product: Any, kind: Any, rows: Any) -> int:
+    """Return the rows of each home expert; slots of replicas are empty."""
+    model = MODELS[name]
+    return round(rows / (model.groups - model.slots))
 
 
 def parts(tables: Mapping[str, Table]) -> Table:
-    """Return the time of each part of a rank's layer, by layer and system."""
+    """Return the time of each part of a rank's layer at the highest skew, by layer and system."""
     sums: dict[tuple[str, ...], float] = {}
     for name, table in tables.items():
-        for system, part, *_, ms in table.rows:
-            key = name.removeprefix("rank-kernels-"), str(system), str(part)
-            sums[key] = sums.get(key, 0.0) + float(ms)  # type: ignore[arg-type]
+        for row in table.rows:
+            at = dict(zip(table.columns, row, strict=True))
+            if at["skew"] == HIGHEST:
+                key = name.removeprefix("rank-kernels-"), str(at["system"]), str(at["part"])
+                sums[key] = sums.get(key, 0.0) + float(at["ms"])  # type: ignore[arg-type]
     columns = dict.fromkeys(("layer", "system", "part"), "") | {"ms": ".2f"}
     return Table(columns, [[*key, ms] for key, ms in sums.items()])

@@ -1,6 +1,7 @@
 """Checks of grouped products: values of every backend, and its rate beside the recorded one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from benchmarks.gpu.device import kernel_seconds
 from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.kit import Program, Programs, compile_all
 from benchmarks.results import Table
 from jax_moe_lb.kernels.backends import BACKENDS, KINDS, Backend, Kind, Product, choose_backend
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
@@ -70,6 +72,37 @@ def reference(product: Product) -> Callable[..., jax.Array]:
     return jax.jit(multiply)
 
 
+SHAPES = ((2048, 1536), (2880, 2880))
+"""Widths of products whose values are compared."""
+
+VALUE_ROWS = 8192
+RUN, COMPARE, EXPECT = "run", "compare", "expect"
+
+
+def products_of(backend: Backend, rows: int, shapes: Sequence[tuple[int, int]]) -> list[Product]:
+    """Return the compared products of a backend, also those that it does not take."""
+    return [product_of(kind, backend, rows, widths) for widths in shapes for kind in KINDS]
+
+
+def value_programs(backend: Backend, products: Sequence[Product]) -> Programs:
+    """Return the programs that compare products of a backend with those by blocks of rows."""
+    found: Programs = {}
+    for product in products:
+        if backend.why_not_for(product):
+            continue
+        label = f"{product.kind} of {product.num_rows} rows, {product.widths}, {backend.name}"
+        operands = jax.eval_shape(partial(operands_of, product, 0))
+        result = jax.eval_shape(partial(_run, backend, product), *operands)
+        expected = jax.eval_shape(reference(product), *operands)
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        found["values", RUN, label] = Program(partial(_run, backend, product), operands)
+        found["values", EXPECT, label] = Program(reference(product), operands)
+        for other in (expected, result):
+            name = f"{label}, {other.dtype}"
+            found["values", COMPARE, name] = Program(partial(_difference, product.kind), (result, other, count))
+    return found
+
+
 def values_equal(name: str, repeats: int = 8) -> Check:
     """Return the check of a backend against blocks of rows, and of equal bits in repeated calls, to detect races.
 
@@ -77,43 +110,54 @@ def values_equal(name: str, repeats: int = 8) -> Check:
     """
 
     def check(scale: Scale) -> Finding:
-        backend, rows, reached = named(name), scale.of(8192, 256), []
-        for widths in scale.of(((2048, 1536), (2880, 2880)), ((128, 256),)):
-            for kind in KINDS:
-                product = product_of(kind, backend, rows, widths)
-                if reason := backend.why_not_for(product):
-                    reached.append(f"not {kind} of {widths[0]} x {widths[1]}: {reason}")
-                    continue
-                _compare(backend, product, scale.of(2, 1), scale.of(repeats, 1))
-                reached.append(f"{kind} of {widths[0]} x {widths[1]}")
+        backend, rows = named(name), scale.of(VALUE_ROWS, 256)
+        products = products_of(backend, rows, scale.of(SHAPES, ((128, 256),)))
+        compiled = compile_all(value_programs(backend, products))
+        reached = []
+        for product in products:
+            widths = f"{product.widths[0]} x {product.widths[1]}"
+            if reason := backend.why_not_for(product):
+                reached.append(f"not {product.kind} of {widths}: {reason}")
+                continue
+            _compare(backend, product, compiled, scale.of(2, 1), scale.of(repeats, 1))
+            reached.append(f"{product.kind} of {widths}")
         holds = None if all(one.startswith("not ") for one in reached) else True
         return Finding(holds, f"{rows} rows: {'; '.join(reached)}")
 
     return check
 
 
-def _compare(backend: Backend, product: Product, seeds: int, repeats: int) -> None:
-    @jax.jit
-    def run(left: Any, right: Any, sizes: jax.Array) -> jax.Array:
-        found = backend(product, left, right, sizes, None)
-        return jnp.concatenate(found) if isinstance(found, tuple) else found
+def _run(backend: Backend, product: Product, left: Any, right: Any, sizes: jax.Array) -> jax.Array:
+    found = backend(product, left, right, sizes, None)
+    return jnp.concatenate(found) if isinstance(found, tuple) else found
 
-    @jax.jit
-    def compare(found: jax.Array, expected: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if product.kind != "outer":
-            inside = (jnp.arange(found.shape[0]) < count)[:, None]
-            found, expected = jnp.where(inside, found, 0), jnp.where(inside, expected, 0)
-        found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-        return jnp.abs(found - expected).max() / jnp.abs(expected).max(), jnp.abs(found).sum()
 
-    expect = reference(product)
+def _difference(kind: Kind, found: jax.Array, expected: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if kind != "outer":
+        inside = (jnp.arange(found.shape[0]) < count)[:, None]
+        found, expected = jnp.where(inside, found, 0), jnp.where(inside, expected, 0)
+    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.abs(found - expected).max() / jnp.abs(expected).max(), jnp.abs(found).sum()
+
+
+def _compare(backend: Backend, product: Product, compiled: Any, seeds: int, repeats: int) -> None:
+    label = f"{product.kind} of {product.num_rows} rows, {product.widths}, {backend.name}"
+
+    def program(what: str, name: str) -> Callable[..., Any]:
+        one = compiled["values", what, name]
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    run, expect = program(RUN, label), program(EXPECT, label)
     for seed in range(seeds):
         left, right, sizes = operands_of(product, seed)
-        first, used = run(left, right, sizes), sizes.sum()
-        error, total = compare(first, expect(left, right, sizes), used)
+        first, expected, used = run(left, right, sizes), expect(left, right, sizes), sizes.sum(dtype=jnp.int32)
+        error, total = program(COMPARE, f"{label}, {expected.dtype}")(first, expected, used)
         assert error < MOST_ERROR, f"{product} differs by {error}"
+        same = program(COMPARE, f"{label}, {first.dtype}")
         for _ in range(repeats):
-            assert compare(run(left, right, sizes), first, used) == (0.0, total), f"calls differ: {product}"
+            assert same(run(left, right, sizes), first, used) == (0.0, total), f"calls differ: {product}"
 
 
 def rates(scale: Scale) -> Finding:

@@ -5,14 +5,12 @@ from collections import defaultdict
 from functools import partial
 from math import prod
 
-import numpy as np
-
 from benchmarks.gpu import comparison
-from benchmarks.gpu.comparison import LAYERS, ONE_ROUND, PEAK_FLOPS, PROFILED, SKEWS, TINY, Layer, Prepared
+from benchmarks.gpu.clocks import Clocks
+from benchmarks.gpu.comparison import EVEN, LAYERS, ONE_ROUND, PEAK_FLOPS, PROFILED, SKEWS, TINY, Layer, Prepared
 from benchmarks.gpu.device import kernel_seconds
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.results import Table, Value
-from jax_moe_lb.core.plan import load
 
 PRODUCTS, EXCHANGE = "products", "copies of rows in place of the exchange"
 GATHERS, SUMS = "gathers of rows into sending order", "sums of a token's copies"
@@ -26,10 +24,13 @@ FLOP_PER_WEIGHT = 22
 SMALL_BYTES = 4_000_000
 """Results below this size hold no rows and no weights."""
 
+HIGHEST = f"{SKEWS[0]:g}"
+"""Skew of `by_part`."""
+
 MOST_GROUPS = 256
 CALLS = 3
 
-COLUMNS = {"system": "", "part": "", "kernel": "", "result": "", "executions": ".1f", "ms": ".4f"}
+COLUMNS = {"skew": "", "system": "", "part": "", "kernel": "", "result": "", "executions": ".1f", "ms": ".4f"}
 WHOLE, WITH_GRAPHS, FLOOR = "whole call", "whole call with CUDA graphs", "products at the peak rate"
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(.*$", re.MULTILINE)
@@ -75,33 +76,34 @@ def _nbytes(array: tuple[str, list[int]]) -> int:
     return prod(dims) * (int(bits[0]) if bits else 8) // 8
 
 
-def kernels_of(ready: Prepared, name: str, scale: Scale) -> list[list[Value]]:
-    """Return rows of `COLUMNS` for a system at the highest skew: all kernels, the slowest first, and whole calls."""
-    case = name, SKEWS[0]
-    with_graphs = comparison.measured(ready, *case, scale)[comparison.TIME]
+def kernels_of(ready: Prepared, name: str, skew: float | str, scale: Scale) -> list[list[Value]]:
+    """Return rows of `COLUMNS` for a system at a skew: all kernels, the slowest first, and whole calls."""
     if reason := ready.programs.reasons.get(name):
         raise RuntimeError(reason)
     compiled, calls = ready.programs.profiled[name], scale.of(CALLS, 1)
-    run = partial(compiled, ready.inputs[case][0])
-    whole = comparison.times_of(run, scale).median
+    inputs = ready.inputs[name, skew][0]
+    both = {WHOLE: partial(compiled, inputs), WITH_GRAPHS: partial(ready.programs.compiled[name], inputs)}
+    with Clocks() as clocks:
+        times = comparison.times_of(both, scale, clocks)
     parts = parts_of(compiled.as_text() or "", scale.of(SMALL_BYTES, 4096))
     rows: list[list[Value]] = []
-    for kernel, seconds in kernel_seconds(run, calls).items():
+    start = [skew if isinstance(skew, str) else f"{skew:g}", name]
+    for kernel, seconds in kernel_seconds(both[WHOLE], calls).items():
         part, result = parts.get(kernel, (OTHER, ""))
-        rows.append([name, part, kernel, result, len(seconds) / calls, 1e3 * sum(seconds) / calls])
+        rows.append([*start, part, kernel, result, len(seconds) / calls, 1e3 * sum(seconds) / calls])
     rows.sort(key=lambda row: -float(row[-1]))  # type: ignore[arg-type]
-    busiest = int(np.asarray(load(ready.served[case].plan)).max())
+    busiest = comparison.busiest_of(ready, name, skew)
     least = 1e3 * FLOP_PER_WEIGHT * busiest * ready.layer.hidden * ready.layer.inner / PEAK_FLOPS
-    ends = {WHOLE: whole, WITH_GRAPHS: with_graphs, FLOOR: least}
-    return rows + [[name, part, "", "", None, ms] for part, ms in ends.items()]
+    ends = {part: one.median for part, one in times.items()} | {FLOOR: least}
+    return rows + [[*start, part, "", "", None, ms] for part, ms in ends.items()]
 
 
 def by_part(rows: list[list[Value]], name: str) -> dict[str, float]:
-    """Return the milliseconds of each part of a system, the longest first."""
+    """Return the milliseconds of each part of a system at the highest skew, the longest first."""
     found: dict[str, float] = defaultdict(float)
     for row in rows:
-        if row[0] == name and row[2]:
-            found[str(row[1])] += float(row[-1])  # type: ignore[arg-type]
+        if row[:2] == [HIGHEST, name] and row[3]:
+            found[str(row[2])] += float(row[-1])  # type: ignore[arg-type]
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
@@ -113,11 +115,12 @@ def products_take_most(name: str) -> Check:
             return Finding(None, "not in a dry run")
         layer: Layer = scale.of(LAYERS[name], TINY)
         rows: list[list[Value]] = []
-        for system in PROFILED:
-            rows += kernels_of(comparison.prepared(layer), system, scale)
-            scale.keep(Table(COLUMNS, rows))
+        for skew in (SKEWS[0], EVEN):
+            for system in PROFILED:
+                rows += kernels_of(comparison.prepared(layer), system, skew, scale)
+                scale.keep(Table(COLUMNS, rows))
         parts = by_part(rows, ONE_ROUND)
-        whole = next(float(row[-1]) for row in rows if row[:2] == [ONE_ROUND, WHOLE])  # type: ignore[arg-type]
+        whole = next(float(row[-1]) for row in rows if row[:3] == [HIGHEST, ONE_ROUND, WHOLE])  # type: ignore[arg-type]
         if not parts:
             return Finding(None, "the profile has no kernels", Table(COLUMNS, rows))
         texts = [f"{part} {ms:.2f}" for part, ms in parts.items()]

@@ -5,11 +5,9 @@ first, in threads, and then timed. The result of each for the first group is com
 """
 
 import faulthandler
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.findings import Check, Finding, Scale
+from benchmarks.gpu.kit import Program, Programs, compile_all
 from benchmarks.gpu.products import named
 from benchmarks.results import Table, Value
 from jax_moe_lb.aot.targets import GPUS
@@ -49,24 +49,27 @@ class Model(NamedTuple):
         hidden: width of tokens.
         inner: width of one projection; of gate and up together if multiplied at once.
         down: width of the hidden activations.
+        rows: rows of a rank at the mean load.
+        slots: slots of replicas among the groups; 2 by default.
     """
 
     groups: int
     hidden: int
     inner: int
     down: int
+    rows: int
+    slots: int = 2
 
 
 MODELS = {
-    "Qwen3-30B-A3B": Model(16 + 2, 2048, 1536, 768),
-    "DeepSeek-V3": Model(32 + 2, 7168, 2048, 2048),
-    "Mixtral-8x7B": Model(1 + 2, 4096, 14336, 14336),
-    "GPT-OSS-120B": Model(16 + 2, 2880, 2880, 2880),
-    "Qwen3-235B-A22B": Model(16 + 2, 4096, 1536, 1536),
+    "Qwen3-30B-A3B": Model(16 + 2, 2048, 1536, 768, 65536),
+    "DeepSeek-V3": Model(32 + 2, 7168, 2048, 2048, 32768),
+    "Mixtral-8x7B": Model(1 + 2, 4096, 14336, 14336, 8192),
+    "GPT-OSS-120B": Model(16 + 2, 2880, 2880, 2880, 32768),
 }
-"""Models of the issue; Qwen3-30B multiplies gate and up at once."""
+"""Ranks of models by name; Qwen3-30B multiplies gate and up at once."""
 
-TINY = Model(4, 128, 256, 128)
+TINY = Model(4, 128, 256, 128, 512)
 
 
 class Load(NamedTuple):
@@ -76,17 +79,19 @@ class Load(NamedTuple):
     skew: str
 
 
-LOADS = {
-    8192: (Load(8192, "even"), Load(8192, "hot"), Load(2048, "hot")),
-    32768: (Load(32768, "even"), Load(32768, "hot"), Load(16384, "hot")),
-    512: (Load(512, "even"), Load(512, "hot"), Load(256, "hot")),
-}
-"""Loads by the number of rows of the buffer."""
+def loads(model: Model) -> tuple[Load, ...]:
+    """Return the loads of a rank: the mean load, even and skewed, and half of it."""
+    return Load(model.rows, "even"), Load(model.rows, "hot"), Load(model.rows // 2, "hot")
 
 
-def group_sizes(load: Load, groups: int) -> np.ndarray:
-    """Return the rows of each group: equal, or half of all rows in one group, and none in a quarter of the groups."""
-    sizes = np.full(groups, load.rows // groups)
+def group_sizes(load: Load, groups: int, slots: int) -> np.ndarray:
+    """Return the rows of each group.
+
+    An even load has equal rows for all home experts, and no replicas. A hot one has half of all rows in one group, and
+    none in a quarter of the groups.
+    """
+    sizes = np.zeros(groups, np.int64)
+    sizes[: groups - slots] = load.rows // (groups - slots)
     if load.skew == "hot":
         empty = max(1, groups // 4)
         sizes = np.zeros(groups, np.int64)
@@ -108,6 +113,9 @@ class Kernel:
     backend: Backend
     tiles: str
     kinds: tuple[Kind, ...]
+
+    def __str__(self) -> str:
+        return f"{self.backend.name}, {self.tiles}"
 
 
 PRODUCTS: tuple[Kind, ...] = ("product", "transposed")
@@ -200,8 +208,12 @@ class Case:
     name: str
     product: Product
 
+    def __str__(self) -> str:
+        one = self.product
+        return f"{self.name} {one.kind} of {one.num_rows} rows, {one.widths}, {one.num_groups} groups"
 
-def cases(model: Model, num_rows: int) -> list[Case]:
+
+def cases(model: Model) -> list[Case]:
     """Return the products of a layer, forward and backward."""
     widths = {
         ("product", "up"): (model.hidden, model.inner),
@@ -212,30 +224,11 @@ def cases(model: Model, num_rows: int) -> list[Case]:
         ("outer", "down"): (model.down, model.hidden),
     }
     return [
-        Case(name, Product(kind, num_rows, widths[kind, name], model.groups, (BF16, BF16), BF16))
+        Case(name, Product(kind, model.rows, widths[kind, name], model.groups, (BF16, BF16), BF16))
         for kind in KINDS
         for name in ("up", "down")
     ]
 
-
-class Program(NamedTuple):
-    """Function and its arguments, to be compiled."""
-
-    function: Callable[..., Any]
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
-
-    def compile(self, platforms: tuple[str, ...] | None = None, device: Any = None) -> Callable[..., Any]:
-        """Compile for the default device; for an absent one, give its platform and the device."""
-        arguments = self.arguments
-        if device is not None:
-            sharding = jax.sharding.SingleDeviceSharding(device)
-            arguments = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding) for one in arguments)
-        with jax.default_device(device):
-            lowered = jax.jit(self.function).trace(*arguments).lower(lowering_platforms=platforms)
-        return lowered.compile()
-
-
-Programs = dict[tuple[Any, ...], Program]
 
 DENSE, COMPARE, OPERANDS = "dense", "compare", "operands"
 
@@ -290,19 +283,6 @@ def _error(kind: Kind, found: jax.Array, left: jax.Array, right: jax.Array, coun
     return jnp.abs(found - expected).max() / jnp.abs(expected).max()
 
 
-def compile_all(given: Programs, threads: int | None = None) -> dict[tuple[Any, ...], Any]:
-    """Compile programs in threads; the result of one that fails is its exception."""
-
-    def attempt(program: Program) -> Any:
-        try:
-            return program.compile()
-        except Exception as error:  # other programs are measured without it
-            return error
-
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        return dict(zip(given, pool.map(attempt, given.values()), strict=True))
-
-
 class Clock:
     """Measures calls of programs behind a long one, so that the device never waits for its host."""
 
@@ -348,34 +328,40 @@ COLUMNS = dict.fromkeys(("model", "product", "kind", "buffer rows", "rows", "ske
     "TFLOP/s": ".0f",
     "share of dense": ".2f",
     "floor us": ".1f",
+    "SM MHz": ".0f",
     "": "",
 }
 
 
-def fastest(name: str, num_rows: int) -> Check:
+def model_programs(model: Model) -> Programs:
+    """Return the programs of all products of a model."""
+    wanted: Programs = {}
+    others = [*OTHERS, *([NARROW] if model.hidden % 128 else [])]
+    for case in cases(model):
+        kind = case.product.kind
+        chosen = Kernel(choose_backend(case.product, "cuda").backend, TABLE, (kind,))
+        wanted |= programs(case, [chosen, *(one for one in others if kind in one.kinds and one != chosen)])
+    return wanted
+
+
+def fastest(name: str) -> Check:
     """Return the check that the chosen kernels are as fast as the fastest measured, for all products of a model.
 
     Args:
         name: name of the model.
-        num_rows: rows of the buffer.
     """
 
     def check(scale: Scale) -> Finding:
-        model, buffer = scale.of((MODELS[name], num_rows), (TINY, 512))
-        every = cases(model, buffer)
-        others = [*OTHERS, *([NARROW] if model.hidden % 128 else [])]
-        wanted: Programs = {}
-        for case in every:
-            kind = case.product.kind
-            chosen = Kernel(choose_backend(case.product, "cuda").backend, TABLE, (kind,))
-            wanted |= programs(case, [chosen, *(one for one in others if kind in one.kinds and one != chosen)])
+        model = scale.of(MODELS[name], TINY)
+        every = cases(model)
         faulthandler.dump_traceback_later(COMPILING_S, exit=True)
-        compiled = compile_all(wanted)
+        compiled = compile_all(model_programs(model))
         clock = Clock(scale.of(8192, 64))
         rows: list[list[Value]] = []
-        for case in every:
-            rows += _measure(case, compiled, clock, LOADS[buffer], name)
-            scale.keep(Table(COLUMNS, rows))
+        with Clocks() as clocks:
+            for case in every:
+                rows += _measure(case, compiled, clock, model, name, clocks)
+                scale.keep(Table(COLUMNS, rows))
         faulthandler.cancel_dump_traceback_later()
         return _finding(rows, every)
 
@@ -383,14 +369,14 @@ def fastest(name: str, num_rows: int) -> Check:
 
 
 def _measure(
-    case: Case, compiled: dict[tuple[Any, ...], Any], clock: Clock, loads: Sequence[Load], name: str
+    case: Case, compiled: dict[tuple[Any, ...], Any], clock: Clock, model: Model, name: str, clocks: Clocks
 ) -> Iterator[list[Value]]:
     """Time all kernels of one product under all loads, and yield the rows of the table."""
     product = case.product
     left, right = compiled[case, OPERANDS](jax.random.key(1))
     matrix = right[0] if product.kind != "outer" else right
-    for load in loads:
-        sizes = group_sizes(load, product.all_groups)
+    for load in loads(model):
+        sizes = group_sizes(load, product.all_groups, model.slots)
         on_device, count = jnp.asarray(sizes), jnp.int32(sizes[0])
         operands = left, right, on_device
         flops = 2 * load.rows * product.widths[0] * product.widths[1]
@@ -404,6 +390,7 @@ def _measure(
             label = [DENSE, "cuBLAS"] if kernel == DENSE else [kernel.backend.name, kernel.tiles]
             faulthandler.dump_traceback_later(STUCK_S, exit=True)
             seconds, note = None, ""
+            clocks.start()
             try:
                 if isinstance(program, Exception):
                     raise program
@@ -419,7 +406,7 @@ def _measure(
             dense_s = seconds if kernel == DENSE else dense_s
             rate = flops / seconds / 1e12 if seconds else None
             share = dense_s / seconds if seconds and dense_s else None
-            yield [*start, *label, seconds and seconds * 1e6, rate, share, floor, note]
+            yield [*start, *label, seconds and seconds * 1e6, rate, share, floor, clocks.mhz(), note]
 
 
 def _finding(rows: list[list[Value]], every: Sequence[Case]) -> Finding:

@@ -47,10 +47,11 @@ def test_the_part_of_an_instruction(line, expected):
 
 def test_times_are_summed_by_part():
     rows = [
-        ["exact", kernels.SUMS, "f.2", "", 1.0, 1.0],
-        ["exact", kernels.PRODUCTS, "p.1", "", 1.0, 2.0],
-        ["exact", kernels.PRODUCTS, "p.3", "", 4.0, 3.0],
-        ["plain", kernels.PRODUCTS, "p.1", "", 1.0, 9.0],
-        ["exact", kernels.WHOLE, "", "", None, 8.0],
+        ["4", "exact", kernels.SUMS, "f.2", "", 1.0, 1.0],
+        ["4", "exact", kernels.PRODUCTS, "p.1", "", 1.0, 2.0],
+        ["4", "exact", kernels.PRODUCTS, "p.3", "", 4.0, 3.0],
+        ["even", "exact", kernels.PRODUCTS, "p.3", "", 4.0, 7.0],
+        ["4", "plain", kernels.PRODUCTS, "p.1", "", 1.0, 9.0],
+        ["4", "exact", kernels.WHOLE, "", "", None, 8.0],
     ]
     assert list(kernels.by_part(rows, "exact").items()) == [(kernels.PRODUCTS, 5.0), (kernels.SUMS, 1.0)]

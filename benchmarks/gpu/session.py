@@ -1,0 +1,189 @@
+"""Checks for a machine that has its GPU for fifteen minutes: two commands with limits, the most valuable checks first.
+
+    make gpu-kit                                             # before, on any machine
+    python -m benchmarks.gpu.session first --out FOLDER      # at most 8 minutes
+    python -m benchmarks.gpu.session second --out FOLDER     # at most 4 minutes
+    python -m benchmarks.gpu.written FOLDER                  # afterwards: results, rates of the device, documents
+    python -m benchmarks.gpu.session --dry-run               # both, all other checks and `written`, tiny, on CPUs
+
+A part of `benchmarks.gpu` runs within its limit, and its file is written after each check. The first one loads a
+program of `make gpu-kit`; if that fails, all programs are compiled. The steps of a rank compile in other processes
+meanwhile.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import kit, written
+from benchmarks.gpu.claims import PARTS
+from benchmarks.gpu.comparison import LAYERS
+from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, read_rows
+from benchmarks.render import RESULTS
+
+DRY_RUN_LIMIT_S = 600.0
+
+WAIT_S = 45.0
+"""Seconds that steps of a rank may compile after the checks before them."""
+
+THREADS = 4
+"""Compilations at once of a layer."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Checks of one part.
+
+    Args:
+        part: name of the part.
+        limit_s: time limit in seconds.
+        takes: function of a claim's name that is true for the checks of this item; all by default.
+    """
+
+    part: str
+    limit_s: float
+    takes: Callable[[str], bool] = lambda name: True
+
+    def claims(self) -> list[str]:
+        """Return the names of the checks."""
+        return [claim.name for claim in PARTS[self.part] if self.takes(claim.name)]
+
+
+def starting(*prefixes: str) -> Callable[[str], bool]:
+    """Return a function that is true for names with one of the prefixes."""
+    return lambda name: name.startswith(prefixes)
+
+
+STEPS_OF_RANKS = "comparison"
+"""Part whose programs compile in other processes."""
+
+SESSIONS = {
+    "first": (
+        Item("kit", 30),
+        Item("rates", 35),
+        Item("values", 65, starting("products-")),
+        Item("products", 120),
+        Item(STEPS_OF_RANKS, 150, starting("rank-")),
+        Item("counters", 60),
+    ),
+    "second": (
+        Item("values", 65, starting("layer-")),
+        Item("kernels", 30),
+        Item("steps", 70, starting("step-")),
+        Item("compiled", 20, starting("temporaries")),
+        Item("copies", 30, starting("ended-process")),
+        Item("training", 25),
+    ),
+}
+"""Checks of both commands, the most valuable first."""
+
+REST = "rest"
+"""Name of the checks of no command, in a dry run."""
+
+
+def rest() -> Iterator[Item]:
+    """Yield the checks that are in no command."""
+    known = {name for items in SESSIONS.values() for item in items for name in item.claims()}
+    for part in PARTS:
+        item = Item(part, DRY_RUN_LIMIT_S, lambda name: name not in known)
+        if item.claims():
+            yield item
+
+
+@contextmanager
+def compiling(*, dry_run: bool) -> Iterator[Callable[[], None]]:
+    """Compile the steps of a rank in processes; give a function that waits for them."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    common = [sys.executable, "-m", "benchmarks.gpu.ahead", "--threads", str(THREADS)]
+    layers = list(LAYERS)[:1] if dry_run else list(LAYERS)
+    commands = [[*common, "--here", layer, *(["--dry-run"] if dry_run else [])] for layer in layers]
+    # Other checks run beside them.
+    started = [subprocess.Popen(["nice", *command], env=environment) for command in commands]
+
+    def wait() -> None:
+        end = time.monotonic() + (DRY_RUN_LIMIT_S if dry_run else WAIT_S)
+        for process in started:
+            try:
+                process.wait(max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    try:
+        yield wait
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def run(name: str, folder: Path, *, dry_run: bool) -> bool:
+    """Run the checks of a command, and return whether a check failed for its own fault in a dry run."""
+    items = SESSIONS.get(name) or tuple(rest())
+    if not any(item.part == STEPS_OF_RANKS and name != REST for item in items):
+        return _run_items(items, folder, None, dry_run=dry_run)
+    with compiling(dry_run=dry_run) as wait:
+        return _run_items(items, folder, wait, dry_run=dry_run)
+
+
+def _run_items(items: tuple[Item, ...], folder: Path, wait: Callable[[], None] | None, *, dry_run: bool) -> bool:
+    failed = False
+    for item in items:
+        path = folder / f"{item.part}.json"
+        if wait is not None and item.part == STEPS_OF_RANKS:
+            wait()
+        todo = set(gpu.remaining(item.part, path, []))
+        names, begin = [one for one in item.claims() if one in todo], time.monotonic()
+        limit_s = DRY_RUN_LIMIT_S if dry_run else item.limit_s
+        gpu.run_part(item.part, names, path, dry_run=dry_run, limit_s=limit_s)
+        rows = [row for row in read_rows(path).values() if row.claim in names]
+        print(f"{item.part}: {len(rows)} claims in {time.monotonic() - begin:.0f} s", flush=True)
+        if item.part == "kit" and any(row.outcome == FALSE for row in rows):
+            kit.disable()
+        failed |= any(row.found.startswith(DRY_RUN_FAILED) for row in rows)
+    return failed
+
+
+def dry_run() -> bool:
+    """Run all checks with tiny sizes and write copies of all files; return whether one failed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            failed = [run(one, folder / "gpu", dry_run=True) for one in (*SESSIONS, REST)]
+            written.dry_run(folder / "gpu", folder)
+        finally:
+            # Programs for the CPU.
+            shutil.rmtree(kit.path_of("probe", "cpu").parent, ignore_errors=True)
+        print(f"\n{gpu.summary(folder / 'gpu')[0]}")
+    return any(failed)
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.session",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("session", nargs="?", choices=SESSIONS, help="command")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="folder of results")
+    parser.add_argument("--dry-run", action="store_true", help="use tiny sizes and CPUs, and a temporary folder")
+    given = parser.parse_args()
+    if given.dry_run:
+        sys.exit(dry_run())
+    if given.session is None:
+        parser.error(f"session is required: expected one of {', '.join(SESSIONS)}")
+    sys.exit(run(given.session, given.out, dry_run=False))
+
+
+if __name__ == "__main__":
+    main()

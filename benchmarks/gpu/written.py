@@ -1,0 +1,163 @@
+"""Write results of a GPU into `gpu.json`, the rates of its device and of its kernels, and the documents.
+
+    python -m benchmarks.gpu.written FOLDER...   # folders of `benchmarks.gpu.session`, the latest last
+
+Results that the folders do not have remain. A value that was measured is no longer marked as assumed.
+"""
+
+import argparse
+import re
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.claims import PARTS
+from benchmarks.gpu.findings import CLAIMS, FALSE, NOT_REACHED, TRUE, read_rows
+from benchmarks.gpu.measured_rates import measured
+from benchmarks.gpu.measured_rates import tables as tables_of
+from benchmarks.gpu.overview import overview
+from benchmarks.gpu.products import named
+from benchmarks.gpu.tiles import TABLE
+from benchmarks.render import RESULTS, ROOT, rendered, write_documents
+from benchmarks.results import Table, load, save
+from jax_moe_lb.aot.targets import GPUS
+from jax_moe_lb.kernels.backends import KINDS
+
+DEVICES = ROOT / "jax_moe_lb" / "recordings" / "devices"
+
+UNITS = {
+    "dense": (1e12, " TFLOP/s"),
+    "grouped": (1e12, " TFLOP/s"),
+    "experts": (1e12, " TFLOP/s"),
+    "memory_share": (1, ""),
+    "planner_kernel": (1e-6, " us"),
+    "small_operations": (1e-6, " us"),
+}
+"""Units of the values of `measured_rates` in the file of a device."""
+
+SOURCE = "docs/results/gpu.md, by python -m benchmarks.gpu.measured_rates"
+
+
+def merged(folders: Sequence[Path], old: Path) -> tuple[dict[str, Table], str]:
+    """Return the tables of all folders over those of an older file, and the device.
+
+    Args:
+        folders: folders with a file for each part, the latest last.
+        old: file of earlier results; it may be absent.
+    """
+    before = load(old) if old.exists() else {}
+    # A run that did not reach a claim leaves its outcome.
+    rows = {row[1]: row for row in (before[CLAIMS].rows if CLAIMS in before else [])}
+    latest: dict[str, Table] = {}
+    device = ""
+    for path in (folder / f"{part}.json" for folder in folders for part in PARTS):
+        if not path.exists():
+            continue
+        latest |= {name: table for name, table in load(path).items() if name != CLAIMS}
+        device = next((row.device for row in read_rows(path).values() if row.device), device)
+    table, _ = gpu.summary(folders[-1])
+    for folder in folders:
+        rows |= {row[1]: row for row in gpu.summary(folder)[0].rows if row[3] in (TRUE, FALSE)}
+    claims = [_outcome(row, rows) for row in table.rows]
+    return {**before, **overview(latest), CLAIMS: Table(table.columns, claims)}, device
+
+
+def _outcome(row: Sequence[Any], known: Mapping[Any, Sequence[Any]]) -> Sequence[Any]:
+    """Return the statement of a claim with its known outcome."""
+    return [*row[:3], *known.get(row[1], (*row[:3], NOT_REACHED, row[4]))[3:]]
+
+
+def kernel_rates(folders: Sequence[Path]) -> dict[tuple[str, str], float]:
+    """Return the median TFLOP/s of each recorded kernel at even rows, by name and kind."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for path in (folder / "products.json" for folder in folders):
+        tables = load(path).values() if path.exists() else []
+        for table in tables:
+            for row in table.rows:
+                at = dict(zip(table.columns, row, strict=True))
+                # Only even loads and the tiles of the table are recorded.
+                if (at.get("skew"), at.get("tiles")) != ("even", TABLE) or at["TFLOP/s"] is None or at[""]:
+                    continue
+                if (name := named(str(at["backend"])).recorded) is not None:
+                    found.setdefault((name, str(at["kind"])), []).append(float(at["TFLOP/s"]))  # type: ignore[arg-type]
+    return {key: statistics.median(rates) for key, rates in found.items()}
+
+
+def device_values(run: Mapping[str, Any], kernels: Mapping[tuple[str, str], float]) -> dict[str, str]:
+    """Return the values of a device's file by their key; of a kernel, by `kernels` and its name.
+
+    Args:
+        run: result of `measured_rates.measured`.
+        kernels: result of `kernel_rates`.
+    """
+    found = {key: _shown(value, *UNITS[key]) for key, value in run.items()}
+    for name in dict.fromkeys(name for name, _ in kernels):
+        of_kinds = {kind: 1e12 * kernels[name, kind] for kind in KINDS if (name, kind) in kernels}
+        found[f"kernels.{name}"] = _shown(of_kinds, *UNITS["grouped"])
+    return found
+
+
+def _shown(value: Any, unit: float, name: str) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_shown(one, unit, name)}' for key, one in value.items())}}}"
+    return f"{value / unit:.4g}{name}"
+
+
+def with_values(text: str, values: Mapping[str, str]) -> str:
+    """Return the text of a device's file with measured values; keys that it does not have are ignored."""
+    for key, value in values.items():
+        block, _, name = key.partition(".")
+        found = re.search(rf"^{block}:\n(?: .*\n)+", text, re.M)
+        if found is None:
+            continue
+        line = rf"^    {name}: .*$" if name else r"^  value: .*$"
+        new = re.sub(line, f"    {name}: {value}" if name else f"  value: {value}", found[0], flags=re.M)
+        if new != found[0]:
+            new = re.sub(r"^  basis: .*$", "  basis: measured", new, flags=re.M)
+            new = re.sub(r"^  source: .*\n(?:    .*\n)*", f"  source: {SOURCE}\n", new, flags=re.M)
+        text = text[: found.start()] + new + text[found.end() :]
+    return text
+
+
+def write(folders: Sequence[Path], out: Path, target: Path) -> None:
+    """Write the results and the rates of the device.
+
+    Args:
+        folders: folders of results.
+        out: file of all results.
+        target: folder of the rates of devices.
+    """
+    tables, device = merged(folders, out)
+    save(tables, out, device)
+    kind = next((name for name in sorted(GPUS, key=len, reverse=True) if name in device.lower()), "h100")
+    values = device_values(measured(tables_of(out)), kernel_rates(folders))
+    target.joinpath(f"{kind}.yaml").write_text(with_values((DEVICES / f"{kind}.yaml").read_text(), values))
+
+
+def dry_run(folder: Path, out: Path) -> None:
+    """Write copies of all files from results of a dry run, and render the page of the GPU from them."""
+    results = out / "results"
+    shutil.copytree(RESULTS, results, ignore=shutil.ignore_patterns("gpu"))
+    write([folder], results / "gpu.json", out)
+    page = ROOT / "docs" / "results" / "gpu.md"
+    rendered(page.read_text(), results, page.parent)
+
+
+def main() -> None:
+    """Write all files and documents."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.written",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folders of results, the latest last")
+    given = parser.parse_args()
+    write(given.folders, RESULTS / "gpu.json", DEVICES)
+    write_documents()
+
+
+if __name__ == "__main__":
+    main()
