@@ -14,7 +14,7 @@ from jax_moe_lb.core.checks import checked_fields, shown
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import INT32_MAX, Level, Topology
 from jax_moe_lb.core.types import AnyArray, Counts, host_iota, namespace
-from jax_moe_lb.recordings.device_rates import device_rates, rated_devices
+from jax_moe_lb.recordings.device_rates import GpuRates, device_rates, rated_devices
 
 SIZES = ("expert_bytes", "token_flops", "token_bytes", "gradient_bytes", "overlap_s")
 """Fields of `Cost` derived from the layer."""
@@ -67,8 +67,9 @@ class Cost:
             any price. `None` (default) takes that of the layer.
         slot_copies: time of the products of a replica beyond its tokens, in token copies: kernels read its weights, and
             fill their last tile. `None` (default) takes that of the layer; 0 if it is unknown.
+        num_copies: mean load of a rank. `None` (default) takes that of the layer.
         device: kind of device whose rates replace missing rates of the topology, such as `"h100"`; a file of
-            `recordings/devices`. `None` (default) for no replacement.
+            `recordings/devices`. `None` (default) takes that of the layer if `required` is False, else no replacement.
         required: if True (default), a missing rate or size is an error. If False, as in `exact()`, `Exact` then plans
             without a cost.
 
@@ -100,6 +101,7 @@ class Cost:
     max_bytes: float | None = None
     max_rows: int | None = None
     slot_copies: int | None = None
+    num_copies: int | None = None
     device: str | None = None
     required: bool = True
 
@@ -135,7 +137,9 @@ class Cost:
             found["overlap_s"] = 2 * facts.between_s
         max_rows = facts.max_rows if self.max_rows is None else self.max_rows
         slot_copies = facts.slot_copies if self.slot_copies is None else self.slot_copies
-        return replace(self, max_rows=max_rows, slot_copies=slot_copies, **found)
+        device = facts.device if self.device is None and not self.required else self.device
+        num_copies = facts.num_copies if self.num_copies is None else self.num_copies
+        return replace(self, max_rows=max_rows, slot_copies=slot_copies, num_copies=num_copies, device=device, **found)
 
     def is_known(self, topology: Topology, domain: int) -> bool:
         """Return whether all sizes and rates are known; always True if `required`, as a missing one is then an error.
@@ -151,6 +155,22 @@ class Cost:
         except ValueError:
             return False
         return True
+
+    def is_of_device(self, topology: Topology) -> bool:
+        """Return whether rates of the device replace missing ones of the topology."""
+        return self._rated(topology) != topology
+
+    def worthwhile_replicas(self, scale: "TimeScale") -> int:
+        """Return the number of replicas of one rank with the least time, if it has twice the mean load.
+
+        `n` replicas leave the `n + 1`-th part of the load.
+
+        Args:
+            scale: result of `scale`.
+        """
+        if self.num_copies is None:
+            return len(scale.table)
+        return max(1, math.isqrt(2 * self.num_copies // max(1, int(scale.table[1]))) - 1)
 
     def scale(self, topology: Topology, domain: int, most: int) -> "TimeScale":
         """Return the times of replicas and of the planner in token copies.
@@ -193,7 +213,8 @@ class Cost:
             else replace(level, bytes_per_s=rates.link * rates.link_share if level.name == "gpu" else network)
             for level in topology.levels
         )
-        flops = rates.grouped["product"] if topology.flops_per_s is None else topology.flops_per_s
+        flops = rates.experts_speed if isinstance(rates, GpuRates) else rates.grouped["product"]
+        flops = flops if topology.flops_per_s is None else topology.flops_per_s
         return replace(topology, levels=levels, flops_per_s=flops)
 
 

@@ -46,7 +46,9 @@ class Exact(Balancer):
     With a `cost`, it keeps the old plan unless a new one saves time. The decision holds for all domains together,
     because a layer takes as long as its slowest rank. The planner runs under the limit of replicas with the lowest
     bound on the time of its plans, and once more if the next bound is below the time found. If no bound saves time, the
-    planner does not run.
+    planner does not run. With rates of the device alone (`Cost.device`), the planner runs at most twice, under the
+    limit that pays at twice the mean load and under none. A selection keeps the fastest plan, so that the program has
+    no branch for the host to evaluate.
 
     On CPUs and NVIDIA GPUs with custom calls, the planner runs in C++; GPUs run it as a kernel if a domain has at most
     128 ranks and fits into shared memory. On other platforms, such as TPU, a different
@@ -121,6 +123,8 @@ class Exact(Balancer):
         """
         if self.cost is None or not self._weighs(plan, topology):
             return self._planned(counts, plan), 1
+        if self.cost.is_of_device(topology):
+            return self._kept(self.cost, counts, plan, topology), 1
         return self._weighed_on_host(self.cost, counts, plan, topology)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
@@ -132,6 +136,8 @@ class Exact(Balancer):
         """
         if self.cost is None or not self._weighs(plan, topology):
             return self._planned(counts, plan), state
+        if self.cost.is_of_device(topology):
+            return self._kept(self.cost, counts, plan, topology), state
         return self._weighed(self.cost, counts, plan, topology), state
 
     def _weighs(self, plan: Plan, topology: Topology) -> bool:
@@ -202,6 +208,21 @@ class Exact(Balancer):
             return pays
         most, were = load(other).max(), load(plan).max()
         return namespace(most).where((most > cost.max_rows) | (were > cost.max_rows), most < were, pays)
+
+    def _kept(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Plan:
+        """Return the new plan with the least time if it saves time, without branches that the host would evaluate."""
+        if not is_on_host(counts, plan.placement, plan.quota):
+            # Both plans must vary over the same mesh axes.
+            counts, placement, quota = alike(counts, plan.placement, plan.quota)
+            plan = replace(plan, placement=placement, quota=quota)
+        xp, most = namespace(plan.quota), self._limits(plan)[-1]
+        scale = self._scale(cost, plan, topology)
+        for limit in sorted({min(cost.worthwhile_replicas(scale), most), most}):
+            other = self._planned(counts, plan, limit)
+            pays = self._time(cost, other, topology) < self._time(cost, plan, topology)
+            keep = partial(xp.where, self._faster(cost, other, plan, pays))
+            plan = jax.tree.map(keep, other, plan)
+        return plan
 
     def _weighed_on_host(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> tuple[Plan, int]:
         """Return the plan with the least time, and how often the planner ran."""

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+from jax.extend.backend import get_default_device
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.balancers.base import LayerCost
@@ -17,6 +18,7 @@ from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree
 from jax_moe_lb.layer.arguments import check_arguments, check_axes, check_types
 from jax_moe_lb.layer.route import rank_tokens, route
 from jax_moe_lb.layer.systems import System
+from jax_moe_lb.recordings.device_rates import device_named
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import (
@@ -386,6 +388,8 @@ def _facts(x: Tokens, weights: RoutingWeights, experts: Experts, buffers: Buffer
         between_s=None if topology.flops_per_s is None else between_flops / topology.flops_per_s,
         slot_copies=SLOT_COPIES,
         max_rows=None if buffers.max_rounds is None else buffers.max_rounds * buffers.rows(weights.size),
+        # Plans on CPUs and TPUs are not weighed: their rates have not been measured.
+        device=device_named(get_default_device().device_kind) if topology.platform == "cuda" else None,
     )
 
 

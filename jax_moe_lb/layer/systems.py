@@ -145,8 +145,9 @@ def exact(
     one found. It plans in C++ if the custom calls are built, otherwise, as on TPUs, in jnp.
 
     If the topology has rates (`flops_per_s` and `bytes_per_s`), plans are weighed in seconds (`Cost`): replicas are
-    limited if they take longer than the tokens they save, and no plan is made if none saves time. Without rates, as on
-    CPUs, every plan is used. `System(Exact(eps=0.0), replica_slots=2)` minimizes tokens alone.
+    limited if they take longer than the tokens they save, and no plan is made if none saves time. On GPUs of
+    `recordings/devices` without such rates, a plan is used if it saves time by the rates of the device. On other
+    devices, such as CPUs, every plan is used. `System(Exact(eps=0.0), replica_slots=2)` minimizes tokens alone.
 
     Args:
         replica_slots: replica slots per rank; 2 by default.

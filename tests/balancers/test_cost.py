@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Chain, Cost, Plan, System, TopK, Topology
-from jax_moe_lb.balancers import Exact, Greedy
+from jax_moe_lb import Chain, Cost, Plan, System, TopK, Topology, exact
+from jax_moe_lb.balancers import Exact, Greedy, LayerCost
 from jax_moe_lb.balancers.cost import busiest, lowest_max_load, max_load_bounds, min_saved, slowest_bytes_per_s
 from jax_moe_lb.core import Level, check_plan, load, plain_plan
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
@@ -219,6 +219,35 @@ def test_plans_are_not_weighed_without_rates_unless_it_is_required():
     assert load(rebalance(counts, dataclasses.replace(named, expert_bytes=10 * 270e9), bare)).max() == 15
     with pytest.raises(ValueError, match=r"device is 'h1000'; expected one with rates: a100"):
         Cost(device="h1000")
+
+
+MIXTRAL = LayerCost(8192, 352_321_536, 352_321_536, 8192, 352_321_536, slot_copies=256, device="h100")
+"""A layer of Mixtral-8x7B on H100: a replica takes the time of about 1,700 token copies, of 8,192."""
+
+
+@pytest.mark.parametrize(("hot", "pays"), [(1.0, False), (1.1, False), (1.3, False), (2.0, True), (3.0, True)])
+def test_by_the_rates_of_the_device_a_plan_is_kept_only_if_it_saves_time(hot, pays):
+    """The decision is a selection on integers, equal on the host and in one program without branches."""
+    loads = np.array([hot, *[(8 - hot) / 7] * 7]) * 8192
+    counts = np.tile(np.rint(loads / 8).astype(np.int32), (8, 1))
+    topology, balancer = Topology((Level("gpu", 8),), 8), exact().balancer.sized(MIXTRAL)
+    start = plain_plan(counts, topology, 3)
+    plan, runs = balancer.plan_and_count(counts, start, topology)
+    assert (runs, bool((plan.placement[:, 1:] >= 0).any())) == (1, pays)
+    assert (load(plan).max() < load(start).max()) == pays
+    program = jax.jit(lambda counts: balancer.rebalance(counts, plain_plan(counts, topology, 3), topology, ())[0])
+    np.testing.assert_array_equal(program(jnp.asarray(counts)).quota, plan.quota)
+    assert "conditional" not in program.lower(jnp.asarray(counts)).as_text("hlo")
+    # A load above the rows of a rank is balanced at any price.
+    few = exact().balancer.sized(dataclasses.replace(MIXTRAL, max_rows=round(8192 * 1.05)))
+    kept, _ = few.rebalance(counts, start, topology, ())
+    assert load(kept).max() <= 8192 * 1.05
+
+
+def test_the_device_of_a_layer_is_that_of_the_program():
+    assert exact().balancer.sized(MIXTRAL).cost.device == "h100"
+    assert Exact(cost=Cost()).sized(MIXTRAL).cost.device is None
+    assert Exact(cost=Cost(device="a100", required=False)).sized(MIXTRAL).cost.device == "a100"
 
 
 def test_maxima_are_bounded_by_parts_of_a_rank_and_by_its_hottest_experts():
