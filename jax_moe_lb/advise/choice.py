@@ -243,14 +243,29 @@ def _is_named(choice: Choice) -> bool:
     return choice.eps is None and not choice.relayed and not (choice.sprayed and choice.system != "plain")
 
 
-def _train(choice: Choice, cluster: Cluster) -> str | None:
+def system_text(choice: Choice) -> str | None:
+    """Format the system as text for `system_named`; `None` if no text expresses it.
+
+    Args:
+        choice: Choice with the system.
+
+    Examples:
+        >>> system_text(Choice("exact", 2, headroom=1.25))
+        'exact:replica_slots=2,headroom=1.25'
+    """
     two_tier = _is_two_tier(choice)
     if choice.domain_sizes or not (two_tier or _is_named(choice)):
         return None
     name = "two_tier" if two_tier else "rails" if choice.sprayed else choice.system
     slots = [f"replica_slots={choice.replica_slots}"] if choice.replica_slots else []
     room = [f"headroom={choice.headroom:g}"] if choice.headroom is not None else []
-    system = f"{name}:{','.join(slots + room)}" if slots or room else name
+    return f"{name}:{','.join(slots + room)}" if slots or room else name
+
+
+def _train(choice: Choice, cluster: Cluster) -> str | None:
+    two_tier, system = _is_two_tier(choice), system_text(choice)
+    if system is None:
+        return None
     domain = [f"--mesh domain={cluster.ranks_per_domain}"] if choice.replica_slots or choice.relocated else []
     moves = [f"--set relocation.interval={RELOCATE_INTERVAL}"] if choice.relocated and not two_tier else []
     return " ".join([f"--system {system}", *domain, *moves])

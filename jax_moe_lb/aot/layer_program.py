@@ -71,7 +71,14 @@ class LayerProgram:
 
     def compile(self, system: System, options: Mapping[str, str | bool]) -> ProgramReport:
         """Compile a form of the layer."""
-        program = jax.jit(jax.value_and_grad(self._loss(system), (0, 2), has_aux=True))
+        run = self._run(system)
+
+        def loss(params: Any, others: Any, x: Array) -> Any:
+            y, others = run(params, others, x)
+            # Squared: a sum would have a constant gradient.
+            return jnp.square(y.astype(jnp.float32)).sum(), others
+
+        program = jax.jit(jax.value_and_grad(loss, (0, 2), has_aux=True))
         with quiet_stderr():
             return compile_for(self.target, program, self._arguments, self.mesh, options=options)
 
@@ -83,10 +90,10 @@ class LayerProgram:
     def residual_bytes(self, system: System) -> int:
         """Count the residuals of a form on one device in bytes, without the parameters."""
         params, others, x = self._arguments
-        loss = self._loss(system)
+        run = self._run(system)
 
         def residuals(params: Any, others: Any, x: Array) -> Any:
-            return jax.vjp(lambda params, x: loss(params, others, x)[0], params, x)[1]
+            return jax.vjp(lambda params, x: run(params, others, x)[0], params, x)[1]
 
         saved = jax.tree.leaves(jax.eval_shape(residuals, params, others, x))
         counted = Counter((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in saved)
@@ -110,17 +117,17 @@ class LayerProgram:
         params, others = jax.tree.map(partial(_abstract, self.mesh), split)
         return params, others, _abstract(self.mesh, self.x, by_rank)
 
-    def _loss(self, system: System) -> Callable[..., Any]:
+    def _run(self, system: System) -> Callable[..., Any]:
+        """Return the layer as a function of `_arguments`, to outputs and others."""
         graph = nnx.split(self.layer, nnx.Param, ...)[0]
 
-        def loss(params: Any, others: Any, x: Array) -> Any:
+        def run(params: Any, others: Any, x: Array) -> Any:
             layer = nnx.merge(graph, params, others)
             layer.system = system
             y, stats = layer(x)
-            # Squared: a sum would have a constant gradient.
-            return jnp.square(y.astype(jnp.float32)).sum(), (stats, nnx.state(layer, nnx.Not(nnx.Param)))
+            return y, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
-        return loss
+        return run
 
 
 def _abstract(mesh: Mesh, like: Any, spec: PartitionSpec = PartitionSpec()) -> Abstract:

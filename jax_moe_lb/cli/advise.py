@@ -15,7 +15,7 @@ from rich.table import Table
 
 from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Advice
 from jax_moe_lb.advise.advise import advise as find
-from jax_moe_lb.advise.choice import Choice, system_code, usage
+from jax_moe_lb.advise.choice import Choice, system_code, system_text, usage
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, recorded_workloads
 from jax_moe_lb.advise.fit import expert_group, fits_in_memory, needs, remedies
 from jax_moe_lb.advise.program import program
@@ -166,6 +166,7 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
         *_first_look(answer),
         *_sizes(answer, judge),
         *_how(answer, judge),
+        *_tune(answer, judge),
         "",
         *code_of(recommended(answer), judge).splitlines(),
         "",
@@ -325,6 +326,19 @@ def _how(answer: Advice, judge: Evaluator) -> list[str]:
         lines += [f"    python -m models.train {how.train}"] if how.train else []
         lines += [f"    jax-moe-lb simulate ... {how.simulate}"] if how.simulate else []
     return lines if not answer.leave_off else []
+
+
+def _tune(answer: Advice, judge: Evaluator) -> list[str]:
+    """Return the command that compiles the recommended system and chooses its chunks, saved arrays and scheduler."""
+    system, model = system_text(recommended(answer).choice), judge.model
+    if system is None:
+        return []
+    sizes = f"H={model.hidden},F={model.inner},E={model.experts},T={model.tokens},K={model.per_token}"
+    command = f"jax-moe-lb tune --target TARGET --system {system} --sizes {sizes} --layers {model.layers}"
+    return [
+        "Chunks, saved arrays and the scheduler, by compiled programs of a target such as h100:1x8:",
+        f"    {command}",
+    ]
 
 
 def _refused(answer: Advice) -> list[str]:
