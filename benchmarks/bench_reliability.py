@@ -4,10 +4,15 @@
     python -m benchmarks.bench_reliability layers --number 10000   # random layers against a float64 reference
     python -m benchmarks.bench_reliability files --number 100000   # mutated files of every kind
     python -m benchmarks.bench_reliability kills --number 200      # SIGKILL at random times, then --resume
+    python -m benchmarks.bench_reliability signatures --number 160 # layers drawn from signatures, 64 inputs each
+    python -m benchmarks.bench_reliability calls --number 40       # failed system calls, every 40th of training
+    python -m benchmarks.bench_reliability interrupts              # SIGINT at random times, then --resume
+    python -m benchmarks.bench_reliability writers                 # two training runs of one folder
+    python -m benchmarks.bench_reliability mutants --log FILE      # mutants with wrong operands, recorded in a file
     python -m benchmarks.bench_reliability soak --steps 2000       # memory, threads and files of a layer on 64 devices
 
 Each run has a table `summary` with the same columns: the input or fault, the number tried, the number held, and the
-condition for holding. `--log FILE` appends the results of layers and kills to a file, and continues after those in it.
+condition for holding. `--log FILE` appends the results to a file, and continues after those in it.
 """
 
 import argparse
@@ -17,25 +22,18 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.reliability_tries import calls, mutants, signatures, stops, summary
 from benchmarks.results import Table, Value, out_option, report
 from tests.fuzz.run import by_kind, failures, fuzzed
 from tests.fuzz.worker import HELD, MOST_BYTES, MOST_S
 
 ROOT = Path(__file__).parents[1]
-COLUMNS = {"input or fault": "", "tried": "d", "held": "d", "condition": ""}
-"""Columns of every table `summary`."""
-
-
-def summary(name: str, tried: int, held: int, condition: str, notes: Sequence[str] = ()) -> Table:
-    """Return the summary of a run."""
-    return Table(COLUMNS, [[name, tried, held, condition]], notes=notes)
 
 
 def files(number: int, seed: int) -> dict[str, Table]:
@@ -172,6 +170,9 @@ def kills(number: int, seed: int, per_run: int, log: Path | None) -> dict[str, T
     return {"summary": summary("SIGKILL of a training run", tried, held, condition, notes)}
 
 
+INPUTS = 64
+"""Inputs of each layer drawn from signatures."""
+
 WARM_UP = 200
 """Steps before the first measurement of a soak."""
 
@@ -256,11 +257,14 @@ def soak(num_steps: int, num_devices: int) -> dict[str, Table]:
     }
 
 
+PARTS = ("plans", "layers", "files", "kills", "soak", "signatures", "calls", "interrupts", "writers", "mutants")
+
+
 def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["plans", "layers", "files", "kills", "soak"])
-    parser.add_argument("--number", type=int, default=200, help="Plans, cases of layers, files or kills.")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--number", type=int, default=200, help="Plans, layers or cases, files, kills or other tries.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of plans and mutations, or of the first run to kill.")
     parser.add_argument("--per-program", type=int, default=40, help="Cases of each compiled layer.")
     parser.add_argument("--per-run", type=int, default=5, help="Kills of each training run.")
@@ -275,6 +279,11 @@ def main() -> None:
         "files": lambda: files(given.number, given.seed),
         "kills": lambda: kills(given.number, given.seed, given.per_run, given.log),
         "soak": lambda: soak(given.steps, given.devices),
+        "signatures": lambda: signatures(given.number, INPUTS, given.log),
+        "calls": lambda: calls(given.number, given.log),
+        "interrupts": lambda: stops("interrupts", given.number, given.log),
+        "writers": lambda: stops("writers", given.number, given.log),
+        "mutants": lambda: mutants(given.log or ROOT / "tests" / "mutation" / "operands.json"),
     }
     report(parts[given.part](), given.out)
 

@@ -248,6 +248,16 @@ RUNS = (
     ),
     Run(
         "bench_reliability",
+        ("signatures", "--number", "160"),
+        ("signatures", "--number", "1"),
+        result="reliability_signatures",
+        aside=LONG,
+    ),
+    Run("bench_reliability", ("calls", "--number", "40"), result="reliability_calls", aside=LONG),
+    Run("bench_reliability", ("interrupts",), result="reliability_interrupts", aside=LONG),
+    Run("bench_reliability", ("writers",), result="reliability_writers", aside=LONG),
+    Run(
+        "bench_reliability",
         ("soak",),
         ("soak", "--steps", "300", "--devices", "8"),
         result="reliability_soak",

@@ -1,6 +1,7 @@
 """Mutate the C++ of transports and of kernels, and list the undetected mutants.
 
-    python ci/mutants.py [--files GLOB ...] [--sample N --seed S] [--again] [--record FILE] [--list]
+    python ci/mutants.py [--files GLOB ...] [--operators GLOB ...] [--sample N --seed S] [--again] [--record FILE]
+        [--list]
 
 All mutants are compiled at once, in copies of the sources in `--build`: each mutated place tests a number from the
 environment of a test (ci/mutants.h). A mutant without such a form is compiled alone. A first run of each part of each
@@ -65,8 +66,8 @@ class Operator:
     """One kind of change."""
 
     pattern: re.Pattern[str]  # its first group is the replaced text, empty for an insertion
-    selected: str  # the replacement in sources with all mutants; `{}` is the number of the mutant
-    alone: str  # the replacement in sources with this mutant alone
+    selected: str  # the replacement in sources with all mutants; `{}` is the number of the mutant, `{name}` a group
+    alone: str  # the replacement in sources with this mutant alone; empty if the mutant must compile with all others
 
 
 def _skip(statement: str) -> Operator:
@@ -82,6 +83,17 @@ def _instead(value: str, expression: str) -> Operator:
 def _compare(text: str, other: str) -> Operator:
     return Operator(re.compile(rf"( {text} )"), f" {text} mutants::Swap{{{{{{}}}}}} {text} ", f" {other} ")
 
+
+def _operand(pattern: str, other: str) -> Operator:
+    """Use another operand in place of the matched text."""
+    return Operator(re.compile(f"(?P<text>{pattern})"), f"(mutants::Is({{}}) ? {other} : {{text}})", "")
+
+
+GPU = r"(?P<gpu>(?:\w+(?:->|\.))*gpu(?:->|\.))"
+"""Expression of a GPU with its streams."""
+
+SIZE = r"(?:[a-z]\w*(?:\.|->))*(?:offset|size|bytes|words_?|first|begin)\b"
+VALUE = r"[a-z]\w*(?:(?:\.|->)[a-z]\w*)*"
 
 OPERATORS: dict[str, Operator] = {
     "drop a wait": _instead("cudaSuccess", r"cuda(?:StreamWaitEvent|StreamSynchronize)\("),
@@ -104,6 +116,21 @@ OPERATORS: dict[str, Operator] = {
     "> to >=": _compare(">", ">="),
     ">= to >": _compare(">=", ">"),
     "+ 1 to nothing": Operator(re.compile(r"( \+ 1)\b(?!\.)"), " + mutants::One({})", ""),
+    "another stream": _operand(rf"{GPU}copies\(\)", "{gpu}fetches()"),
+    "the other stream": _operand(rf"{GPU}fetches\(\)", "{gpu}copies()"),
+    "another event": _operand(r"(?P<owner>(?:\w+(?:->|\.))+)copied\.get\(\)", "{owner}ready.get()"),
+    "another device": _operand(rf"{GPU}device\(\)", "1 - {gpu}device()"),
+    "arguments exchanged": Operator(
+        # The types must be equal: otherwise the mutant does not compile.
+        re.compile(rf"(?<=[(, ])((?P<a>{VALUE}), (?P<b>{VALUE}))(?=[,)])"),
+        "mutants::Either({0}, {a}, {b}), mutants::Either({0}, {b}, {a})",
+        "",
+    ),
+    "off by one element": Operator(
+        re.compile(rf"((?:(?<=[*+] )|(?<![\w.>]))(?P<text>{SIZE})(?= [*+] )|(?<=[*+] )(?P<last>{SIZE})(?=[\]),;]))"),
+        "({text}{last} - mutants::None({}))",
+        "",
+    ),
     "task to task + 1": Operator(
         re.compile(r"(?<![\w&*] )\b(task)\b(?=[),;])"), "task + mutants::None({})", "task + 1"
     ),
@@ -120,6 +147,7 @@ class Mutant:
     end: int
     operator: str  # key of `OPERATORS`
     code: str  # the line without indentation
+    groups: tuple[tuple[str, str], ...]  # named groups of the pattern
     nth: int  # of the equal changes of equal lines, from 0
 
     @property
@@ -142,7 +170,8 @@ def mutants_of(file: str, text: str) -> list[Mutant]:
                 if code[:start].count('"') % 2 == 1:
                     continue
                 same = (operator, code.strip())
-                found.append(Mutant(file, number, start, end, operator, code.strip(), counts[same]))
+                groups = tuple(match.groupdict("").items())
+                found.append(Mutant(file, number, start, end, operator, code.strip(), groups, counts[same]))
                 counts[same] += 1
     return found
 
@@ -193,6 +222,8 @@ class Build:
                 break
             places = {(file, int(line)) for file, line in re.findall(r"source/(ffi/[\w/.]+):(\d+):", errors)}
             culprits = {one for one in self.mutants if (one.file, one.line) in places} - self.alone
+            # Mutants of equal types only, before others of the same line.
+            culprits = {one for one in culprits if not OPERATORS[one.operator].alone} or culprits
             if not culprits:
                 raise SystemExit("the sources do not build:\n" + errors[-3000:])
             self.alone |= culprits
@@ -219,7 +250,8 @@ class Build:
         changes: dict[str, list[tuple[Mutant, str]]] = {}
         for number, one in enumerate(self.mutants, 1):
             if one not in self.alone:
-                changes.setdefault(one.file, []).append((one, OPERATORS[one.operator].selected.format(number)))
+                text = OPERATORS[one.operator].selected.format(number, **dict(one.groups))
+                changes.setdefault(one.file, []).append((one, text))
         return changes
 
     def _copy(self) -> None:
@@ -333,7 +365,7 @@ def outcome_of(mutant: Mutant, build: Build, parts: list[Part]) -> str:
     number = build.mutants.index(mutant) + 1
     if mutant in build.alone:
         # All parts then run, as the place is not recorded.
-        if not build.make_alone(mutant):
+        if not OPERATORS[mutant.operator].alone or not build.make_alone(mutant):
             return NOT_BUILT
     else:
         parts = [part for part in parts if number in part.reached]
@@ -361,6 +393,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=Path("build/mutants"), help="folder of the build")
     parser.add_argument("--files", nargs="+", default=["*"], metavar="GLOB", help="files to mutate")
+    parser.add_argument("--operators", nargs="+", default=["*"], metavar="GLOB", help="kinds of changes")
     parser.add_argument("--sample", type=int, help="number of mutants; all by default")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--again", action="store_true", help="repeat the survivors")
@@ -371,6 +404,7 @@ def main() -> int:
     files = [file for file in files if not any(fnmatch.fnmatch(file, one) for one in NOT_MUTATED)]
     mutants = [one for file in files for one in mutants_of(file, Path(file).read_text())]
     chosen = [one for one in mutants if any(fnmatch.fnmatch(one.file, pattern) for pattern in given.files)]
+    chosen = [one for one in chosen if any(fnmatch.fnmatch(one.operator, pattern) for pattern in given.operators)]
     if given.sample is not None:
         chosen = random.Random(given.seed).sample(chosen, min(given.sample, len(chosen)))
     if given.list:

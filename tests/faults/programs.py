@@ -1,14 +1,16 @@
-"""Commands with failing system calls, forked from one process with the imports: `python -m tests.faults.programs`.
+"""Commands forked from one process with the imports: `python -m tests.faults.programs`.
 
-Each line of the input is a JSON object with `name` and `folder`, and each line of the output one with the exit code of
-the command, negative for a signal.
+Each line of the input is a JSON object: `name`, `folder`, the `number` of commands that run at once, and the seconds
+`interrupt_s` before an interrupt, or null. Each line of the output lists their exit codes, negative for a signal.
 """
 
 import contextlib
 import json
 import os
 import pickle
+import signal
 import sys
+import time
 from pathlib import Path
 
 import jax_moe_lb.sim.measure
@@ -46,13 +48,23 @@ def measure(folder: Path) -> None:
 PROGRAMS = {function.__name__: function for function in (train, convert, calibrate, measure)}
 
 
-def run(name: str, folder: Path) -> int:
-    """Run a command in a child process; its output is in the files `stdout` and `stderr` beside the folder."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for number, stream in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(folder.parent / stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+def run(name: str, folder: Path, number: int, interrupt_s: float | None) -> list[int]:
+    """Run commands in child processes; the output of the n-th is in the file `stderr-N` beside the folder."""
+    children = [start(name, folder, at) for at in range(number)]
+    if interrupt_s is not None:
+        time.sleep(interrupt_s)
+        for child in children:
+            os.kill(child, signal.SIGINT)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def start(name: str, folder: Path, number: int) -> int:
+    """Run a command in a child process, and return its identifier."""
+    if child := os.fork():
+        return child
+    for descriptor, stream in ((1, "stdout"), (2, "stderr")):
+        path = folder.parent / f"{stream}-{number}"
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     machine_profile.warnings = lambda found: []
     code = 70
     try:
@@ -73,4 +85,4 @@ def run(name: str, folder: Path) -> int:
 if __name__ == "__main__":
     for line in sys.stdin:
         given = json.loads(line)
-        print(json.dumps(run(given["name"], Path(given["folder"]))), flush=True)
+        print(json.dumps(run(**given | {"folder": Path(given["folder"])})), flush=True)

@@ -80,11 +80,16 @@ class Faults:
         """Run a command, whose n-th call of a kind fails; return its exit code and the lines on stderr."""
         failed = (KINDS.index(kind), number, getattr(errno, error)) if kind else (-1, 0, 0)
         self.control[:] = CONTROL.pack(*[0] * len(KINDS), *failed)
-        self.process.stdin.write(json.dumps({"name": name, "folder": str(self.files)}) + "\n")
+        return self.commands(name, 1)[0]
+
+    def commands(self, name: str, number: int, interrupt_s: float | None = None) -> list[tuple[int, list[str]]]:
+        """Run commands at once, and interrupt them after a time; return the exit code and stderr lines of each."""
+        given = {"name": name, "folder": str(self.files), "number": number, "interrupt_s": interrupt_s}
+        self.process.stdin.write(json.dumps(given) + "\n")
         self.process.stdin.flush()
-        code = json.loads(self.process.stdout.readline())
-        lines = (self.folder / "stderr").read_text(errors="replace").splitlines()
-        return code, lines
+        codes = json.loads(self.process.stdout.readline())
+        texts = [(self.folder / f"stderr-{at}").read_text(errors="replace") for at in range(number)]
+        return [(code, text.splitlines()) for code, text in zip(codes, texts, strict=True)]
 
     def counts(self) -> dict[str, int]:
         """Return the calls of the last command by kind."""
@@ -113,7 +118,7 @@ def failures(name: str, step: int, folder: Path) -> Iterator[Failure]:
         if name == "calibrate":
             assert faults.run("measure") == (0, [])
         faults.clear()
-        assert faults.run(name)[0] == 0, (folder / "stderr").read_text()
+        assert faults.run(name)[0] == 0, (folder / "stderr-0").read_text()
         counts, expected = faults.counts(), result(name, faults.files)
         for kind, total in counts.items():
             for at, error in enumerate(ERRORS):
