@@ -1,5 +1,7 @@
 """Every claim about NVIDIA GPUs, with the check that proves it, in the order of worth."""
 
+import re
+
 from benchmarks.gpu import (
     ahead,
     build,
@@ -21,6 +23,7 @@ from benchmarks.gpu import (
     training,
 )
 from benchmarks.gpu.findings import Claim
+from jax_moe_lb.kernels.backends import BACKENDS
 from jax_moe_lb.layer.systems import system_names
 
 CALLS, GPU = "docs/custom_calls.md", "docs/how-to/gpu.md"
@@ -76,16 +79,13 @@ VALUES = (
     ),
     *(
         Claim(
-            f"products-{key}",
-            f"Products of the backend {name} equal those by blocks of rows, in repeated calls bitwise",
+            f"products-{re.split(r'[^a-z]', backend.name.lower())[0]}",
+            f"Products of the backend {backend.name} equal those by blocks of rows, in repeated calls bitwise",
             GPU,
-            products.values_equal(name),
+            products.values_equal(backend.name),
         )
-        for key, name in {
-            "tokamax": "tokamax.ragged_dot",
-            "triton": "Triton kernel",
-            "blocks": "blocks of rows",
-        }.items()
+        for backend in BACKENDS
+        if backend.platform in ("cuda", None)
     ),
     *(
         Claim(

@@ -286,17 +286,16 @@ def input_shapes(layer: Layer, name: str) -> RankInputs:
     return jax.eval_shape(lambda: arguments(layer, served, 0, fixed_arrays(layer)))
 
 
-def rank_programs(layer: Layer) -> dict[tuple[Any, ...], RankProgram]:
+def rank_programs(layer: Layer, profiled: Sequence[str] = PROFILED) -> dict[tuple[Any, ...], RankProgram]:
     """Return the programs of a layer's variants, the most valuable first, and those of profiles."""
-    names = variants(layer)
-    found = [RankProgram(layer, name, True) for name in names]
-    return {tuple(one): one for one in [*found, *(RankProgram(layer, name, False) for name in PROFILED)]}
+    found = [RankProgram(layer, name, True) for name in variants(layer)]
+    return {tuple(one): one for one in [*found, *(RankProgram(layer, name, False) for name in profiled)]}
 
 
 class Programs:
     """Programs of all variants, loaded or compiled in threads, and run once each in the order of their memory.
 
-    Those of `PROFILED` are also compiled without CUDA graphs.
+    On a GPU, those of `PROFILED` are also compiled without CUDA graphs.
     """
 
     def __init__(self, layer: Layer, first: Mapping[str, RankInputs]) -> None:
@@ -304,11 +303,14 @@ class Programs:
         self.peak_gb: dict[str, float | None] = {}
         self.compiled: dict[str, Compiled] = {}
         self.profiled: dict[str, Compiled] = {}
-        for (_, name, has_graphs), one in compile_all(rank_programs(layer)).items():
+        on_gpu = jax.default_backend() == "gpu"
+        for (_, name, has_graphs), one in compile_all(rank_programs(layer, PROFILED if on_gpu else ())).items():
             if isinstance(one, Exception):
                 self.reasons[name] = in_words(one)
             else:
                 (self.compiled if has_graphs else self.profiled)[name] = one
+        if not on_gpu:
+            self.profiled = self.compiled
         for name in sorted(self.compiled, key=self.compiled_bytes):
             with self._reasons_of(name):
                 self._run_first(name, first[name])

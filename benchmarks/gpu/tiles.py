@@ -19,11 +19,10 @@ import numpy as np
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import Program, Programs, compile_all
-from benchmarks.gpu.products import named
 from benchmarks.results import Table, Value
 from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.kernels import triton_product
-from jax_moe_lb.kernels.backends import DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend
+from jax_moe_lb.kernels.backends import BACKENDS, DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend
 from jax_moe_lb.kernels.triton_outer import Tile
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -186,11 +185,8 @@ def triton_products(tile: Tile) -> Kernel:
 TABLE = "of the table"
 """Tiles of a backend as in the table of backends."""
 
-OTHERS = (
-    Kernel(named("tokamax.ragged_dot"), TABLE, PRODUCTS),
-    mosaic(Mosaic(128, 128, 64, 4)),
-)
-"""Kernels measured beside the chosen ones: tokamax's with the tiles of its heuristics, and with its best ones."""
+OTHERS = (mosaic(Mosaic(128, 128, 64, 4)),)
+"""Kernel measured beside those of the table: tokamax's with its best tiles."""
 
 NARROW = triton_products(Tile(128, 64, 64, 4, 4))
 """Kernel measured for widths that are no multiples of 128, which it divides."""
@@ -339,8 +335,10 @@ def model_programs(model: Model) -> Programs:
     others = [*OTHERS, *([NARROW] if model.hidden % 128 else [])]
     for case in cases(model):
         kind = case.product.kind
-        chosen = Kernel(choose_backend(case.product, "cuda").backend, TABLE, (kind,))
-        wanted |= programs(case, [chosen, *(one for one in others if kind in one.kinds and one != chosen)])
+        chosen = choose_backend(case.product, "cuda").backend
+        rows = [one for one in BACKENDS if one.platform == "cuda" and one.why_not_for(case.product) is None]
+        of_table = [Kernel(one, TABLE, (kind,)) for one in dict.fromkeys([chosen, *rows])]
+        wanted |= programs(case, [*of_table, *(one for one in others if kind in one.kinds)])
     return wanted
 
 

@@ -29,14 +29,14 @@ from jax_moe_lb.kernels.backends import KINDS
 DEVICES = ROOT / "jax_moe_lb" / "recordings" / "devices"
 
 UNITS = {
-    "dense": (1e12, " TFLOP/s"),
-    "grouped": (1e12, " TFLOP/s"),
-    "experts": (1e12, " TFLOP/s"),
-    "memory_share": (1, ""),
-    "planner_kernel": (1e-6, " us"),
-    "small_operations": (1e-6, " us"),
+    "dense": (1e12, ".4g", " TFLOP/s"),
+    "grouped": (1e12, ".4g", " TFLOP/s"),
+    "experts": (1e12, ".4g", " TFLOP/s"),
+    "memory_share": (1, ".3f", ""),
+    "planner_kernel": (1e-6, ".4g", " us"),
+    "small_operations": (1e-6, ".4g", " us"),
 }
-"""Units of the values of `measured_rates` in the file of a device."""
+"""Units and formats of the values of `measured_rates` in the file of a device."""
 
 SOURCE = "docs/results/gpu.md, by python -m benchmarks.gpu.measured_rates"
 
@@ -100,10 +100,10 @@ def device_values(run: Mapping[str, Any], kernels: Mapping[tuple[str, str], floa
     return found
 
 
-def _shown(value: Any, unit: float, name: str) -> str:
+def _shown(value: Any, unit: float, form: str, name: str) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_shown(one, unit, name)}' for key, one in value.items())}}}"
-    return f"{value / unit:.4g}{name}"
+        return f"{{{', '.join(f'{key}: {_shown(one, unit, form, name)}' for key, one in value.items())}}}"
+    return f"{value / unit:{form}}{name}"
 
 
 def with_values(text: str, values: Mapping[str, str]) -> str:
