@@ -26,7 +26,7 @@ from jax_moe_lb.layer.systems import System
 from jax_moe_lb.transport import Saved
 
 SIZES = LayerSizes()
-TARGETS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1")
+TARGETS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 FORMS = {
     "default": exact(max_rounds=1),
     "two chunks": exact(buffers=Buffers(max_rounds=1, chunks=2)),
