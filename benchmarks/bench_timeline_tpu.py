@@ -26,7 +26,7 @@ from jax_moe_lb.layer.systems import System
 from jax_moe_lb.transport import Saved
 
 SIZES = LayerSizes()
-TARGETS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1")
+TARGETS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 FORMS = {
     "default": exact(max_rounds=1),
     "two chunks": exact(buffers=Buffers(max_rounds=1, chunks=2)),
@@ -40,6 +40,7 @@ COLUMNS = {
     "target": "",
     "form": "",
     "temporaries MB": ".0f",
+    "at the peak MB": ".0f",
     "residuals of a layer MB": ".0f",
     "step ms": ".2f",
     "exposed ms": ".2f",
@@ -81,7 +82,7 @@ def row(program: tuple[str, str], folder: Path) -> list[Value]:
     load = LayerLoad.of(FORMS[form], SIZES, topology, counts_of(DEFAULT_LOAD, SIZES, topology.num_ranks))
     timeline = found.timeline(load)
     bounds = timeline.bounds()
-    memory = found.temp_bytes / 1e6, residual_bytes(target, FORMS[form]) / 1e6
+    memory = found.temp_bytes / 1e6, found.peak_bytes / 1e6, residual_bytes(target, FORMS[form]) / 1e6
     times = timeline.total_s, timeline.exposed_s, bounds.get("HBM", 0.0), bounds.get("FLOPs", 0.0)
     return [f"`{target.name}`", form, *memory, *(1e3 * seconds for seconds in times)]
 

@@ -117,11 +117,21 @@ def timeline(schedule: tuple[ScheduledOperation, ...], target: Target, load: Lay
         load: Load of the layer. None (default) is a balanced load of full buffers.
 
     Raises:
-        ValueError: There are no rates of the target's device.
+        ValueError: There are no rates of the target's device, or its compiler hides the exchanges of the layer.
     """
+    # On tpu7x, exchanges become other operations, and a timeline without them would be too short.
+    if load is not None and target.platform == "tpu" and load.plan.num_ranks > 1 and not _exchanges(schedule):
+        raise ValueError(
+            f"target is {target.name}; expected one whose compiler keeps ragged exchanges, such as v6e:2x4"
+        )
     walk = _Walk(OperationTime(target, load))
     walk.run(schedule, 0)
     return Timeline(target.name, load.name if load else "full buffers", load.rounds if load else 1, tuple(walk.spans))
+
+
+def _exchanges(schedule: tuple[ScheduledOperation, ...]) -> bool:
+    """Return whether a schedule has an exchange of rows."""
+    return any(one.kind is Kind.EXCHANGE or _exchanges(one.body) for one in schedule)
 
 
 def _sums(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -278,6 +278,14 @@ def test_devices_without_rates_are_refused():
         timeline(schedule(), Target.parse("v4:2x2x2"))
 
 
+def test_a_tpu_program_without_its_exchanges_is_refused():
+    """The compiler of tpu7x replaces them by operations that would count as none."""
+    known = tuple(one for one in schedule(path=ExchangePath.NATIVE) if one.kind is not Kind.EXCHANGE)
+    with pytest.raises(ValueError, match="target is tpu7x:2x2x1; expected one whose compiler keeps ragged exchanges"):
+        timeline(known, Target.parse("tpu7x:2x2x1"), load_of(even_counts()))
+    assert timeline(known, Target.parse("h100:1x8"), load_of(even_counts())).total_s > 0
+
+
 @pytest.mark.parametrize(
     "target", ["h100:1x8", "h200:1x8", "b200:1x8", "gb200:1x2x4", "a100:1x8", "v5e:2x4", "v6e:2x4"]
 )
