@@ -1,6 +1,6 @@
 """Sizes of a decoder loaded from a checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ class DecoderConfig:
         param_dtype: dtype of parameters.
         scan_layers: if True, run layers of equal structure as one `jax.lax.scan`, for training; see
             `models.decoder.layers.scanned`.
-        max_positions: positions that the model was made for; `None` if unknown.
+        max_positions: positions that the model was made for, for a warning alone; `None` if unknown.
 
     Raises:
         ValueError: a size is below 1, `num_kv_heads` does not divide `num_heads`, more channels are rotated than a
@@ -153,7 +153,7 @@ class DecoderConfig:
     compute_dtype: str = "float32"
     param_dtype: str = "float32"
     scan_layers: bool = False
-    max_positions: int | None = None
+    max_positions: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):

@@ -74,7 +74,7 @@ def save_adapters(model: StackedDecoder, folder: Path, lora: LoraConfig, base: s
 
     Returns:
         Whether the files are written: PEFT has no adapters of linear maps for experts that a published file stores in
-            one tensor, as in GPT-OSS and Llama 4.
+            one tensor, as in GPT-OSS, Llama 4 and Granite-MoE.
 
     Raises:
         ValueError: the folder is not empty.

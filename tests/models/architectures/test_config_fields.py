@@ -239,10 +239,14 @@ def test_settings_that_contradict_each_other_are_refused(name, changed, expected
 
 
 def leaves(value, path=""):
-    """Return the fields of nested dataclasses by path."""
+    """Return the fields of nested dataclasses by path, without those for messages, which are not compared."""
     if not dataclasses.is_dataclass(value):
         return {path: value}
-    parts = [leaves(getattr(value, field.name), f"{path}.{field.name}") for field in dataclasses.fields(value)]
+    parts = [
+        leaves(getattr(value, field.name), f"{path}.{field.name}")
+        for field in dataclasses.fields(value)
+        if field.compare
+    ]
     return {key: one for part in parts for key, one in part.items()} | {f"{path}.": type(value).__name__}
 
 
