@@ -25,7 +25,7 @@ FOLDER = "devices"
 PRODUCTS = ("product", "transposed", "outer")
 """Kinds of grouped products; `outer` are the gradients of weights."""
 
-RecordedKernel = Literal["Mosaic", "Triton"]
+RecordedKernel = Literal["Mosaic", "Triton", "Hopper"]
 """Compiler of a kernel of grouped products, by tokamax for Mosaic."""
 
 
