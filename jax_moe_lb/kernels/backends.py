@@ -5,7 +5,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -122,6 +122,7 @@ class Backend:
         takes_parts: if True, matrices and sums may be in several arrays. False by default.
         recorded: kernel of `recorded_rates`; `None` (default) for no record.
         needs_record: if True, it is chosen only on devices with a record, or if preferred. False by default.
+        fuses: if True, its products can compute the activations of a network, see `mosaic_ffn`. False by default.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Backend:
     takes_parts: bool = False
     recorded: RecordedKernel | None = None
     needs_record: bool = False
+    fuses: bool = False
 
     def why_not_for(self, product: Product) -> str | None:
         """Return the reason why it cannot compute a product, or `None`."""
@@ -246,6 +248,17 @@ def reads_parts(product: Product) -> bool:
     is_padded = min(product.widths) < TILE
     on_gpu = get_default_device().platform == "gpu"
     return on_gpu and not is_padded and choose_backend(product, "cuda").backend.takes_parts
+
+
+def fuses_activations(products: Iterable[Product]) -> bool:
+    """Return whether the kernels of the default device can compute activations inside these products.
+
+    Args:
+        products: shapes and dtypes of all products of a network.
+    """
+    if get_default_device().platform != "gpu":
+        return False
+    return all(min(product.widths) >= TILE and choose_backend(product, "cuda").backend.fuses for product in products)
 
 
 def products_are_by_group() -> bool:
@@ -459,6 +472,7 @@ BACKENDS = (
         recorded="Hopper",
         # It was compiled and interpreted, but not run on a GPU.
         needs_record=True,
+        fuses=True,
     ),
     Backend(
         "Triton kernel",

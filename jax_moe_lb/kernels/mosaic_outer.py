@@ -41,7 +41,7 @@ CLEARED_COLUMNS = 64
 
 def outer(
     rows: Float[Array, "A I"],
-    others: Float[Array, "A O"],
+    others: Float[Array, "A O"] | tuple[Float[Array, "A _"], ...],
     group_sizes: GroupSizes,
     *,
     parts: tuple[int, ...],
@@ -53,7 +53,7 @@ def outer(
 
     Args:
         rows: `[A, I]`, of a width of at least 128; `choose_backend` checks its shape and dtype.
-        others: `[A, O]`, in the same order and dtype.
+        others: `[A, O]`, in the same order and dtype; or arrays of one width that are neighboring columns.
         group_sizes: `[S]` int32.
         parts: number of groups of each array of the result; their sum is `S`.
         dtype: dtype of the result; the accumulators are float32.
@@ -61,25 +61,38 @@ def outer(
             clears all.
         name: name of the kernel in profiles.
     """
-    (num_rows, inner), width = rows.shape, others.shape[1]
+    others = _whole_tiles(others if isinstance(others, tuple) else (others,))
+    (num_rows, inner), width = rows.shape, sum(part.shape[1] for part in others)
     group_sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     is_cleared = np.repeat(cleared or (True,) * len(parts), parts)
     groups = _Groups(ends - group_sizes, ends, *_written((group_sizes > 0) | is_cleared))
-    # Each consumer has a multiple of 64 columns.
-    tile = ROWS, MAX_COLUMNS if width >= MAX_COLUMNS else ROWS
+    tile = ROWS, _tile_columns(others)
     stored = CONSUMERS * tile[0] * SWIZZLE_BYTES
     step_bytes = rows.dtype.itemsize * DEPTH * sum(tile)
     kernel = _Kernel(
         num_rows=num_rows,
         widths=(inner, width),
+        num_others=len(others),
         tile=tile,
         stages=min(MAX_STAGES, (SHARED_BYTES - stored) // step_bytes),
         programs=multiprocessors(),
         dtypes=(rows.dtype, jnp.dtype(dtype)),
     )
     out_types = [jax.ShapeDtypeStruct((count, inner, width), dtype) for count in parts]
-    return tuple(launch(kernel.run, out_types, (rows, others, *groups), name))
+    return tuple(launch(kernel.run, out_types, (rows, *others, *groups), name))
+
+
+def _whole_tiles(others: tuple[Array, ...]) -> tuple[Array, ...]:
+    # A tile of columns must not cross the border between two arrays.
+    return others if len(others) == 1 or others[0].shape[1] % ROWS == 0 else (jnp.concatenate(others, 1),)
+
+
+def _tile_columns(others: tuple[Array, ...]) -> int:
+    """Return the columns of a tile; each consumer has a multiple of 64."""
+    width = others[0].shape[1]
+    is_large = width >= MAX_COLUMNS and (len(others) == 1 or width % MAX_COLUMNS == 0)
+    return MAX_COLUMNS if is_large else ROWS
 
 
 class _Groups(NamedTuple):
@@ -125,6 +138,7 @@ class _Kernel:
 
     num_rows: int
     widths: tuple[int, int]
+    num_others: int
     tile: tuple[int, int]
     stages: int
     programs: int
@@ -134,7 +148,8 @@ class _Kernel:
     def consumer_columns(self) -> int:
         return self.tile[1] // CONSUMERS
 
-    def run(self, rows: Any, others: Any, *refs: Any) -> None:
+    def run(self, rows: Any, *refs: Any) -> None:
+        others, refs = refs[: self.num_others], refs[self.num_others :]
         groups, outs = _Groups(*refs[:4]), refs[4:]
         transforms, barrier = swizzled(self.dtypes[0]), mosaic_gpu.Barrier
         chunk = SWIZZLE_BYTES // self.dtypes[1].itemsize
@@ -198,14 +213,19 @@ class _Kernel:
         # The last step starts earlier if it would exceed the operands.
         return pl.multiple_of(jnp.minimum(place.begin + k * DEPTH, self.num_rows - DEPTH), ALIGNMENT)
 
-    def _produce(self, place: _Place, before: Array, operands: tuple[Any, Any], scratch: _Scratch) -> None:
+    def _produce(self, place: _Place, before: Array, operands: tuple[Any, Sequence[Any]], scratch: _Scratch) -> None:
         def step(k: Array, _: None) -> None:
             stage = jax.lax.rem(before + k, self.stages)
             pl.when(before + k >= self.stages)(lambda: mosaic_gpu.barrier_wait(scratch.empty.at[stage]))
             rows, full = pl.ds(self._first_row(place, k), DEPTH), scratch.full.at[stage]
-            left, right = (pl.ds(at, size) for at, size in zip((place.row, place.column), self.tile, strict=True))
-            mosaic_gpu.copy_gmem_to_smem(operands[0].at[rows, left], scratch.rows.at[stage], full)
-            mosaic_gpu.copy_gmem_to_smem(operands[1].at[rows, right], scratch.others.at[stage], full)
+            left = operands[0].at[rows, pl.ds(place.row, self.tile[0])]
+            mosaic_gpu.copy_gmem_to_smem(left, scratch.rows.at[stage], full)
+
+            def copy(others: Any, column: Array) -> None:
+                right = others.at[rows, pl.ds(pl.multiple_of(column, 64), self.tile[1])]
+                mosaic_gpu.copy_gmem_to_smem(right, scratch.others.at[stage], full)
+
+            for_part_of(place.column, operands[1], copy, axis=1)
 
         jax.lax.fori_loop(0, place.steps, step, None)
 

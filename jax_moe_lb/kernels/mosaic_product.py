@@ -32,13 +32,19 @@ ROWS, CONSUMER_ROWS = 128, 64
 """Rows of a tile, and of one consumer."""
 
 DEPTH = 64
-"""Length of the sum in one step, and columns stored at a time."""
+"""Length of the sum in one step."""
+
+STORED, FEW_STORED = 64, 32
+"""Columns stored at a time, and with operands of the epilogue, so that no register spills."""
 
 MAX_COLUMNS = 256
 """Most columns of the accumulators of a tile: 128 registers of a thread."""
 
 SHARED_BYTES = 224 * 1024
 """Shared memory for steps and results; a program has at most 227 KB."""
+
+SUM_BYTES = 4096
+"""Shared memory for sums over columns, and in which Mosaic reduces these."""
 
 MAX_STAGES = 4
 """Most steps in shared memory at a time."""
@@ -129,7 +135,8 @@ def products(
     offsets = tuple(tuple(factor.offset for factor in term.factors) for term in terms)
     arrays = [(term.rows, [factor.parts for factor in term.factors]) for term in terms]
     operands, form = jax.tree.flatten((arrays, epilogue.operands, epilogue.weights, tiles))
-    columns = min(MAX_COLUMNS // num_accumulators, width)
+    # Operands of an epilogue take registers, too.
+    columns = min(MAX_COLUMNS // (2 if epilogue.operands else num_accumulators), width)
     step_bytes = rows.dtype.itemsize * DEPTH * (ROWS + num_accumulators * columns)
     kernel = _Kernel(
         form=form,
@@ -138,7 +145,8 @@ def products(
         depths=tuple(term.rows.shape[1] for term in terms),
         width=width,
         columns=columns,
-        stages=min(MAX_STAGES, (SHARED_BYTES - _result_bytes(rows.dtype)) // step_bytes),
+        stored=FEW_STORED if epilogue.operands else STORED,
+        stages=min(MAX_STAGES, (SHARED_BYTES - _result_bytes(rows.dtype, epilogue.has_sums)) // step_bytes),
         programs=multiprocessors(),
         dtype=rows.dtype,
         transposed=transposed,
@@ -171,9 +179,9 @@ def product(
     return products([Term(rows, (Factor(parts),))], width, group_sizes, transposed=transposed).arrays[0]
 
 
-def _result_bytes(dtype: Any) -> int:
-    """Return the bytes of two buffers for stored columns of each consumer."""
-    return 2 * CONSUMERS * CONSUMER_ROWS * DEPTH * jnp.dtype(dtype).itemsize
+def _result_bytes(dtype: Any, has_sums: bool) -> int:
+    """Return the bytes of two buffers for stored columns of each consumer, and of sums over columns."""
+    return 2 * CONSUMERS * CONSUMER_ROWS * STORED * jnp.dtype(dtype).itemsize + SUM_BYTES * has_sums
 
 
 class _Operands(NamedTuple):
@@ -206,6 +214,7 @@ class _Kernel:
     depths: tuple[int, ...]
     width: int
     columns: int
+    stored: int
     stages: int
     programs: int
     dtype: Any
@@ -235,7 +244,7 @@ class _Kernel:
             lambda *scratch: self._run_warpgroup(operands, refs[self.num_operands :], _Scratch(*scratch)),
             shared((self.stages, ROWS, DEPTH), transforms=transforms),
             [shared((self.stages, *matrix), transforms=transforms)] * self.num_accumulators,
-            shared((CONSUMERS, 2, CONSUMER_ROWS, DEPTH)),
+            shared((CONSUMERS, 2, CONSUMER_ROWS, self.stored)),
             mosaic_gpu.SMEM((CONSUMERS, CONSUMER_ROWS), jnp.float32),
             barrier(num_arrivals=1 + self.num_accumulators, num_barriers=self.stages),
             barrier(num_arrivals=CONSUMERS, num_barriers=self.stages),
@@ -349,8 +358,8 @@ class _Kernel:
         outs: Any,
         scratch: Any,
     ) -> None:
-        """Apply the epilogue to the products of one consumer, `DEPTH` columns at a time."""
-        layout = mosaic_gpu.Layout.WGMMA
+        """Apply the epilogue to the products of one consumer, some columns at a time."""
+        layout, size = mosaic_gpu.Layout.WGMMA, self.stored
         tiles, first_column = operands.tiles, self._first_column(at[1])
         row = pl.multiple_of(tiles.first[at[0]] + warpgroup * CONSUMER_ROWS, ALIGNMENT)
         begin, end = (
@@ -359,16 +368,16 @@ class _Kernel:
         rows, weights, sums = pl.ds(row, CONSUMER_ROWS), None, []
         if operands.weights is not None:
             of_rows = load(operands.weights.at[rows], layout.reduce(1))
-            weights = jax.lax.broadcast_in_dim(of_rows, (CONSUMER_ROWS, DEPTH), (0,))
-        for chunk in range(self.columns // DEPTH):
-            column = pl.multiple_of(first_column + chunk * DEPTH, DEPTH)
-            chunks = [value[:, chunk * DEPTH : (chunk + 1) * DEPTH] for value in values]
-            loaded = [load(extra.at[rows, pl.ds(column, DEPTH)], layout) for extra in operands.extras]
+            weights = jax.lax.broadcast_in_dim(of_rows, (CONSUMER_ROWS, size), (0,))
+        for chunk in range(self.columns // size):
+            column = pl.multiple_of(first_column + chunk * size, size)
+            chunks = [value[:, chunk * size : (chunk + 1) * size] for value in values]
+            loaded = [load(extra.at[rows, pl.ds(column, size)], layout) for extra in operands.extras]
             results, summand = self.epilogue.compute(chunks, [one.astype(jnp.float32) for one in loaded], weights)
             if self.epilogue.has_sums:
                 # Columns of the previous tile count once.
-                total = jnp.sum(summand, axis=1)
-                sums.append(jnp.where(column >= at[1] * self.columns, total, jnp.zeros_like(total)))
+                is_own = (column >= at[1] * self.columns).astype(jnp.float32)
+                sums.append(jnp.sum(summand, axis=1) * (is_own if self.width % self.columns else 1))
             for n, (result, out) in enumerate(zip(results, outs[: len(results)], strict=True)):
                 number = chunk * len(results) + n
                 buffer = scratch.results.at[warpgroup, number % 2]
@@ -384,21 +393,23 @@ class _Kernel:
             mosaic_gpu.copy_smem_to_gmem(scratch.sums.at[warpgroup], place)
 
 
-def for_part_of(group: Array, parts: Sequence[Any], run: Callable[[Any, Array], None]) -> None:
-    """Run a function of the array of a group and of the group's index in it.
+def for_part_of(index: Array, parts: Sequence[Any], run: Callable[[Any, Array], None], axis: int = 0) -> None:
+    """Run a function of the array that contains an index, and of the index in it.
 
     Args:
-        group: index of the group among those of all arrays.
-        parts: arrays of consecutive groups.
+        index: index of a group, or of another dimension, in all arrays one after the other.
+        parts: the arrays.
         run: the function.
+        axis: dimension of the index; 0 by default.
     """
     if len(parts) == 1:
-        run(parts[0], group)
+        run(parts[0], index)
         return
     before = 0
     for part in parts:
-        pl.when((group >= before) & (group < before + part.shape[0]))(partial(run, part, group - before))
-        before += part.shape[0]
+        size = part.shape[axis]
+        pl.when((index >= before) & (index < before + size))(partial(run, part, index - before))
+        before += size
 
 
 def _store_rows(shared: Any, out: Any, row: Array, column: Array, begin: Array, end: Array) -> None:
@@ -408,7 +419,7 @@ def _store_rows(shared: Any, out: Any, row: Array, column: Array, begin: Array, 
 
         @pl.when((count & size) != 0)
         def _(begin: Array = begin, size: int = size) -> None:
-            target = out.at[pl.ds(row + begin, size), pl.ds(column, DEPTH)]
+            target = out.at[pl.ds(row + begin, size), pl.ds(column, shared.shape[1])]
             mosaic_gpu.copy_smem_to_gmem(shared.at[pl.ds(begin, size)], target, commit_group=False)
 
         begin = begin + (count & size)

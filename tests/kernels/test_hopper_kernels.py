@@ -10,7 +10,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu
 
-from jax_moe_lb.kernels import backends, mosaic_api, mosaic_outer, recorded_rates
+from jax_moe_lb.kernels import backends, mosaic_api, mosaic_outer
 from jax_moe_lb.kernels import grouped_matmul as op
 from jax_moe_lb.kernels.backends import HOPPER, Product, choose_backend, prefer_backend
 from tests.kernels.backend_cases import matmul_of, outer_of
@@ -189,8 +189,8 @@ def test_only_a_recorded_rate_or_a_preference_chooses_it(monkeypatch):
     choice = choose_backend(make_product(), "cuda")
     assert choice.backend.name == "Triton kernel"
     assert choice.rejected[KERNEL] == "no rate is recorded on gpu 9.0"
-    rates = {(HOPPER, kind, "Hopper"): 700.0 for kind in backends.KINDS}
-    monkeypatch.setattr(recorded_rates, "TFLOPS", recorded_rates.TFLOPS | rates)
+    measured = backends.recorded_tflops
+    monkeypatch.setattr(backends, "recorded_tflops", lambda *of: 700.0 if of[2] == "Hopper" else measured(*of))
     for kind in backends.KINDS:
         choice = choose_backend(make_product(kind=kind), "cuda")
         assert choice.backend.name == KERNEL
