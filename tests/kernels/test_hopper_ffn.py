@@ -122,7 +122,7 @@ def test_values_and_gradients(sizes, saved, options):
         ({"gated": False, "activation": relu_squared}, True),
         # `erfc` has no form inside a kernel.
         ({"gated": False, "activation": gelu_exact}, False),
-        ({"activation": lambda gate, up: gate * up * np.ones(up.shape[-1], np.float32)}, False),
+        ({"activation": lambda gate, up: gate * up * np.ones((1, up.shape[-1]), np.float32)}, False),
     ],
 )
 def test_activations_inside_kernels(options, want):
