@@ -45,14 +45,21 @@ def load(ref: Any, layout: Any) -> Array:
     return mosaic_gpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def launch(body: Callable[..., None], out_types: Sequence[Any], operands: Sequence[Array], name: str) -> list[Array]:
+def launch(
+    body: Callable[..., None],
+    out_types: Sequence[Any],
+    operands: Sequence[Array],
+    name: str,
+    sizes: tuple[int, int, int],
+) -> list[Array]:
     """Run a kernel on the default device.
 
     Args:
         body: function of the references of operands and results. Its axes are `program` and `warpgroup`.
         out_types: shapes and dtypes of the results.
         operands: arrays in global memory.
-        name: name of the kernel in profiles.
+        name: name of the kernel in profiles, followed by the sizes.
+        sizes: rows, inner and outer width of the product, or of several counted as one; see `aot/flops.py`.
     """
     # JAX 0.10 has another name for the same argument.
     make: Any = mosaic_gpu.kernel
@@ -64,7 +71,7 @@ def launch(body: Callable[..., None], out_types: Sequence[Any], operands: Sequen
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        kernel_name=name,
+        kernel_name=f"{name}_{'x'.join(map(str, sizes))}",
         compiler_params=mosaic_gpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,

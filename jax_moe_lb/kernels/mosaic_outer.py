@@ -80,7 +80,7 @@ def outer(
         dtypes=(rows.dtype, jnp.dtype(dtype)),
     )
     out_types = [jax.ShapeDtypeStruct((count, inner, width), dtype) for count in parts]
-    return tuple(launch(kernel.run, out_types, (rows, *others, *groups), name))
+    return tuple(launch(kernel.run, out_types, (rows, *others, *groups), name, (num_rows, inner, width)))
 
 
 def _whole_tiles(others: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -156,7 +156,8 @@ def products(
     if epilogue.has_sums:
         shape = tiles.group.shape[0], kernel.num_columns, ROWS
         out_types.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    results = launch(kernel.run, out_types, operands, name)
+    sizes = rows.shape[0], sum(kernel.depths), width * num_accumulators
+    results = launch(kernel.run, out_types, operands, name, sizes)
     if not epilogue.has_sums:
         return Results(tuple(results), None)
     *stored, partial_sums = results
