@@ -161,8 +161,9 @@ def fuses(rows: Rows, experts: Experts | ExpertParts) -> bool:
     groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else first.up.shape[0]
     if first.has_adapters or first.up_bias is not None or first.down_bias is not None:
         return False
-    widths, dtypes = first.down.shape[1:], (rows.dtype, first.up.dtype)
-    if not fuses_activations(Product(kind, rows.shape[0], widths, groups, dtypes, rows.dtype) for kind in KINDS):
+    (inner, outer), dtypes = first.down.shape[1:], (rows.dtype, first.up.dtype)
+    products = (Product(kind, rows.shape[0], (inner, outer), groups, dtypes, rows.dtype) for kind in KINDS)
+    if not fuses_activations(products):
         return False
     # Imported lazily: the compiler of the kernels is not part of every installation.
     from jax_moe_lb.kernels import mosaic_ffn

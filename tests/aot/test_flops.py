@@ -102,6 +102,9 @@ def test_a_hopper_kernel_has_the_sizes_of_its_products_in_its_name():
     metadata = 'metadata={op_name="jit(moe)/experts/grouped_hidden_64x5x14/mpmd_map"}'
     call = f'bf16[64,7] custom-call({names}), custom_call_target="mosaic_gpu_v2", {metadata}'
     assert flops_of(call, *operands) == 2 * 64 * 5 * 7 * 2
+    module = module_of(call, *operands)
+    entry = module.computations[module.entry]
+    assert product_form(module, entry, entry.root).kernel == "hopper"
 
 
 def test_a_product_of_cublas():
