@@ -46,6 +46,9 @@ HOPPER = "9.0"
 
 NOT_INSTALLED = "not installed"
 
+OLDEST_JAX_FOR_HOPPER = (0, 11, 2)
+"""Oldest JAX by which the Hopper kernels were compiled. JAX 0.10 does not compile them, and has a Triton backend."""
+
 _preferred: ContextVar[str | None] = ContextVar("preferred", default=None)
 
 _Dimensions = jax.lax.RaggedDotDimensionNumbers
@@ -298,6 +301,8 @@ def _no_triton(product: Product) -> str | None:
 
 
 def _no_hopper(product: Product) -> str | None:
+    if jax.__version_info__ < OLDEST_JAX_FOR_HOPPER:
+        return f"JAX is {jax.__version__}; expected at least {'.'.join(map(str, OLDEST_JAX_FOR_HOPPER))}"
     device = get_default_device()
     if getattr(device, "compute_capability", "") != HOPPER:
         return f"the default device is {_name(device)}; expected compute capability {HOPPER}"

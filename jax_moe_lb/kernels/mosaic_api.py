@@ -1,4 +1,4 @@
-"""Calls of Pallas Mosaic GPU that differ between releases of JAX, and the launch of a warp-specialized kernel.
+"""Calls of Pallas Mosaic GPU that differ between JAX 0.11.2 and later, and the launch of a warp-specialized kernel.
 
 A program has three warpgroups of 128 threads. Two consume tiles with the tensor cores, and one produces them by bulk
 copies into shared memory. As many programs as the device has multiprocessors run until all tiles are done.
@@ -40,7 +40,7 @@ def swizzled(dtype: Any) -> tuple[Any, Any]:
 
 def load(ref: Any, layout: Any) -> Array:
     """Load a tile from global memory into registers of the given layout."""
-    # Until JAX 0.11 the second argument is an index.
+    # In JAX 0.11 the second argument is an index.
     index = ((),) if "idx" in inspect.signature(mosaic_gpu.load).parameters else ()
     return mosaic_gpu.load(ref, *index, layout=layout, optimized=False)
 
@@ -61,21 +61,14 @@ def launch(
         name: name of the kernel in profiles, followed by the sizes.
         sizes: rows, inner and outer width of the product, or of several counted as one; see `aot/flops.py`.
     """
-    # JAX 0.10 has another name for the same argument.
-    make: Any = mosaic_gpu.kernel
-    results = "out_type" if "out_type" in inspect.signature(make).parameters else "out_shape"
-    kernel = make(
+    kernel = mosaic_gpu.kernel(
         body,
-        **{results: tuple(out_types)},
+        out_type=tuple(out_types),
         grid=(multiprocessors(),),
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name=f"{name}_{'x'.join(map(str, sizes))}",
-        compiler_params=mosaic_gpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=mosaic_gpu.LoweringSemantics.Warpgroup,
-        ),
+        compiler_params=mosaic_gpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     return list(kernel(*operands))

@@ -212,3 +212,10 @@ def test_other_architectures_have_other_kernels(monkeypatch):
         monkeypatch.setattr(backends, "get_default_device", lambda device=device: device)
         why = choose_backend(make_product(), "cuda").rejected[KERNEL]
         assert why == f"the default device is gpu {capability}; expected compute capability 9.0"
+
+
+def test_an_older_jax_has_other_kernels(monkeypatch):
+    monkeypatch.setattr(backends, "OLDEST_JAX_FOR_HOPPER", (99, 0, 0))
+    choice = choose_backend(make_product(), "cuda")
+    assert choice.backend.name == "Triton kernel"
+    assert choice.rejected[KERNEL] == f"JAX is {jax.__version__}; expected at least 99.0.0"
