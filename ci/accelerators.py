@@ -11,6 +11,7 @@ import argparse
 import multiprocessing
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -297,7 +298,10 @@ def _numbers(report: ProgramReport) -> str:
 
 
 def compiled(case: Case) -> tuple[list[str], str]:
-    """Run `faults` in a worker process, with the stderr of compilers silenced."""
+    """Run `faults` in a worker process, with the stderr of compilers silenced, and deprecation warnings as errors."""
+    warnings.simplefilter("error", DeprecationWarning)
+    # `ci/hopper_kernels.py` compiles the kernels that replace its own.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     with quiet_stderr():
         return faults(case)
 

@@ -21,6 +21,7 @@ nightly=()
 "$venv/bin/python" ci/kernels.py "$toolkit/bin/nvcc" "${nightly[@]}" &
 kernels=$!
 "$venv/bin/python" ci/recorded_rates.py
+"$venv/bin/python" ci/hopper_kernels.py
 "$venv/bin/python" -m tests.models.compile_reference "${nightly[@]}"
 wait "$kernels"
 "$venv/bin/python" tests/page_blocks.py "pip install '.[cuda]'" docs/compiling.md

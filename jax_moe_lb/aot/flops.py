@@ -20,6 +20,9 @@ GEMM_TARGETS = re.compile(r"__cublas\$|__cudnn\$|__triton|triton|mosaic|pallas|t
 SCORES = re.compile(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]')
 """Shape of the attention scores over all pairs of tokens, which cuDNN never writes."""
 
+SIZES = re.compile(r"\bgrouped_\w+?_(\d+)x(\d+)x(\d+)\b")
+"""Sizes of the product in the name of a Hopper kernel of this package."""
+
 DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 WINDOW_FIELD = re.compile(r"(\w+)=([\dx_\-]+)")
 
@@ -71,6 +74,8 @@ def _kernel(instruction: Instruction, operands: list[Instruction]) -> int:
     if "lhs_contracting_dimensions" in instruction.attributes:
         config = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', instruction.attributes)
         return _dot(instruction, given[0], tuple(map(int, json.loads(config[1])))) if config else 0
+    if sizes := SIZES.search(instruction.text("op_name")):
+        return 2 * math.prod(map(int, sizes.groups()))
     return _grouped_kernel([*given, *instruction.shapes])
 
 

@@ -27,7 +27,7 @@ TILE = 128
 LEAST_FILLED = 0.5
 """Least share of the multiprocessors that a product fills: libraries split the sums of small products."""
 
-RECORDED: dict[str, RecordedKernel] = {"mosaic": "Mosaic", "triton": "Triton"}
+RECORDED: dict[str, RecordedKernel] = {"mosaic": "Mosaic", "triton": "Triton", "hopper": "Hopper"}
 """Kernels with recorded rates, by their names in `ProductForm`."""
 
 COMMUNICATION = frozenset({Kind.EXCHANGE, Kind.COLLECTIVE, Kind.COPIES})

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from jax_moe_lb.aot.flops import flops_of
+from jax_moe_lb.aot.flops import SIZES, flops_of
 from jax_moe_lb.aot.hlo import ArrayShape, Computation, Instruction, Module
 
 TERMS = re.compile(r"algorithm=dot_bf16_bf16_f32(?:_x(\d))?")
@@ -17,7 +17,8 @@ class ProductForm:
 
     Args:
         kind: `dense`, or the kind of a grouped product: `product`, `transposed` or `outer`, the gradients of weights.
-        kernel: `mosaic`, `triton`, `own` for custom calls of this package, or `library`.
+        kernel: `hopper`, `mosaic` for other kernels of Mosaic, `triton`, `own` for custom calls of this package, or
+            `library`.
         dtype: XLA's name of the dtype of the operands.
         rows: Rows of the result of a dense product; rows `A` of the buffer of a grouped one.
         columns: Columns of the result.
@@ -89,4 +90,6 @@ def _kernel(instruction: Instruction) -> str:
         return "triton"
     if target.startswith("moe_lb_"):
         return "own"
-    return "mosaic" if "mosaic" in target else "library"
+    if "mosaic" in target:
+        return "hopper" if SIZES.search(instruction.text("op_name")) else "mosaic"
+    return "library"

@@ -3,8 +3,11 @@
 `lax.ragged_dot` is not a backend on GPUs: XLA lowers it there to a dense product of every row with every matrix.
 """
 
+import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -32,10 +35,21 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 TILE = 128
 """Multiple of widths and rows required by kernels of Mosaic on GPUs, and least width of those of Triton."""
 
+COLUMNS, ALIGNED_ROWS = 64, 8
+"""Multiples of widths and rows required by the Hopper kernels."""
+
 SMALL_MEMORY = ("7.0", "7.2", "7.5", "8.6", "8.9", "12.0", "12.1")
 """Compute capabilities with at most 99 KB of shared memory for a thread block; the Triton kernels need 144 KB."""
 
+HOPPER = "9.0"
+"""Compute capability of H100, H200 and GH200, whose instructions the Hopper kernels use."""
+
 NOT_INSTALLED = "not installed"
+
+OLDEST_JAX_FOR_HOPPER = (0, 11, 2)
+"""Oldest JAX by which the Hopper kernels were compiled. JAX 0.10 does not compile them, and has a Triton backend."""
+
+_preferred: ContextVar[str | None] = ContextVar("preferred", default=None)
 
 _Dimensions = jax.lax.RaggedDotDimensionNumbers
 DIMENSIONS = {
@@ -110,6 +124,8 @@ class Backend:
             if unsupported.
         takes_parts: if True, matrices and sums may be in several arrays. False by default.
         recorded: kernel of `recorded_rates`; `None` (default) for no record.
+        needs_record: if True, it is chosen only on devices with a record, or if preferred. False by default.
+        fuses: if True, its products can compute the activations of a network, see `mosaic_ffn`. False by default.
     """
 
     name: str
@@ -120,6 +136,8 @@ class Backend:
     outer: Callable[..., Any] | None
     takes_parts: bool = False
     recorded: RecordedKernel | None = None
+    needs_record: bool = False
+    fuses: bool = False
 
     def why_not_for(self, product: Product) -> str | None:
         """Return the reason why it cannot compute a product, or `None`."""
@@ -159,26 +177,58 @@ class BackendChoice(NamedTuple):
         return "; ".join([self.reason, *(f"not {name} ({reason})" for name, reason in self.rejected.items())])
 
 
+@contextmanager
+def prefer_backend(name: str) -> Iterator[None]:
+    """Prefer a backend for all products that it can compute, in programs traced inside the context.
+
+    A program keeps the backends of its first trace, so trace a new `jax.jit` inside.
+
+    Args:
+        name: name of a row of `BACKENDS`, such as "Hopper kernel".
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    names = [backend.name for backend in BACKENDS]
+    if name not in names:
+        raise ValueError(f"name is {name!r}; expected one of {', '.join(names)}")
+    token = _preferred.set(name)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
 def choose_backend(product: Product, platform: str) -> BackendChoice:
     """Return the backend of a product.
 
-    It is the first row of `BACKENDS` that can compute the product, with the recorded rows in the order of their rates;
-    see `recorded_rates`.
+    It is the preferred backend, see `prefer_backend`. Otherwise it is the first row of `BACKENDS` that can compute the
+    product, with the recorded rows in the order of their rates; see `recorded_rates`.
 
     Args:
         product: shapes and dtypes.
         platform: platform of the lowering, by its name in `jax.lax.platform_dependent`.
     """
     rows = [backend for backend in BACKENDS if backend.platform in (platform, None)]
-    rates = {backend.name: rate for backend in rows if (rate := _recorded_rate(backend, product.kind))}
-    recorded = iter(sorted((one for one in rows if one.name in rates), key=lambda one: -rates[one.name]))
     rejected: dict[str, str] = {}
+    for backend in rows:
+        if backend.name == _preferred.get():
+            if (reason := backend.why_not_for(product)) is None:
+                return BackendChoice(backend, "it is preferred", {})
+            rejected[backend.name] = reason
+    rates = {backend.name: rate for backend in rows if (rate := _recorded_rate(backend, product.kind))}
+    unrecorded = [backend for backend in rows if backend.needs_record and backend.name not in rates]
+    rows = [backend for backend in rows if backend not in unrecorded]
+    recorded = iter(sorted((one for one in rows if one.name in rates), key=lambda one: -rates[one.name]))
     for backend in (next(recorded) if row.name in rates else row for row in rows):
         if (reason := backend.why_not_for(product)) is None:
             break
         rejected[backend.name] = reason
     for slower in rows[: rows.index(backend)]:
         rejected.setdefault(slower.name, f"recorded at {rates.get(slower.name, 0):.0f} TFLOP/s")
+    for one in unrecorded:
+        unknown = f"no rate is recorded on {_name(get_default_device())}"
+        rejected.setdefault(one.name, one.why_not_for(product) or unknown)
     at = f", recorded at {rates[backend.name]:.0f} TFLOP/s" if backend.name in rates else ""
     return BackendChoice(backend, f"{backend.why}{at}", rejected)
 
@@ -201,6 +251,17 @@ def reads_parts(product: Product) -> bool:
     is_padded = min(product.widths) < TILE
     on_gpu = get_default_device().platform == "gpu"
     return on_gpu and not is_padded and choose_backend(product, "cuda").backend.takes_parts
+
+
+def fuses_activations(products: Iterable[Product]) -> bool:
+    """Return whether the kernels of the default device can compute activations inside these products.
+
+    Args:
+        products: shapes and dtypes of all products of a network.
+    """
+    if get_default_device().platform != "gpu":
+        return False
+    return all(min(product.widths) >= TILE and choose_backend(product, "cuda").backend.fuses for product in products)
 
 
 def products_are_by_group() -> bool:
@@ -228,6 +289,8 @@ def _no_tokamax(product: Product) -> str | None:
 
 
 def _no_triton(product: Product) -> str | None:
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return "this JAX has no Triton backend"
     device = get_default_device()
     if device.platform != "gpu" or getattr(device, "compute_capability", "") in SMALL_MEMORY:
         return f"the default device is {_name(device)}; expected a GPU with 144 KB of shared memory"
@@ -235,6 +298,19 @@ def _no_triton(product: Product) -> str | None:
     if max(rows * inner, rows * outer, max(product.parts) * inner * outer) >= 2**31:
         return "an operand has 2**31 entries or more; the kernel indexes in int32"
     return _misfit(product, (jnp.bfloat16, jnp.float16), (rows, inner, outer, *product.parts))
+
+
+def _no_hopper(product: Product) -> str | None:
+    if jax.__version_info__ < OLDEST_JAX_FOR_HOPPER:
+        return f"JAX is {jax.__version__}; expected at least {'.'.join(map(str, OLDEST_JAX_FOR_HOPPER))}"
+    device = get_default_device()
+    if getattr(device, "compute_capability", "") != HOPPER:
+        return f"the default device is {_name(device)}; expected compute capability {HOPPER}"
+    if any(width > TILE and width % COLUMNS for width in product.widths):
+        return f"widths are {product.widths[0]} and {product.widths[1]}; expected multiples of {COLUMNS}"
+    if product.num_rows % ALIGNED_ROWS or product.num_rows < TILE:
+        return f"{product.num_rows} rows; expected a multiple of {ALIGNED_ROWS}, at least {TILE}"
+    return _misfit(product, (jnp.bfloat16, jnp.float16), (product.widths[0], product.widths[1], *product.parts))
 
 
 def _misfit(product: Product, dtypes: tuple[Any, ...], sizes: tuple[int, ...]) -> str | None:
@@ -283,32 +359,43 @@ def _call_outer(product: Product, rows: Array, others: Array, group_sizes: Group
 
 
 def _widened(operand: Array) -> Array:
-    """Zero-pad all dimensions but the first to the least width of the Triton kernels, such as the rank of adapters."""
+    """Zero-pad all dimensions but the first to the least width of the kernels, such as the rank of adapters."""
     missing = [(0, 0), *((0, max(TILE - size, 0)) for size in operand.shape[1:])]
     return jnp.pad(operand, missing) if np.any(missing) else operand
 
 
-def _triton_matmul(product: Product, rows: Array, weights: Any, group_sizes: GroupSizes) -> Array:
-    from jax_moe_lb.kernels import triton_product
+def _matmul_by(module: str) -> Callable[..., Any]:
+    """Return the products by the kernel of a module, which reads matrices in parts."""
 
-    def multiply(rows: Array, group_sizes: Array, *parts: Array) -> Array:
-        operands = map(_widened, (rows, *parts))
-        wide = triton_product.product(*operands, group_sizes=group_sizes, transposed=product.is_transposed)
-        return wide[:, : product.widths[1]]
+    def matmul(product: Product, rows: Array, weights: Any, group_sizes: GroupSizes) -> Array:
+        # Imported lazily: the compilers of kernels are not part of every installation.
+        kernel = importlib.import_module(f"jax_moe_lb.kernels.{module}")
 
-    return unvarying_call(multiply, *vary_alike((rows, group_sizes, *jax.tree.leaves(weights))))
+        def multiply(rows: Array, group_sizes: Array, *parts: Array) -> Array:
+            operands = map(_widened, (rows, *parts))
+            wide = kernel.product(*operands, group_sizes=group_sizes, transposed=product.is_transposed)
+            return wide[:, : product.widths[1]]
+
+        return unvarying_call(multiply, *vary_alike((rows, group_sizes, *jax.tree.leaves(weights))))
+
+    return matmul
 
 
-def _triton_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> Any:
-    from jax_moe_lb.kernels import triton_outer
+def _outer_by(module: str) -> Callable[..., Any]:
+    """Return the sums by the kernel of a module, which writes them in parts."""
 
-    def multiply(rows: Array, others: Array, group_sizes: Array) -> tuple[Array, ...]:
-        operands = _widened(rows), _widened(others), group_sizes
-        wide = triton_outer.outer(*operands, parts=product.parts, dtype=product.dtype)
-        return tuple(part[:, : product.widths[0], : product.widths[1]] for part in wide)
+    def outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> Any:
+        kernel = importlib.import_module(f"jax_moe_lb.kernels.{module}")
 
-    sums = unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
-    return sums[0] if isinstance(product.num_groups, int) else sums
+        def multiply(rows: Array, others: Array, group_sizes: Array) -> tuple[Array, ...]:
+            operands = _widened(rows), _widened(others), group_sizes
+            wide = kernel.outer(*operands, parts=product.parts, dtype=product.dtype)
+            return tuple(part[:, : product.widths[0], : product.widths[1]] for part in wide)
+
+        sums = unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
+        return sums[0] if isinstance(product.num_groups, int) else sums
+
+    return outer
 
 
 def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
@@ -380,12 +467,25 @@ BACKENDS = (
         recorded="Mosaic",
     ),
     Backend(
+        "Hopper kernel",
+        "cuda",
+        why="a Hopper GPU is the default device",
+        why_not=_no_hopper,
+        matmul=_matmul_by("mosaic_product"),
+        outer=_then_add(_outer_by("mosaic_outer")),
+        takes_parts=True,
+        recorded="Hopper",
+        # It was compiled and interpreted, but not run on a GPU.
+        needs_record=True,
+        fuses=True,
+    ),
+    Backend(
         "Triton kernel",
         "cuda",
         why="a GPU is the default device",
         why_not=_no_triton,
-        matmul=_triton_matmul,
-        outer=_then_add(_triton_outer),
+        matmul=_matmul_by("triton_product"),
+        outer=_then_add(_outer_by("triton_outer")),
         takes_parts=True,
         recorded="Triton",
     ),

@@ -24,7 +24,15 @@ from jax_moe_lb.core.experts import Experts, swiglu, usual_layout
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
-from jax_moe_lb.kernels.backends import KINDS, TILE, Kind, Product, products_are_by_group, reads_parts
+from jax_moe_lb.kernels.backends import (
+    KINDS,
+    TILE,
+    Kind,
+    Product,
+    fuses_activations,
+    products_are_by_group,
+    reads_parts,
+)
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
 from jax_moe_lb.kernels.operands import clear_tail
 from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
@@ -111,7 +119,7 @@ def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSi
     Returns:
         The outputs, `[A, H]`; rows beyond `group_sizes.sum()` are undefined.
     """
-    return _by_platform(_at_once, _in_windows, rows, experts, group_sizes)[0]
+    return _by_platform(_network(rows, experts), _in_windows, rows, experts, group_sizes)[0]
 
 
 def grouped_ffn_with_products(
@@ -131,7 +139,57 @@ def grouped_ffn_with_products(
         `rows`; or one of `[A, 2 F]` if `up` contains the gate. Rows beyond `group_sizes.sum()` are undefined.
     """
     in_windows = partial(_in_windows, keeps_products=True)
-    return _by_platform(partial(_at_once, keeps_products=True), in_windows, rows, experts, group_sizes)
+    return _by_platform(_network(rows, experts, keeps_products=True), in_windows, rows, experts, group_sizes)
+
+
+def _network(rows: Rows, experts: Experts | ExpertParts, *, keeps_products: bool = False) -> Callable[..., Any]:
+    """Return the network for all rows, by the kernels of the default device if they compute activations."""
+    at_once = partial(_at_once, keeps_products=keeps_products)
+    return (
+        partial(_on_cuda, partial(_fused, keeps_products=keeps_products), at_once) if fuses(rows, experts) else at_once
+    )
+
+
+def fuses(rows: Rows, experts: Experts | ExpertParts) -> bool:
+    """Return whether kernels of the default device compute the activations inside the products.
+
+    Args:
+        rows: `[A, H]`.
+        experts: weights of all groups, or a tuple of parts of them.
+    """
+    first = _first(experts)
+    groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else first.up.shape[0]
+    if first.has_adapters or first.up_bias is not None or first.down_bias is not None:
+        return False
+    (inner, outer), dtypes = first.down.shape[1:], (rows.dtype, first.up.dtype)
+    products = (Product(kind, rows.shape[0], (inner, outer), groups, dtypes, rows.dtype) for kind in KINDS)
+    if not fuses_activations(products):
+        return False
+    # Imported lazily: the compiler of the kernels is not part of every installation.
+    from jax_moe_lb.kernels import mosaic_ffn
+
+    return mosaic_ffn.can_activate(first)
+
+
+def _on_cuda(fused: Callable[..., Any], other: Callable[..., Any], *operands: Any) -> Any:
+    return jax.lax.platform_dependent(*vary_like(operands, *operands), cuda=fused, default=other)
+
+
+def _fused(
+    rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes, *, keeps_products: bool = False
+) -> tuple[Rows, Products]:
+    from jax_moe_lb.kernels import mosaic_ffn
+
+    experts = jax.tree.map(usual_layout, experts)
+    hidden, products = mosaic_ffn.hidden_and_products(rows, _parts(experts), group_sizes, keeps_products=keeps_products)
+    if products and _first(experts).is_fused:
+        # In the form of the other branch.
+        products = (jnp.concatenate(products, -1),)
+    return _matmul(hidden, experts, "down", group_sizes), products
+
+
+def _parts(experts: Experts | ExpertParts) -> ExpertParts:
+    return experts if isinstance(experts, tuple) else (experts,)
 
 
 def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], rows: Rows, *args: Any) -> Any:
@@ -253,8 +311,11 @@ def grouped_ffn_gradients(
         Gradients of the rows and of the weights, in their dtypes, undefined beyond `group_sizes.sum()`; and gradients
         of the experts, in parts if these are.
     """
+    at_once = partial(_gradients_at_once, sums_dtype=sums_dtype, again=again)
+    if fuses(rows, experts):
+        at_once = partial(_on_cuda, partial(_fused_gradients, sums_dtype=sums_dtype, again=again), at_once)
     return _by_platform(
-        partial(_gradients_at_once, sums_dtype=sums_dtype, again=again),
+        at_once,
         partial(_gradients_in_windows, sums_dtype=sums_dtype),
         *(rows, weights, experts, group_sizes, upstream, sums, products),
     )
@@ -372,6 +433,32 @@ def _gradients_at_once(
         if _first(experts).trained.up_bias is not None:
             of_kinds[f"{kind}_bias"] = bias_sum(f"{kind}_bias", part)
     return of_rows, of_weights, _with_kinds(experts, of_kinds)
+
+
+def _fused_gradients(
+    rows: Rows,
+    weights: Float[Array, "A 1"],
+    experts: Experts | ExpertParts,
+    group_sizes: GroupSizes,
+    upstream: Rows,
+    sums: Experts | ExpertParts | None,
+    products: Products | None = None,
+    *,
+    sums_dtype: DType,
+    again: Callable[[Array], Experts | ExpertParts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
+    from jax_moe_lb.kernels import mosaic_ffn
+
+    experts = jax.tree.map(usual_layout, experts)
+    if products is not None and len(products) == 1 and _first(experts).is_fused:
+        products = tuple(jnp.split(products[0], 2, -1))
+    rebuilt = None if again is None else lambda after: _parts(jax.tree.map(usual_layout, again(after)))
+    of_rows, of_weights, of_kinds = mosaic_ffn.gradients(
+        rows, weights, _parts(experts), group_sizes, upstream, products, sums_dtype, rebuilt
+    )
+    kinds = {kind: parts if isinstance(experts, tuple) else parts[0] for kind, parts in of_kinds.items()}
+    of_experts = _with_kinds(experts, kinds)
+    return of_rows, of_weights, of_experts if sums is None else jax.tree.map(jnp.add, sums, of_experts)
 
 
 def _with_kinds(experts: Experts | ExpertParts, kinds: dict[str, Any]) -> Experts | ExpertParts:

@@ -25,8 +25,8 @@ FOLDER = "devices"
 PRODUCTS = ("product", "transposed", "outer")
 """Kinds of grouped products; `outer` are the gradients of weights."""
 
-RecordedKernel = Literal["Mosaic", "Triton"]
-"""Compiler of a kernel of grouped products, by tokamax for Mosaic."""
+RecordedKernel = Literal["Mosaic", "Triton", "Hopper"]
+"""Kernel of grouped products: of tokamax, compiled by Mosaic; of this library for Triton; or for Hopper alone."""
 
 
 def _figure(parse: Callable[[Any], Any]) -> BeforeValidator:

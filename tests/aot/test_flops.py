@@ -95,6 +95,18 @@ def test_a_triton_product_with_matrices_in_parts(rows, result, kind):
     assert (form.kind, form.kernel, form.rows, form.groups) == (kind, "triton", 64, 3)
 
 
+def test_a_hopper_kernel_has_the_sizes_of_its_products_in_its_name():
+    """One kernel multiplies by up and gate, in parts, and activates the products."""
+    operands = ("bf16[64,5]", "bf16[2,5,7]", "bf16[1,5,7]", "bf16[2,5,7]", "bf16[1,5,7]", "s32[12]")
+    names = ", ".join(f"%p{i}" for i in range(len(operands)))
+    metadata = 'metadata={op_name="jit(moe)/experts/grouped_hidden_64x5x14/mpmd_map"}'
+    call = f'bf16[64,7] custom-call({names}), custom_call_target="mosaic_gpu_v2", {metadata}'
+    assert flops_of(call, *operands) == 2 * 64 * 5 * 7 * 2
+    module = module_of(call, *operands)
+    entry = module.computations[module.entry]
+    assert product_form(module, entry, entry.root).kernel == "hopper"
+
+
 def test_a_product_of_cublas():
     config = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}'
     call = f'(f32[4,6]{{1,0}}, s8[33]{{0}}) custom-call(%p0, %p1), custom_call_target="__cublas$gemm", {config}'

@@ -134,3 +134,10 @@ def test_it_is_for_gpus_with_enough_shared_memory(device, monkeypatch):
     monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: on)
     why = rejected(TRITON, outer_product(*make_operands(), 1, jnp.float32))
     assert why.startswith(f"the default device is {' '.join(device).rstrip()}; expected a GPU")
+
+
+def test_a_jax_without_its_deprecated_backend_multiplies_by_blocks(monkeypatch):
+    monkeypatch.setattr(grouped_kernels.importlib.util, "find_spec", lambda name: None)
+    product = outer_product(*make_operands(), 1, jnp.float32)
+    assert rejected(TRITON, product) == "this JAX has no Triton backend"
+    assert grouped_kernels.choose_backend(product, "cuda").backend.name == "blocks of rows"

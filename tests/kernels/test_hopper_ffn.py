@@ -1,0 +1,136 @@
+"""Networks of experts by the kernels for Hopper, in the interpreter of Mosaic GPU."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu
+
+from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, geglu, gelu_exact, relu_squared
+from jax_moe_lb.kernels import backends, grouped_ffn, grouped_matmul, mosaic_api, mosaic_ffn
+from jax_moe_lb.kernels.backends import HOPPER, choose_backend, prefer_backend
+from jax_moe_lb.kernels.mosaic_ffn import can_activate
+
+NUM_ROWS, HIDDEN = 136, 128
+PARTS = (slice(2), slice(2, 4))
+SIZES = {"uneven": (40, 0, 0, 63), "one hot": (0, 0, 128, 0), "no rows": (0, 0, 0, 0)}
+DEVICE = SimpleNamespace(platform="gpu", compute_capability=HOPPER, core_count=2)
+
+
+def by_kernel(product, *operands, sums=None):
+    """Take the kernel of a GPU on a CPU."""
+    return choose_backend(product, "cuda").backend(product, *operands, sums)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    for module in (backends, mosaic_api):
+        monkeypatch.setattr(module, "get_default_device", lambda: DEVICE)
+    for module in (backends, mosaic_ffn):
+        # The effects of the interpreter do not pass this primitive, which has none.
+        monkeypatch.setattr(module, "unvarying_call", lambda function, *operands: function(*operands))
+    monkeypatch.setattr(grouped_ffn, "_on_cuda", lambda fused, other, *operands: fused(*operands))
+    monkeypatch.setattr(grouped_matmul, "_by_platform", by_kernel)
+    with mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams()), prefer_backend("Hopper kernel"):
+        yield
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def draw(*shape, seed, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 4, dtype)
+
+
+def make_experts(gated=True, fused=False, activation=None, inner=128, dtype=jnp.bfloat16):
+    up, gate = (draw(4, HIDDEN, inner, seed=seed, dtype=dtype) for seed in (0, 1))
+    experts = Experts(up, draw(4, inner, HIDDEN, seed=2, dtype=dtype), gate if gated else None, activation)
+    return experts.fused() if fused else experts
+
+
+def apart(experts):
+    return tuple(jax.tree.map(lambda leaf, at=at: leaf[at], experts) for at in PARTS)
+
+
+def reference(rows, weights, experts, group_sizes, upstream):
+    """Outputs and gradients of a dense layer in float32; rows of no group are left out."""
+    group = np.repeat(np.arange(len(group_sizes)), group_sizes)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (rows[: len(group)], experts, upstream[: len(group)]))
+
+    def outputs(rows, weights, experts):
+        mine = jax.tree.map(lambda leaf: leaf[group], experts)
+        return weights * jax.vmap(lambda row, expert: grouped_ffn.dense_ffn(row, expert))(rows, mine)
+
+    y, pull_back = jax.vjp(outputs, wide[0], weights[: len(group)], wide[1])
+    return y, *pull_back(wide[2])
+
+
+def assert_near(got, want, bound=2**-5):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        one, other = (np.asarray(array, np.float64) for array in (one, other))
+        assert np.abs(one - other).max(initial=0) <= bound * max(np.abs(other).max(initial=0), 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "saved", "options"),
+    [
+        ("uneven", False, {}),
+        pytest.param("uneven", True, {}, marks=pytest.mark.thorough),
+        pytest.param("uneven", True, {"fused": True, "activation": ClampedSwiGLU()}, marks=pytest.mark.thorough),
+        # The last tiles of columns overlap the previous ones.
+        pytest.param("uneven", False, {"inner": 192}, marks=pytest.mark.thorough),
+        pytest.param("uneven", False, {"gated": False}, marks=pytest.mark.thorough),
+        pytest.param("uneven", False, {"activation": geglu}, marks=pytest.mark.thorough),
+        pytest.param("one hot", False, {}, marks=pytest.mark.thorough),
+        pytest.param("no rows", False, {}, marks=pytest.mark.thorough),
+    ],
+)
+def test_values_and_gradients(sizes, saved, options):
+    """Against a dense layer in float32; rows of no group are NaN, and two calls have equal bits."""
+    used, group_sizes = sum(SIZES[sizes]), jnp.array(SIZES[sizes], jnp.int32)
+    experts = make_experts(**options)
+    rows, upstream = (draw(NUM_ROWS, HIDDEN, seed=seed).at[used:].set(jnp.nan) for seed in (8, 9))
+    weights = draw(NUM_ROWS, 1, seed=10, dtype=jnp.float32)
+
+    def both(rows, experts, weights, upstream):
+        y, products = grouped_ffn.grouped_ffn_with_products(rows, experts, group_sizes)
+        gradients = partial(grouped_ffn.grouped_ffn_gradients, sums_dtype=jnp.float32)
+        kept = products if saved else None
+        return y, gradients(rows, weights, experts, group_sizes, upstream, products=kept)
+
+    assert grouped_ffn.fuses(rows, apart(experts))
+    operands = rows, apart(experts), weights, upstream
+    compiled = jax.jit(both)
+    got, again = (jax.tree.map(np.asarray, compiled(*operands)) for _ in range(2))
+    assert jax.tree.all(jax.tree.map(lambda one, other: one.tobytes() == other.tobytes(), got, again))
+    y, (of_rows, of_weights, of_experts) = got
+    want, *of_want = reference(rows, weights, experts, SIZES[sizes], upstream)
+    assert_near(weights[:used] * y[:used].astype(jnp.float32), want)
+    assert_near((of_rows[:used], of_weights[:used]), of_want[:2])
+    assert_near(of_experts, apart(of_want[2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [
+        ({}, True),
+        ({"gated": False}, True),
+        ({"activation": ClampedSwiGLU()}, True),
+        ({"gated": False, "activation": relu_squared}, True),
+        # `erfc` has no form inside a kernel.
+        ({"gated": False, "activation": gelu_exact}, False),
+        ({"activation": lambda gate, up: gate * up * np.ones((1, up.shape[-1]), np.float32)}, False),
+    ],
+)
+def test_activations_inside_kernels(options, want):
+    assert can_activate(make_experts(**options)) == want
+
+
+def test_what_is_not_fused():
+    rows = draw(NUM_ROWS, HIDDEN, seed=0)
+    assert not grouped_ffn.fuses(rows, make_experts(gated=False, activation=gelu_exact))
+    assert not grouped_ffn.fuses(rows.astype(jnp.float32), make_experts(dtype=jnp.float32))
+    assert not grouped_ffn.fuses(rows[:132], make_experts())
