@@ -133,6 +133,7 @@ class Case:
 LIMITS = {
     Case("h100:1x8", "plain", max_rounds=1, fused=True): Limits(300, 1.7, 1.06, 0),
     Case("h100:1x8", "plain", train=True, max_rounds=1, fused=True): Limits(563, 5.72, 1.29, 0),
+    Case("h100:1x8", "plain", train=True): Limits(1037, 6.14, 1.29, 0),
     Case("h100:1x8", "exact", train=True): Limits(1079, 6.49, 1.29, 0),
     Case("h100:1x8", "exact", train=True, max_rounds=1): Limits(603, 6.49, 1.29, 0),
     Case("h100:1x8", "exact", train=True, max_rounds=1, saved=Saved(hidden=True)): Limits(697, 5.9, 1.06, 0),
@@ -207,6 +208,7 @@ NIGHTLY = {
     Case("h100:8x8", "plain", max_rounds=1),
     *(Case(on, name, sizes=SMALL) for on in TARGETS[:2] for name in ("plain", "exact", "ultraep", "feplb")),
     # These differ from other programs in the form of products, the number of rounds or the kind of device.
+    Case("h100:1x8", "plain", train=True),
     Case("h100:1x8", "exact", train=True),
     Case("h100:1x8", "exact", train=True, max_rounds=1),
     Case("h100:1x8", "exact", train=True, max_rounds=1, saved=Saved(hidden=True)),
