@@ -37,7 +37,7 @@ KIT = (
     ),
 )
 
-RATES = (Claim("clocks", "Copies, gathers and dense products have rates on random data", GPU, clocks.rates),)
+DEVICE = (Claim("clocks", "Copies, gathers and dense products have rates on random data", GPU, clocks.rates),)
 
 BUILD = (
     Claim("loads", "The CUDA module loads with this jaxlib", CALLS, build.custom_calls_load),
@@ -271,7 +271,7 @@ STEPS = (
 PARTS = {
     "kit": KIT,
     "build": BUILD,
-    "rates": RATES,
+    "device": DEVICE,
     "values": VALUES,
     "compiled": COMPILED,
     "kernels": KERNELS,

@@ -9,6 +9,7 @@ from benchmarks.results import Table, Value
 
 PRODUCTS = {
     "default": ("Triton kernel", "of the table"),
+    "Hopper": ("Hopper kernel", "of the table"),
     "tokamax": ("tokamax.ragged_dot", "of the table"),
     "tokamax, 128 x 128 x 64": ("tokamax.ragged_dot", "128 x 128 x 64, 4 stages, persistent, 4 columns"),
     "dense, cuBLAS": ("dense", "cuBLAS"),

@@ -69,7 +69,7 @@ STEPS_OF_RANKS = "comparison"
 SESSIONS = {
     "first": (
         Item("kit", 30),
-        Item("rates", 35),
+        Item("device", 35),
         Item("values", 65, starting("products-")),
         Item("products", 120),
         Item(STEPS_OF_RANKS, 150, starting("rank-")),

@@ -107,14 +107,20 @@ def _shown(value: Any, unit: float, form: str, name: str) -> str:
 
 
 def with_values(text: str, values: Mapping[str, str]) -> str:
-    """Return the text of a device's file with measured values; keys that it does not have are ignored."""
+    """Return the text of a device's file with measured values.
+
+    Keys that it does not have are ignored, and kernels that it does not have are added.
+    """
     for key, value in values.items():
         block, _, name = key.partition(".")
         found = re.search(rf"^{block}:\n(?: .*\n)+", text, re.M)
         if found is None:
             continue
         line = rf"^    {name}: .*$" if name else r"^  value: .*$"
-        new = re.sub(line, f"    {name}: {value}" if name else f"  value: {value}", found[0], flags=re.M)
+        measured_line = f"    {name}: {value}" if name else f"  value: {value}"
+        if name and not re.search(line, found[0], re.M):
+            line, measured_line = r"^  value:$", f"  value:\n{measured_line}"
+        new = re.sub(line, measured_line, found[0], flags=re.M)
         if new != found[0]:
             new = re.sub(r"^  basis: .*$", "  basis: measured", new, flags=re.M)
             new = re.sub(r"^  source: .*\n(?:    .*\n)*", f"  source: {SOURCE}\n", new, flags=re.M)

@@ -133,6 +133,8 @@ def test_measured_rates_replace_assumed_ones(tmp_path):
     found = written.with_values(YAML, values)
     measured = f"  value: 800 TFLOP/s\n  basis: measured\n  source: {written.SOURCE}\nlink:"
     assert found == YAML[: YAML.index("  value")] + measured + YAML.split("link:")[1]
+    added = written.with_values("kernels:\n  value:\n    Mosaic: {outer: 1 TFLOP/s}\n", values)
+    assert added == "kernels:\n  value:\n    Triton: {product: 610 TFLOP/s}\n    Mosaic: {outer: 1 TFLOP/s}\n"
     nested = "kernels:\n  value:\n    Triton: {product: 1 TFLOP/s}\n  basis: assumed\n"
     assert "    Triton: {product: 610 TFLOP/s}\n  basis: measured" in written.with_values(nested, values)
 
