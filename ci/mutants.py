@@ -378,14 +378,17 @@ def outcome_of(mutant: Mutant, build: Build, parts: list[Part]) -> str:
 
 
 def record(path: Path, outcomes: dict[str, str]) -> None:
-    """Write the counts of each file and the survivors; keep the reasons given for them."""
+    """Write the counts of each file and operator, and the survivors; keep the reasons given for them."""
     reasons = json.loads(path.read_text())["survivors"] if path.exists() else {}
     files: dict[str, Counter[str]] = {}
+    operators: dict[str, Counter[str]] = {}
     for key, outcome in outcomes.items():
         kind = outcome if outcome in (SURVIVED, NOT_REACHED, NOT_BUILT) else "killed"
-        files.setdefault(key.split(":")[0], Counter())[kind] += 1
+        file, operator = key.split(": ")[:2]
+        files.setdefault(file, Counter())[kind] += 1
+        operators.setdefault(operator, Counter())[kind] += 1
     survivors = {key: reasons.get(key, "") for key, outcome in outcomes.items() if outcome in (SURVIVED, NOT_REACHED)}
-    path.write_text(json.dumps({"files": files, "survivors": survivors}, indent=1) + "\n")
+    path.write_text(json.dumps({"files": files, "operators": operators, "survivors": survivors}, indent=1) + "\n")
 
 
 def main() -> int:

@@ -72,6 +72,16 @@ void ADriverWithoutBatchesIsNamed() {
   ExpectGoodRun(copies, gpus, 1);
 }
 
+// Drivers of CUDA 12.8 and 12.9 have another form of batches.
+void TheFirstFormOfBatchesCopies() {
+  TheStandIn().driver_version = 12080;
+  EXPECT(moe_lb::DriverCalls::Get().memcpy_batch == nullptr && !moe_lb::DriverCalls::Get().CheckBatches());
+  CopyLayer copies(LayerShape(), true);
+  const auto gpus = Gpus(4);
+  ExpectGoodRun(copies, gpus, 1);
+  EXPECT(NumCalls("cuMemcpyBatchAsync") > 0);
+}
+
 // Without machine code, kernels need a driver as new as the toolkit.
 void KernelsNeedCodeOrANewDriver() {
   constexpr int kMajor = CUDART_VERSION / 1000;
@@ -176,6 +186,7 @@ int main(int argc, char** argv) {
   };
   const moe_lb::TestParts alone = {
       {"old_driver", ADriverWithoutBatchesIsNamed},
+      {"first_batches", TheFirstFormOfBatchesCopies},
       {"refusals", TheStandInRefusesWhatCudaRefuses},
   };
   return RunPartsAlone(argc, argv, parts, alone);

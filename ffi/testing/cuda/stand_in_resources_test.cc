@@ -99,6 +99,23 @@ void SlotsDoNotOverlap() {
   EXPECT_EQ(plan.num_wrong(), 0);
 }
 
+// Programs that fail between two calls leave no open post, which would hold pinned memory.
+void FailedProgramsKeepNoMemory() {
+  const auto gpus = Gpus(2);
+  LayerShape shape;
+  shape.ranks = 2;
+  shape.home = 59;  // a size unique to this test
+  PlannedLayer planned(shape);
+  Between between;
+  between.fails = true;
+  int64_t pinned = 0;
+  for (int64_t run = 1; run <= 40; ++run) {
+    for (const Ending& ending : RunOnce(planned, gpus, run, between)) EXPECT_EQ(ending.message, std::string());
+    if (run == 8) pinned = PinnedBytes();
+  }
+  EXPECT_EQ(PinnedBytes(), pinned);
+}
+
 // The last call site of a size frees its memory and events.
 void APlannerFreesItsMemory() {
   const auto gpus = Gpus(1);
@@ -244,6 +261,7 @@ int main(int argc, char** argv) {
       {"no_allocation", NoAllocationWhileAProgramRuns},
       {"collective", AllocationDoesNotStopACollective},
       {"slots", SlotsDoNotOverlap},
+      {"failed", FailedProgramsKeepNoMemory},
       {"freed", APlannerFreesItsMemory},
       {"streams", CallSitesShareStreams},
       {"two_threads", TwoThreadsLaunchOnOneDevice},
