@@ -182,7 +182,7 @@ FAR = 1.1
 ROOM_IS_WORTH = 1.015
 """Time with a larger receive buffer over the time without it, up to which the larger one is recommended.
 
-The workloads of a search are few, and a round that another one needs takes more than a tenth of a layer.
+A search has few workloads. One more round on another workload takes more than a tenth of a layer.
 """
 
 
