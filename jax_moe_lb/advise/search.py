@@ -179,6 +179,13 @@ FAR = 1.1
 """Time of one layer over the fastest choice's from which a choice is not simulated further."""
 
 
+ROOM_IS_WORTH = 1.015
+"""Time with a larger receive buffer over the time without it, up to which the larger one is recommended.
+
+A search has few workloads. One more round on another workload takes more than a tenth of a layer.
+"""
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """Choice with the simulated times of its whole steps.
@@ -275,8 +282,22 @@ def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads
     plain = next(one for one in outcomes if one.choice == Choice())
     # Compare per workload, because workloads differ; ties go to the simplest choice.
     outcomes.sort(key=lambda one: (one.choice in refused, float(np.median(one.ratios(plain))), one.choice.parts))
+    if (with_room := _with_room(outcomes[0], space, judge, workloads)) is not None:
+        outcomes.insert(0, with_room)
     glances = {c: float(np.median([t[c] for t in explored if c in t])) for c in dict.fromkeys(_all(explored))} | middle
     return SearchResults(tuple(outcomes), glances, refused, fits)
+
+
+def _with_room(
+    best: SearchResult, space: Space, judge: Evaluator, workloads: Sequence[Workload]
+) -> SearchResult | None:
+    """Return the best choice with a larger receive buffer if it takes little more time; None if not."""
+    larger = replace(best.choice, headroom=HEADROOMS[1])
+    unseen = best.choice.headroom is None and best.choice != Choice()
+    if not unseen or workloads[0].counts is None or larger not in space or not fits_in_memory(judge, larger):
+        return None
+    found = judged(larger, judge, workloads)
+    return found if float(np.median(found.ratios(best))) <= ROOM_IS_WORTH else None
 
 
 def judged(choice: Choice, judge: Evaluator, workloads: Iterable[Workload]) -> SearchResult:

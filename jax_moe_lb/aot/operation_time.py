@@ -136,9 +136,10 @@ class OperationTime:
         rows = float(form.rows / form.groups)
         if self.load is not None:
             by_rank = self._rows(one, form, i)
-            busiest = by_rank[by_rank.sum(1).argmax()]
+            busiest = by_rank[int(np.argmax(by_rank.sum(1)))]
             rows = float(busiest.sum() / max(1, np.count_nonzero(busiest)))
-        return float(np.interp(rows, list(curve), list(curve.values()))) / max(curve.values())
+        speeds = list(curve.values())
+        return float(np.interp(rows, list(curve), speeds)) / max(speeds)
 
     def _speed(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
         rates, device = self.machine.rates, self.target.device

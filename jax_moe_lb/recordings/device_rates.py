@@ -242,8 +242,8 @@ def recorded_tflops(capability: str, kind: str, kernel: RecordedKernel | None) -
         564.0
     """
     gpus = (rates for name in rated_devices() if (rates := _merged(name)).get("capability") == capability)
-    found = next((device.get("kernels", {"value": {}})["value"] for device in gpus), {})
-    recorded = found.get(kernel, {}).get(kind)
+    found: dict[str, Any] = next((device.get("kernels", {"value": {}})["value"] for device in gpus), {})
+    recorded = found.get(kernel or "", {}).get(kind)
     return None if recorded is None else speed(recorded) / 1e12
 
 
