@@ -182,8 +182,9 @@ def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
     path = large(tmp_path, {"name": "gpu", "size": 8000, "rate": "50 GB/s"})
     text = output(capsys, "advise", path, path)
     assert "Assumed: uniform routing, because 8000 ranks exceed 256" in text
-    sizes = "--sizes H=64,F=128,E=8000,T=512,K=2 --layers 2"
-    assert f"jax-moe-lb tune --target TARGET --system plain {sizes}" in text
+    # No text of a system expresses the recommended expert domains.
+    assert "Use hybridep(" in text
+    assert "jax-moe-lb tune" not in text
 
 
 @pytest.mark.slow
