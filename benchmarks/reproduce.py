@@ -256,7 +256,7 @@ RUNS = (
     Run("bench_reliability", ("calls", "--number", "40"), result="reliability_calls", aside=LONG),
     Run("bench_reliability", ("interrupts",), result="reliability_interrupts", aside=LONG),
     Run("bench_reliability", ("writers",), result="reliability_writers", aside=LONG),
-    Run("bench_reliability", ("mutants",), result="reliability_mutants", aside="lists mutants recorded by ci/mutants.py"),
+    Run("bench_reliability", ("mutants",), result="reliability_mutants", aside="lists recorded mutants"),
     Run(
         "bench_reliability",
         ("soak",),
