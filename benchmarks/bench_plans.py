@@ -3,13 +3,14 @@
     python -m benchmarks.bench_plans [--quick] [--out FILE.json]
 
 A loss is a load on which another balancer has a lower maximum than `Exact(eps=0)`, whose search ends within 1/4096 of
-the mean. A plan of the default is dominated if
-another balancer's is more level with no more replicas, or as level with fewer. Balancers that plan from earlier counts
+the mean. A plan of the default is dominated if another balancer's is no worse in maximum, replicas and replicas sent by
+the busiest rank, and better in one. Balancers that plan from earlier counts
 and LPLB, which solves a linear program for each plan, are left out.
 """
 
 import argparse
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from jax_moe_lb import Balancer, Topology
 from jax_moe_lb.balancers import FEPLB, EPLBPlus, Exact, Greedy, UltraEP
 from jax_moe_lb.balancers.exact import SEARCH_ENDS
 from jax_moe_lb.contrib import ECHO, EPIC, LLEP, MoonEP
-from jax_moe_lb.core import Plan, load, plain_plan
+from jax_moe_lb.core import Plan, load, plain_plan, traffic
 
 # ranks, home experts
 SHAPES = ((8, 8), (16, 8), (32, 4), (64, 4), (72, 4), (72, 8), (96, 4), (128, 2), (128, 8), (256, 1))
@@ -44,15 +45,23 @@ def plan(balancer: Balancer, counts: np.ndarray, slots: int) -> Plan:
     return balancer.rebalance(counts, start, topology, balancer.init(counts.shape))[0]
 
 
-def outcome(balancer: Balancer, counts: np.ndarray, slots: int) -> tuple[int, int]:
-    """Return maximum load and replicas of a balancer's plan."""
+class Outcome(NamedTuple):
+    """Maximum load, replicas, and replicas sent by the busiest rank."""
+
+    most: int
+    replicas: int
+    sent: int
+
+    def dominates(self, other: "Outcome") -> bool:
+        """Return whether no number is higher and one is lower."""
+        return self != other and all(own <= its for own, its in zip(self, other, strict=True))
+
+
+def outcome(balancer: Balancer, counts: np.ndarray, slots: int) -> Outcome:
+    """Return the numbers of a balancer's plan."""
     found = plan(balancer, counts, slots)
-    return int(load(found).max()), int((found.placement >= 0).sum()) - counts.shape[1]
-
-
-def dominates(other: tuple[int, int], own: tuple[int, int]) -> bool:
-    """Return whether an outcome is at least as good in both numbers and better in one."""
-    return other != own and other[0] <= own[0] and other[1] <= own[1]
+    moved = traffic(found, counts)
+    return Outcome(int(load(found).max()), int(moved.replicas), int(moved.fan_out.max()))
 
 
 def row_of(num_ranks: int, num_home: int, slots: int, seeds: int) -> list[Value]:
@@ -66,9 +75,9 @@ def row_of(num_ranks: int, num_home: int, slots: int, seeds: int) -> list[Value]
             own = outcome(Exact(eps=0.0, localize=False), counts, slots)
             times_us.append(1e6 * (time.perf_counter() - started_s))
             enough = int(counts.sum() / num_ranks * (1 + SEARCH_ENDS))
-            leads.append(max(min(most for most, _ in others), enough) / max(own[0], enough) - 1)
+            leads.append(max(min(other.most for other in others), enough) / max(own.most, enough) - 1)
             default = outcome(Exact(), counts, slots)
-            dominated += any(dominates(other, default) for other in others)
+            dominated += any(other.dominates(default) for other in others)
     losses = sum(lead < 0 for lead in leads)
     shape: list[Value] = [num_ranks, num_home, slots, len(leads), losses]
     return [*shape, 100 * float(np.mean(leads)), dominated, float(np.median(times_us)), float(np.max(times_us))]
