@@ -10,7 +10,7 @@ the weights fetched in vain. So no predictor with these counts and replicas gain
 Replicas are those of `Exact`, or fill all slots by the rule of `EPLBPlus`, which is more robust. Times are those of one
 layer, forward and backward, on the rates of `h100_node`, simulated. Weights travel before the counts if the plan holds.
 The split takes no time, or as long as `exact` plans. With `--loads`, the loads are those of the files alone, as in
-`bench_balancers`.
+`bench_plans balancers`.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import jax
 import numpy as np
 
 from benchmarks import recorded
-from benchmarks.bench_balancers import DRIFT, HISTORY, MODEL, SLOTS, STEPS, Trace, drawn, machine, served
 from benchmarks.bench_stale_plans import KINDS, PHASES
 from benchmarks.bench_stale_plans import recorded as recorded_counts
+from benchmarks.plan_loads import DRIFT, HISTORY, MODEL, SLOTS, STEPS, Trace, drawn, machine, served
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import System, exact
 from jax_moe_lb.balancers import EPLBPlus, Exact, Given

@@ -16,7 +16,6 @@ BARS = {
     "bench_training_losses": (("systems", "step ms"),),
     "bench_memory": (("memory", "temporary MB per rank"),),
     "bench_codec": (("codecs", "training gap"),),
-    "bench_baselines": (("balancers", "imbalance"),),
     "bench_exchange": (("exchange", "exact ms"),),
 }
 """Columns to plot as bars, by table."""

@@ -50,13 +50,6 @@ def _maxtext(given: argparse.Namespace) -> str | None:
     )
 
 
-def _published_eplb(given: argparse.Namespace) -> str | None:
-    if why_not := _loads(given):
-        return why_not
-    found = importlib.util.find_spec("torch") and Path("eplb.py").exists()
-    return None if found else "PyTorch or DeepSeek's eplb.py is not here; benchmarks/bench_planners.py says where it is"
-
-
 def _network(given: argparse.Namespace) -> str | None:
     return sandbox.missing()
 
@@ -128,24 +121,17 @@ RUNS = (
         quick=("--number", "20"),
         unread=("fastermoe", "best", "best_without_tau", "points_zipf_16384", "points_zipf_32768"),
     ),
-    Run("bench_balancers", quick=("--quick",)),
-    Run("bench_balancers", ("--loads", "LOADS"), None, _loads, "bench_balancers_served"),
+    *(
+        Run("bench_plans", (command,), (command, "--quick"), result=f"bench_plans_{command}")
+        for command in ("families", "balancers", "planners", "settings")
+    ),
+    Run("bench_plans", ("balancers", "--loads", "LOADS"), None, _loads, "bench_plans_served"),
+    Run("bench_plans", ("exact", "--loads", "LOADS"), ("exact", "--step", "29"), _loads, "bench_plans_exact"),
+    Run("bench_plans", ("times", "--loads", "LOADS"), ("times", "--step", "29"), _loads, "bench_plans_times"),
     Run("bench_predicted_plans", quick=("--quick",)),
     Run("bench_predicted_plans", ("--loads", "LOADS"), None, _loads, "bench_predicted_plans_served"),
-    Run("bench_baselines"),
-    Run("bench_exact_settings", quick=("--quick",)),
-    Run("bench_plans", quick=("--quick",)),
-    Run("bench_planner_times", quick=("--quick",)),
     Run("bench_advice_regret", quick=("--quick",), aside=LONG),
     Run("bench_advice_time", quick=("--quick",)),
-    Run("bench_planners", ("--loads", "LOADS"), ("--tokens", "256", "--step", "29"), _loads),
-    Run(
-        "bench_planners",
-        ("--loads", "LOADS", "--step", "12", "--eplb", "eplb.py"),
-        refusal=_published_eplb,
-        result="bench_planners_published",
-        unread=("synthetic",),
-    ),
     Run("bench_rails", quick=()),
     Run("bench_sim_hybridep", quick=()),
     Run("bench_sim_ultraep", quick=("--tokens", "512")),
@@ -161,15 +147,8 @@ RUNS = (
     ),
     Run("bench_sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="bench_sim_rails_iteration"),
     Run("bench_validation", quick=("--only", "interfaces", "hybridep")),
-    Run("bench_exact", ("table", "--loads", "LOADS"), ("table", "--step", "8"), _loads, "bench_exact_quality"),
-    Run("bench_exact", ("optimum", "--loads", "LOADS"), None, _loads, "bench_exact_optimum"),
-    Run("bench_exact_frontier", ("--loads", "LOADS"), ("--step", "16"), _loads),
-    Run("bench_exact_in_jax", ("--loads", "LOADS", "--step", "16"), ("--step", "29", "--shape", "8", "2"), _loads),
-    Run("bench_exact_time", ("--loads", "LOADS"), None, _loads),
-    Run("bench_exact_kernel", ("--loads", "LOADS"), ("--step", "29"), _loads),
     Run("bench_relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("bench_relocation", ("--loads", "DIR"), None, _loads, "bench_relocation_no_groups"),
-    Run("bench_scaling", ("--plot", "docs/results/scaling.png"), ("--quick",), aside=LONG),
     Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
     Run("bench_break_even_two_ranks", quick=("--repeats", "3", "--points", "2"), aside=LONG),
     Run("bench_peers", quick=("--quick",), aside=LONG),
@@ -181,7 +160,6 @@ RUNS = (
         "bench_peers_maxtext",
         unread=("skew_1", "claims"),
     ),
-    Run("bench_planning", quick=()),
     Run("bench_exchange", quick=()),
     Run("bench_once", quick=("--tokens", "64")),
     Run("bench_sim_once"),

@@ -105,13 +105,14 @@ def exact(
         max_load, best = search.max_load, search.plan
         limit = max_load + int(min(eps * max_load, float(int(tokens.sum()) - max_load)))
         thin(best, limit)
+        lowest = best.level(search.mean)
         for rule in ("surplus", "useful", "in turn") if limit > max_load else ():
             plan = chain(tokens, num_ranks, slots, max_fan_out, limit, rule)
             if plan.level(limit) <= limit:
                 thin(plan, limit)
-                if len(plan.replicas()) < len(best.replicas()):
-                    best = plan
-        lowest = best.level(search.mean)
+                load = plan.level(search.mean)
+                if (len(plan.replicas()), load, plan.fan_out()) < (len(best.replicas()), lowest, best.fan_out()):
+                    best, lowest = plan, load
         if counts is not None:
             localize(best, counts, lowest, slots)
     placement = np.full((num_ranks, num_slots), -1, np.int32)

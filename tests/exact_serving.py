@@ -23,6 +23,12 @@ class Serving:
     def replicas(self) -> list[int]:
         return sorted(entry for entries in self.of_rank for entry in entries)
 
+    def fan_out(self) -> int:
+        sent = [0] * self.num_ranks
+        for entry in self.replicas():
+            sent[self.expert[entry] // self.home_experts] += 1
+        return max(sent)
+
     def add(self, expert: int, rank: int, tokens: int) -> None:
         entry = len(self.tokens)
         self.tokens.append(0)

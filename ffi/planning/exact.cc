@@ -75,6 +75,7 @@ Status Check(View<const int32_t> tokens, const ExactOptions& options, MatrixView
   return options.counts_are_checked ? Ok() : CheckCounts(tokens, options.counts, num_ranks);
 }
 
+constexpr int32_t kNotLevelled = -1;
 constexpr DonorRule kRules[] = {DonorRule::kSurplus, DonorRule::kUseful, DonorRule::kHottest};
 
 class Planner {
@@ -98,9 +99,7 @@ class Planner {
     const int32_t limit = max_load_ + static_cast<int32_t>(extra);
     thinning_.Thin(best_, limit);
     if (limit > max_load_) FindFewest(limit);
-    // The replicas left may keep a lower limit. Every one of them still serves tokens: without it, even the limit of
-    // the removals is out of reach.
-    const int32_t lowest = best_.Level(mean_);
+    const int32_t lowest = Lowest();
     // Localize last: a moved replica can be neither levelled nor removed.
     if (options.counts.rows() > 0) Localize(best_, options.counts, lowest, slots_);
     return best_;
@@ -216,8 +215,24 @@ class Planner {
       // Some rules exceed the limit, because a chain may run out of slots.
       if (now_.Level(limit) > limit) continue;
       thinning_.Thin(now_, limit);
-      if (now_.num_replicas() < best_.num_replicas()) std::swap(best_, now_);
+      if (now_.num_replicas() > best_.num_replicas()) continue;
+      // Levelled only if needed: it takes as long as a chain.
+      int32_t load = kNotLevelled;
+      if (now_.num_replicas() == best_.num_replicas()) {
+        load = now_.Level(mean_);
+        const int32_t lowest = Lowest();
+        if (load > lowest || (load == lowest && now_.FanOut() >= best_.FanOut())) continue;
+      }
+      lowest_ = load;
+      std::swap(best_, now_);
     }
+  }
+
+  // Levels the thinned plan again, once: the replicas left may keep a lower limit. Every one of them still serves
+  // tokens: without it, even the limit of the removals is out of reach.
+  int32_t Lowest() {
+    if (lowest_ == kNotLevelled) lowest_ = best_.Level(mean_);
+    return lowest_;
   }
 
   View<const int32_t> tokens_;
@@ -228,8 +243,9 @@ class Planner {
   Thinning thinning_;
   Serving best_;
   Serving now_;
-  int32_t max_load_ = 0;  // of best_
-  int32_t mean_ = 0;      // load, rounded up
+  int32_t max_load_ = 0;           // of best_
+  int32_t lowest_ = kNotLevelled;  // of best_ after its thinning
+  int32_t mean_ = 0;               // load, rounded up
   int32_t enough_ = 0;
 };
 

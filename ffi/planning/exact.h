@@ -36,8 +36,9 @@ struct ExactOptions {
 //    - `VariedChain` in orders of choices varied by noise.
 //    - `Search` from the best of them, with a fixed number of steps.
 // 2. Fewest replicas. The candidates are this placement and those of `Chain` under the limit
-//    best + floor(eps * best), each reduced by `Thinning`. The one with the fewest replicas is chosen. No candidate has
-//    a maximum above the limit. The chosen one is levelled again to the lowest maximum of its replicas.
+//    best + floor(eps * best), each reduced by `Thinning` and levelled again to the lowest maximum of its replicas. No
+//    candidate has a maximum above the limit. Chosen is the one with the fewest replicas, then with the lowest maximum,
+//    then with the fewest replicas sent by one rank.
 // 3. With counts, `Localize` within this maximum.
 //
 // Optimality:

@@ -81,6 +81,14 @@ std::vector<Replica> Serving::Replicas() const {
   return replicas;
 }
 
+size_t Serving::FanOut() const {
+  std::vector<size_t> sent(num_ranks(), 0);
+  for (auto entry = static_cast<uint32_t>(num_experts()); entry < num_entries(); ++entry) {
+    if (!removed(entry)) ++sent[expert(entry) / home_experts_];
+  }
+  return *std::max_element(sent.begin(), sent.end());
+}
+
 void Serving::MoveReplica(uint32_t entry, uint32_t to) {
   // The lists of slots by rank keep the old entry, so searches are invalid afterwards.
   load_[rank(entry)] -= tokens_[entry];

@@ -40,6 +40,9 @@ class Serving {
   int32_t MaxLoad() const;
   std::vector<Replica> Replicas() const;
 
+  // Returns the most replicas of the experts of one home rank.
+  size_t FanOut() const;
+
   // Returns whether a rank serves an expert, at its home or by a replica.
   bool Holds(uint32_t rank, uint32_t expert) const;
 

@@ -33,7 +33,7 @@ MOST_PLANS = 2
 @dataclass(frozen=True)
 @checked_fields
 class Exact(Balancer):
-    """Balancer minimizing the maximum load of every domain, then the number of replicas.
+    """Balancer minimizing the maximum load of every domain, then the number of replicas, then those sent by one rank.
 
     Use it by default, especially with few replica slots. With many slots the maximum load equals the mean, rounded up,
     which is optimal. With few slots, a search of bounded length selects the placement. The quota is optimal for this

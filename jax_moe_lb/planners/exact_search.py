@@ -22,7 +22,7 @@ from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.types import Counts, Placement, Quota, iota, pytree
 from jax_moe_lb.planners.exact_packing import Filled, SearchOrder, fill, plain
 from jax_moe_lb.planners.exact_packing import localize as localized
-from jax_moe_lb.planners.exact_starts import keeps_fan_out, starts
+from jax_moe_lb.planners.exact_starts import fan_out, starts
 
 WIDTH = 64
 """Number of candidates evaluated side by side."""
@@ -186,7 +186,10 @@ def fewest(
     limits = _grid(found.high, limit)
     plans = attempt(limits, _same(s.way))
     costs = jnp.where(_keeps(plans, limits) & (_number(plans) <= _number(s.plan)), plans.load.max(1), NO_PLAN)
-    return _best(s.plan, plans, costs, s.high)[1]
+    # Of equal maxima, the plan whose busiest rank sends the fewest replicas.
+    least = jnp.minimum(costs.min(), s.high)
+    sent = jnp.where(costs == least, jax.vmap(fan_out)(plans), NO_PLAN)
+    return _best(s.plan, plans, sent, jnp.where(s.high == least, fan_out(s.plan), NO_PLAN))[1]
 
 
 def _attempt(tokens: Array, slots: int, max_fan_out: int, limits: Array, ways: SearchOrder) -> Filled:
@@ -229,7 +232,7 @@ def _start_from_others(s: Search, tokens: Array, slots: int, max_fan_out: int) -
     """Take the plan of another rule if its maximum is lower."""
     plan = s.plan
     for start in starts(tokens, slots):
-        is_better = keeps_fan_out(start, max_fan_out) & (start.load.max() < plan.load.max())
+        is_better = (fan_out(start) <= max_fan_out) & (start.load.max() < plan.load.max())
         plan = jax.tree.map(lambda new, old, is_better=is_better: jnp.where(is_better, new, old), start, plan)
     return Search(s.low, plan, s.way, s.turn + 1)
 

@@ -6,7 +6,7 @@ candidates.
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from jax_moe_lb.core.types import Placement, Quota, iota
 from jax_moe_lb.planners.exact_packing import Filled
@@ -46,15 +46,13 @@ def _filled(placement: Placement, quota: Quota, num_home: int) -> Filled:
     )
 
 
-def keeps_fan_out(plan: Filled, max_fan_out: int) -> Bool[Array, ""]:
-    """Return whether no rank's experts have more than `max_fan_out` replicas.
+def fan_out(plan: Filled) -> Int[Array, ""]:
+    """Return the most replicas of the experts of one rank.
 
     Args:
         plan: plan of one domain.
-        max_fan_out: maximum number of replicas of the experts of one rank.
     """
     num_home = plan.left.size // plan.load.size
     # An empty slot (-1) has no home.
     home = jnp.where(plan.expert >= 0, plan.expert // num_home, np.int32(-1))
-    sent = (home.reshape(-1)[:, None] == iota(plan.load.size)[None]).sum(0, dtype=jnp.int32)
-    return (sent <= max_fan_out).all()
+    return (home.reshape(-1)[:, None] == iota(plan.load.size)[None]).sum(0, dtype=jnp.int32).max()

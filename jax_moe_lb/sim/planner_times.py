@@ -1,7 +1,7 @@
 """Times of planners where they run, from a table written by a benchmark.
 
-`planner_times.yaml` has one row for each balancer, place and size, written by `python -m benchmarks.bench_planner_times
---write`.
+`planner_times.yaml` has one row for each balancer, place and size, written by `python -m benchmarks.bench_plans
+planners --write`.
 """
 
 import math

@@ -70,7 +70,7 @@ def test_no_home_rank_exceeds_its_fan_out():
 
 def test_replicas_go_where_tokens_start():
     rng, gained = np.random.default_rng(0), []
-    for _ in range(5):
+    for _ in range(20):
         tokens = rng.lognormal(6, 1, 32)
         starts = [rng.multinomial(int(n), rng.dirichlet(np.full(8, 0.1))) for n in tokens]
         counts = np.stack(starts, 1).astype(np.int32)

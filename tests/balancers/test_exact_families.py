@@ -39,6 +39,17 @@ def test_no_balancer_is_more_level(shape):
         assert load(found).max() <= others["Greedy"]
 
 
+@pytest.mark.parametrize("shape", [(8, 8, 2), (8, 8, 4), *further([(32, 4, 2), (72, 8, 2), (256, 1, 4)])], ids=str)
+def test_no_plan_is_as_good_in_all_numbers_and_better_in_one(shape):
+    """Maximum, replicas, and replicas sent by the busiest rank."""
+    num_ranks, num_home, slots = shape
+    for name, tokens in families(num_ranks, num_home).items():
+        counts = spread(tokens, num_ranks)
+        own = outcome(Exact(), counts, slots)
+        others = {other: outcome(balancer, counts, slots) for other, balancer in OTHERS.items()}
+        assert not [other for other, its in others.items() if its.dominates(own)], (name, own, others)
+
+
 @pytest.mark.thorough
 def test_no_linear_program_is_more_level():
     for tokens in families(8, 4).values():

@@ -46,7 +46,8 @@ class ExactPlanner {
     loads_ = t.template Shared<int32_t>(at_.results, kCandidates);
     left_ = t.template Shared<int32_t>(at_.results + 4 * kCandidates, kCandidates);
     entries_ = t.template Shared<int32_t>(at_.results + 8 * kCandidates, kCandidates);
-    chosen_ = t.template Shared<int32_t>(at_.results + 12 * kCandidates, 2);
+    fan_out_ = t.template Shared<int32_t>(at_.results + 12 * kCandidates, kCandidates);
+    chosen_ = t.template Shared<int32_t>(at_.results + 16 * kCandidates, 2);
     home_.tokens = t.template Shared<int32_t>(at_.tokens, experts);
     home_.load = t.template Shared<int32_t>(at_.load, ranks);
     home_.hottest = t.template Shared<uint16_t>(at_.hottest, ranks);
@@ -135,6 +136,8 @@ class ExactPlanner {
       Choose(step);
       t_.SyncBlock();  // all have read
     }
+    LevelFewest();
+    t_.SyncBlock();
     if (t_.warp() == 0) Finish();
     t_.SyncBlock();
   }
@@ -299,19 +302,47 @@ class ExactPlanner {
     t_.SyncWarp();
   }
 
-  // Takes the plan with the fewest replicas, levels it again and localizes it.
-  MOE_LB_DEVICE void Finish() {
-    int pick = Most(best_, 0);
-    int fewest = left_[0];
+  // Whether a candidate has the fewest replicas: the best, or one under the limit if this is above the maximum.
+  MOE_LB_DEVICE bool HasFewest(int candidate) const {
     const bool may_be_fewer = call_.eps > 0 && limit_ > max_load_;
-    for (int candidate = kHalf; candidate < kCandidates && may_be_fewer; ++candidate) {
-      const int left = left_[candidate];
-      if (left < fewest) pick = NumberOf(Step::kFewest, candidate);
-      fewest = Least(fewest, left);
+    int fewest = left_[0];
+    for (int other = kHalf; other < kCandidates && may_be_fewer; ++other) {
+      fewest = Least(fewest, static_cast<int>(left_[other]));
     }
-    Flow<T, W> flow = FlowOf(pick);
-    flow.num_entries = entries_[pick];
-    limit_ = flow.Level(t_, mean_);
+    const bool is_one = candidate == 0 || (may_be_fewer && candidate >= kHalf && candidate < kCandidates);
+    return is_one && left_[candidate] == fewest;
+  }
+
+  MOE_LB_DEVICE Flow<T, W> FewestOf(int candidate) const {
+    const int number = NumberOf(Step::kFewest, candidate);
+    Flow<T, W> flow = FlowOf(number);
+    flow.num_entries = entries_[number];
+    return flow;
+  }
+
+  // Every warp with a plan of the fewest replicas levels it again.
+  MOE_LB_DEVICE void LevelFewest() {
+    const int candidate = t_.warp();
+    if (!HasFewest(candidate)) return;
+    Flow<T, W> flow = FewestOf(candidate);
+    const int32_t load = flow.Level(t_, mean_);
+    const int fan_out = flow.FanOut(t_);
+    if (t_.lane() != 0) return;
+    loads_[candidate] = load;
+    fan_out_[candidate] = fan_out;
+  }
+
+  // Of these, takes the one with the lowest maximum, then with the fewest replicas of one rank, and localizes it.
+  MOE_LB_DEVICE void Finish() {
+    int best = -1;
+    for (int candidate = 0; candidate < kCandidates; ++candidate) {
+      if (!HasFewest(candidate)) continue;
+      const int32_t load = loads_[candidate], fan_out = fan_out_[candidate];
+      const int32_t lowest = best < 0 ? INT32_MAX : loads_[best];
+      if (load < lowest || (load == lowest && fan_out < static_cast<int32_t>(fan_out_[best]))) best = candidate;
+    }
+    Flow<T, W> flow = FewestOf(best);
+    limit_ = loads_[best];
     replicas_.List(t_, flow);
     t_.SyncWarp();
     if (call_.localize) {
@@ -319,7 +350,7 @@ class ExactPlanner {
       Localize(flow, stride);
     }
     if (t_.lane() != 0) return;
-    chosen_[0] = pick;
+    chosen_[0] = NumberOf(Step::kFewest, best);
     chosen_[1] = replicas_.count;
   }
 
@@ -368,8 +399,9 @@ class ExactPlanner {
   const ExactLayout at_;
   const int first_rank_, first_expert_;
   Array<uint64_t> sums_;    // [warps], tokens
-  Array<int32_t> loads_;    // [candidates], maximum load
+  Array<int32_t> loads_;    // [candidates], maximum load; in the end, of those with the fewest replicas
   Array<int32_t> left_;     // [candidates], replicas left; [0]: of the best
+  Array<int32_t> fan_out_;  // [candidates], of these: replicas of the experts of one home rank, at most
   Array<int32_t> entries_;  // [flows], replicas added
   Array<int32_t> chosen_;   // number of the flow, and replicas of the plan
   HomeTokens<T> home_;

@@ -44,7 +44,7 @@ MOE_LB_ANYWHERE ExactLayout LayOut(const ExactCall& call) {
   Offsets offsets;
   const size_t candidates = call.eps > 0 ? kCandidates : kCandidates / 2;
   at.sums = offsets.Take(8 * kWarps);
-  at.results = offsets.Take(4 * (3 * kCandidates + 2));
+  at.results = offsets.Take(4 * (4 * kCandidates + 2));
   at.tokens = offsets.Take(4 * static_cast<size_t>(shape.num_experts));
   at.load = offsets.Take(4 * static_cast<size_t>(shape.num_ranks));
   at.hottest = offsets.Take(2 * static_cast<size_t>(shape.num_ranks));

@@ -166,6 +166,23 @@ class Flow {
 
   MOE_LB_DEVICE void FindAllNeighbours(const T& t) { FindNeighbours(t, AllRanks()); }
 
+  // `Serving::FanOut`.
+  MOE_LB_DEVICE int FanOut(const T& t) const {
+    uint32_t most = 0;
+    for (int rank = t.lane(); rank < shape.num_ranks; rank += kLanes) {
+      uint32_t sent = 0;
+      for (int word = 0; word < shape.split_words(); ++word) {
+        for (uint32_t bits = split[rank * shape.split_words() + word]; bits != 0; bits &= bits - 1) {
+          const int of_expert = rank * shape.home + kLanes * word + LowestBit(bits);
+          for (int w = 0; w < W; ++w) sent += static_cast<uint32_t>(NumBits(holders[of_expert * W + w]));
+          --sent;  // the home
+        }
+      }
+      most = Most(most, sent);
+    }
+    return static_cast<int>(t.Max(most));
+  }
+
   // `Serving::Level`.
   MOE_LB_DEVICE int32_t Level(const T& t, int32_t limit, int32_t too_high = INT32_MAX) {
     FindAllNeighbours(t);
