@@ -68,6 +68,9 @@ PY
 echo "== without a compiler =="
 without_compilers install "$work/clone" --no-cache-dir
 [ -z "$(binaries)" ] || { echo "an installation without a compiler has $(binaries)"; exit 1; }
+if without_compilers run jax-moe-lb doctor 2> "$work/doctor"; then echo "a command ran without its extra"; exit 1; fi
+expect "$work/doctor" "error: pydantic is not installed; run pip install 'jax_moe_lb[tools]'"
+without_compilers install "jax_moe_lb[tools] @ file://$work/clone" --no-cache-dir
 without_compilers run jax-moe-lb doctor --json > "$work/doctor"
 expect "$work/doctor" "pure JAX, without extension modules; for faster planners install a C++17 compiler"
 run python "$work/step.py" 2> "$work/warnings"
@@ -105,6 +108,7 @@ while read -r page; do pages+=("$page"); done < <(find "$work/clone/docs" -name 
 export XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 programs() { run python "$work/clone/tests/page_blocks.py" "$1" "${pages[@]}"; }
 programs ""
+programs "pip install '.[tools]'"
 install flatbuffers
 programs "pip install flatbuffers"
 install "jax_moe_lb[models] @ file://$source"

@@ -1,4 +1,4 @@
-"""Compare the rates of kernels in `recordings/devices/b200.yaml` with the autotuning database of the installed tokamax.
+"""Compare the rates of kernels in `recordings/devices/b200.toml` with the autotuning database of the installed tokamax.
 
 `ci/accelerators.sh` runs it, beside tokamax.
 """

@@ -59,6 +59,7 @@ OF_A_CHECKOUT = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"mo
 @pytest.mark.parametrize(
     ("module", "need"),
     [
+        ("pydantic", "`pip install '.[tools]'`"),
         ("flatbuffers", "`pip install flatbuffers`"),
         ("tokenizers", "`pip install '.[models]'`"),
         ("grain", "`pip install '.[train]'`"),

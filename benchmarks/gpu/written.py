@@ -102,8 +102,8 @@ def device_values(run: Mapping[str, Any], kernels: Mapping[tuple[str, str], floa
 
 def _shown(value: Any, unit: float, form: str, name: str) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_shown(one, unit, form, name)}' for key, one in value.items())}}}"
-    return f"{value / unit:{form}}{name}"
+        return f"{{ {', '.join(f'{key} = {_shown(one, unit, form, name)}' for key, one in value.items())} }}"
+    return f'"{value / unit:{form}}{name}"' if name else f"{value / unit:{form}}"
 
 
 def with_values(text: str, values: Mapping[str, str]) -> str:
@@ -112,20 +112,23 @@ def with_values(text: str, values: Mapping[str, str]) -> str:
     Keys that it does not have are ignored, and kernels that it does not have are added.
     """
     for key, value in values.items():
-        block, _, name = key.partition(".")
-        found = re.search(rf"^{block}:\n(?: .*\n)+", text, re.M)
-        if found is None:
-            continue
-        line = rf"^    {name}: .*$" if name else r"^  value: .*$"
-        measured_line = f"    {name}: {value}" if name else f"  value: {value}"
-        if name and not re.search(line, found[0], re.M):
-            line, measured_line = r"^  value:$", f"  value:\n{measured_line}"
-        new = re.sub(line, measured_line, found[0], flags=re.M)
-        if new != found[0]:
-            new = re.sub(r"^  basis: .*$", "  basis: measured", new, flags=re.M)
-            new = re.sub(r"^  source: .*\n(?:    .*\n)*", f"  source: {SOURCE}\n", new, flags=re.M)
-        text = text[: found.start()] + new + text[found.end() :]
+        table, _, name = key.partition(".")
+        new = _with_line(text, f"{table}.value", name, value) if name else _with_line(text, table, "value", value)
+        if new != text:
+            new = _with_line(_with_line(new, table, "basis", '"measured"'), table, "source", f'"{SOURCE}"')
+        text = new
     return text
+
+
+def _with_line(text: str, table: str, key: str, value: str) -> str:
+    """Return the text of a TOML file with a value of a key of a table; unchanged without the table."""
+    found = re.search(rf"^\[{re.escape(table)}\]\n(?:.+\n)*", text, re.M)
+    if found is None:
+        return text
+    line, new = re.compile(rf'^{key} = (?:""".*?"""|.*?)\n', re.M | re.S), f"{key} = {value}\n"
+    head, _, lines = found[0].partition("\n")
+    block = line.sub(lambda _: new, lines) if line.search(lines) else new + lines
+    return f"{text[: found.start()]}{head}\n{block}{text[found.end() :]}"
 
 
 def write(folders: Sequence[Path], out: Path, target: Path) -> None:
@@ -140,7 +143,7 @@ def write(folders: Sequence[Path], out: Path, target: Path) -> None:
     save(tables, out, device)
     kind = next((name for name in sorted(GPUS, key=len, reverse=True) if name in device.lower()), "h100")
     values = device_values(measured(tables_of(out)), kernel_rates(folders))
-    target.joinpath(f"{kind}.yaml").write_text(with_values((DEVICES / f"{kind}.yaml").read_text(), values))
+    target.joinpath(f"{kind}.toml").write_text(with_values((DEVICES / f"{kind}.toml").read_text(), values))
 
 
 def dry_run(folder: Path, out: Path) -> None:

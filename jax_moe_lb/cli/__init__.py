@@ -2,4 +2,4 @@
 the implementations in use.
 """
 
-from jax_moe_lb.cli.app import main as main
+from jax_moe_lb.cli.entry import main as main

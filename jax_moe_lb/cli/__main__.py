@@ -2,7 +2,7 @@
 
 import sys
 
-from jax_moe_lb.cli.app import main
+from jax_moe_lb.cli.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

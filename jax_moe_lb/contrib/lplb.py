@@ -4,13 +4,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
-import scipy  # loads scipy.optimize, which takes a second, at its first use
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.eplb import History, check_every, checked, mean, no_history, observe
 from jax_moe_lb.balancers.host_callback import HostCallback
 from jax_moe_lb.core.checks import checked_fields
+from jax_moe_lb.core.extras import require_tools
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.stats import HostErrors
@@ -73,6 +73,7 @@ class LPLB(Balancer):
     _spread: HostCallback = field(default_factory=lambda: HostCallback(spread), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        require_tools()
         check_every(self.every)
         for k, distance in enumerate(self.distances or ()):
             if distance < 1:
@@ -210,7 +211,10 @@ def _least_maximum(
 
 
 def _solve(cost: np.ndarray, a_ub: np.ndarray, b_ub: np.ndarray, a_eq: np.ndarray, b_eq: np.ndarray) -> np.ndarray:
-    answer = scipy.optimize.linprog(cost, a_ub, b_ub, a_eq, b_eq, bounds=(0, None), method="highs-ds")
+    # Imported at its first use, as it takes a second and belongs to an extra.
+    from scipy.optimize import linprog
+
+    answer = linprog(cost, a_ub, b_ub, a_eq, b_eq, bounds=(0, None), method="highs-ds")
     if answer.x is None:
         raise ValueError(f"HiGHS found no quota: {answer.message}")
     return answer.x

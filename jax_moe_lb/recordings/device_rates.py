@@ -1,21 +1,20 @@
-"""Rates of accelerators from YAML files: links, kernels, launches and products.
+"""Rates of accelerators from TOML files: links, kernels, launches and products.
 
-`devices/KIND.yaml` has the rates of one kind of device. Each value has a `basis`, one of `data sheet`, `measured` and
+`devices/KIND.toml` has the rates of one kind of device. Each value has a `basis`, one of `data sheet`, `measured` and
 `assumed`, and its `source`. A file may name another one as its `base` and override values of it. Peak rates, memory and
 memory bandwidth are in `aot/targets.py`.
 """
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any, Literal, get_args
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.recordings.quantities import rate, speed, time
-from jax_moe_lb.recordings.yaml_file import read_yaml
 
 BASES = ("data sheet", "measured", "assumed")
 """Origins of a value."""
@@ -29,8 +28,8 @@ RecordedKernel = Literal["Mosaic", "Triton", "Hopper"]
 """Kernel of grouped products: of tokamax, compiled by Mosaic; of this library for Triton; or for Hopper alone."""
 
 
-def _figure(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """Return a validator for a mapping with `value`, `basis` and `source` that keeps the parsed value."""
+def _figure(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a parser of a mapping with `value`, `basis` and `source` that keeps the parsed value."""
 
     def read(figure: Any) -> Any:
         if not isinstance(figure, Mapping) or set(figure) != {"value", "basis", "source"}:
@@ -41,7 +40,7 @@ def _figure(parse: Callable[[Any], Any]) -> BeforeValidator:
             raise ValueError(f"source is {shown(figure['source'])}; expected text")
         return parse(figure["value"])
 
-    return BeforeValidator(read)
+    return read
 
 
 def _share(value: Any) -> float:
@@ -69,7 +68,7 @@ def _speeds(value: Any) -> dict[str, float]:
 
 
 def _by_rows(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping) or not value or list(value) != sorted(value):
+    if not isinstance(value, Mapping) or not value or list(value) != sorted(value, key=int):
         raise ValueError(f"is {shown(value)}; expected speeds by rows, ascending")
     return {int(rows): speed(one) for rows, one in value.items()}
 
@@ -93,9 +92,11 @@ Speeds = Annotated[dict[str, float], _figure(_speeds)]
 ByRows = Annotated[dict[int, float], _figure(_by_rows)]
 Kernels = Annotated[dict[str, dict[str, float]], _figure(_kernels)]
 Count = Annotated[int, _figure(int)]
+Text = Annotated[str, str]
 
 
-class DeviceRates(BaseModel):
+@dataclass(frozen=True)
+class DeviceRates:
     """Rates of one kind of device, in bytes, floating-point operations and seconds.
 
     Args:
@@ -113,8 +114,6 @@ class DeviceRates(BaseModel):
         memory_share: Share of the memory bandwidth reached by operations that it bounds.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     link: Rate
     link_share: Share
     collective: Time
@@ -128,6 +127,7 @@ class DeviceRates(BaseModel):
     memory_share: Share
 
 
+@dataclass(frozen=True)
 class GpuRates(DeviceRates):
     """Rates of one GPU.
 
@@ -161,9 +161,9 @@ class GpuRates(DeviceRates):
     device_kernel: Shares
     planner_kernel: Times
     small_operations: Time
-    capability: str = ""
-    kernels: Kernels = {}
-    experts: ByRows = {}
+    capability: Text = ""
+    kernels: Kernels = field(default_factory=dict)
+    experts: ByRows = field(default_factory=dict)
 
     @property
     def experts_speed(self) -> float:
@@ -171,6 +171,7 @@ class GpuRates(DeviceRates):
         return max(self.experts.values(), default=self.grouped["product"])
 
 
+@dataclass(frozen=True)
 class TpuRates(DeviceRates):
     """Rates of one TPU chip.
 
@@ -205,11 +206,25 @@ def device_rates(kind: str, platform: Literal["cuda", "tpu"]) -> GpuRates | TpuR
     if kind not in known:
         raise ValueError(f"device is {shown(kind)}; expected one with rates: {', '.join(known)}")
     try:
-        return MODELS[platform].model_validate(_merged(kind))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{FOLDER}/{kind}.yaml: {where} {first['msg'].removeprefix('Value error, ')}") from error
+        return _parsed(MODELS[platform], _merged(kind))
+    except ValueError as error:
+        raise ValueError(f"{FOLDER}/{kind}.toml: {error}") from error
+
+
+def _parsed(model: type[GpuRates] | type[TpuRates], content: Mapping[str, Any]) -> GpuRates | TpuRates:
+    """Return the rates of a file; each error begins with the key."""
+    needed = {one.name: one.default is MISSING and one.default_factory is MISSING for one in fields(model)}
+    if unknown := [name for name in content if name not in needed]:
+        raise ValueError(f"{unknown[0]} is unknown; expected one of {', '.join(needed)}")
+    if missing := [name for name, is_needed in needed.items() if is_needed and name not in content]:
+        raise ValueError(f"{missing[0]} is missing; expected all of {', '.join(needed)}")
+    hints, values = get_type_hints(model, include_extras=True), {}
+    for name, value in content.items():
+        try:
+            values[name] = hints[name].__metadata__[0](value)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
+    return model(**values)
 
 
 def device_named(name: str) -> str | None:
@@ -262,7 +277,6 @@ def _merged(name: str) -> dict[str, Any]:
 def _files() -> dict[str, dict[str, Any]]:
     found = {}
     for file in (resources.files(__package__) / FOLDER).iterdir():
-        if file.name.endswith(".yaml"):
-            with resources.as_file(file) as path:
-                found[file.name.removesuffix(".yaml")] = read_yaml(path)
+        if file.name.endswith(".toml"):
+            found[file.name.removesuffix(".toml")] = tomllib.loads(file.read_text())
     return found

@@ -1,4 +1,4 @@
-"""Quantities with units in YAML files, such as `400 Gbit/s`, `50 GB/s`, `5 us` or `600 TFLOP/s`.
+"""Quantities with units in files, such as `400 Gbit/s`, `50 GB/s`, `5 us` or `600 TFLOP/s`.
 
 A number without a unit is an error. Prefixes are decimal, except the binary `KiB`, `MiB` and `GiB`.
 """
@@ -6,9 +6,7 @@ A number without a unit is an error. Prefixes are decimal, except the binary `Ki
 import math
 import re
 from fractions import Fraction
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator
+from typing import Any
 
 from jax_moe_lb.core.checks import shown
 
@@ -80,9 +78,3 @@ def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float 
         between = f"from {LEAST:g} to {MOST:g} in units without a prefix"
         raise ValueError(f"is {shown(value)}; expected {expected}, {between}")
     return number
-
-
-SizeField = Annotated[float, BeforeValidator(size)]
-RateField = Annotated[float, BeforeValidator(rate)]
-TimeField = Annotated[float, BeforeValidator(time)]
-SpeedField = Annotated[float, BeforeValidator(speed)]

@@ -1,5 +1,6 @@
 """Simulator: run a `System` and its `Plan` against a model of a cluster, without devices."""
 
+from jax_moe_lb.sim import installed as installed
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Collective, Communication, Links, MeasuredGemm
 from jax_moe_lb.sim.drift import Drift, fitted_drift
 from jax_moe_lb.sim.loads import LoadShape, drifting_counts, skewed_counts

@@ -16,7 +16,6 @@ from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
 from jax_moe_lb.recordings.device_rates import GpuRates, TpuRates, device_rates
-from jax_moe_lb.recordings.quantities import RateField, SizeField, SpeedField, TimeField
 from jax_moe_lb.recordings.yaml_file import read_yaml
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Communication, Gemm, Links, MeasuredGemm
 from jax_moe_lb.sim.drift import RECORDED, Drift
@@ -24,6 +23,7 @@ from jax_moe_lb.sim.limits import MOST_LAYERS, MOST_POINTS, MOST_WIDTH
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape, Parallel, Peers, Step
+from jax_moe_lb.sim.quantity_fields import RateField, SizeField, SpeedField, TimeField
 from jax_moe_lb.transport.compression import Codec, CodecBase
 
 VERSION = 1

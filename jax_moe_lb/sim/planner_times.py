@@ -24,8 +24,8 @@ from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.contrib.lplb import LPLB
-from jax_moe_lb.recordings.quantities import TimeField
 from jax_moe_lb.recordings.yaml_file import read_yaml
+from jax_moe_lb.sim.quantity_fields import TimeField
 
 MOST_KERNEL_RANKS = 64
 """Largest domain whose plan is priced as one of a kernel; the rows of kernels end there."""

@@ -1,5 +1,7 @@
 """Stored programs load and run, sessions check the most valuable claims, and results reach all files."""
 
+import tomllib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -105,18 +107,20 @@ def products(tflops):
     return Table(COLUMNS, [*rows, [*start, "even", "Triton kernel", TABLE, 1.0, 1.0, None, 1.0, None, "wrong"]])
 
 
-YAML = """\
-base: nvidia
-dense:
-  value: 600 TFLOP/s
-  basis: assumed
-  source: >-
-    large products
-    of cuBLAS
-link:
-  value: 450 GB/s
-  basis: data sheet
-  source: NVLink 4
+TOML = """\
+base = "nvidia"
+
+[dense]
+value = "600 TFLOP/s"
+basis = "assumed"
+source = \"\"\"
+large products \\
+of cuBLAS\"\"\"
+
+[link]
+value = "450 GB/s"
+basis = "data sheet"
+source = "NVLink 4"
 """
 
 
@@ -126,21 +130,23 @@ def test_measured_rates_replace_assumed_ones(tmp_path):
     assert rates == {("Triton", "product"): 610.0}
     values = written.device_values({"dense": 8e14, "planner_kernel": {8: 2e-5}}, rates)
     assert values == {
-        "dense": "800 TFLOP/s",
-        "planner_kernel": "{8: 20 us}",
-        "kernels.Triton": "{product: 610 TFLOP/s}",
+        "dense": '"800 TFLOP/s"',
+        "planner_kernel": '{ 8 = "20 us" }',
+        "kernels.Triton": '{ product = "610 TFLOP/s" }',
     }
-    found = written.with_values(YAML, values)
-    measured = f"  value: 800 TFLOP/s\n  basis: measured\n  source: {written.SOURCE}\nlink:"
-    assert found == YAML[: YAML.index("  value")] + measured + YAML.split("link:")[1]
-    added = written.with_values("kernels:\n  value:\n    Mosaic: {outer: 1 TFLOP/s}\n", values)
-    assert added == "kernels:\n  value:\n    Triton: {product: 610 TFLOP/s}\n    Mosaic: {outer: 1 TFLOP/s}\n"
-    nested = "kernels:\n  value:\n    Triton: {product: 1 TFLOP/s}\n  basis: assumed\n"
-    assert "    Triton: {product: 610 TFLOP/s}\n  basis: measured" in written.with_values(nested, values)
+    found = tomllib.loads(written.with_values(TOML, values))
+    dense = {"value": "800 TFLOP/s", "basis": "measured", "source": written.SOURCE}
+    assert found == tomllib.loads(TOML) | {"dense": dense}
+    other = '[kernels]\nbasis = "assumed"\nsource = "x"\n\n[kernels.value]\nMosaic = { outer = "1 TFLOP/s" }\n'
+    found = tomllib.loads(written.with_values(other, values))["kernels"]
+    kernels = {"Triton": {"product": "610 TFLOP/s"}, "Mosaic": {"outer": "1 TFLOP/s"}}
+    assert found == {"value": kernels, "basis": "measured", "source": written.SOURCE}
+    again = written.with_values(written.with_values(other, values), {"kernels.Triton": '{ product = "2 TFLOP/s" }'})
+    assert tomllib.loads(again)["kernels"]["value"] == kernels | {"Triton": {"product": "2 TFLOP/s"}}
 
 
 def test_stored_values_remain_if_nothing_new_was_measured():
-    text = (written.DEVICES / "h100.yaml").read_text()
+    text = (written.DEVICES / "h100.toml").read_text()
     values = written.device_values(written.measured(written.tables_of()), {})
     assert written.with_values(text, values) == text
 
@@ -155,7 +161,7 @@ def test_results_of_a_run_keep_those_that_it_did_not_reach(tmp_path, monkeypatch
     write_row(run / "copies.json", Row(names[0], FALSE, "now", 1.0, "1 x H100", "", ""), Table({"": ""}, [["new"]]))
     write_row(run / "copies.json", Row(names[1], NOT_REACHED, "no time", 1.0, "", "", ""))
     written.write([run], tmp_path / "gpu.json", tmp_path)
-    assert "  value: 800 TFLOP/s\n  basis: measured" in (tmp_path / "h100.yaml").read_text()
+    assert tomllib.loads((tmp_path / "h100.toml").read_text())["dense"]["value"] == "800 TFLOP/s"
     tables = load(tmp_path / "gpu.json")
     outcomes = {row[1]: row[3:] for row in tables[CLAIMS].rows}
     assert outcomes[names[0]] == [FALSE, "now"]

@@ -50,7 +50,7 @@ def changed(monkeypatch):
 )
 def test_mistakes_name_the_file_and_the_key(changed, key, value, message):
     changed(key, value)
-    with pytest.raises(ValueError, match=r"^devices/h100.yaml: ") as refused:
+    with pytest.raises(ValueError, match=r"^devices/h100.toml: ") as refused:
         rates.device_rates("h100", "cuda")
     assert message in str(refused.value)
 

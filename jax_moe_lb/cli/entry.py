@@ -1,0 +1,15 @@
+"""Entry point of the program `jax-moe-lb`."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from jax_moe_lb.core.extras import missing_of_tools
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, as `app.main`; without the extra `[tools]`, print the command that installs it."""
+    if missing := missing_of_tools():
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
+    return import_module("jax_moe_lb.cli.app").main(argv)

@@ -1,0 +1,52 @@
+"""A layer imports no tools, and a missing extra is one line with its remedy."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jax_moe_lb import cli
+from jax_moe_lb.contrib import LPLB
+from jax_moe_lb.core import extras
+
+MOST_LINES = 24_000
+"""Limit of the lines of this package that a layer imports."""
+
+IMPORTED = """
+import sys
+import flax.nnx  # flax itself imports rich and yaml
+before = set(sys.modules)
+from jax_moe_lb import MoE
+modules = {name: value for name, value in sys.modules.items() if name.startswith("jax_moe_lb.")}
+print({"pydantic", "scipy", "typer", "yaml"} & (set(sys.modules) - before))
+print({name.split(".")[1] for name in modules} & {TOOLS})
+print(sum(len(open(value.__file__, "rb").readlines()) for value in modules.values() if value.__file__[-3:] == ".py"))
+"""
+
+TOOLS = {"advise", "aot", "cli", "contrib", "integrations", "sim"}
+
+
+def test_a_layer_imports_neither_tools_nor_their_packages():
+    program = IMPORTED.replace("{TOOLS}", repr(TOOLS))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    packages, tools, lines = ran.stdout.splitlines()
+    assert (packages, tools) == ("set()", "set()")
+    assert int(lines) < MOST_LINES
+
+
+def test_without_the_extra_each_tool_names_the_command(monkeypatch, capsys):
+    remedy = "absent is not installed; run pip install 'jax_moe_lb[tools]'"
+    monkeypatch.setattr(extras, "TOOLS", ("absent",))
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == f"error: {remedy}\n"
+    with pytest.raises(ModuleNotFoundError) as refused:
+        LPLB()
+    assert str(refused.value) == remedy
+
+
+def test_the_simulator_without_the_extra_names_the_command():
+    hidden = "import sys; sys.modules['pydantic'] = None; import jax_moe_lb.sim"
+    ran = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
+    assert ran.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: pydantic is not installed; run pip install 'jax_moe_lb[tools]'"
+    )
