@@ -32,47 +32,18 @@ MOST_CHOICES = 3
 
 @dataclass(frozen=True)
 class Size:
-    """Number of ranks and tokens, with the fastest choice for them.
+    """Number of ranks and tokens, with the fastest choice for them."""
 
-    Args:
-        ranks: Number of ranks sharing the experts.
-        tokens: Tokens of a rank per microbatch.
-        choice: Fastest choice that fits into memory; fastest of all if none fits.
-        token_s: Seconds of one layer per token of a rank, median over the workloads.
-        total_bytes: Memory of a rank, in bytes.
-        refused: Required and available memory if it does not fit; None if it fits or the memory is unknown.
-    """
-
-    ranks: int
-    tokens: int
-    choice: Choice
-    token_s: float
-    total_bytes: float
-    refused: str | None
+    ranks: int  # number of ranks sharing the experts
+    tokens: int  # tokens of a rank per microbatch
+    choice: Choice  # fastest choice that fits into memory; fastest of all if none fits
+    token_s: float  # seconds of one layer per token of a rank, median over the workloads
+    total_bytes: float  # memory of a rank, in bytes
+    refused: str | None  # required and available memory if it does not fit; None if it fits or the memory is unknown
 
 
 def other_sizes(judge: Evaluator, choices: Sequence[Choice], workloads: Sequence[Workload]) -> list[Size]:
-    """Evaluate other degrees of expert parallelism and microbatch sizes.
-
-    Args:
-        judge: Evaluator of the model, machine and step; their own size is among the results.
-        choices: Choices to evaluate, best first. Choices with expert domains are skipped, as their sizes fit one
-            machine only.
-        workloads: One workload of each shape, with counts.
-
-    Returns:
-        Sizes that fit into memory, fastest first, then the others.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step
-        >>> from jax_moe_lb.sim.loads import LoadShape
-        >>> from jax_moe_lb.advise.evaluate import drawn_workloads
-        >>> model = ModelShape(layers=2, hidden=256, inner=512, experts=8, per_token=2, tokens=1024)
-        >>> judge = Evaluator(model, Cluster((Links("node", 2, 1e9), Links("gpu", 2, 50e9))), Step())
-        >>> found = other_sizes(judge, [Choice()], drawn_workloads(model, 4, 1.5, 1, [LoadShape.RANKS], 1, 0))
-        >>> sorted({size.ranks for size in found}), sorted({size.tokens for size in found})
-        ([2, 4], [512, 1024, 2048, 4096])
-    """
+    """Evaluate other degrees of expert parallelism and microbatch sizes."""
     tried = list(dict.fromkeys([*[one for one in choices if not one.domain_sizes][:MOST_CHOICES], Choice()]))
     found = []
     for cluster in groups_of(judge.cluster):
@@ -100,12 +71,7 @@ def _size(
 
 
 def sum_s(judge: Evaluator, group: Cluster) -> float:
-    """Compute the exposed seconds to sum one layer's gradients over parallel groups.
-
-    Args:
-        judge: Evaluator of the machine with all groups; 0 seconds if its step has no backward pass.
-        group: Machine of one group.
-    """
+    """Compute the exposed seconds to sum one layer's gradients over parallel groups."""
     groups, total_s, held = judge.cluster.num_ranks // group.num_ranks, 0.0, 1
     if groups == 1 or not judge.step.backward:
         return 0.0
@@ -148,21 +114,16 @@ UNIFORM = Workload("uniform", None)
 
 @dataclass(frozen=True)
 class Advice:
-    """Recommended choices, with their gain over plain expert parallelism.
+    """Recommended choices, with their gain over plain expert parallelism."""
 
-    Args:
-        found: Results of the search without compression, so that values do not change.
-        compressed: Best choices with compressed experts, if requested. They change the computed values, so they are
-            never `best`.
-        pays_from: Minimum tokens per rank from which the best choice is faster than plain. None if it is at none of the
-            tried sizes, or if the best choice is plain.
-        sizes: Other degrees of expert parallelism and microbatch sizes, each with its fastest choice, as returned by
-            `other_sizes`. Empty if the counts are unknown.
-    """
-
-    found: SearchResults
+    found: SearchResults  # results of the search without compression, so that values do not change
+    # Best choices with compressed experts, if requested. They change the computed values, so they are never `best`.
     compressed: tuple[SearchResult, ...]
+    # Minimum tokens per rank from which the best choice is faster than plain. None if it is at none of the tried sizes,
+    # or if the best choice is plain.
     pays_from: int | None
+    # Other degrees of expert parallelism and microbatch sizes, each with its fastest choice, as returned by
+    # `other_sizes`. Empty if the counts are unknown.
     sizes: tuple[Size, ...] = ()
 
     @property
@@ -203,32 +164,7 @@ def advise(
     workloads: Sequence[Workload],
     ratio: float | None = None,
 ) -> Advice:
-    """Search for the fastest choices on some workloads.
-
-    Args:
-        judge: Evaluator of the model, machine and step.
-        space: Choices without compression; its `ratio` is 1.
-        shapes: One workload of each shape, for the first stages of the search.
-        workloads: Workloads for the comparison of whole steps.
-        ratio: If above 1, also search choices that compress gathered experts by this ratio. None by default.
-
-    Returns:
-        The results of the search and the recommendation.
-
-    Raises:
-        ValueError: No choice fits into memory; `fit.remedies` lists changes with which plain does.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step
-        >>> from jax_moe_lb.sim.loads import LoadShape
-        >>> from jax_moe_lb.advise.evaluate import drawn_workloads
-        >>> model = ModelShape(layers=2, hidden=256, inner=512, experts=8, per_token=2, tokens=4096)
-        >>> cluster = Cluster((Links("gpu", 4, 50e9),))
-        >>> workloads = drawn_workloads(model, 4, 2.0, 1, [LoadShape.RANKS], draws=1, seed=0)
-        >>> answer = advise(Evaluator(model, cluster, Step()), Space(cluster, 2), workloads, workloads)
-        >>> answer.best.median_s < answer.plain.median_s, answer.leave_off
-        (True, False)
-    """
+    """Search for the fastest choices on some workloads."""
     found, compressed = search(space, judge, shapes, workloads), list[SearchResult]()
     if ratio is not None and ratio > 1:
         others = search(replace(space, ratio=ratio), judge, shapes, workloads)
@@ -244,16 +180,9 @@ def advise(
 
 
 def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: Step) -> Migration:
-    """Choose HybridEP's expert domains with `choose_expert_domains`.
-
-    The backward pass gathers again if the gathered experts of all layers would take more than half of a rank's memory.
-
-    Args:
-        model: Sizes of the layers.
-        cluster: Machine.
-        codec: Encoding of the gathered experts.
-        step: Passes of a step; gradients count if it has a backward pass.
-    """
+    """Choose HybridEP's expert domains with `choose_expert_domains`."""
+    # The backward pass gathers again if the gathered experts of all layers would take more than half of a rank's
+    # memory.
     pre_expert_s, home = model.before_experts_s(cluster), model.experts // cluster.num_ranks
     work = Work(
         token_bytes=float(model.tokens * model.per_token * model.row_bytes),
@@ -269,21 +198,8 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
 def pays_from(
     candidate: Candidate, baseline: Candidate, model: ModelShape, cluster: Cluster, workload: Workload, step: Step
 ) -> int | None:
-    """Find the minimum tokens per rank, a power of two, from which `candidate` stays faster than `baseline`.
-
-    It scales the routing of the workload and of the steps before it in proportion, and simulates one layer.
-
-    Args:
-        candidate: System to evaluate.
-        baseline: System to compare with.
-        model: Sizes of the layers.
-        cluster: Machine.
-        workload: Workload whose first layer is scaled.
-        step: Passes of a step.
-
-    Returns:
-        The tokens; None if it is not faster at the largest size.
-    """
+    """Find the minimum tokens per rank, a power of two, from which `candidate` stays faster than `baseline`."""
+    # It scales the routing of the workload and of the steps before it in proportion, and simulates one layer.
     found: int | None = None
     routed = [(one, permute_to_homes(workload, one, cluster)[0].astype(np.float64)) for one in (candidate, baseline)]
     before = workload.first_layer.before if keeps_history(candidate.system, model, cluster) else None

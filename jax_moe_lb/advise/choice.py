@@ -21,50 +21,27 @@ from jax_moe_lb.transport.replicate import Relay
 
 @dataclass(frozen=True)
 class Candidate:
-    """System to compare with others.
+    """System to compare with others."""
 
-    Args:
-        name: Name in the table.
-        system: The system. If it relocates, homes are planned from the steps before a workload.
-        migration: Gathers of expert domains; none by default.
-    """
-
-    name: str
-    system: System
-    migration: Migration = field(default_factory=Migration)
+    name: str  # name in the table
+    system: System  # the system. If it relocates, homes are planned from the steps before a workload.
+    migration: Migration = field(default_factory=Migration)  # gathers of expert domains; none by default
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Point of the search space of `search`.
+    """Point of the search space of `search`."""
 
-    Args:
-        system: Name of a function of `jax_moe_lb.layer.systems`; `"plain"` by default.
-        replica_slots: Slots of a rank beyond its home experts; 0 (default) for systems without replicas.
-        eps: `eps` of `Exact`; None (default) is the system's own.
-        relayed: If True, replicas of a system without relays travel along `Relay`.
-        sprayed: If True, tokens use all rails, planned after the balancer.
-        relocated: If True, experts move to new homes at intervals of training steps.
-        domain_sizes: Expert-domain size of every level, outermost first; `()` (default) for none.
-        ratio: Compression ratio of gathered experts; 1 (default) for none. Larger ratios change the computed values.
-        headroom: Receive buffer relative to the mean load; a larger buffer saves rounds. None (default) is the system's
-            own.
-
-    Examples:
-        >>> Choice("exact", 2, relayed=True, relocated=True).name
-        'exact(slots 2) + relays + relocation'
-        >>> Choice("plain", domain_sizes=(2, 1)).name
-        'hybridep(2,1)'
-    """
-
-    system: str = "plain"
-    replica_slots: int = 0
-    eps: float | None = None
-    relayed: bool = False
-    sprayed: bool = False
-    relocated: bool = False
-    domain_sizes: tuple[int, ...] = ()
+    system: str = "plain"  # name of a function of `jax_moe_lb.layer.systems`; `"plain"` by default
+    replica_slots: int = 0  # slots of a rank beyond its home experts; 0 (default) for systems without replicas
+    eps: float | None = None  # `eps` of `Exact`; None (default) is the system's own
+    relayed: bool = False  # if True, replicas of a system without relays travel along `Relay`
+    sprayed: bool = False  # if True, tokens use all rails, planned after the balancer
+    relocated: bool = False  # if True, experts move to new homes at intervals of training steps
+    domain_sizes: tuple[int, ...] = ()  # expert-domain size of every level, outermost first; `()` (default) for none
+    # Compression ratio of gathered experts; 1 (default) for none. Larger ratios change the computed values.
     ratio: float = 1.0
+    # Receive buffer relative to the mean load; a larger buffer saves rounds. None (default) is the system's own.
     headroom: float | None = None
 
     @property
@@ -108,15 +85,8 @@ class Choice:
         return with_dispatch(system, "rails") if self.sprayed else system
 
     def build(self, model: ModelShape, cluster: Cluster, step: Step) -> Candidate:
-        """Build the candidate, with the dispatch of `dispatch_by_rule`.
-
-        Its expert domains gather again in the backward pass if memory is short.
-
-        Args:
-            model: Sizes of the layers.
-            cluster: Machine.
-            step: Passes of a step.
-        """
+        """Build the candidate, with the dispatch of `dispatch_by_rule`."""
+        # Its expert domains gather again in the backward pass if memory is short.
         system, migration = self.build_system(), Migration()
         inside = tuple(level.size for level in cluster.levels)
         if self.domain_sizes:
@@ -133,14 +103,7 @@ class Choice:
 
 
 def with_memory(migration: Migration, model: ModelShape, cluster: Cluster, step: Step) -> Migration:
-    """Gather again in the backward pass if the gathered experts of all layers exceed half of a rank's memory.
-
-    Args:
-        migration: Gathers of expert domains.
-        model: Sizes of the layers.
-        cluster: Machine.
-        step: Passes of a step; without a backward pass, no gathered experts are kept.
-    """
+    """Gather again in the backward pass if the gathered experts of all layers exceed half of a rank's memory."""
     kept_bytes = model.layers * migration.gathered_bytes(model, cluster)
     # The other half is for parameters, optimizer and activations.
     short = cluster.memory_bytes is not None and kept_bytes > cluster.memory_bytes / 2
@@ -157,32 +120,14 @@ RELOCATE_INTERVAL = 50
 
 @dataclass(frozen=True)
 class Usage:
-    """Flags for a choice.
+    """Flags for a choice."""
 
-    Args:
-        train: Flags of `python -m models.train`; None if it has no flags for this choice.
-        simulate: Flags of `jax-moe-lb simulate`; None if it has no flags for this choice.
-    """
-
-    train: str | None
-    simulate: str | None
+    train: str | None  # flags of `python -m models.train`; None if it has no flags for this choice
+    simulate: str | None  # flags of `jax-moe-lb simulate`; None if it has no flags for this choice
 
 
 def usage(choice: Choice, cluster: Cluster, gather_again: bool = False, dispatch: str = "Direct") -> Usage:
-    """Format the flags for a choice; `advise.program` formats the Python program.
-
-    Args:
-        choice: Choice to format.
-        cluster: Machine whose domains bound moves of weights.
-        gather_again: If True, the backward pass gathers again. False by default.
-        dispatch: Class of the dispatch that the rule chose; "Direct" by default.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Cluster, Links
-        >>> machine = Cluster((Links("node", 16, 50e9, links=8), Links("gpu", 8, 360e9)))
-        >>> usage(Choice("exact", 2), machine).train
-        '--system exact:replica_slots=2 --mesh domain=8'
-    """
+    """Format the flags for a choice; `advise.program` formats the Python program."""
     once = dispatch.lower() in ONCE
     return Usage(
         None if once else _train(choice, cluster),
@@ -191,27 +136,13 @@ def usage(choice: Choice, cluster: Cluster, gather_again: bool = False, dispatch
 
 
 def system_code(choice: Choice, dispatch: str = "Direct") -> str:
-    """Format the system as Python.
-
-    Args:
-        choice: Choice with the system.
-        dispatch: Class of its dispatch by the rule; "Direct" by default.
-
-    Examples:
-        >>> system_code(Choice(sprayed=True, headroom=1.2))
-        'systems.rails(Buffers(headroom=1.2))'
-    """
+    """Format the system as Python."""
     base, changes = system_parts(choice, dispatch)
     return f"replace({base}, {', '.join(changes)})" if changes else base
 
 
 def system_parts(choice: Choice, dispatch: str = "Direct") -> tuple[str, list[str]]:
-    """Format a named system as Python, and the arguments of `dataclasses.replace` that make the system of a choice.
-
-    Args:
-        choice: Choice with the system.
-        dispatch: Class of its dispatch by the rule; "Direct" by default.
-    """
+    """Format a named system as Python, and the arguments of `dataclasses.replace` that make the system of a choice."""
     buffers = f"Buffers(headroom={choice.headroom})" if choice.headroom is not None else ""
     if replace(choice, headroom=None, domain_sizes=(), ratio=1.0) == Choice(sprayed=True):
         return f"systems.rails({buffers})", []
@@ -244,15 +175,7 @@ def _is_named(choice: Choice) -> bool:
 
 
 def system_text(choice: Choice) -> str | None:
-    """Format the system as text for `system_named`; `None` if no text expresses it.
-
-    Args:
-        choice: Choice with the system.
-
-    Examples:
-        >>> system_text(Choice("exact", 2, headroom=1.25))
-        'exact:replica_slots=2,headroom=1.25'
-    """
+    """Format the system as text for `system_named`; `None` if no text expresses it."""
     two_tier = _is_two_tier(choice)
     if choice.domain_sizes or not (two_tier or _is_named(choice)):
         return None

@@ -51,21 +51,15 @@ ALIKE = (LoadShape.RANKS, LoadShape.HOT, LoadShape.ZIPF)
 
 @dataclass(frozen=True)
 class Workload:
-    """Routing of one step on which systems are compared.
+    """Routing of one step on which systems are compared."""
 
-    Args:
-        name: Name in messages.
-        counts: `[X, R, E]` int32 for `X` layers; experts are in the order of their homes without relocation. None
-            stands for uniform routing on any number of ranks.
-        earlier: `[X, E]`, load of every expert before this step, from which new homes are planned. None (default) keeps
-            the homes.
-        before: `[steps, X, R, E]` int32, counts of the steps directly before, for balancers with history. None
-            (default) if unknown.
-    """
-
-    name: str
+    name: str  # name in messages
+    # `[X, R, E]` int32 for `X` layers; experts are in the order of their homes without relocation. None stands for
+    # uniform routing on any number of ranks.
     counts: Int[np.ndarray, "X R E"] | None
+    # Load of every expert before this step, from which new homes are planned. None (default) keeps the homes.
     earlier: Num[np.ndarray, "X E"] | None = None
+    # Counts of the steps directly before, for balancers with history. None (default) if unknown.
     before: Int[np.ndarray, "steps X R E"] | None = None
 
     @property
@@ -90,25 +84,7 @@ def drawn_workloads(
     seed: int,
     drift: Drift = Drift(),
 ) -> list[Workload]:
-    """Sample workloads of several shapes with the same imbalance.
-
-    Args:
-        model: See `skewed_counts`.
-        num_ranks: Number of ranks `R`.
-        imbalance: `max / mean` of the ranks' load. At 1, all shapes are equal, and there is one workload.
-        layers: Number of layers of each workload.
-        shapes: Load shapes; shapes without a solution for the imbalance on this machine are skipped. With one expert
-            per rank, those of `ALIKE` are skipped after the first one.
-        draws: Number of workloads of each shape.
-        seed: Seed of the first workload of each shape; each further one adds 1.
-        drift: Change of popularity in the steps before; none by default.
-
-    Returns:
-        The first workload of each shape, then the second ones, and so on.
-
-    Raises:
-        ValueError: No shape has a solution for the imbalance, or the reasons of `skewed_counts`.
-    """
+    """Sample workloads of several shapes with the same imbalance."""
     if imbalance <= 1:
         even = skewed_counts(model, num_ranks, 1.0, layers, seed)
         return [Workload("even", even, even.sum(1), np.stack([even] * BEFORE))]
@@ -131,13 +107,7 @@ def drawn_workloads(
 
 
 def recorded_workloads(trace: Int[np.ndarray, "steps layers R E"], most_steps: int, most_layers: int) -> list[Workload]:
-    """Take evenly spaced workloads from the second half of a trace; homes are planned from the first half.
-
-    Args:
-        trace: `[steps, layers, R, E]`, recorded counts. A single step gives no earlier loads.
-        most_steps: Maximum number of workloads.
-        most_layers: Maximum number of layers of each workload.
-    """
+    """Take evenly spaced workloads from the second half of a trace; homes are planned from the first half."""
     half = len(trace) // 2
     layers = _spread(0, trace.shape[1], most_layers)
     earlier = trace[:half, layers].sum((0, 2), dtype=np.int64) if half else None
@@ -156,20 +126,14 @@ def _spread(start: int, end: int, most: int) -> list[int]:
 
 @dataclass
 class Evaluator:
-    """Cached simulation of choices for one model, machine and step.
+    """Cached simulation of choices for one model, machine and step."""
 
-    Args:
-        model: Sizes of the layers.
-        cluster: Machine.
-        step: Passes of a step.
-        sample: Part of the machine whose counts the workloads have; None (default) for counts of all ranks.
-        tell: Function called with the progress, as text, before every simulation; None (default) for none.
-    """
-
-    model: ModelShape
-    cluster: Cluster
-    step: Step
+    model: ModelShape  # sizes of the layers
+    cluster: Cluster  # machine
+    step: Step  # passes of a step
+    # Part of the machine whose counts the workloads have; None (default) for counts of all ranks
     sample: Cluster | None = None
+    # Function called with the progress, as text, before every simulation; None (default) for none
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
     # No arguments: `dataclasses.replace` begins with empty caches.
     _simulations: int = field(default=0, init=False, repr=False, compare=False)
@@ -179,26 +143,12 @@ class Evaluator:
     _placed: dict[tuple[str, int], Int[np.ndarray, "X R E"]] = field(default_factory=dict, init=False, repr=False)
 
     def glance(self, choice: Choice, workload: Workload) -> float:
-        """Simulate one layer of the model with the first layer of a workload.
-
-        Args:
-            choice: Choice to simulate.
-            workload: Workload with a unique name, which is the key of the cache.
-
-        Returns:
-            The seconds of the layer.
-        """
+        """Simulate one layer of the model with the first layer of a workload."""
         return self._glanced(choice, workload)[0]
 
     def least_headroom(self, choice: Choice, workload: Workload) -> Choice:
-        """Return the choice with the least headroom that has one round in a simulated layer; else the choice itself.
-
-        More headroom than for one round saves no time.
-
-        Args:
-            choice: Choice with or without `headroom`.
-            workload: Workload with a unique name.
-        """
+        """Return the choice with the least headroom that has one round in a simulated layer; else the choice itself."""
+        # More headroom than for one round saves no time.
         for headroom in HEADROOMS[: HEADROOMS.index(choice.headroom)]:
             smaller = replace(choice, headroom=headroom)
             if self._seen.get((smaller, workload.name), (0.0, 0))[1] == 1:
@@ -216,12 +166,7 @@ class Evaluator:
         return self._seen[key]
 
     def report(self, choice: Choice, workload: Workload) -> Report:
-        """Simulate the whole step.
-
-        Args:
-            choice: Choice to simulate.
-            workload: Workload with counts; without counts, routing is uniform.
-        """
+        """Simulate the whole step."""
         return self._simulated(choice, workload, self.model, self.step)
 
     def memory(self, choice: Choice) -> Memory:
@@ -238,12 +183,7 @@ class Evaluator:
         return self._built[choice]
 
     def floor_s(self, choice: Choice) -> float:
-        """Compute a lower bound of a layer's seconds on any workload: its operations at the peak, and its gathers.
-
-        Args:
-            choice: Choice to bound. Its gathers do not depend on the workload, and its experts take at least the time
-                of a balanced load.
-        """
+        """Compute a lower bound of a layer's seconds on any workload: its operations at the peak, and its gathers."""
         one, step, model = self.candidate(choice), self.step, self.model
         before_s = model.before_experts_s(self.cluster) * (3 if step.backward else 1)
         passes = 1 + (3 if step.recompute else 2) * step.backward
@@ -304,16 +244,7 @@ class Evaluator:
 
 
 def permute_to_homes(workload: Workload, candidate: Candidate, cluster: Cluster) -> Int[np.ndarray, "X R E"]:
-    """Return the counts of a workload with experts in the order of a candidate's homes.
-
-    Args:
-        workload: Workload with counts and the loads before it.
-        candidate: Candidate whose system may relocate.
-        cluster: Machine whose domains get equal loads.
-
-    Raises:
-        ValueError: The workload has no counts.
-    """
+    """Return the counts of a workload with experts in the order of a candidate's homes."""
     if workload.counts is None:
         raise ValueError(f"workload {workload.name!r} has no counts; expected some")
     if not candidate.system.relocates or workload.earlier is None:

@@ -20,15 +20,10 @@ LEAST_TOKENS = 256
 
 @dataclass(frozen=True)
 class Remedy:
-    """Change of cluster or settings with which plain expert parallelism fits into memory.
+    """Change of cluster or settings with which plain expert parallelism fits into memory."""
 
-    Args:
-        what: The change, as text.
-        judge: Evaluator of the changed step.
-    """
-
-    what: str
-    judge: Evaluator
+    what: str  # the change, as text
+    judge: Evaluator  # evaluator of the changed step
 
 
 def fits_in_memory(judge: Evaluator, choice: Choice) -> bool:
@@ -44,11 +39,7 @@ def needs(judge: Evaluator, choice: Choice) -> str:
 
 
 def groups_of(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield the machine, then groups of half of it, a quarter and so on, bounded by nodes and datacenters.
-
-    Args:
-        cluster: Machine.
-    """
+    """Yield the machine, then groups of half of it, a quarter and so on, bounded by nodes and datacenters."""
     yield cluster
     for at, level in enumerate(cluster.levels[:-1]):
         size = level.size
@@ -63,24 +54,9 @@ def groups_of(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def expert_group(model: ModelShape, cluster: Cluster, step: Step) -> tuple[Cluster, Step]:
-    """Return the largest group of ranks dividing the experts, and the step with the other groups beside it.
-
-    Groups with the same experts sum their gradients; see `Parallel.data`. A machine without such a group is returned
-    unchanged, and the simulator then rejects the model.
-
-    Args:
-        model: Model with its number of experts.
-        cluster: Machine.
-        step: Passes of a step; its data-parallel groups, if any, are kept.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Links
-        >>> model = ModelShape(layers=2, hidden=256, inner=512, experts=8, per_token=2, tokens=1024)
-        >>> nodes = Cluster((Links("node", 16, 50e9, links=8), Links("gpu", 8, 360e9)))
-        >>> group, step = expert_group(model, nodes, Step())
-        >>> group.num_ranks, step.parallel.data.size
-        (8, 16)
-    """
+    """Return the largest group of ranks dividing the experts, and the step with the other groups beside it."""
+    # Groups with the same experts sum their gradients; see `Parallel.data`. A machine without such a group is returned
+    # unchanged, and the simulator then rejects the model.
     for group in itertools.chain(groups_of(cluster), _inside_of_nodes(cluster)):
         if model.experts % group.num_ranks == 0:
             number = cluster.num_ranks // group.num_ranks
@@ -106,23 +82,16 @@ def _inside_of_nodes(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def remedies(judge: Evaluator) -> list[Remedy]:
-    """Return the smallest changes with which plain expert parallelism fits: cluster, stages, optimizer and tokens.
-
-    Each kind of change is tried alone, in this order. Insufficient kinds are missing.
-
-    Args:
-        judge: Evaluator of a step without enough memory.
-    """
+    """Return the smallest changes with which plain expert parallelism fits: cluster, stages, optimizer and tokens."""
+    # Each kind of change is tried alone, in this order. Insufficient kinds are missing.
     kinds: tuple[Callable[[Evaluator], Iterator[Remedy]], ...] = (_clusters, _stages, _optimizers, _tokens)
     found = (next((one for one in kind(judge) if fits_in_memory(one.judge, Choice())), None) for kind in kinds)
     return [one for one in found if one is not None]
 
 
 def _clusters(judge: Evaluator) -> Iterator[Remedy]:
-    """Yield clusters with more members of the outermost level, up to one expert per rank.
-
-    A cluster of one level is a node or a rack, whose size is given.
-    """
+    """Yield clusters with more members of the outermost level, up to one expert per rank."""
+    # A cluster of one level is a node or a rack, whose size is given.
     outermost, *inside = judge.cluster.levels
     if not inside:
         return

@@ -37,24 +37,8 @@ MOST_COLUMNS = 100
 def program(
     choice: Choice, model: ModelShape, cluster: Cluster, gather_again: bool = False, dispatch: str = "Direct"
 ) -> str:
-    """Format a program that makes a layer of the model with a choice, calls it and prints its statistics.
-
-    It runs as it is on the accelerators of the cluster. On CPUs it runs on virtual devices, with small widths.
-
-    Args:
-        choice: Choice of the system.
-        model: Sizes of the layer.
-        cluster: Machine of one expert-parallel group; its levels are the mesh axes.
-        gather_again: If True, the backward pass gathers again. False by default.
-        dispatch: Class of the dispatch that the rule chose; "Direct" by default.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
-        >>> model = ModelShape(layers=2, hidden=256, inner=512, experts=8, per_token=2, tokens=1024)
-        >>> code = program(Choice("exact", 2), model, Cluster((Links("gpu", 4, 50e9),)))
-        >>> [line for line in code.splitlines() if "systems." in line]
-        ['system = systems.exact(replica_slots=2)']
-    """
+    """Format a program that makes a layer of the model with a choice, calls it and prints its statistics."""
+    # It runs as it is on the accelerators of the cluster. On CPUs it runs on virtual devices, with small widths.
     body = "\n".join(
         [
             *_sizes(model, cluster),

@@ -28,7 +28,7 @@ EPS = (None, 0.05)
 """Values of `eps` tried for `Exact`: its default 0.01, and a larger one."""
 
 BALANCED = ("greedy", "exact", "ultraep")
-"""Systems that plan quotas, tried in all compositions."""
+"""Systems planning quotas, tried in all compositions."""
 
 PUBLISHED = ("eplb_plus", "fastermoe", "feplb")
 """Systems tried without compositions."""
@@ -39,37 +39,22 @@ HISTORICAL = ("eplb", "lplb")
 
 @dataclass(frozen=True)
 class Space:
-    """All choices that may help on a machine.
+    """All choices that may help on a machine."""
 
-    Args:
-        cluster: Machine.
-        most_slots: Maximum number of replica slots of a rank, at most `E - L`; 0 for no replicas.
-        planned: If True (default), include systems that plan. If False, as for unknown counts, include plain and expert
-            domains only.
-        with_exact: If True (default), include `exact`. Without the planning module, each of its trials compiles a
-            program, which is too slow.
-        with_relocation: If True (default), workloads have earlier loads, so include relocation.
-        ratio: Compression ratio of gathered experts; 1 (default) for none.
-        sampled: If True, the machine is a sample of a larger one, and expert domains must leave several groups in it.
-            False by default.
-        with_history: If True, workloads have steps before them, so include balancers with history. False by default.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Cluster, Links
-        >>> space = Space(Cluster((Links("node", 2, 50e9), Links("gpu", 2, 360e9))), most_slots=2)
-        >>> space.domain_sizes()
-        [(1, 2), (2, 1), (2, 2)]
-        >>> len(set(space.every())), Choice("exact", 1, sprayed=True) in space
-        (231, False)
-    """
-
-    cluster: Cluster
-    most_slots: int
+    cluster: Cluster  # machine
+    most_slots: int  # maximum number of replica slots of a rank, at most `E - L`; 0 for no replicas
+    # If True (default), include systems that plan. If False, as for unknown counts, include plain and expert domains
+    # only.
     planned: bool = True
+    # If True (default), include `exact`. Without the planning module, each of its trials compiles a program, which is
+    # too slow.
     with_exact: bool = True
-    with_relocation: bool = True
-    ratio: float = 1.0
+    with_relocation: bool = True  # if True (default), workloads have earlier loads, so include relocation
+    ratio: float = 1.0  # compression ratio of gathered experts; 1 (default) for none
+    # If True, the machine is a sample of a larger one, and expert domains must leave several groups in it. False by
+    # default.
     sampled: bool = False
+    # If True, workloads have steps before them, so include balancers with history. False by default.
     with_history: bool = False
 
     @property
@@ -119,11 +104,7 @@ class Space:
                         yield choice
 
     def near(self, choice: Choice) -> list[Choice]:
-        """List the choices that differ in one part, or in one level's size of expert domains.
-
-        Args:
-            choice: Starting point.
-        """
+        """List the choices differing in one part, or in one level's size of expert domains."""
         slots = choice.replica_slots or min(2, self.most_slots)
         found = [replace(choice, system=name, replica_slots=slots, eps=None, relayed=False) for name in BALANCED]
         found.append(replace(choice, system="plain", replica_slots=0, eps=None, relayed=False))
@@ -188,17 +169,11 @@ A search has few workloads. One more round on another workload takes more than a
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Choice with the simulated times of its whole steps.
+    """Choice with the simulated times of its whole steps."""
 
-    Args:
-        choice: Simulated choice.
-        report: Mean report over all workloads.
-        times_s: Seconds of a step on each workload, in the order of the workloads.
-    """
-
-    choice: Choice
-    report: Report
-    times_s: tuple[float, ...]
+    choice: Choice  # simulated choice
+    report: Report  # mean report over all workloads
+    times_s: tuple[float, ...]  # seconds of a step on each workload, in the order of the workloads
 
     @property
     def median_s(self) -> float:
@@ -206,11 +181,7 @@ class SearchResult:
         return float(np.median(self.times_s))
 
     def ratios(self, other: "SearchResult") -> tuple[float, ...]:
-        """Return the ratio of its time to another result's, per workload.
-
-        Args:
-            other: Result on the same workloads.
-        """
+        """Return the ratio of its time to another result's, per workload."""
         # Two times of 0 are equal.
         return tuple(mine / its if its else 1.0 for mine, its in zip(self.times_s, other.times_s, strict=True))
 
@@ -222,37 +193,18 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class SearchResults:
-    """Results of a search.
+    """Results of a search."""
 
-    Args:
-        outcomes: Best choice of each of the best families, and plain, fastest first. The order is the median of their
-            ratios to plain on the same workload.
-        glances: Every choice simulated with one layer, and its seconds, median over its shapes.
-        refused: Choices that exceed the memory, each with its required and available memory.
-        fits: True if plain fits into memory. If it does not, it is the last of `outcomes`, as the baseline only.
-    """
-
+    # Best choice of each of the best families, and plain, fastest first. The order is the median of their ratios to
+    # plain on the same workload.
     outcomes: tuple[SearchResult, ...]
-    glances: dict[Choice, float]
-    refused: dict[Choice, str]
-    fits: bool
+    glances: dict[Choice, float]  # every choice simulated with one layer, and its seconds, median over its shapes
+    refused: dict[Choice, str]  # choices that exceed the memory, each with its required and available memory
+    fits: bool  # true if plain fits into memory. If it does not, it is the last of `outcomes`, as the baseline only.
 
 
 def search(space: Space, judge: Evaluator, shapes: Sequence[Workload], workloads: Sequence[Workload]) -> SearchResults:
-    """Find the fastest choices.
-
-    Args:
-        space: Search space.
-        judge: Evaluator that simulates the choices.
-        shapes: Workloads of the first two stages, one of each shape.
-        workloads: Workloads of whole steps.
-
-    Returns:
-        The best choices with their times.
-
-    Raises:
-        ValueError: No choice fits into memory.
-    """
+    """Find the fastest choices."""
     refused = dict[Choice, str]()
 
     def may(choice: Choice) -> bool:
@@ -301,13 +253,7 @@ def _with_room(
 
 
 def judged(choice: Choice, judge: Evaluator, workloads: Iterable[Workload]) -> SearchResult:
-    """Simulate whole steps of a choice on workloads.
-
-    Args:
-        choice: Choice to simulate.
-        judge: Evaluator.
-        workloads: At least one workload.
-    """
+    """Simulate whole steps of a choice on workloads."""
     reports = [judge.report(choice, workload) for workload in workloads]
     return SearchResult(choice, mean_report(reports), tuple(report.step_s for report in reports))
 

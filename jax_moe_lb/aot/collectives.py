@@ -24,15 +24,7 @@ Groups = frozenset[frozenset[int]]
 
 
 def axes_of(instruction: Instruction, axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Return the mesh axes of a collective.
-
-    Args:
-        instruction: Collective instruction.
-        axes: Names and sizes of the mesh axes, outermost first; devices are numbered row-major.
-
-    Returns:
-        The axis names; `()` if every device is alone in its group, None if no axes match the groups.
-    """
+    """Return the mesh axes of a collective."""
     attributes = instruction.attributes
     if "source_target_pairs" in attributes:
         return _axes_of_pairs(_listed(attributes), axes)
@@ -111,19 +103,12 @@ REAL_WORK_BYTES = 10**6
 
 @dataclass(frozen=True)
 class ExchangeForm:
-    """Form of the ragged exchanges of a program.
+    """Form of the ragged exchanges of a program."""
 
-    Args:
-        updates_per_peer: Entries of the lists for each peer.
-        blocks_per_peer: Thread blocks sharing these entries in XLA's one-shot kernel; None on other paths.
-        path: Implementation predicted by `exchange_path`.
-        reason: Condition of the choice of `path`.
-    """
-
-    updates_per_peer: int
-    blocks_per_peer: int | None
-    path: str
-    reason: str
+    updates_per_peer: int  # entries of the lists for each peer
+    blocks_per_peer: int | None  # thread blocks sharing these entries in XLA's one-shot kernel; None on other paths
+    path: str  # implementation predicted by `exchange_path`
+    reason: str  # condition of the choice of `path`
 
 
 PathOf = Callable[[tuple[str, ...]], PathChoice]
@@ -157,14 +142,7 @@ class ProgramCollective:
 def collectives(
     module: Module, axes: Mapping[str, int], moved: CostOf, path_of: PathOf | None = None
 ) -> list[ProgramCollective]:
-    """List the collectives of a program, largest first.
-
-    Args:
-        module: Scheduled program.
-        axes: Names and sizes of the mesh axes, outermost first.
-        moved: Function that returns the HBM bytes of an instruction, to tell work from bookkeeping.
-        path_of: Function from mesh axes to the path of an exchange; None (default) omits `exchange`.
-    """
+    """List the collectives of a program, largest first."""
     found: dict[Key, list[tuple[OperationCost, list[str]]]] = {}
     for cost in executed(module, lambda computation, one: _nbytes(module, computation, one)):
         beside = _beside(module, cost.computation, cost.instruction, moved)

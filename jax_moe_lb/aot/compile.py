@@ -183,16 +183,7 @@ def _compile(target: Target, lowered: Lowered, options: dict[str, str | bool]) -
 def read_report(
     target: Target, compiled: Compiled, mesh: Mesh, folder: Path, ideal_flops: int | None, compile_s: float
 ) -> ProgramReport:
-    """Build the report from a compiled program and its dumps.
-
-    Args:
-        target: Target machine of the compilation.
-        compiled: Compiled program.
-        mesh: Mesh of the program.
-        folder: Folder of the compiler's dumps; fields from missing dumps are empty or None.
-        ideal_flops: Minimum floating-point operations per device; None if unknown.
-        compile_s: Seconds of tracing and compilation.
-    """
+    """Build the report from a compiled program and its dumps."""
     module = with_counted_loops(parse_module(compiled.as_text() or ""))
     memory: Any = compiled.memory_analysis()
     traffic = MemoryTraffic(module, target.fast_spaces)

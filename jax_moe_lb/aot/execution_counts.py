@@ -23,14 +23,7 @@ PASSED_ON = ("copy", "bitcast", "copy-done", "copy-start")
 
 
 def with_counted_loops(module: Module) -> Module:
-    """Set `counted` of loops up to a constant if the compiler states no trip count.
-
-    Args:
-        module: Program as printed.
-
-    Returns:
-        A copy of the program.
-    """
+    """Set `counted` of loops up to a constant if the compiler states no trip count."""
     computations = {
         name: replace(part, instructions=dict(part.instructions)) for name, part in module.computations.items()
     }
@@ -116,19 +109,12 @@ CostOf = Callable[[Computation, Instruction], int]
 
 @dataclass(frozen=True)
 class OperationCost:
-    """Cost of one instruction.
+    """Cost of one instruction."""
 
-    Args:
-        instruction: The instruction.
-        computation: Its computation.
-        amount: Cost of one execution, in the unit of the cost function.
-        times: Number of executions.
-    """
-
-    instruction: Instruction
-    computation: Computation
-    amount: int
-    times: int = 1
+    instruction: Instruction  # the instruction
+    computation: Computation  # its computation
+    amount: int  # cost of one execution, in the unit of the cost function
+    times: int = 1  # number of executions
 
     @property
     def total(self) -> int:
@@ -137,13 +123,7 @@ class OperationCost:
 
 
 def executed(module: Module, cost: CostOf, start: str = "") -> list[OperationCost]:
-    """List the instructions with a nonzero cost, in execution order.
-
-    Args:
-        module: The program.
-        cost: Cost function for instructions other than control flow, in any unit.
-        start: Name of the first computation; the entry of the program by default.
-    """
+    """List the instructions with a nonzero cost, in execution order."""
     computation = module.computations[start or module.entry]
     costs: list[OperationCost] = []
     for instruction in computation:
@@ -188,43 +168,25 @@ NAMED = re.compile(r'profile_annotation: "([^"]*)"\s*(?:thunk_id: (\d+))?')
 
 @dataclass
 class Thunk:
-    """Step of XLA's GPU runtime.
+    """Step of XLA's GPU runtime."""
 
-    Args:
-        number: Number in the dumps.
-        kind: XLA's name, such as `kWhile`.
-        label: Part of its parent, such as `body`.
-        depth: Indentation in columns.
-        children: Thunks inside it.
-    """
-
-    number: int
-    kind: str
-    label: str
-    depth: int
-    children: list["Thunk"] = field(default_factory=list)
+    number: int  # number in the dumps
+    kind: str  # XLA's name, such as `kWhile`
+    label: str  # part of its parent, such as `body`
+    depth: int  # indentation in columns
+    children: list["Thunk"] = field(default_factory=list)  # thunks inside it
 
 
 @dataclass(frozen=True)
 class Launches:
-    """Launches of a program's operations by XLA's GPU runtime.
+    """Launches of a program's operations by XLA's GPU runtime."""
 
-    Args:
-        kernels: Kernels of each instruction, by its name.
-        in_graphs: Names of instructions inside of CUDA graphs.
-    """
-
-    kernels: Mapping[str, int] = field(default_factory=dict)
-    in_graphs: frozenset[str] = frozenset()
+    kernels: Mapping[str, int] = field(default_factory=dict)  # kernels of each instruction, by its name
+    in_graphs: frozenset[str] = frozenset()  # names of instructions inside of CUDA graphs
 
 
 def launches(sequence: str, metadata: str) -> Launches:
-    """Read the launches of each instruction.
-
-    Args:
-        sequence: XLA's dump of the thunks, `thunk_sequence_after_thunk_passes`.
-        metadata: XLA's dump of their names, `thunk_metadata`.
-    """
+    """Read the launches of each instruction."""
     names = {int(number): name for name, number in NAMED.findall(metadata) if number}
     kernels: Counter[str] = Counter()
     inside: set[str] = set()
@@ -243,13 +205,7 @@ def launches(sequence: str, metadata: str) -> Launches:
 
 
 def host_waits(module: Module, sequence: str, metadata: str) -> int:
-    """Count the waits of the host for the device in one run of a balanced step, and of the device for the host.
-
-    Args:
-        module: Program with the trip counts of its loops.
-        sequence: XLA's dump of the thunks, `thunk_sequence_after_thunk_passes`.
-        metadata: XLA's dump of their names, `thunk_metadata`.
-    """
+    """Count the waits of the host for the device in one run of a balanced step, and of the device for the host."""
     loops = {one.name: one for part in module.computations.values() for one in part if one.opcode == "while"}
     named = {int(number or 0): loops[name] for name, number in NAMED.findall(metadata) if name in loops}
     return sum(_waits(thunk, named) for thunk in parse_thunks(sequence)) + planners_on_host(module)
@@ -263,11 +219,7 @@ BESIDE = "_and_copy"
 
 
 def planners_on_host(module: Module) -> int:
-    """Count the planners in host functions of a GPU's stream in one run of a balanced step.
-
-    Args:
-        module: Program with the trip counts of its loops.
-    """
+    """Count the planners in host functions of a GPU's stream in one run of a balanced step."""
 
     def is_on_host(_: Computation, one: Instruction) -> int:
         return int(one.target.startswith(PLANNER) and not one.target.endswith((KERNEL, BESIDE)))
@@ -276,11 +228,7 @@ def planners_on_host(module: Module) -> int:
 
 
 def answers_from_host(module: Module) -> int:
-    """Count the callback results awaited by a TPU in one run of a balanced step.
-
-    Args:
-        module: The program.
-    """
+    """Count the callback results awaited by a TPU in one run of a balanced step."""
     return total(executed(module, lambda _, one: int(one.opcode == "recv-done" and HOST in one.attributes)))
 
 
@@ -301,14 +249,7 @@ def _waits(thunk: Thunk, loops: Mapping[int, Instruction]) -> int:
 
 
 def parse_thunks(sequence: str) -> list[Thunk]:
-    """Parse the indented dump of the thunks into a tree.
-
-    Args:
-        sequence: Text of the dump.
-
-    Returns:
-        The top-level thunks.
-    """
+    """Parse the indented dump of the thunks into a tree."""
     root = Thunk(-1, "kSequential", "", -1)
     path, label = [root], ""
     for line in sequence.splitlines():

@@ -28,11 +28,7 @@ WINDOW_FIELD = re.compile(r"(\w+)=([\dx_\-]+)")
 
 
 def products(module: Module) -> list[OperationCost]:
-    """List the operations with matrix products, each with the floating-point operations of one execution.
-
-    Args:
-        module: The program.
-    """
+    """List the operations with matrix products, each with the floating-point operations of one execution."""
     return executed(module, lambda computation, one: flops_of(module, computation, one))
 
 
@@ -88,10 +84,8 @@ def _attention(instruction: Instruction, head_width: int) -> int:
 
 
 def _grouped_kernel(shapes: tuple[ArrayShape, ...] | list[ArrayShape]) -> int:
-    """Count a grouped product from all of its arrays: rows `[A, m]` and `[A, n]` and weights `[S, m, n]`.
-
-    The result may be any of them, depending on whether this is the forward pass or a gradient; the work is the same.
-    """
+    """Count a grouped product from all of its arrays: rows `[A, m]` and `[A, n]` and weights `[S, m, n]`."""
+    # The result may be any of them, depending on whether this is the forward pass or a gradient; the work is the same.
     weights = max((shape for shape in shapes if len(shape.dims) == 3), key=lambda one: one.nbytes, default=None)
     flat = [shape.dims for shape in shapes if len(shape.dims) == 2]
     if weights is None:

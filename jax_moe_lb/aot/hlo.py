@@ -31,17 +31,11 @@ MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """Shape of one array.
+    """Shape of one array."""
 
-    Args:
-        dtype: XLA's name, such as `bf16`.
-        dims: Sizes of its dimensions.
-        space: XLA's memory space: 0 for the device's main memory, 1 on TPUs for the fast memory of a core.
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
-    space: int = 0
+    dtype: str  # XLA's name, such as `bf16`
+    dims: tuple[int, ...]  # sizes of its dimensions
+    space: int = 0  # XLA's memory space: 0 for the device's main memory, 1 on TPUs for the fast memory of a core
 
     @property
     def nbytes(self) -> int:
@@ -53,11 +47,7 @@ class ArrayShape:
 
 
 def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
-    """Parse the arrays of a shape, in order for a tuple.
-
-    Args:
-        text: Shape as printed by XLA. Parts other than arrays, such as tokens, are ignored.
-    """
+    """Parse the arrays of a shape, in order for a tuple."""
     return tuple(_array(*match.groups()) for match in ARRAY.finditer(text))
 
 
@@ -93,24 +83,15 @@ TRACER = re.compile(r"jax_moe_lb/aot/\w+\.py:")
 
 @dataclass(frozen=True)
 class Sources:
-    """Source locations of instructions.
+    """Source locations of instructions."""
 
-    Args:
-        files: Paths by number.
-        locations: File number and line by number.
-        frames: Location number and number of the calling frame by number; the caller is 0 if there is none.
-    """
-
-    files: dict[int, str] = field(default_factory=dict)
-    locations: dict[int, tuple[int, int]] = field(default_factory=dict)
+    files: dict[int, str] = field(default_factory=dict)  # paths by number
+    locations: dict[int, tuple[int, int]] = field(default_factory=dict)  # file number and line by number
+    # Location number and number of the calling frame by number; the caller is 0 if there is none
     frames: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def line(self, attributes: str) -> str:
-        """Return file and line of an instruction, as `jax_moe_lb/core/split.py:71`; empty if unknown.
-
-        Args:
-            attributes: Attributes of the instruction, as text.
-        """
+        """Return file and line of an instruction, as `jax_moe_lb/core/split.py:71`; empty if unknown."""
         if found := FRAME.search(attributes):
             lines = [line for line in self._lines(int(found[1])) if not TRACER.search(line)]
             return _short(next((line for line in lines if not HELPER.search(line)), lines[0] if lines else ""))
@@ -176,26 +157,16 @@ TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation of a program.
+    """One operation of a program."""
 
-    Args:
-        name: Name, unique in its computation.
-        opcode: Operation, such as `fusion`.
-        shapes: Results; several for a tuple.
-        operands: Names of its operands, instructions of the same computation.
-        arguments: Text inside its parentheses; for a parameter, its number.
-        attributes: Text after the parentheses.
-        is_root: True for the result of its computation.
-        counted: Trip count of a loop from its condition if the compiler states none; see `execution_counts.py`.
-    """
-
-    name: str
-    opcode: str
-    shapes: tuple[ArrayShape, ...]
-    operands: tuple[str, ...]
-    arguments: str
-    attributes: str
-    is_root: bool
+    name: str  # name, unique in its computation
+    opcode: str  # operation, such as `fusion`
+    shapes: tuple[ArrayShape, ...]  # results; several for a tuple
+    operands: tuple[str, ...]  # names of its operands, instructions of the same computation
+    arguments: str  # text inside its parentheses; for a parameter, its number
+    attributes: str  # text after the parentheses
+    is_root: bool  # true for the result of its computation
+    # Trip count of a loop from its condition if the compiler states none; see `execution_counts.py`
     counted: int | None = None
 
     @property
@@ -233,14 +204,10 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class Computation:
-    """Instructions of one computation, in printed order.
+    """Instructions of one computation, in printed order."""
 
-    Args:
-        name: Name, unique in the program.
-        instructions: Instructions by name; in execution order if the program is scheduled.
-    """
-
-    name: str
+    name: str  # name, unique in the program
+    # Instructions by name; in execution order if the program is scheduled
     instructions: dict[str, Instruction] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Instruction]:
@@ -273,17 +240,11 @@ class Computation:
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """Whole program.
+    """Whole program."""
 
-    Args:
-        computations: Computations by name.
-        entry: Name of the entry computation.
-        sources: Source locations of instructions.
-    """
-
-    computations: dict[str, Computation]
-    entry: str
-    sources: Sources
+    computations: dict[str, Computation]  # computations by name
+    entry: str  # name of the entry computation
+    sources: Sources  # source locations of instructions
 
     def called(self, instruction: Instruction) -> list[Computation]:
         """Return the computations that an instruction runs."""
@@ -307,17 +268,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Parse a program printed by XLA.
-
-    Args:
-        text: Result of `jax.stages.Compiled.as_text`, or a dump of XLA.
-
-    Returns:
-        The program.
-
-    Raises:
-        ValueError: The text has no entry computation.
-    """
+    """Parse a program printed by XLA."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in CONTINUED.sub(" ", text).splitlines():

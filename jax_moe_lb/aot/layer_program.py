@@ -26,17 +26,11 @@ Abstract = jax.ShapeDtypeStruct
 
 @dataclass(frozen=True, eq=False)
 class LayerProgram:
-    """Layer with gradients of the sum of squared outputs.
+    """Layer with gradients of the sum of squared outputs."""
 
-    Args:
-        layer: An `nn.MoE`, on devices or abstract.
-        x: `[..., H]` tokens of all ranks, of which only shape, dtype and sharding are read.
-        load: Load of the timeline.
-    """
-
-    layer: Any
-    x: Array | Abstract
-    load: str
+    layer: Any  # an `nn.MoE`, on devices or abstract
+    x: Array | Abstract  # `[..., H]` tokens of all ranks, of which only shape, dtype and sharding are read
+    load: str  # load of the timeline
 
     @property
     def mesh(self) -> Mesh:
@@ -57,11 +51,7 @@ class LayerProgram:
 
     @cached_property
     def sizes(self) -> LayerSizes:
-        """Sizes of the layer, with the tokens of a rank.
-
-        Raises:
-            ValueError: The router does not state its experts per token.
-        """
+        """Sizes of the layer, with the tokens of a rank."""
         per_token = getattr(self.layer.router, "num_experts_per_tok", None)
         if per_token is None:
             raise ValueError(f"layer.router is {self.layer.router!r}; expected one with num_experts_per_tok, as TopK")

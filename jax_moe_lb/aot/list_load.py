@@ -18,48 +18,27 @@ from jax_moe_lb.transport.wave_rows import WaveRows
 
 
 class ListHop(NamedTuple):
-    """Exchanges of lists inside groups of ranks.
+    """Exchanges of lists inside groups of ranks."""
 
-    Args:
-        rows: `[G, P, P]`, rows from rank (second) to rank (third) of each group, in all rounds.
-        sent: Rows of an operand on the way out.
-        received: Rows of an operand on the way back.
-        chunks: Exchanges of the rows of a round.
-    """
-
-    rows: Int[np.ndarray, "G P P"]
-    sent: int
-    received: int
-    chunks: int = 1
+    rows: Int[np.ndarray, "G P P"]  # rows from rank (second) to rank (third) of each group, in all rounds
+    sent: int  # rows of an operand on the way out
+    received: int  # rows of an operand on the way back
+    chunks: int = 1  # exchanges of the rows of a round
 
 
 @dataclass(frozen=True, eq=False)
 class ListLoad:
-    """Rows of all hops of a dispatch in lists.
+    """Rows of all hops of a dispatch in lists."""
 
-    Args:
-        hops: One hop, or the hop between nodes and the hop inside nodes.
-        rounds: Rounds of the last hop.
-        choice_bytes: Bytes of the choices of a row, which travel in one exchange for all chunks.
-    """
-
-    hops: tuple[ListHop, ...]
-    rounds: int
-    choice_bytes: int
+    hops: tuple[ListHop, ...]  # one hop, or the hop between nodes and the hop inside nodes
+    rounds: int  # rounds of the last hop
+    choice_bytes: int  # bytes of the choices of a row, which travel in one exchange for all chunks
 
     @classmethod
     def of(
         cls, dispatch: Dispatch, sizes: LayerSizes, topology: Topology, counts: Counts, plan: Plan
     ) -> "ListLoad | None":
-        """Count the rows of a dispatch; None if its rows are copies.
-
-        Args:
-            dispatch: Dispatch of the program.
-            sizes: Sizes of the layer.
-            topology: Ranks and nodes of the layer.
-            counts: `[R, E]` int32, token copies from each rank to each expert.
-            plan: Plan in NumPy arrays.
-        """
+        """Count the rows of a dispatch; None if its rows are copies."""
         cost, (tokens, per_token) = dispatch.cost(), (sizes.tokens, sizes.per_token)
         if not cost.once_per_member:
             return None
@@ -87,14 +66,7 @@ class ListLoad:
         )
 
     def bytes_of(self, hop: int, i: int, nbytes: int, *, is_back: bool) -> list[Int[np.ndarray, "P P 1"]]:
-        """Return the bytes between the ranks of each group in one exchange.
-
-        Args:
-            hop: Number of the hop.
-            i: Number of the round.
-            nbytes: Bytes of the operand.
-            is_back: Whether the exchange returns rows to their sources.
-        """
+        """Return the bytes between the ranks of each group in one exchange."""
         one, rows = self.hops[hop], self.hops[hop].rows
         width = nbytes // (one.received if is_back else one.sent)
         chunks = one.chunks

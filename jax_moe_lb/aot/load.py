@@ -181,12 +181,7 @@ class LayerLoad:
 
 
 def slices(counts: Counts, plan: Plan) -> Slices:
-    """Count the rows from each rank to each slot of each rank.
-
-    Args:
-        counts: `[R, E]`, token copies from each rank to each expert.
-        plan: Plan in NumPy arrays.
-    """
+    """Count the rows from each rank to each slot of each rank."""
     ranks = np.arange(plan.num_ranks)
     held = np.maximum(plan.placement, 0)
     going = (np.asarray(nearest_first(counts, plan.quota, rank, plan.domain, plan.split)) for rank in range(len(ranks)))
@@ -221,17 +216,7 @@ def counts_of(load: str, sizes: LayerSizes, num_ranks: int, seed: int = 0) -> Co
 
 
 def zipf_counts(sizes: LayerSizes, num_ranks: int, exponent: float, seed: int = 0) -> Counts:
-    """Sample counts of tokens that choose distinct experts, whose popularity falls as a power of a random place.
-
-    Args:
-        sizes: Sizes of the layer.
-        num_ranks: Number of ranks `R`.
-        exponent: Power of the place; 0 is uniform popularity.
-        seed: Random seed; 0 by default.
-
-    Returns:
-        `[R, E]` int32.
-    """
+    """Sample counts of tokens that choose distinct experts, whose popularity falls as a power of a random place."""
     rng = np.random.default_rng(seed)
     logs = -exponent * np.log(rng.permutation(sizes.experts) + 1.0)
     counts = np.zeros((num_ranks, sizes.experts), np.int32)

@@ -39,17 +39,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class HloValue:
-    """Result of an instruction.
+    """Result of an instruction."""
 
-    Args:
-        computation: Computation of the instruction.
-        instruction: The instruction.
-        index: Number of the result, or None for all.
-    """
-
-    computation: Computation
-    instruction: Instruction
-    index: int | None = None
+    computation: Computation  # computation of the instruction
+    instruction: Instruction  # the instruction
+    index: int | None = None  # number of the result, or None for all
 
     @property
     def shape(self) -> str:
@@ -59,14 +53,7 @@ class HloValue:
 
 
 def peak_buffers(module: Module, live_ranges: str, assignment: str, fast_spaces: frozenset[int]) -> list[Buffer]:
-    """List the temporaries that live at the peak, largest first.
-
-    Args:
-        module: Program at the time of these dumps.
-        live_ranges: XLA's dump `live-range`.
-        assignment: XLA's dump `buffer-assignment`, which tells temporaries from arguments and results.
-        fast_spaces: XLA's numbers of memory spaces outside the device's main memory.
-    """
+    """List the temporaries that live at the peak, largest first."""
     where = {one.name: HloValue(part, one) for part in module.computations.values() for one in part}
     temporary = _temporaries(assignment, fast_spaces)
     found, taken = [], set()
@@ -82,14 +69,8 @@ def peak_buffers(module: Module, live_ranges: str, assignment: str, fast_spaces:
 
 
 def temporary_bytes(assignment: str, fast_spaces: frozenset[int]) -> int:
-    """Sum the bytes of temporaries, including fragmentation.
-
-    XLA's own statistics count the fragmentation twice on TPUs.
-
-    Args:
-        assignment: XLA's dump `buffer-assignment`, or an empty string.
-        fast_spaces: XLA's numbers of memory spaces outside the device's main memory.
-    """
+    """Sum the bytes of temporaries, including fragmentation."""
+    # XLA's own statistics count the fragmentation twice on TPUs.
     headers = (found[1] for line in assignment.splitlines() if (found := ALLOCATION.match(line)))
     sizes = (SIZE.search(header) for header in headers if _is_temporary(header, fast_spaces))
     return sum(int(size[1]) for size in sizes if size)
@@ -175,14 +156,10 @@ UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
 
 @dataclass(frozen=True, eq=False)
 class MemoryTraffic:
-    """Counter of the bytes read and written by the instructions of a module.
+    """Counter of the bytes read and written by the instructions of a module."""
 
-    Args:
-        module: The program.
-        fast_spaces: XLA's numbers of memory spaces outside the device's main memory; they cost no traffic.
-    """
-
-    module: Module
+    module: Module  # the program
+    # XLA's numbers of memory spaces outside the device's main memory; they cost no traffic
     fast_spaces: frozenset[int] = frozenset()
 
     def costs(self) -> list[OperationCost]:

@@ -35,24 +35,16 @@ COMMUNICATION = frozenset({Kind.EXCHANGE, Kind.COLLECTIVE, Kind.COPIES})
 
 
 def rates_of(target: Target) -> GpuRates | TpuRates:
-    """Return the rates of a target's device.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the rates of a target's device."""
     return device_rates(target.kind, "cuda" if target.platform == "cuda" else "tpu")
 
 
 @dataclass(frozen=True, eq=False)
 class OperationTime:
-    """Estimator of the time of operations.
+    """Estimator of the time of operations."""
 
-    Args:
-        target: Target of the program.
-        load: Load of the layer; None if unknown, and then buffers count as full and exchanges as even.
-    """
-
-    target: Target
+    target: Target  # target of the program
+    # Load of the layer; None if unknown, and then buffers count as full and exchanges as even
     load: LayerLoad | None = None
 
     @cached_property
@@ -64,12 +56,7 @@ class OperationTime:
         return Machine(rates, shape[1] * shape[2])
 
     def of(self, one: ScheduledOperation, i: int) -> Estimate:
-        """Estimate the time of an operation other than a wait or a loop.
-
-        Args:
-            one: The operation.
-            i: Number of the round of the receive buffer.
-        """
+        """Estimate the time of an operation other than a wait or a loop."""
         if one.kind is Kind.PLANNER:
             return self._planner(one)
         if one.kind is Kind.COPIES:
@@ -108,10 +95,8 @@ class OperationTime:
         return one.flops * share, form.weight_bytes + max(one.nbytes - form.weight_bytes, 0) * share
 
     def _served(self, one: ScheduledOperation, form: ProductForm, i: int) -> float:
-        """Return the rows of a grouped product on the busiest rank.
-
-        Each group is rounded up to whole tiles, unless the rates by rows include the last one.
-        """
+        """Return the rows of a grouped product on the busiest rank."""
+        # Each group is rounded up to whole tiles, unless the rates by rows include the last one.
         rows = self._rows(one, form, i)
         return float((rows if self._by_rows(form) else -(-rows // TILE) * TILE).sum(1).max())
 

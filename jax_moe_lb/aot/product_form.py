@@ -13,38 +13,21 @@ TERMS = re.compile(r"algorithm=dot_bf16_bf16_f32(?:_x(\d))?")
 
 @dataclass(frozen=True)
 class ProductForm:
-    """Form of a matrix product.
+    """Form of a matrix product."""
 
-    Args:
-        kind: `dense`, or the kind of a grouped product: `product`, `transposed` or `outer`, the gradients of weights.
-        kernel: `hopper`, `mosaic` for other kernels of Mosaic, `triton`, `own` for custom calls of this package, or
-            `library`.
-        dtype: XLA's name of the dtype of the operands.
-        rows: Rows of the result of a dense product; rows `A` of the buffer of a grouped one.
-        columns: Columns of the result.
-        groups: Groups of a grouped product; 1 for a dense one.
-        weight_bytes: Bytes of the weights of all groups, or of their gradients.
-        passes: Products in `dtype` for one product of wider operands, as terms of float32 in bfloat16.
-    """
-
-    kind: str
+    kind: str  # `dense`, or the kind of a grouped product: `product`, `transposed` or `outer`, the gradients of weights
+    # `hopper`, `mosaic` for other kernels of Mosaic, `triton`, `own` for custom calls of this package, or `library`
     kernel: str
-    dtype: str
-    rows: int
-    columns: int
-    groups: int = 1
-    weight_bytes: int = 0
-    passes: int = 1
+    dtype: str  # XLA's name of the dtype of the operands
+    rows: int  # rows of the result of a dense product; rows `A` of the buffer of a grouped one
+    columns: int  # columns of the result
+    groups: int = 1  # groups of a grouped product; 1 for a dense one
+    weight_bytes: int = 0  # bytes of the weights of all groups, or of their gradients
+    passes: int = 1  # products in `dtype` for one product of wider operands, as terms of float32 in bfloat16
 
 
 def product_form(module: Module, computation: Computation, instruction: Instruction) -> ProductForm:
-    """Return the form of the largest product of an instruction.
-
-    Args:
-        module: The program.
-        computation: Computation of the instruction.
-        instruction: Operation with products, or a fusion around them.
-    """
+    """Return the form of the largest product of an instruction."""
     if instruction.opcode in ("fusion", "async-start"):
         inside = [(part, one) for part in module.called(instruction) for one in part if flops_of(module, part, one)]
         if inside:

@@ -45,115 +45,64 @@ PEER_COPIES = "peer copies"
 
 
 class Kind(StrEnum):
-    """Kind of an operation.
+    """Kind of an operation."""
 
-    Attributes:
-        KERNEL: Operation bound by memory traffic.
-        PRODUCT: Matrix product.
-        EXCHANGE: Ragged exchange.
-        COLLECTIVE: Other collective.
-        PLANNER: Planner on the host, or in a kernel.
-        COPIES: Peer copies by copy engines; they run until the next `JOIN`.
-        JOIN: Wait for peer copies, or for the planner of `stream`.
-        TRANSFER: Asynchronous copy between memories of a device.
-        WAIT: End of an asynchronous operation.
-        LOOP: Loop or branch.
-    """
-
-    KERNEL = "kernel"
-    PRODUCT = "product"
-    EXCHANGE = "exchange"
-    COLLECTIVE = "collective"
-    PLANNER = "planner"
-    COPIES = "copies"
-    JOIN = "join"
-    TRANSFER = "transfer"
-    WAIT = "wait"
-    LOOP = "loop"
+    KERNEL = "kernel"  # operation bound by memory traffic
+    PRODUCT = "product"  # matrix product
+    EXCHANGE = "exchange"  # ragged exchange
+    COLLECTIVE = "collective"  # other collective
+    PLANNER = "planner"  # planner on the host, or in a kernel
+    COPIES = "copies"  # peer copies by copy engines; they run until the next `JOIN`
+    JOIN = "join"  # wait for peer copies, or for the planner of `stream`
+    TRANSFER = "transfer"  # asynchronous copy between memories of a device
+    WAIT = "wait"  # end of an asynchronous operation
+    LOOP = "loop"  # loop or branch
 
 
 class Loop(StrEnum):
-    """Number of iterations of a loop.
+    """Number of iterations of a loop."""
 
-    Attributes:
-        COUNTED: `trips`.
-        ROUNDS: Overflow rounds: rounds of the load after the first.
-        REPLICAS: Replicas that return to one home.
-    """
-
-    COUNTED = "counted"
-    ROUNDS = "rounds"
-    REPLICAS = "replicas"
+    COUNTED = "counted"  # `trips`
+    ROUNDS = "rounds"  # overflow rounds: rounds of the load after the first
+    REPLICAS = "replicas"  # replicas that return to one home
 
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """Shape of a collective.
+    """Shape of a collective."""
 
-    Args:
-        kind: XLA's name, such as `ragged-all-to-all`; `PEER_COPIES` for copies by copy engines.
-        axes: Mesh axes; None if the groups match no axes.
-        num_ranks: Ranks of a group.
-        nbytes: Larger of sent and received bytes of a rank; for a ragged exchange, the whole operand.
-        result_bytes: Bytes of the result.
-        operand_rows: Rows of the operand.
-        updates: Entries of the lists for each peer; 0 for other collectives.
-        path: Implementation of a ragged exchange, empty for other collectives.
-    """
-
-    kind: str
-    axes: tuple[str, ...] | None
-    num_ranks: int
-    nbytes: int
-    result_bytes: int
-    operand_rows: int
-    updates: int
-    path: str
+    kind: str  # XLA's name, such as `ragged-all-to-all`; `PEER_COPIES` for copies by copy engines
+    axes: tuple[str, ...] | None  # mesh axes; None if the groups match no axes
+    num_ranks: int  # ranks of a group
+    nbytes: int  # larger of sent and received bytes of a rank; for a ragged exchange, the whole operand
+    result_bytes: int  # bytes of the result
+    operand_rows: int  # rows of the operand
+    updates: int  # entries of the lists for each peer; 0 for other collectives
+    path: str  # implementation of a ragged exchange, empty for other collectives
 
 
 @dataclass(frozen=True)
 class ScheduledOperation:
-    """One operation of a schedule.
+    """One operation of a schedule."""
 
-    Args:
-        name: Name in the compiled program.
-        kind: Kind of the operation.
-        stage: Innermost named scope, after `backward/` in the backward pass.
-        wave: Innermost named scope of `WAVES`, or empty.
-        nbytes: Bytes read from and written to device memory.
-        flops: Floating-point operations of its products.
-        product: Form of its largest product, or None.
-        exchange: Shape of its collective, or None.
-        runs_beside: Whether later operations start before it ends.
-        stream: Stream of an asynchronous operation, such as `collective`; empty for the stream of its kind.
-        awaits: Name of the operation that a `WAIT` ends.
-        in_graph: Whether it is launched inside of a CUDA graph.
-        launches: Number of its kernels.
-        loop: Kind of a loop; None for other operations.
-        trips: Iterations of a counted loop.
-        waits_for_host: Whether the host reads the condition of a loop or branch.
-        planned_ranks: Ranks of a domain of a planner that runs as a kernel; 0 for other operations.
-        body: Operations of a loop.
-    """
-
-    name: str
-    kind: Kind
-    stage: str
-    wave: str = ""
-    nbytes: int = 0
-    flops: int = 0
-    product: ProductForm | None = None
-    exchange: ExchangeShape | None = None
-    runs_beside: bool = False
-    stream: str = ""
-    awaits: str = ""
-    in_graph: bool = False
-    launches: int = 1
-    loop: Loop | None = None
-    trips: int = 1
-    waits_for_host: bool = False
-    planned_ranks: int = 0
-    body: "tuple[ScheduledOperation, ...]" = ()
+    name: str  # name in the compiled program
+    kind: Kind  # kind of the operation
+    stage: str  # innermost named scope, after `backward/` in the backward pass
+    wave: str = ""  # innermost named scope of `WAVES`, or empty
+    nbytes: int = 0  # bytes read from and written to device memory
+    flops: int = 0  # floating-point operations of its products
+    product: ProductForm | None = None  # form of its largest product, or None
+    exchange: ExchangeShape | None = None  # shape of its collective, or None
+    runs_beside: bool = False  # whether later operations start before it ends
+    stream: str = ""  # stream of an asynchronous operation, such as `collective`; empty for the stream of its kind
+    awaits: str = ""  # name of the operation that a `WAIT` ends
+    in_graph: bool = False  # whether it is launched inside of a CUDA graph
+    launches: int = 1  # number of its kernels
+    loop: Loop | None = None  # kind of a loop; None for other operations
+    trips: int = 1  # iterations of a counted loop
+    waits_for_host: bool = False  # whether the host reads the condition of a loop or branch
+    planned_ranks: int = 0  # ranks of a domain of a planner that runs as a kernel; 0 for other operations
+    body: "tuple[ScheduledOperation, ...]" = ()  # operations of a loop
 
 
 def scheduled(
@@ -163,29 +112,13 @@ def scheduled(
     path_of: PathOf,
     launches: Launches = Launches(),
 ) -> tuple[ScheduledOperation, ...]:
-    """Return the operations of a program in the order of its schedule.
-
-    Args:
-        module: Scheduled program.
-        traffic: Counter of memory traffic.
-        axes: Names and sizes of the mesh axes, outermost first.
-        path_of: Function from mesh axes to the path of a ragged exchange.
-        launches: Launches by XLA's GPU runtime; none (default) for devices that run a program by themselves.
-    """
+    """Return the operations of a program in the order of its schedule."""
     reader = _Reader(module, traffic, axes, path_of, launches)
     return tuple(reader.read(module.computations[module.entry]))
 
 
 def stage_of(op_name: str) -> str:
-    """Return the stage of an operation from its name in the traced program.
-
-    Args:
-        op_name: Name with named scopes, such as `transpose(jvp(route))/dot_general`.
-
-    Examples:
-        >>> stage_of("shard_map/experts/dot"), stage_of("shard_map/backward/dispatch/gather")
-        ('experts', 'backward/dispatch')
-    """
+    """Return the stage of an operation from its name in the traced program."""
     words = re.findall(r"\w+", op_name)
     scope = next((word for word in reversed(words) if word in SCOPES), OTHER)
     is_backward = "backward" in words or "transpose(" in op_name
@@ -249,10 +182,8 @@ class _Reader:
         return instruction.name in self.launches.kernels and instruction.name not in self.launches.in_graphs
 
     def _exchange_stage(self, computation: Computation, one: Instruction) -> str:
-        """Return the stage of a ragged exchange, which XLA prints without its own name.
-
-        Its output buffer has the scope, except for outputs on their way back, which come from `experts`.
-        """
+        """Return the stage of a ragged exchange, which XLA prints without its own name."""
+        # Its output buffer has the scope, except for outputs on their way back, which come from `experts`.
         rows, output = computation.operands(one)[:2]
         found = self._stage(_made(computation, output))
         if found.removeprefix(BACKWARD) != OTHER:

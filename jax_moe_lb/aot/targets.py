@@ -18,36 +18,22 @@ from jax_moe_lb.core.topology import Level, Topology
 
 @dataclass(frozen=True)
 class Gpu:
-    """Description of one GPU.
+    """Description of one GPU."""
 
-    Args:
-        description: Name reported by the driver.
-        compute_capability: Major compute capability of the architecture.
-        multiprocessors: Number of multiprocessors.
-        clock_ghz: Maximum clock of the multiprocessors, in GHz.
-        memory_bytes: Memory available to a program, in bytes.
-        l2_bytes: Size of the L2 cache, in bytes.
-        shared_bytes: Shared memory of one multiprocessor, in bytes.
-        bytes_per_s: Memory bandwidth, in bytes per second.
-        flops_per_s: Dense bfloat16 rate from its data sheet, in floating-point operations per second.
-    """
-
-    description: str
-    compute_capability: int
-    multiprocessors: int
-    clock_ghz: float
-    memory_bytes: int
-    l2_bytes: int
-    shared_bytes: int
-    bytes_per_s: float
-    flops_per_s: float
+    description: str  # name reported by the driver
+    compute_capability: int  # major compute capability of the architecture
+    multiprocessors: int  # number of multiprocessors
+    clock_ghz: float  # maximum clock of the multiprocessors, in GHz
+    memory_bytes: int  # memory available to a program, in bytes
+    l2_bytes: int  # size of the L2 cache, in bytes
+    shared_bytes: int  # shared memory of one multiprocessor, in bytes
+    bytes_per_s: float  # memory bandwidth, in bytes per second
+    flops_per_s: float  # dense bfloat16 rate from its data sheet, in floating-point operations per second
 
     def config(self) -> str:
-        """Format the description for XLA, as a `GpuTargetConfigProto` in text.
-
-        The real versions of cuDNN and the driver are left out: with them, XLA plans fusions that compile only beside a
-        GPU.
-        """
+        """Format the description for XLA, as a `GpuTargetConfigProto` in text."""
+        # The real versions of cuDNN and the driver are left out: with them, XLA plans fusions that compile only beside
+        # a GPU.
         return f"""
 gpu_device_info {{
   name: "{self.description}"
@@ -91,21 +77,13 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Tpu:
-    """Description of one device of a TPU; its compiler has the other properties.
+    """Description of one device of a TPU; its compiler has the other properties."""
 
-    Args:
-        memory_bytes: Memory in bytes.
-        bytes_per_s: Memory bandwidth, in bytes per second.
-        flops_per_s: Dense bfloat16 rate from its data sheet, in floating-point operations per second.
-        descriptions: Names reported by JAX as `device_kind`.
-        per_chip: Devices of a chip, 1 by default. They share its links.
-    """
-
-    memory_bytes: int
-    bytes_per_s: float
-    flops_per_s: float
-    descriptions: tuple[str, ...]
-    per_chip: int = 1
+    memory_bytes: int  # memory in bytes
+    bytes_per_s: float  # memory bandwidth, in bytes per second
+    flops_per_s: float  # dense bfloat16 rate from its data sheet, in floating-point operations per second
+    descriptions: tuple[str, ...]  # names reported by JAX as `device_kind`
+    per_chip: int = 1  # devices of a chip, 1 by default. They share its links.
 
 
 TPUS = {

@@ -109,16 +109,7 @@ class Timeline:
 
 
 def timeline(schedule: tuple[ScheduledOperation, ...], target: Target, load: LayerLoad | None = None) -> Timeline:
-    """Estimate the timeline of a schedule.
-
-    Args:
-        schedule: Operations of a program; `ProgramReport.schedule`.
-        target: Target of the program.
-        load: Load of the layer. None (default) is a balanced load of full buffers.
-
-    Raises:
-        ValueError: There are no rates of the target's device, or its compiler hides the exchanges of the layer.
-    """
+    """Estimate the timeline of a schedule."""
     # On tpu7x, exchanges become other operations, and a timeline without them would be too short.
     if load is not None and target.platform == "tpu" and load.plan.num_ranks > 1 and not _exchanges(schedule):
         raise ValueError(

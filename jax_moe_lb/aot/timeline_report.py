@@ -54,12 +54,7 @@ def write_timeline(path: Path, timeline: Timeline, title: str) -> None:
 
 
 def summary(timeline: Timeline, title: str) -> dict[str, Any]:
-    """Return the sums of a timeline for `json.dumps`, which `--against` compares.
-
-    Args:
-        timeline: Timeline of a program.
-        title: Name of the program.
-    """
+    """Return the sums of a timeline for `json.dumps`, which `--against` compares."""
     return {
         "title": title,
         "note": NOTE,
@@ -86,17 +81,7 @@ def _label(span: Span) -> str:
 
 
 def read_timeline(path: Path) -> dict[str, Any]:
-    """Read the sums of a file of `write_timeline`.
-
-    Args:
-        path: JSON file.
-
-    Returns:
-        `title`, `total_s`, `exposed_s`, and the seconds of `stages` and `kernels` by name.
-
-    Raises:
-        ValueError: The file cannot be read, or is no timeline.
-    """
+    """Read the sums of a file of `write_timeline`."""
     expected = "expected a file of --timeline"
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -133,13 +118,7 @@ def print_timeline(timeline: Timeline, title: str, console: Console | None = Non
 
 
 def print_difference(timeline: Timeline, other: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the difference of a timeline to another one, by stage and by operation.
-
-    Args:
-        timeline: Timeline of a program.
-        other: Result of `read_timeline`.
-        console: Console to print to; stdout by default, with at least 120 columns.
-    """
+    """Print the difference of a timeline to another one, by stage and by operation."""
     console = _console(console)
     title = f"against {other['title']}"
     sums = {"total": timeline.total_s, "exposed communication": timeline.exposed_s}

@@ -201,11 +201,7 @@ class _Search:
     limit: int = 0
 
     def run(self) -> TunedForm:
-        """Return the fastest form from all starts.
-
-        Raises:
-            ValueError: The layer's own form does not compile, or no form fits.
-        """
+        """Return the fastest form from all starts."""
         own = self._compiled("own form", self.program.layer.system, {})
         self.limit = self.memory_bytes or int(MORE_MEMORY * own.memory_bytes)
         self.tried.append(replace(own, reason="given"))
@@ -323,11 +319,7 @@ def print_tuned(tuned: Tuned, console: Console | None = None) -> None:
 
 
 def usage_lines(tuned: Tuned) -> list[str]:
-    """Format the fastest form as Python.
-
-    Args:
-        tuned: Result of `tune`.
-    """
+    """Format the fastest form as Python."""
     return [
         f"fastest: {tuned.best.name}",
         f"    system = dataclasses.replace(system, dispatch={tuned.system.dispatch!r})",

@@ -219,18 +219,13 @@ class Cost:
 
 
 class TimeScale(NamedTuple):
-    """Times in token copies; see `Cost.scale`.
+    """Times in token copies; see `Cost.scale`."""
 
-    Args:
-        table: `[N + 1]` int32, time of a transfer by the maximum number of replicas of one rank, ascending from 0.
-            Numbers beyond `max_bytes` have the int32 maximum over 4.
-        slot: time of the products of a replica beyond its tokens.
-        planner: time of the planner.
-    """
-
+    # Time of a transfer by the maximum number of replicas of one rank, ascending from 0. Numbers beyond `max_bytes`
+    # have the int32 maximum over 4.
     table: Int[np.ndarray, "N"]
-    slot: int
-    planner: int
+    slot: int  # time of the products of a replica beyond its tokens
+    planner: int  # time of the planner
 
 
 @lru_cache(maxsize=256)
@@ -250,10 +245,8 @@ def _scale(cost: Cost, topology: Topology, domain: int, most: int) -> TimeScale:
 
 
 def in_copies(seconds: float, token_s: float) -> int:
-    """Return a time in token copies of `token_s` seconds, rounded down, at most `MOST_COPIES`.
-
-    A number of saved copies above it is worth more than the time.
-    """
+    """Return a time in token copies of `token_s` seconds, rounded down, at most `MOST_COPIES`."""
+    # A number of saved copies above it is worth more than the time.
     # A token can take no time at some rates.
     return math.floor(min(max(seconds, 0.0) / max(token_s, sys.float_info.min), MOST_COPIES))
 
@@ -266,14 +259,7 @@ def min_saved(cost_s: float, token_s: float) -> int:
 
 
 def slowest_share_s(topology: Topology) -> float:
-    """Return the seconds per byte of an even exchange on its slowest level, which a served copy adds to its rank.
-
-    Args:
-        topology: topology with the rates of its levels.
-
-    Raises:
-        ValueError: a level of several members has no rate.
-    """
+    """Return the seconds per byte of an even exchange on its slowest level, which a served copy adds to its rank."""
     found, outer = [0.0], 1
     for level in topology.levels:
         if level.size > 1:
@@ -284,18 +270,7 @@ def slowest_share_s(topology: Topology) -> float:
 
 
 def slowest_bytes_per_s(topology: Topology, domain: int) -> float:
-    """Return the lowest rate between two ranks of a domain, in bytes per second.
-
-    Args:
-        topology: topology with the rates of its levels.
-        domain: ranks per domain.
-
-    Returns:
-        Bytes per second; infinity for domains of one rank.
-
-    Raises:
-        ValueError: a level inside the domain has no rate.
-    """
+    """Return the lowest rate between two ranks of a domain, in bytes per second."""
     rates, inner = [math.inf], 1
     for level in reversed(topology.levels):
         if inner < domain and level.size > 1:
@@ -324,25 +299,8 @@ def lowest_max_load(plan: Plan) -> IntScalar:
 
 
 def max_load_bounds(counts: Counts, plan: Plan, limits: tuple[int, ...]) -> Int[AnyArray, "N"]:
-    """Return lower bounds on the maximum load, if at most some number of replicas leave each home rank.
-
-    `n` replicas take at most the `n` hottest experts of a rank, and leave at least the `n + 1`-th part of its load.
-
-    Args:
-        counts: `[R, E]` int32, token copies from each rank to each expert.
-        plan: plan with the domains.
-        limits: numbers of replicas, at least 1.
-
-    Returns:
-        `[len(limits)]` int32, token copies.
-
-    Examples:
-        >>> from jax_moe_lb import Topology
-        >>> from jax_moe_lb.core import plain_plan
-        >>> counts = np.diag([12, 25, 7, 6]).astype(np.int32)
-        >>> print(max_load_bounds(counts, plain_plan(counts, Topology.flat(4)), (1, 2, 4)))
-        [13 13 13]
-    """
+    """Return lower bounds on the maximum load, if at most some number of replicas leave each home rank."""
+    # `n` replicas take at most the `n` hottest experts of a rank, and leave at least the `n + 1`-th part of its load.
     tokens = counts.sum(0, dtype=np.int32).reshape(-1, plan.num_home)
     xp = namespace(tokens)
     hottest = xp.flip(xp.sort(tokens, axis=1), axis=1).cumsum(1, dtype=np.int32)

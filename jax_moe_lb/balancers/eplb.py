@@ -27,19 +27,13 @@ MAX_EVERY = 46340
 
 @pytree
 class History:
-    """Load of every expert since the last plan.
+    """Load of every expert since the last plan."""
 
-    The sum over experts of one step must fit int32; the sum over all steps may exceed it.
+    # The sum over experts of one step must fit int32; the sum over all steps may exceed it.
 
-    Args:
-        steps: `[*D]` int32, the number of steps.
-        whole: `[*D, E]` int32, `tokens // every`, summed over the steps.
-        rest: `[*D, E]` int32, `tokens % every`, summed over the steps.
-    """
-
-    steps: Int[AnyArray, "*D"]
-    whole: Int[AnyArray, "*D E"]
-    rest: Int[AnyArray, "*D E"]
+    steps: Int[AnyArray, "*D"]  # the number of steps
+    whole: Int[AnyArray, "*D E"]  # `tokens // every`, summed over the steps
+    rest: Int[AnyArray, "*D E"]  # `tokens % every`, summed over the steps
 
 
 def check_every(every: int) -> None:
@@ -60,13 +54,7 @@ def mean(history: History, every: int) -> Int[AnyArray, "E"]:
 
 
 def observe(history: History, tokens: Int[AnyArray, "E"], every: int) -> History:
-    """Return the history after one further step; it restarts after `every` steps.
-
-    Args:
-        history: history before the step.
-        tokens: `[E]` int32, the load of the step.
-        every: number of steps between plans.
-    """
+    """Return the history after one further step; it restarts after `every` steps."""
     # Multiply instead of branching: the same line runs in NumPy and in a program.
     keep = (history.steps < every).astype(np.int32)
     whole, rest = history.whole * keep, history.rest * keep
@@ -75,16 +63,7 @@ def observe(history: History, tokens: Int[AnyArray, "E"], every: int) -> History
 
 
 def checked(state: State, expected: Any, counts: Counts) -> State:
-    """Check the state of a balancer, and make it vary over the mesh axes of `counts`.
-
-    Args:
-        state: state passed to the balancer.
-        expected: result of its `init`.
-        counts: `[R, E]`, the counts of this microbatch.
-
-    Raises:
-        ValueError: the structure, or the shape or dtype of a leaf, is wrong; the message names the leaf.
-    """
+    """Check the state of a balancer, and make it vary over the mesh axes of `counts`."""
     kinds: list[Any] = [jax.tree.structure(tree) for tree in (state, expected)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"state is {kinds[0]}; expected {kinds[1]}, the structure returned by init")
@@ -100,15 +79,10 @@ def checked(state: State, expected: Any, counts: Counts) -> State:
 
 @pytree
 class _State:
-    """State of `EPLB`.
+    """State of `EPLB`."""
 
-    Args:
-        history: loads since the last plan.
-        held: `[R, E]` bool, True if the rank holds a replica of the expert under the last plan.
-    """
-
-    history: History
-    held: Bool[AnyArray, "*D R E"]
+    history: History  # loads since the last plan
+    held: Bool[AnyArray, "*D R E"]  # true if the rank holds a replica of the expert under the last plan
 
 
 @dataclass(frozen=True)
@@ -198,14 +172,7 @@ def _cond(choose: Any, replan: Callable[[], AnyArray], keep: Callable[[], AnyArr
 
 
 def fill(placement: Placement, held: Bool[AnyArray, "R E"], domain: int) -> Placement:
-    """Fill the empty slots of each rank with its replicas, in the order of experts.
-
-    Args:
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot.
-        held: `[R, E]` bool, True if the rank should hold the expert. Experts of other domains, and those beyond the
-            empty slots, are left out.
-        domain: `M`, ranks per domain.
-    """
+    """Fill the empty slots of each rank with its replicas, in the order of experts."""
     num_ranks, num_experts = held.shape
     xp = namespace(placement)
     home_domain = host_iota(num_experts) // (num_experts // num_ranks) // domain

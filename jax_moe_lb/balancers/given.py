@@ -50,15 +50,10 @@ def plan_all(balancer: Balancer, counts: Int[np.ndarray, "P R E"], topology: Top
 
 @pytree
 class _State:
-    """State of `Given`.
+    """State of `Given`."""
 
-    Args:
-        quota: `[P, E, R]` int32, the quotas of the plans.
-        step: int32, number of the next plan.
-    """
-
-    quota: Int[AnyArray, "*D P E R"]
-    step: Int[AnyArray, "*D"]
+    quota: Int[AnyArray, "*D P E R"]  # the quotas of the plans
+    step: Int[AnyArray, "*D"]  # number of the next plan
 
 
 @dataclass(frozen=True)

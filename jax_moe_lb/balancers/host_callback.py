@@ -118,10 +118,8 @@ class HostCallback(Balancer):
             raise ValueError(str(self._errors[-1])) from self._errors[-1].__cause__
 
     def _call(self, topology: Topology, names_rank: bool, counts: Counts, plan: Plan, rank: Any) -> np.ndarray:
-        """Return the plan, its checksum and whether the planner failed, concatenated in int32.
-
-        It never raises: if one rank stopped alone, the others would wait for it.
-        """
+        """Return the plan, its checksum and whether the planner failed, concatenated in int32."""
+        # It never raises: if one rank stopped alone, the others would wait for it.
         counts, plan = jax.tree.map(np.asarray, (counts, plan))
         answer, has_failed = plan, 0
         try:
@@ -189,15 +187,7 @@ def _same_type(answer: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 
 def served_at_home(counts: np.ndarray, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Return a placement without replicas and the quota of the homes, for a planner to edit.
-
-    Args:
-        counts: `[R, E]` int32.
-        plan: plan with the slots; its replicas are dropped.
-
-    Returns:
-        `[R, S]` int32 and `[E, R]` int64.
-    """
+    """Return a placement without replicas and the quota of the homes, for a planner to edit."""
     placement, quota = plan.placement.copy(), np.zeros((plan.num_experts, plan.num_ranks), np.int64)
     placement[:, plan.num_home :] = -1
     quota[np.arange(plan.num_experts), np.arange(plan.num_experts) // plan.num_home] = counts.sum(0)

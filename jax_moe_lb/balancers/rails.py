@@ -93,23 +93,8 @@ class RailS(Balancer):
 
 
 def ticks_of(speeds: tuple[int, ...]) -> tuple[int, ...]:
-    """Return integers proportional to the time of a row on each rail; 0 for a failed rail.
-
-    Use it to call the planner with speeds (`planners/spray.py`).
-
-    Args:
-        speeds: relative speeds of the rails, at least 0.
-
-    Returns:
-        One integer per rail, at most `MAX_TICKS`.
-
-    Raises:
-        ValueError: a speed is negative, all speeds are 0, or their least common multiple is too large.
-
-    Examples:
-        >>> ticks_of((4, 4, 1, 0))
-        (1, 1, 4, 0)
-    """
+    """Return integers proportional to the time of a row on each rail; 0 for a failed rail."""
+    # Use it to call the planner with speeds (`planners/spray.py`).
     for rail, speed in enumerate(speeds):
         if speed < 0:
             raise ValueError(f"speeds of rail {rail} is {speed}; expected at least 0")
@@ -128,27 +113,11 @@ def ticks_of(speeds: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def best_chunks(bytes_on_rail: float, bytes_per_s: float, message_s: float) -> int:
-    """Return the optimal number of chunks per rail and pair of nodes, if every chunk is one message.
-
-    Use it for `RailS(chunks=...)` with a custom exchange; `MultiRailDispatch` does not send one message per chunk. With
-    `c` chunks, a rail may get `1 / c` more than its share, which takes `bytes_on_rail / bytes_per_s / c` seconds. `c`
-    messages take `c * message_s` seconds. The sum is minimal at the square root of the quotient of the two.
-
-    Args:
-        bytes_on_rail: share of one rail, in bytes.
-        bytes_per_s: rate of the rail, in bytes per second; 50e9 for a network interface of 400 Gbit/s.
-        message_s: fixed time per message, in seconds.
-
-    Returns:
-        Number of chunks, from 1 to `MAX_CHUNKS`.
-
-    Raises:
-        ValueError: an argument is not positive and finite.
-
-    Examples:
-        >>> best_chunks(bytes_on_rail=16e6, bytes_per_s=50e9, message_s=1.25e-6)
-        16
-    """
+    """Return the optimal number of chunks per rail and pair of nodes, if every chunk is one message."""
+    # Use it for `RailS(chunks=...)` with a custom exchange; `MultiRailDispatch` does not send one message per chunk.
+    # With `c` chunks, a rail may get `1 / c` more than its share, which takes `bytes_on_rail / bytes_per_s / c`
+    # seconds. `c` messages take `c * message_s` seconds. The sum is minimal at the square root of the quotient of the
+    # two.
     for name, value in (("bytes_on_rail", bytes_on_rail), ("bytes_per_s", bytes_per_s), ("message_s", message_s)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name} is {value}; expected a finite number above 0")

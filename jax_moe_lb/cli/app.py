@@ -54,14 +54,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; entry point of the program `jax-moe-lb`.
-
-    Args:
-        argv: arguments after the program name; `None` (default) takes those of the process.
-
-    Returns:
-        The exit code: 0; 1 if stdout cannot be written; 2 after bad input or without arguments; 130 after an interrupt.
-    """
+    """Run one command; entry point of the program `jax-moe-lb`."""
     # Suppress JAX's warnings about absent accelerators.
     logging.getLogger("jax").setLevel(logging.ERROR)
     try:

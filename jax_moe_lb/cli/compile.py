@@ -46,23 +46,7 @@ def compose(
     replica_slots: int | None = None,
     migration: Migration = Migration(),
 ) -> Candidate:
-    """Construct the candidate of a composed system name, with the dispatch of `dispatch_by_rule`.
-
-    Args:
-        name: text of a system as for `system_named`, optionally after `hybridep+`. `hybridep` gathers the experts of an
-            expert domain, as `GatherExpertDomain` does.
-        model: model shape, from which `hybridep` chooses expert domains.
-        cluster: cluster, from which `hybridep` chooses expert domains.
-        step: passes of a step, from which `hybridep` chooses expert domains.
-        replica_slots: replica slots per rank; `None` (default) keeps those of the system.
-        migration: codec of gathered experts. Its expert domains, if given, replace the chosen ones.
-
-    Returns:
-        The system with its migration.
-
-    Raises:
-        ValueError: if a part is unknown or the parts cannot be combined; the message lists the valid names.
-    """
+    """Construct the candidate of a composed system name, with the dispatch of `dispatch_by_rule`."""
     first, _, rest = name.partition("+")
     gathers = first == GATHERED
     if gathers and rest.startswith(GATHERED):
@@ -82,17 +66,7 @@ def compose(
 def system_of(
     text: str, replica_slots: int | None = None, headroom: float | None = None, max_rounds: int | None = None
 ) -> System:
-    """Return the system of the option `--system` with those of further options.
-
-    Args:
-        text: text as for `system_named`.
-        replica_slots: replica slots per rank; `None` (default) if not given. 0 fits systems without replicas.
-        headroom: receive buffer over the mean load; `None` (default) if not given.
-        max_rounds: maximum number of rounds; `None` (default) if not given.
-
-    Raises:
-        ValueError: if the text is invalid, or an option is given twice or not one of the system.
-    """
+    """Return the system of the option `--system` with those of further options."""
     name, options = parse_system(text)
     if not replica_slots and not make_system(name, {}).replica_slots:
         replica_slots = None
@@ -156,11 +130,9 @@ def compile_command(
     logs: Annotated[bool, typer.Option("--logs", help="Show the compiler's log on stderr.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compile a layer for an absent machine and report its cost.
-
-    The report has the memory, FLOPs, traffic and waits of each device. The compiler of the machine is required: run
-    pip install '.[cuda]' or pip install '.[tpu]' in a checkout.
-    """
+    """Compile a layer for an absent machine and report its cost."""
+    # The report has the memory, FLOPs, traffic and waits of each device. The compiler of the machine is required: run
+    # pip install '.[cuda]' or pip install '.[tpu]' in a checkout.
     with one_line_errors(system=system, replica_slots=replica_slots, headroom=headroom, max_rounds=max_rounds):
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen = system_of(
@@ -202,18 +174,7 @@ def _show(
 
 
 def planned_load(machine: Target, layer: LayerSizes, system: System, load: str, trace: Path | None = None) -> LayerLoad:
-    """Return the load of a timeline, after all checks that need no compiler.
-
-    Args:
-        machine: target.
-        layer: sizes of the layer.
-        system: system of the layer.
-        load: text of the load.
-        trace: output file of the timeline; `None` (default) for none.
-
-    Raises:
-        ValueError: if there are no rates of the target, or sizes, load or file do not fit.
-    """
+    """Return the load of a timeline, after all checks that need no compiler."""
     if trace is not None and not trace.absolute().parent.is_dir():
         raise ValueError(f"--timeline is {trace}; expected a file in an existing folder")
     rates_of(machine)

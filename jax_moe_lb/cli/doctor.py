@@ -111,40 +111,24 @@ HOW_TO_MULTIPLY = {"custom call": HOW_TO_BUILD["cpu"], "tokamax.ragged_dot": "ru
 
 @dataclass(frozen=True)
 class Implementation:
-    """Implementation of a balancer or operation on one backend.
+    """Implementation of a balancer or operation on one backend."""
 
-    Args:
-        op: name of the balancer or operation.
-        implementation: its implementation, as text.
-        why: reason for this implementation.
-        faster: remedy for a faster implementation; `None` if this is the fastest.
-    """
-
-    op: str
-    implementation: str
-    why: str
-    faster: str | None
+    op: str  # name of the balancer or operation
+    implementation: str  # its implementation, as text
+    why: str  # reason for this implementation
+    faster: str | None  # remedy for a faster implementation; `None` if this is the fastest
 
 
 @dataclass(frozen=True)
 class OperationForms:
-    """Possible implementations of an operation.
+    """Possible implementations of an operation."""
 
-    Args:
-        name: name of the operation.
-        plain: its implementation in plain JAX.
-        why: reason for plain JAX.
-        on_accelerators: its XLA operation on GPUs and TPUs, if any.
-        target: its custom call without the prefix, if any.
-        backends: backends with the custom call.
-    """
-
-    name: str
-    plain: str
-    why: str
-    on_accelerators: str | None = None
-    target: str | None = None
-    backends: tuple[str, ...] = ()
+    name: str  # name of the operation
+    plain: str  # its implementation in plain JAX
+    why: str  # reason for plain JAX
+    on_accelerators: str | None = None  # its XLA operation on GPUs and TPUs, if any
+    target: str | None = None  # its custom call without the prefix, if any
+    backends: tuple[str, ...] = ()  # backends with the custom call
 
 
 NO_RAGGED = "XLA:CPU cannot run lax.ragged_all_to_all"

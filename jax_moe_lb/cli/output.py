@@ -37,12 +37,7 @@ MOST_CHARACTERS = 500
 
 @contextmanager
 def one_line_errors(**options: str | None) -> Iterator[None]:
-    """Report a ValueError or OSError as one line on stderr and exit with `BAD_INPUT`.
-
-    Args:
-        **options: values of options by the name of their field, such as `ranks_per_domain`. A message about the field
-            of a given option names the option instead, such as `--ranks-per-domain`.
-    """
+    """Report a ValueError or OSError as one line on stderr and exit with `BAD_INPUT`."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -92,20 +87,15 @@ KINDS = {
 
 @dataclass(frozen=True)
 class OutputPath:
-    """Mark of an option with the path of an output, in its annotation; all other options are inputs.
+    """Mark of an option with the path of an output, in its annotation; all other options are inputs."""
 
-    Args:
-        suffix: suffix of the file; empty (default) for a folder.
-    """
-
-    suffix: str = ""
+    suffix: str = ""  # suffix of the file; empty (default) for a folder
 
 
 class CheckedCommand(TyperCommand):
-    """Command that refuses outputs which are inputs, or which would replace a file of another kind, before it runs.
+    """Command that refuses outputs which are inputs, or which would replace a file of another kind, before it runs."""
 
-    Every value of an option without `OutputPath` that names a file is an input.
-    """
+    # Every value of an option without `OutputPath` that names a file is an input.
 
     @property
     def outputs(self) -> dict[str, OutputPath]:
@@ -142,18 +132,8 @@ def path_texts(text: str) -> list[str]:
 
 
 def check_outputs(inputs: Sequence[tuple[str, Path]], outputs: Sequence[tuple[str, Path, str]]) -> None:
-    """Check that no output is an input or another output, and that none replaces a file of another kind.
-
-    Call it before any input is read.
-
-    Args:
-        inputs: name of the argument and path of each input, a file or a folder.
-        outputs: name of the argument, path and suffix of each output; no suffix for a folder.
-
-    Raises:
-        ValueError: an output is the same file as an input, also through links, or lies in an input folder; two outputs
-            are one file; or an existing file is of another kind.
-    """
+    """Check that no output is an input or another output, and that none replaces a file of another kind."""
+    # Call it before any input is read.
     for at, (name, path, suffix) in enumerate(outputs):
         for other, given in [*inputs, *((other, earlier) for other, earlier, _ in outputs[:at])]:
             if _is_same_file(path, given):
@@ -228,20 +208,7 @@ MAX_INTEGER = 10**18
 
 
 def parse_integer(argument: str, text: str | None, most: int = MAX_INTEGER, *, least: int = 1) -> int | None:
-    """Parse the integer of an option.
-
-    Args:
-        argument: name of the option, for the message.
-        text: text on the command line; `None` if the option is absent.
-        most: largest accepted value.
-        least: smallest accepted value, 0 or 1.
-
-    Returns:
-        The integer, or `None` if `text` is `None`.
-
-    Raises:
-        ValueError: if `text` is not an integer from `least` to `most`.
-    """
+    """Parse the integer of an option."""
     if text is None:
         return None
     # Python refuses to convert thousands of digits, so count them without leading zeros first.
@@ -253,32 +220,14 @@ def parse_integer(argument: str, text: str | None, most: int = MAX_INTEGER, *, l
 
 
 def parse_limits(text: str | None) -> FileLimits:
-    """Return the limits of input files, multiplied by the factor of `--file-limits` if it is given.
-
-    Raises:
-        ValueError: if the factor is not an integer from 1 to 10^6.
-    """
+    """Return the limits of input files, multiplied by the factor of `--file-limits` if it is given."""
     return FileLimits().scaled(parse_integer("--file-limits", text, MOST_FACTOR) or 1)
 
 
 def parse_replica_slots(
     argument: str, text: str | None, given: int | None, num_experts: int, num_home: int
 ) -> int | None:
-    """Parse the replica slots per rank of an option, or check those of a configuration file.
-
-    Args:
-        argument: name of the option, for the message.
-        text: text on the command line; `None` if the option is absent.
-        given: `replica_slots` of the file, used if `text` is `None`.
-        num_experts: `E`, the experts of a layer.
-        num_home: `L`, the home experts of a rank.
-
-    Returns:
-        The number of slots, or `None` if neither is given.
-
-    Raises:
-        ValueError: if the number is not an integer from 0 to `E - L`.
-    """
+    """Parse the replica slots per rank of an option, or check those of a configuration file."""
     name, wanted = "replica_slots", given
     if text is not None:
         name, wanted = argument, parse_integer(argument, text, INT32_MAX, least=0)
@@ -309,17 +258,7 @@ def print_effects(
     expert_bytes: int | None,
     as_json: bool,
 ) -> None:
-    """Print one row per layer or step, and their mean.
-
-    Args:
-        index: kind of the rows, "layer" or "step".
-        numbers: number of each row.
-        effects: effect of each row.
-        head: balancer and sizes common to all rows.
-        no_op_reason: reason why no plan differs from plain expert parallelism; `None` if a plan differs.
-        expert_bytes: bytes of one expert's weights; `None` omits the column of moved weights.
-        as_json: if True, print one JSON object instead of a table.
-    """
+    """Print one row per layer or step, and their mean."""
     mean = mean_effect(effects)
     if as_json:
         rows = [_effect_json(effect, expert_bytes) for effect in effects]
@@ -366,10 +305,8 @@ def note(message: str | None) -> None:
 
 @contextmanager
 def working(label: str) -> Iterator[Callable[[str], None]]:
-    """Show a spinner on stderr while the block runs, if stderr is a terminal; yield a function adding text to it.
-
-    The text appears after `BAR_AFTER_S` seconds.
-    """
+    """Show a spinner on stderr while the block runs, if stderr is a terminal; yield a function adding text to it."""
+    # The text appears after `BAR_AFTER_S` seconds.
     console, start = Console(stderr=True), time.monotonic()
     if not console.is_terminal:
         yield lambda _: None

@@ -34,22 +34,7 @@ LITERALS = {"true": True, "false": False, "none": None}
 
 
 def load_balancer(text: str) -> Balancer:
-    """Construct the balancer of the option `--balancer`.
-
-    Args:
-        text: `NAME` or `NAME:key=value,key=value`, with the name of a balancer in lower case, such as `greedy`. Names
-            joined by `+` form a `Chain`, such as `ultraep+rails`.
-
-    Returns:
-        The balancer, or a `Chain` of several.
-
-    Raises:
-        ValueError: if a name or option is unknown, or a value is out of range; the message lists the valid names.
-
-    Examples:
-        >>> load_balancer("exact:eps=0.05,localize=false").eps
-        0.05
-    """
+    """Construct the balancer of the option `--balancer`."""
     parts = tuple(_one(part) for part in text.split("+"))
     if any(isinstance(part, Exact) for part in parts[1:]):
         raise ValueError(
@@ -113,25 +98,16 @@ def _is_usable(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of one plan, or the mean over several plans.
+    """Effect of one plan, or the mean over several plans."""
 
-    Args:
-        imbalance_before: `max / mean` of the ranks' load under plain expert parallelism.
-        imbalance_after: `max / mean` of the ranks' load under the plan.
-        straggler_before: `max - mean` of the ranks' load under plain expert parallelism, in token copies.
-        straggler_after: `max - mean` of the ranks' load under the plan, in token copies.
-        replicas: number of slots holding an expert of another rank.
-        max_fan_out: maximum over ranks of the expert copies sent.
-        planner_us: wall-clock time of the planner after a warm-up call, in microseconds. The planner in C++ runs on
-            the host; without it, the jitted planner runs on the default device.
-    """
-
-    imbalance_before: float
-    imbalance_after: float
-    straggler_before: float
-    straggler_after: float
-    replicas: int | float
-    max_fan_out: int | float
+    imbalance_before: float  # `max / mean` of the ranks' load under plain expert parallelism
+    imbalance_after: float  # `max / mean` of the ranks' load under the plan
+    straggler_before: float  # `max - mean` of the ranks' load under plain expert parallelism, in token copies
+    straggler_after: float  # `max - mean` of the ranks' load under the plan, in token copies
+    replicas: int | float  # number of slots holding an expert of another rank
+    max_fan_out: int | float  # maximum over ranks of the expert copies sent
+    # Wall-clock time of the planner after a warm-up call, in microseconds. The planner in C++ runs on the host; without
+    # it, the jitted planner runs on the default device.
     planner_us: float
 
 
@@ -146,30 +122,14 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanRunner:
-    """One balancer applied to recorded counts.
+    """One balancer applied to recorded counts."""
 
-    Args:
-        balancer: balancer of the plans.
-        topology: ranks and domains of the machine.
-        slots: `S`, slots per rank, with those of home experts.
-    """
-
-    balancer: Balancer
-    topology: Topology
-    slots: int
+    balancer: Balancer  # balancer of the plans
+    topology: Topology  # ranks and domains of the machine
+    slots: int  # `S`, slots per rank, with those of home experts
 
     def replay(self, counts: Int[np.ndarray, "steps layers R E"]) -> Iterator[list[Planned]]:
-        """Plan every layer of every step; each layer carries its balancer state from step to step.
-
-        Args:
-            counts: `[steps, layers, R, E]` int32 token copies.
-
-        Yields:
-            The plans of the layers of one step.
-
-        Raises:
-            ValueError: if the slots or domains do not fit the counts, or a plan is illegal.
-        """
+        """Plan every layer of every step; each layer carries its balancer state from step to step."""
         _, num_layers, *counts_shape = counts.shape
         state = self.balancer.init(tuple(counts_shape))
         if not has_planning_module():
@@ -238,15 +198,7 @@ def _effect(counts: Counts, before: Plan, after: Plan, planner_us: float) -> Eff
 
 
 def no_op_reason(runner: PlanRunner, counts: Int[np.ndarray, "steps layers R E"]) -> str:
-    """Return the reason why no plan of these counts differs from plain expert parallelism.
-
-    Args:
-        runner: balancer, topology and slots of the plans.
-        counts: `[steps, layers, R, E]` int32 token copies.
-
-    Returns:
-        The most specific known reason, as a clause.
-    """
+    """Return the reason why no plan of these counts differs from plain expert parallelism."""
     balancer, topology = runner.balancer, runner.topology
     num_steps, _, num_ranks, num_experts = counts.shape
     if num_ranks == 1:

@@ -142,17 +142,7 @@ def imbalance_of(config: SimulationConfig, text: str | None) -> float:
 
 
 def slots_of(text: str | None, given: int | None, model: ModelShape, cluster: Cluster) -> int | None:
-    """Return the replica slots per rank of `--replica-slots`, or those of the configuration.
-
-    Args:
-        text: value of the option; `None` if absent.
-        given: `replica_slots` of the configuration.
-        model: model with `E` experts.
-        cluster: cluster whose ranks have `L` home experts each.
-
-    Raises:
-        ValueError: if the number is not an integer from 0 to `E - L`.
-    """
+    """Return the replica slots per rank of `--replica-slots`, or those of the configuration."""
     num_home = home_experts_per_rank(model.experts, cluster.num_ranks, "model")
     return parse_replica_slots("--replica-slots", text, given, model.experts, num_home)
 
@@ -247,10 +237,8 @@ def simulate(
     file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the time, traffic and memory of a training step.
-
-    The table has the busy and exposed time of each stage, the bytes sent and the memory of a rank.
-    """
+    """Predict the time, traffic and memory of a training step."""
+    # The table has the busy and exposed time of each stage, the bytes sent and the memory of a rank.
     given = {"system": system, "replica_slots": replica_slots, "domain_sizes": domain_sizes}
     with one_line_errors(imbalance=imbalance, tokens=tokens, **given):
         limits = parse_limits(file_limits)
@@ -310,10 +298,8 @@ def calibrate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine for the simulator.
-
-    The measurements are grouped FFNs, exchanges, weight copies and a planner, through the calls of the library.
-    """
+    """Measure this machine for the simulator."""
+    # The measurements are grouped FFNs, exchanges, weight copies and a planner, through the calls of the library.
     with one_line_errors():
         # Import here, because the measurement configures JAX's devices.
         from jax_moe_lb.sim.machine_profile import to_yaml, warnings

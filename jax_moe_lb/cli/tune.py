@@ -54,11 +54,9 @@ def tune_command(
     ] = DEFAULT_LOAD,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest form of a layer for an absent machine.
-
-    It compiles about ten forms of the layer with gradients, each in 10 to 30 seconds, and estimates their times. The
-    forms differ in dispatch, chunks, saved arrays and the scheduler of the compiler.
-    """
+    """Find the fastest form of a layer for an absent machine."""
+    # It compiles about ten forms of the layer with gradients, each in 10 to 30 seconds, and estimates their times. The
+    # forms differ in dispatch, chunks, saved arrays and the scheduler of the compiler.
     with one_line_errors(layers=layers, memory=memory):
         machine, shape = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen, number = system_of(system), parse_integer("--layers", layers)

@@ -44,15 +44,10 @@ class ExchangePath(enum.Enum):
 
 @dataclass(frozen=True)
 class PathChoice:
-    """Path of the exchanges of a topology.
+    """Path of the exchanges of a topology."""
 
-    Args:
-        path: the implementation.
-        reason: condition of the choice.
-    """
-
-    path: ExchangePath
-    reason: str
+    path: ExchangePath  # the implementation
+    reason: str  # condition of the choice
 
     @property
     def costs_per_update(self) -> bool:
@@ -60,14 +55,8 @@ class PathChoice:
         return self.path in (ExchangePath.DEVICE_KERNEL, ExchangePath.SEND_RECEIVE)
 
     def fastest(self, forms: Sequence[tuple[int, int]]) -> int:
-        """Return the index of the form of an exchange estimated to be fastest.
-
-        The device kernel requires operands copied into symmetric memory, and this copy can arrange them.
-
-        Args:
-            forms: bytes copied before and after the exchange, and updates of all peers, of each form. The first form
-                has no copies.
-        """
+        """Return the index of the form of an exchange estimated to be fastest."""
+        # The device kernel requires operands copied into symmetric memory, and this copy can arrange them.
         if not self.costs_per_update:
             return 0
         if self.path is ExchangePath.DEVICE_KERNEL:
@@ -87,15 +76,7 @@ def _update_s() -> float:
 
 
 def exchange_path(topology: Topology) -> PathChoice:
-    """Return the path of an exchange over all expert axes of a topology.
-
-    Args:
-        topology: the ranks, as `Topology.from_mesh` reads them from a mesh.
-
-    Examples:
-        >>> exchange_path(Topology.flat(8)).path
-        <ExchangePath.UNKNOWN: 'unknown until the mesh is known'>
-    """
+    """Return the path of an exchange over all expert axes of a topology."""
     platform, ranks = topology.platform, topology.num_ranks
     if platform is None:
         return PathChoice(ExchangePath.UNKNOWN, "the topology is not read from a mesh of devices")

@@ -31,51 +31,23 @@ PeerBytes = Num[np.ndarray, "R R"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated time of an operation.
+    """Estimated time of an operation."""
 
-    Args:
-        seconds: The time.
-        bound: Its bottleneck: `blocks`, `link`, `network`, `updates` or `latency`.
-    """
-
-    seconds: float
-    bound: str
+    seconds: float  # the time
+    bound: str  # its bottleneck: `blocks`, `link`, `network`, `updates` or `latency`
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks of an exchange and their links.
+    """Ranks of an exchange and their links."""
 
-    Args:
-        rates: Rates of a device.
-        ranks_per_domain: Consecutive ranks with the fastest links to each other: an NVLink domain of GPUs.
-        torus: Shape of a TPU slice, `()` (default) for GPUs.
-    """
-
-    rates: GpuRates | TpuRates
-    ranks_per_domain: int
-    torus: tuple[int, ...] = ()
+    rates: GpuRates | TpuRates  # rates of a device
+    ranks_per_domain: int  # consecutive ranks with the fastest links to each other: an NVLink domain of GPUs
+    torus: tuple[int, ...] = ()  # shape of a TPU slice, `()` (default) for GPUs
 
 
 def exchange_time(sent: UpdateBytes, path: ExchangePath, row_bytes: int, operand_rows: int, on: Machine) -> Estimate:
-    """Estimate the time of a ragged exchange.
-
-    Args:
-        sent: `[R, R, U]` bytes of each update; those of a rank to itself use no link.
-        path: Implementation of the exchange.
-        row_bytes: Bytes of a row of the operand.
-        operand_rows: Rows of the operand.
-        on: Ranks and rates.
-
-    Examples:
-        >>> import numpy as np
-        >>> from jax_moe_lb.collectives.exchange_paths import ExchangePath
-        >>> from jax_moe_lb.recordings.device_rates import device_rates
-        >>> sent = np.full((8, 8, 1), 2**24)
-        >>> on = Machine(device_rates("h100", "cuda"), ranks_per_domain=8)
-        >>> exchange_time(sent, ExchangePath.ONE_SHOT, 4096, 2**15, on).bound
-        'blocks'
-    """
+    """Estimate the time of a ragged exchange."""
     between = sent.sum(2)
     rates = on.rates
     if isinstance(rates, TpuRates):
@@ -93,15 +65,7 @@ def exchange_time(sent: UpdateBytes, path: ExchangePath, row_bytes: int, operand
 
 
 def collective_time(kind: str, nbytes: int, num_ranks: int, crosses: bool, on: Machine) -> Estimate:
-    """Estimate the time of another collective, as a ring or an even exchange.
-
-    Args:
-        kind: XLA's name, such as `all-gather`.
-        nbytes: Bytes of the larger of operands and results.
-        num_ranks: Ranks of a group.
-        crosses: Whether a group has ranks of several domains.
-        on: Ranks and rates.
-    """
+    """Estimate the time of another collective, as a ring or an even exchange."""
     if num_ranks < 2:
         return Estimate(0.0, "latency")
     passed = nbytes * (2 if kind == "all-reduce" else 1) * (num_ranks - 1) / num_ranks
@@ -115,16 +79,8 @@ def collective_time(kind: str, nbytes: int, num_ranks: int, crosses: bool, on: M
 
 
 def one_shot_block_s(sent: UpdateBytes, row_bytes: int, operand_rows: int, rates: GpuRates) -> float:
-    """Return the seconds of the busiest thread block of XLA's one-shot kernel.
-
-    Block `b` of the `z` blocks of a cluster copies the KiB whose number is `b + i` modulo `z` of update `i`.
-
-    Args:
-        sent: `[R, R, U]` bytes of each update.
-        row_bytes: Bytes of a row of the operand.
-        operand_rows: Rows of the operand.
-        rates: Rates of a GPU.
-    """
+    """Return the seconds of the busiest thread block of XLA's one-shot kernel."""
+    # Block `b` of the `z` blocks of a cluster copies the KiB whose number is `b + i` modulo `z` of update `i`.
     ranks, _, updates = sent.shape
     blocks = blocks_per_peer(updates, operand_rows)
     # Vectors are not wider than a row: 128 threads then copy less than a KiB.

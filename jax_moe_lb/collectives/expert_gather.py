@@ -48,25 +48,10 @@ arrays of the replica there. Callers pass occupied positions only."""
 def accumulate_sequentially(
     sums: Kinds, wanted: Wanted, num_home: int, domain: int, me: Int[Array, ""], pull: Pull, like: Kinds
 ) -> Kinds:
-    """Add the gradients of all replicas to the gradients of their home experts.
-
-    The number of replicas that return at once is limited by `max_incoming_replicas`. In small groups this is all of
-    them; otherwise they return in several turns. The gradients of an expert are added by rank, then by slot, in float32
-    or wider, and rounded once.
-
-    Args:
-        sums: `[G, ...]` for each weight array: gradients of the `L` home experts, then unused rows.
-        wanted: `[R, P]` int32, `P` at least 1, expert of each slot, -1 for empty slots. As in a legal plan, a rank has
-            at most one replica of an expert and none of its own. Otherwise sums may be NaN.
-        num_home: `L`, home experts per rank.
-        domain: ranks per domain, the maximum number of copies of an expert.
-        me: index of this rank.
-        pull: transport of replicas, for at most `max_incoming_replicas` at once.
-        like: `[P, ...]` for each weight array, the transferred gradients.
-
-    Returns:
-        `sums` with the gradients of replicas added to the first `L` experts.
-    """
+    """Add the gradients of all replicas to the gradients of their home experts."""
+    # The number of replicas that return at once is limited by `max_incoming_replicas`. In small groups this is all of
+    # them; otherwise they return in several turns. The gradients of an expert are added by rank, then by slot, in
+    # float32 or wider, and rounded once.
     room = max_incoming_replicas(wanted.shape[1], num_home, domain)
     owner, number = owner_of(wanted, num_home), _number_at_home(wanted, num_home)
     # Keep the sum of an expert wide over its replicas: rounding after each would lose small gradients. The wide sum
@@ -115,25 +100,13 @@ def accumulate_sequentially(
 
 
 def max_incoming_replicas(replica_slots: int, num_home: int, domain: int) -> int:
-    """Return the maximum number of replicas that return to a rank at once; all of them in domains of 8 ranks or fewer.
-
-    Args:
-        replica_slots: `P`, replica slots per rank.
-        num_home: `L`, home experts per rank.
-        domain: ranks per domain, the maximum number of copies of an expert, including its home.
-    """
+    """Return the maximum number of replicas that return to a rank at once; all in domains of at most 8 ranks."""
     # At least 1: exchanges do not accept empty arrays.
     return max(1, min(most_at_home(replica_slots, num_home, domain), max(2 * num_home, 8 * replica_slots)))
 
 
 def most_at_home(replica_slots: int, num_home: int, domain: int) -> int:
-    """Return the maximum number of replicas of a rank's home experts: one per expert on each other rank of the domain.
-
-    Args:
-        replica_slots: `P`, replica slots per rank.
-        num_home: `L`, home experts per rank.
-        domain: ranks per domain, the maximum number of copies of an expert, including its home.
-    """
+    """Return the maximum number of replicas of a rank's home experts: one each on the other ranks of the domain."""
     return (domain - 1) * min(replica_slots, num_home)
 
 
@@ -171,21 +144,10 @@ def _alike(sums: Kinds, wide: Kinds, none: Array, *others: Array) -> tuple[Kinds
 def fetch(
     home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes, in_one_process: bool = False
 ) -> WeightsOfKind:
-    """Return the replicas of this rank from the home weights of all ranks.
-
-    `Gather` calls it by `fetch_all`. Gradients of the few replicas return in one exchange for all arrays. It is
-    differentiable in `home`, by `add_at_home`.
-
-    Args:
-        home: `[L, ...]`, one weight array of this rank's home experts.
-        wanted: `[R, P]` int32, equal on all ranks: expert of each slot, -1 for empty slots.
-        num_home: `L`, home experts per rank.
-        axis_name: mesh axes of the ranks, outermost first.
-        in_one_process: as in `ragged_all_to_all`.
-
-    Returns:
-        `[P, ...]`. Empty slots are 0; on GPUs they are uninitialized, and products skip them.
-    """
+    """Return the replicas of this rank from the home weights of all ranks."""
+    # `Gather` calls it by `fetch_all`. Gradients of the few replicas return in one exchange for all arrays. It is
+    # differentiable in `home`, by `add_at_home`.
+    # Returns `[P, ...]`. Empty slots are 0; on GPUs they are uninitialized, and products skip them.
     by_ring = partial(ring_fetch, axis_name=axis_name)
     by_ragged = partial(ragged_fetch, axis_name=axis_name, in_one_process=in_one_process)
     on_cpu = by_ragged if moves_in_process() else by_ring
@@ -210,23 +172,11 @@ fetch.defvjp(_save, _backward)
 
 
 def fetch_all(home: Kinds, wanted: Wanted, num_home: int, domain: int, topology: Topology) -> Kinds:
-    """Return the replicas of all weight arrays, in the form of exchange estimated to be fastest.
-
-    - One exchange for each array, with one slice per slot of each rank.
-    - One exchange for all arrays. It copies the home experts side by side, because any of them may be wanted.
-    - The same with one slice per rank. It copies each expert for every rank wanting it, into memory for all replicas of
-      a rank's experts. These must not exceed `max_incoming_replicas`.
-
-    Args:
-        home: `[L, ...]` for each weight array.
-        wanted: `[R, P]` int32; see `fetch`.
-        num_home: `L`, home experts per rank.
-        domain: ranks per domain, which contains all replicas of its experts.
-        topology: topology of the layer; its expert axes are the ranks of the exchange.
-
-    Returns:
-        `[P, ...]` for each weight array.
-    """
+    """Return the replicas of all weight arrays, in the form of exchange estimated to be fastest."""
+    # - One exchange for each array, with one slice per slot of each rank.
+    # - One exchange for all arrays. It copies the home experts side by side, because any of them may be wanted.
+    # - The same with one slice per rank. It copies each expert for every rank wanting it, into memory for all replicas
+    #   of a rank's experts. These must not exceed `max_incoming_replicas`.
     fetch_one = partial(
         fetch,
         wanted=wanted,
@@ -254,16 +204,7 @@ def fetch_all(home: Kinds, wanted: Wanted, num_home: int, domain: int, topology:
 
 
 def fetch_by_rank(home: Kinds, wanted: Wanted, room: int, axis_name: Axes, in_one_process: bool = False) -> Array:
-    """Return the replicas of this rank by one exchange with one slice per rank.
-
-    Args:
-        home: `[L, ...]` for each weight array, in one dtype.
-        wanted: as in `fetch`, and so are the axes.
-        room: maximum number of replicas sent by a rank.
-
-    Returns:
-        `[P, W]`, all weight arrays of an expert side by side; see `fetch` for empty slots.
-    """
+    """Return the replicas of this rank by one exchange with one slice per rank."""
     (num_ranks, num_replicas), num_home = wanted.shape, home[0].shape[0]
     me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
     # An illegal plan may send more replicas than fit. All ranks skip the same ones.
@@ -299,25 +240,7 @@ def add_at_home(
     in_one_process: bool = False,
     in_place: bool = False,
 ) -> Kinds:
-    """Add the gradients of all replicas to those of their home experts, in an order that depends on `wanted` only.
-
-    Args:
-        sums: `[G, ...]` for each weight array: gradients of the `L` home experts, then unused rows. They are updated in
-            place if they are not used later.
-        upstream: `[P, ...]` for each weight array, gradients of this rank's replicas. All travel together, in one
-            dtype.
-        wanted: `[R, P]` int32, expert of each slot, -1 for empty slots. As in a legal plan, a rank has at most one
-            replica of an expert and none of its own. Otherwise sums may be NaN.
-        num_home: `L`, home experts per rank.
-        domain: ranks per domain, which contains all replicas of its experts; `R` without domains.
-        axis_name: mesh axes of the ranks, outermost first.
-        in_one_process: as in `ragged_all_to_all`.
-        in_place: if True, the gradients travel from their arrays, in one exchange for each; see `sends_in_place`. False
-            by default.
-
-    Returns:
-        `sums` with the gradients of replicas added to the first `L` experts, in float32 or wider and rounded once.
-    """
+    """Add the gradients of all replicas to those of their home experts, in an order that depends on `wanted` only."""
 
     def by_ring(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
         def add(total: WeightsOfKind, kind: WeightsOfKind) -> WeightsOfKind:
@@ -342,15 +265,9 @@ def add_at_home(
 
 
 def sends_in_place(like: Kinds, topology: Topology) -> bool:
-    """Return whether gradients of replicas travel in place, by the exchange estimated to be fastest.
-
-    In place, each array has an exchange, with one slice per slot of each rank. Otherwise all arrays of all slots, also
-    of empty ones, are copied side by side, and each rank has one slice.
-
-    Args:
-        like: `[P, ...]` for each weight array, the transferred gradients.
-        topology: topology of the layer; its expert axes are the ranks of the exchange.
-    """
+    """Return whether gradients of replicas travel in place, by the exchange estimated to be fastest."""
+    # In place, each array has an exchange, with one slice per slot of each rank. Otherwise all arrays of all slots,
+    # also of empty ones, are copied side by side, and each rank has one slice.
     peers, num_replicas = topology.num_ranks - 1, like[0].shape[0]
     forms = (0, len(like) * num_replicas * peers), (sum(kind.nbytes for kind in like), peers)
     return exchange_path(topology).fastest(forms) == 0
@@ -358,11 +275,9 @@ def sends_in_place(like: Kinds, topology: Topology) -> bool:
 
 # ---- a ring of ppermutes ------------------------------------------------------
 def ring_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> WeightsOfKind:
-    """Compute `fetch` on a ring: the home blocks pass every rank.
-
-    They always go all the way. A permute is one operation of all devices of the mesh, and other groups, with other
-    plans, must run the same number.
-    """
+    """Compute `fetch` on a ring: the home blocks pass every rank."""
+    # They always go all the way. A permute is one operation of all devices of the mesh, and other groups, with other
+    # plans, must run the same number.
     num_ranks, num_home = wanted.shape[0], home.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
     me = jax.lax.axis_index(axis_name)

@@ -11,32 +11,17 @@ PerReplica = Int[Array, "R P"]
 
 
 class HomeSlices(NamedTuple):
-    """Lists of an exchange of replicas' rows, with `n` slices per rank; rows land sorted by source.
+    """Lists of an exchange of replicas' rows, with `n` slices per rank; rows land sorted by source."""
 
-    Args:
-        first_sent: `[R n]` int32, first row of each slice for each rank.
-        sent: `[R n]` int32, rows of these slices.
-        first_landed: `[R n]` int32, first row of these slices in the buffer of each rank.
-        arriving: `[R n]` int32, rows of each slice from each rank.
-        row: `[R, P]` int32, row of each replica in the buffer of this rank; -1 for replicas of other ranks or turns.
-    """
-
-    first_sent: Int[Array, "U"]
-    sent: Int[Array, "U"]
-    first_landed: Int[Array, "U"]
-    arriving: Int[Array, "U"]
-    row: PerReplica
+    first_sent: Int[Array, "U"]  # first row of each slice for each rank
+    sent: Int[Array, "U"]  # rows of these slices
+    first_landed: Int[Array, "U"]  # first row of these slices in the buffer of each rank
+    arriving: Int[Array, "U"]  # rows of each slice from each rank
+    row: PerReplica  # row of each replica in the buffer of this rank; -1 for replicas of other ranks or turns
 
     @classmethod
     def by_rank(cls, place: PerReplica, owner: PerReplica, order: Int[Array, "P"], me: Int[Array, ""]) -> "HomeSlices":
-        """Derive the lists with one slice per rank from the plan, without an exchange.
-
-        Args:
-            place: `[R, P]` int32, position of each replica at home, -1 for those of other turns and for empty slots.
-            owner: `[R, P]` int32, home rank of each replica; `R` for empty slots.
-            order: `[P]` int32, replica of this rank in each row that it sends.
-            me: index of this rank.
-        """
+        """Derive the lists with one slice per rank from the plan, without an exchange."""
         goes, first_landed, landed = _landings(place, owner)
         sent = goes.sum(1, dtype=jnp.int32)
         row = jnp.where(goes[:, :, me], landed, -1)

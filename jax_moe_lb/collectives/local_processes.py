@@ -53,13 +53,7 @@ class Calls(Protocol):
 
 
 def are_together(processes: Sequence[int], domain: int, hosts: dict[int, str]) -> bool:
-    """Return whether every `domain` consecutive ranks are distinct processes of one machine.
-
-    Args:
-        processes: process of each rank of each group, group after group.
-        domain: number of consecutive ranks that copy from each other, a divisor of the number of ranks.
-        hosts: machine of each process.
-    """
+    """Return whether every `domain` consecutive ranks are distinct processes of one machine."""
     if len(set(processes)) < len(processes):
         return False
     blocks = [processes[first : first + domain] for first in range(0, len(processes), domain)]
@@ -74,33 +68,16 @@ def introduce(own: int, store: JobStore, calls: Calls, host: str, problem: str |
 
 @dataclass(frozen=True)
 class Probe:
-    """Array that other processes copy, to try peer access.
+    """Array that other processes copy, to try peer access."""
 
-    Args:
-        address: address of an int32 with the index of this process, which stays allocated.
-        device: CUDA's number of the device.
-    """
-
-    address: int
-    device: int
+    address: int  # address of an int32 with the index of this process, which stays allocated
+    device: int  # CUDA's number of the device
 
 
 def no_peer_access_reason(
     own: int, processes: Sequence[int], domain: int, store: JobStore, calls: Calls, probe: Probe
 ) -> str | None:
-    """Connect this process with those of its domain; return the reason why some cannot copy from each other, or `None`.
-
-    Args:
-        own: index of this process, which has called `introduce`, as all others do.
-        processes: process of each rank of each group, group after group.
-        domain: number of consecutive ranks that copy from each other.
-        store: key-value store of the job.
-        calls: custom calls for GPUs.
-        probe: array of this process.
-
-    Raises:
-        RuntimeError: a process does not respond in time.
-    """
+    """Connect this process with those of its domain; return why some cannot copy from each other, or `None`."""
     if own not in processes or len(set(processes)) < len(processes):
         return "ranks are not processes of their own"
     said = {process: json.loads(_ask(store, f"{PREFIX}/{process}", process)) for process in processes}
@@ -139,15 +116,9 @@ def _ask(store: JobStore, key: str, process: int) -> str:
 
 @functools.cache
 def can_copy(processes: tuple[int, ...], domain: int) -> bool:
-    """Connect the processes of every domain; return whether they can copy from each other's GPUs.
-
-    Call it on all processes, while a program is traced. It returns False without `jax.distributed`, on backends other
-    than GPUs, and without the custom calls.
-
-    Args:
-        processes: process of each rank of each group, group after group; see `Topology.processes`.
-        domain: number of consecutive ranks that copy from each other.
-    """
+    """Connect the processes of every domain; return whether they can copy from each other's GPUs."""
+    # Call it on all processes, while a program is traced. It returns False without `jax.distributed`, on backends other
+    # than GPUs, and without the custom calls.
     store = _store_of_job()
     if store is None or jax.default_backend() != "gpu" or not is_built("cuda"):
         return False
@@ -161,14 +132,11 @@ def can_copy(processes: tuple[int, ...], domain: int) -> bool:
 
 @functools.cache
 def can_copy_inside() -> bool:
-    """Return whether all GPUs of each process can copy from each other's memory.
-
-    Call it on all processes, while a program is traced. It returns True on backends other than GPUs and without the
-    custom calls.
-
-    Warns:
-        RuntimeWarning: a pair of GPUs has no peer access.
-    """
+    """Return whether all GPUs of each process can copy from each other's memory."""
+    # Call it on all processes, while a program is traced. It returns True on backends other than GPUs and without the
+    # custom calls.
+    # Warns:
+    #     RuntimeWarning: a pair of GPUs has no peer access.
     if jax.default_backend() != "gpu" or not is_built("cuda"):
         return True
     problem = importlib.import_module(MODULES["cuda"]).why_no_peer_access()
@@ -180,13 +148,10 @@ def can_copy_inside() -> bool:
 
 
 def warn_of_shared_processes() -> None:
-    """Warn that a domain spans several processes of several GPUs each, on GPUs with the custom calls.
-
-    Copies inside of a process need no messages, and copies between processes need one GPU each.
-
-    Warns:
-        RuntimeWarning: on GPUs.
-    """
+    """Warn that a domain spans several processes of several GPUs each, on GPUs with the custom calls."""
+    # Copies inside of a process need no messages, and copies between processes need one GPU each.
+    # Warns:
+    #     RuntimeWarning: on GPUs.
     if jax.default_backend() == "gpu" and is_built("cuda"):
         _warn("a domain has several processes with several GPUs each; start one process per GPU, or one per domain")
 

@@ -30,16 +30,7 @@ BLOCK_BYTES = 1024
 
 
 def blocks_per_peer(updates: int, operand_rows: int) -> int:
-    """Return `z`, the thread blocks of XLA's one-shot kernel that share the updates of one peer.
-
-    Args:
-        updates: updates per peer.
-        operand_rows: rows of the operand.
-
-    Examples:
-        >>> blocks_per_peer(updates=18, operand_rows=32768), blocks_per_peer(updates=64, operand_rows=32768)
-        (2, 64)
-    """
+    """Return `z`, the thread blocks of XLA's one-shot kernel that share the updates of one peer."""
     most = min(-(-operand_rows // ROWS_PER_BLOCK), MOST_BLOCKS)
     blocks = 1
     while blocks < most and updates % (2 * blocks) == 0:
@@ -50,45 +41,23 @@ def blocks_per_peer(updates: int, operand_rows: int) -> int:
 def for_one_shot_kernel(
     operand: Shaped[Array, "P *X"], output: Shaped[Array, "Q *X"], updates: tuple[Int[Array, "U"], ...], num_ranks: int
 ) -> tuple[Shaped[Array, "A *Y"], Shaped[Array, "B *Y"], tuple[Int[Array, "V"], ...]]:
-    """Return the operands of an exchange in the form that the one-shot kernel shares among `MOST_BLOCKS` blocks a peer.
-
-    The exchange of the result is bitwise the same; reshape it to `output.shape`.
-
-    Args:
-        operand: `[P, ...]`, the rows to send.
-        output: `[Q, ...]`, the rows to write.
-        updates: offsets and sizes in rows, each `[U]` int32.
-        num_ranks: `R`, ranks of the exchange; divides `U`.
-    """
+    """Return the operands of an exchange in the form that the one-shot kernel shares among its blocks."""
+    # The exchange of the result is bitwise the same; reshape it to `output.shape`.
     split = row_split(operand)
     filled = tuple(fill_updates(split * one, num_ranks) for one in updates)
     return split_rows(operand, split), split_rows(output, split), filled
 
 
 def fill_updates(updates: Int[Array, "U"], num_ranks: int) -> Int[Array, "V"]:
-    """Append empty updates to those of each peer, up to a multiple of `MOST_BLOCKS`.
-
-    Args:
-        updates: `[U]` int32, offsets or sizes of the updates, `U / R` for each peer.
-        num_ranks: `R`, ranks of the exchange.
-
-    Returns:
-        `[V]` int32 with zeros for the empty updates, `V / R` for each peer.
-    """
+    """Append empty updates to those of each peer, up to a multiple of `MOST_BLOCKS`."""
     by_peer = updates.reshape(num_ranks, -1)
     return jnp.pad(by_peer, ((0, 0), (0, -by_peer.shape[1] % MOST_BLOCKS))).reshape(-1)
 
 
 def row_split(operand: Shaped[Array, "P *X"]) -> int:
-    """Return the number of finer rows that each row of an operand is viewed as: a power of two, 1 for many rows.
-
-    Args:
-        operand: `[P, ...]`, the rows to send.
-
-    Returns:
-        The smallest factor that gives `MOST_BLOCKS * ROWS_PER_BLOCK` rows. It is less if finer rows would have less
-        than `BLOCK_BYTES`, or a part of a vector.
-    """
+    """Return the number of finer rows that each row of an operand is viewed as: a power of two, 1 for many rows."""
+    # Returns the smallest factor that gives `MOST_BLOCKS * ROWS_PER_BLOCK` rows. It is less if finer rows would have
+    # less than `BLOCK_BYTES`, or a part of a vector.
     row_bytes = math.prod(operand.shape[1:]) * operand.dtype.itemsize
     finest = row_bytes // BLOCK_BYTES
     split = 1
@@ -101,16 +70,9 @@ def row_split(operand: Shaped[Array, "P *X"]) -> int:
 
 
 def split_rows(rows: Shaped[Array, "P *X"], split: int) -> Shaped[Array, "Q *Y"]:
-    """View each row as `split` rows.
-
-    Args:
-        rows: `[P, ...]`.
-        split: a divisor of the elements of a row.
-
-    Returns:
-        `[P * split, ...]`. Leading dimensions of a row are split first, so that the view is a bitcast in XLA's usual
-        layout.
-    """
+    """View each row as `split` rows."""
+    # Returns `[P * split, ...]`. Leading dimensions of a row are split first, so that the view is a bitcast in XLA's
+    # usual layout.
     shape, left = list(rows.shape), split
     for axis in range(1, len(shape)):
         factor = math.gcd(left, shape[axis])

@@ -41,33 +41,26 @@ Operands = TypeVar("Operands")
 
 @dataclass(frozen=True)
 class Route:
-    """Ranks that copy weights from each other, and options of the copies.
+    """Ranks that copy weights from each other, and options of the copies."""
 
-    Args:
-        axis_name: mesh axes of the ranks, outermost first. If empty, one device holds the arrays of all ranks, rank
-            after rank, `[R L, ...]` and `[R P, ...]`, for tests and measurements on a single device.
-        site: name of the copies in messages; "copy_expert_weights" by default.
-        timeout_s: timeout of waiting ranks in seconds; 120.0 by default, far above the time of a copy. Then all ranks
-            stop with an error naming the missing one.
-        chunk_bytes: bytes forwarded at once by a relay; 1 MiB by default. Smaller chunks start a chain of relays sooner
-            and cost more launches.
-        domain: number of consecutive ranks that copy from each other, a divisor of the number of ranks; `None`
-            (default) for all ranks.
-        reach: whether ranks of a domain can access each other's memory, as devices of one process can. `None`
-            (default): if there is one process. Otherwise XLA's collectives copy.
-        processes: process of each rank of each group, group after group, if ranks with peer access are separate
-            processes, on GPUs of one machine; otherwise empty (default).
-
-    Raises:
-        ValueError: `timeout_s` or `chunk_bytes` is out of range.
-    """
-
+    # Mesh axes of the ranks, outermost first. If empty, one device holds the arrays of all ranks, rank after rank, `[R
+    # L, ...]` and `[R P, ...]`, for tests and measurements on a single device.
     axis_name: Axes
-    site: str = "copy_expert_weights"
+    site: str = "copy_expert_weights"  # name of the copies in messages; "copy_expert_weights" by default
+    # Timeout of waiting ranks in seconds; 120.0 by default, far above the time of a copy. Then all ranks stop with an
+    # error naming the missing one.
     timeout_s: float = 120.0
+    # Bytes forwarded at once by a relay; 1 MiB by default. Smaller chunks start a chain of relays sooner and cost more
+    # launches.
     chunk_bytes: int = 1 << 20
+    # Number of consecutive ranks that copy from each other, a divisor of the number of ranks; `None` (default) for all
+    # ranks
     domain: int | None = None
+    # Whether ranks of a domain can access each other's memory, as devices of one process can. `None` (default): if
+    # there is one process. Otherwise XLA's collectives copy.
     reach: bool | None = None
+    # Process of each rank of each group, group after group, if ranks with peer access are separate processes, on GPUs
+    # of one machine; otherwise empty (default)
     processes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -84,31 +77,23 @@ class Route:
 
 @pytree
 class Pending:
-    """Copies in progress, from `start` to `join`.
+    """Copies in progress, from `start` to `join`."""
 
-    Keep both calls in one computation: do not carry it through `lax.scan` or out of `jax.jit`. Inside a loop, an
-    operand of `start` must change in each iteration, otherwise XLA hoists the call out of the loop. `join` fails for a
-    ticket that occurs twice, and on a GPU for buffers other than those of `start`.
+    # Keep both calls in one computation: do not carry it through `lax.scan` or out of `jax.jit`. Inside a loop, an
+    # operand of `start` must change in each iteration, otherwise XLA hoists the call out of the loop. `join` fails for
+    # a ticket that occurs twice, and on a GPU for buffers other than those of `start`.
 
-    Args:
-        incoming: slots `[P, ...]`, a tree like the home weights; do not read them before `join`.
-        ticket: two integers that pair `join` with its `start`.
-        kept: operands of `start`. Copies read the weights until `join`. Keeping them alive also prevents XLA from
-            reusing their memory for operations in between, which would have to wait.
-        route: route passed to `start`.
-    """
-
-    incoming: Any
-    ticket: Int[Array, "2"]
+    incoming: Any  # slots `[P, ...]`, a tree like the home weights; do not read them before `join`
+    ticket: Int[Array, "2"]  # two integers that pair `join` with its `start`
+    # Operands of `start`. Copies read the weights until `join`. Keeping them alive also prevents XLA from reusing their
+    # memory for operations in between, which would have to wait.
     kept: tuple[Array, ...]
-    route: Route = field(metadata={"static": True})
+    route: Route = field(metadata={"static": True})  # route passed to `start`
 
 
 def native_platforms(route: Route) -> tuple[str, ...]:
-    """Return the platforms with custom calls for copies: all if ranks access each other's memory, otherwise none.
-
-    Between processes only GPUs can.
-    """
+    """Return the platforms with custom calls for copies: all if ranks access each other's memory, otherwise none."""
+    # Between processes only GPUs can.
     if route.processes:
         return ("cuda",)
     reach = jax.process_count() == 1 if route.reach is None else route.reach
@@ -116,29 +101,23 @@ def native_platforms(route: Route) -> tuple[str, ...]:
 
 
 def num_ranks(route: Route) -> int:
-    """Return the number of devices that share tables."""
+    """Return the number of devices with common tables."""
     return jax.lax.axis_size(route.axis_name) if route.axis_name else 1
 
 
 def num_participants(route: Route) -> int:
-    """Return the number of devices that copy from each other."""
+    """Return the number of devices copying from each other."""
     return num_ranks(route) if route.domain is None else route.domain
 
 
 def rank_in_domain(route: Route) -> Int[Array, ""]:
-    """Return the index of this rank among the ranks that copy from each other."""
+    """Return the index of this rank among the ranks copying from each other."""
     rank = jax.lax.axis_index(route.axis_name) if route.axis_name else jnp.int32(0)
     return rank if route.domain is None else rank % route.domain
 
 
 def in_domain(table: Wanted, per_rank: int, route: Route) -> Int[Array, "M P"]:
-    """Return the table rows of this rank's domain, renumbered from the first rank of the domain.
-
-    Args:
-        table: `[R, ...]`, indices of experts or of ranks, -1 for none.
-        per_rank: number of indices per rank.
-        route: route of the copies.
-    """
+    """Return the table rows of this rank's domain, renumbered from the first rank of the domain."""
     if route.domain in (None, num_ranks(route)):
         return table
     first = jax.lax.axis_index(route.axis_name) // route.domain * route.domain
@@ -157,7 +136,7 @@ def place(route: Route) -> Int[Array, "2"]:
 
 
 def attributes(num_home: int, route: Route) -> dict[str, Any]:
-    """Return the static arguments of custom calls that synchronize devices."""
+    """Return the static arguments of custom calls synchronizing devices."""
     mesh = jax.sharding.get_abstract_mesh()
     # Along axes that are not manual, all devices make the same call with the same data.
     num_lanes = math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
@@ -173,11 +152,7 @@ def attributes(num_home: int, route: Route) -> dict[str, Any]:
 
 
 def ranks_here(wanted: Wanted, route: Route) -> int:
-    """Return the number of ranks whose arrays are on this device: 1, or `R` if the route has no mesh axes.
-
-    Raises:
-        ValueError: `wanted` is not `[R, P]`.
-    """
+    """Return the number of ranks whose arrays are on this device: 1, or `R` if the route has no mesh axes."""
     if wanted.ndim != 2 or wanted.shape[0] < 1:
         raise ValueError(f"wanted has shape {wanted.shape}; expected [R, P] with R at least 1")
     if not route.axis_name:
@@ -188,11 +163,7 @@ def ranks_here(wanted: Wanted, route: Route) -> int:
 
 
 def experts_per_rank(arrays: list[Array] | Arrays, wanted: Wanted, route: Route, name: str) -> int:
-    """Return `L` or `P`, from arrays `[L, ...]` or `[P, ...]` of the ranks on this device.
-
-    Raises:
-        ValueError: the leading dimensions differ, or are no multiple of the number of ranks.
-    """
+    """Return `L` or `P`, from arrays `[L, ...]` or `[P, ...]` of the ranks on this device."""
     sizes = {array.shape[0] if array.ndim else 0 for array in arrays}
     here = ranks_here(wanted, route)
     if len(sizes) != 1 or next(iter(sizes)) % here:
@@ -233,28 +204,9 @@ def add_reference(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, ro
 
 
 def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Any:
-    """Copy the wanted experts into slots from the home weights of all ranks.
-
-    `PeerCopy` calls it; use it for custom patterns of weight transfers. It is differentiable in `home`: the transpose
-    adds the gradients of all replicas at home; see `add_copies_at_home`.
-
-    Args:
-        home: pytree of floating-point arrays `[L, ...]`, the weight arrays of this rank's home experts; all travel
-            together.
-        wanted: `[R, P]` int32, equal on all ranks: expert of each slot of each rank, -1 for empty slots. For gradients,
-            as in a legal plan, a rank may want an expert once and none of its own; otherwise gradients may be NaN on
-            GPUs.
-        relay: `[R, P]` int32, source rank of each slot. A relay forwards each chunk on arrival. -1, or the expert's
-            home, copies from home; `None` (default) does so for all slots. It changes the paths, but no values.
-        route: ranks and options of the copies.
-
-    Returns:
-        The same tree of arrays `[P, ...]`; empty slots are 0.
-
-    Raises:
-        ValueError: shapes do not match. The custom calls stop the program on all ranks for entries of `wanted` or
-            `relay` out of range, relays without the expert or in a cycle, and timeouts.
-    """
+    """Copy the wanted experts into slots from the home weights of all ranks."""
+    # `PeerCopy` calls it; use it for custom patterns of weight transfers. It is differentiable in `home`: the transpose
+    # adds the gradients of all replicas at home; see `add_copies_at_home`.
     leaves, tree = jax.tree.flatten(home)
     if not leaves:
         return home
@@ -263,11 +215,9 @@ def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, 
 
 
 def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Pending:
-    """Begin the copies of `copy_expert_weights`, with the same arguments.
-
-    Use it with `after_start` and `join` to overlap copies with computation. None of them is differentiable: write one
-    rule for the pair and the operations in between, with `add_copies_at_home`.
-    """
+    """Begin the copies of `copy_expert_weights`, with the same arguments."""
+    # Use it with `after_start` and `join` to overlap copies with computation. None of them is differentiable: write one
+    # rule for the pair and the operations in between, with `add_copies_at_home`.
     leaves, tree = jax.tree.flatten(home)
     operands = _operands(leaves, wanted, relay, route)
     ticket, incoming, kept = _start(*operands, experts_per_rank(leaves, wanted, route, "home"), route)
@@ -275,32 +225,15 @@ def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Rout
 
 
 def after_start(pending: Pending, operands: Operands) -> tuple[Operands, Pending]:
-    """Order the operations that use `operands` after `start`.
-
-    Without it XLA may launch `start` as late as `join`, and the copies then overlap with nothing. On an H100 they
-    followed all products in between.
-
-    Args:
-        pending: return value of `start`.
-        operands: pytree of arrays, inputs of the operations.
-
-    Returns:
-        Both arguments, unchanged.
-    """
+    """Order the users of `operands` after `start`."""
+    # Without it XLA may launch `start` as late as `join`, and the copies then overlap with nothing. On an H100 they
+    # followed all products in between.
     operands, ticket = jax.lax.optimization_barrier((operands, pending.ticket))
     return operands, replace(pending, ticket=ticket)
 
 
 def join(pending: Pending, after: Any = ()) -> Any:
-    """Wait for the copies of `start`, and return them.
-
-    Args:
-        pending: return value of `start`.
-        after: pytree of arrays to compute before the wait, concurrently with the copies; `()` (default) for none.
-
-    Returns:
-        The tree of slots, `[P, ...]`, as from `copy_expert_weights`.
-    """
+    """Wait for the copies of `start`, and return them."""
     incoming, tree = jax.tree.flatten(pending.incoming)
     # Pass `after` as operands: XLA drops unused results of an optimization barrier, and then calls this too early.
     kept = (*pending.kept, *jax.tree.leaves(after))
@@ -308,24 +241,11 @@ def join(pending: Pending, after: Any = ()) -> Any:
 
 
 def add_copies_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Add the arrays of all replicas to those of their home experts; the transpose of `copy_expert_weights`.
-
-    Use it in a handwritten backward pass, for the gradients of replicas. It adds by rank, then by slot, in float32 or
-    wider, so equal inputs give equal bits. On a CPU, the thread of each home device reads the slots in place, and
-    rounds their sum once before adding it. On a GPU, see `add_pulled`. Without custom calls, the order is the one of
-    `expert_gather.py`.
-
-    Args:
-        sums: arrays `[G, ...]` of this rank, one per weight array, with the home experts in the first `L` rows. They
-            are updated in place if they are not used later.
-        slots: arrays `[P, ...]` of this rank, one per weight array.
-        wanted: `[R, P]` int32, expert of each slot of each rank, -1 for empty slots.
-        num_home: `L`, home experts per rank.
-        route: ranks and options of the copies.
-
-    Returns:
-        `sums` with the slots added.
-    """
+    """Add the arrays of all replicas to those of their home experts; the transpose of `copy_expert_weights`."""
+    # Use it in a handwritten backward pass, for the gradients of replicas. It adds by rank, then by slot, in float32 or
+    # wider, so equal inputs give equal bits. On a CPU, the thread of each home device reads the slots in place, and
+    # rounds their sum once before adding it. On a GPU, see `add_pulled`. Without custom calls, the order is the one of
+    # `expert_gather.py`.
     if wanted.shape[1] == 0:
         # Without slots there are no sources. All ranks take this branch, so none waits.
         return sums
@@ -352,11 +272,9 @@ def add_copies_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: in
 
 
 def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Compute `add_copies_at_home` by copies: every rank fetches the replicas of its home experts and adds them.
-
-    It is used on GPUs, whose copy engines cannot add. All ranks derive the same copies from `wanted`, usually in one
-    turn; see `accumulate_sequentially`.
-    """
+    """Compute `add_copies_at_home` by copies: every rank fetches the replicas of its home experts and adds them."""
+    # It is used on GPUs, whose copy engines cannot add. All ranks derive the same copies from `wanted`, usually in one
+    # turn; see `accumulate_sequentially`.
     if wanted.size == 0:
         return sums
     if not route.axis_name:

@@ -35,19 +35,12 @@ Taken = Float[Array, "B H"]
 
 @pytree
 class MovedRows:
-    """Rows taken by replica slots; equal on all ranks.
+    """Rows taken by replica slots; equal on all ranks."""
 
-    Args:
-        home: `[R, P]` int32, source rank of each slot; `R` for empty slots.
-        first: `[R, P]` int32, first row of each slot in the stream of its source rank.
-        size: `[R, P]` int32, rows of each slot; at most `room` per rank.
-        taken: `[E, R]` int32, rows of each expert taken by each rank.
-    """
-
-    home: PerReplica
-    first: PerReplica
-    size: PerReplica
-    taken: Quota
+    home: PerReplica  # source rank of each slot; `R` for empty slots
+    first: PerReplica  # first row of each slot in the stream of its source rank
+    size: PerReplica  # rows of each slot; at most `room` per rank
+    taken: Quota  # rows of each expert taken by each rank
 
     @property
     def tables(self) -> tuple[PerReplica, PerReplica, PerReplica]:
@@ -56,39 +49,21 @@ class MovedRows:
 
 
 class CopyWindow(NamedTuple):
-    """Part of the streams in the receive buffers at home, in one round.
+    """Part of the streams in the receive buffers at home, in one round."""
 
-    Args:
-        first: int32, first row of the stream.
-        last: int32, row after the last one.
-    """
-
-    first: Int[Array, ""]
-    last: Int[Array, ""]
+    first: Int[Array, ""]  # first row of the stream
+    last: Int[Array, ""]  # row after the last one
 
     def of(self, first: Int[Array, "*N"], size: Int[Array, "*N"]) -> tuple[Int[Array, "*N"], Int[Array, "*N"]]:
-        """Return the offset in the window and the row count of each block inside it.
-
-        Args:
-            first: int32, first row of each block in the stream.
-            size: int32, rows of each block.
-        """
+        """Return the offset in the window and the row count of each block inside it."""
         start, end = (jnp.clip(at, self.first, self.last) for at in (first, first + size))
         return start - self.first, end - start
 
 
 def moved_rows(placement: Placement, quota: Quota, first_row: Int[Array, "E"], room: int) -> MovedRows:
-    """Compute the rows that move from home to each slot.
-
-    Slots take rows in slot order until the rank has `room` rows; further rows stay at home. If several ranks take rows
-    of one expert, lower ranks take the first ones, and home keeps the last.
-
-    Args:
-        placement: `[R, S]` int32, placement of a legal plan.
-        quota: `[E, R]` int32, quota of a legal plan.
-        first_row: `[E]` int32, first row of each expert in the stream of its home.
-        room: maximum number of rows taken by a rank.
-    """
+    """Compute the rows moving from home to each slot."""
+    # Slots take rows in slot order until the rank has `room` rows; further rows stay at home. If several ranks take
+    # rows of one expert, lower ranks take the first ones, and home keeps the last.
     num_experts, num_ranks = quota.shape
     num_home = num_experts // num_ranks
     wanted, rank = placement[:, num_home:], iota(num_ranks)[:, None]
@@ -104,12 +79,7 @@ def moved_rows(placement: Placement, quota: Quota, first_row: Int[Array, "E"], r
 
 
 def served_quota(quota: Quota, moved: MovedRows) -> Quota:
-    """Return the served quota: home serves all rows that are not taken.
-
-    Args:
-        quota: `[E, R]` int32, quota of the plan.
-        moved: return value of `moved_rows` for this plan.
-    """
+    """Return the served quota: home serves all rows that are not taken."""
     num_experts, num_ranks = quota.shape
     stays = (quota.sum(1, dtype=jnp.int32) - moved.taken.sum(1, dtype=jnp.int32))[:, None]
     at_home = iota(num_experts)[:, None] // (num_experts // num_ranks) == iota(num_ranks)[None]
@@ -119,21 +89,8 @@ def served_quota(quota: Quota, moved: MovedRows) -> Quota:
 def move(
     rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, axis_name: Axes, in_one_process: bool = False
 ) -> Taken:
-    """Send rows at home to the slots that take them.
-
-    It is not differentiable; `move_back` is its transpose.
-
-    Args:
-        rows: `[A, H]`, window of this rank's stream.
-        moved: rows of each slot.
-        window: part of the streams at home.
-        out: `[B, H]`, buffer for the rows taken by this rank.
-        axis_name: mesh axes of the ranks, outermost first.
-        in_one_process: as in `ragged_all_to_all`.
-
-    Returns:
-        `[B, H]`, sorted by slot; rows after the last slot are unchanged.
-    """
+    """Send rows at home to their slots."""
+    # It is not differentiable; `move_back` is its transpose.
     me = jax.lax.axis_index(axis_name)
     first, size = window.of(moved.first, moved.size)
     return ragged_all_to_all(
@@ -153,16 +110,7 @@ def move(
 def move_back(
     rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, axis_name: Axes, in_one_process: bool = False
 ) -> Rows:
-    """Write results of moved rows over these rows at home; the transpose of `move`.
-
-    Args:
-        rows: `[B, H]`, one for each row returned by `move`.
-        moved: the value passed to `move`.
-        window: the value passed to `move`.
-        out: `[A, H]`; rows that were not taken are unchanged.
-        axis_name: the value passed to `move`.
-        in_one_process: the value passed to `move`.
-    """
+    """Write results of moved rows over these rows at home; the transpose of `move`."""
     me = jax.lax.axis_index(axis_name)
     first, size = window.of(moved.first, moved.size)
     sources = _sources(moved, me)
@@ -197,50 +145,17 @@ def _landing(size: PerReplica) -> PerReplica:
 def start_onward(
     rows: Arrays, room: int, moved: MovedRows, window: CopyWindow, before: Any = (), *, route: Route
 ) -> tuple[Any, Pending]:
-    """Begin to send rows to the slots that take them; `join` returns them.
-
-    It is not differentiable; `start_back` is its transpose.
-
-    Args:
-        rows: arrays `[A, H]` with the same row layout, at least one.
-        room: `B`, maximum number of rows taken by a rank.
-        moved: rows of each slot.
-        window: part of the streams at home.
-        before: pytree of arrays that is passed through: operations that use the result are launched after this call.
-            `()` by default.
-        route: ranks and options of the copies. Each rank has its own device.
-
-    Returns:
-        `before`, unchanged; and the input of `join`, a tuple of `[B, H]`, sorted by slot. Rows after the last slot are
-        uninitialized.
-
-    Raises:
-        ValueError: `rows` is empty, or the route has no mesh axes. The custom calls stop the program on all ranks for
-            rows out of range, and for tables that differ between ranks.
-    """
+    """Begin to send rows to their slots; `join` returns them."""
+    # It is not differentiable; `start_back` is its transpose.
+    # Returns `before`, unchanged; and the input of `join`, a tuple of `[B, H]`, sorted by slot. Rows after the last
+    # slot are uninitialized.
     return _start(rows, (), room, moved, window, before, replace(route, site=f"{route.site}, moved rows"))
 
 
 def start_back(
     rows: Arrays, into: Arrays, moved: MovedRows, window: CopyWindow, before: Any = (), *, route: Route
 ) -> tuple[Any, Pending]:
-    """Begin to write results of moved rows over these rows at home; `join` returns them.
-
-    Args:
-        rows: arrays `[B, H]`, one row for each row sent by `start_onward`.
-        into: an array `[A, H]` for each of them. They are overwritten, so do not use them again. Rows that were not
-            taken are unchanged.
-        moved: the value passed to `start_onward`.
-        window: the value passed to `start_onward`.
-        before: as in `start_onward`.
-        route: the value passed to `start_onward`.
-
-    Returns:
-        `before`, unchanged; and the input of `join`, a tuple of arrays like `into`.
-
-    Raises:
-        ValueError: as `start_onward`, or `rows` and `into` differ in length.
-    """
+    """Begin to write results of moved rows over these rows at home; `join` returns them."""
     if len(rows) != len(into):
         raise ValueError(f"into has {len(into)} arrays; expected {len(rows)}, as many as rows")
     route = replace(route, site=f"{route.site}, outputs of moved rows")

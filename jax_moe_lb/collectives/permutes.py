@@ -23,26 +23,10 @@ Permutation = list[tuple[int, int]]
 
 
 def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Permutation]:
-    """Return permutes in which every rank sends once to every other rank.
-
-    Use it for an exchange between processes on CPUs. The ranks are halved recursively. In each step, every rank of one
-    half sends to a rank of the other, so both directions of a link between the halves are busy. Two single ranks send
-    one after the other.
-
-    Args:
-        num_ranks: number of ranks of a group, at least 1.
-        swaps: if True, two single ranks send to each other in one permute, which requires a ring direction for
-            `permute`. False by default.
-
-    Returns:
-        The permutes, in order.
-
-    Examples:
-        >>> unidirectional_permutes(3)
-        [[(0, 1), (1, 2), (2, 0)], [(0, 2), (1, 0), (2, 1)]]
-        >>> unidirectional_permutes(4)[:2]
-        [[(0, 2), (1, 3), (2, 1), (3, 0)], [(0, 3), (1, 2), (2, 0), (3, 1)]]
-    """
+    """Return permutes in which every rank sends once to every other rank."""
+    # Use it for an exchange between processes on CPUs. The ranks are halved recursively. In each step, every rank of
+    # one half sends to a rank of the other, so both directions of a link between the halves are busy. Two single ranks
+    # send one after the other.
     if num_ranks == 2:
         return [[(0, 1), (1, 0)]] if swaps else [[(0, 1)], [(1, 0)]]
     if num_ranks % 2:
@@ -62,17 +46,9 @@ def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Perm
 def permute(
     x: Shaped[Array, "*X"], axes: Axes, pairs: Permutation, way_round: str | None = None
 ) -> Shaped[Array, "*X"]:
-    """Apply `jax.lax.ppermute`, with a detour for pairs of ranks that send to each other.
-
-    In such a pair, the lower rank sends to its peer. The peer sends to the lower rank of the next group, which forwards
-    the data. These are cycles over the groups along `way_round`, and one more hop between the lower ranks.
-
-    Args:
-        x: data of this rank.
-        axes: mesh axes of the group.
-        pairs: pairs, either all with their reverse or none.
-        way_round: return value of `ring_direction(x, axes)`; `None` (default) sends directly.
-    """
+    """Apply `jax.lax.ppermute`, with a detour for pairs of ranks that send to each other."""
+    # In such a pair, the lower rank sends to its peer. The peer sends to the lower rank of the next group, which
+    # forwards the data. These are cycles over the groups along `way_round`, and one more hop between the lower ranks.
     if way_round is None or pairs[0][::-1] not in pairs:
         return jax.lax.ppermute(x, axes, pairs)
     groups, lower = jax.lax.axis_size(way_round), sorted(a for a, b in pairs if a < b)
@@ -88,10 +64,8 @@ def permute(
 
 
 def ring_direction(x: Shaped[Array, "*X"], axes: Axes) -> str | None:
-    """Return a mesh axis inside `axes` over which `x` varies; `None` if there is none.
-
-    Its hops are short, because mesh axes are ordered with the slowest links outermost.
-    """
+    """Return a mesh axis inside `axes` over which `x` varies; `None` if there is none."""
+    # Its hops are short, because mesh axes are ordered with the slowest links outermost.
     mesh = jax.sharding.get_abstract_mesh()
     split = [name for name in axes if jax.lax.axis_size(name) > 1]
     # Without `check_vma`, the varying axes are unknown: use all manual axes.
@@ -114,27 +88,19 @@ def other_manual_axes(axes: Axes) -> Axes:
 
 
 def near_neighbours(axes: Axes) -> Axes:
-    """Return the axes of a sum over ranks in an order with few long hops.
-
-    Between processes the sum passes the ranks in turn, so the axes get the order of the mesh. In one process the order
-    is unchanged.
-    """
+    """Return the axes of a sum over ranks in an order with few long hops."""
+    # Between processes the sum passes the ranks in turn, so the axes get the order of the mesh. In one process the
+    # order is unchanged.
     if jax.process_count() == 1:
         return axes
     return tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
 
 
 def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
-    """Return the number of iterations of a loop with exchanges over `axes`.
-
-    Use it for every such loop. Between processes on CPUs it is the maximum over all groups. There the exchange consists
-    of permutes, which are operations of all devices of the mesh: with fewer iterations in one group, the others would
-    wait forever. In other cases it is `number`.
-
-    Args:
-        number: int32, iterations required by this group.
-        axes: mesh axes of the group.
-    """
+    """Return the number of iterations of a loop with exchanges over `axes`."""
+    # Use it for every such loop. Between processes on CPUs it is the maximum over all groups. There the exchange
+    # consists of permutes, which are operations of all devices of the mesh: with fewer iterations in one group, the
+    # others would wait forever. In other cases it is `number`.
     others = other_manual_axes(axes)
     if jax.process_count() == 1 or jax.lax.axis_size(others) == 1:
         return number
@@ -150,12 +116,7 @@ def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
 
 
 def largest(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
-    """Return the maximum over the ranks of `axes`.
-
-    Args:
-        number: int32.
-        axes: mesh axes. `number` need not vary over all of them, such as axes of ranks with the same tokens.
-    """
+    """Return the maximum over the ranks of `axes`."""
     # JAX cannot reduce over varying and unvarying axes at once. Without `check_vma`, the varying axes are unknown.
     varying = varying_axes(number)
     axes = tuple(name for name in axes if name in varying) if varying else axes
@@ -178,26 +139,15 @@ Leaf = Shaped[Array, "L *X"]
 
 
 def gather_tiles(leaf: Leaf, axis: str) -> Shaped[Array, "M *X"]:
-    """Concatenate the blocks of all ranks of an axis.
-
-    Use it for weights or tokens over a slow axis; in one process it is `jax.lax.all_gather(..., tiled=True)`.
-
-    Args:
-        leaf: `[L, ...]`, block of this rank.
-        axis: name of one mesh axis.
-    """
+    """Concatenate the blocks of all ranks of an axis."""
+    # Use it for weights or tokens over a slow axis; in one process it is `jax.lax.all_gather(..., tiled=True)`.
     if jax.process_count() == 1:
         return jax.lax.all_gather(leaf, axis, tiled=True)
     return _between_processes(leaf, axis)
 
 
 def sum_tiles(tiles: Shaped[Array, "M *X"], axis: str) -> Leaf:
-    """Sum the blocks of all ranks of an axis, and return this rank's block; the transpose of `gather_tiles`.
-
-    Args:
-        tiles: `[M, ...]`, one block for each rank of the axis, concatenated.
-        axis: name of one mesh axis.
-    """
+    """Sum the blocks of all ranks of an axis, and return this rank's block; the transpose of `gather_tiles`."""
     # In the dtype of the tiles, as the transpose of a gather: wider sums would also travel as wider floats.
     scatter = partial(jax.lax.psum_scatter, axis_name=axis, tiled=True)
     if jax.process_count() == 1 or not _is_pair(tiles, axis):
@@ -206,12 +156,7 @@ def sum_tiles(tiles: Shaped[Array, "M *X"], axis: str) -> Leaf:
 
 
 def exchange_tiles(tiles: Shaped[Array, "M *X"], axis: str) -> Shaped[Array, "M *X"]:
-    """Send a block to every rank of an axis, and return the received blocks in the order of the ranks.
-
-    Args:
-        tiles: `[M, ...]`, one block for each rank of the axis, concatenated.
-        axis: name of one mesh axis.
-    """
+    """Send a block to every rank of an axis, and return the received blocks in the order of the ranks."""
     exchange = partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True)
     if jax.process_count() == 1 or not _is_pair(tiles, axis):
         return exchange(tiles)

@@ -38,30 +38,20 @@ from jax_moe_lb.core.types import Placement, Quota, pytree
 
 @pytree
 class Posted:
-    """Inputs of planning and copies, from `post` to `plan_and_copy`.
+    """Inputs of planning and copies, from `post` to `plan_and_copy`."""
 
-    Keep both calls and `join` in one computation, and use it once.
+    # Keep both calls and `join` in one computation, and use it once.
 
-    Args:
-        placement: `[R, S]` int32, initial placement of the planner.
-        quota: `[E, R]` int32, initial quota of the planner.
-        home: pytree of home weights, `[L, ...]` each.
-        incoming: uninitialized slots. They are allocated since `post`, so operations before `plan_and_copy` do not use
-            their memory.
-        place: two integers, the participant and the group of this device.
-        ticket: two integers that pair `plan_and_copy` with its `post`.
-        route: ranks and options of the copies.
-        planner: native planner.
-    """
-
-    placement: Placement
-    quota: Quota
-    home: Any
+    placement: Placement  # initial placement of the planner
+    quota: Quota  # initial quota of the planner
+    home: Any  # pytree of home weights, `[L, ...]` each
+    # Uninitialized slots. They are allocated since `post`, so operations before `plan_and_copy` do not use their
+    # memory.
     incoming: Any
-    place: Int[Array, "2"]
-    ticket: Int[Array, "2"]
-    route: Route = field(metadata={"static": True})
-    planner: NativePlanner = field(metadata={"static": True})
+    place: Int[Array, "2"]  # two integers, the participant and the group of this device
+    ticket: Int[Array, "2"]  # two integers that pair `plan_and_copy` with its `post`
+    route: Route = field(metadata={"static": True})  # ranks and options of the copies
+    planner: NativePlanner = field(metadata={"static": True})  # native planner
 
 
 def post(
@@ -73,26 +63,8 @@ def post(
     planner: NativePlanner,
     route: Route,
 ) -> tuple[Any, Posted]:
-    """Register the inputs of `plan_and_copy`, and return without waiting.
-
-    `TwoPhase` calls it when the load is known, before rows go home. Call it directly only to overlap custom work.
-
-    Args:
-        placement: `[R, S]` int32, expert of each slot, equal on all ranks; the first `L` slots of a rank are its home
-            experts.
-        quota: `[E, R]` int32, tokens of each expert served by each rank, equal on all ranks.
-        home: pytree of at least one array `[L, ...]`, the weight arrays of this rank's home experts.
-        before: pytree of arrays that is passed through: XLA orders this call before operations that use the result. It
-            also distinguishes posts of several layers or loop iterations with otherwise equal operands.
-        planner: return value of a balancer's `native_planner`, such as the one of `Greedy` or `FEPLB`.
-        route: ranks and options of the copies.
-
-    Returns:
-        `before`, unchanged, and the input of `plan_and_copy`.
-
-    Raises:
-        ValueError: shapes do not match, the route has several domains, or an option of the planner is out of range.
-    """
+    """Register the inputs of `plan_and_copy`, and return without waiting."""
+    # `TwoPhase` calls it when the load is known, before rows go home. Call it directly only to overlap custom work.
     placement, quota = alike(placement, quota)
     num_home = experts_per_rank(jax.tree.leaves(home), placement, route, "home")
     leaves, tree = jax.tree.flatten(home)
@@ -134,22 +106,10 @@ def post(
 
 
 def plan_and_copy(posted: Posted, after: Any) -> tuple[Any, tuple[Placement, Quota], Pending]:
-    """Compute the plan, and start its copies.
-
-    It is not differentiable: write one rule for both calls and the operations in between, with `add_at_home`.
-
-    Args:
-        posted: return value of `post`.
-        after: pytree of arrays to compute before.
-
-    Returns:
-        `after`, unchanged; placement and quota of the plan; and the copies, for `join`. Slot `i` receives the expert of
-        `placement[:, L + i]`; empty slots are 0.
-
-    Raises:
-        JaxRuntimeError: with the custom calls, also on GPUs, the program stops on all ranks for an illegal plan, plans
-            that differ between ranks, and timeouts.
-    """
+    """Compute the plan, and start its copies."""
+    # It is not differentiable: write one rule for both calls and the operations in between, with `add_at_home`.
+    # Returns `after`, unchanged; placement and quota of the plan; and the copies, for `join`. Slot `i` receives the
+    # expert of `placement[:, L + i]`; empty slots are 0.
     planner = posted.planner
     options = planner.checked_options(posted.placement, posted.quota)
     home = tuple(jax.tree.leaves(posted.home))

@@ -33,16 +33,9 @@ from jax_moe_lb.core.types import iota
 
 
 def concatenated(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int) -> Int[Array, "A"]:
-    """Return the source row of each row after blocks are concatenated.
-
-    Rows after the blocks keep their own index, so the result is a permutation if the blocks together are the first
-    rows.
-
-    Args:
-        first: int32, first row of each block.
-        size: int32, rows of each block; at most `num_rows` in all.
-        num_rows: `A`, number of rows of the result.
-    """
+    """Return the source row of each row after blocks are concatenated."""
+    # Rows after the blocks keep their own index, so the result is a permutation if the blocks together are the first
+    # rows.
     first, size = first.reshape(-1), size.reshape(-1)
     row = iota(num_rows)
     # `total_repeat_length` keeps the shape static. It also repeats the last block to the end, which is masked below.
@@ -77,10 +70,8 @@ def padded_all_to_all(
     axis_name: Axes,
     disjoint: bool = False,
 ) -> Shaped[Array, "Q *X"]:
-    """Compute `ragged_all_to_all` from `all_to_all` steps, with the same arguments.
-
-    It is used on CPUs in one process without the custom call.
-    """
+    """Compute `ragged_all_to_all` from `all_to_all` steps, with the same arguments."""
+    # It is used on CPUs in one process without the custom call.
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
     return _by_pairs(_all_to_all_steps, operand, output, where, axis_name, disjoint)
 
@@ -96,11 +87,9 @@ def one_way_all_to_all(
     axis_name: Axes,
     disjoint: bool = False,
 ) -> Shaped[Array, "Q *X"]:
-    """Compute `ragged_all_to_all` from permutes, with the same arguments.
-
-    It is used between processes on CPUs. A permute is one operation of all devices of the mesh. So all devices must
-    call this function equally often, including those of other groups.
-    """
+    """Compute `ragged_all_to_all` from permutes, with the same arguments."""
+    # It is used between processes on CPUs. A permute is one operation of all devices of the mesh. So all devices must
+    # call this function equally often, including those of other groups.
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
     return _by_pairs(_permute_steps, operand, output, where, axis_name, disjoint)
 
@@ -219,7 +208,7 @@ def _partner(way: list[tuple[int, int]], num_ranks: int) -> PerPeer:
 
 
 def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:
-    """Copy the rows that a rank keeps, without an exchange and of any number."""
+    """Copy the rows staying on a rank, without an exchange and of any number."""
     me = jax.lax.axis_index(axis_name)
     place = iota(output.shape[0]) - pairs.landings[me]
     kept = (place >= 0) & (place < pairs.sizes[me])
@@ -246,35 +235,9 @@ def ragged_all_to_all(
     site: str | None = None,
     timeout_s: float = 120.0,
 ) -> Shaped[Array, "Q *X"]:
-    """Send slices of `operand` to the ranks of `axis_name`, and write the received slices into `output`.
-
-    It has the signature and semantics of `jax.lax.ragged_all_to_all`. It is not differentiable; its callers implement
-    their transposes. Between processes on CPUs, all groups must call it equally often; see `permutes.agreed`.
-
-    Args:
-        operand: `[P, ...]`, rows to send.
-        output: `[Q, ...]`; rows that are not written keep their value. It varies over the mesh axes of the result.
-        input_offsets: `[U]` int32, `U` a multiple of `R`: first row of each slice in `operand`. Slices `i * U / R` to
-            `(i + 1) * U / R` go to rank `i`.
-        send_sizes: `[U]` int32, rows of each slice.
-        output_offsets: `[U]` int32, first row of each slice in the *receiver's* `output`.
-        recv_sizes: `[U]` int32, rows to receive, in the order of the senders.
-        axis_name: mesh axes of the ranks, outermost first.
-        disjoint: whether the slices of `operand` are disjoint; False by default. If True, exchanges by other
-            collectives send all slices for a rank as one.
-        in_one_process: whether all ranks are devices of one process; False by default. If True, NVIDIA GPUs run XLA's
-            one-shot kernel, and the lists are filled for it; see `one_shot_lists`.
-        site: name of this exchange in messages; `None` (default) uses its axes.
-        timeout_s: timeout of the custom call in seconds; 120.0 by default, far above the time of an exchange. Then all
-            waiting ranks stop with an error naming the missing ones.
-
-    Returns:
-        `[Q, ...]`, `output` with the received rows.
-
-    Raises:
-        ValueError: `U` is not a multiple of `R`. The custom call stops the program on all ranks for offsets and sizes
-            out of range, or if sender and receiver disagree.
-    """
+    """Send slices of `operand` to the ranks of `axis_name`, and write the received slices into `output`."""
+    # It has the signature and semantics of `jax.lax.ragged_all_to_all`. It is not differentiable; its callers implement
+    # their transposes. Between processes on CPUs, all groups must call it equally often; see `permutes.agreed`.
     num_ranks = jax.lax.axis_size(axis_name)
     if send_sizes.shape[0] % num_ranks:
         raise ValueError(f"send_sizes has {send_sizes.shape[0]} entries; expected a multiple of the {num_ranks} ranks")
@@ -310,10 +273,8 @@ def on_one_rank(
     output_offsets: Sizes,
     recv_sizes: Sizes,
 ) -> Shaped[Array, "Q *X"]:
-    """Compute `ragged_all_to_all` of a single rank by a gather, with the same arguments.
-
-    It is used on NVIDIA GPUs, where XLA's kernel would copy with few thread blocks.
-    """
+    """Compute `ragged_all_to_all` of a single rank by a gather, with the same arguments."""
+    # It is used on NVIDIA GPUs, where XLA's kernel would copy with few thread blocks.
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
     num_rows = output.shape[0]
@@ -326,31 +287,14 @@ def on_one_rank(
 
 
 def empty_buffer(rows: Array, num_rows: int) -> Array:
-    """Allocate an uninitialized receive buffer (zeros on CPU).
-
-    Args:
-        rows: `[P, ...]`, rows with the shape, dtype and varying axes of the buffer.
-        num_rows: number of rows of the buffer.
-
-    Returns:
-        `[num_rows, ...]`.
-    """
+    """Allocate an uninitialized receive buffer (zeros on CPU)."""
     return vary_like(jax.lax.empty((num_rows, *rows.shape[1:]), rows.dtype), rows)
 
 
 def empty_buffer_after(rows: Array, num_rows: int) -> Array:
-    """Allocate a buffer as `empty_buffer` does, for an exchange much later in the program.
-
-    The TPU compiler allocates uninitialized arrays long before their first use, which raises memory. So on TPUs the
-    buffer is initialized to 0.
-
-    Args:
-        rows: `[P, ...]`, rows with the shape, dtype and varying axes of the buffer.
-        num_rows: number of rows of the buffer.
-
-    Returns:
-        `[num_rows, ...]`.
-    """
+    """Allocate a buffer as `empty_buffer` does, for an exchange much later in the program."""
+    # The TPU compiler allocates uninitialized arrays long before their first use, which raises memory. So on TPUs the
+    # buffer is initialized to 0.
 
     def cleared(rows: Array) -> Array:
         return jnp.zeros_like(rows, shape=(num_rows, *rows.shape[1:]))
@@ -359,14 +303,9 @@ def empty_buffer_after(rows: Array, num_rows: int) -> Array:
 
 
 def as_words(rows: Shaped[Array, "A W"]) -> Shaped[Array, "A *X"]:
-    """Reshape rows to the shape of exchanges on TPUs: `[A, P, W / P]`, with `P` numbers in each 4-byte word.
-
-    In this shape the words of a row are contiguous; products interleave the words of eight rows. Gather exchanged rows
-    and carry them through loops in this shape, to avoid layout changes. On other platforms the reshape is free.
-
-    Args:
-        rows: `[A, W]`. If a row is no multiple of a TPU vector, the shape is unchanged.
-    """
+    """Reshape rows to the shape of exchanges on TPUs: `[A, P, W / P]`, with `P` numbers in each 4-byte word."""
+    # In this shape the words of a row are contiguous; products interleave the words of eight rows. Gather exchanged
+    # rows and carry them through loops in this shape, to avoid layout changes. On other platforms the reshape is free.
     num_rows, width = rows.shape
     if rows.dtype.itemsize > 4 or width * rows.dtype.itemsize % (4 * LANES):
         return rows

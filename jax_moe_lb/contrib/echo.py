@@ -54,23 +54,7 @@ class ECHO(PlannedOnHost):
 
 
 def spilled_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Return the tokens that each expert of a domain gives to each rank, if slots abound.
-
-    Args:
-        tokens: `[M, L]`, tokens of the home experts of each rank.
-
-    Returns:
-        `[M * L, M]` token copies.
-
-    Examples:
-        >>> print(spilled_tokens(np.array([[9, 3], [8, 0], [1, 3]])))
-        [[0 0 4]
-         [0 0 0]
-         [0 0 0]
-         [0 0 0]
-         [0 0 0]
-         [0 0 0]]
-    """
+    """Return the tokens that each expert of a domain gives to each rank, if slots abound."""
     load = tokens.sum(1)
     mean = load.sum() // len(load)
     order = np.argsort(tokens, axis=1, kind="stable")

@@ -20,15 +20,10 @@ from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota,
 
 @pytree
 class _State:
-    """State of `LPLB`.
+    """State of `LPLB`."""
 
-    Args:
-        history: loads since the last plan.
-        load: `[E]` int32, tokens per step of each expert, the basis of the last plan.
-    """
-
-    history: History
-    load: Int[AnyArray, "*D E"]
+    history: History  # loads since the last plan
+    load: Int[AnyArray, "*D E"]  # tokens per step of each expert, the basis of the last plan
 
 
 @dataclass(frozen=True)
@@ -134,24 +129,12 @@ def _add_edges(
 
 
 def spread(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """Return the plan with the quota of the lowest maximum load of every domain for its placement.
-
-    Use it as the planner of a `HostCallback`, after any balancer whose placement should get its optimal quota. It
-    solves two linear programs per domain. The first finds the lowest maximum load. The second fixes this load, rounded
-    up, and maximizes the tokens served at home. It is a flow from experts to ranks with integer bounds, so the vertex
-    returned by the simplex method is integer, too. The maximum load is therefore the lowest of all integer quotas.
-
-    Args:
-        counts: `[R, E]` int32, a NumPy array.
-        plan: any legal plan; its quota is replaced.
-        topology: unused; the plan has the domain.
-
-    Returns:
-        The plan with the new quota, NumPy arrays.
-
-    Raises:
-        ValueError: HiGHS found no solution.
-    """
+    """Return the plan with the quota of the lowest maximum load of every domain for its placement."""
+    # Use it as the planner of a `HostCallback`, after any balancer whose placement should get its optimal quota. It
+    # solves two linear programs per domain. The first finds the lowest maximum load. The second fixes this load,
+    # rounded up, and maximizes the tokens served at home. It is a flow from experts to ranks with integer bounds, so
+    # the vertex returned by the simplex method is integer, too. The maximum load is therefore the lowest of all integer
+    # quotas.
     del topology
     tokens = counts.sum(0)
     quota = np.zeros((plan.num_experts, plan.num_ranks), np.int32)
@@ -185,15 +168,7 @@ def _spread_domain(tokens: np.ndarray, placement: np.ndarray, first: int, quota:
 def _least_maximum(
     tokens: np.ndarray, expert: np.ndarray, rank: np.ndarray, is_replica: np.ndarray, fixed: np.ndarray
 ) -> np.ndarray:
-    """Return the tokens of each copy, integers up to rounding errors.
-
-    Args:
-        tokens: `[E]`, the tokens of each expert.
-        expert: expert of each copy, for experts with several copies.
-        rank: rank of each of these copies.
-        is_replica: True for replicas, False for home copies.
-        fixed: fixed load of each rank, from experts with one copy.
-    """
+    """Return the tokens of each copy, integers up to rounding errors."""
     copies, ranks = np.arange(len(expert)), len(fixed)
     numbers, row = np.unique(expert, return_inverse=True)
     of_expert, on_rank = np.zeros((len(numbers), len(copies))), np.zeros((ranks, len(copies)))

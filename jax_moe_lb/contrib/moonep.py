@@ -49,21 +49,7 @@ class MoonEP(PlannedOnHost):
 
 
 def receive_quotas(load: np.ndarray) -> np.ndarray:
-    """Return the tokens that each rank gives to each other one, so that all have the mean load.
-
-    Args:
-        load: `[M]`, token copies at home.
-
-    Returns:
-        `[M, M]` token copies, from rank to rank.
-
-    Examples:
-        >>> print(receive_quotas(np.array([12, 15, 7, 6])))
-        [[0 0 3 0]
-         [1 0 0 4]
-         [0 0 0 0]
-         [0 0 0 0]]
-    """
+    """Return the tokens that each rank gives to each other one, so that all have the mean load."""
     ranks = np.arange(len(load))
     balance: Any = load - (load.sum() + len(load) - 1 - ranks) // len(load)
     moved = np.zeros((len(load), len(load)), np.int64)

@@ -31,27 +31,8 @@ ClassT = TypeVar("ClassT", bound=type)
 
 
 def checked_fields(cls: ClassT) -> ClassT:
-    """Check the fields of a dataclass by their annotations at construction; apply it below `@dataclass`.
-
-    Numbers are finite and integers fit int64. Arrays and annotations unknown at run time are not checked.
-
-    Args:
-        cls: class with annotated fields.
-
-    Returns:
-        The class, whose constructor raises a `TypeError` for a wrong type and a `ValueError` for a number out of range.
-
-    Examples:
-        >>> from dataclasses import dataclass
-        >>> @dataclass(frozen=True)
-        ... @checked_fields
-        ... class Size:
-        ...     rows: int
-        >>> Size(2.5)
-        Traceback (most recent call last):
-        ...
-        TypeError: Size.rows is 2.5; expected an integer
-    """
+    """Check the fields of a dataclass by their annotations at construction; apply it below `@dataclass`."""
+    # Numbers are finite and integers fit int64. Arrays and annotations unknown at run time are not checked.
     own = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: Any) -> None:
@@ -77,17 +58,7 @@ def checked_fields(cls: ClassT) -> ClassT:
 
 
 def check_value(argument: str, value: Any, kind: Any) -> None:
-    """Check an argument by an annotation.
-
-    Args:
-        argument: name of the argument in the message.
-        value: its value.
-        kind: annotation, such as `int` or `tuple[float, ...] | None`.
-
-    Raises:
-        TypeError: the value has another type.
-        ValueError: the value is a number that is not finite or does not fit int64, or is not among the literals.
-    """
+    """Check an argument by an annotation."""
     if _matches(value, kind):
         return
     error = ValueError if _matches_but_for_value(value, kind) else TypeError
@@ -95,36 +66,14 @@ def check_value(argument: str, value: Any, kind: Any) -> None:
 
 
 def check_integer(argument: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> None:
-    """Check an integer and its range.
-
-    Args:
-        argument: name of the argument in the message.
-        value: its value.
-        least: smallest accepted value; 1 by default.
-        most: largest accepted value; that of int32 by default.
-
-    Raises:
-        TypeError: the value is no integer.
-        ValueError: the value is out of range.
-    """
+    """Check an integer and its range."""
     check_value(argument, value, int)
     if not least <= value <= most:
         raise ValueError(f"{argument} is {value}; expected an integer from {least} to {most}")
 
 
 def check_array(argument: str, value: Any, shape: tuple[Any, ...], kind: Any) -> None:
-    """Check the shape of an array and the kind of its dtype.
-
-    Args:
-        argument: name of the argument in the message.
-        value: its value.
-        shape: size of each dimension; `None` for any size. A leading `...` allows further dimensions.
-        kind: class of dtypes, such as `jnp.integer`.
-
-    Raises:
-        TypeError: the value is no array.
-        ValueError: the array has another shape or dtype.
-    """
+    """Check the shape of an array and the kind of its dtype."""
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{argument} is {shown(value)}; expected an array")
     sizes = shape[1:] if shape[:1] == (...,) else shape
@@ -141,20 +90,8 @@ ARRAY_KINDS = {jnp.integer: "integers", jnp.floating: "floating-point numbers", 
 
 
 def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...], remedy: str = "") -> np.dtype:
-    """Return a dtype among some, as `np.dtype`.
-
-    Equal options then compare equal, as required of static arguments of `jax.jit`.
-
-    Args:
-        argument: name of the argument in the message.
-        value: anything accepted by `jnp.dtype`.
-        allowed: accepted dtypes.
-        remedy: end of the message, after the accepted dtypes; empty by default.
-
-    Raises:
-        TypeError: the value is no dtype.
-        ValueError: it is another dtype.
-    """
+    """Return a dtype among some, as `np.dtype`."""
+    # Equal options then compare equal, as required of static arguments of `jax.jit`.
     names = [jnp.dtype(dtype).name for dtype in allowed]
     wanted = f"{', '.join(names[:-1])} or {names[-1]}{remedy}"
     try:

@@ -25,25 +25,16 @@ PLANNING_MODULE = "jax_moe_lb._planning"
 
 
 def is_built(platform: str) -> bool:
-    """Return whether this installation has usable custom calls for a platform.
-
-    Args:
-        platform: key of `MODULES`, `"cpu"` or `"cuda"`.
-    """
+    """Return whether this installation has usable custom calls for a platform."""
     module = MODULES[platform]
     return importlib.util.find_spec(module) is not None and why_unusable(module) is None
 
 
 @functools.cache
 def why_unusable(module: str) -> str | None:
-    """Return the reason why an installed extension module cannot run here; `None` if it can.
-
-    CUDA modules need a driver supporting their CUDA runtime. Without any driver the module counts as usable, because
-    such a machine compiles for other machines.
-
-    Args:
-        module: a value of `MODULES`.
-    """
+    """Return the reason why an installed extension module cannot run here; `None` if it can."""
+    # CUDA modules need a driver supporting their CUDA runtime. Without any driver the module counts as usable, because
+    # such a machine compiles for other machines.
     try:
         ask = getattr(importlib.import_module(module), "why_unusable", None)
     except ImportError:
@@ -52,13 +43,8 @@ def why_unusable(module: str) -> str | None:
 
 
 def why_refused(built: tuple[int, int]) -> str | None:
-    """Return the reason why jaxlib refuses custom calls built for a version of its interface, or `None`.
-
-    XLA accepts handlers of its own version and older ones.
-
-    Args:
-        built: version of the headers used for the build, major and minor.
-    """
+    """Return the reason why jaxlib refuses custom calls built for a version of its interface, or `None`."""
+    # XLA accepts handlers of its own version and older ones.
     accepted = newest_api_version()
     if built <= accepted:
         return None
@@ -68,11 +54,7 @@ def why_refused(built: tuple[int, int]) -> str | None:
 
 
 def newest_api_version() -> tuple[int, int]:
-    """Return the version of XLA's foreign function interface in the installed jaxlib, which accepts older ones too.
-
-    Raises:
-        ValueError: if the headers of jaxlib do not define it.
-    """
+    """Return the version of XLA's foreign function interface in the installed jaxlib, which accepts older ones too."""
     header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
     major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
     if major is None or minor is None:
@@ -119,22 +101,9 @@ def by_platform(
     platforms: tuple[str, ...] = tuple(MODULES),
     cuda: Callable | None = None,
 ) -> Any:
-    """Call `native(*args)` on platforms with custom calls, and `reference(*args)` on all others.
-
-    Use it for every operation with a custom call. The choice is made at lowering, so one traced program serves all
-    platforms, and a machine without a GPU can lower for one.
-
-    Args:
-        *args: arrays, the operands of both functions.
-        native: function making the custom call.
-        reference: the same operation in plain JAX. With `None`, lowering for other platforms fails, and at least one of
-            `platforms` must be built.
-        platforms: keys of `MODULES` with this custom call; all by default.
-        cuda: function making another custom call on NVIDIA GPUs; `native` (default) if None.
-
-    Returns:
-        The result of the selected function.
-    """
+    """Call `native(*args)` on platforms with custom calls, and `reference(*args)` on all others."""
+    # Use it for every operation with a custom call. The choice is made at lowering, so one traced program serves all
+    # platforms, and a machine without a GPU can lower for one.
     built = {platform: native for platform in platforms if is_built(platform)}
     if cuda is not None and "cuda" in built:
         built["cuda"] = cuda
@@ -158,18 +127,7 @@ def _warn_of_pure_jax() -> None:
 
 
 def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any) -> Any:
-    """Make the custom call `moe_lb_<name>`.
-
-    Args:
-        name: name of the call without the prefix.
-        out: shapes and dtypes of the results; see `like`.
-        *args: operands.
-        aliases: operand index to result index; the result overwrites the operand. `None` (default) for no aliases.
-        **attributes: static values; Python integers become int64, NumPy scalars keep their dtype.
-
-    Returns:
-        One array or a sequence of arrays, as in `out`.
-    """
+    """Make the custom call `moe_lb_<name>`."""
     register()
     # Declare no side effect: `jax.checkpoint` rejects effects. All results are used, so XLA keeps the call.
     bound = jax.ffi.ffi_call(
@@ -179,18 +137,8 @@ def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None =
 
 
 def like(array: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
-    """Return the type of a result with the varying mesh axes and sharding of `array`.
-
-    Use it for the results of `call`: inside `jax.shard_map` they would otherwise vary over no axis.
-
-    Args:
-        array: an operand of the call.
-        shape: shape of the result; the shape of `array` by default.
-        dtype: dtype of the result; the dtype of `array` by default.
-
-    Returns:
-        The abstract value of the result.
-    """
+    """Return the type of a result with the varying mesh axes and sharding of `array`."""
+    # Use it for the results of `call`: inside `jax.shard_map` they would otherwise vary over no axis.
     aval = jax.typeof(array)
     shape = aval.shape if shape is None else shape
     # A sharding has one entry per dimension; a result with another number of them is unsharded.

@@ -264,14 +264,9 @@ class Experts:
 
 
 def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
-    """Constrain weights to the row-major layout on GPUs.
-
-    Without the constraint, XLA chooses the layout of the transposed product and hoists the layout change out of loops.
-    A scan over layers then transposes the weights of all layers, and each layer transposes its own back.
-
-    Args:
-        weights: `[S, ...]` weights of groups, or their biases.
-    """
+    """Constrain weights to the row-major layout on GPUs."""
+    # Without the constraint, XLA chooses the layout of the transposed product and hoists the layout change out of
+    # loops. A scan over layers then transposes the weights of all layers, and each layer transposes its own back.
 
     def pinned(weights: Array) -> Array:
         return with_layout_constraint(weights, Layout(tuple(range(weights.ndim))))

@@ -116,18 +116,7 @@ UNLIMITED = FileLimits().scaled(2**40)
 
 
 def open_regular(path: Path) -> BinaryFile:
-    """Open a regular file for reading bytes.
-
-    Args:
-        path: path of the file. Pipes and devices are rejected, because they may never end.
-
-    Returns:
-        The open file.
-
-    Raises:
-        OSError: the file cannot be opened, or is a folder.
-        LimitError: the path is not a regular file.
-    """
+    """Open a regular file for reading bytes."""
     # Check the file type first: opening a pipe waits for a writer.
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
         raise LimitError("not a regular file; expected one")
@@ -135,20 +124,7 @@ def open_regular(path: Path) -> BinaryFile:
 
 
 def read_bytes(path: Path, limits: FileLimits, field: str = "text_bytes") -> bytes:
-    """Read a whole file, at most its size when opened.
-
-    Args:
-        path: path of a regular file.
-        limits: limits of the file.
-        field: name of the limit of its bytes (default `"text_bytes"`).
-
-    Returns:
-        The content.
-
-    Raises:
-        OSError: the file cannot be read.
-        LimitError: the file is too large, or not a regular file.
-    """
+    """Read a whole file, at most its size when opened."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         limits.check(field, size, "{} bytes")
@@ -157,20 +133,7 @@ def read_bytes(path: Path, limits: FileLimits, field: str = "text_bytes") -> byt
 
 
 def parse_json(text: bytes, limits: FileLimits, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON after checking its size and number of values.
-
-    Args:
-        text: JSON in UTF-8.
-        limits: limits of the text.
-        hook: function from the pairs of an object to its value; `None` (default) makes dictionaries.
-
-    Returns:
-        The parsed value.
-
-    Raises:
-        LimitError: the text exceeds a limit.
-        ValueError: the text is not valid JSON, or nested too deeply.
-    """
+    """Parse JSON after checking its size and number of values."""
     limits.check("text_bytes", len(text), "a JSON text of {} bytes")
     limits.check("values", 1 + sum(map(text.count, (b",", b":", b"[", b"{"))), "a JSON text of {} values")
     try:
@@ -180,20 +143,7 @@ def parse_json(text: bytes, limits: FileLimits, hook: Callable[[list[tuple[str, 
 
 
 def open_archive(file: BinaryFile, limits: FileLimits) -> zipfile.ZipFile:
-    """Open a zip archive after checking the size of its directory, because zipfile reads it whole.
-
-    Args:
-        file: open file.
-        limits: limits of the archive.
-
-    Returns:
-        The archive.
-
-    Raises:
-        LimitError: the directory exceeds a limit.
-        ValueError: the file has no directory, or two contradicting ones.
-        zipfile.BadZipFile: the directory is damaged.
-    """
+    """Open a zip archive after checking the size of its directory, because zipfile reads it whole."""
     size = file.seek(0, os.SEEK_END)
     start = max(size - 2**16 - 22 - 76, 0)
     file.seek(start)
@@ -221,16 +171,7 @@ def open_archive(file: BinaryFile, limits: FileLimits) -> zipfile.ZipFile:
 
 
 def check_member(info: zipfile.ZipInfo, archive_bytes: int) -> None:
-    """Check the sizes of an archive member against each other.
-
-    Args:
-        info: entry of the directory.
-        archive_bytes: size of the archive.
-
-    Raises:
-        ValueError: the member is compressed by another method than DEFLATE, begins before the file, or declares more
-            bytes than it can have.
-    """
+    """Check the sizes of an archive member against each other."""
     # Other methods may allocate memory of a size taken from the file.
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError("another compression; expected none or DEFLATE")

@@ -20,18 +20,9 @@ from jaxtyping import Array
 
 
 def vary_like(tree: Any, *others: Any) -> Any:
-    """Return the same values, varying also over all manual mesh axes of `others`.
-
-    Use it for constants and callback results before combining them with `others` in a loop or a conditional. It changes
-    types only, not the compiled program.
-
-    Args:
-        tree: pytree of arrays or JAX or NumPy numbers.
-        *others: pytrees of arrays. If all leaves are NumPy arrays, `tree` is returned unchanged (planning on the host).
-
-    Returns:
-        The pytree, as JAX arrays.
-    """
+    """Return the same values, varying also over all manual mesh axes of `others`."""
+    # Use it for constants and callback results before combining them with `others` in a loop or a conditional. It
+    # changes types only, not the compiled program.
     leaves = jax.tree.leaves(others)
     if all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves):
         return tree
@@ -40,25 +31,14 @@ def vary_like(tree: Any, *others: Any) -> Any:
 
 
 def vary_alike(arrays: Any, *others: Array) -> tuple[Array, ...]:
-    """Return the arrays, varying over the union of their mesh axes and the axes of `others`.
-
-    Use it for the operands of a custom call and for the carry of a loop.
-
-    Args:
-        arrays: JAX arrays.
-        *others: arrays combined with `arrays` later.
-
-    Returns:
-        One array for each of `arrays`.
-    """
+    """Return the arrays, varying over the union of their mesh axes and the axes of `others`."""
+    # Use it for the operands of a custom call and for the carry of a loop.
     return tuple(vary_like(tuple(arrays), *arrays, *others))
 
 
 def varying_axes(array: Any) -> frozenset[str]:
-    """Return the manual mesh axes over which an array varies.
-
-    The set is empty outside `jax.shard_map` and with `check_vma=False`.
-    """
+    """Return the manual mesh axes over which an array varies."""
+    # The set is empty outside `jax.shard_map` and with `check_vma=False`.
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
@@ -75,27 +55,14 @@ unvarying_call_p.multiple_results = True
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A traced function, wrapped because JAX would inspect a bare jaxpr parameter of a primitive.
+    """A traced function, wrapped because JAX would inspect a bare jaxpr parameter of a primitive."""
 
-    Args:
-        jaxpr: the traced function.
-    """
-
-    jaxpr: ClosedJaxpr
+    jaxpr: ClosedJaxpr  # the traced function
 
 
 def unvarying_call(function: Callable[..., Any], *operands: Array) -> Any:
-    """Call a function traced with operands varying over no mesh axes.
-
-    The call has no rules for differentiation or `jax.vmap`; define these on the caller.
-
-    Args:
-        function: function of arrays returning a pytree of arrays, without collectives.
-        *operands: arrays varying over the same mesh axes.
-
-    Returns:
-        The result of `function`, varying over the axes of the operands.
-    """
+    """Call a function traced with operands varying over no mesh axes."""
+    # The call has no rules for differentiation or `jax.vmap`; define these on the caller.
     plain = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*plain)
     results = unvarying_call_p.bind(*operands, traced=Traced(jaxpr))
@@ -121,13 +88,8 @@ mlir.register_lowering(unvarying_call_p, _lower)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function, raising a one-line error if it is differentiated.
-
-    Without it, a second derivative fails inside the first operation without a derivative rule, such as a custom call.
-
-    Args:
-        backward: function computing gradients; its arguments are pytrees of arrays.
-    """
+    """Return the same function, raising a one-line error if it is differentiated."""
+    # Without it, a second derivative fails inside the first operation without a derivative rule, such as a custom call.
 
     def refuse(*args: Any) -> NoReturn:
         del args

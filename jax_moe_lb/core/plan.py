@@ -261,17 +261,11 @@ def imbalance(load: Load) -> Scalar:
 
 
 class Traffic(NamedTuple):
-    """Rows and replicas moved between ranks by a plan; see `traffic`.
+    """Rows and replicas moved between ranks by a plan; see `traffic`."""
 
-    Args:
-        rows: token copies served by another rank than their source, counted once, for dispatch.
-        replicas: number of slots holding an expert of another rank.
-        fan_out: `[R]` int32, expert-weight copies sent by each rank.
-    """
-
-    rows: IntScalar
-    replicas: IntScalar
-    fan_out: Int[AnyArray, "R"]
+    rows: IntScalar  # token copies served by another rank than their source, counted once, for dispatch
+    replicas: IntScalar  # number of slots holding an expert of another rank
+    fan_out: Int[AnyArray, "R"]  # expert-weight copies sent by each rank
 
 
 def traffic(plan: Plan, counts: Counts) -> Traffic:

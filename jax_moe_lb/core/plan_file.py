@@ -30,15 +30,7 @@ _SETTINGS = {
 
 
 def write_arrays(path: Path, parts: dict[str, Any]) -> None:
-    """Write the fields of a plan.
-
-    Args:
-        path: path of the file; an existing file is replaced.
-        parts: values under the names in `ARRAYS` and `_SETTINGS`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the fields of a plan."""
     buffer = io.BytesIO()
     # NumPy's stub types every keyword as an option, so the dict is untyped.
     arrays: dict[str, Any] = {name: np.asarray(part) for name, part in parts.items()}
@@ -49,17 +41,7 @@ def write_arrays(path: Path, parts: dict[str, Any]) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, renamed to `path` on success and deleted on error.
-
-    Args:
-        path: path of the file. A device or a pipe is written directly.
-
-    Yields:
-        The path to write to.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Yield a temporary path, renamed to `path` on success and deleted on error."""
     if path.exists() and not path.is_file():
         # A rename would replace a device or a pipe by a file. For a folder, writing raises the right error.
         yield path
@@ -80,43 +62,16 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def read_arrays(path: Path, limits: FileLimits) -> dict[str, np.ndarray]:
-    """Read a file written by `write_arrays` and check its dtypes and shapes.
-
-    Args:
-        path: path of the file.
-        limits: limits of the file.
-
-    Returns:
-        The arrays by field name.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged, too large, or not a plan; the message names the file and the fault.
-    """
+    """Read a file written by `write_arrays` and check its dtypes and shapes."""
     arrays = _arrays_of(path, limits)
     _check_arrays(path, arrays)
     return arrays
 
 
 def read_named(path: Path, names: Sequence[str], limits: FileLimits) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Read arrays of an .npz file by name, or the array of an .npy file under the first name.
-
-    It decompresses the named arrays only, and reads the headers of all of them first: a small file may declare, or
-    decompress to, terabytes.
-
-    Args:
-        path: path of the file.
-        names: names of the arrays to read; names missing from the archive are omitted.
-        limits: limits of the file.
-
-    Returns:
-        The arrays by name, and the names of all arrays in the file (empty for an .npy file).
-
-    Raises:
-        OSError: the file cannot be read.
-        LimitError: the file is not a regular file, or exceeds a limit.
-        Exception: the file is damaged; NumPy and zipfile raise many types.
-    """
+    """Read arrays of an .npz file by name, or the array of an .npy file under the first name."""
+    # It decompresses the named arrays only, and reads the headers of all of them first: a small file may declare, or
+    # decompress to, terabytes.
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if file.read(2) != b"PK":
@@ -134,31 +89,15 @@ def read_named(path: Path, names: Sequence[str], limits: FileLimits) -> tuple[di
 
 
 class Header(NamedTuple):
-    """Declared size of an array.
+    """Declared size of an array."""
 
-    Args:
-        start: bytes of the header.
-        num_entries: number of entries.
-        itemsize: bytes of an entry.
-    """
-
-    start: int
-    num_entries: int
-    itemsize: int
+    start: int  # bytes of the header
+    num_entries: int  # number of entries
+    itemsize: int  # bytes of an entry
 
 
 def read_header(file: BinaryFile) -> Header:
-    """Read the header of an array.
-
-    Args:
-        file: file at the start of the array.
-
-    Returns:
-        The declared size.
-
-    Raises:
-        Exception: the header is damaged; NumPy raises many types.
-    """
+    """Read the header of an array."""
     version = np.lib.format.read_magic(file)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     length = file.read(4 if version == (2, 0) else 2)

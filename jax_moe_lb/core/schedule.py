@@ -13,20 +13,10 @@ ThenT = TypeVar("ThenT")
 
 
 def in_order_on_cuda(first: FirstT, then: ThenT) -> tuple[FirstT, ThenT]:
-    """Return both arguments; in programs for NVIDIA GPUs, operations that use `then` run after `first` is computed.
-
-    Use the returned arrays instead of the arguments. An argument used otherwise, too, is copied before an operation
-    updates it in place, since the optimization barrier still reads it.
-
-    Other programs are unchanged. TPU compilers find an order of their own, and CPUs process few rows at a time.
-
-    Args:
-        first: pytree of arrays.
-        then: pytree of arrays.
-
-    Returns:
-        `first` and `then`, with equal values.
-    """
+    """Return both arguments; in programs for NVIDIA GPUs, operations that use `then` run after `first` is computed."""
+    # Use the returned arrays instead of the arguments. An argument used otherwise, too, is copied before an operation
+    # updates it in place, since the optimization barrier still reads it.
+    # Other programs are unchanged. TPU compilers find an order of their own, and CPUs process few rows at a time.
 
     def barrier(first: FirstT, then: ThenT) -> tuple[FirstT, ThenT]:
         return jax.lax.optimization_barrier((first, then))

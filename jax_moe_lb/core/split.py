@@ -26,24 +26,8 @@ SMALL = 2**21
 
 
 def floor_share(part: AnyArray, share: AnyArray, whole: AnyArray) -> AnyArray:
-    """Return `floor(part * share / whole)` for int32 with `0 <= part, share <= whole`; 0 if `whole` is 0.
-
-    Planners use it for every proportional division, so host and jitted programs produce equal plans.
-
-    Args:
-        part: int32, broadcastable with the others.
-        share: int32.
-        whole: int32.
-
-    Returns:
-        int32 of the broadcast shape.
-
-    Examples:
-        >>> import numpy as np
-        >>> from jax_moe_lb.core.split import floor_share
-        >>> floor_share(np.array([7]), np.array([5]), np.array([10]))
-        array([3], dtype=int32)
-    """
+    """Return `floor(part * share / whole)` for int32 with `0 <= part, share <= whole`; 0 if `whole` is 0."""
+    # Planners use it for every proportional division, so host and jitted programs produce equal plans.
     if namespace(part) is np:
         wide = part.astype(np.int64) * share // np.maximum(whole, 1)
         return wide.astype(np.int32)
@@ -187,13 +171,8 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
 
 
 def rows_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Int[np.ndarray, "R R"]:
-    """Return the sum of `nearest_first` over experts for all ranks, in NumPy.
-
-    The arguments are those of `nearest_first`, as NumPy arrays. Only queues with tokens are evaluated.
-
-    Returns:
-        `[R, R]` int32, from source (row) to destination (column).
-    """
+    """Return the sum of `nearest_first` over experts for all ranks, in NumPy."""
+    # The arguments are those of `nearest_first`, as NumPy arrays. Only queues with tokens are evaluated.
     num_ranks = quota.shape[1]
     rows = np.zeros((num_ranks, num_ranks), np.int32)
 
@@ -208,13 +187,8 @@ def rows_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Split(
 
 
 def copies_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Int[np.ndarray, "R E R"]:
-    """Return `nearest_first` of all ranks, in NumPy.
-
-    The arguments are those of `nearest_first`, as NumPy arrays. Only queues with tokens are evaluated.
-
-    Returns:
-        `[R, E, R]` int32: the copies of each source for each expert by serving rank.
-    """
+    """Return `nearest_first` of all ranks, in NumPy."""
+    # The arguments are those of `nearest_first`, as NumPy arrays. Only queues with tokens are evaluated.
     num_experts, num_ranks = quota.shape
     copies = np.zeros((num_ranks, num_experts, num_ranks), np.int32)
     # Most experts are served by one rank, which gets all their tokens.
@@ -240,10 +214,8 @@ _Sent = Int[np.ndarray, "N M"]
 def _by_source(
     counts: Counts, quota: Quota, domain: int, split: Split, add: Callable[[_Entries, _Entries, _Sent, _Sent], None]
 ) -> Quota:
-    """Call `add(sources, experts, ranks, sent)` with the entries of all tiers, ascending by source; return kept copies.
-
-    Entry `i` sends `sent[i, j]` copies for `experts[i]` from `sources[i]` to `ranks[i, j]`.
-    """
+    """Call `add(sources, experts, ranks, sent)` with all entries, ascending by source; return kept copies."""
+    # Entry `i` sends `sent[i, j]` copies for `experts[i]` from `sources[i]` to `ranks[i, j]`.
     num_ranks = quota.shape[1]
 
     def entries(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:
@@ -263,11 +235,9 @@ def _by_source(
 
 
 def arrivals(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split = Split()) -> Quota:
-    """Return the token copies of each expert received by `rank` from each rank, `[E, R]`.
-
-    It is the receiving side of `nearest_first`: a receiver computes its arrivals without a message. The arguments are
-    those of `nearest_first`, with `rank` as the serving rank.
-    """
+    """Return the token copies of each expert received by `rank` from each rank, `[E, R]`."""
+    # It is the receiving side of `nearest_first`: a receiver computes its arrivals without a message. The arguments are
+    # those of `nearest_first`, with `rank` as the serving rank.
 
     def column(supply: Line, demand: Line, member: Rank, rule: _Rule) -> Line:
         return _steps(rule.served(supply.cumsum(1, dtype=np.int32), demand, member))
@@ -339,10 +309,8 @@ def _tiers(num_ranks: int, domain: int) -> list[tuple[tuple[int, int], int]]:
 
 
 def _matched(supply: Grid, demand: Grid, rule: "_Rule") -> tuple[Grid, Grid]:
-    """Return the part of supply and demand matched in this tier.
-
-    The smaller side is matched completely; the rule selects the part of the larger side.
-    """
+    """Return the part of supply and demand matched in this tier."""
+    # The smaller side is matched completely; the rule selects the part of the larger side.
     xp = namespace(supply)
     ends = [side.cumsum(2, dtype=np.int32) for side in (supply, demand)]
     matched = xp.minimum(ends[0][:, :, -1:], ends[1][:, :, -1:])
@@ -414,14 +382,11 @@ def _levels(demand: Line) -> list[tuple[AnyArray, AnyArray]]:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Rule matching the tokens of a tier with the serving ranks.
+    """Rule matching the tokens of a tier with the serving ranks."""
 
-    Args:
-        taken: function counting the matched tokens before each queue position, if a side is matched in part.
-        served: function counting the tokens before a position by serving rank.
-    """
-
+    # Function counting the matched tokens before each queue position, if a side is matched in part
     taken: Callable[[Grid, AnyArray], Grid]
+    # Function counting the tokens before a position by serving rank
     served: Callable[[Position, Line, Rank | None], Line]
 
 

@@ -28,56 +28,31 @@ class HostErrors(Protocol):
     """Planner called on the host by a program, which keeps the error of its last failure."""
 
     def raise_error_of(self, plan: Plan) -> None:
-        """Raise the error behind a plan, with the planner's own error as its cause; return if there is none.
-
-        Args:
-            plan: illegal plan of a balancer, with concrete arrays.
-        """
+        """Raise the error behind a plan, with the planner's own error as its cause; return if there is none."""
 
 
 @pytree
 class Fault:
-    """Error code and inputs of the checks of one layer and microbatch, equal on all ranks of a group.
+    """Error code and inputs of the checks of one layer and microbatch, equal on all ranks of a group."""
 
-    Read it with `raise_on_fault`. `*D` denotes stacked leading dimensions.
+    # Read it with `raise_on_fault`. `*D` denotes stacked leading dimensions.
 
-    Args:
-        code: `[*D]` int32, `NO_FAULT` (0) or the code of the first failed check.
-        counts: `[*D, R, E]` int32, the counts of the plan.
-        routed: `[*D, R, 5]` int32, routing errors of each rank; see `validation.check_routed`.
-        homes: `[*D, E]` int32, the place of each expert; `None` if experts never move.
-        plan: plan of the balancer, before any replacement; `Stats` describes the executed plan.
-        dynamic: `[*D, E]` bool, False for static experts; `None` if all experts are dynamic.
-        rounds: `[*D]` int32, rounds needed by the plan.
-        max_rounds: `[*D]` int32, maximum number of rounds of the program; `None` if unlimited.
-        host_errors: planners of the balancer that run on the host, for the error of an illegal plan.
-    """
-
-    code: Int[AnyArray, "*D"]
-    counts: Int[AnyArray, "*D R E"]
-    routed: Int[AnyArray, "*D R 5"]
-    homes: Int[AnyArray, "*D E"] | None
-    plan: Plan
-    dynamic: Bool[AnyArray, "*D E"] | None
-    rounds: Int[AnyArray, "*D"]
-    max_rounds: Int[AnyArray, "*D"] | None
+    code: Int[AnyArray, "*D"]  # `NO_FAULT` (0) or the code of the first failed check
+    counts: Int[AnyArray, "*D R E"]  # the counts of the plan
+    routed: Int[AnyArray, "*D R 5"]  # routing errors of each rank; see `validation.check_routed`
+    homes: Int[AnyArray, "*D E"] | None  # the place of each expert; `None` if experts never move
+    plan: Plan  # plan of the balancer, before any replacement; `Stats` describes the executed plan
+    dynamic: Bool[AnyArray, "*D E"] | None  # false for static experts; `None` if all experts are dynamic
+    rounds: Int[AnyArray, "*D"]  # rounds needed by the plan
+    max_rounds: Int[AnyArray, "*D"] | None  # maximum number of rounds of the program; `None` if unlimited
+    # Planners of the balancer that run on the host, for the error of an illegal plan
     host_errors: tuple[HostErrors, ...] = field(default=(), metadata={"static": True})
 
 
 def fault_code(
     routing: Bool[Array, ""], homes: Bool[Array, ""], plan: Bool[Array, ""], rounds: Bool[Array, ""]
 ) -> Int[Array, ""]:
-    """Return the code of the first failed check.
-
-    Args:
-        routing: scalar bool, True if the routing is valid.
-        homes: scalar bool, True if the places of the experts are valid.
-        plan: scalar bool, True if the plan is legal.
-        rounds: scalar bool, True if the plan fits into the maximum number of rounds.
-
-    Returns:
-        Scalar int32, `NO_FAULT` if all checks passed.
-    """
+    """Return the code of the first failed check."""
     passed = ((ROUNDS, rounds), (PLAN, plan), (HOMES, homes), (ROUTING, routing))
     code = jnp.int32(NO_FAULT)
     for number, ok in passed:
@@ -86,15 +61,7 @@ def fault_code(
 
 
 def check_rounds(rounds: Any, max_rounds: Any) -> None:
-    """Check that the plan needs at most `max_rounds` rounds.
-
-    Args:
-        rounds: rounds needed by the plan.
-        max_rounds: maximum number of rounds of the program.
-
-    Raises:
-        ValueError: `rounds > max_rounds`.
-    """
+    """Check that the plan needs at most `max_rounds` rounds."""
     if int(rounds) > int(max_rounds):
         raise ValueError(
             f"max_rounds is {int(max_rounds)}; expected at least {int(rounds)}, the rounds of the plan. "
@@ -138,10 +105,8 @@ def _check(fault: Fault) -> None:
 
 
 def _place(where: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    """Return the index of a fault as text.
-
-    The last dimension is the group, as in `nn.MoE`; the others are the caller's.
-    """
+    """Return the index of a fault as text."""
+    # The last dimension is the group, as in `nn.MoE`; the others are the caller's.
     names = [f"group {where[-1]} of {sizes[-1]}"] if where and sizes[-1] > 1 else []
     names = [f"entry {i}" for i in where[:-1]] + names
     return f"{', '.join(names)}: " if names else ""
@@ -274,14 +239,7 @@ def raise_on_fault(stats: Stats) -> None:
 
 
 def raise_if_concrete(stats: Stats) -> None:
-    """Raise the error of the first fault outside of JAX transformations; inside, return.
-
-    Args:
-        stats: statistics of a layer.
-
-    Raises:
-        ValueError: there is a fault.
-    """
+    """Raise the error of the first fault outside of JAX transformations; inside, return."""
     if not isinstance(stats.fault.code, jax.core.Tracer):
         raise_on_fault(stats)
 

@@ -16,23 +16,7 @@ INT32_MAX = np.iinfo(np.int32).max
 
 
 def home_experts_per_rank(num_experts: int, num_ranks: int, holder: str | None = None) -> int:
-    """Return `L = E / R`, the number of home experts per rank.
-
-    Args:
-        num_experts: `E`, the number of experts of a layer.
-        num_ranks: `R`, the number of ranks in the expert-parallel group.
-        holder: name of the argument holding the experts, for the error message; `None` (default) names `num_experts`.
-
-    Returns:
-        The number of home experts of each rank.
-
-    Raises:
-        ValueError: `E` is not a positive multiple of `R`.
-
-    Examples:
-        >>> home_experts_per_rank(128, 8)
-        16
-    """
+    """Return `L = E / R`, the number of home experts per rank."""
     if num_experts < 1 or num_experts % num_ranks:
         found = f"num_experts is {num_experts}" if holder is None else f"{holder} has {num_experts} experts"
         raise ValueError(f"{found}; expected a positive multiple of the {num_ranks} ranks")
@@ -40,31 +24,14 @@ def home_experts_per_rank(num_experts: int, num_ranks: int, holder: str | None =
 
 
 def check_domain(domain: int, num_ranks: int, argument: str = "domain") -> None:
-    """Check that domains partition the ranks into equal blocks.
-
-    Args:
-        domain: number of ranks per domain.
-        num_ranks: `R`, the number of ranks in the expert-parallel group.
-        argument: name of the argument in the error message.
-
-    Raises:
-        ValueError: `domain` is not a positive divisor of `num_ranks`.
-    """
+    """Check that domains partition the ranks into equal blocks."""
     if domain < 1 or num_ranks % domain:
         raise ValueError(f"{argument} is {domain}; expected a divisor of the {num_ranks} ranks")
 
 
 def check_total(counts: Any) -> None:
-    """Check that the sum of host counts fits int32, the integer type of planning.
-
-    A larger sum would wrap around in int32. Traced counts are not checked.
-
-    Args:
-        counts: integers of any shape.
-
-    Raises:
-        ValueError: the sum exceeds the int32 range.
-    """
+    """Check that the sum of host counts fits int32, the integer type of planning."""
+    # A larger sum would wrap around in int32. Traced counts are not checked.
     # A sum of unsigned 64-bit counts can wrap around, too. float64 is exact far beyond int32.
     if isinstance(counts, np.ndarray) and (total := counts.sum(dtype=np.float64)) > INT32_MAX:
         raise ValueError(f"counts sum to {total:.0f} tokens; expected at most {INT32_MAX}")

@@ -72,10 +72,8 @@ State = Any
 
 
 def wide_dtype(array: Array) -> np.dtype:
-    """Return the dtype for sums over `array`: float32, or its own dtype if that is wider.
-
-    A long sum in bfloat16 stagnates, because its terms fall below half a unit in the last place.
-    """
+    """Return the dtype for sums over `array`: float32, or its own dtype if that is wider."""
+    # A long sum in bfloat16 stagnates, because its terms fall below half a unit in the last place.
     return array.dtype if jnp.finfo(array.dtype).bits > 32 else np.dtype(np.float32)
 
 
@@ -85,11 +83,9 @@ def namespace(array: Any) -> Any:
 
 
 def add_to_first(total: Array, part: Array) -> Array:
-    """Return `total` with `part` added to its first rows in the wider dtype, and rounded to the dtype of `total`.
-
-    A write to a slice of all rows has empty indices: the compiler of JAX 0.11.2 crashes on such a constant in
-    `shard_map`.
-    """
+    """Return `total` with `part` added to its first rows in the wider dtype, and rounded to the dtype of `total`."""
+    # A write to a slice of all rows has empty indices: the compiler of JAX 0.11.2 crashes on such a constant in
+    # `shard_map`.
     if total.shape == part.shape:
         return (total + part).astype(total.dtype)
     return total.at[: part.shape[0]].add(part)
@@ -112,12 +108,10 @@ Carry = TypeVar("Carry")
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: type[PytreeT]) -> type[PytreeT]:
-    """Make `cls` a frozen dataclass and a pytree.
-
-    Fields with metadata `static` belong to the tree structure. Unlike `jax.tree_util.register_dataclass`, unflattening
-    does not call `__init__`: JAX transformations put placeholders into array fields, so checks of shapes and types
-    belong to the constructing code.
-    """
+    """Make `cls` a frozen dataclass and a pytree."""
+    # Fields with metadata `static` belong to the tree structure. Unlike `jax.tree_util.register_dataclass`,
+    # unflattening does not call `__init__`: JAX transformations put placeholders into array fields, so checks of shapes
+    # and types belong to the constructing code.
     made: Any = dataclass(frozen=True)(cls)
     static = [field.name for field in fields(made) if field.metadata.get("static")]
     dynamic = [field.name for field in fields(made) if field.name not in static]
@@ -141,9 +135,7 @@ def pytree(cls: type[PytreeT]) -> type[PytreeT]:
 
 
 def saturated(array: Any) -> Any:
-    """Clip integers wider than 32 bits to the int32 range.
-
-    Later checks then reject an oversized value instead of its wrapped remainder.
-    """
+    """Clip integers wider than 32 bits to the int32 range."""
+    # Later checks then reject an oversized value instead of its wrapped remainder.
     # A plain conversion to int32 silently drops the upper 32 bits.
     return array.clip(-(2**31), 2**31 - 1) if array.dtype.itemsize > 4 else array

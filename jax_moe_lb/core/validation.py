@@ -20,15 +20,7 @@ from jax_moe_lb.core.types import AnyArray, Counts, host_iota, iota, namespace, 
 
 
 def check_counts(counts: AnyArray) -> None:
-    """Check counts from outside the program, such as from a file.
-
-    Args:
-        counts: `[R, E]` integers, concrete.
-
-    Raises:
-        ValueError: counts are not two-dimensional, not integers or negative, or their sum exceeds int32. The message
-            names the entry.
-    """
+    """Check counts from outside the program, such as from a file."""
     counts = np.asarray(counts)
     if counts.ndim != 2:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E]")
@@ -81,17 +73,8 @@ def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) ->
 
 
 def check_plans(plans: Sequence[Plan], counts: Sequence[Counts]) -> None:
-    """Check the plans of several groups of ranks as `check_plan` does, for all of them at once.
-
-    Plans with relays or rails are checked one by one.
-
-    Args:
-        plans: plan of each group, in NumPy arrays of equal shapes.
-        counts: `[R, E]` integers, the counts of each plan.
-
-    Raises:
-        ValueError: a plan breaks a rule; the message is that of `check_plan`.
-    """
+    """Check the plans of several groups of ranks as `check_plan` does, for all of them at once."""
+    # Plans with relays or rails are checked one by one.
     if any(plan.relay is not None or plan.rails is not None or plan.domain != plans[0].domain for plan in plans):
         for plan, routed in zip(plans, counts, strict=True):
             check_plan(plan, routed)
@@ -107,16 +90,8 @@ def check_plans(plans: Sequence[Plan], counts: Sequence[Counts]) -> None:
 
 
 def is_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> tuple[Plan, Bool[Array, ""]]:
-    """Return the plan in int32, and whether `check_plan` accepts it, excluding the check of rails.
-
-    It runs inside a program; the arguments are those of `check_plan`.
-
-    Returns:
-        The plan in int32, and a scalar bool.
-
-    Raises:
-        ValueError: the shapes of the fields do not match.
-    """
+    """Return the plan in int32, and whether `check_plan` accepts it, excluding the check of rails."""
+    # It runs inside a program; the arguments are those of `check_plan`.
     _check_shapes(plan, counts.shape)
     plan = jax.tree.map(lambda leaf: jnp.asarray(saturated(leaf), jnp.int32), plan)
     return plan, jnp.stack([~broken.any() for broken, _ in _rules(plan, counts, dynamic, jnp)]).all()
@@ -125,11 +100,9 @@ def is_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None
 def fallback_to_plain(
     plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None
 ) -> tuple[Plan, Bool[Array, ""]]:
-    """Return the plan if it is legal, else the plan of plain expert parallelism, and whether it is legal.
-
-    The plain plan gives the same outputs. Return the boolean to the host, which raises the error of `check_plan`. The
-    arguments are those of `check_plan`.
-    """
+    """Return the plan if it is legal, else the plan of plain expert parallelism, and whether it is legal."""
+    # The plain plan gives the same outputs. Return the boolean to the host, which raises the error of `check_plan`. The
+    # arguments are those of `check_plan`.
     plan, legal = is_legal(plan, counts, dynamic)
     at_home = _at_home(plan, counts)
     return jax.tree.map(lambda made, safe: jnp.where(legal, made, safe), plan, at_home), legal
@@ -151,17 +124,7 @@ def _at_home(plan: Plan, counts: Counts) -> Plan:
 
 
 def check_routed(wrong: AnyArray, num_experts: Any) -> None:
-    """Check the routing of all ranks.
-
-    Args:
-        wrong: `[R, 5]` integers. Each rank reports the number of invalid expert ids, the lowest and the highest of them
-            (0 if there are none), whether a routing weight is not finite, and the most nodes of a token with too many.
-        num_experts: `E`.
-
-    Raises:
-        ValueError: an id is out of range, a weight is not finite, or a token has experts on too many nodes; the message
-            names the rank.
-    """
+    """Check the routing of all ranks."""
     for rank, (num_bad, lowest, highest, bad_weights, nodes) in enumerate(np.asarray(wrong).tolist()):
         if num_bad:
             bad = lowest if lowest < -1 else highest
@@ -185,19 +148,7 @@ def check_homes(homes: Any) -> None:
 
 
 def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> Int[np.ndarray, "layers E"]:
-    """Check the permutation of each layer and return it in int32.
-
-    Args:
-        name: name of the argument in the error message.
-        permutation: `[layers, E]` integers.
-        shape: `(layers, E)`.
-
-    Returns:
-        `[layers, E]` int32, a NumPy array.
-
-    Raises:
-        ValueError: the shape or dtype is wrong, or a row is not a permutation of 0 to `E - 1`.
-    """
+    """Check the permutation of each layer and return it in int32."""
     permutation = np.asarray(permutation)
     if permutation.shape != shape or not np.issubdtype(permutation.dtype, np.integer):
         raise ValueError(f"{name} is {permutation.dtype}{list(permutation.shape)}; expected integers {list(shape)}")
@@ -236,10 +187,8 @@ def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
 def _rules(
     plan: Plan, counts: Int[AnyArray, "*B R E"], dynamic: AnyArray | None, xp: Any
 ) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
-    """Yield every rule as (mask of violating entries, message for one such entry).
-
-    Plans without relays and rails may be stacked along leading dimensions; the messages are those of a single plan.
-    """
+    """Yield every rule as (mask of violating entries, message for one such entry)."""
+    # Plans without relays and rails may be stacked along leading dimensions; the messages are those of a single plan.
     placement, quota = plan.placement, plan.quota
     num_ranks, num_experts = placement.shape[-2], quota.shape[-2]
     home, ranks = num_experts // num_ranks, host_iota(num_ranks)[:, None]

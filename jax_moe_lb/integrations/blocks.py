@@ -33,49 +33,25 @@ class BlockConfig:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Description of the MoE block of one library.
+    """Description of the MoE block of one library."""
 
-    Args:
-        balanced: return the subclass of a block's class that computes by `serve`. The subclass has the same name, so
-            that programs which look for blocks by class name still find it.
-        check: raise `ValueError` if a feature of the block is unsupported; called with the block and its path.
-        topology: return the default topology of a block; called with the block, the mesh and its path.
-        num_experts: return the number of routed experts of the block.
-    """
-
+    # Return the subclass of a block's class, with `serve`. It has the same name, so programs looking for blocks by class
+    # name still find it.
     balanced: Callable[[type], type]
+    # Raise `ValueError` if a feature of the block is unsupported; called with the block and its path
     check: Callable[[Any, str], None]
+    # Return the default topology of a block; called with the block, the mesh and its path
     topology: Callable[[Any, Mesh, str], Topology]
-    num_experts: Callable[[Any], int]
+    num_experts: Callable[[Any], int]  # return the number of routed experts of the block
 
 
 def refuse(path: str, argument: str, value: object, expected: str) -> None:
-    """Raise the error of a block that cannot be replaced.
-
-    Args:
-        path: path of the block in the model.
-        argument: attribute of the block, or of its configuration.
-        value: its value.
-        expected: condition on the value.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raise the error of a block that cannot be replaced."""
     raise ValueError(f"{path}.{argument} is {value}; expected {expected}")
 
 
 def topology_of(mesh: Mesh, expert_axes: tuple[str, ...], tensor_axes: tuple[str, ...], path: str) -> Topology:
-    """Return the topology of a block whose library names the axes.
-
-    Args:
-        mesh: mesh of the model. Axes that are neither expert nor tensor axes split tokens.
-        expert_axes: mesh axes over which the library shards experts.
-        tensor_axes: mesh axes over which the library shards the inner width of experts; absent ones are ignored.
-        path: path of the block, for the error.
-
-    Raises:
-        ValueError: the mesh lacks an expert axis.
-    """
+    """Return the topology of a block whose library names the axes."""
     if missing := [axis for axis in expert_axes if axis not in mesh.axis_names]:
         raise ValueError(
             f"mesh has the axes {mesh.axis_names}; expected {missing}, the expert axes of {path}. "
@@ -101,19 +77,7 @@ def serve(
     weights: Float[Array, "*B K"],
     experts: Experts,
 ) -> Float[Array, "*B H"]:
-    """Compute the weighted outputs of the routed experts of a block.
-
-    Args:
-        block: balanced block, with `balance_config`. With `record_stats` its `Stats` become its `moe_stats`, and
-            `experts_of_tokens` its `moe_experts`.
-        x: `[..., H]` tokens of all ranks.
-        experts_of_tokens: `[..., K]` integers, the experts of each token; -1 for none.
-        weights: `[..., K]`, the factors of the experts' outputs.
-        experts: weights of all `E` experts, which are cast to the dtype of `x`.
-
-    Raises:
-        ValueError: there is a fault, and the call is outside of `jax.jit` and other transformations.
-    """
+    """Compute the weighted outputs of the routed experts of a block."""
     config: BlockConfig = block.balance_config
     topology = config.topology
     layout = token_layout(x.shape[:-1], config.mesh, topology.data_axes + topology.expert_axes)

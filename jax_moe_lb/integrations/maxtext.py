@@ -23,23 +23,14 @@ Outputs = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 @dataclass(frozen=True)
 class FfnActivation:
-    """Activation of a block: MaxText's own method, on the attributes that it reads.
+    """Activation of a block: MaxText's own method, on the attributes that it reads."""
 
-    Args:
-        original: class of the block.
-        activation_fn: function of the gate.
-        dtype: dtype of the block.
-        decoder_block: decoder of the configuration, which selects the form.
-        limit: bound of the products; none if it is not positive.
-        config: the configuration, which the other fields represent in comparisons.
-    """
-
-    original: Any
-    activation_fn: Callable[[jax.Array], jax.Array]
-    dtype: Any
-    decoder_block: str
-    limit: float
-    config: Any = field(compare=False)
+    original: Any  # class of the block
+    activation_fn: Callable[[jax.Array], jax.Array]  # function of the gate
+    dtype: Any  # dtype of the block
+    decoder_block: str  # decoder of the configuration, which selects the form
+    limit: float  # bound of the products; none if it is not positive
+    config: Any = field(compare=False)  # the configuration, which the other fields represent in comparisons
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """Return the input of the down projection."""
@@ -54,7 +45,7 @@ def _balanced(original: type) -> type:
             return _matmul(self, original, False, *args, **kwargs)
 
         def sparse_matmul(self, *args: Any, **kwargs: Any) -> Outputs:
-            # Programs that read the overflow of MaxText's buffers find it: nothing overflows.
+            # Programs may read the overflow of MaxText's buffers: nothing overflows.
             self.sow(nnx.Intermediate, "moe_has_overflow", jnp.zeros((), jnp.bool_))
             return _matmul(self, original, True, *args, **kwargs)
 

@@ -61,23 +61,14 @@ DIMENSIONS = {
 
 @dataclass(frozen=True)
 class Product:
-    """Static description of one grouped product.
+    """Static description of one grouped product."""
 
-    Args:
-        kind: kind of the product; see `Kind`.
-        num_rows: `A`, number of rows.
-        widths: `I` and `O`, widths of the left operand and of the result; for "outer", of both operands.
-        num_groups: `S`; for matrices or sums in several arrays, a tuple of the groups of each.
-        dtypes: dtypes of both operands.
-        dtype: dtype of the result. Products accumulate in float32 or wider.
-    """
-
-    kind: Kind
-    num_rows: int
-    widths: tuple[int, int]
-    num_groups: int | tuple[int, ...]
-    dtypes: tuple[DType, DType]
-    dtype: DType
+    kind: Kind  # kind of the product; see `Kind`
+    num_rows: int  # `A`, number of rows
+    widths: tuple[int, int]  # `I` and `O`, widths of the left operand and of the result; for "outer", of both operands
+    num_groups: int | tuple[int, ...]  # `S`; for matrices or sums in several arrays, a tuple of the groups of each
+    dtypes: tuple[DType, DType]  # dtypes of both operands
+    dtype: DType  # dtype of the result. Products accumulate in float32 or wider.
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -111,32 +102,23 @@ class Product:
 
 @dataclass(frozen=True)
 class Backend:
-    """Row of the table of backends.
+    """Row of the table of backends."""
 
-    Args:
-        name: name printed by `jax-moe-lb doctor`.
-        platform: lowering platform; `None` for every platform.
-        why: reason to prefer it to later rows of the table.
-        why_not: function that returns the reason why it cannot compute a product, or `None`.
-        matmul: function for "product" and "transposed", of `(product, rows, weights, group_sizes)`; `None` if
-            unsupported.
-        outer: function for "outer", of the same arguments and `sums`, to which it adds; `sums` may be `None`. `None`
-            if unsupported.
-        takes_parts: if True, matrices and sums may be in several arrays. False by default.
-        recorded: kernel of `recorded_rates`; `None` (default) for no record.
-        needs_record: if True, it is chosen only on devices with a record, or if preferred. False by default.
-        fuses: if True, its products can compute the activations of a network, see `mosaic_ffn`. False by default.
-    """
-
-    name: str
-    platform: str | None
-    why: str
+    name: str  # name printed by `jax-moe-lb doctor`
+    platform: str | None  # lowering platform; `None` for every platform
+    why: str  # reason to prefer it to later rows of the table
+    # Function that returns the reason why it cannot compute a product, or `None`
     why_not: Callable[[Product], str | None]
+    # Function for "product" and "transposed", of `(product, rows, weights, group_sizes)`; `None` if unsupported
     matmul: Callable[..., Any] | None
+    # Function for "outer", of the same arguments and `sums`, to which it adds; `sums` may be `None`. `None` if
+    # unsupported.
     outer: Callable[..., Any] | None
-    takes_parts: bool = False
-    recorded: RecordedKernel | None = None
+    takes_parts: bool = False  # if True, matrices and sums may be in several arrays. False by default.
+    recorded: RecordedKernel | None = None  # kernel of `recorded_rates`; `None` (default) for no record
+    # If True, it is chosen only on devices with a record, or if preferred. False by default.
     needs_record: bool = False
+    # If True, its products can compute the activations of a network, see `mosaic_ffn`. False by default.
     fuses: bool = False
 
     def why_not_for(self, product: Product) -> str | None:
@@ -159,17 +141,11 @@ class Backend:
 
 
 class BackendChoice(NamedTuple):
-    """Backend of a product on one platform.
+    """Backend of a product on one platform."""
 
-    Args:
-        backend: chosen row of the table.
-        reason: reason for the row.
-        rejected: names of earlier rows for this platform, with the reasons against them.
-    """
-
-    backend: Backend
-    reason: str
-    rejected: dict[str, str]
+    backend: Backend  # chosen row of the table
+    reason: str  # reason for the row
+    rejected: dict[str, str]  # names of earlier rows for this platform, with the reasons against them
 
     @property
     def why(self) -> str:
@@ -179,16 +155,8 @@ class BackendChoice(NamedTuple):
 
 @contextmanager
 def prefer_backend(name: str) -> Iterator[None]:
-    """Prefer a backend for all products that it can compute, in programs traced inside the context.
-
-    A program keeps the backends of its first trace, so trace a new `jax.jit` inside.
-
-    Args:
-        name: name of a row of `BACKENDS`, such as "Hopper kernel".
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Prefer a backend for all products that it can compute, in programs traced inside the context."""
+    # A program keeps the backends of its first trace, so trace a new `jax.jit` inside.
     names = [backend.name for backend in BACKENDS]
     if name not in names:
         raise ValueError(f"name is {name!r}; expected one of {', '.join(names)}")
@@ -200,15 +168,9 @@ def prefer_backend(name: str) -> Iterator[None]:
 
 
 def choose_backend(product: Product, platform: str) -> BackendChoice:
-    """Return the backend of a product.
-
-    It is the preferred backend, see `prefer_backend`. Otherwise it is the first row of `BACKENDS` that can compute the
-    product, with the recorded rows in the order of their rates; see `recorded_rates`.
-
-    Args:
-        product: shapes and dtypes.
-        platform: platform of the lowering, by its name in `jax.lax.platform_dependent`.
-    """
+    """Return the backend of a product."""
+    # It is the preferred backend, see `prefer_backend`. Otherwise it is the first row of `BACKENDS` that can compute
+    # the product, with the recorded rows in the order of their rates; see `recorded_rates`.
     rows = [backend for backend in BACKENDS if backend.platform in (platform, None)]
     rejected: dict[str, str] = {}
     for backend in rows:
@@ -243,22 +205,14 @@ def has_tokamax() -> bool:
 
 
 def reads_parts(product: Product) -> bool:
-    """Return whether the default device reads matrices, or writes sums, in several arrays without a copy.
-
-    Args:
-        product: shapes and dtypes, with the groups of each array.
-    """
+    """Return whether the default device reads matrices, or writes sums, in several arrays without a copy."""
     is_padded = min(product.widths) < TILE
     on_gpu = get_default_device().platform == "gpu"
     return on_gpu and not is_padded and choose_backend(product, "cuda").backend.takes_parts
 
 
 def fuses_activations(products: Iterable[Product]) -> bool:
-    """Return whether the kernels of the default device can compute activations inside these products.
-
-    Args:
-        products: shapes and dtypes of all products of a network.
-    """
+    """Return whether the kernels of the default device can compute activations inside these products."""
     if get_default_device().platform != "gpu":
         return False
     return all(min(product.widths) >= TILE and choose_backend(product, "cuda").backend.fuses for product in products)

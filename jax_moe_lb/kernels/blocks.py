@@ -19,30 +19,17 @@ MAX_BLOCK_ROWS = 512
 
 
 class RowBlock(NamedTuple):
-    """Rows of one block, all of one group.
+    """Rows of one block, all of one group."""
 
-    Args:
-        group: int32, group of the block.
-        start: int32, first row of the window to read.
-        inside: `[B]` mask of the rows of the window that belong to the block.
-    """
-
-    group: Int[Array, ""]
-    start: Int[Array, ""]
-    inside: Bool[Array, "B"]
+    group: Int[Array, ""]  # group of the block
+    start: Int[Array, ""]  # first row of the window to read
+    inside: Bool[Array, "B"]  # `[B]` mask of the rows of the window that belong to the block
 
 
 def matmul_by_blocks(
     rows: Float[Array, "A I"], weights: Float[Array, "S _ _"], group_sizes: GroupSizes, *, transposed: bool
 ) -> Float[Array, "A O"]:
-    """Compute `grouped_matmul` block by block.
-
-    Args:
-        rows: `[A, I]`, sorted by group.
-        weights: `[S, I, O]`, or `[S, O, I]` if `transposed`.
-        group_sizes: `[S]` int32.
-        transposed: if True, multiply rows with the transposes.
-    """
+    """Compute `grouped_matmul` block by block."""
     width = weights.shape[1 if transposed else 2]
     if weights.shape[0] == 1:
         return _product(rows, weights[0], transposed)
@@ -60,13 +47,7 @@ def matmul_by_blocks(
 def outer_by_blocks(
     rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes
 ) -> Float[Array, "S I O"]:
-    """Compute `grouped_outer` block by block.
-
-    Args:
-        rows: `[A, I]`, sorted by group.
-        others: `[A, O]`, in the same order.
-        group_sizes: `[S]` int32.
-    """
+    """Compute `grouped_outer` block by block."""
     if group_sizes.shape[0] == 1:
         inside = (iota(rows.shape[0]) < group_sizes)[:, None]
         mine, theirs = (jnp.where(inside, array, 0) for array in (rows, others))
@@ -82,26 +63,14 @@ def outer_by_blocks(
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
-    """Return the number of rows of a block: partly filled blocks then have at most a quarter of all rows.
-
-    Args:
-        num_rows: `A`, number of rows.
-        num_groups: `S`, number of groups.
-    """
+    """Return the number of rows of a block: partly filled blocks then have at most a quarter of all rows."""
     return max(1, min(MAX_BLOCK_ROWS, num_rows // (4 * num_groups)))
 
 
 def each_block(
     step: Callable[[RowBlock, Carry], Carry], carry: Carry, num_rows: int, group_sizes: Int[Array, "S"]
 ) -> Carry:
-    """Run a step for each block, some of them empty; each row of a group is in exactly one block.
-
-    Args:
-        step: function from a block and the carry to the new carry.
-        carry: initial carry; it varies over the mesh axes of the arrays read by the step.
-        num_rows: `A`, number of rows.
-        group_sizes: `[S]` int32, rows of each group.
-    """
+    """Run a step for each block, some of them empty; each row of a group is in exactly one block."""
     num_groups = group_sizes.shape[0]
     if num_rows == 0 or num_groups == 0:
         return vary_like(carry, group_sizes)

@@ -39,26 +39,14 @@ from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
 
 
 def bias_rows(bias: Float[Array, "S O"], group_sizes: GroupSizes, num_rows: int) -> Float[Array, "A O"]:
-    """Return the bias of each row's group; 0 for rows beyond the groups.
-
-    Args:
-        bias: `[S, O]`, one for each group.
-        group_sizes: `[S]` int32, rows of each group.
-        num_rows: `A`, number of rows.
-    """
+    """Return the bias of each row's group; 0 for rows beyond the groups."""
     member = _members(group_sizes, num_rows).astype(bias.dtype)
     # Full precision: by default TPUs would round a float32 bias to bfloat16, although this product only selects rows.
     return jnp.matmul(member, bias, precision=jax.lax.Precision.HIGHEST)
 
 
 def bias_sums(of_rows: Float[Array, "A O"], group_sizes: GroupSizes, dtype: DType) -> Float[Array, "S O"]:
-    """Sum the gradients of the rows of each group, in float32 or wider; the transpose of `bias_rows`.
-
-    Args:
-        of_rows: `[A, O]`; rows beyond the groups may be uninitialized.
-        group_sizes: `[S]` int32, rows of each group.
-        dtype: dtype of the result.
-    """
+    """Sum the gradients of the rows of each group, in float32 or wider; the transpose of `bias_rows`."""
     member = _members(group_sizes, of_rows.shape[0])
     written = jnp.where(member.any(1, keepdims=True), of_rows, 0)
     sums = jnp.matmul(
@@ -81,13 +69,8 @@ ExpertParts = tuple[Experts, ...]
 
 
 def takes_parts(experts: ExpertParts) -> bool:
-    """Return whether all products with these experts read them in parts, without a copy in one array.
-
-    It depends on the default device alone, so that a program compiled for another machine sets it; see `aot`.
-
-    Args:
-        experts: parts of the experts of all groups.
-    """
+    """Return whether all products with these experts read them in parts, without a copy in one array."""
+    # It depends on the default device alone, so that a program compiled for another machine sets it; see `aot`.
     groups, first = tuple(part.up.shape[0] for part in experts), experts[0]
 
     def product(kind: Kind, matrices: Array) -> Product:
@@ -105,39 +88,19 @@ Products = tuple[Float[Array, "A _"], ...]
 
 @jax.custom_vjp
 def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
-    """Apply the expert of its group to each row.
-
-    `moe` calls it for the received rows of a rank; use it in custom transports. The residuals are `rows` and `experts`:
-    the backward pass recomputes the hidden activations.
-
-    Args:
-        rows: `[A, H]`, sorted by group. Rows beyond `group_sizes.sum()` may be uninitialized.
-        experts: weights of the `S` groups, in the dtype of `rows`; or a tuple of parts of the same form, see
-            `grouped_matmul`.
-        group_sizes: `[S]` int32, rows of each group, at least 0. The gradient of an expert without rows is exactly 0.
-
-    Returns:
-        The outputs, `[A, H]`; rows beyond `group_sizes.sum()` are undefined.
-    """
+    """Apply the expert of its group to each row."""
+    # `moe` calls it for the received rows of a rank; use it in custom transports. The residuals are `rows` and
+    # `experts`: the backward pass recomputes the hidden activations.
     return _by_platform(_network(rows, experts), _in_windows, rows, experts, group_sizes)[0]
 
 
 def grouped_ffn_with_products(
     rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes
 ) -> tuple[Rows, Products]:
-    """Compute `grouped_ffn`; also return the products, which `grouped_ffn_gradients` then need not compute.
-
-    It is not differentiable; use it in custom forward passes.
-
-    Args:
-        rows: `[A, H]`, as for `grouped_ffn`.
-        experts: weights of the `S` groups, or a tuple of parts of them.
-        group_sizes: `[S]` int32, rows of each group.
-
-    Returns:
-        The outputs, `[A, H]`, and the products with `up` and, if separate, with the gate, `[A, F]` each in the dtype of
-        `rows`; or one of `[A, 2 F]` if `up` contains the gate. Rows beyond `group_sizes.sum()` are undefined.
-    """
+    """Compute `grouped_ffn`; also return the products, which `grouped_ffn_gradients` then need not compute."""
+    # It is not differentiable; use it in custom forward passes.
+    # Returns the outputs, `[A, H]`, and the products with `up` and, if separate, with the gate, `[A, F]` each in the
+    # dtype of `rows`; or one of `[A, 2 F]` if `up` contains the gate. Rows beyond `group_sizes.sum()` are undefined.
     in_windows = partial(_in_windows, keeps_products=True)
     return _by_platform(_network(rows, experts, keeps_products=True), in_windows, rows, experts, group_sizes)
 
@@ -151,12 +114,7 @@ def _network(rows: Rows, experts: Experts | ExpertParts, *, keeps_products: bool
 
 
 def fuses(rows: Rows, experts: Experts | ExpertParts) -> bool:
-    """Return whether kernels of the default device compute the activations inside the products.
-
-    Args:
-        rows: `[A, H]`.
-        experts: weights of all groups, or a tuple of parts of them.
-    """
+    """Return whether kernels of the default device compute the activations inside the products."""
     first = _first(experts)
     groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else first.up.shape[0]
     if first.has_adapters or first.up_bias is not None or first.down_bias is not None:
@@ -286,31 +244,8 @@ def grouped_ffn_gradients(
     again: Callable[[Array], Experts | ExpertParts] | None = None,
     products: Products | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
-    """Compute the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
-
-    Use it in a handwritten backward pass, such as the one of the rounds.
-
-    Args:
-        rows: `[A, H]`, as passed to `grouped_ffn`.
-        weights: `[A, 1]`, factor of the output of each row, float32 or wider.
-        experts: weights of the `S` groups, or a tuple of parts of them.
-        group_sizes: `[S]` int32, rows of each group.
-        upstream: `[A, H]`, gradients of the weighted outputs, in the dtype of `rows`. As in `rows` and `weights`, rows
-            beyond `group_sizes.sum()` may be uninitialized.
-        sums_dtype: dtype of the gradients of the experts. Sums over rows are in float32 or wider. Pass this wide dtype
-            if further gradients are added, to round only once.
-        sums: accumulators of the experts' gradients, in `sums_dtype` and the form of `experts`; `None` (default) for
-            zeros.
-        again: function that rebuilds the experts after the given array, for the last products. It saves the memory of a
-            copy of the experts, and of a transposed one, between first and last products. `None` (default) is right if
-            the experts are no copies. It is not called for windows of rows.
-        products: products of the forward pass, see `grouped_ffn_with_products`; they may be separate although `up`
-            contains the gate. `None` (default) to compute them again.
-
-    Returns:
-        Gradients of the rows and of the weights, in their dtypes, undefined beyond `group_sizes.sum()`; and gradients
-        of the experts, in parts if these are.
-    """
+    """Compute the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`."""
+    # Use it in a handwritten backward pass, such as the one of the rounds.
     at_once = partial(_gradients_at_once, sums_dtype=sums_dtype, again=again)
     if fuses(rows, experts):
         at_once = partial(_on_cuda, partial(_fused_gradients, sums_dtype=sums_dtype, again=again), at_once)
@@ -480,14 +415,7 @@ grouped_ffn.defvjp(_save, _backward)
 
 
 def dense_ffn(rows: Float[Array, "*B H"], expert: Experts, out_sharding: NamedSharding | None = None) -> Array:
-    """Apply one expert to all rows; the reference of `grouped_ffn`.
-
-    Args:
-        rows: `[..., H]`, all of them used.
-        expert: weights of one expert, without a leading dimension.
-        out_sharding: sharding of the outputs, required on Explicit axes if the inner width is sharded; `None` (default)
-            follows from the arguments.
-    """
+    """Apply one expert to all rows; the reference of `grouped_ffn`."""
 
     def product(rows: Array, kind: str, sharding: NamedSharding | None = None) -> Array:
         out, bias = jnp.matmul(rows, getattr(expert, kind), out_sharding=sharding), getattr(expert, f"{kind}_bias")

@@ -26,25 +26,10 @@ Sums = Float[Array, "S I O"]
 def grouped_matmul(
     rows: Inputs, weights: GroupWeights | WeightParts, group_sizes: GroupSizes, transposed: bool = False
 ) -> Outputs:
-    """Multiply each row with the matrix of its group.
-
-    It is differentiable in `rows` and `weights`, and accumulates in float32 or wider.
-
-    Args:
-        rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` may be uninitialized, here and in the backward
-            pass. The kernels on GPUs require `I` and `O` of at least 128; narrower operands are zero-padded.
-        weights: `[S, I, O]`, in the dtype of `rows`; or a tuple of such arrays with consecutive groups. The kernels of
-            this library for GPUs read such parts in place; all other backends concatenate them.
-        group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.
-        transposed: if True, `weights` are `[S, O, I]` and rows are multiplied with their transposes: a backward pass
-            then needs no transposed copy. False by default.
-
-    Returns:
-            The products, `[A, O]` in the dtype of `rows`. Rows beyond `group_sizes.sum()` are undefined and may be NaN.
-
-    Raises:
-        ValueError: shapes or dtypes do not match. On a CPU with the custom call, invalid group sizes stop the program.
-    """
+    """Multiply each row with the matrix of its group."""
+    # It is differentiable in `rows` and `weights`, and accumulates in float32 or wider.
+    # Returns the products, `[A, O]` in the dtype of `rows`. Rows beyond `group_sizes.sum()` are undefined and may be
+    # NaN.
     parts = list(weights) if isinstance(weights, tuple) else [weights]
     inner = {part.shape[2 if transposed else 1] for part in parts}
     num_groups, dtypes = sum(part.shape[0] for part in parts), {part.dtype for part in parts}
@@ -115,22 +100,8 @@ def grouped_outer(
     sums: Sums | WeightParts | None = None,
     parts: tuple[int, ...] | None = None,
 ) -> Sums | WeightParts:
-    """Compute `rows.T @ others` of each group, the gradient of the weights of `grouped_matmul`.
-
-    It is not differentiable; use it in custom backward passes.
-
-    Args:
-        rows: `[A, I]`, sorted by group, after `clear_tail`: some kernels read beyond `group_sizes.sum()`.
-        others: `[A, O]`, in the same order and dtype, also after `clear_tail`.
-        group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.
-        dtype: dtype of the result; `None` (default) is the dtype of the accumulators, float32 or wider. Pass the dtype
-            of the weights for final sums: kernels then write half as many bytes in bfloat16.
-        sums: arrays to add to, in the form of the result, on CPUs in place; `None` (default) is 0.
-        parts: number of groups of each array, for a result in several arrays; `None` (default) is one array.
-
-    Returns:
-        The sums, `[S, I, O]`; for an empty group exactly `sums`, or 0.
-    """
+    """Compute `rows.T @ others` of each group, the gradient of the weights of `grouped_matmul`."""
+    # It is not differentiable; use it in custom backward passes.
     num_groups = group_sizes.shape[0] if parts is None else parts
     product = outer_product(rows, others, num_groups, wide_dtype(rows) if dtype is None else dtype)
     leaves, form = jax.tree.flatten(sums)

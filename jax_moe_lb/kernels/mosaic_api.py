@@ -52,15 +52,7 @@ def launch(
     name: str,
     sizes: tuple[int, int, int],
 ) -> list[Array]:
-    """Run a kernel on the default device.
-
-    Args:
-        body: function of the references of operands and results. Its axes are `program` and `warpgroup`.
-        out_types: shapes and dtypes of the results.
-        operands: arrays in global memory.
-        name: name of the kernel in profiles, followed by the sizes.
-        sizes: rows, inner and outer width of the product, or of several counted as one; see `aot/flops.py`.
-    """
+    """Run a kernel on the default device."""
     kernel = mosaic_gpu.kernel(
         body,
         out_type=tuple(out_types),

@@ -50,18 +50,7 @@ def gradients(
     dtype: DType,
     again: Callable[[Array], Parts] | None,
 ) -> tuple[Rows, Float[Array, "A 1"], dict[str, tuple[Array, ...]]]:
-    """Return the gradients of rows, of row weights, and of each kind of weights in parts.
-
-    Args:
-        rows: `[A, H]`; rows beyond the last group may be NaN, here and in `upstream`.
-        weights: `[A, 1]` float32, factors of the outputs.
-        experts: experts of consecutive groups, without biases and adapters.
-        group_sizes: `[S]` int32.
-        upstream: `[A, H]`, gradients of the weighted outputs.
-        kept: products before the activation; `None` to compute them again.
-        dtype: dtype of the gradients of weights.
-        again: function that rebuilds the experts for the last products; see `grouped_ffn_gradients`.
-    """
+    """Return the gradients of rows, of row weights, and of each kind of weights in parts."""
     sizes = tuple(part.up.shape[0] for part in experts)
     outers = partial(weight_gradients, group_sizes=group_sizes, parts=sizes, dtype=dtype)
     kept = kept or inner_products(rows, experts, group_sizes)
@@ -80,14 +69,7 @@ def gradients(
 def hidden_and_products(
     rows: Rows, experts: Parts, group_sizes: GroupSizes, *, keeps_products: bool
 ) -> tuple[Float[Array, "A F"], Products]:
-    """Return the hidden activations and, if they are kept, the products before the activation.
-
-    Args:
-        rows: `[A, H]`; those beyond the last group affect no others.
-        experts: experts of consecutive groups, without biases and adapters.
-        group_sizes: `[S]` int32.
-        keeps_products: if True, return the products, too; otherwise return `()` in their place.
-    """
+    """Return the hidden activations and, if they are kept, the products before the activation."""
     activation, count = _activation(experts[0]), _num_products(experts[0])
 
     def activate(tiles: list[Array], operands: list[Array], weights: Any) -> tuple[list[Array], Any]:
@@ -115,15 +97,7 @@ def inner_products(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> Produ
 def activation_gradients(
     kept: Products, weights: Float[Array, "A 1"], experts: Parts, group_sizes: GroupSizes, upstream: Rows
 ) -> tuple[Products, Float[Array, "A F"], Float[Array, "A 1"]]:
-    """Return the gradients of the products, the weighted hidden activations and the gradients of the row weights.
-
-    Args:
-        kept: products before the activation.
-        weights: `[A, 1]` float32, factors of the outputs.
-        experts: experts of consecutive groups, without biases and adapters.
-        group_sizes: `[S]` int32.
-        upstream: `[A, H]`, gradients of the weighted outputs.
-    """
+    """Return the gradients of the products, the weighted hidden activations and the gradients of the row weights."""
     activation, count = _activation(experts[0]), _num_products(experts[0])
 
     def pull_back(tiles: list[Array], operands: list[Array], weights: Any) -> tuple[list[Array], Any]:
@@ -158,15 +132,7 @@ def row_gradients(of_products: Products, experts: Parts, group_sizes: GroupSizes
 def weight_gradients(
     rows: Rows, others: Products, group_sizes: GroupSizes, parts: tuple[int, ...], dtype: DType
 ) -> tuple[Float[Array, "_ I O"], ...]:
-    """Return `rows.T @ others` of each group, in parts; several arrays are neighboring columns of one result.
-
-    Args:
-        rows: `[A, I]`; those beyond the last group may be NaN.
-        others: arrays `[A, O]` of the same rows.
-        group_sizes: `[S]` int32.
-        parts: number of groups of each array of the result.
-        dtype: dtype of the result.
-    """
+    """Return `rows.T @ others` of each group, in parts; several arrays are neighboring columns of one result."""
 
     def compute(rows: Rows, others: Products, group_sizes: GroupSizes) -> tuple[Array, ...]:
         return outer(rows, others, group_sizes, parts=parts, dtype=dtype)

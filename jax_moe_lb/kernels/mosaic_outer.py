@@ -49,18 +49,7 @@ def outer(
     cleared: tuple[bool, ...] | None = None,
     name: str = "grouped_outer",
 ) -> tuple[Float[Array, "_ I O"], ...]:
-    """Compute `grouped_outer`; rows beyond the last group may be NaN.
-
-    Args:
-        rows: `[A, I]`, of a width of at least 128; `choose_backend` checks its shape and dtype.
-        others: `[A, O]`, in the same order and dtype; or arrays of one width that are neighboring columns.
-        group_sizes: `[S]` int32.
-        parts: number of groups of each array of the result; their sum is `S`.
-        dtype: dtype of the result; the accumulators are float32.
-        cleared: whether sums of empty groups are 0, for each part; otherwise they are not written. `None` (default)
-            clears all.
-        name: name of the kernel in profiles.
-    """
+    """Compute `grouped_outer`; rows beyond the last group may be NaN."""
     others = _whole_tiles(others if isinstance(others, tuple) else (others,))
     (num_rows, inner), width = rows.shape, sum(part.shape[1] for part in others)
     group_sizes = group_sizes.astype(jnp.int32)

@@ -51,46 +51,29 @@ MAX_STAGES = 4
 
 
 class Factor(NamedTuple):
-    """Matrices of all groups in parts, or a slice of their width `F`.
+    """Matrices of all groups in parts, or a slice of their width `F`."""
 
-    Args:
-        parts: `[G, I, O]`, or `[G, O, I]` if transposed, matrices of consecutive groups.
-        offset: first entry of the slice, along the last dimension; a multiple of 64, 0 by default.
-    """
-
-    parts: tuple[Array, ...]
-    offset: int = 0
+    parts: tuple[Array, ...]  # or `[G, O, I]` if transposed, matrices of consecutive groups
+    offset: int = 0  # first entry of the slice, along the last dimension; a multiple of 64, 0 by default
 
 
 class Term(NamedTuple):
-    """Rows and the matrices to multiply them with, one factor for each accumulator.
+    """Rows and the matrices to multiply them with, one factor for each accumulator."""
 
-    Args:
-        rows: `[A, I]`.
-        factors: factors with `O` columns.
-    """
-
-    rows: Float[Array, "A I"]
-    factors: tuple[Factor, ...]
+    rows: Float[Array, "A I"]  # `[A, I]`
+    factors: tuple[Factor, ...]  # factors with `O` columns
 
 
 class Epilogue(NamedTuple):
-    """Elementwise function of the products of all accumulators.
+    """Elementwise function of the products of all accumulators."""
 
-    Args:
-        compute: function of float32 tiles: the products, the tiles of `operands`, and the row weights, which are `None`
-            without `weights`. It returns the results, and a tile to sum over columns or `None`.
-        num_results: number of results.
-        operands: arrays `[A, O]` read at the places of the products.
-        weights: `[A]` float32, one for each row; `None` (default) for none.
-        has_sums: if True, the function returns a tile to sum.
-    """
-
+    # Function of float32 tiles: the products, the tiles of `operands`, and the row weights, which are `None` without
+    # `weights`. It returns the results, and a tile to sum over columns or `None`.
     compute: Callable[[list[Array], list[Array], Any], tuple[list[Array], Any]]
-    num_results: int = 1
-    operands: tuple[Float[Array, "A O"], ...] = ()
-    weights: Float[Array, "A"] | None = None
-    has_sums: bool = False
+    num_results: int = 1  # number of results
+    operands: tuple[Float[Array, "A O"], ...] = ()  # arrays `[A, O]` read at the places of the products
+    weights: Float[Array, "A"] | None = None  # one for each row; `None` (default) for none
+    has_sums: bool = False  # if True, the function returns a tile to sum
 
 
 def _store_products(products: list[Array], operands: list[Array], weights: Any) -> tuple[list[Array], Any]:
@@ -98,15 +81,10 @@ def _store_products(products: list[Array], operands: list[Array], weights: Any) 
 
 
 class Results(NamedTuple):
-    """Results of an epilogue.
+    """Results of an epilogue."""
 
-    Args:
-        arrays: `[A, O]` in the dtype of the rows; rows of no group are not written.
-        sums: `[A]` float32, sums over columns, undefined for rows of no group; `None` without sums.
-    """
-
-    arrays: tuple[Float[Array, "A O"], ...]
-    sums: Float[Array, "A"] | None
+    arrays: tuple[Float[Array, "A O"], ...]  # `[A, O]` in the dtype of the rows; rows of no group are not written
+    sums: Float[Array, "A"] | None  # sums over columns, undefined for rows of no group; `None` without sums
 
 
 def products(
@@ -118,16 +96,8 @@ def products(
     epilogue: Epilogue | None = None,
     name: str = "grouped_product",
 ) -> Results:
-    """Sum the products of terms and apply an epilogue. Rows beyond the last group affect no others.
-
-    Args:
-        terms: rows with their matrices; all have the same number of factors.
-        width: `O`, columns of the results; a multiple of 64.
-        group_sizes: `[S]` int32.
-        transposed: if True, multiply rows with the transposes.
-        epilogue: function of the products; `None` (default) stores these.
-        name: name of the kernel in profiles.
-    """
+    """Sum the products of terms and apply an epilogue."""
+    # Rows beyond the last group affect no others.
     num_accumulators = len(terms[0].factors)
     epilogue = epilogue or Epilogue(_store_products, num_accumulators)
     rows = terms[0].rows
@@ -168,14 +138,8 @@ def products(
 def product(
     rows: Float[Array, "A I"], *parts: Float[Array, "_ _ _"], group_sizes: GroupSizes, transposed: bool
 ) -> Float[Array, "A O"]:
-    """Compute `grouped_matmul`. Rows beyond the last group affect no others, and their products are not written.
-
-    Args:
-        rows: `[A, I]`; `choose_backend` checks its shape and dtype.
-        *parts: `[G, I, O]`, or `[G, O, I]` if `transposed`, matrices of consecutive groups.
-        group_sizes: `[S]` int32.
-        transposed: if True, multiply rows with the transposes.
-    """
+    """Compute `grouped_matmul`."""
+    # Rows beyond the last group affect no others, and their products are not written.
     width = parts[0].shape[1 if transposed else 2]
     return products([Term(rows, (Factor(parts),))], width, group_sizes, transposed=transposed).arrays[0]
 
@@ -395,14 +359,7 @@ class _Kernel:
 
 
 def for_part_of(index: Array, parts: Sequence[Any], run: Callable[[Any, Array], None], axis: int = 0) -> None:
-    """Run a function of the array that contains an index, and of the index in it.
-
-    Args:
-        index: index of a group, or of another dimension, in all arrays one after the other.
-        parts: the arrays.
-        run: the function.
-        axis: dimension of the index; 0 by default.
-    """
+    """Run a function of the array that contains an index, and of the index in it."""
     if len(parts) == 1:
         run(parts[0], index)
         return

@@ -20,37 +20,17 @@ NEIGHBORS = 16
 
 
 class RowTiles(NamedTuple):
-    """Tiles of rows in global memory; entries beyond `total` are unused.
+    """Tiles of rows in global memory; entries beyond `total` are unused."""
 
-    Args:
-        group: `[P]` int32, group of each tile.
-        first: `[P]` int32, first row, a multiple of 8.
-        begin: `[P]` int32, first row of the group in the tile, from `first` on.
-        end: `[P]` int32, end of these rows, from `first` on.
-        total: `[1]` int32, number of tiles.
-    """
-
-    group: Int[Array, "P"]
-    first: Int[Array, "P"]
-    begin: Int[Array, "P"]
-    end: Int[Array, "P"]
-    total: Int[Array, "1"]
+    group: Int[Array, "P"]  # group of each tile
+    first: Int[Array, "P"]  # first row, a multiple of 8
+    begin: Int[Array, "P"]  # first row of the group in the tile, from `first` on
+    end: Int[Array, "P"]  # end of these rows, from `first` on
+    total: Int[Array, "1"]  # number of tiles
 
 
 def row_tiles(group_sizes: GroupSizes, size: int, num_rows: int) -> RowTiles:
-    """Return the tiles of all groups.
-
-    Args:
-        group_sizes: `[S]` int32, rows of each group.
-        size: rows of a tile, a multiple of 8.
-        num_rows: `A`, number of rows; a multiple of 8, at least `size`.
-
-    Examples:
-        >>> tiles = row_tiles(jnp.array([10, 0, 20], jnp.int32), size=16, num_rows=32)
-        >>> count = int(tiles.total[0])
-        >>> [array[:count].tolist() for array in tiles[:4]]
-        [[0, 2, 2], [0, 8, 16], [0, 2, 8], [10, 16, 14]]
-    """
+    """Return the tiles of all groups."""
     starts, aligned, tiles = _of_groups(group_sizes, size)
     last = jnp.cumsum(tiles, dtype=jnp.int32)
     index = iota(-(-num_rows // size) + group_sizes.shape[0])
@@ -64,14 +44,7 @@ def row_tiles(group_sizes: GroupSizes, size: int, num_rows: int) -> RowTiles:
 
 
 def tile_of_rows(group_sizes: GroupSizes, tiles: RowTiles, size: int, num_rows: int) -> tuple[Array, Array]:
-    """Return the tile that stores each row, and the row's place in it; any of them for rows of no group.
-
-    Args:
-        group_sizes: `[S]` int32, rows of each group.
-        tiles: result of `row_tiles`.
-        size: rows of a tile.
-        num_rows: `A`, number of rows.
-    """
+    """Return the tile that stores each row, and the row's place in it; any of them for rows of no group."""
     starts, aligned, count = _of_groups(group_sizes, size)
     row = iota(num_rows)
     ends = starts + group_sizes
@@ -90,13 +63,7 @@ def _of_groups(group_sizes: GroupSizes, size: int) -> tuple[Array, Array, Array]
 
 
 def place(index: Array, num_rows: Array, num_columns: int) -> tuple[Any, Any]:
-    """Return the row tile and the column tile of a tile of the result.
-
-    Args:
-        index: number of the tile.
-        num_rows: number of row tiles.
-        num_columns: number of column tiles.
-    """
+    """Return the row tile and the column tile of a tile of the result."""
     band = jax.lax.div(index, NEIGHBORS * num_columns)
     inside = index - band * NEIGHBORS * num_columns
     # The last band has fewer row tiles.

@@ -16,16 +16,8 @@ CLEARED_ROWS = 1024
 
 
 def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False) -> Rows:
-    """Set the rows beyond the last group to 0, as far as `grouped_outer` reads them.
-
-    Kernels mask these rows by a product with 0, which propagates the NaN of uninitialized rows.
-
-    Args:
-        rows: `[A, ...]`, sorted by group; updated in place if not used later.
-        group_sizes: `[S]` int32, rows of each group.
-        are_results: if True, the rows are results of elementwise operations, into which XLA fuses a mask of all rows.
-            False by default.
-    """
+    """Set the rows beyond the last group to 0, as far as `grouped_outer` reads them."""
+    # Kernels mask these rows by a product with 0, which propagates the NaN of uninitialized rows.
     on_tpu = _clear_all if are_results else _clear_rest
     return jax.lax.platform_dependent(
         *vary_alike((rows, group_sizes)),

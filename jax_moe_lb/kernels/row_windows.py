@@ -23,28 +23,17 @@ MAX_WINDOWS = 16
 
 
 def num_windows(num_rows: int) -> int:
-    """Return the number of windows.
-
-    Args:
-        num_rows: `A`, number of rows.
-    """
+    """Return the number of windows."""
     return max(1, min(num_rows // WINDOW_ROWS, MAX_WINDOWS))
 
 
 class RowWindow(NamedTuple):
-    """Rows read and written by one step.
+    """Rows read and written by one step."""
 
-    Args:
-        start: int32, first row.
-        inside: `[B]` mask of its own rows; others belong to the previous window, or to no group.
-        group_sizes: rows of each group, from `start` on.
-        group: int32, group of all its rows; `None` (default) if they can belong to several groups.
-    """
-
-    start: Int[Array, ""]
-    inside: Bool[Array, "B"]
-    group_sizes: GroupSizes
-    group: Int[Array, ""] | None = None
+    start: Int[Array, ""]  # first row
+    inside: Bool[Array, "B"]  # `[B]` mask of its own rows; others belong to the previous window, or to no group
+    group_sizes: GroupSizes  # rows of each group, from `start` on
+    group: Int[Array, ""] | None = None  # group of all its rows; `None` (default) if they can belong to several groups
 
     def take(self, rows: Array) -> Array:
         """Read the rows; 0 for rows of others, which may be uninitialized."""
@@ -79,15 +68,7 @@ def each_window(
     *,
     of_one_group: bool,
 ) -> Carry:
-    """Run a step for each window of the rows of all groups; each row is in exactly one window.
-
-    Args:
-        step: function from a window and the carry to the new carry.
-        carry: arrays updated in place by the steps.
-        num_rows: `A`, number of rows; rows beyond the groups are in no window.
-        group_sizes: `[S]` int32, rows of each group.
-        of_one_group: if True, every window has rows of one group only.
-    """
+    """Run a step for each window of the rows of all groups; each row is in exactly one window."""
     if of_one_group:
 
         def of_block(block: RowBlock, carry: Carry) -> Carry:

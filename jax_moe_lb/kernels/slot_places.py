@@ -14,34 +14,15 @@ from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
 
 
 class SlotPlaces(NamedTuple):
-    """Copies of received rows, sorted by slot, then by row.
+    """Copies of received rows, sorted by slot, then by row."""
 
-    Args:
-        place: `[B, K]` int32, place of each copy; `A` for none.
-        copy: `[A]` int32, copy `row * K + k` at each place; 0 beyond the copies.
-        group_sizes: `[S]` int32, copies of each slot.
-    """
-
-    place: Int[Array, "B K"]
-    copy: Int[Array, "A"]
-    group_sizes: GroupSizes
+    place: Int[Array, "B K"]  # place of each copy; `A` for none
+    copy: Int[Array, "A"]  # copy `row * K + k` at each place; 0 beyond the copies
+    group_sizes: GroupSizes  # copies of each slot
 
 
 def slot_places(codes: Int[Array, "B K"], num_slots: int, num_places: int) -> SlotPlaces:
-    """Compute the place of every copy in the order of slots, by a running sum.
-
-    Args:
-        codes: `[B, K]` int32, slot of each copy plus 1; 0 for none. A row may name a slot several times.
-        num_slots: `S`.
-        num_places: `A`, at least the number of copies.
-
-    Examples:
-        >>> places = slot_places(jnp.array([[2, 1], [0, 2], [1, 1]]), num_slots=2, num_places=6)
-        >>> places.place.tolist(), places.group_sizes.tolist()
-        ([[3, 0], [6, 4], [1, 2]], [3, 2])
-        >>> places.copy.tolist()
-        [1, 4, 5, 0, 3, 0]
-    """
+    """Compute the place of every copy in the order of slots, by a running sum."""
     num_rows, per_row = codes.shape
     slots = iota(num_slots)[:, None, None] + 1
     # [S, B]: in this order one running sum gives the start of each slot and the copies of earlier rows.
@@ -55,21 +36,7 @@ def slot_places(codes: Int[Array, "B K"], num_slots: int, num_places: int) -> Sl
 
 
 def sum_rows(rows: Rows, place: Int[Array, "B K"], weights: Float[Array, "B K"] | None = None) -> Float[Array, "B H"]:
-    """Sum the rows at the places of each entry, in float32 or wider and in the order of choices.
-
-    Args:
-        rows: `[A, H]`; rows at no place may be uninitialized and contain NaN.
-        place: `[B, K]` int32; values out of range add nothing.
-        weights: `[B, K]`, factors of the rows; `None` (default) for 1. Factors of absent rows may be NaN.
-
-    Returns:
-        `[B, H]` in float32 or wider.
-
-    Examples:
-        >>> rows, place = jnp.array([[1.0], [2.0]]), jnp.array([[0, 1], [1, 2]])
-        >>> sum_rows(rows, place, weights=jnp.array([[3.0, 1.0], [0.5, 9.0]])).tolist()
-        [[5.0], [1.0]]
-    """
+    """Sum the rows at the places of each entry, in float32 or wider and in the order of choices."""
     # XLA compiles a reduction over gathered rows into one kernel on NVIDIA GPUs, and into an array of all of them
     # elsewhere.
     return jax.lax.platform_dependent(rows, place, weights, cuda=_in_one_kernel, default=_by_choice)

@@ -20,21 +20,13 @@ TILE = 128
 
 
 class Tile(NamedTuple):
-    """Work of one program of a Triton kernel.
+    """Work of one program of a Triton kernel."""
 
-    Args:
-        rows: rows of the result tile.
-        columns: columns of the result tile; `TILE` for results with fewer.
-        depth: length of the sum in one step of the pipeline.
-        warps: number of warps.
-        stages: steps of the pipeline in shared memory at a time.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
+    rows: int  # rows of the result tile
+    columns: int  # columns of the result tile; `TILE` for results with fewer
+    depth: int  # length of the sum in one step of the pipeline
+    warps: int  # number of warps
+    stages: int  # steps of the pipeline in shared memory at a time
 
     def columns_of(self, width: int) -> int:
         """Return the columns of the result tile for a width."""
@@ -51,16 +43,9 @@ OUTER = Tile(TILE, 256, 32, 8, 5)
 
 
 def tile_of(index: Array, size: int, width: int) -> Any:
-    """Return the slice of a tile of a width.
-
-    If the tiles do not divide the width, the last one starts earlier: both programs of the columns of an overlap write
-    the same values, and no load needs a mask.
-
-    Args:
-        index: number of the tile.
-        size: size of a tile, at most `width`.
-        width: width of all tiles.
-    """
+    """Return the slice of a tile of a width."""
+    # If the tiles do not divide the width, the last one starts earlier: both programs of the columns of an overlap
+    # write the same values, and no load needs a mask.
     last = pl.cdiv(width, size) - 1
     overlap = (last + 1) * size - width
     # Not a minimum, of which Triton would not know the alignment.
@@ -76,16 +61,7 @@ def outer(
     dtype: DType,
     tile: Tile = OUTER,
 ) -> tuple[Float[Array, "_ I O"], ...]:
-    """Compute `grouped_outer`; rows beyond the last group are never read.
-
-    Args:
-        rows: `[A, I]`; `choose_backend` checks its shape and dtype.
-        others: `[A, O]`, in the same order and dtype.
-        group_sizes: `[S]` int32.
-        parts: number of groups of each array of the result; their sum is `S`.
-        dtype: dtype of the result; the accumulators are float32.
-        tile: work of one program; `OUTER` by default.
-    """
+    """Compute `grouped_outer`; rows beyond the last group are never read."""
     inner, width = rows.shape[1], others.shape[1]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     varies = jax.typeof(rows).manual_axis_type
@@ -126,13 +102,7 @@ def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any, til
 
 
 def for_part_of(group: Array, parts: tuple[Any, ...], run: Any) -> None:
-    """Run a function of the array of a group and of the group's index in it.
-
-    Args:
-        group: index of the group among those of all arrays.
-        parts: arrays of consecutive groups.
-        run: the function.
-    """
+    """Run a function of the array of a group and of the group's index in it."""
     if len(parts) == 1:
         run(parts[0], group)
         return

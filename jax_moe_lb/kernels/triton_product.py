@@ -30,15 +30,8 @@ def product(
     transposed: bool,
     tile: Tile = PRODUCT,
 ) -> Float[Array, "A O"]:
-    """Compute `grouped_matmul`. Rows beyond the last group are not read, and their products are not written.
-
-    Args:
-        rows: `[A, I]`; `choose_backend` checks its shape and dtype.
-        *parts: `[G, I, O]`, or `[G, O, I]` if `transposed`, matrices of consecutive groups.
-        group_sizes: `[S]` int32.
-        transposed: if True, multiply rows with the transposes.
-        tile: work of one program; `PRODUCT` by default.
-    """
+    """Compute `grouped_matmul`."""
+    # Rows beyond the last group are not read, and their products are not written.
     width = parts[0].shape[1 if transposed else 2]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     tiles_of = (group_sizes + tile.rows - 1) // tile.rows

@@ -21,22 +21,13 @@ TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 
 
 def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Check arguments by their annotations.
-
-    Raises:
-        TypeError: a value has another type.
-    """
+    """Check arguments by their annotations."""
     for name, kind in kinds.items():
         check_value(name, values[name], kind)
 
 
 def check_router(router: RouterFunction, num_experts: int) -> None:
-    """Check that a router is a function of three arguments, with at most as many experts per token as there are.
-
-    Raises:
-        TypeError: it is a class, or no function of logits, bias and token properties.
-        ValueError: it has more experts per token than there are, or groups that do not fit.
-    """
+    """Check that a router is a function of three arguments, with at most as many experts per token as there are."""
     check_value("router", router, Callable)
     if isinstance(router, type):
         raise TypeError(f"router is the class {router.__name__}; expected an instance, such as TopK(2)")
@@ -61,16 +52,7 @@ def check_router(router: RouterFunction, num_experts: int) -> None:
 
 
 def check_routing(routing: Any, logits: Array) -> None:
-    """Check the return value of a router.
-
-    Args:
-        routing: return value.
-        logits: `[T, E]`, argument of the router.
-
-    Raises:
-        TypeError: it is no `Routing`.
-        ValueError: an array has another shape or dtype.
-    """
+    """Check the return value of a router."""
     if not isinstance(routing, Routing):
         raise TypeError(f"router returned {shown(routing)}; expected a Routing of experts, weights, logits and scores")
     num_tokens = logits.shape[0]
@@ -81,20 +63,7 @@ def check_routing(routing: Any, logits: Array) -> None:
 
 
 def check_tokens(x: Any, shape: tuple[Any, ...], mask: Any, ids: Any, key: Any, ids_name: str = "token_ids") -> None:
-    """Check tokens and their properties.
-
-    Args:
-        x: `[..., H]` floating-point tokens.
-        shape: expected shape of `x`, as for `check_array`.
-        mask: `[...]` bool, or `None`.
-        ids: `[...]` integers, or `None`.
-        key: random key, or `None`.
-        ids_name: name of `ids` in messages.
-
-    Raises:
-        TypeError: a value is no array.
-        ValueError: an array has another shape or dtype.
-    """
+    """Check tokens and their properties."""
     check_array("x", x, shape, jnp.floating)
     for name, value, kind in (("mask", mask, jnp.bool_), (ids_name, ids, jnp.integer)):
         if value is not None:
@@ -117,20 +86,7 @@ def check_arguments(
     topology: Topology,
     tokens: TokenInfo,
 ) -> None:
-    """Check the arguments of `moe` against each other.
-
-    Args:
-        x: tokens.
-        params: `MoEParams`.
-        router: router.
-        migrate: gather of the experts of each expert domain, or `None`.
-        topology: topology of the layer.
-        tokens: properties of the tokens.
-
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: an array has another shape or dtype, or a bias required by the router is missing.
-    """
+    """Check the arguments of `moe` against each other."""
     check_parameters(params, router_options(router), topology, migrate.domains.domain_size if migrate else 1)
     check_router(router, params.router.shape[1])
     check_tokens(x, (None, None), tokens.mask, tokens.ids, tokens.key, "tokens.ids")
@@ -144,18 +100,7 @@ def check_arguments(
 
 
 def check_parameters(params: Any, options: Router, topology: Topology, domain_size: int) -> None:
-    """Check the parameters of a rank.
-
-    Args:
-        params: `MoEParams`.
-        options: options of the router.
-        topology: topology of the layer.
-        domain_size: ranks of an expert domain, 1 without domains.
-
-    Raises:
-        TypeError: a parameter is no array.
-        ValueError: shapes do not match each other or the topology, or a bias required by the router is missing.
-    """
+    """Check the parameters of a rank."""
     check_array("params.router", params.router, (None, None), jnp.floating)
     num_experts = params.router.shape[1]
     for name in ("logit_bias", "selection_bias"):
@@ -175,11 +120,7 @@ def check_parameters(params: Any, options: Router, topology: Topology, domain_si
 
 
 def check_axes(x: Array, topology: Topology) -> None:
-    """Check the mesh axes of a topology inside `jax.shard_map`.
-
-    Raises:
-        ValueError: there is no such axis, the ranks are others, or tokens differ between tensor shards.
-    """
+    """Check the mesh axes of a topology inside `jax.shard_map`."""
     if not topology.expert_axes:
         raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh")
     try:

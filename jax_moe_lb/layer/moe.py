@@ -222,24 +222,15 @@ def moe(
 
 
 class RoutingCounts(NamedTuple):
-    """Valid routing of a microbatch, and errors of the rest.
+    """Valid routing of a microbatch, and errors of the rest."""
 
-    Args:
-        experts: `[T, K]` int32, expert of each copy of this rank; `NO_EXPERT` for copies with invalid routing.
-        weights: `[T, K]`, weights of the router; not finite for copies with invalid routing, so that their outputs are
-            not finite.
-        counts: `[R, E]` int32, copies routed by each rank to each expert; equal on all ranks.
-        asked: `[R, E]` int32, counts before the capacity limit.
-        wrong: `[R, 5]` int32, errors of each rank for `validation.check_routed`; equal on all ranks.
-        ok: whether the routing of all ranks is valid.
-    """
-
-    experts: Int[Array, "T K"]
+    experts: Int[Array, "T K"]  # expert of each copy of this rank; `NO_EXPERT` for copies with invalid routing
+    # Weights of the router; not finite for copies with invalid routing, so that their outputs are not finite
     weights: RoutingWeights
-    counts: Counts
-    asked: Counts
-    wrong: Int[Array, "R 5"]
-    ok: Bool[Array, ""]
+    counts: Counts  # copies routed by each rank to each expert; equal on all ranks
+    asked: Counts  # counts before the capacity limit
+    wrong: Int[Array, "R 5"]  # errors of each rank for `validation.check_routed`; equal on all ranks
+    ok: Bool[Array, ""]  # whether the routing of all ranks is valid
 
 
 @jax.named_scope("count")
@@ -250,18 +241,7 @@ def count(
     capacity: int | None = None,
     excess: Int[Array, "T"] | None = None,
 ) -> RoutingCounts:
-    """Gather the counts of this microbatch, equal on all ranks, with the routing errors of each rank.
-
-    Args:
-        routing: routing of this rank.
-        num_experts: `E`.
-        topology: topology of the layer; counts are gathered over its expert axes.
-        capacity: maximum number of copies per expert and rank; `None` (default) for no limit.
-        excess: `[T]` int32, not 0 for tokens with too many nodes; `None` (default) for none.
-
-    Returns:
-        Counts `[R, E]`, the experts and weights of this rank's copies, and errors.
-    """
+    """Gather the counts of this microbatch, equal on all ranks, with the routing errors of each rank."""
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
     finite = jnp.isfinite(routing.weights)
     excess = jnp.zeros_like(routing.experts[:, 0]) if excess is None else excess
@@ -308,16 +288,9 @@ def _places(experts: Int[Array, "T K"], homes: Int[Array, "E"] | None) -> Int[Ar
 
 @jax.named_scope("at_homes")
 def permute_to_homes(counted: RoutingCounts, homes: Int[Array, "E"] | None) -> tuple[Routed, Bool[Array, ""]]:
-    """Renumber experts and counts from expert to place; the router keeps expert numbers for ties, groups and losses.
-
-    Args:
-        counted: return value of `count`.
-        homes: `[E]` int32 permutation, place of each expert; `None`: expert `e` is at place `e`.
-
-    Returns:
-        Routing and counts by place, and whether `homes` is a permutation. Otherwise experts are at their initial
-        places, and `moe` sets the outputs to NaN.
-    """
+    """Renumber experts and counts from expert to place; the router keeps expert numbers for ties, groups and losses."""
+    # Returns routing and counts by place, and whether `homes` is a permutation. Otherwise experts are at their initial
+    # places, and `moe` sets the outputs to NaN.
     if homes is None:
         return Routed(counted.experts, counted.counts, counted.weights), jnp.bool_(True)
     # A sorted permutation is 0, 1, 2, ...; otherwise two experts would share a place.
@@ -329,15 +302,7 @@ def permute_to_homes(counted: RoutingCounts, homes: Int[Array, "E"] | None) -> t
 
 
 def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
-    """Mark the experts as varying over data and tensor shards; the transpose sums their gradients over the shards.
-
-    Args:
-        experts: home experts of this rank, equal on all data shards.
-        topology: topology of the layer, with its data and tensor axes.
-
-    Returns:
-        The same experts, varying over these axes.
-    """
+    """Mark the experts as varying over data and tensor shards; the transpose sums their gradients over the shards."""
 
     def vary(leaf: Array) -> Array:
         # Experts gathered over or sharded by some of these axes already vary over them.
@@ -412,17 +377,7 @@ def _outputs(
 def on_tensor_shards(
     x: Tokens, weights: RoutingWeights, experts: Experts, topology: Topology
 ) -> tuple[Tokens, RoutingWeights, Experts]:
-    """Mark tokens and weights as varying over the tensor shards; the transpose sums their gradients over the shards.
-
-    Args:
-        x: `[T, H]`, tokens, equal on all tensor shards.
-        weights: `[T, K]`, routing weights, equal on all tensor shards.
-        experts: this shard's part of the home experts.
-        topology: topology of the layer, with its tensor axes.
-
-    Returns:
-        Tokens, weights and experts of this shard; only the first shard has a nonzero `down_bias`.
-    """
+    """Mark tokens and weights as varying over the tensor shards; the transpose sums their gradients over the shards."""
     if not topology.tensor_axes:
         return x, weights, experts
     if experts.down_bias is not None:

@@ -16,37 +16,18 @@ from jax_moe_lb.layer.systems import System
 
 
 class HostPlan(NamedTuple):
-    """Plan of one layer.
+    """Plan of one layer."""
 
-    Args:
-        plan: Plan with the relays of the system's replication.
-        waves: Counts and plan of each wave of tokens; see `TransportCost.waves`.
-        state: State of the balancer after the plan.
-        runs: Number of runs of the balancer's planner.
-    """
-
-    plan: Plan
-    waves: list[tuple[Counts, Plan]]
-    state: State
-    runs: int
+    plan: Plan  # plan with the relays of the system's replication
+    waves: list[tuple[Counts, Plan]]  # counts and plan of each wave of tokens; see `TransportCost.waves`
+    state: State  # state of the balancer after the plan
+    runs: int  # number of runs of the balancer's planner
 
 
 def plan_on_host(
     system: System, counts: Counts, topology: Topology, num_home: int | None = None, state: State | None = None
 ) -> HostPlan:
-    """Compute the plan of a layer with the system's own balancer.
-
-    Args:
-        system: System whose balancer makes the plan, whose replication may add relays, and whose dispatch gives the
-            waves.
-        counts: `[R, E]` int32, token copies from each rank to each expert.
-        topology: Ranks of the layer.
-        num_home: Home experts `L` of a rank, including gathered ones; `E / R` (default).
-        state: State of the balancer; None (default) before the first step.
-
-    Raises:
-        ValueError: The balancer rejects the counts, or its plan is not legal.
-    """
+    """Compute the plan of a layer with the system's own balancer."""
     (found,) = plan_groups(system, [counts], topology, num_home, [state])
     return found
 
@@ -58,18 +39,7 @@ def plan_groups(
     num_home: int | None = None,
     states: Sequence[State | None] | None = None,
 ) -> list[HostPlan]:
-    """Compute the plans of several groups of ranks with equal topologies; see `plan_on_host`.
-
-    Args:
-        system: System of all groups.
-        counts: `[R, E]` int32 of each group.
-        topology: Ranks of a group.
-        num_home: Home experts `L` of a rank, including gathered ones; `E / R` (default).
-        states: State of the balancer of each group; None (default) before the first step.
-
-    Raises:
-        ValueError: The balancer rejects the counts, or a plan is not legal.
-    """
+    """Compute the plans of several groups of ranks with equal topologies; see `plan_on_host`."""
     num_experts, cost = counts[0].shape[1], system.dispatch.cost()
     num_home = num_experts // topology.num_ranks if num_home is None else num_home
     # A single rank has all experts at home, and no rank needs an expert twice.

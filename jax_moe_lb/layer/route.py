@@ -16,13 +16,7 @@ from jax_moe_lb.routing.routers import NO_EXPERT, Logits, RouterFunction, Routin
 
 
 def rank_tokens(tokens: TokenInfo, num_tokens: int, topology: Topology) -> TokenInfo:
-    """Return the properties of this rank's tokens for its router.
-
-    Args:
-        tokens: argument `tokens` of `moe`.
-        num_tokens: `T`, the tokens of a rank.
-        topology: topology of the layer; its data and expert axes give the index of the rank.
-    """
+    """Return the properties of this rank's tokens for its router."""
     key, position = tokens.key, tokens.position
     rank = jax.lax.axis_index(topology.data_axes + topology.expert_axes)
     if key is not None:
@@ -42,19 +36,7 @@ def route(
     bias: Float[Array, "E"] | None = None,
     logit_bias: Float[Array, "E"] | None = None,
 ) -> Routing:
-    """Compute the experts and weights of this rank's tokens, with logits in float32 or float64.
-
-    Args:
-        x: `[T, H]`, tokens of this rank.
-        kernel: `[H, E]`, router kernel, equal on all ranks.
-        router: `TopK`, `ForceBalanced` or a callable like them.
-        info: properties of the tokens. Tokens with a False mask get `NO_EXPERT`.
-        bias: `[E]`, bias of the scores for expert selection; `None` (default) for none.
-        logit_bias: `[E]`, bias of the logits; `None` (default) for none.
-
-    Returns:
-        Experts `[T, K]` and weights `[T, K]`; see `Routing`.
-    """
+    """Compute the experts and weights of this rank's tokens, with logits in float32 or float64."""
     if info.mask is not None:
         # Padding may contain NaN, and NaN times a zero logit gradient is NaN in the gradient of the kernel.
         x = jnp.where(info.mask[:, None], x, 0)
@@ -80,19 +62,7 @@ def with_given(
     given: Int[Array, "T K"],
     weights: Float[Array, "T K"] | None,
 ) -> Routing:
-    """Return the routing with the given experts, if a token has some.
-
-    Args:
-        router: router of the layer.
-        routing: its routing, kept for the other tokens.
-        logits: `[T, E]`, router logits.
-        given: `[T, K]`, experts of each token, see `TokenInfo`.
-        weights: `[T, K]`, their weights; `None` for those of the logits.
-
-    Raises:
-        ValueError: `given` or `weights` has another shape than the router's experts.
-        TypeError: `weights` is `None`, and the router has no `with_experts`.
-    """
+    """Return the routing with the given experts, if a token has some."""
     for name, value in (("experts", given), ("weights", weights)):
         if value is not None and value.shape != routing.experts.shape:
             raise ValueError(f"{name} has shape {value.shape}; expected {routing.experts.shape}, as the router's")

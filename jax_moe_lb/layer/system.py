@@ -184,15 +184,7 @@ class System:
 
 
 def with_dispatch(system: System, name: str) -> System:
-    """Return the system with a dispatch by name.
-
-    Args:
-        system: system whose dispatch is `AutoDispatch` or `Direct`, without `transfer` and `saved`.
-        name: "direct", "once" or "forward"; "rails" for tokens on all rails of a node, planned after the balancer.
-
-    Raises:
-        ValueError: there is no such dispatch, or the system has one of its own.
-    """
+    """Return the system with a dispatch by name."""
     if name not in DISPATCHES:
         raise ValueError(f"dispatch is {shown(name)}; expected a Dispatch or one of {', '.join(DISPATCHES)}")
     buffers, own = system.dispatch.buffers, type(system.dispatch).__name__
@@ -211,7 +203,8 @@ def with_options(
     max_rounds: int | None,
     dispatch: Dispatch | str | None,
 ) -> System:
-    """Return a named system with its options; see `jax_moe_lb.layer.systems`. `None` keeps an option."""
+    """Return a named system with its options; see `jax_moe_lb.layer.systems`."""
+    # `None` keeps an option.
     check_value("buffers", buffers, Buffers | None)
     check_value("dispatch", dispatch, Dispatch | str | None)
     if isinstance(dispatch, Dispatch):
@@ -224,15 +217,7 @@ def with_options(
 
 
 def parse_system(text: str) -> tuple[str, dict[str, Any]]:
-    """Split the text of a system into its name and options; see `system_named`.
-
-    Raises:
-        ValueError: the text has another form, or a value has a wrong type.
-
-    Examples:
-        >>> parse_system("exact:replica_slots=4+once")
-        ('exact', {'replica_slots': 4, 'dispatch': 'once'})
-    """
+    """Split the text of a system into its name and options; see `system_named`."""
     first, plus, dispatch = text.partition("+")
     name, colon, pairs = first.partition(":")
     texts = [pair.partition("=") for pair in pairs.split(",")] if colon else []

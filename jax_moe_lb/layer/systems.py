@@ -430,11 +430,7 @@ def system_named(text: str) -> System:
 
 
 def make_system(name: str, options: dict[str, Any]) -> System:
-    """Return the system of a name with options of its function; the value `None` is the default.
-
-    Raises:
-        ValueError: the name or an option is unknown, or a value is out of range.
-    """
+    """Return the system of a name with options of its function; the value `None` is the default."""
     made = _NAMED[_known(name)]
     given = {option: value for option, value in options.items() if value is not None}
     taken = [option for option in OPTIONS if option in inspect.signature(made).parameters]

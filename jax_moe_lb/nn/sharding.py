@@ -34,29 +34,16 @@ LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Factory of the parameters of a layer, with their sharding.
+    """Factory of the parameters of a layer, with their sharding."""
 
-    Args:
-        mesh: mesh of the parameters.
-        rules: table from logical to mesh axes.
-        dtype: dtype of the parameters.
-        kernel_init: initializer of all kernels.
-        rngs: random number generators for the kernels.
-    """
-
-    mesh: Mesh
-    rules: LogicalAxisRules
-    dtype: DType
-    kernel_init: nnx.Initializer
-    rngs: nnx.Rngs
+    mesh: Mesh  # mesh of the parameters
+    rules: LogicalAxisRules  # table from logical to mesh axes
+    dtype: DType  # dtype of the parameters
+    kernel_init: nnx.Initializer  # initializer of all kernels
+    rngs: nnx.Rngs  # random number generators for the kernels
 
     def kernel(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
-        """Initialize a kernel, or a stack of kernels.
-
-        Args:
-            shape: shape of the kernel; 2 dimensions, or 3 for a stack.
-            axes: logical axis of each dimension; `None` replicates it.
-        """
+        """Initialize a kernel, or a stack of kernels."""
         self._check_sizes(shape, axes)
         # Initializers treat the leading axis as the stack's batch axis, so add one to a single kernel.
         batched = (1, *shape) if len(shape) == 2 else shape
@@ -64,12 +51,7 @@ class Parameters:
         return nnx.Param(value.reshape(shape), out_sharding=axes, mesh=self.mesh, sharding_rules=self.rules)
 
     def bias(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
-        """Initialize a bias, or a stack of biases, to 0.
-
-        Args:
-            shape: shape of the bias.
-            axes: logical axis of each dimension; `None` replicates it.
-        """
+        """Initialize a bias, or a stack of biases, to 0."""
         self._check_sizes(shape, axes)
         value = jnp.zeros(shape, self.dtype)
         return nnx.Param(value, out_sharding=axes, mesh=self.mesh, sharding_rules=self.rules)
@@ -137,33 +119,19 @@ class LayerConfig:
 
 
 class LayerInputs(NamedTuple):
-    """Arrays of one layer call over all ranks; `None` for absent ones.
+    """Arrays of one layer call over all ranks; `None` for absent ones."""
 
-    Args:
-        tokens: `[..., H]`, tokens of all ranks in the layout of the call.
-        info: properties of these tokens in the same layout, by the field of `TokenInfo`.
-        key: random key, equal on all ranks.
-        kernel: `[H, E]`, router kernel.
-        experts: home experts of all ranks.
-        logit_bias: `[E]`, bias of the router logits.
-        selection_bias: `[E]`, bias of the router scores for expert selection.
-        homes: `[E]` int32, place of each expert.
-        state: balancer state, stacked over groups.
-        known: codec state of the expert domains.
-        residual: entries of expert gradients not sent home.
-    """
-
-    tokens: Any
-    info: Any
-    key: Any
-    kernel: Any
-    experts: Any
-    logit_bias: Any
-    selection_bias: Any
-    homes: Any
-    state: Any
-    known: Any
-    residual: Any
+    tokens: Any  # tokens of all ranks in the layout of the call
+    info: Any  # properties of these tokens in the same layout, by the field of `TokenInfo`
+    key: Any  # random key, equal on all ranks
+    kernel: Any  # router kernel
+    experts: Any  # home experts of all ranks
+    logit_bias: Any  # bias of the router logits
+    selection_bias: Any  # bias of the router scores for expert selection
+    homes: Any  # place of each expert
+    state: Any  # balancer state, stacked over groups
+    known: Any  # codec state of the expert domains
+    residual: Any  # entries of expert gradients not sent home
 
 
 # Jitted here: all layers of one configuration share a compilation, even if the caller does not jit.
@@ -171,10 +139,8 @@ class LayerInputs(NamedTuple):
 def sharded_moe(
     inputs: LayerInputs, *, layer: LayerConfig
 ) -> tuple[Array, Stats, State, Experts | None, list[Int[Array, "*C K"]]]:
-    """Run `moe` on the tokens of all ranks.
-
-    Return outputs, statistics and state per group, codec state, and a list of the experts of tokens if requested.
-    """
+    """Run `moe` on the tokens of all ranks."""
+    # Return outputs, statistics and state per group, codec state, and a list of the experts of tokens if requested.
     topology, migrate, mesh = layer.topology, layer.system.migrate, layer.mesh
     home_axes = expert_axes(topology, migrate)
     whole, by_expert = PartitionSpec(), PartitionSpec(home_axes)
@@ -288,17 +254,7 @@ def add_shared(
     mix: Callable[..., Array],
     mesh: Mesh,
 ) -> Float[Array, "*B H"]:
-    """Combine the outputs of routed experts with those of a shared expert; 0 for padding, which may contain NaN.
-
-    Args:
-        x: `[..., H]` tokens.
-        routed: `[..., H]`, outputs of the routed experts; 0 for padding.
-        mask: `[...]` booleans, False for padding; `None` without padding.
-        shared: the shared expert, in the dtype of `x`.
-        kernel: kernel of the mix, or `None`.
-        mix: a `SharedMix`.
-        mesh: the mesh of the layer.
-    """
+    """Combine the outputs of routed experts with those of a shared expert; 0 for padding, which may contain NaN."""
     operands = _placed_shared(_zero_masked(x, mask, mesh), shared, kernel, mesh)
     # An activation of 0 need not be 0.
     return _zero_masked(mix(operands[0], routed, *operands[1:]), mask, mesh)
@@ -330,16 +286,7 @@ def _placed_shared(
 
 
 def fsdp_axes(rules: LogicalAxisRules, topology: Topology, home_axes: tuple[str, ...]) -> FsdpExperts:
-    """Return the data axes over which `rules` split the home experts of a rank and their matrices.
-
-    Args:
-        rules: table from logical to mesh axes.
-        topology: the topology of the layer.
-        home_axes: return value of `expert_axes`.
-
-    Raises:
-        ValueError: the table splits experts over other axes.
-    """
+    """Return the data axes over which `rules` split the home experts of a rank and their matrices."""
     table = dict(rules)
     exp, embed, mlp = (axis_names(table.get(name)) for name in ("exp", "embed", "mlp"))
     exp = exp[len(home_axes) :] if exp[: len(home_axes)] == home_axes else ()

@@ -35,10 +35,8 @@ def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
 
 
 def reshaped(array: Array, shape: tuple[int, ...], sharding: NamedSharding, mesh: Mesh) -> Array:
-    """Reshape an array, and on a mesh with Explicit axes reshard it in the same operation.
-
-    A plain reshape is not defined for every sharding of Explicit axes.
-    """
+    """Reshape an array, and on a mesh with Explicit axes reshard it in the same operation."""
+    # A plain reshape is not defined for every sharding of Explicit axes.
     if AxisType.Explicit not in mesh.axis_types:
         return array.reshape(shape)
     return jax.lax.reshape(array, shape, out_sharding=sharding)
@@ -46,21 +44,13 @@ def reshaped(array: Array, shape: tuple[int, ...], sharding: NamedSharding, mesh
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Leading dimensions of the tokens in a `jax.shard_map` over all ranks.
+    """Leading dimensions of the tokens in a `jax.shard_map` over all ranks."""
 
-    Args:
-        shape: leading dimensions of `x`.
-        sizes: dimensions with the same number of tokens in the same order.
-        padding: number of zeros appended to each of `sizes`.
-        split: mesh axes of each of `sizes`, after the padding.
-        mesh: mesh of the layer.
-    """
-
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    padding: tuple[int, ...]
-    split: Split
-    mesh: Mesh
+    shape: tuple[int, ...]  # leading dimensions of `x`
+    sizes: tuple[int, ...]  # dimensions with the same number of tokens in the same order
+    padding: tuple[int, ...]  # number of zeros appended to each of `sizes`
+    split: Split  # mesh axes of each of `sizes`, after the padding
+    mesh: Mesh  # mesh of the layer
 
     @property
     def is_padded(self) -> bool:
@@ -73,12 +63,7 @@ class TokenLayout:
         return PartitionSpec(*(axes or None for axes in self.split))
 
     def enter(self, array: Array | None, fill: int = 0) -> Array | None:
-        """Return an array of all tokens with the dimensions of this layout.
-
-        Args:
-            array: `[*shape, ...]`; `None` is returned as it is.
-            fill: value of padding tokens; 0 by default.
-        """
+        """Return an array of all tokens with the dimensions of this layout."""
         if array is None:
             return None
         rest = array.shape[len(self.shape) :]
@@ -90,12 +75,7 @@ class TokenLayout:
         return jnp.pad(array, tuple(widths), constant_values=fill)
 
     def leave(self, y: Array, sharding: NamedSharding) -> Array:
-        """Remove the padding, and restore the shape and sharding of `x`.
-
-        Args:
-            y: `[..., *]` in this layout.
-            sharding: sharding of `x`.
-        """
+        """Remove the padding, and restore the shape and sharding of `x`."""
         if self.is_padded:
             y = place(y, NamedSharding(self.mesh, self._even(False)), self.mesh)
             y = self._unpadded(y[tuple(slice(size) for size in self.sizes)])
@@ -115,10 +95,8 @@ class TokenLayout:
         return y.reshape(*self._local, *y.shape[1:])
 
     def positions(self) -> Int[Array, "T"]:
-        """Return the index in the flattened `x` of each token of this rank; call it inside `jax.shard_map`.
-
-        Positions of padding tokens are arbitrary.
-        """
+        """Return the index in the flattened `x` of each token of this rank; call it inside `jax.shard_map`."""
+        # Positions of padding tokens are arbitrary.
         index = jnp.zeros(1, jnp.int32)
         for size, local, axes in zip(self.sizes, self._local, self.split, strict=True):
             first = jax.lax.axis_index(axes) * local if axes else 0
@@ -131,7 +109,8 @@ class TokenLayout:
         return tuple((size + more) // _ways(axes, self.mesh) for size, more, axes in parts)
 
     def _even(self, is_auto: bool) -> PartitionSpec:
-        """Return the sharding before padding. Explicit axes do not shard a padded dimension."""
+        """Return the sharding before padding."""
+        # Explicit axes do not shard a padded dimension.
 
         def even(size: int, more: int, axes: Axes) -> Axes:
             while more and (not is_auto or size % _ways(axes, self.mesh)) and axes:
@@ -142,12 +121,11 @@ class TokenLayout:
         return PartitionSpec(*(even(*part) or None for part in parts))
 
     def _unpadded(self, array: Array) -> Array:
-        """Constrain Auto axes to shard the rows evenly.
-
-        Without the constraint, XLA also shards these rows unevenly outside the layer, and pads them on each device. If
-        the rows come from `embedding[token_ids]`, XLA (jaxlib 0.10.2 and 0.12.0) adds the gradients of the padding to
-        row 0 of the embedding's gradient. These gradients are arbitrary, and NaN after a division by a sum of zeros.
-        """
+        """Constrain Auto axes to shard the rows evenly."""
+        # Without the constraint, XLA also shards these rows unevenly outside the layer, and pads them on each device.
+        # If the rows come from `embedding[token_ids]`, XLA (jaxlib 0.10.2 and 0.12.0) adds the gradients of the padding
+        # to row 0 of the embedding's gradient. These gradients are arbitrary, and NaN after a division by a sum of
+        # zeros.
         if AxisType.Explicit in self.mesh.axis_types:
             return array
         # Inside a shard_map over other axes, the constraint needs the mesh with these axes Manual.
@@ -167,15 +145,7 @@ class GivenTokens(NamedTuple):
     weights: Array | None
 
     def enter(self, layout: TokenLayout, *, needs_segments: bool) -> tuple[dict[str, Array | None], int | None]:
-        """Return the arrays in the layout by the field of `TokenInfo`, and the number of all segments.
-
-        Args:
-            layout: layout of the tokens.
-            needs_segments: whether to number the segments of all sequences.
-
-        Raises:
-            ValueError: an array has other leading dimensions, or an argument requires another one.
-        """
+        """Return the arrays in the layout by the field of `TokenInfo`, and the number of all segments."""
         self._check(layout.shape)
         # Pass a mask only for padding: masking costs memory passes over all tokens.
         mask = jnp.ones(layout.shape, bool) if layout.is_padded and self.mask is None else self.mask
@@ -219,17 +189,9 @@ def _as_int32(array: Array | None) -> Array | None:
 
 
 def token_layout(shape: tuple[int, ...], mesh: Mesh, axes: Axes, known: Sequence[Axes] = ()) -> TokenLayout:
-    """Return the layout of `x` over the ranks of a layer, which moves no tokens between ranks if possible.
-
-    Each axis splits the first dimension of divisible size: whole sequences if there are enough, and otherwise parts of
-    them. Other axes split the padded rest.
-
-    Args:
-        shape: leading dimensions of `x`.
-        mesh: mesh of the layer.
-        axes: data and expert axes of the topology.
-        known: known mesh axes of each dimension of `x`; none by default.
-    """
+    """Return the layout of `x` over the ranks of a layer, which moves no tokens between ranks if possible."""
+    # Each axis splits the first dimension of divisible size: whole sequences if there are enough, and otherwise parts
+    # of them. Other axes split the padded rest.
     split, left = _assigned(shape, mesh, axes, known)
     num_tokens, parts = math.prod(shape), [_ways(part, mesh) for part in split]
     blocks = [size // part for size, part in zip(shape, parts, strict=True)]

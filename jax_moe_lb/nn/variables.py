@@ -4,26 +4,33 @@ from flax import nnx
 
 
 class BalancerState(nnx.Variable):
-    """Balancer state between steps. Optimizers do not update it: it is no `nnx.Param`."""
+    """Balancer state between steps."""
+
+    # Optimizers do not update it: it is no `nnx.Param`.
 
 
 class RouterBias(nnx.Variable):
-    """Routing bias of each expert, `[E]` float32. `MoE.update_bias` updates it; it has no gradient."""
+    """Routing bias of each expert, `[E]` float32."""
+
+    # `MoE.update_bias` updates it; it has no gradient.
 
 
 class ExpertHomes(nnx.Variable):
-    """Place of each expert, `[E]` int32. `relocate` updates it; it has no gradient."""
+    """Place of each expert, `[E]` int32."""
+
+    # `relocate` updates it; it has no gradient.
 
 
 class RunningLoads(nnx.Variable):
-    """Running mean of each expert's load, `[E]` float32. `MoE.update_loads` updates it."""
+    """Running mean of each expert's load, `[E]` float32."""
+
+    # `MoE.update_loads` updates it.
 
 
 class CodecState(nnx.Variable):
-    """Decoded weights of each rank's expert domain, `[E * domain_size, ...]`.
+    """Decoded weights of each rank's expert domain, `[E * domain_size, ...]`."""
 
-    Every call of the layer updates them; they have no gradient.
-    """
+    # Every call of the layer updates them; they have no gradient.
 
 
 class GradientResidual(nnx.Variable):

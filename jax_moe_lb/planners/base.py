@@ -40,21 +40,8 @@ Shape = tuple[int, ...]
 
 
 def edit(planner: NativePlanner, placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
-    """Apply a planner to a plan.
-
-    This is the `rebalance` of balancers equivalent to a native planner.
-
-    Args:
-        planner: the planner and its options.
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot.
-        quota: `[E, R]` integers, the token copies of each expert served by each rank.
-
-    Returns:
-        The new placement and quota, int32; NumPy arrays for NumPy inputs.
-
-    Raises:
-        ValueError: shapes do not match, or an option is out of range.
-    """
+    """Apply a planner to a plan."""
+    # This is the `rebalance` of balancers equivalent to a native planner.
     options = planner.checked_options(placement, quota)
     shapes = placement.shape, quota.shape
     placement, quota = run_planner(
@@ -70,17 +57,9 @@ def edit(planner: NativePlanner, placement: Placement, quota: Quota) -> tuple[Pl
 
 
 def fits_kernel(name: str, placement: Shape, num_experts: int, domain: int) -> bool:
-    """Return whether NVIDIA GPUs run a planner other than `exact` as one kernel, without the host.
-
-    They do for domains of at most 128 ranks, if the custom calls were built with a compiler of device code. Others plan
-    on the host.
-
-    Args:
-        name: `"greedy"`, `"ultraep"`, `"feplb"` or `"relay"`; False for others.
-        placement: `(R, S)`, shape of the placement.
-        num_experts: `E`.
-        domain: ranks per domain; `relay` plans all ranks together.
-    """
+    """Return whether NVIDIA GPUs run a planner other than `exact` as one kernel, without the host."""
+    # They do for domains of at most 128 ranks, if the custom calls were built with a compiler of device code. Others
+    # plan on the host.
     fits = kernel_check("kernel_fits")
     return fits is not None and fits(name, placement[0], num_experts, placement[1], domain)
 
@@ -103,23 +82,8 @@ def run_planner(
     in_kernel: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Run a planner on its operands.
-
-    The function of a new planner checks its arguments and calls this function.
-
-    Args:
-        name: name of the planner in `jax_moe_lb._planning`, and of its custom call after `moe_lb_plan_`.
-        shapes: shapes of the results, all int32.
-        *operands: integer arrays. Values beyond int32 are clipped to its range, and the planner rejects them.
-        reference: the same rule in jnp for platforms without the custom call, called as `(*operands, **options)`.
-        host_options: options of the NumPy form only; the custom call derives them from shapes.
-        in_kernel: called for traced operands; if it returns True, NVIDIA GPUs plan in a kernel, the custom call
-            `moe_lb_plan_<name>_kernel`. If it returns False, as by default, they plan on the host.
-        **options: static numbers, passed to all three forms by name. NumPy scalars keep their dtype as attributes.
-
-    Returns:
-        One array for each of `shapes`: NumPy arrays if all operands are, JAX arrays otherwise.
-    """
+    """Run a planner on its operands."""
+    # The function of a new planner checks its arguments and calls this function.
     # NumPy arrays are planned immediately, without compiling a program.
     if is_on_host(*operands):
         return _as_tuple(plan_on_host(name, *operands, **host_options, **options))
@@ -156,40 +120,17 @@ def is_on_host(*arrays: Any) -> bool:
 
 
 def plan_on_host(name: str, *args: np.ndarray, **options: Any) -> Any:
-    """Call the planner `name` of `jax_moe_lb._planning` on NumPy arrays.
-
-    Args:
-        name: name of the function.
-        *args: integer arrays, in the order of the function's parameters.
-        **options: other arguments of the function.
-
-    Returns:
-        The results of the function.
-
-    Raises:
-        ValueError: the planner rejects the values.
-    """
+    """Call the planner `name` of `jax_moe_lb._planning` on NumPy arrays."""
     planner = getattr(importlib.import_module(PLANNING_MODULE), name)
     return planner(*(np.asarray(saturated(array), np.int32) for array in args), **options)
 
 
 def plan_call(name: str, results: tuple[Any, ...], *args: jax.Array, **attributes: Any) -> tuple[jax.Array, ...]:
-    """Make the custom call `moe_lb_plan_<name>` and return its results without the status word.
-
-    On a GPU the planner is a kernel or a host function of the stream, which cannot raise. On failure it sets a status
-    word; a host function also writes the reason to stderr. All entries of its results are then `ILLEGAL`, and
-    `fallback_to_plain` replaces them like any illegal plan. A separate check would wait for the GPU again. On a CPU a
-    failure is an error.
-
-    Args:
-        name: name of the planner.
-        results: shapes and dtypes of the results; see `like`.
-        *args: operands, int32, varying over the same mesh axes; see `alike`.
-        **attributes: options; Python integers become int64, NumPy scalars keep their dtype.
-
-    Returns:
-        The results, int32.
-    """
+    """Make the custom call `moe_lb_plan_<name>` and return its results without the status word."""
+    # On a GPU the planner is a kernel or a host function of the stream, which cannot raise. On failure it sets a status
+    # word; a host function also writes the reason to stderr. All entries of its results are then `ILLEGAL`, and
+    # `fallback_to_plain` replaces them like any illegal plan. A separate check would wait for the GPU again. On a CPU a
+    # failure is an error.
     *planned, status = call(f"plan_{name}", (*results, like(args[0], (1,))), *args, **attributes)
     return jax.lax.platform_dependent(
         status, *planned, cuda=illegal_if_failed, default=lambda status, *planned: tuple(planned)
@@ -197,27 +138,13 @@ def plan_call(name: str, results: tuple[Any, ...], *args: jax.Array, **attribute
 
 
 def illegal_if_failed(status: jax.Array, *planned: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the results, or `ILLEGAL` in all entries if the status word is not 0.
-
-    Args:
-        status: `[1]` int32, 0 on success.
-        *planned: results of the planner, int32.
-    """
+    """Return the results, or `ILLEGAL` in all entries if the status word is not 0."""
     # Select on the device: reading the status word on the host would wait for the GPU.
     return tuple(jnp.where(status[0] == 0, result, jnp.int32(ILLEGAL)) for result in planned)
 
 
 def check_plan_shapes(placement: Shape, quota: Shape, domain: int) -> None:
-    """Check the shapes of a plan and its domain.
-
-    Args:
-        placement: shape of the placement, `(R, S)`.
-        quota: shape of the quota, `(E, R)`.
-        domain: ranks per domain.
-
-    Raises:
-        ValueError: a shape is wrong, or `domain` does not divide `R`; the message names the array.
-    """
+    """Check the shapes of a plan and its domain."""
     num_experts, num_ranks = quota
     home = home_experts_per_rank(num_experts, num_ranks, "quota")
     if placement[0] != num_ranks or placement[1] < home:
@@ -231,45 +158,24 @@ NO_LOAD = np.int32(np.iinfo(np.int32).max)
 
 @pytree
 class PlanByDomain:
-    """Plan split into its `B = R / M` domains, with `P = M L` home experts each.
+    """Plan split into its `B = R / M` domains, with `P = M L` home experts each."""
 
-    Ranks are numbered inside a domain. `of_domains` constructs it; the loop of a planner carries all or part of it.
+    # Ranks are numbered inside a domain. `of_domains` constructs it; the loop of a planner carries all or part of it.
 
-    Args:
-        placement: `[B, M, S]` int32, the expert in each slot, numbered over all domains; -1 for an empty slot.
-        quota: `[B, E, M]` int32, the token copies of each expert served by each rank of the domain.
-        served: `[B, P]` int32, the token copies of each home expert of the domain served at home.
-        holds: `[B, P, M]` bool, True if the rank has a slot for the expert.
-    """
-
-    placement: Int[Array, "B M S"]
-    quota: Int[Array, "B E M"]
-    served: Int[Array, "B P"]
-    holds: Bool[Array, "B P M"]
+    placement: Int[Array, "B M S"]  # the expert in each slot, numbered over all domains; -1 for an empty slot
+    quota: Int[Array, "B E M"]  # the token copies of each expert served by each rank of the domain
+    served: Int[Array, "B P"]  # the token copies of each home expert of the domain served at home
+    holds: Bool[Array, "B P M"]  # true if the rank has a slot for the expert
 
 
 def check_tokens(name: str, tokens: int) -> None:
-    """Check that a threshold in token copies is positive and fits int32.
-
-    Args:
-        name: name of the argument in the error message.
-        tokens: the threshold.
-
-    Raises:
-        ValueError: `tokens` is below 1 or above `2**31 - 1`.
-    """
+    """Check that a threshold in token copies is positive and fits int32."""
     if not 1 <= tokens < 2**31:
         raise ValueError(f"{name} is {tokens}; expected 1 to {2**31 - 1}")
 
 
 def of_domains(placement: Placement, quota: Quota, members: int) -> PlanByDomain:
-    """Split a plan into its domains.
-
-    Args:
-        placement: `[R, S]` int32, the expert in each slot; -1 for an empty slot.
-        quota: `[E, R]` int32, the token copies of each expert served by each rank.
-        members: ranks per domain.
-    """
+    """Split a plan into its domains."""
     num_experts, num_ranks = quota.shape
     num_domains, num_local = num_ranks // members, num_experts // num_ranks * members
     placement = placement.reshape(num_domains, members, -1)
@@ -291,16 +197,7 @@ def domain_iota(served: Int[Array, "B P"]) -> Int[Array, "B P"]:
 
 
 def lowest(load: Int[Array, "B #P M"], able: Bool[Array, "B P M"]) -> tuple[Int[Array, "B P"], Int[Array, "B P"]]:
-    """Return the least loaded eligible rank for each expert, and its load.
-
-    Args:
-        load: `[B, M]` or `[B, P, M]` int32, the load of each rank, in token copies.
-        able: `[B, P, M]` bool, True if the rank is eligible for the expert.
-
-    Returns:
-        `[B, P]` int32, the rank inside its domain (the lower one on a tie), and `[B, P]` int32, its load; `NO_LOAD` if
-        no rank is eligible.
-    """
+    """Return the least loaded eligible rank for each expert, and its load."""
     # Shapes are fixed, so ineligible ranks get the load `NO_LOAD`. argmin takes the first of equal values, like the C++
     # planners.
     load = jnp.where(able, load, NO_LOAD)
@@ -310,13 +207,7 @@ def lowest(load: Int[Array, "B #P M"], able: Bool[Array, "B P M"]) -> tuple[Int[
 def to_first_empty(
     placement: Int[Array, "B M S"], expert: Int[Array, "B #M"], ranks: Bool[Array, "B M"]
 ) -> Int[Array, "B M S"]:
-    """Put an expert into the first empty slot of each selected rank.
-
-    Args:
-        placement: `[B, M, S]` int32, the expert in each slot; -1 for an empty slot.
-        expert: `[B, M]` or `[B, 1]` int32, the expert per rank or domain, numbered over all domains.
-        ranks: `[B, M]` bool, True for the selected ranks, which must have an empty slot.
-    """
+    """Put an expert into the first empty slot of each selected rank."""
     # argmax of booleans gives the first empty slot. Use a mask instead of a scatter: most domains change no slot in a
     # step, and a scatter would need an index for them.
     first = jax.lax.argmax(placement < 0, 2, jnp.int32)

@@ -20,37 +20,21 @@ TokensOfExperts = Int[AnyArray, "E"]
 
 
 def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tuple[Placement, Quota]:
-    """Fill the empty slots with replicas and split the tokens of every expert evenly over its copies.
-
-    `EPLBPlus` calls it. `ffi/planning/eplb_plus.h` specifies the same rule.
-
-    Occupied slots keep their experts. The share of an expert is its number of tokens divided by its copies (the ranks
-    holding it), rounded up. Each domain is planned separately:
-
-    1. Replicate: while there are empty slots, the home expert of the domain with the highest share gets another copy.
-       Experts with a share of at most 1 are excluded. The number of copies is limited to the ranks with the expert or
-       with an empty slot.
-    2. Pack (longest processing time first): new copies, highest share first, go to the least loaded rank with an empty
-       slot and without the expert. The load of a rank is the sum of the shares of its experts. A copy without such a
-       rank is not made.
-    3. Split: see `round_robin`.
-
-    Ties go to the lower expert and rank.
-
-    Args:
-        tokens: `[E]` nonnegative integers, the token copies of each expert; their sum must be below `2**31`.
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. Several slots of an expert on a
-            rank count as one.
-        domain: ranks per domain, a divisor of `R`.
-
-    Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid values, such as
-        an expert with tokens and without a slot, the custom call stops the program on a CPU. On a GPU it returns -1 in
-        all entries. The jnp form gives such an expert a quota row of 0.
-
-    Raises:
-        ValueError: shapes do not match, or `domain` does not divide the ranks.
-    """
+    """Fill the empty slots with replicas and split the tokens of every expert evenly over its copies."""
+    # `EPLBPlus` calls it. `ffi/planning/eplb_plus.h` specifies the same rule.
+    # Occupied slots keep their experts. The share of an expert is its number of tokens divided by its copies (the ranks
+    # holding it), rounded up. Each domain is planned separately:
+    # 1. Replicate: while there are empty slots, the home expert of the domain with the highest share gets another copy.
+    #    Experts with a share of at most 1 are excluded. The number of copies is limited to the ranks with the expert or
+    #    with an empty slot.
+    # 2. Pack (longest processing time first): new copies, highest share first, go to the least loaded rank with an
+    #    empty slot and without the expert. The load of a rank is the sum of the shares of its experts. A copy
+    #    without such a rank is not made.
+    # 3. Split: see `round_robin`.
+    # Ties go to the lower expert and rank.
+    # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid values,
+    # such as an expert with tokens and without a slot, the custom call stops the program on a CPU. On a GPU it returns
+    # -1 in all entries. The jnp form gives such an expert a quota row of 0.
     _check(tokens.shape[0], placement.shape, domain)
     shapes = placement.shape, (tokens.shape[0], placement.shape[0])
     placement, quota = run_planner("eplb_plus", shapes, tokens, placement, reference=eplb_plus_reference, domain=domain)
@@ -78,18 +62,8 @@ def eplb_plus_reference(tokens: TokensOfExperts, placement: Placement, domain: i
 
 
 def round_robin(tokens: TokensOfExperts, placement: Placement) -> Quota:
-    """Split tokens evenly: each of `n` copies serves `tokens // n`, and the first `tokens % n` by rank one more.
-
-    Use it for placements without shares, as in EPLB.
-
-    Args:
-        tokens: `[E]` integers, the token copies of each expert.
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. Several slots of an expert on a
-            rank count as one copy.
-
-    Returns:
-        `[E, R]` int32, the quota; 0 for experts without a slot.
-    """
+    """Split tokens evenly: each of `n` copies serves `tokens // n`, and the first `tokens % n` by rank one more."""
+    # Use it for placements without shares, as in EPLB.
     xp = namespace(tokens)
     held = holds(placement, tokens.shape[0]).T.astype(np.int32)
     # Avoid a division by zero for an expert without a slot; `held` makes its row 0.
@@ -100,12 +74,7 @@ def round_robin(tokens: TokensOfExperts, placement: Placement) -> Quota:
 
 
 def holds(placement: Placement, num_experts: int) -> Bool[AnyArray, "R E"]:
-    """Return whether each rank has a slot for each expert, `[R, E]` bool.
-
-    Args:
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot.
-        num_experts: `E`.
-    """
+    """Return whether each rank has a slot for each expert, `[R, E]` bool."""
     return (placement[:, :, None] == host_iota(num_experts)[None, None]).any(1)
 
 
@@ -149,19 +118,12 @@ def _add_replicas(
 
 @pytree
 class _Packing:
-    """Carry of the second loop, over all `B = R / M` domains with `P` experts each.
+    """Carry of the second loop, over all `B = R / M` domains with `P` experts each."""
 
-    Args:
-        pending: copies of each expert without a slot so far.
-        placement: expert in each slot, numbered over all domains; -1 for an empty slot.
-        inside: True if a rank of the domain holds an expert of it.
-        load: sum of the shares of the experts on each rank, in token copies.
-    """
-
-    pending: Int[Array, "B P"]
-    placement: Int[Array, "B M S"]
-    inside: Bool[Array, "B P M"]
-    load: Int[Array, "B M"]
+    pending: Int[Array, "B P"]  # copies of each expert without a slot so far
+    placement: Int[Array, "B M S"]  # expert in each slot, numbered over all domains; -1 for an empty slot
+    inside: Bool[Array, "B P M"]  # true if a rank of the domain holds an expert of it
+    load: Int[Array, "B M"]  # sum of the shares of the experts on each rank, in token copies
 
 
 def _place(p: _Packing, share: Int[Array, "B P"]) -> _Packing:
@@ -349,11 +311,9 @@ def _exchange(
     has_room: np.ndarray,
     taken: np.ndarray,
 ) -> None:
-    """Put the item into a full bin, whose item nearest in weight moves to a bin with space.
-
-    Such a bin exists: a label has at most as many copies as there are bins, so some bin lacks this label. This bin is
-    full of distinct labels, more than any bin with space has.
-    """
+    """Put the item into a full bin, whose item nearest in weight moves to a bin with space."""
+    # Such a bin exists: a label has at most as many copies as there are bins, so some bin lacks this label. This bin is
+    # full of distinct labels, more than any bin with space has.
     target = int(np.argmin(np.where(has_room, load, np.inf)))
     known = {label[other] for other in bins[target]}
     moves = [

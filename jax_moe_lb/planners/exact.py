@@ -27,33 +27,12 @@ def exact(
     localize: bool = True,
     call_host: bool = False,
 ) -> tuple[Placement, Quota]:
-    """Plan placement and quota from the counts alone; `ffi/planning/exact.h` specifies the rule.
-
-    `Exact` calls it. On platforms without the custom call, such as TPU, a different search in jnp plans by the same
-    rules (`planners/exact_search.py`), but its plans differ.
-
-    Args:
-        counts: `[R, E]` nonnegative integers, the token copies routed from each rank to each expert; their sum must be
-            below `2**31`.
-        num_slots: `S`, slots per rank, including home experts; at least `E / R`, usually two more.
-        domain: ranks per domain; each domain is planned separately.
-        eps: fraction by which the maximum load may exceed the lowest one found to save replicas; at least 0, 0.01 by
-            default.
-        max_fan_out: maximum number of replicas of the experts of one home rank; `None` (default) for no limit.
-        localize: if True (default), exchange replicas to serve more tokens on their source rank.
-        call_host: if True, a program without the custom call runs the C++ planner through a host callback instead of
-            the search in jnp; False by default. The device waits for the callback, and the program cannot be compiled
-            for absent devices.
-
-    Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid counts, the
-        custom call stops the program on a CPU. On a GPU it returns -1 in all entries. The jnp form returns an illegal
-        plan.
-
-    Raises:
-        ValueError: shapes do not match, or an option is out of range.
-        RuntimeError: with `call_host`, the C++ planner is not built.
-    """
+    """Plan placement and quota from the counts alone; `ffi/planning/exact.h` specifies the rule."""
+    # `Exact` calls it. On platforms without the custom call, such as TPU, a different search in jnp plans by the same
+    # rules (`planners/exact_search.py`), but its plans differ.
+    # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For invalid counts,
+    # the custom call stops the program on a CPU. On a GPU it returns -1 in all entries. The jnp form returns an illegal
+    # plan.
     check_shapes(counts, num_slots, domain)
     check_exact(eps, max_fan_out)
     num_ranks, num_experts = counts.shape
@@ -77,33 +56,16 @@ def exact(
 
 
 def fits_kernel(shape: tuple[int, ...], num_slots: int, domain: int, eps: float, localize: bool) -> bool:
-    """Return whether NVIDIA GPUs run `exact` as one kernel, without the host.
-
-    They do for domains of at most 128 ranks whose plans fit into the shared memory of a thread block, such as 72 ranks
-    with 576 experts, or 128 with 512, and 2 replica slots each, if the custom calls were built with a compiler of
-    device code. Others plan on the host.
-
-    Args:
-        shape: `(R, E)`, shape of the counts.
-        num_slots: slots per rank.
-        domain: ranks per domain.
-        eps: option of `exact`.
-        localize: option of `exact`.
-    """
+    """Return whether NVIDIA GPUs run `exact` as one kernel, without the host."""
+    # They do for domains of at most 128 ranks whose plans fit into the shared memory of a thread block, such as 72
+    # ranks with 576 experts, or 128 with 512, and 2 replica slots each, if the custom calls were built with a compiler
+    # of device code. Others plan on the host.
     fits = kernel_check("exact_kernel_fits")
     return fits is not None and fits(*shape, num_slots, domain, eps, localize)
 
 
 def check_exact(eps: float, max_fan_out: int | None) -> None:
-    """Check the options of `exact`.
-
-    Args:
-        eps: fraction above the lowest maximum load, nonnegative and finite.
-        max_fan_out: maximum number of replicas of one home rank's experts, at least 0; `None` for no limit.
-
-    Raises:
-        ValueError: an option is out of range; the message names it.
-    """
+    """Check the options of `exact`."""
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps is {eps}; expected a finite number, at least 0")
     if max_fan_out is not None and not 0 <= max_fan_out <= UNBOUNDED:
@@ -111,16 +73,7 @@ def check_exact(eps: float, max_fan_out: int | None) -> None:
 
 
 def check_shapes(counts: AnyArray, num_slots: int, domain: int) -> None:
-    """Check shape and dtype of counts, and slots and domain against them.
-
-    Args:
-        counts: `[R, E]` integers; only shape and dtype are read.
-        num_slots: `S`, slots per rank.
-        domain: ranks per domain.
-
-    Raises:
-        ValueError: an argument is invalid; the message names it.
-    """
+    """Check shape and dtype of counts, and slots and domain against them."""
     if counts.ndim != 2 or not counts.size:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E], both at least 1")
     if not jnp.issubdtype(counts.dtype, jnp.integer):

@@ -15,51 +15,33 @@ from jax_moe_lb.core.types import host_iota, iota, pytree
 
 @pytree
 class SearchOrder:
-    """Weights of the choices in `fill`, for a domain of `M` ranks with `P = M L` home experts.
+    """Weights of the choices in `fill`, for a domain of `M` ranks with `P = M L` home experts."""
 
-    Args:
-        liking: `[P]` float32, above 0, factor of an expert's tokens in the choice of the hottest expert.
-        welcome: `[M]` float32, above 0, factor of a rank's room in the choice of the rank with most room.
-        pressing: float32, at least 0, weight of a rank's load above the limit relative to the tokens of its experts.
-        start: `[M]` int32, at least 0, distance below the limit that a rank must reach before receiving tokens.
-        urgent: float32, at least 0, further weight of a rank's load above the limit, divided by the replicas its
-            experts may still get. It is used only with a limited fan-out.
-        cleared: int32, at least 0, number of least loaded ranks giving their experts away before all others. It is used
-            only with a limited fan-out.
-    """
-
-    liking: Float[Array, "P"]
-    welcome: Float[Array, "M"]
+    liking: Float[Array, "P"]  # above 0, factor of an expert's tokens in the choice of the hottest expert
+    welcome: Float[Array, "M"]  # above 0, factor of a rank's room in the choice of the rank with most room
+    # Float32, at least 0, weight of a rank's load above the limit relative to the tokens of its experts
     pressing: Float[Array, ""]
-    start: Int[Array, "M"]
+    start: Int[Array, "M"]  # at least 0, distance below the limit that a rank must reach before receiving tokens
+    # Float32, at least 0, further weight of a rank's load above the limit, divided by the replicas its experts may
+    # still get. It is used only with a limited fan-out.
     urgent: Float[Array, ""]
+    # At least 0, number of least loaded ranks giving their experts away before all others. It is used only with a
+    # limited fan-out.
     cleared: Int[Array, ""]
 
 
 @pytree
 class Filled:
-    """Replicas of one domain, with `Z` replica slots on each rank.
+    """Replicas of one domain, with `Z` replica slots on each rank."""
 
-    Args:
-        expert: `[M, Z]` int32, expert of each replica, numbered inside the domain; -1 for an empty slot.
-        tokens: `[M, Z]` int32, token copies served by each replica; 0 for an empty slot.
-        left: `[P]` int32, token copies of each expert served at home.
-        load: `[M]` int32, token copies served by each rank.
-    """
-
-    expert: Int[Array, "M Z"]
-    tokens: Int[Array, "M Z"]
-    left: Int[Array, "P"]
-    load: Int[Array, "M"]
+    expert: Int[Array, "M Z"]  # expert of each replica, numbered inside the domain; -1 for an empty slot
+    tokens: Int[Array, "M Z"]  # token copies served by each replica; 0 for an empty slot
+    left: Int[Array, "P"]  # token copies of each expert served at home
+    load: Int[Array, "M"]  # token copies served by each rank
 
 
 def plain(tokens: Int[Array, "M L"], slots: int) -> Filled:
-    """Return the plan without replicas.
-
-    Args:
-        tokens: `[M, L]` int32, token copies of each expert, by home rank.
-        slots: `Z`, replica slots per rank.
-    """
+    """Return the plan without replicas."""
     load = tokens.sum(1, dtype=jnp.int32)
     # Derive the zeros from `load`, so they vary over its mesh axes.
     none = jnp.broadcast_to(0 * load[:, None], (load.size, slots))
@@ -68,35 +50,19 @@ def plain(tokens: Int[Array, "M L"], slots: int) -> Filled:
 
 @pytree
 class OffloadChain:
-    """Carry of the loop of `fill`.
+    """Carry of the loop of `fill`."""
 
-    Args:
-        now: plan so far.
-        goal: load at or below which a rank may receive, and down to which it gives.
-        used: occupied replica slots of each rank.
-        sent: replicas made of the experts of each rank.
-        more: True if the last step made a replica.
-    """
-
-    now: Filled
-    goal: Int[Array, "M"]
-    used: Int[Array, "M"]
-    sent: Int[Array, "M"]
-    more: Bool[Array, ""]
+    now: Filled  # plan so far
+    goal: Int[Array, "M"]  # load at or below which a rank may receive, and down to which it gives
+    used: Int[Array, "M"]  # occupied replica slots of each rank
+    sent: Int[Array, "M"]  # replicas made of the experts of each rank
+    more: Bool[Array, ""]  # true if the last step made a replica
 
     def give(
         self, expert: Int[Array, ""], to: Bool[Array, "M"], tokens: Int[Array, ""], limit: Array
     ) -> "OffloadChain":
-        """Make one replica with `tokens` token copies; no replica if `tokens` is 0.
-
-        It writes with masks instead of indices, because scatters are slow on TPU.
-
-        Args:
-            expert: the expert.
-            to: mask of the receiving rank, which has a free slot.
-            tokens: token copies moved from the home of the expert to the replica.
-            limit: goal of a rank after reaching its own.
-        """
+        """Make one replica with `tokens` token copies; no replica if `tokens` is 0."""
+        # It writes with masks instead of indices, because scatters are slow on TPU.
         now, made = self.now, tokens > 0
         of, giver = iota(now.left.size) == expert, iota(to.size) == expert // (now.left.size // to.size)
         here = made & to[:, None] & (iota(now.expert.shape[1])[None] == self.used[:, None])
@@ -120,25 +86,14 @@ NO_ROOM = np.int32(np.iinfo(np.int32).max)
 
 
 def fill(tokens: Int[Array, "M L"], limit: Int[Array, ""], way: SearchOrder, slots: int, max_fan_out: int) -> Filled:
-    """Make replicas until no rank exceeds the limit or no slot helps; `ffi/planning/chain.h` explains the idea.
-
-    The rank with the most room and a free slot receives tokens of the hottest expert of the ranks above the limit, as
-    many as it can serve. It may take more than the home's surplus; then the home itself has room and can receive. Each
-    replica thus fills its receiver or takes an expert whole, so the number of steps is at most the number of slots.
-
-    With a limited fan-out, a rank far above the limit needs receivers with much room, possibly more than any rank has.
-    Some of the least loaded ranks are therefore cleared first.
-
-    Args:
-        tokens: `[M, L]` int32, token copies of each expert, by home rank.
-        limit: maximum load of a rank, in token copies; at least the mean, rounded up.
-        way: weights of the choices.
-        slots: replica slots per rank.
-        max_fan_out: maximum number of replicas of the experts of one rank, at least 1.
-
-    Returns:
-        The plan. If a rank still exceeds the limit, this search order failed.
-    """
+    """Make replicas until no rank exceeds the limit or no slot helps; `ffi/planning/chain.h` explains the idea."""
+    # The rank with the most room and a free slot receives tokens of the hottest expert of the ranks above the limit, as
+    # many as it can serve. It may take more than the home's surplus; then the home itself has room and can receive.
+    # Each replica thus fills its receiver or takes an expert whole, so the number of steps is at most the number of
+    # slots.
+    # With a limited fan-out, a rank far above the limit needs receivers with much room, possibly more than any rank
+    # has. Some of the least loaded ranks are therefore cleared first.
+    # Returns the plan. If a rank still exceeds the limit, this search order failed.
     now = plain(tokens, slots)
     below = jnp.maximum(limit - way.start, 0)
     goal, none = jnp.where(now.load > below, below, limit), 0 * now.load
@@ -206,35 +161,20 @@ MOST_SLOTS = 1024
 
 @pytree
 class _Places:
-    """Carry of the loop over exchanges, with the `n = M Z` slots of the domain in one row.
+    """Carry of the loop over exchanges, with the `n = M Z` slots of the domain in one row."""
 
-    Args:
-        expert: expert of each slot; -1 for an empty slot.
-        tokens: token copies served by each slot.
-        load: token copies served by each rank.
-        turn: index of the exchange.
-        more: True if the last step exchanged two slots.
-    """
-
-    expert: Int[Array, "n"]
-    tokens: Int[Array, "n"]
-    load: Int[Array, "M"]
-    turn: Int[Array, ""]
-    more: Bool[Array, ""]
+    expert: Int[Array, "n"]  # expert of each slot; -1 for an empty slot
+    tokens: Int[Array, "n"]  # token copies served by each slot
+    load: Int[Array, "M"]  # token copies served by each rank
+    turn: Int[Array, ""]  # index of the exchange
+    more: Bool[Array, ""]  # true if the last step exchanged two slots
 
 
 def localize(plan: Filled, counts: Int[Array, "M P"], limit: Int[Array, ""]) -> Filled:
-    """Exchange the contents of pairs of slots while more tokens then stay on their rank.
-
-    One slot of a pair may be empty. Each step makes the exchange of the largest gain, with at most as many steps as
-    slots; `ffi/planning/localize.h` instead visits all pairs once. With more than `MOST_SLOTS` slots the plan is
-    unchanged, because the pairs would need too much memory.
-
-    Args:
-        plan: plan of one domain.
-        counts: `[M, P]` int32, token copies of each expert by source rank.
-        limit: maximum load of a rank, in token copies; no load of `plan` exceeds it.
-    """
+    """Exchange the contents of pairs of slots while more tokens then stay on their rank."""
+    # One slot of a pair may be empty. Each step makes the exchange of the largest gain, with at most as many steps as
+    # slots; `ffi/planning/localize.h` instead visits all pairs once. With more than `MOST_SLOTS` slots the plan is
+    # unchanged, because the pairs would need too much memory.
     if plan.expert.size > MOST_SLOTS:
         return plan
     num_home = plan.left.size // plan.load.size

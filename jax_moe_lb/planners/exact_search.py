@@ -35,11 +35,7 @@ URGENT, CLEARED = np.float32(4), np.float32(0.25)
 
 
 def usual_way(tokens: Int[Array, "M L"]) -> SearchOrder:
-    """Return the search order without noise: the hottest expert to the rank with most room.
-
-    Args:
-        tokens: `[M, L]` int32, token copies of each expert, by home rank.
-    """
+    """Return the search order without noise: the hottest expert to the rank with most room."""
     none = vary_like(jnp.zeros(tokens.shape[0], jnp.int32), tokens)
     ones = 1 + none.astype(jnp.float32)
     return SearchOrder(
@@ -48,14 +44,7 @@ def usual_way(tokens: Int[Array, "M L"]) -> SearchOrder:
 
 
 def way_near(way: SearchOrder, limit: Int[Array, ""], seed: Int[Array, ""], number: Int[Array, ""]) -> SearchOrder:
-    """Return one of `WIDTH` perturbed search orders; number 0 changes `pressing` only.
-
-    Args:
-        way: the search order to perturb.
-        limit: approximate limit of the candidates, the scale of `SearchOrder.start`, in token copies.
-        seed: seed of the noise.
-        number: index of the search order, 0 to `WIDTH - 1`.
-    """
+    """Return one of `WIDTH` perturbed search orders; number 0 changes `pressing` only."""
     # Use amplitudes from 1/8 to 1, because the best one depends on the load.
     reach = jnp.where(number == 0, 0, 1 / (1 << (number // 16 % 4)).astype(jnp.float32))
     # Giving early rarely helps, so half of the search orders keep `start` unchanged.
@@ -73,10 +62,8 @@ def way_near(way: SearchOrder, limit: Int[Array, ""], seed: Int[Array, ""], numb
 
 
 def _noise(size: int, seed: Int[Array, ""], number: Int[Array, ""]) -> Float[Array, "..."]:
-    """Return `size` pseudorandom numbers in [-1, 1): a hash of their indices, the seed and the number.
-
-    It does not use `jax.random`, whose values depend on JAX's configuration.
-    """
+    """Return `size` pseudorandom numbers in [-1, 1): a hash of their indices, the seed and the number."""
+    # It does not use `jax.random`, whose values depend on JAX's configuration.
     bits = (number * size + iota(size)).astype(jnp.uint32) * np.uint32(0x9E3779B9)
     bits = bits + seed.astype(jnp.uint32) * np.uint32(0x85EBCA6B)
     for factor in (np.uint32(0x7FEB352D), np.uint32(0x846CA68B)):
@@ -106,19 +93,12 @@ Attempt = Callable[[Array, SearchOrder], Filled]
 
 @pytree
 class Search:
-    """Carry of the search in one domain.
+    """Carry of the search in one domain."""
 
-    Args:
-        low: lowest limit worth trying.
-        plan: plan of the lowest maximum so far.
-        way: search order of this plan.
-        turn: index of the generation.
-    """
-
-    low: Int[Array, ""]
-    plan: Filled
-    way: SearchOrder
-    turn: Int[Array, ""]
+    low: Int[Array, ""]  # lowest limit worth trying
+    plan: Filled  # plan of the lowest maximum so far
+    way: SearchOrder  # search order of this plan
+    turn: Int[Array, ""]  # index of the generation
 
     @property
     def high(self) -> Int[Array, ""]:
@@ -127,16 +107,7 @@ class Search:
 
 
 def lowest(tokens: Int[Array, "M L"], slots: int, max_fan_out: int) -> Search:
-    """Search for the lowest maximum load of a domain.
-
-    Args:
-        tokens: `[M, L]` int32, token copies of each expert, by home rank; their sum must be below `2**31`.
-        slots: replica slots per rank, at least 1.
-        max_fan_out: maximum number of replicas of the experts of one rank, at least 1.
-
-    Returns:
-        The search state with the best plan and its search order.
-    """
+    """Search for the lowest maximum load of a domain."""
     num_ranks, total = tokens.shape[0], tokens.sum(dtype=jnp.int32)
     mean = total // num_ranks + (total % num_ranks > 0).astype(jnp.int32)
     enough = mean // CLOSE_ENOUGH
@@ -166,19 +137,7 @@ def fewest(
     max_fan_out: int,
     counts: Int[Array, "M P"] | None = None,
 ) -> Filled:
-    """Search for a plan with fewer replicas within a limit.
-
-    Args:
-        tokens: as for `lowest`.
-        found: result of `lowest` for these tokens.
-        limit: maximum load of a rank, in token copies; at least the maximum of the plan of `found`.
-        max_fan_out: as for `lowest`.
-        counts: `[M, P]` int32, token copies of each expert by source rank, to prefer plans serving more tokens on their
-            source rank among those with equally many replicas. `None` (default) for no preference.
-
-    Returns:
-        The plan with the fewest replicas found, possibly the same plan.
-    """
+    """Search for a plan with fewer replicas within a limit."""
     attempt = partial(_attempt, tokens, found.plan.expert.shape[1], max_fan_out)
     start = Search(limit, found.plan, found.way, 0 * limit)
     s = jax.lax.while_loop(lambda s: s.turn < FEWER, lambda s: _fewer(s, attempt, counts), start)
@@ -280,30 +239,11 @@ def _best(plan: Filled, plans: Filled, costs: Array, cost: Array) -> tuple[Array
 def exact_in_jax(
     counts: Counts, num_slots: int, domain: int, eps: float, max_fan_out: int, localize: bool
 ) -> tuple[Placement, Quota]:
-    """Plan placement and quota from the counts alone, all domains side by side.
-
-    It follows the rules of `exact`, but its plans differ from those in C++. On recorded loads, the mean maximum load is
-    equal or lower. With many ranks, it needs more replicas within `eps` of the maximum. Single unnecessary replicas may
-    remain, because no replica is removed from a plan. Domains with more than 1024 replica slots are not localized.
-
-    Args:
-        counts: `[R, E]` nonnegative integers, the token copies routed from each rank to each expert; their sum must be
-            below `2**31`. Invalid counts give an illegal plan.
-        num_slots: `S`, slots per rank, including home experts.
-        domain: ranks per domain.
-        eps: fraction by which the maximum load may exceed the lowest one found to save replicas.
-        max_fan_out: maximum number of replicas of the experts of one home rank.
-        localize: if True, exchange replicas to serve more tokens on their source rank.
-
-    Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32.
-
-    Examples:
-        >>> import numpy as np
-        >>> placement, quota = exact_in_jax(np.diag([12, 15, 7, 6]), 2, 4, eps=0.0, max_fan_out=4, localize=False)
-        >>> print(quota.sum(0))
-        [10 10 10 10]
-    """
+    """Plan placement and quota from the counts alone, all domains side by side."""
+    # It follows the rules of `exact`, but its plans differ from those in C++. On recorded loads, the mean maximum load
+    # is equal or lower. With many ranks, it needs more replicas within `eps` of the maximum. Single unnecessary
+    # replicas may remain, because no replica is removed from a plan. Domains with more than 1024 replica slots are not
+    # localized.
     (counts,) = alike(counts)
     num_ranks, num_experts = counts.shape
     num_domains, num_home, num_local = num_ranks // domain, num_experts // num_ranks, num_experts // num_ranks * domain

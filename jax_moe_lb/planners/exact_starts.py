@@ -18,12 +18,7 @@ ULTRAEP_EPS = 0.01
 
 
 def starts(tokens: Int[Array, "M L"], slots: int) -> tuple[Filled, ...]:
-    """Return the plans of the greedy rule and of UltraEP's planner for one domain.
-
-    Args:
-        tokens: `[M, L]` int32, token copies of each expert, by home rank.
-        slots: replica slots per rank, at least 1.
-    """
+    """Return the plans of the greedy rule and of UltraEP's planner for one domain."""
     num_ranks, num_home = tokens.shape
     homes = iota(tokens.size).reshape(num_ranks, num_home) + 0 * tokens
     placement = jnp.pad(homes, ((0, 0), (0, slots)), constant_values=-1)
@@ -47,11 +42,7 @@ def _filled(placement: Placement, quota: Quota, num_home: int) -> Filled:
 
 
 def fan_out(plan: Filled) -> Int[Array, ""]:
-    """Return the most replicas of the experts of one rank.
-
-    Args:
-        plan: plan of one domain.
-    """
+    """Return the most replicas of the experts of one rank."""
     num_home = plan.left.size // plan.load.size
     # An empty slot (-1) has no home.
     home = jnp.where(plan.expert >= 0, plan.expert // num_home, np.int32(-1))

@@ -19,28 +19,10 @@ from jax_moe_lb.planners.base import (
 def fastermoe(
     placement: Placement, quota: Quota, counts: Counts, domain: int, min_saved: int
 ) -> tuple[Placement, Quota]:
-    """Add the replicas of `FasterMoE`; `ffi/planning/fastermoe.h` specifies the rule.
-
-    `FasterMoE` calls it with `min_saved` from its time model. Call it directly with a known `min_saved`.
-
-    Args:
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. The first `E / R` columns are the
-            home experts.
-        quota: `[E, R]` nonnegative integers, the token copies of each expert served by each rank; their sum must be
-            below `2**31`.
-        counts: `[R, E]` nonnegative integers, the token copies routed from each rank to each expert; their sum must be
-            below `2**31`.
-        domain: ranks per domain, a divisor of `R`.
-        min_saved: minimum reduction of the highest load of a domain per copied expert, in token copies, at least 1;
-            about 1000 for large experts on H100.
-
-    Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan, the
-        custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
-
-    Raises:
-        ValueError: shapes do not match, or an option is out of range.
-    """
+    """Add the replicas of `FasterMoE`; `ffi/planning/fastermoe.h` specifies the rule."""
+    # `FasterMoE` calls it with `min_saved` from its time model. Call it directly with a known `min_saved`.
+    # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan,
+    # the custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
     check_plan_shapes(placement.shape, quota.shape, domain)
     if counts.shape != quota.shape[::-1]:
         raise ValueError(f"counts has shape {counts.shape}; expected {quota.shape[::-1]}")
@@ -70,27 +52,18 @@ def fastermoe_reference(
 
 @pytree
 class _Shadows:
-    """Carry of the loop, over all `B = R / M` domains with `P = M L` experts each.
+    """Carry of the loop, over all `B = R / M` domains with `P = M L` experts each."""
 
-    Ranks are numbered inside a domain.
+    # Ranks are numbered inside a domain.
 
-    Args:
-        placement: expert in each slot, numbered over all domains; -1 for an empty slot.
-        quota: token copies of each expert served by each rank.
-        load: token copies served by each rank.
-        leaving: token copies of each of the domain's experts served by each other rank of the domain once copied.
-        served: token copies of each expert served at home.
-        at_home: True if the home serves all tokens of the expert and no other rank holds it.
-        copied: True if the last step copied an expert.
-    """
-
-    placement: Int[Array, "B M S"]
-    quota: Int[Array, "B E M"]
-    load: Int[Array, "B M"]
+    placement: Int[Array, "B M S"]  # expert in each slot, numbered over all domains; -1 for an empty slot
+    quota: Int[Array, "B E M"]  # token copies of each expert served by each rank
+    load: Int[Array, "B M"]  # token copies served by each rank
+    # Token copies of each of the domain's experts served by each other rank of the domain once copied
     leaving: Int[Array, "B P M"]
-    served: Int[Array, "B P"]
-    at_home: Bool[Array, "B P"]
-    copied: Bool[Array, "B"]
+    served: Int[Array, "B P"]  # token copies of each expert served at home
+    at_home: Bool[Array, "B P"]  # true if the home serves all tokens of the expert and no other rank holds it
+    copied: Bool[Array, "B"]  # true if the last step copied an expert
 
 
 def _start(placement: Placement, quota: Quota, counts: Counts, members: int) -> _Shadows:

@@ -20,28 +20,10 @@ from jax_moe_lb.planners.base import (
 def feplb(
     placement: Placement, quota: Quota, domain: int, num_dynamic: int, max_num_dyn: int, tau: int, skip: bool
 ) -> tuple[Placement, Quota]:
-    """Make the moves of `FEPLB`; `ffi/planning/feplb.h` specifies the rule.
-
-    Call it to plan on NumPy arrays or in a custom balancer; `FEPLB` applies the equivalent `feplb_planner`.
-
-    Args:
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. The first `E / R` columns are the
-            home experts.
-        quota: `[E, R]` nonnegative integers, the token copies of each expert served by each rank; their sum must be
-            below `2**31`.
-        domain: ranks per domain, a divisor of `R`.
-        num_dynamic: number of movable home experts per rank, at least 1; usually 4.
-        max_num_dyn: maximum number of experts taken by a rank, at least 1, also limited by its empty slots; usually 8.
-        tau: minimum token copies of a moved expert, at least 1; usually 1.
-        skip: if True, move a smaller dynamic expert if the busiest cannot move; usually False.
-
-    Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan, the
-        custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
-
-    Raises:
-        ValueError: shapes do not match, or an option is out of range.
-    """
+    """Make the moves of `FEPLB`; `ffi/planning/feplb.h` specifies the rule."""
+    # Call it to plan on NumPy arrays or in a custom balancer; `FEPLB` applies the equivalent `feplb_planner`.
+    # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan,
+    # the custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
     return edit(feplb_planner(domain, num_dynamic, max_num_dyn, tau, skip), placement, quota)
 
 
@@ -58,15 +40,7 @@ def feplb_planner(domain: int, num_dynamic: int, max_num_dyn: int, tau: int, ski
 
 
 def dynamic_experts(served: Int[AnyArray, "*B L"], num_dynamic: int) -> Bool[AnyArray, "*B L"]:
-    """Return the movable home experts of each rank: the `num_dynamic` with the most tokens served there.
-
-    Args:
-        served: `[..., L]` integers, the token copies of each home expert of a rank served at home.
-        num_dynamic: movable experts per rank; with `L` or more, all are movable.
-
-    Returns:
-        `[..., L]` bool.
-    """
+    """Return the movable home experts of each rank: the `num_dynamic` with the most tokens served there."""
     # The stable sort makes the lower of equal experts dynamic, as in C++. `TwoPhase` serves the static experts by this
     # result, so a planner with other ties would move an expert already served at home.
     order = jnp.argsort(served, axis=-1, descending=True, stable=True)
@@ -89,16 +63,7 @@ def _check(
 
 
 def check_options(num_dynamic: int, max_num_dyn: int, tau: int) -> None:
-    """Check the options of `feplb`.
-
-    Args:
-        num_dynamic: number of movable home experts per rank.
-        max_num_dyn: maximum number of experts taken by a rank.
-        tau: minimum token copies of a moved expert; must fit int32.
-
-    Raises:
-        ValueError: an option is out of range; the message names it.
-    """
+    """Check the options of `feplb`."""
     for name, value in (("num_dynamic", num_dynamic), ("max_num_dyn", max_num_dyn)):
         if value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
@@ -117,29 +82,18 @@ def feplb_reference(
 
 @pytree
 class _Moves:
-    """Carry of the loop, over all `B = R / M` domains with `P = M L` experts each.
+    """Carry of the loop, over all `B = R / M` domains with `P = M L` experts each."""
 
-    Ranks are numbered inside a domain.
+    # Ranks are numbered inside a domain.
 
-    Args:
-        placement: expert in each slot, numbered over all domains; -1 for an empty slot.
-        quota: token copies of each expert served by each rank.
-        load: token copies served by each rank.
-        open: number of experts each rank can still take.
-        served: token copies of each of the domain's experts served at home.
-        dynamic: True if the expert is dynamic, reaches the threshold, and has not moved yet.
-        holds: True if the rank had a slot for the expert before the first move.
-        moved: True if the last step moved an expert.
-    """
-
-    placement: Int[Array, "B M S"]
-    quota: Int[Array, "B E M"]
-    load: Int[Array, "B M"]
-    open: Int[Array, "B M"]
-    served: Int[Array, "B P"]
-    dynamic: Bool[Array, "B P"]
-    holds: Bool[Array, "B P M"]
-    moved: Bool[Array, "B"]
+    placement: Int[Array, "B M S"]  # expert in each slot, numbered over all domains; -1 for an empty slot
+    quota: Int[Array, "B E M"]  # token copies of each expert served by each rank
+    load: Int[Array, "B M"]  # token copies served by each rank
+    open: Int[Array, "B M"]  # number of experts each rank can still take
+    served: Int[Array, "B P"]  # token copies of each of the domain's experts served at home
+    dynamic: Bool[Array, "B P"]  # true if the expert is dynamic, reaches the threshold, and has not moved yet
+    holds: Bool[Array, "B P M"]  # true if the rank had a slot for the expert before the first move
+    moved: Bool[Array, "B"]  # true if the last step moved an expert
 
 
 def _start(placement: Placement, quota: Quota, members: int, num_dynamic: int, max_num_dyn: int, tau: int) -> _Moves:

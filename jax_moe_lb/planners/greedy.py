@@ -12,44 +12,22 @@ from jax_moe_lb.planners.base import edit
 
 
 def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:
-    """Make the moves of `Greedy`.
-
-    Call it to plan on NumPy arrays or in a custom balancer; `Greedy` applies the equivalent `greedy_planner`.
-
-    While a rank of a domain exceeds the domain's mean, rounded up, the busiest rank gives tokens to one of two slots:
-
-    - `kept`: the existing slot able to take most tokens of its expert.
-    - `new`: the first empty slot of the rank with most room among the ranks with an empty slot. It takes, of the
-      domain's experts without a slot on this rank, the expert with the most tokens served by the giver.
-
-    Either takes at most its rank's distance below the mean. `new` wins if it can take more than `kept` and the move
-    reaches `min_tokens`. No move exceeds the giver's surplus. A giver without a possible move is skipped from then on.
-    Ties go to the lower rank, slot and expert.
-
-    Args:
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot.
-        quota: `[E, R]` nonnegative integers, the token copies of each expert served by each rank; their sum must be
-            below `2**31`.
-        domain: ranks per domain, a divisor of `R`.
-        min_tokens: minimum token copies of a new replica, at least 1; usually 1.
-
-    Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan, the
-        custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
-
-    Raises:
-        ValueError: shapes do not match, or an option is out of range.
-    """
+    """Make the moves of `Greedy`."""
+    # Call it to plan on NumPy arrays or in a custom balancer; `Greedy` applies the equivalent `greedy_planner`.
+    # While a rank of a domain exceeds the domain's mean, rounded up, the busiest rank gives tokens to one of two slots:
+    # - `kept`: the existing slot able to take most tokens of its expert.
+    # - `new`: the first empty slot of the rank with most room among the ranks with an empty slot. It takes, of the
+    #   domain's experts without a slot on this rank, the expert with the most tokens served by the giver.
+    # Either takes at most its rank's distance below the mean. `new` wins if it can take more than `kept` and the move
+    # reaches `min_tokens`. No move exceeds the giver's surplus. A giver without a possible move is skipped from then
+    # on. Ties go to the lower rank, slot and expert.
+    # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan,
+    # the custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
     return edit(greedy_planner(domain, min_tokens), placement, quota)
 
 
 def greedy_planner(domain: int, min_tokens: int) -> NativePlanner:
-    """Return `greedy` as a value, for concurrent execution (`collectives/plan_and_copy.py`).
-
-    Args:
-        domain: ranks per domain.
-        min_tokens: minimum token copies of a new replica, at least 1.
-    """
+    """Return `greedy` as a value, for concurrent execution (`collectives/plan_and_copy.py`)."""
     return NativePlanner("greedy", (("domain", domain), ("min_tokens", min_tokens)), greedy_reference, check_greedy)
 
 
@@ -64,17 +42,7 @@ def greedy_reference(placement: Placement, quota: Quota, domain: int, min_tokens
 
 
 def check_greedy(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
-    """Check the shapes of a plan and the options of `greedy`.
-
-    Args:
-        placement: shape of the placement, `(R, S)`.
-        quota: shape of the quota, `(E, R)`.
-        domain: ranks per domain.
-        min_tokens: minimum token copies of a new replica.
-
-    Raises:
-        ValueError: an argument is invalid; the message names it.
-    """
+    """Check the shapes of a plan and the options of `greedy`."""
     num_experts, num_ranks = quota
     home_experts_per_rank(num_experts, num_ranks, "quota")
     if placement[0] != num_ranks or placement[1] < 1:
@@ -86,21 +54,13 @@ def check_greedy(placement: tuple[int, ...], quota: tuple[int, ...], domain: int
 
 @pytree
 class _Moves:
-    """Carry of the loop, over all `B = R / M` domains.
+    """Carry of the loop, over all `B = R / M` domains."""
 
-    Args:
-        quota: token copies of each expert served by each rank.
-        placement: expert in each slot; -1 for an empty slot.
-        holds: True if the rank has a slot for the expert.
-        surplus: token copies of a rank above the domain's mean; 0 once no further move is possible.
-        room: token copies of a rank below the domain's mean.
-    """
-
-    quota: Int[Array, "B E M"]
-    placement: Int[Array, "B M S"]
-    holds: Bool[Array, "B E M"]
-    surplus: Int[Array, "B M"]
-    room: Int[Array, "B M"]
+    quota: Int[Array, "B E M"]  # token copies of each expert served by each rank
+    placement: Int[Array, "B M S"]  # expert in each slot; -1 for an empty slot
+    holds: Bool[Array, "B E M"]  # true if the rank has a slot for the expert
+    surplus: Int[Array, "B M"]  # token copies of a rank above the domain's mean; 0 once no further move is possible
+    room: Int[Array, "B M"]  # token copies of a rank below the domain's mean
 
 
 def _start(placement: Placement, quota: Quota, members: int) -> _Moves:

@@ -13,28 +13,11 @@ from jax_moe_lb.planners.base import fits_kernel, run_planner
 
 
 def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: int, min_gain: int) -> Placement:
-    """Return the rank from which each slot copies its weights; `ffi/planning/relay.h` specifies the rule.
-
-    `transport.relay.Relay` calls it. Call it directly to set `Plan.relay`, which `PeerCopy` reads.
-
-    Args:
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot, and no expert twice on a rank. The
-            first `num_home` columns are the home experts.
-        num_home: `L`, home experts per rank.
-        min_replicas: minimum replicas of an expert with relays, at least 2; usually 4. Replicas of other experts are
-            copied from home.
-        max_relays: maximum relays of one expert, at least 1; usually 8.
-        min_gain: minimum reduction of the copies sent by the busiest sender of a tree, compared with home alone; at
-            least 1, usually 2.
-
-    Returns:
-        `[R, S]` int32, the source rank of each slot: its own rank for a home expert, -1 for an empty slot. A NumPy
-        array for a NumPy input. For an illegal placement, the custom call stops the program on a CPU. On a GPU it
-        returns -1 in all entries, and all replicas are copied from home.
-
-    Raises:
-        ValueError: a shape does not match, or an option is out of range.
-    """
+    """Return the rank from which each slot copies its weights; `ffi/planning/relay.h` specifies the rule."""
+    # `transport.relay.Relay` calls it. Call it directly to set `Plan.relay`, which `PeerCopy` reads.
+    # Returns `[R, S]` int32, the source rank of each slot: its own rank for a home expert, -1 for an empty slot. A
+    # NumPy array for a NumPy input. For an illegal placement, the custom call stops the program on a CPU. On a GPU it
+    # returns -1 in all entries, and all replicas are copied from home.
     if not 1 <= num_home <= placement.shape[1]:
         raise ValueError(f"num_home is {num_home}; expected 1 to the {placement.shape[1]} slots of a rank")
     check_relay(min_replicas, max_relays, min_gain)
@@ -53,16 +36,7 @@ def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: in
 
 
 def check_relay(min_replicas: int, max_relays: int, min_gain: int) -> None:
-    """Check the options of `relay`.
-
-    Args:
-        min_replicas: minimum replicas of an expert with relays; at least 2.
-        max_relays: maximum relays of one expert; at least 1.
-        min_gain: minimum reduction of the busiest sender's copies; at least 1.
-
-    Raises:
-        ValueError: an option is out of range; the message names it.
-    """
+    """Check the options of `relay`."""
     for name, value, least in (
         ("min_replicas", min_replicas, 2),
         ("max_relays", max_relays, 1),
@@ -95,17 +69,11 @@ def relay_reference(
 
 @pytree
 class _Sent:
-    """Carry of the loop over experts.
+    """Carry of the loop over experts."""
 
-    Args:
-        relay: source rank of each slot.
-        copies: copies sent by each rank.
-        relays: 1 if the rank relays any expert, else 0.
-    """
-
-    relay: Int[Array, "R S"]
-    copies: Int[Array, "R"]
-    relays: Int[Array, "R"]
+    relay: Int[Array, "R S"]  # source rank of each slot
+    copies: Int[Array, "R"]  # copies sent by each rank
+    relays: Int[Array, "R"]  # 1 if the rank relays any expert, else 0
 
 
 def _tree(s: _Sent, hosts: Array, home: Array, options: tuple[int, int, int]) -> tuple[Int[Array, "R"], _Sent]:

@@ -210,10 +210,8 @@ def _features(shares: Features, num_groups: int) -> Features:
 
 
 def _lpt(loads: Float[np.ndarray, "..."], num_bins: int) -> Bins:
-    """Assign the heaviest remaining expert to the lightest bin with space, in all layers at once.
-
-    The first of equal experts and bins wins, so all hosts plan the same.
-    """
+    """Assign the heaviest remaining expert to the lightest bin with space, in all layers at once."""
+    # The first of equal experts and bins wins, so all hosts plan the same.
     num_layers, num_experts = loads.shape
     layer, bins = np.arange(num_layers), np.zeros((num_layers, num_experts), np.int64)
     filled, held = np.zeros((num_layers, num_bins)), np.zeros((num_layers, num_bins), np.int64)

@@ -21,28 +21,13 @@ Rails = Int[AnyArray, "R R N"]
 
 
 def spray(rows: RowsBetween, ticks: Ticks, ranks_per_node: int, chunks: int) -> Rails:
-    """Assign the rows from rank to rank to rails; `ffi/planning/spray.h` specifies the rule.
-
-    `RailS` calls it. Call it directly for exchanges of other data than tokens. Each sending node is planned from its
-    own rows only, for each receiving node separately. Its rows are cut into chunks, assigned one after the other to the
-    rail finishing them first. With rails of equal speed, none carries more than its share plus one chunk minus an
-    `N`-th of a chunk.
-
-    Args:
-        rows: `[R, R]` nonnegative int32, the rows from rank to rank; their sum must be below `2**31`.
-        ticks: `[N]` int32, the time per row of each rail, 1 to `MAX_TICKS`; 0 for a failed rail, which gets no rows. At
-            least one must be positive. `ticks_of` computes them from speeds.
-        ranks_per_node: ranks per node.
-        chunks: chunks per pair of nodes and rail, 1 to `MAX_CHUNKS`; 16 in `RailS`. There are fewer with fewer rows,
-            and slightly more for remainders.
-
-    Returns:
-        `[R, R, N]` int32, with the sum `rows` over rails. Rows inside a node get the rail of the receiver. For invalid
-        values, the custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
-
-    Raises:
-        ValueError: shapes do not match, or an option is out of range.
-    """
+    """Assign the rows from rank to rank to rails; `ffi/planning/spray.h` specifies the rule."""
+    # `RailS` calls it. Call it directly for exchanges of other data than tokens. Each sending node is planned from its
+    # own rows only, for each receiving node separately. Its rows are cut into chunks, assigned one after the other to
+    # the rail finishing them first. With rails of equal speed, none carries more than its share plus one chunk minus an
+    # `N`-th of a chunk.
+    # Returns `[R, R, N]` int32, with the sum `rows` over rails. Rows inside a node get the rail of the receiver. For
+    # invalid values, the custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
     num_ranks, num_rails = rows.shape[0], ticks.shape[0]
     if ranks_per_node < 1 or num_ranks % ranks_per_node or rows.shape[1] != num_ranks:
         raise ValueError(

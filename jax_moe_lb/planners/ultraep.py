@@ -16,35 +16,20 @@ from jax_moe_lb.planners.base import check_plan_shapes, fits_kernel, run_planner
 
 @pytree
 class Queues:
-    """Order of giving ranks and experts, for all `B = R / M` domains with `P = M L` experts each.
+    """Order of giving ranks and experts, for all `B = R / M` domains with `P = M L` experts each."""
 
-    Ranks and experts are numbered inside a domain.
+    # Ranks and experts are numbered inside a domain.
 
-    Args:
-        load: `[B, M]` int32, token copies served by each rank.
-        served: `[B, P]` int32, token copies of each expert served at home.
-        holds: `[B, P, M]` bool, True if the rank has a slot for the expert.
-        empty: `[B, M]` int32, number of empty slots of each rank.
-        givers: `[B, M]` int32, ranks by descending load.
-        queue: `[B, P]` int32, experts by giver, then by descending tokens served.
-    """
-
-    load: Int[Array, "B M"]
-    served: Int[Array, "B P"]
-    holds: Bool[Array, "B P M"]
-    empty: Int[Array, "B M"]
-    givers: Int[Array, "B M"]
-    queue: Int[Array, "B P"]
+    load: Int[Array, "B M"]  # token copies served by each rank
+    served: Int[Array, "B P"]  # token copies of each expert served at home
+    holds: Bool[Array, "B P M"]  # true if the rank has a slot for the expert
+    empty: Int[Array, "B M"]  # number of empty slots of each rank
+    givers: Int[Array, "B M"]  # ranks by descending load
+    queue: Int[Array, "B P"]  # experts by giver, then by descending tokens served
 
 
 def queues_of(placement: Placement, quota: Quota, members: int) -> Queues:
-    """Return the state shared by all attempts on a plan.
-
-    Args:
-        placement: `[R, S]` int32, the expert in each slot; -1 for an empty slot.
-        quota: `[E, R]` int32, the token copies of each expert served by each rank.
-        members: ranks per domain.
-    """
+    """Return the state shared by all attempts on a plan."""
     num_experts, num_ranks = quota.shape
     home, num_domains = num_experts // num_ranks, num_ranks // members
     load = quota.sum(0, dtype=jnp.int32).reshape(num_domains, members)
@@ -72,38 +57,18 @@ def queues_of(placement: Placement, quota: Quota, members: int) -> Queues:
 
 @pytree
 class _Attempt:
-    """Carry of an attempt, one entry per domain.
+    """Carry of an attempt, one entry per domain."""
 
-    Args:
-        place: next position in the queue; past its end if the surplus does not fit.
-        need: token copies of the current giver above the limit; 0 if no giver has a surplus left.
-        left: token copies the current expert can still give.
-        room: token copies of each rank below the limit.
-        open: number of empty slots of each rank.
-        given: token copies moved, by expert and rank.
-    """
-
-    place: Int[Array, "B"]
-    need: Int[Array, "B"]
-    left: Int[Array, "B"]
-    room: Int[Array, "B M"]
-    open: Int[Array, "B M"]
-    given: Int[Array, "B P M"]
+    place: Int[Array, "B"]  # next position in the queue; past its end if the surplus does not fit
+    need: Int[Array, "B"]  # token copies of the current giver above the limit; 0 if no giver has a surplus left
+    left: Int[Array, "B"]  # token copies the current expert can still give
+    room: Int[Array, "B M"]  # token copies of each rank below the limit
+    open: Int[Array, "B M"]  # number of empty slots of each rank
+    given: Int[Array, "B P M"]  # token copies moved, by expert and rank
 
 
 def attempt(d: Queues, limit: Array, floor: Array) -> tuple[Int[Array, "B P M"], Bool[Array, "B"]]:
-    """Make the replicas under a limit, and return whether the surplus fits into them.
-
-    Args:
-        d: result of `queues_of`.
-        limit: `[B]` int32, maximum load of a rank, in token copies.
-        floor: `[B]` int32, minimum token copies of a replica. 0 selects the dynamic floor: the remaining surplus
-            divided by the number of ranks able to take some.
-
-    Returns:
-        `[B, P, M]` int32, the token copies of each expert taken by each rank, and `[B]` bool, True if no rank exceeds
-        the limit.
-    """
+    """Make the replicas under a limit, and return whether the surplus fits into them."""
     place = jnp.zeros_like(limit)
     start = _Attempt(
         place=place,
@@ -179,28 +144,11 @@ START = -1
 
 
 def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tokens: int) -> tuple[Placement, Quota]:
-    """Make new replicas under a limit on the load of a rank, and move quota from homes to them.
-
-    `UltraEP` calls it. It is the planner of UltraEP's released code; `ffi/planning/ultraep.h` specifies its rule.
-    Existing replicas keep their slots and quota.
-
-    Args:
-        placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. The first `E / R` columns are the
-            home experts.
-        quota: `[E, R]` nonnegative integers, the token copies of each expert served by each rank; their sum must be
-            below `2**31`.
-        domain: ranks per domain, a divisor of `R`.
-        eps: fraction by which the first limit exceeds the domain's mean load, 0 to 1; usually 0.01.
-        min_tokens: minimum token copies of a replica once the attempts with the dynamic floor have failed, at least 1;
-            usually 1024 for 8192 tokens per rank.
-
-    Returns:
-        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan, the
-        custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
-
-    Raises:
-        ValueError: shapes do not match, or an option is out of range.
-    """
+    """Make new replicas under a limit on the load of a rank, and move quota from homes to them."""
+    # `UltraEP` calls it. It is the planner of UltraEP's released code; `ffi/planning/ultraep.h` specifies its rule.
+    # Existing replicas keep their slots and quota.
+    # Returns the placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays for NumPy inputs. For an illegal plan,
+    # the custom call stops the program on a CPU, and returns -1 in all entries on a GPU.
     _check(placement.shape, quota.shape, domain, min_tokens)
     check_eps(eps)
     shapes = placement.shape, quota.shape
@@ -226,14 +174,7 @@ def _check(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_
 
 
 def check_eps(eps: float) -> None:
-    """Check the option `eps`.
-
-    Args:
-        eps: fraction by which the first limit exceeds the mean load.
-
-    Raises:
-        ValueError: `eps` is not between 0 and 1.
-    """
+    """Check the option `eps`."""
     if not 0 <= eps <= 1:
         raise ValueError(f"eps is {eps}; expected 0 to 1")
 
@@ -262,25 +203,15 @@ def ultraep_reference(
 # ---- the search for a limit ------------------------------------------------------
 @pytree
 class _Search:
-    """Carry of the search, one entry per domain.
+    """Carry of the search, one entry per domain."""
 
-    Args:
-        tries: number of attempts with the dynamic floor so far.
-        limit: limit of the next attempt, in token copies.
-        low: lower end of the range of limits.
-        high: limit known to succeed; initially the largest load, for which no token moves.
-        way: index of the next of the four limits inside the range.
-        given: token copies moved by the last attempt, by expert and rank.
-        done: True if the last attempt is the plan.
-    """
-
-    tries: Int[Array, "B"]
-    limit: Int[Array, "B"]
-    low: Int[Array, "B"]
-    high: Int[Array, "B"]
-    way: Int[Array, "B"]
-    given: Int[Array, "B P M"]
-    done: Bool[Array, "B"]
+    tries: Int[Array, "B"]  # number of attempts with the dynamic floor so far
+    limit: Int[Array, "B"]  # limit of the next attempt, in token copies
+    low: Int[Array, "B"]  # lower end of the range of limits
+    high: Int[Array, "B"]  # limit known to succeed; initially the largest load, for which no token moves
+    way: Int[Array, "B"]  # index of the next of the four limits inside the range
+    given: Int[Array, "B P M"]  # token copies moved by the last attempt, by expert and rank
+    done: Bool[Array, "B"]  # true if the last attempt is the plan
 
 
 def _first_limit(low: Array, high: Array, eps: float) -> Array:

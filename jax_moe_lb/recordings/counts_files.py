@@ -31,30 +31,14 @@ NAMES_SHOWN = 3
 
 
 class Trace(NamedTuple):
-    """Counts of several steps.
+    """Counts of several steps."""
 
-    Args:
-        steps: number of each step in the training run.
-        counts: `[steps, layers, R, E]` int32, the token copies routed from each rank to each expert.
-    """
-
-    steps: list[int]
-    counts: Int[np.ndarray, "steps layers R E"]
+    steps: list[int]  # number of each step in the training run
+    counts: Int[np.ndarray, "steps layers R E"]  # the token copies routed from each rank to each expert
 
 
 def read_counts(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarray, "layers R E"]:
-    """Read the counts of one step, `[R, E]` or `[layers, R, E]`.
-
-    Args:
-        path: .npy file of integers, or .npz file with an array `counts`.
-        limits: limits of the declared sizes (default: arrays of 512 MiB in all).
-
-    Returns:
-        `[layers, R, E]` int32, with one layer if the file has no such dimension.
-
-    Raises:
-        ValueError: the file cannot be read, or its counts are invalid.
-    """
+    """Read the counts of one step, `[R, E]` or `[layers, R, E]`."""
     counts = _load("COUNTS", path, limits)["counts"]
     if counts.ndim not in (2, 3):
         raise ValueError(f"COUNTS {path}: counts has shape {counts.shape}; expected [R, E] or [layers, R, E]")
@@ -62,18 +46,8 @@ def read_counts(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarray
 
 
 def read_trace(path: Path, limits: FileLimits = FileLimits()) -> Trace:
-    """Read the counts of several steps, `[steps, layers, R, E]`, and their step numbers.
-
-    Args:
-        path: .npy file of integers, or .npz file with `counts` and optionally `steps`, as written by `models.train`.
-        limits: limits of the declared sizes (default: arrays of 512 MiB in all).
-
-    Returns:
-        The trace. Without `steps`, steps are numbered from 0.
-
-    Raises:
-        ValueError: the file cannot be read, or its counts or steps are invalid.
-    """
+    """Read the counts of several steps, `[steps, layers, R, E]`, and their step numbers."""
+    # Returns the trace. Without `steps`, steps are numbered from 0.
     arrays = _load("TRACE", path, limits)
     counts = arrays["counts"]
     if counts.ndim != 4:
@@ -90,18 +64,7 @@ def read_trace(path: Path, limits: FileLimits = FileLimits()) -> Trace:
 
 
 def read_routing(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarray, "steps layers R E"]:
-    """Read the counts of one step, `[R, E]` or `[layers, R, E]`, or of several, `[steps, layers, R, E]`.
-
-    Args:
-        path: .npy file of integers, or .npz file with an array `counts`.
-        limits: limits of the declared sizes (default: arrays of 512 MiB in all).
-
-    Returns:
-        `[steps, layers, R, E]` int32, with one step or layer if the file has no such dimension.
-
-    Raises:
-        ValueError: the file cannot be read, or its counts are invalid.
-    """
+    """Read the counts of one step, `[R, E]` or `[layers, R, E]`, or of several, `[steps, layers, R, E]`."""
     counts = _load("--trace", path, limits)["counts"]
     if counts.ndim not in (2, 3, 4):
         raise ValueError(
@@ -112,16 +75,7 @@ def read_routing(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarra
 
 
 def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...]) -> None:
-    """Write plans to one file, which `Plan.load` reads as one plan with leading dimensions.
-
-    Args:
-        path: path of the file.
-        plans: plans of one balancer as NumPy arrays, in row-major order of the leading dimensions.
-        leading_shape: leading dimensions, `(layers,)` or `(steps, layers)`.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write plans to one file, which `Plan.load` reads as one plan with leading dimensions."""
     stacked: Plan = jax.tree.map(lambda *leaves: np.stack(leaves).reshape(*leading_shape, *leaves[0].shape), *plans)
     with naming("--out", path):
         stacked.save(path)
@@ -129,17 +83,8 @@ def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...
 
 @contextmanager
 def naming(argument: str, path: Path) -> Iterator[None]:
-    """Convert errors of writing a file to a ValueError naming the argument and the file.
-
-    The operating system's error for a full disk, for example, lacks the file name.
-
-    Args:
-        argument: name of the argument.
-        path: path of the file.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Convert errors of writing a file to a ValueError naming the argument and the file."""
+    # The operating system's error for a full disk, for example, lacks the file name.
     try:
         yield
     except OSError as error:
@@ -178,20 +123,7 @@ def _listed(names: list[str]) -> str:
 
 
 def checked(argument: str, path: Path, counts: np.ndarray, limits: FileLimits) -> Int[np.ndarray, "... R E"]:
-    """Check the counts of every layer and step, and return them in int32.
-
-    Args:
-        argument: name of the command-line argument.
-        path: path of the file.
-        counts: `[..., R, E]` integers.
-        limits: limits of the file.
-
-    Returns:
-        `[..., R, E]` int32.
-
-    Raises:
-        ValueError: the counts are invalid; the message names the file, the step and the layer.
-    """
+    """Check the counts of every layer and step, and return them in int32."""
     if counts.size == 0:
         raise ValueError(f"{argument} {path}: counts has shape {counts.shape}; expected no empty dimension")
     if math.prod(counts.shape[:-2]) > MOST_LAYERS or math.prod(counts.shape[-2:]) > MOST_ENTRIES:

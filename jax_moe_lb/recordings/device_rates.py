@@ -97,72 +97,43 @@ Text = Annotated[str, str]
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates of one kind of device, in bytes, floating-point operations and seconds.
+    """Rates of one kind of device, in bytes, floating-point operations and seconds."""
 
-    Args:
-        link: Rate of a link in one direction: all NVLinks of a GPU, or one ICI link of a TPU.
-        link_share: Share of `link` reached by XLA's exchanges.
-        collective: Time of a collective of few bytes.
-        host_wait: Time of a wait of the host for the device, or of a TPU for its host.
-        launch: Least time between two launches by the host, outside of command buffers.
-        start: Time between the end of an operation and the start of the next.
-        planner: Time of a planner on the host, with its copies.
-        dense: Rate of large products in bfloat16.
-        float32: Rate of products in float32 of highest precision.
-        grouped: Rates of grouped products by kind: `product`, `transposed` and `outer`, the gradients of weights. They
-            apply to kernels that `kernels` does not list.
-        memory_share: Share of the memory bandwidth reached by operations that it bounds.
-    """
-
-    link: Rate
-    link_share: Share
-    collective: Time
-    host_wait: Time
-    launch: Time
-    start: Time
-    planner: Time
-    dense: Speed
-    float32: Speed
+    link: Rate  # rate of a link in one direction: all NVLinks of a GPU, or one ICI link of a TPU
+    link_share: Share  # share of `link` reached by XLA's exchanges
+    collective: Time  # time of a collective of few bytes
+    host_wait: Time  # time of a wait of the host for the device, or of a TPU for its host
+    launch: Time  # least time between two launches by the host, outside of command buffers
+    start: Time  # time between the end of an operation and the start of the next
+    planner: Time  # time of a planner on the host, with its copies
+    dense: Speed  # rate of large products in bfloat16
+    float32: Speed  # rate of products in float32 of highest precision
+    # Rates of grouped products by kind: `product`, `transposed` and `outer`, the gradients of weights. They apply to
+    # kernels that `kernels` does not list.
     grouped: Speeds
-    memory_share: Share
+    memory_share: Share  # share of the memory bandwidth reached by operations that it bounds
 
 
 @dataclass(frozen=True)
 class GpuRates(DeviceRates):
-    """Rates of one GPU.
+    """Rates of one GPU."""
 
-    Args:
-        network: Rate of a GPU's network interface in one direction.
-        network_share: Share of `network` reached by NCCL.
-        network_latency: Time of one message between nodes.
-        copy_engines: Rate of peer copies by copy engines in one direction.
-        block_kib: Time of 1 KiB in a thread block of XLA's one-shot kernel.
-        block_update: Time of one update in a thread block of that kernel.
-        one_shot: Time of that kernel without bytes.
-        nccl_update: Time of the send and the receive of one update by NCCL.
-        device_kernel: Share of `link` reached by NCCL's device kernel, by updates per peer.
-        planner_kernel: Time of a planner that runs as a kernel, by ranks of a domain.
-        small_operations: Time of sorts, addresses and other small operations of one round of a layer, forward and
-            backward.
-        capability: Compute capability of the devices whose kernels `kernels` lists, such as "9.0".
-        kernels: Rates of kernels of grouped products, by compiler and kind.
-        experts: Rate of experts by the rows of one, over forward and backward pass and with the operations between
-            products; the backward pass counts as three forward passes. Empty if unknown.
-    """
-
-    network: Rate
-    network_share: Share
-    network_latency: Time
-    copy_engines: Rate
-    block_kib: Time
-    block_update: Time
-    one_shot: Time
-    nccl_update: Time
-    device_kernel: Shares
-    planner_kernel: Times
+    network: Rate  # rate of a GPU's network interface in one direction
+    network_share: Share  # share of `network` reached by NCCL
+    network_latency: Time  # time of one message between nodes
+    copy_engines: Rate  # rate of peer copies by copy engines in one direction
+    block_kib: Time  # time of 1 KiB in a thread block of XLA's one-shot kernel
+    block_update: Time  # time of one update in a thread block of that kernel
+    one_shot: Time  # time of that kernel without bytes
+    nccl_update: Time  # time of the send and the receive of one update by NCCL
+    device_kernel: Shares  # share of `link` reached by NCCL's device kernel, by updates per peer
+    planner_kernel: Times  # time of a planner that runs as a kernel, by ranks of a domain
+    # Time of sorts, addresses and other small operations of one round of a layer, forward and backward
     small_operations: Time
-    capability: Text = ""
-    kernels: Kernels = field(default_factory=dict)
+    capability: Text = ""  # compute capability of the devices whose kernels `kernels` lists, such as "9.0"
+    kernels: Kernels = field(default_factory=dict)  # rates of kernels of grouped products, by compiler and kind
+    # Rate of experts by the rows of one, over forward and backward pass and with the operations between products; the
+    # backward pass counts as three forward passes. Empty if unknown.
     experts: ByRows = field(default_factory=dict)
 
     @property
@@ -173,35 +144,17 @@ class GpuRates(DeviceRates):
 
 @dataclass(frozen=True)
 class TpuRates(DeviceRates):
-    """Rates of one TPU chip.
+    """Rates of one TPU chip."""
 
-    Args:
-        links: Number of links of a chip.
-        hop: Latency of one hop between neighbors.
-    """
-
-    links: Count
-    hop: Time
+    links: Count  # number of links of a chip
+    hop: Time  # latency of one hop between neighbors
 
 
 MODELS: dict[Literal["cuda", "tpu"], type[GpuRates] | type[TpuRates]] = {"cuda": GpuRates, "tpu": TpuRates}
 
 
 def device_rates(kind: str, platform: Literal["cuda", "tpu"]) -> GpuRates | TpuRates:
-    """Read the rates of a kind of device.
-
-    Args:
-        kind: Name of the device, such as `h100`.
-        platform: `cuda` or `tpu`.
-
-    Raises:
-        ValueError: There are no rates of this device, or a file is invalid.
-
-    Examples:
-        >>> from jax_moe_lb.recordings.device_rates import device_rates
-        >>> device_rates("h100", "cuda").link
-        450000000000.0
-    """
+    """Read the rates of a kind of device."""
     known = rated_devices()
     if kind not in known:
         raise ValueError(f"device is {shown(kind)}; expected one with rates: {', '.join(known)}")
@@ -228,34 +181,15 @@ def _parsed(model: type[GpuRates] | type[TpuRates], content: Mapping[str, Any]) 
 
 
 def device_named(name: str) -> str | None:
-    """Return the kind of a GPU with rates; None if there is none.
-
-    Args:
-        name: Name reported by the driver.
-
-    Examples:
-        >>> device_named("NVIDIA H100 80GB HBM3"), device_named("cpu")
-        ('h100', None)
-    """
+    """Return the kind of a GPU with rates; None if there is none."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return next((word for word in words if word in rated_devices()), None) if "nvidia" in words else None
 
 
 @cache
 def recorded_tflops(capability: str, kind: str, kernel: RecordedKernel | None) -> float | None:
-    """Return the recorded rate of a kernel of grouped products in TFLOP/s; None if there is none.
-
-    `choose_backend` prefers a kernel to an earlier one by it.
-
-    Args:
-        capability: Compute capability of the device, such as "9.0".
-        kind: Kind of the product; see `PRODUCTS`.
-        kernel: The kernel; None for kernels without a record.
-
-    Examples:
-        >>> recorded_tflops("9.0", "outer", "Triton")
-        564.0
-    """
+    """Return the recorded rate of a kernel of grouped products in TFLOP/s; None if there is none."""
+    # `choose_backend` prefers a kernel to an earlier one by it.
     gpus = (rates for name in rated_devices() if (rates := _merged(name)).get("capability") == capability)
     found: dict[str, Any] = next((device.get("kernels", {"value": {}})["value"] for device in gpus), {})
     recorded = found.get(kernel or "", {}).get(kind)

@@ -28,20 +28,7 @@ RecordedCounts = Int[np.ndarray, "steps layers R E"]
 def read_recording(
     path: Path, num_ranks: int | None, num_experts: int | None, limits: FileLimits = FileLimits()
 ) -> Trace:
-    """Read a recording.
-
-    Args:
-        path: a `.pt` file of SGLang, a folder of these for all ranks, or a file or folder of Megatron-LM traces.
-        num_ranks: `R`, required if the recording has no source ranks; counts are then divided equally over the ranks.
-        num_experts: `E`, required if the recording has no number of experts.
-        limits: limits of the declared sizes of the files, and of the counts of all files.
-
-    Returns:
-        The trace, without layers and steps without tokens.
-
-    Raises:
-        ValueError: the recording cannot be read, or a number is missing or differs; one line naming the file.
-    """
+    """Read a recording."""
     try:
         files = sorted(path.glob(MEGATRON)) if path.is_dir() else []
         if files or path.suffix == ".jsonl":
@@ -93,17 +80,11 @@ def _named(file: Path, dump: Any) -> dict[str, Any]:
 
 
 class Passes(NamedTuple):
-    """Recorded passes of one rank.
+    """Recorded passes of one rank."""
 
-    Args:
-        rank: index of the rank.
-        counts: `[layers, E]` counts by pass number; experts are those of the model.
-        used: `[P]` bool, True for physical experts with tokens.
-    """
-
-    rank: int
-    counts: dict[int, np.ndarray]
-    used: np.ndarray
+    rank: int  # index of the rank
+    counts: dict[int, np.ndarray]  # `[layers, E]` counts by pass number; experts are those of the model
+    used: np.ndarray  # true for physical experts with tokens
 
 
 def _passes(dump: dict[str, Any], limits: FileLimits) -> Passes:

@@ -36,16 +36,7 @@ DTYPES = {
 
 
 class Archive:
-    """Members of an uncompressed archive; their bytes are read on request, up to the limit.
-
-    Args:
-        path: path of the file.
-        limits: limits of the file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the directory is damaged, or exceeds a limit.
-    """
+    """Members of an uncompressed archive; their bytes are read on request, up to the limit."""
 
     def __init__(self, path: Path, limits: FileLimits) -> None:
         self.path, self.limits, self.num_bytes = path, limits, 0
@@ -84,46 +75,25 @@ class Archive:
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """Unread bytes of one or more tensors.
+    """Unread bytes of one or more tensors."""
 
-    Args:
-        archive: archive with the bytes.
-        name: name of the member with the bytes.
-        dtype: dtype of the elements.
-        size: number of elements.
-    """
-
-    archive: Archive
-    name: str
-    dtype: np.dtype
-    size: int
+    archive: Archive  # archive with the bytes
+    name: str  # name of the member with the bytes
+    dtype: np.dtype  # dtype of the elements
+    size: int  # number of elements
 
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """Tensor with its bytes in the file; `array` reads them.
+    """Tensor with its bytes in the file; `array` reads them."""
 
-    Args:
-        storage: storage of the elements.
-        offset: index of the first element in the storage.
-        shape: dimensions.
-        strides: distance between the entries of each dimension, in elements.
-    """
-
-    storage: Storage
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    storage: Storage  # storage of the elements
+    offset: int  # index of the first element in the storage
+    shape: tuple[int, ...]  # dimensions
+    strides: tuple[int, ...]  # distance between the entries of each dimension, in elements
 
     def array(self) -> np.ndarray:
-        """Read the tensor.
-
-        Returns:
-            The elements as a NumPy array.
-
-        Raises:
-            ValueError: the tensors read from the file are too large, or a storage is missing or has a wrong size.
-        """
+        """Read the tensor."""
         storage, itemsize = self.storage, self.storage.dtype.itemsize
         # Readers convert elements to 8 bytes.
         storage.archive.charge(storage.size * itemsize + math.prod(self.shape) * 8)
@@ -140,19 +110,7 @@ class Tensor:
 
 
 def read_torch(path: Path, limits: FileLimits = FileLimits()) -> Any:
-    """Read a file written by `torch.save`.
-
-    Args:
-        path: path of the file.
-        limits: limits of the pickle, the directory and all tensors.
-
-    Returns:
-        Lists, dictionaries, numbers and text, with a `Tensor` in place of each tensor.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged, too large, or contains other objects than plain data.
-    """
+    """Read a file written by `torch.save`."""
     try:
         archive = Archive(path, limits)
         name = next((name for name in archive.members if name.count("/") == 1 and name.endswith("/data.pkl")), None)
@@ -171,14 +129,9 @@ def read_torch(path: Path, limits: FileLimits = FileLimits()) -> Any:
 
 
 class _Interpreter:
-    """Interpreter of the pickle instructions written by `torch.save` for plain data.
+    """Interpreter of the pickle instructions written by `torch.save` for plain data."""
 
-    Its results are made of `None`, numbers, text, lists, tuples, dictionaries, and `Tensor`s.
-
-    Args:
-        archive: archive with the bytes of the tensors.
-        folder: folder of the archive, with a slash.
-    """
+    # Its results are made of `None`, numbers, text, lists, tuples, dictionaries, and `Tensor`s.
 
     def __init__(self, archive: Archive, folder: str) -> None:
         self.archive, self.folder = archive, folder

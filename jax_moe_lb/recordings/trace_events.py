@@ -5,13 +5,7 @@ from typing import Any
 
 
 def name_event(process: int, name: str, thread: int | None = None) -> dict[str, Any]:
-    """Return the event that names a process, or one of its threads.
-
-    Args:
-        process: Number of the process.
-        name: The name.
-        thread: Number of the thread; None (default) for the process itself.
-    """
+    """Return the event that names a process, or one of its threads."""
     of = {"name": "process_name"} if thread is None else {"name": "thread_name", "tid": thread}
     return {"ph": "M", "pid": process, "args": {"name": name}} | of
 
@@ -19,16 +13,7 @@ def name_event(process: int, name: str, thread: int | None = None) -> dict[str, 
 def complete_event(
     name: str, category: str, place: tuple[int, int], start_s: float, end_s: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the event of an operation with its start and end.
-
-    Args:
-        name: The name.
-        category: Category, by which viewers filter.
-        place: Numbers of process and thread.
-        start_s: Start in seconds.
-        end_s: End in seconds.
-        args: Values shown beside the event.
-    """
+    """Return the event of an operation with its start and end."""
     return {
         "ph": "X",
         "name": name,
@@ -42,11 +27,6 @@ def complete_event(
 
 
 def trace(events: Sequence[Mapping[str, Any]], other: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a trace for `json.dumps`.
-
-    Args:
-        events: Events of this module.
-        other: Values about the whole trace; None (default) for none.
-    """
+    """Return a trace for `json.dumps`."""
     found: dict[str, Any] = {"traceEvents": list(events), "displayTimeUnit": "ms"}
     return found if other is None else found | {"otherData": dict(other)}

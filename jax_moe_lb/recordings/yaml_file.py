@@ -10,20 +10,7 @@ from jax_moe_lb.core.file_limits import FileLimits, LimitError, read_bytes
 
 
 def read_yaml(path: Path, limits: FileLimits = FileLimits()) -> Any:
-    """Read a YAML file.
-
-    Args:
-        path: regular file in UTF-8; pipes and devices are rejected, because they may never end.
-        limits: limits of its bytes, values and depth.
-
-    Returns:
-        The parsed content.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not a regular file or not valid YAML, or exceeds a limit; the message does not name the
-            file.
-    """
+    """Read a YAML file."""
     text = _text(path, limits)
     try:
         _check_events(text, limits)
@@ -55,11 +42,9 @@ def _text(path: Path, limits: FileLimits) -> str:
 
 
 def _check_events(text: str, limits: FileLimits) -> None:
-    """Check size and depth before constructing any value.
-
-    An alias counts as all values of its anchor. A file growing exponentially by nested aliases or merges is therefore
-    rejected at the first line exceeding the limit.
-    """
+    """Check size and depth before constructing any value."""
+    # An alias counts as all values of its anchor. A file growing exponentially by nested aliases or merges is therefore
+    # rejected at the first line exceeding the limit.
     nodes = 0
     sizes: dict[str | None, int] = {}
     # Anchor of each open collection, and the number of values before it.

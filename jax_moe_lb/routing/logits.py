@@ -18,19 +18,7 @@ from jax_moe_lb.core.types import DType, Tokens, wide_dtype
 
 
 def router_logits(x: Tokens, kernel: Float[Array, "H E"]) -> Float[Array, "T E"]:
-    """Compute the router logits `x @ kernel`.
-
-    Args:
-        x: `[T, H]`, tokens; bfloat16, float32 or float64.
-        kernel: `[H, E]`, router kernel.
-
-    Returns:
-        `[T, E]`, float32 or the dtype of `x` if that is wider.
-
-    Examples:
-        >>> router_logits(jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 1))).dtype
-        dtype('float32')
-    """
+    """Compute the router logits `x @ kernel`."""
     # Vary outside of the custom gradient, so that the kernel's gradient is summed over the ranks.
     return _product(*vary_alike((x, kernel)), wide_dtype(x))
 
@@ -49,17 +37,9 @@ def _product(left: Float[Array, "M K"], right: Float[Array, "K N"], dtype: DType
 
 
 def bfloat16_terms(left: DType, right: DType, result: DType) -> DotAlgorithmPreset:
-    """Return the algorithm of a product on tensor cores: the fewest bfloat16 terms that are exact enough.
-
-    Args:
-        left: dtype of the left operand.
-        right: dtype of the right operand.
-        result: dtype of the result.
-
-    Returns:
-        Two terms of each operand and three products, if both operands or the result are bfloat16: bfloat16 operands
-        are one exact term, and a bfloat16 result has 8 bits. Three terms and six products otherwise.
-    """
+    """Return the algorithm of a product on tensor cores: the fewest bfloat16 terms that are exact enough."""
+    # Returns two terms of each operand and three products, if both operands or the result are bfloat16: bfloat16
+    # operands are one exact term, and a bfloat16 result has 8 bits. Three terms and six products otherwise.
     narrow = jnp.dtype(jnp.bfloat16)
     if left == right == narrow or result == narrow:
         return DotAlgorithmPreset.BF16_BF16_F32_X3

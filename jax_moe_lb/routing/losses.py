@@ -49,21 +49,7 @@ class Losses:
     def __call__(
         self, routing: Routing, counts: Counts, topology: Topology, tokens: TokenInfo = TokenInfo()
     ) -> Float[Array, ""]:
-        """Return the weighted sum of the losses over the group, equal on all its ranks.
-
-        Args:
-            routing: routing of this rank's tokens.
-            counts: `[R, E]`, the token copies routed from each rank of the group to each expert.
-            topology: topology of the layer.
-            tokens: properties of this rank's tokens, with `segments` and `num_segments` for `sequence`. A segment may
-                span ranks and groups; its loss covers all its tokens.
-
-        Returns:
-            Scalar of the dtype of `routing.scores`; 0 if all coefficients are 0.
-
-        Raises:
-            ValueError: `sequence` is above 0 and `tokens.segments` or `tokens.num_segments` is `None`.
-        """
+        """Return the weighted sum of the losses over the group, equal on all its ranks."""
         axes = topology.expert_axes
         total = jnp.zeros((), routing.scores.dtype)
         active = (routing.experts != NO_EXPERT).any(1)
@@ -84,15 +70,7 @@ class Losses:
 
 
 def switch_loss(fraction: Float[Array, "*B E"], probability: Float[Array, "*B E"]) -> Float[Array, ""]:
-    """Return `E * sum_e fraction_e * probability_e`, averaged over leading dimensions; 1 if uniform.
-
-    Args:
-        fraction: `[..., E]`, fraction of the token copies routed to each expert; gradients are stopped.
-        probability: `[..., E]`, mean score of each expert over the same tokens.
-
-    Returns:
-        Scalar.
-    """
+    """Return `E * sum_e fraction_e * probability_e`, averaged over leading dimensions; 1 if uniform."""
     num_experts = fraction.shape[-1]
     return num_experts * (jax.lax.stop_gradient(fraction) * probability).sum(-1).mean()
 
@@ -104,21 +82,9 @@ def segment_loss(
     axes: tuple[str, ...] = (),
     others: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
-    """Return the mean of `switch_loss` over the segments with tokens; a segment of padding tokens alone has 0.
-
-    Each group returns its part: the mean over groups is the mean over all segments. If groups have equally many
-    segments of their own, the part is the mean over these.
-
-    Args:
-        routing: routing of this rank's tokens.
-        segments: `[T]`, segment of each token; others than 0 to `num_segments - 1` are ignored.
-        num_segments: number of segments of all ranks.
-        axes: mesh axes of the group; none by default.
-        others: mesh axes of the other groups, which may have tokens of the same segments; none by default.
-
-    Returns:
-        Scalar of the dtype of `routing.scores`.
-    """
+    """Return the mean of `switch_loss` over the segments with tokens; a segment of padding tokens alone has 0."""
+    # Each group returns its part: the mean over groups is the mean over all segments. If groups have equally many
+    # segments of their own, the part is the mean over these.
     scores, experts = routing.scores, routing.experts
     if not num_segments:
         # A mean over no segments would be NaN.

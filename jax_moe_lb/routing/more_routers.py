@@ -20,29 +20,13 @@ from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Router, Routing, Token
 
 
 def capacity(factor: float, num_copies: int, num_experts: int) -> int:
-    """Return the capacity of an expert for the copies of one rank, at least 1.
-
-    Args:
-        factor: multiple of the mean number of copies, usually 1 to 2.
-        num_copies: `T * K`.
-        num_experts: `E`.
-    """
+    """Return the capacity of an expert for the copies of one rank, at least 1."""
     return max(1, math.ceil(factor * num_copies / num_experts))
 
 
 def within_capacity(experts: Int[Array, "T K"], num_experts: int, capacity: int) -> Int[Array, "T K"]:
-    """Replace the experts of copies beyond capacity by `NO_EXPERT`.
-
-    All first choices precede all second choices, and earlier tokens precede later ones within a choice.
-
-    Args:
-        experts: `[T, K]` integers, the expert of each copy of this rank, or `NO_EXPERT`.
-        num_experts: `E`.
-        capacity: maximum number of copies per expert.
-
-    Returns:
-        `[T, K]` integers.
-    """
+    """Replace the experts of copies beyond capacity by `NO_EXPERT`."""
+    # All first choices precede all second choices, and earlier tokens precede later ones within a choice.
     by_choice = experts.T.reshape(-1)
     queues = jnp.where(by_choice < 0, num_experts, by_choice)
     order = jnp.argsort(queues, stable=True)
@@ -98,16 +82,7 @@ class ExpertChoice(Router):
             )
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by expert choice.
-
-        Args:
-            logits: `[T, E]`, float32 or wider.
-            bias: unused, because experts are balanced by construction.
-            info: token properties; `mask` excludes tokens from selection.
-
-        Returns:
-            The routing, with `K = min(max_experts_per_tok, E)`.
-        """
+        """Route tokens by expert choice."""
         del bias
         num_tokens, num_experts = logits.shape
         scores = jax.nn.softmax(logits, -1)
@@ -172,19 +147,7 @@ class HashRouter(Router):
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by the hash of their ids.
-
-        Args:
-            logits: `[T, E]`, used by the losses only.
-            bias: unused.
-            info: token properties; `ids` is required.
-
-        Returns:
-            The routing, with weights `1 / K`.
-
-        Raises:
-            ValueError: `info.ids` is `None`, or there are fewer than `K` experts.
-        """
+        """Route tokens by the hash of their ids."""
         del bias
         num_experts, per_tok = logits.shape[1], self.num_experts_per_tok
         if info.ids is None:
@@ -255,16 +218,7 @@ class NoisyTopK(Router):
         return self.router.num_experts_per_tok
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by noisy scores.
-
-        Args:
-            logits: `[T, E]`, float32 or wider.
-            bias: `[E]`, added to the scores for selection only; `None` (default) for no bias.
-            info: token properties; `key` generates the noise.
-
-        Returns:
-            The routing.
-        """
+        """Route tokens by noisy scores."""
         if info.key is None:
             return self.router(logits, bias, info)
         noise = self.std * jax.random.normal(info.key, logits.shape, logits.dtype)

@@ -189,17 +189,7 @@ class GroupLimit:
             raise ValueError(f"experts_per_score is {self.experts_per_score}; expected at least 1")
 
     def __call__(self, scores: Logits) -> Logits:
-        """Return the scores, with `-inf` outside the best groups of each token.
-
-        Args:
-            scores: `[T, E]`.
-
-        Returns:
-            `[T, E]`.
-
-        Raises:
-            ValueError: `num_groups` does not divide `E`, or a group has fewer than `experts_per_score` experts.
-        """
+        """Return the scores, with `-inf` outside the best groups of each token."""
         num_tokens, num_experts = scores.shape
         if num_experts % self.num_groups or num_experts // self.num_groups < self.experts_per_score:
             raise ValueError(
@@ -286,19 +276,7 @@ class TopK(Router):
             )
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by score and bias.
-
-        Args:
-            logits: `[T, E]`, float32 or wider.
-            bias: `[E]`, added to the scores for selection only; `None` (default) for no bias.
-            info: unused.
-
-        Returns:
-            The routing.
-
-        Raises:
-            ValueError: there are fewer than `K` experts, or fewer than `K` in the selected groups.
-        """
+        """Route tokens by score and bias."""
         del info
         scores = self.score(logits)
         # The bias is float32 and the scores may be float64; strict dtype promotion rejects mixing them.
@@ -392,19 +370,7 @@ class ForceBalanced(Router):
         return self.router.num_experts_per_tok
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route token copies round robin by the position of their token.
-
-        Args:
-            logits: `[T, E]`, float32 or wider.
-            bias: unused, because experts are balanced by construction.
-            info: token properties; `position` continues across ranks; 0, 1, ... if it is `None`.
-
-        Returns:
-            The routing.
-
-        Raises:
-            ValueError: there are fewer than `K` experts.
-        """
+        """Route token copies round robin by the position of their token."""
         del bias
         num_tokens, num_experts = logits.shape
         per_tok = self.num_experts_per_tok
@@ -423,17 +389,8 @@ class ForceBalanced(Router):
 
 
 def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
-    """Set the expert of tokens with `mask` False to `NO_EXPERT`, and their weights, logits and scores to 0.
-
-    `moe` calls it for padding tokens, for which a router may return NaN.
-
-    Args:
-        routing: routing of this rank's tokens.
-        mask: `[T]` bool.
-
-    Returns:
-        The masked routing.
-    """
+    """Set the expert of tokens with `mask` False to `NO_EXPERT`, and their weights, logits and scores to 0."""
+    # `moe` calls it for padding tokens, for which a router may return NaN.
     weights, logits, scores = (
         jnp.where(mask[:, None], array, 0) for array in (routing.weights, routing.logits, routing.scores)
     )
@@ -441,18 +398,8 @@ def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
 
 
 def scale_inputs(x: Tokens, routing: Routing) -> tuple[Tokens, Routing]:
-    """Multiply tokens by their routing weight, and set it to 1; `moe` calls it for routers with `scale_inputs`.
-
-    Args:
-        x: `[T, H]`, tokens of this rank.
-        routing: their routing, with `K = 1`.
-
-    Returns:
-        The tokens and the routing. Weights of padding and of faults stay.
-
-    Raises:
-        ValueError: tokens have several experts, whose inputs would differ.
-    """
+    """Multiply tokens by their routing weight, and set it to 1; `moe` calls it for routers with `scale_inputs`."""
+    # Returns the tokens and the routing. Weights of padding and of faults stay.
     per_tok = routing.weights.shape[1]
     if per_tok != 1:
         raise ValueError(f"num_experts_per_tok is {per_tok}; expected 1, as router.scale_inputs is True")

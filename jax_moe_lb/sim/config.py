@@ -50,7 +50,9 @@ class _Section(BaseModel):
 
 
 class LevelSection(_Section):
-    """One level of links; see `Links`. Without `rate`, it has that of the cluster's `device`."""
+    """One level of links; see `Links`."""
+
+    # Without `rate`, it has that of the cluster's `device`.
 
     name: Literal["dc", "node", "gpu"]
     size: CountField
@@ -59,11 +61,7 @@ class LevelSection(_Section):
     latency: TimeField = 0.0
 
     def build(self, rates: GpuRates | None) -> Links:
-        """Build the `Links`.
-
-        Raises:
-            ValueError: There is no rate, or a number is out of range.
-        """
+        """Build the `Links`."""
         rate = self.rate
         if rate is None and rates is not None and self.name != "dc":
             inside = self.name == "gpu"
@@ -83,11 +81,7 @@ class GemmSection(_Section):
     launch: TimeField = 0.0
 
     def build(self) -> Gemm:
-        """Build the `MeasuredGemm` or the `AnalyticGemm`.
-
-        Raises:
-            ValueError: The section has the keys of neither model, or of both.
-        """
+        """Build the `MeasuredGemm` or the `AnalyticGemm`."""
         if self.rows is not None and self.speeds is not None and self.peak is None:
             return MeasuredGemm(self.rows, self.speeds, self.launch)
         if self.peak is not None and self.rows is None and self.speeds is None:
@@ -96,12 +90,11 @@ class GemmSection(_Section):
 
 
 class ClusterSection(_Section):
-    """A machine; see `Cluster`.
+    """A machine; see `Cluster`."""
 
-    `device` names a kind of GPU of `recordings/devices`. Its rates replace a missing `rate` of a level, `gemm` and
-    `copy_engines`, and give the wait for the host, the time of small operations and the share of `hbm` that is reached.
-    Without `planner`, each planner takes the time of `sim/planner_times.yaml`.
-    """
+    # `device` names a kind of GPU of `recordings/devices`. Its rates replace a missing `rate` of a level, `gemm` and
+    # `copy_engines`, and give the wait for the host, the time of small operations and the share of `hbm` that is
+    # reached. Without `planner`, each planner takes the time of `sim/planner_times.yaml`.
 
     device: str | None = None
     levels: tuple[LevelSection, ...] = Field(max_length=len(LEVEL_NAMES))
@@ -119,11 +112,7 @@ class ClusterSection(_Section):
     jitter_seed: int = Field(default=0, ge=0, lt=2**64)
 
     def build(self) -> Cluster:
-        """Build the `Cluster`.
-
-        Raises:
-            ValueError: There are no rates of `device`, a rate is missing, or a number is out of range.
-        """
+        """Build the `Cluster`."""
         rates = None if self.device is None else device_rates(self.device, "cuda")
         assert not isinstance(rates, TpuRates)
         engines, times, share = None, dict[str, float](), 1.0
@@ -261,11 +250,7 @@ class SimulationConfig(_Section):
 
 
 def preset_names(*sections: str) -> list[str]:
-    """List the presets of the package, without `.yaml`.
-
-    Args:
-        *sections: Required keys of a listed file, such as `"cluster"`; no keys (default) list all files.
-    """
+    """List the presets of the package, without `.yaml`."""
     found = [file for file in (resources.files(__package__) / "presets").iterdir() if file.name.endswith(".yaml")]
     if sections:
         keys = {file.name: {line.partition(":")[0] for line in file.read_text().splitlines()} for file in found}
@@ -274,21 +259,7 @@ def preset_names(*sections: str) -> list[str]:
 
 
 def load_config(argument: str, source: str, *sections: str, limits: FileLimits = FileLimits()) -> SimulationConfig:
-    """Read a configuration file or a preset.
-
-    Args:
-        argument: Name of the option, for messages.
-        source: Path with a `/` or the suffix `.yaml` or `.yml`; otherwise the name of a preset.
-        *sections: Required keys, `"cluster"` or `"model"`.
-        limits: Limits of the bytes, values and depth of a file.
-
-    Returns:
-        The validated contents.
-
-    Raises:
-        ValueError: There is no such file or preset, a required key is missing, or a value is invalid; the message
-            names the key, and the presets with the required keys.
-    """
+    """Read a configuration file or a preset."""
     data = _read(argument, source, sections, limits)
     missing = [section for section in sections if data.get(section) is None]
     if missing:

@@ -157,19 +157,12 @@ def fitted_drift(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -> 
 
 
 class Moments(NamedTuple):
-    """Moments of log popularity in a recording, without sampling noise.
+    """Moments of log popularity in a recording, without sampling noise."""
 
-    Args:
-        semivariances: Half the mean squared change over each lag.
-        variance: Variance over experts.
-        rank_variance: Variance of a rank's log popularity about all ranks' log popularity.
-        noise: Subtracted variance: sampling noise of counts, and text of single ranks in the sum over ranks.
-    """
-
-    semivariances: tuple[float, ...]
-    variance: float
-    rank_variance: float
-    noise: float
+    semivariances: tuple[float, ...]  # half the mean squared change over each lag
+    variance: float  # variance over experts
+    rank_variance: float  # variance of a rank's log popularity about all ranks' log popularity
+    noise: float  # subtracted variance: sampling noise of counts, and text of single ranks in the sum over ranks
 
     @property
     def correlations(self) -> tuple[float, ...]:
@@ -178,13 +171,7 @@ class Moments(NamedTuple):
 
 
 def moments(trace: Int[np.ndarray, "steps layers R E"], per_token: int, lags: Sequence[int]) -> Moments:
-    """Compute the moments used by `fitted_drift`.
-
-    Args:
-        trace: `[steps, layers, R, E]` integer counts.
-        per_token: Number of experts `K` per token.
-        lags: Lags in steps, each below the number of steps.
-    """
+    """Compute the moments used by `fitted_drift`."""
     tokens = trace.sum(2, dtype=np.int64)
     logs, noise = _log_popularity(tokens, per_token)
     shares: np.ndarray = tokens / np.maximum(tokens.sum(-1, keepdims=True), 1)
@@ -207,10 +194,8 @@ def moments(trace: Int[np.ndarray, "steps layers R E"], per_token: int, lags: Se
 def _log_popularity(
     tokens: Num[np.ndarray, "steps layers E"], per_token: int
 ) -> tuple[Float[np.ndarray, "steps layers E"], Float[np.ndarray, "steps layers E"]]:
-    """Return the log popularity of each expert, and the variance added to it by sampling.
-
-    The probability that a token chooses an expert is `1 - exp(-popularity)`, as in `skewed_counts`.
-    """
+    """Return the log popularity of each expert, and the variance added to it by sampling."""
+    # The probability that a token chooses an expert is `1 - exp(-popularity)`, as in `skewed_counts`.
     copies = tokens.sum(-1, keepdims=True, dtype=np.float64)
     every = np.maximum(copies / per_token, 1.0)
     # Half a token keeps the logarithm of unused experts finite.
@@ -238,10 +223,8 @@ def _rank_variance(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -
 def _fit(
     lags: Sequence[int], found: Float[np.ndarray, "lags"], noise: float, longest: int
 ) -> tuple[float, float, float]:
-    """Return the `fresh`, `drifting` and `steps` whose semivariances are nearest to those found.
-
-    The residual of each semivariance is relative to its value including noise.
-    """
+    """Return the `fresh`, `drifting` and `steps` whose semivariances are nearest to those found."""
+    # The residual of each semivariance is relative to its value including noise.
     scale = np.maximum(found, 0.0) + max(noise, 1e-12)
     best = (math.inf, 0.0, 0.0, 1.0)
     for steps in np.geomspace(1, longest, TIMES):

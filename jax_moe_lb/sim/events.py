@@ -26,35 +26,16 @@ FULL = 1 - 1e-9
 
 @dataclass(frozen=True)
 class Transfer:
-    """Demand of an exchange for shared links.
+    """Demand of an exchange for shared links."""
 
-    Args:
-        latency_s: Seconds before its bytes move.
-        busy_s: Seconds of its bytes without other transfers on the links.
-        level_s: Per level, the seconds of its busiest link within `busy_s`.
-    """
-
-    latency_s: float
-    busy_s: float
-    level_s: tuple[float, ...]
+    latency_s: float  # seconds before its bytes move
+    busy_s: float  # seconds of its bytes without other transfers on the links
+    level_s: tuple[float, ...]  # per level, the seconds of its busiest link within `busy_s`
 
 
 def fair_parts(transfers: Sequence[Transfer]) -> list[float]:
-    """Compute the share of its full speed for each transfer, under max-min fairness.
-
-    All shares rise together; a transfer's share stops when one of its levels is full.
-
-    Args:
-        transfers: Simultaneous transfers over the same levels.
-
-    Returns:
-        One share per transfer, above 0 and at most 1.
-
-    Examples:
-        >>> alone, both = Transfer(0.0, 1.0, (1.0, 0.0)), Transfer(0.0, 1.0, (1.0, 0.25))
-        >>> fair_parts([alone]), fair_parts([alone, both])
-        ([1.0], [0.5, 0.5])
-    """
+    """Compute the share of its full speed for each transfer, under max-min fairness."""
+    # All shares rise together; a transfer's share stops when one of its levels is full.
     # Demand of each transfer at full speed per level; 0 for transfers without bytes.
     needs = [[level / max(one.busy_s, TINY) for level in one.level_s] for one in transfers]
     parts, rising = [0.0] * len(needs), set(range(len(needs)))
@@ -84,35 +65,22 @@ PerRank = Float[np.ndarray, "R"]
 
 @dataclass(eq=False)
 class Task:
-    """Task on every rank, from `start` to `end`.
+    """Task on every rank, from `start` to `end`."""
 
-    Args:
-        stage: Name in reports.
-        layer: Index of its layer; -1 for none.
-        streams: Occupied streams and used links.
-        seconds_each: Duration without link sharing, in seconds: one number, or one per rank.
-        before: Tasks to wait for: its dependencies, and the previous tasks of its streams.
-        together: If True, all ranks start at the same time, as in an exchange.
-        flow: Bytes on links, or None.
-        rows: `[R]`, token copies served by each rank, or None.
-        transfer: Demand for links shared with overlapping transfers, or None.
-        rank_bytes: Bytes sent by each rank to ranks of other groups, over links outside any flow.
-        start: Start on each rank, in seconds since the start of the step; set by `Timeline.solve`.
-        end: End on each rank, likewise.
-    """
-
-    stage: str
-    layer: int
-    streams: tuple[str, ...]
-    seconds_each: Any
+    stage: str  # name in reports
+    layer: int  # index of its layer; -1 for none
+    streams: tuple[str, ...]  # occupied streams and used links
+    seconds_each: Any  # duration without link sharing, in seconds: one number, or one per rank
+    # Tasks to wait for: its dependencies, and the previous tasks of its streams
     before: tuple["Task", ...] = field(repr=False)
-    together: bool
-    flow: Flow | None
-    rows: np.ndarray | None = None
-    transfer: Transfer | None = None
-    rank_bytes: float = 0.0
+    together: bool  # if True, all ranks start at the same time, as in an exchange
+    flow: Flow | None  # bytes on links, or None
+    rows: np.ndarray | None = None  # token copies served by each rank, or None
+    transfer: Transfer | None = None  # demand for links shared with overlapping transfers, or None
+    rank_bytes: float = 0.0  # bytes sent by each rank to ranks of other groups, over links outside any flow
+    # Start on each rank, in seconds since the start of the step; set by `Timeline.solve`
     start: PerRank = field(default_factory=lambda: np.zeros(0))
-    end: PerRank = field(default_factory=lambda: np.zeros(0))
+    end: PerRank = field(default_factory=lambda: np.zeros(0))  # end on each rank, likewise
 
     @property
     def seconds(self) -> float:
@@ -120,11 +88,7 @@ class Task:
         return float((self.end - self.start).max())
 
     def begin(self, num_ranks: int) -> None:
-        """Set the start from the ends of the tasks before, and the end if the task shares no links.
-
-        Args:
-            num_ranks: Length of both arrays.
-        """
+        """Set the start from the ends of the tasks before, and the end if the task shares no links."""
         start: PerRank = np.zeros(num_ranks)
         for task in self.before:
             start = np.maximum(start, task.end)
@@ -135,15 +99,10 @@ class Task:
 
 @dataclass
 class Timeline:
-    """Tasks of a step, in the order of their streams.
+    """Tasks of a step, in the order of their streams."""
 
-    Args:
-        num_ranks: Length of the tasks' arrays: `R`, or 1 if all ranks behave the same.
-        tasks: Tasks so far.
-    """
-
-    num_ranks: int
-    tasks: list[Task] = field(default_factory=list)
+    num_ranks: int  # length of the tasks' arrays: `R`, or 1 if all ranks behave the same
+    tasks: list[Task] = field(default_factory=list)  # tasks so far
     _last: dict[str, Task] = field(default_factory=dict, repr=False)
 
     def add(
@@ -161,24 +120,7 @@ class Timeline:
         transfer: Transfer | None = None,
         rank_bytes: float = 0.0,
     ) -> Task:
-        """Append a task to its streams.
-
-        Args:
-            stage: Name in reports.
-            streams: Occupied streams.
-            seconds: Duration in seconds: one number, or one per rank.
-            after: Dependencies.
-            layer: Index of its layer; -1 for none.
-            together: If True, all ranks start at the same time.
-            flow: Bytes on links, or None.
-            rows: `[R]`, token copies served by each rank, or None.
-            links: Used links. The task waits for them like for streams, unless it has a `transfer`.
-            transfer: Demand for shared links, instead of `seconds`.
-            rank_bytes: Bytes sent by each rank to ranks of other groups.
-
-        Returns:
-            The new task.
-        """
+        """Append a task to its streams."""
         used = streams if transfer is not None else streams + links
         # A stream runs its tasks in sequence, in the order of these calls.
         before = (*after, *(self._last[stream] for stream in used if stream in self._last))
@@ -233,12 +175,7 @@ class Timeline:
 
 
 def share_links(tasks: list[Task], num_ranks: int) -> None:
-    """Compute the start and end of tasks whose transfers share links.
-
-    Args:
-        tasks: All tasks, each after the tasks in its `before`.
-        num_ranks: Length of their arrays.
-    """
+    """Compute the start and end of tasks whose transfers share links."""
     waits = {id(task): len(task.before) for task in tasks}
     next_ones: dict[int, list[Task]] = defaultdict(list)
     for task in tasks:

@@ -38,55 +38,27 @@ SUMS_BYTES = 4
 
 @dataclass(frozen=True)
 class HbmTraffic(ByteBreakdown):
-    """Bytes read and written in the memory of one rank.
+    """Bytes read and written in the memory of one rank."""
 
-    If `Cluster.hbm_bytes_per_s` is given, `simulate` computes time for permutations, sums, joined weights and arriving
-    gradients. The time of exchanges follows from their links, and the time of products and activations from the
-    experts' curve.
+    # If `Cluster.hbm_bytes_per_s` is given, `simulate` computes time for permutations, sums, joined weights and
+    # arriving gradients. The time of exchanges follows from their links, and the time of products and activations from
+    # the experts' curve.
 
-    Args:
-        permutation: Permutation of token copies into their send order.
-        sums: Sums of the outputs of a token's experts, or of the gradients of its copies.
-        joined: Concatenation of the weights of home experts and replicas into one array; see `joins_weights`.
-        exchanges: Sends and receives of rows and replicas, beside the links.
-        products: Operands and results of products: rows, hidden activations, weights and their gradients.
-        activations: Element-wise operations between products.
-        carried: Outputs and sums of gradients carried by a loop over rounds.
-        arriving: Gradients of replicas on their way home: their concatenation for one exchange, the exchange, and the
-            addition of each to its sum. Joined weights also need a slice of the home experts' gradients.
-    """
-
-    permutation: float = 0.0
-    sums: float = 0.0
-    joined: float = 0.0
-    exchanges: float = 0.0
-    products: float = 0.0
-    activations: float = 0.0
-    carried: float = 0.0
+    permutation: float = 0.0  # permutation of token copies into their send order
+    sums: float = 0.0  # sums of the outputs of a token's experts, or of the gradients of its copies
+    joined: float = 0.0  # concatenation of the weights of home experts and replicas into one array; see `joins_weights`
+    exchanges: float = 0.0  # sends and receives of rows and replicas, beside the links
+    products: float = 0.0  # operands and results of products: rows, hidden activations, weights and their gradients
+    activations: float = 0.0  # element-wise operations between products
+    carried: float = 0.0  # outputs and sums of gradients carried by a loop over rounds
+    # Gradients of replicas on their way home: their concatenation for one exchange, the exchange, and the addition of
+    # each to its sum. Joined weights also need a slice of the home experts' gradients.
     arriving: float = 0.0
 
 
 def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward: bool = True) -> HbmTraffic:
-    """Count the memory traffic of one layer in one microbatch, if its receive buffer is filled once.
-
-    Gathers of expert domains are not included.
-
-    Args:
-        system: System with its slots, and with the buffers and rounds of its dispatch.
-        model: Sizes of the layer.
-        cluster: Cluster whose ranks share the experts.
-        backward: If True (default), include the backward pass with its rematerialization.
-
-    Returns:
-        The bytes read and written on one rank, by part.
-
-    Examples:
-        >>> from jax_moe_lb import plain
-        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
-        >>> model = ModelShape(1, hidden=2048, inner=768, experts=128, per_token=8, tokens=4096)
-        >>> round(traffic_of(plain(), model, Cluster((Links("gpu", 8, 360e9),))).total / 1e9, 1)
-        6.6
-    """
+    """Count the memory traffic of one layer in one microbatch, if its receive buffer is filled once."""
+    # Gathers of expert domains are not included.
     rows = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology())
     home = model.experts // cluster.num_ranks
     slots = home + system.replica_slots
@@ -114,27 +86,16 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
 
 @dataclass(frozen=True)
 class _Arrays:
-    """Bytes of the arrays of one layer.
+    """Bytes of the arrays of one layer."""
 
-    Args:
-        tokens: Tokens of a rank.
-        gathered: Rows gathered in a dispatch.
-        exchanged: Rows sent and received in the last hop.
-        first_hop: Rows sent and received in a first hop.
-        carried: Reads and writes of outputs, or of their sums, carried by a loop.
-        rows: Operand of the products.
-        hidden: One hidden activation.
-        kind: One matrix of all slots.
-    """
-
-    tokens: float
-    gathered: float
-    exchanged: float
-    first_hop: float
-    carried: float
-    rows: float
-    hidden: float
-    kind: float
+    tokens: float  # tokens of a rank
+    gathered: float  # rows gathered in a dispatch
+    exchanged: float  # rows sent and received in the last hop
+    first_hop: float  # rows sent and received in a first hop
+    carried: float  # reads and writes of outputs, or of their sums, carried by a loop
+    rows: float  # operand of the products
+    hidden: float  # one hidden activation
+    kind: float  # one matrix of all slots
 
     def forward(self, inner: int, joins: bool, loops: bool) -> HbmTraffic:
         return HbmTraffic(
@@ -167,84 +128,39 @@ class _Arrays:
 
 
 def summed_in_loop(weights_bytes: float, widened: float) -> float:
-    """Count the bytes read and written to add the gradients of one round to those of earlier rounds.
-
-    Args:
-        weights_bytes: Bytes of the weights of all slots.
-        widened: Bytes of a sum relative to those of a weight.
-    """
+    """Count the bytes read and written to add the gradients of one round to those of earlier rounds."""
     # The loop reads and writes sums and writes wide gradients; the end rounds them.
     return (2 * widened + (widened - 1) + widened + 1) * weights_bytes
 
 
 def empty_row_bytes(model: ModelShape, passes: int) -> float:
-    """Count the bytes read and written for one empty row of a receive buffer: products skip it, and the rest does not.
-
-    Args:
-        model: Sizes of the layer.
-        passes: Arrays in units of the forward pass: 1 forward, 2 backward with rematerialization.
-    """
+    """Count the bytes of one empty row of a receive buffer: products skip it, and the rest does not."""
     return passes * (HIDDEN_ARRAYS / 3 * model.inner * model.itemsize + model.row_bytes)
 
 
 def permuted_bytes(copies_bytes: float) -> float:
-    """Count the bytes read and written by a permutation of token copies in a rank's memory.
-
-    Args:
-        copies_bytes: Bytes of the copies.
-    """
+    """Count the bytes read and written by a permutation of token copies in a rank's memory."""
     return 2 * copies_bytes
 
 
 def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
-    """Count the bytes read and written by the sum of each token's copies in a rank's memory.
-
-    Args:
-        copies_bytes: Bytes of the copies, which are read.
-        tokens_bytes: Bytes of the tokens, which are written.
-    """
+    """Count the bytes read and written by the sum of each token's copies in a rank's memory."""
     return copies_bytes + tokens_bytes
 
 
 def arriving_bytes(replica_slots: int, model: ModelShape) -> float:
-    """Count the bytes read and written for the gradients of replica slots on their way home, also of empty slots.
-
-    Args:
-        replica_slots: Slots of a rank.
-        model: Sizes of the layer.
-    """
+    """Count the bytes read and written for the gradients of replica slots on their way home, also of empty slots."""
     # Each gradient reads itself and the sum of its home expert; a wide sum is read, written and rounded.
     added = (3 + 4 * SUMS_BYTES / model.itemsize) * (replica_slots > 0)
     return (4 * replica_slots + added) * model.expert_bytes
 
 
 def joined_bytes(weights_bytes: float) -> float:
-    """Count the bytes read and written to concatenate the weights of home experts and replicas in a rank's memory.
-
-    Args:
-        weights_bytes: Bytes of all slots.
-    """
+    """Count the bytes read and written to concatenate the weights of home experts and replicas in a rank's memory."""
     return 2 * weights_bytes
 
 
 def joins_weights(system: System, model: ModelShape, cluster: Cluster) -> bool:
-    """Return whether the weights of home experts and replicas are copied into one array for the products.
-
-    Args:
-        system: System with its slots. In two phases, products of rows at home and of moved rows are apart.
-        model: Sizes of the layer. Kernels of NVIDIA GPUs have the dtypes and least widths of `kernels/backends.py`.
-        cluster: Cluster whose `joins_weights` gives the form of CPUs and TPUs.
-
-    Examples:
-        >>> from dataclasses import replace
-        >>> from jax_moe_lb import exact, plain
-        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
-        >>> model = ModelShape(1, hidden=2048, inner=768, experts=128, per_token=8, tokens=4096)
-        >>> gpus = Cluster((Links("gpu", 8, 360e9),))
-        >>> [joins_weights(exact(2), replace(model, itemsize=n), gpus) for n in (2, 4)]
-        [False, True]
-        >>> [joins_weights(one, model, replace(gpus, joins_weights=True)) for one in (exact(2), plain())]
-        [True, False]
-    """
+    """Return whether the weights of home experts and replicas are copied into one array for the products."""
     reads_parts = model.itemsize == 2 and min(model.hidden, model.inner) >= TILE and not cluster.joins_weights
     return system.replica_slots > 0 and not reads_parts and not system.dispatch.cost().passes_home

@@ -36,16 +36,7 @@ TOLD_S, TOLD_BYTES = 30.0, 2**30
 
 
 def check_entries(layers: int, num_ranks: int, num_experts: int) -> None:
-    """Check the number of counts against the memory limit, before allocating them.
-
-    Args:
-        layers: number of separately planned layers.
-        num_ranks: `R`.
-        num_experts: `E`, at least `R`.
-
-    Raises:
-        ValueError: a layer has more than `MOST_ENTRIES` counts, or all layers more than `MOST_COUNTS`.
-    """
+    """Check the number of counts against the memory limit, before allocating them."""
     entries = num_ranks * num_experts
     if entries > MOST_ENTRIES or layers * entries > MOST_COUNTS:
         raise ValueError(
@@ -55,16 +46,7 @@ def check_entries(layers: int, num_ranks: int, num_experts: int) -> None:
 
 
 def check_tokens(tokens: int, per_token: int, num_ranks: int) -> None:
-    """Check that the token copies of all ranks of a layer fit int32.
-
-    Args:
-        tokens: `T`, tokens per rank.
-        per_token: `K`.
-        num_ranks: `R`.
-
-    Raises:
-        ValueError: `T * K * R` exceeds int32.
-    """
+    """Check that the token copies of all ranks of a layer fit int32."""
     most = INT32_MAX // (per_token * num_ranks)
     if tokens > most:
         raise ValueError(
@@ -74,15 +56,7 @@ def check_tokens(tokens: int, per_token: int, num_ranks: int) -> None:
 
 
 def check_timeline(layers: int, num_ranks: int) -> None:
-    """Check the size of a timeline against the memory limit.
-
-    Args:
-        layers: number of layers of the model.
-        num_ranks: `R`.
-
-    Raises:
-        ValueError: the product of both exceeds `MOST_RANK_LAYERS`.
-    """
+    """Check the size of a timeline against the memory limit."""
     if layers * num_ranks > MOST_RANK_LAYERS:
         raise ValueError(
             f"layers is {shown(layers)} on {num_ranks} ranks; expected at most {MOST_RANK_LAYERS // num_ranks} layers"
@@ -90,22 +64,7 @@ def check_timeline(layers: int, num_ranks: int) -> None:
 
 
 def forecast(plans: int, layers: int, num_ranks: int, num_experts: int) -> str | None:
-    """Return a rough estimate of time and memory of a large simulation; `None` for a small one.
-
-    Args:
-        plans: number of planned layers, over all steps and systems.
-        layers: number of layers with counts in memory.
-        num_ranks: `R`.
-        num_experts: `E`.
-
-    Returns:
-        One line of text, or `None` below `TOLD_S` and `TOLD_BYTES`.
-
-    Examples:
-        >>> forecast(plans=4, layers=4, num_ranks=1024, num_experts=1024)
-        >>> forecast(plans=4, layers=4, num_ranks=2048, num_experts=2048)
-        '2048 ranks and 2048 experts: 4 plans take about 2 min, and counts and exchanges take 0.5 GB'
-    """
+    """Return a rough estimate of time and memory of a large simulation; `None` for a small one."""
     plan_s = plans * PLAN_S * (num_ranks / PLAN_RANKS) ** PLAN_POWER
     # Counts in 4 bytes, and about 12 matrices between ranks in 8 bytes.
     num_bytes = 4 * layers * num_ranks * num_experts + 12 * 8 * num_ranks**2

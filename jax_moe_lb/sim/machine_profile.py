@@ -21,61 +21,36 @@ PRESETS = {"H100": "h100_node", "H200": "h100_node", "B200": "nvl72", "cpu": "cp
 
 @dataclass(frozen=True)
 class MeasuredExchange:
-    """Measurements of one level.
+    """Measurements of one level."""
 
-    Args:
-        level: `"node"` or `"gpu"`.
-        size: Members inside one member of the next outer level.
-        bytes_per_s: Rate at which one rank sends in an exchange of all ranks, in bytes per second.
-        latency_s: Seconds of an exchange of few rows inside a program.
-    """
-
-    level: str
-    size: int
-    bytes_per_s: float
-    latency_s: float
+    level: str  # `"node"` or `"gpu"`
+    size: int  # members inside one member of the next outer level
+    bytes_per_s: float  # rate at which one rank sends in an exchange of all ranks, in bytes per second
+    latency_s: float  # seconds of an exchange of few rows inside a program
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one machine.
+    """Measurements of one machine."""
 
-    Args:
-        machine: Name of the host and its devices.
-        platform: `"cpu"`, `"gpu"` or `"tpu"`.
-        date: Day of the measurement, as `2026-01-31`.
-        busy: Load average of the last minute before the measurements.
-        cores: Number of cores of the host.
-        ranks: Number of devices in the measurements.
-        exchanges: Every level visible to JAX, outermost first.
-        rows: Points of the GEMM curve, in rows of one expert.
-        flops_per_s: Rate of one rank at each point with all ranks computing, in floating-point operations per second.
-        dense_flops_per_s: Rate of one large product on every rank, in floating-point operations per second.
-        copy_bytes_per_s: Rate at which a rank receives copies of weights, in bytes per second.
-        planner_s: Seconds of `Greedy` on the host.
-        hbm_bytes_per_s: Reads and writes of a rank in a permutation of rows, together, in bytes per second.
-        memory_bytes: Memory that a device can allocate, in bytes; None (default) for CPUs and devices that do not
-            report it.
-        backward_factor: Time of the experts' backward pass over that of their forward pass; 3 by default.
-        padded: Whether exchanges are those between processes on CPUs; False by default.
-    """
-
-    machine: str
-    platform: str
-    date: str
-    busy: float
-    cores: int
-    ranks: int
-    exchanges: tuple[MeasuredExchange, ...]
-    rows: tuple[float, ...]
+    machine: str  # name of the host and its devices
+    platform: str  # `"cpu"`, `"gpu"` or `"tpu"`
+    date: str  # day of the measurement, as `2026-01-31`
+    busy: float  # load average of the last minute before the measurements
+    cores: int  # number of cores of the host
+    ranks: int  # number of devices in the measurements
+    exchanges: tuple[MeasuredExchange, ...]  # every level visible to JAX, outermost first
+    rows: tuple[float, ...]  # points of the GEMM curve, in rows of one expert
+    # Rate of one rank at each point with all ranks computing, in floating-point operations per second
     flops_per_s: tuple[float, ...]
-    dense_flops_per_s: float
-    copy_bytes_per_s: float
-    planner_s: float
-    hbm_bytes_per_s: float
+    dense_flops_per_s: float  # rate of one large product on every rank, in floating-point operations per second
+    copy_bytes_per_s: float  # rate at which a rank receives copies of weights, in bytes per second
+    planner_s: float  # seconds of `Greedy` on the host
+    hbm_bytes_per_s: float  # reads and writes of a rank in a permutation of rows, together, in bytes per second
+    # Memory that a device can allocate, in bytes; None (default) for CPUs and devices that do not report it
     memory_bytes: int | None = None
-    backward_factor: float = 3.0
-    padded: bool = False
+    backward_factor: float = 3.0  # time of the experts' backward pass over that of their forward pass; 3 by default
+    padded: bool = False  # whether exchanges are those between processes on CPUs; False by default
 
     @property
     def preset(self) -> str | None:
@@ -84,11 +59,7 @@ class Measured:
 
 
 def warnings(found: Measured) -> Iterator[str]:
-    """Yield warnings about the measurements: other work on the host, or values far from a preset's.
-
-    Args:
-        found: Measurements.
-    """
+    """Yield warnings about the measurements: other work on the host, or values far from a preset's."""
     if found.busy > BUSY * found.cores:
         yield (
             f"the load average was {found.busy:.1f} on {found.cores} cores before the measurements; rates may be "
@@ -120,13 +91,7 @@ def _far(found: Measured, preset: str, cluster: Cluster) -> Iterator[str]:
 
 
 def to_yaml(found: Measured, hidden: int, inner: int) -> str:
-    """Format a file for `simulate`, with this machine as a cluster and a small model as an example.
-
-    Args:
-        found: Measurements.
-        hidden: Model width `H` of the example.
-        inner: Inner width `F` of an expert of the example.
-    """
+    """Format a file for `simulate`, with this machine as a cluster and a small model as an example."""
     cluster: dict[str, Any] = {
         "levels": _levels(found),
         "gemm": {

@@ -59,12 +59,7 @@ def benchmark_seconds(function: Callable[..., Any], *args: Any, repeats: int = 5
 
 
 def median_s(call: Callable[[], Any], repeats: int) -> float:
-    """Measure the median seconds of a call until its results are ready, after two warm-up calls.
-
-    Args:
-        call: Function to time, without arguments.
-        repeats: Number of measured calls, at least 1.
-    """
+    """Measure the median seconds of a call until its results are ready, after two warm-up calls."""
     times_s = []
     for _ in range(2 + repeats):
         start_s = time.perf_counter()
@@ -91,20 +86,9 @@ MOST_RANKS = 256
 
 
 def measure(ranks: int) -> Measured:
-    """Measure all rates on all accelerators, or on virtual CPU devices.
-
-    In a program of several processes, initialized by `jax.distributed`, all of them must call it. Nodes are then a
-    level of their own.
-
-    Args:
-        ranks: Number of virtual devices on a host without accelerators, at least 2.
-
-    Returns:
-        The measurements.
-
-    Raises:
-        ValueError: `ranks` is below 2, or nodes have different numbers of devices.
-    """
+    """Measure all rates on all accelerators, or on virtual CPU devices."""
+    # In a program of several processes, initialized by `jax.distributed`, all of them must call it. Nodes are then a
+    # level of their own.
     if ranks < 2:
         raise ValueError(f"--ranks is {ranks}; expected at least 2, as one rank has no exchanges")
     # Read the load average before the measurements, which raise it.
@@ -139,11 +123,7 @@ def measure(ranks: int) -> Measured:
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
-    """Create a mesh with an axis for every level visible to JAX: nodes, and the devices of a node.
-
-    Args:
-        devices: All devices to measure.
-    """
+    """Create a mesh with an axis for every level visible to JAX: nodes, and the devices of a node."""
     grid = by_node(devices)
     # A level of one member has no links. Nodes without an inner level become the innermost level, which copies weights.
     grid = grid.reshape([size for size in grid.shape if size > 1] or [1])
@@ -151,20 +131,9 @@ def mesh_of(devices: Sequence[Any]) -> Mesh:
 
 
 def by_node(devices: Sequence[Any]) -> np.ndarray:
-    """Return the devices in an array with one row per node.
-
-    A node is a slice in JAX's terms: GPUs connected by NVLink, or TPUs connected by ICI. On CPUs it is a process. JAX
-    does not report datacenters; add them to the file by hand.
-
-    Args:
-        devices: All devices to measure.
-
-    Returns:
-        `[nodes, devices per node]` array of devices.
-
-    Raises:
-        ValueError: Nodes have different numbers of devices.
-    """
+    """Return the devices in an array with one row per node."""
+    # A node is a slice in JAX's terms: GPUs connected by NVLink, or TPUs connected by ICI. On CPUs it is a process. JAX
+    # does not report datacenters; add them to the file by hand.
     nodes: dict[int, list[Any]] = {}
     for device in devices:
         nodes.setdefault(_node(device), []).append(device)

@@ -38,39 +38,29 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Memory(ByteBreakdown):
-    """Bytes on one rank of the MoE layers; attention and embedding are not included.
+    """Bytes on one rank of the MoE layers; attention and embedding are not included."""
 
-    Layers run in sequence, so arrays live only within one layer count once: replicas, and the fields after `kept`. The
-    peak of a layer is in the products of the backward pass, or in the accumulation of replica gradients on their home
-    ranks.
+    # Layers run in sequence, so arrays live only within one layer count once: replicas, and the fields after `kept`.
+    # The peak of a layer is in the products of the backward pass, or in the accumulation of replica gradients on their
+    # home ranks.
 
-    Args:
-        weights: Home experts of all layers.
-        gradients: Gradients of these experts. `gradients`, `optimizer` and `kept` are 0 without a backward pass.
-        optimizer: Optimizer state of all home experts.
-        replicas: Slots beyond the home experts, or their gradients on the way home.
-        gathered: Experts gathered in expert domains, of all layers if kept, else of two layers. It includes their
-            gradients of one layer if there is a backward pass, and the experts decoded by a codec with state, of all
-            layers.
-        kept: Residuals of all layers: tokens and addresses of their copies; without rematerialization, copies and
-            hidden activations instead of tokens. In a pipeline, of all microbatches in flight on the first stage.
-        buffers: Tokens, copies as sent and received, and hidden activations.
-        in_use: Weights as operands of products: one layer out of the stack of all layers. With replicas and joined
-            weights, also one kind of all slots in one array; in the backward pass, gate and up.
-        sums: Sums of gradients of all slots. A loop over rounds adds one kind of the round.
-        arriving: Receive buffer for the gradients of replicas, and one wide sum of them.
-    """
-
-    weights: float = 0.0
+    weights: float = 0.0  # home experts of all layers
+    # Gradients of these experts. `gradients`, `optimizer` and `kept` are 0 without a backward pass.
     gradients: float = 0.0
-    optimizer: float = 0.0
-    replicas: float = 0.0
+    optimizer: float = 0.0  # optimizer state of all home experts
+    replicas: float = 0.0  # slots beyond the home experts, or their gradients on the way home
+    # Experts gathered in expert domains, of all layers if kept, else of two layers. It includes their gradients of one
+    # layer if there is a backward pass, and the experts decoded by a codec with state, of all layers.
     gathered: float = 0.0
+    # Residuals of all layers: tokens and addresses of their copies; without rematerialization, copies and hidden
+    # activations instead of tokens. In a pipeline, of all microbatches in flight on the first stage.
     kept: float = 0.0
-    buffers: float = 0.0
+    buffers: float = 0.0  # tokens, copies as sent and received, and hidden activations
+    # Weights as operands of products: one layer out of the stack of all layers. With replicas and joined weights, also
+    # one kind of all slots in one array; in the backward pass, gate and up.
     in_use: float = 0.0
-    sums: float = 0.0
-    arriving: float = 0.0
+    sums: float = 0.0  # sums of gradients of all slots. A loop over rounds adds one kind of the round.
+    arriving: float = 0.0  # receive buffer for the gradients of replicas, and one wide sum of them
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -84,18 +74,7 @@ class Memory(ByteBreakdown):
 
 
 def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Migration, step: Step) -> Memory:
-    """Count the memory of a rank, without a simulation.
-
-    Args:
-        system: System whose replica slots and dispatch give the buffers of a layer.
-        model: Sizes of the layers of one rank; see `Parallel.share`.
-        cluster: Cluster whose ranks share the experts.
-        migration: Gathers of expert domains.
-        step: Passes of the step. Without a backward pass, there are no gradients, optimizer state or residuals.
-
-    Returns:
-        The bytes on one rank by part, at the peak.
-    """
+    """Count the memory of a rank, without a simulation."""
     home = model.experts // cluster.num_ranks * model.expert_bytes
     parameters = model.layers * home / model.itemsize if step.backward else 0.0
     always = Memory(
@@ -164,10 +143,8 @@ class _Layer:
         return replace(phase, sums=self._sums() * (self.loops + 1 / self.model.matrices))
 
     def of_rows(self) -> Memory:
-        """Count the gradients of rows: rows, and a product with each of the inner matrices.
-
-        Rows are needed for the gradients of these matrices, which come last. The gradient of `down` is complete.
-        """
+        """Count the gradients of rows: rows, and a product with each of the inner matrices."""
+        # Rows are needed for the gradients of these matrices, which come last. The gradient of `down` is complete.
         rows, matrices = self._rows(), self.model.matrices
         phase = self._products(2, matrices * rows.computed + (matrices - 1) * rows.hidden + self._held())
         return replace(phase, sums=self._sums() * (self.loops + 1 / matrices))
@@ -266,12 +243,7 @@ def _kept_bytes(model: ModelShape, step: Step) -> int:
 
 
 def optimizer_bytes(model: ModelShape, step: Step) -> float:
-    """Return the bytes of optimizer state per parameter.
-
-    Args:
-        model: Shape whose `itemsize` decides whether there is a float32 copy.
-        step: Step whose `optimizer_bytes`, if given, takes precedence.
-    """
+    """Return the bytes of optimizer state per parameter."""
     if step.optimizer_bytes is not None:
         return step.optimizer_bytes
     return MOMENTS_BYTES + (MASTER_BYTES if model.itemsize < MASTER_BYTES else 0.0)

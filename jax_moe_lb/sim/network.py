@@ -30,21 +30,14 @@ RankBytes = Num[np.ndarray, "R R"]
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes of one stage on every link of every level.
+    """Bytes of one stage on every link of every level."""
 
-    Args:
-        sent: Per level `[members, links]`, bytes sent by each link of each member; `[1, 1]` if all links carry the
-            same.
-        received: Per level, bytes received by each link, in the same shape.
-        hops: Per level, the number of sequential messages, or the mean of several flows; `()` (default) if all
-            messages overlap.
-        in_turn: If True, levels transfer one after the other; False by default.
-    """
-
+    # Per level `[members, links]`, bytes sent by each link of each member; `[1, 1]` if all links carry the same
     sent: tuple[PerLink, ...]
-    received: tuple[PerLink, ...]
+    received: tuple[PerLink, ...]  # per level, bytes received by each link, in the same shape
+    # Per level, the number of sequential messages, or the mean of several flows; `()` (default) if all messages overlap
     hops: tuple[int | float, ...] = ()
-    in_turn: bool = False
+    in_turn: bool = False  # if True, levels transfer one after the other; False by default
 
     def times(self, factor: float) -> "Flow":
         """Multiply the bytes by `factor`."""
@@ -80,15 +73,7 @@ class Flow:
 
 
 def flow(rank_bytes: RankBytes, cluster: Cluster) -> Flow:
-    """Compute the flow of an exchange between ranks.
-
-    Args:
-        rank_bytes: `[R, R]`, bytes from rank to rank; the diagonal stays on its rank and uses no link.
-        cluster: Cluster with the links.
-
-    Returns:
-        The bytes on each link.
-    """
+    """Compute the flow of an exchange between ranks."""
     sides = []
     for matrix in (rank_bytes, rank_bytes.T):
         inside = [_inside(matrix, size) for size in cluster.inner]
@@ -106,15 +91,7 @@ def flow(rank_bytes: RankBytes, cluster: Cluster) -> Flow:
 
 
 def even_flow(rank_bytes: tuple[float, ...], cluster: Cluster) -> Flow:
-    """Compute the flow of an exchange in which all ranks send and receive the same bytes.
-
-    Args:
-        rank_bytes: Per level, the bytes from one rank to ranks whose outermost difference is at this level.
-        cluster: Cluster with the links.
-
-    Returns:
-        The bytes on each link, with one entry per level.
-    """
+    """Compute the flow of an exchange in which all ranks send and receive the same bytes."""
     loads, last = [], len(rank_bytes) - 1
     for at, (level, inner) in enumerate(zip(cluster.levels, cluster.inner, strict=True)):
         # Bytes for another member of an outer level leave by the links of this one as well.
@@ -124,64 +101,28 @@ def even_flow(rank_bytes: tuple[float, ...], cluster: Cluster) -> Flow:
 
 
 def with_messages(one: Flow, messages: float) -> Flow:
-    """Return a flow with a number of messages in sequence, at the outermost level.
-
-    Args:
-        one: Bytes on links.
-        messages: Number of messages, each with the latency of that level.
-    """
+    """Return a flow with a number of messages in sequence, at the outermost level."""
     return replace(one, hops=(messages, *(0 for _ in one.sent[1:])))
 
 
 def all_to_all(rank_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> Flow:
-    """Compute the flow if every rank spreads its bytes evenly over a group, itself included.
-
-    Args:
-        rank_bytes: Bytes of one rank.
-        sizes: Members of the group at each level: all members of a level, or one per expert domain.
-        cluster: Cluster with the links.
-
-    Returns:
-        The bytes on each link.
-    """
+    """Compute the flow if every rank spreads its bytes evenly over a group, itself included."""
     return even_flow(spread_evenly(rank_bytes, sizes), cluster)
 
 
 def seconds(flow: Flow, cluster: Cluster, *, messages: int = 1, copy_engine: bool = False) -> float:
-    """Compute the seconds of a stage: the time of its busiest link plus the latency of its hops, a lower bound.
-
-    Args:
-        flow: Bytes on links.
-        cluster: Cluster with rates and latencies.
-        messages: Number of sequential messages, each with one latency; 1 by default.
-        copy_engine: If True, the rate of copy engines limits each rank as well.
-
-    Returns:
-        The time in seconds.
-    """
+    """Compute the seconds of a stage: the time of its busiest link plus the latency of its hops, a lower bound."""
     return busy_s(flow, cluster, copy_engine=copy_engine) + messages * latency_s(flow, cluster)
 
 
 def busy_s(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> float:
-    """Compute the time of the busiest link, in seconds.
-
-    Args:
-        flow: Bytes on links.
-        cluster: Cluster with the rates.
-        copy_engine: If True, the rate of copy engines limits each rank as well.
-    """
+    """Compute the time of the busiest link, in seconds."""
     times = level_seconds(flow, cluster, copy_engine=copy_engine)
     return math.fsum(times) if flow.in_turn else max(times)
 
 
 def level_seconds(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> tuple[float, ...]:
-    """Compute the time of the busiest link of each level, in seconds.
-
-    Args:
-        flow: Bytes on links.
-        cluster: Cluster with the rates.
-        copy_engine: If True, the rate of copy engines limits each rank as well.
-    """
+    """Compute the time of the busiest link of each level, in seconds."""
     times = []
     for at, level in enumerate(cluster.levels):
         rate = level.bytes_per_s
@@ -192,14 +133,8 @@ def level_seconds(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) ->
 
 
 def latency_s(flow: Flow, cluster: Cluster) -> float:
-    """Compute the latency of one message of a flow, in seconds.
-
-    With `hops`, it is the sum over all hops, else the latency of the slowest level in use.
-
-    Args:
-        flow: Bytes on links, and their hops.
-        cluster: Cluster with the latencies.
-    """
+    """Compute the latency of one message of a flow, in seconds."""
+    # With `hops`, it is the sum over all hops, else the latency of the slowest level in use.
     latencies = [level.latency_s for level in cluster.levels]
     if flow.hops:
         return math.fsum(hops * latency for hops, latency in zip(flow.hops, latencies, strict=True))
@@ -233,16 +168,7 @@ MessageSizes = tuple[int, ...]
 
 
 def all_gather(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Compute the flows of an all-gather.
-
-    Args:
-        num_bytes: Bytes of each rank's shard.
-        sizes: Members of a group at each level.
-        cluster: Cluster with the links and the algorithm.
-
-    Returns:
-        Flows in sequence; `()` for a single rank.
-    """
+    """Compute the flows of an all-gather."""
     ranks, way = math.prod(sizes), cluster.communication.collectives
     if ranks == 1:
         return ()
@@ -261,30 +187,12 @@ def all_gather(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple
 
 
 def reduce_scatter(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Compute the flows of a reduce-scatter: those of an all-gather, reversed.
-
-    Args:
-        num_bytes: Bytes of each rank's shard of the sum.
-        sizes: Members of a group at each level.
-        cluster: Cluster with the links and the algorithm.
-
-    Returns:
-        Flows in sequence; `()` for a single rank.
-    """
+    """Compute the flows of a reduce-scatter: those of an all-gather, reversed."""
     return tuple(flow.reversed for flow in reversed(all_gather(num_bytes, sizes, cluster)))
 
 
 def all_reduce(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
-    """Compute the flows of an all-reduce.
-
-    Args:
-        num_bytes: Bytes of the sum.
-        sizes: Members of a group at each level.
-        cluster: Cluster with the links and the algorithm.
-
-    Returns:
-        Flows in sequence; `()` for a single rank.
-    """
+    """Compute the flows of an all-reduce."""
     ranks = math.prod(sizes)
     if ranks == 1:
         return ()
@@ -300,11 +208,7 @@ def all_reduce(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple
 
 
 def pair_hops(sizes: MessageSizes) -> tuple[int, ...]:
-    """Count the steps of a pairwise exchange by level, each at the outermost level on which its pairs differ.
-
-    Args:
-        sizes: Members of a group at each level.
-    """
+    """Count the steps of a pairwise exchange by level, each at the outermost level on which its pairs differ."""
     return tuple((size - 1) * math.prod(sizes[at + 1 :]) for at, size in enumerate(sizes))
 
 

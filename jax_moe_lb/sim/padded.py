@@ -27,29 +27,16 @@ TurnRows = Int[np.ndarray, "N R S"]
 
 
 class PaddedHop(NamedTuple):
-    """Rows of an exchange with their padding, over all rounds.
+    """Rows of an exchange with their padding, over all rounds."""
 
-    Args:
-        out: `[R, R]`, from rank to rank on the way out.
-        back: `[R, R]`, from rank to rank on the way back.
-        permutes_out: Number of permutes on the way out.
-        permutes_back: Number of permutes on the way back.
-    """
-
-    out: RowsBetween
-    back: RowsBetween
-    permutes_out: int
-    permutes_back: int
+    out: RowsBetween  # from rank to rank on the way out
+    back: RowsBetween  # from rank to rank on the way back
+    permutes_out: int  # number of permutes on the way out
+    permutes_back: int  # number of permutes on the way back
 
     @classmethod
     def of(cls, rows: RowsByRound, rows_out: int, rows_back: int) -> "PaddedHop":
-        """Return the padded rows of an exchange and of its way back.
-
-        Args:
-            rows: `[N, R, R]`, rows of each round on the way out.
-            rows_out: Rows of the operand on the way out.
-            rows_back: Rows of the operand on the way back.
-        """
+        """Return the padded rows of an exchange and of its way back."""
         (out, permutes_out), (back, permutes_back) = (
             padded_rows(rows, rows_out),
             padded_rows(rows.swapaxes(1, 2), rows_back),
@@ -58,21 +45,7 @@ class PaddedHop(NamedTuple):
 
 
 def padded_rows(rows: RowsByRound, num_rows: int) -> tuple[RowsBetween, int]:
-    """Compute the rows sent from rank to rank with their padding, over all rounds of an exchange.
-
-    Args:
-        rows: `[N, R, R]`, rows from rank to rank in each round.
-        num_rows: Rows of the operand of the exchange.
-
-    Returns:
-        `[R, R]` padded rows with 0 on the diagonal, and the number of permutes.
-
-    Examples:
-        >>> import numpy as np
-        >>> padded_rows(np.array([[[0, 3], [1, 0]]]), num_rows=4)
-        (array([[0, 4],
-               [2, 0]]), 3)
-    """
+    """Compute the rows sent from rank to rank with their padding, over all rounds of an exchange."""
     num_ranks, number = rows.shape[1], 0
     step = -(-num_rows // num_ranks)
     padded = np.zeros((num_ranks, num_ranks), np.int64)
@@ -85,29 +58,14 @@ def padded_rows(rows: RowsByRound, num_rows: int) -> tuple[RowsBetween, int]:
 
 
 def rounds_by_share(rows: RowsBetween, capacity: int) -> RowsByRound:
-    """Divide rows into rounds if all sources have about equal shares of every part of a receiver's stream.
-
-    Args:
-        rows: `[R, R]`, rows from rank to rank.
-        capacity: Rows of a receive buffer in one round.
-    """
+    """Divide rows into rounds if all sources have about equal shares of every part of a receiver's stream."""
     total = np.maximum(rows.sum(0), 1)
     first = range(0, int(total.max()), capacity)
     return np.stack([np.ceil(rows * np.clip(total - at, 0, capacity) / total) for at in first]).astype(np.int64)
 
 
 def rounds_of_stream(sizes: Int[np.ndarray, "R B"], capacity: int) -> Int[np.ndarray, "N R B"]:
-    """Divide streams of consecutive blocks of rows into rounds.
-
-    Args:
-        sizes: `[R, B]`, rows of each block of the stream of each rank.
-        capacity: Rows of a round.
-
-    Examples:
-        >>> import numpy as np
-        >>> rounds_of_stream(np.array([[3, 2], [0, 1]]), capacity=4).tolist()
-        [[[3, 1], [0, 1]], [[0, 1], [0, 0]]]
-    """
+    """Divide streams of consecutive blocks of rows into rounds."""
     ends = sizes.cumsum(1)
     number = max(1, -(-int(ends[:, -1].max()) // capacity))
     limits = capacity * np.arange(number + 1)[:, None, None]
@@ -118,16 +76,7 @@ def rounds_of_stream(sizes: Int[np.ndarray, "R B"], capacity: int) -> Int[np.nda
 def rounds_of_copies(
     wave: WaveRows, capacity: int, last: Bool[np.ndarray, "E"] | None = None
 ) -> tuple[RowsByRound, TurnRows]:
-    """Divide the copies of a direct exchange into rounds.
-
-    Args:
-        wave: Copies of the wave, with its plan.
-        capacity: Rows of a receive buffer in one round.
-        last: Experts at the end of the streams; None (default) for the order of the slots.
-
-    Returns:
-        `[N, R, R]` rows from rank to rank, and `[N, R, S]` rows of each slot.
-    """
+    """Divide the copies of a direct exchange into rounds."""
     slots, num_ranks = wave.plan.placement, wave.plan.num_ranks
     held = np.maximum(slots, 0)
     by_source = wave.by_expert[:, held, np.arange(num_ranks)[:, None]].transpose(1, 2, 0)
@@ -140,30 +89,16 @@ def rounds_of_copies(
 
 
 class MovedRounds(NamedTuple):
-    """Rows of two phases by round.
+    """Rows of two phases by round."""
 
-    Args:
-        between: `[N, R, R]`, rows of dynamic experts from their homes to other ranks.
-        static: `[N, R, S]`, rows of static experts.
-        staying: `[N, R, S]`, rows of dynamic experts served at home.
-        moved: `[N, R, S]`, rows served by other ranks.
-    """
-
-    between: RowsByRound
-    static: TurnRows
-    staying: TurnRows
-    moved: TurnRows
+    between: RowsByRound  # rows of dynamic experts from their homes to other ranks
+    static: TurnRows  # rows of static experts
+    staying: TurnRows  # rows of dynamic experts served at home
+    moved: TurnRows  # rows served by other ranks
 
 
 def rounds_in_phases(first: Plan, second: Plan, dynamic: Bool[np.ndarray, "E"], capacity: int) -> MovedRounds:
-    """Divide the rows of two phases into the rounds of the exchange to the homes.
-
-    Args:
-        first: Plan with the rows of all experts at home.
-        second: Plan with the rows of dynamic experts.
-        dynamic: `[E]`, whether an expert is dynamic.
-        capacity: Rows of a receive buffer in one round.
-    """
+    """Divide the rows of two phases into the rounds of the exchange to the homes."""
     num_experts, num_ranks = second.quota.shape
     homes = np.arange(num_experts) // second.num_home
     at_home = homes[:, None] == np.arange(num_ranks)
@@ -193,13 +128,7 @@ def _order(last: Bool[np.ndarray, "R X"]) -> Int[np.ndarray, "R X"]:
 
 
 def ring_experts(num_ranks: int, num_home: int, *, back: bool = False) -> Float[np.ndarray, "R R"]:
-    """Compute the experts sent from rank to rank if the home experts of all ranks pass every rank.
-
-    Args:
-        num_ranks: Number of ranks `R`.
-        num_home: Home experts `L` of a rank.
-        back: If True, in the opposite direction, as sums of gradients; False by default.
-    """
+    """Compute the experts sent from rank to rank if the home experts of all ranks pass every rank."""
     sent = np.zeros((num_ranks, num_ranks))
     ranks = np.arange(num_ranks)
     sent[ranks, (ranks + (-1 if back else 1)) % num_ranks] = (num_ranks - 1) * num_home
@@ -207,13 +136,6 @@ def ring_experts(num_ranks: int, num_home: int, *, back: bool = False) -> Float[
 
 
 def exchange_hops(num_ranks: int, permutes: int, rounds: int) -> float:
-    """Return the latencies of an exchange of few rows that a round of an exchange takes.
-
-    An exchange of few rows has all permutes once, and the sum by which the ranks agree on their number.
-
-    Args:
-        num_ranks: Number of ranks `R`.
-        permutes: Number of permutes in all rounds.
-        rounds: Number of rounds.
-    """
+    """Return the latencies of an exchange of few rows that a round of an exchange takes."""
+    # An exchange of few rows has all permutes once, and the sum by which the ranks agree on their number.
     return (permutes / max(rounds, 1) + 1) / (len(unidirectional_permutes(num_ranks)) + 1)

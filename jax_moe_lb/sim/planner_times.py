@@ -34,21 +34,13 @@ FILE = "planner_times.yaml"
 
 
 class Place(StrEnum):
-    """Place where a balancer plans.
+    """Place where a balancer plans."""
 
-    Attributes:
-        NATIVE: C++ on the host, as a custom call or a host function of the stream.
-        KERNEL: One kernel of an NVIDIA GPU.
-        PYTHON: Python on the host, such as a linear program.
-        JNP: Operations of the program.
-        NOWHERE: No planner; plans do not depend on the counts.
-    """
-
-    NATIVE = "C++ on the host"
-    KERNEL = "one kernel"
-    PYTHON = "Python on the host"
-    JNP = "jnp"
-    NOWHERE = "nowhere"
+    NATIVE = "C++ on the host"  # C++ on the host, as a custom call or a host function of the stream
+    KERNEL = "one kernel"  # one kernel of an NVIDIA GPU
+    PYTHON = "Python on the host"  # python on the host, such as a linear program
+    JNP = "jnp"  # operations of the program
+    NOWHERE = "nowhere"  # no planner; plans do not depend on the counts
 
     @property
     def waits_for_host(self) -> bool:
@@ -68,25 +60,16 @@ WITH_KERNEL = (Exact, FEPLB, Greedy, UltraEP)
 
 
 class PlannerTime(BaseModel):
-    """Time of one planner for one size.
-
-    Args:
-        planner: Class of the balancer.
-        place: Place where it runs.
-        ranks: `R`, all in one domain.
-        experts: `E`.
-        slots: Replica slots per rank.
-        time: Seconds from counts to plan, without copies between device and host.
-    """
+    """Time of one planner for one size."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    planner: str
-    place: Place
-    ranks: int
-    experts: int
-    slots: int
-    time: TimeField
+    planner: str  # class of the balancer
+    place: Place  # place where it runs
+    ranks: int  # `R`, all in one domain
+    experts: int  # `E`
+    slots: int  # replica slots per rank
+    time: TimeField  # seconds from counts to plan, without copies between device and host
 
 
 @cache
@@ -97,24 +80,7 @@ def planner_times() -> tuple[PlannerTime, ...]:
 
 
 def planner_time(planner: str, place: Place, num_ranks: int, num_experts: int) -> PlannerTime:
-    """Return the row of a planner for the nearest size.
-
-    Args:
-        planner: Class of the balancer, such as `"Exact"`. A class without rows gets the slowest row of its place.
-        place: Place where it runs.
-        num_ranks: `R`.
-        num_experts: `E`.
-
-    Raises:
-        ValueError: No planner has a row of this place.
-
-    Examples:
-        >>> from jax_moe_lb.sim.planner_times import Place, planner_time
-        >>> planner_time("Exact", Place.NATIVE, num_ranks=60, num_experts=240).ranks
-        64
-        >>> planner_time("LPLB", Place.PYTHON, 8, 64).time > 1e-3
-        True
-    """
+    """Return the row of a planner for the nearest size."""
     rows = [row for row in planner_times() if row.place is place]
     own = [row for row in rows if row.planner == planner]
     if not rows:
@@ -128,29 +94,13 @@ def planner_time(planner: str, place: Place, num_ranks: int, num_experts: int) -
 
 
 def needs_counts(balancer: Balancer) -> bool:
-    """Return whether the placement depends on the load.
-
-    If not, no planner runs between router and dispatch, and weights can be transferred before routing is known.
-
-    Args:
-        balancer: any balancer, or a `Chain`.
-
-    Examples:
-        >>> needs_counts(Greedy()), needs_counts(Plain())
-        (True, False)
-    """
+    """Return whether the placement depends on the load."""
+    # If not, no planner runs between router and dispatch, and weights can be transferred before routing is known.
     return any(place_of(one) is not Place.NOWHERE for one in _members(balancer))
 
 
 def planning_s(balancer: Balancer, num_ranks: int, num_experts: int, host_wait_s: float) -> float:
-    """Return the seconds from counts to plan where a balancer plans, by the table.
-
-    Args:
-        balancer: any balancer, or a `Chain`, whose times add up.
-        num_ranks: `R`.
-        num_experts: `E`.
-        host_wait_s: seconds in which the device copies counts to the host and waits for it, for planners there.
-    """
+    """Return the seconds from counts to plan where a balancer plans, by the table."""
     return sum(_one_s(one, num_ranks, num_experts, host_wait_s) for one in _members(balancer))
 
 

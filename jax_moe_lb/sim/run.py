@@ -35,17 +35,11 @@ BUBBLE = "pipeline bubble"
 
 @dataclass(frozen=True)
 class StageTime:
-    """Totals of all tasks of one stage in a step.
+    """Totals of all tasks of one stage in a step."""
 
-    Args:
-        busy_s: Seconds of its tasks, each on its slowest rank.
-        exposed_s: Seconds of its tasks on the critical path. All stages sum to the time of the step.
-        bytes: Bytes sent by its tasks, over all links of all levels.
-    """
-
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
-    bytes: float = 0.0
+    busy_s: float = 0.0  # seconds of its tasks, each on its slowest rank
+    exposed_s: float = 0.0  # seconds of its tasks on the critical path. All stages sum to the time of the step.
+    bytes: float = 0.0  # bytes sent by its tasks, over all links of all levels
 
     @property
     def hidden_s(self) -> float:
@@ -63,26 +57,16 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one or more microbatches.
+    """Totals of one or more microbatches."""
 
-    Args:
-        step_s: Seconds of the microbatches in sequence.
-        stages: Totals of each stage by name.
-        level_bytes: Bytes sent by all ranks over the links of each level, and to ranks of other groups.
-    """
-
-    step_s: float
-    stages: dict[str, StageTime] = field(default_factory=dict)
+    step_s: float  # seconds of the microbatches in sequence
+    stages: dict[str, StageTime] = field(default_factory=dict)  # totals of each stage by name
+    # Bytes sent by all ranks over the links of each level, and to ranks of other groups
     level_bytes: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, timeline: Timeline, cluster: Cluster) -> "Totals":
-        """Sum the tasks of one microbatch.
-
-        Args:
-            timeline: Solved timeline.
-            cluster: Machine of the timeline.
-        """
+        """Sum the tasks of one microbatch."""
         exposed, busy = timeline.exposed_s(), timeline.busy_s()
         sent = dict.fromkeys(busy, 0.0)
         names = [level.name for level in cluster.levels]
@@ -204,10 +188,8 @@ def simulate_microbatch(
     step: Step,
     states: States | None,
 ) -> tuple[float, int]:
-    """Return the seconds and the most rounds of one microbatch, without the totals and the memory of a report.
-
-    The arguments are those of `simulate`.
-    """
+    """Return the seconds and the most rounds of one microbatch, without the totals and the memory of a report."""
+    # The arguments are those of `simulate`.
     works, _ = _works(system, model, cluster, _checked(counts, model, cluster), migration, states)
     layers = [works[at % len(works)] for at in range(model.layers)]
     return _microbatch(layers, model, cluster, step).end_s, max(work.rounds for work in works)
@@ -272,21 +254,7 @@ def replay(
 
 
 def keeps_history(system: System, model: ModelShape, cluster: Cluster) -> bool:
-    """Return whether a system plans from earlier steps, so that a single step is not representative.
-
-    Args:
-        system: System whose balancer is examined.
-        model: Sizes of the layers.
-        cluster: Machine.
-
-    Examples:
-        >>> from jax_moe_lb import exact
-        >>> from jax_moe_lb.layer.systems import eplb
-        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
-        >>> model = ModelShape(layers=1, hidden=64, inner=128, experts=16, per_token=2, tokens=256)
-        >>> [keeps_history(one, model, Cluster((Links("gpu", 8, 450e9),))) for one in (eplb(), exact())]
-        [True, False]
-    """
+    """Return whether a system plans from earlier steps, so that a single step is not representative."""
     return bool(jax.tree.leaves(system.balancer.init((cluster.num_ranks, model.experts))))
 
 
@@ -297,18 +265,7 @@ def remembered(
     before: Iterable[Int[np.ndarray, "X R E"]],
     migration: Migration = Migration(),
 ) -> States | None:
-    """Update the state of a balancer through earlier steps, without simulating their time.
-
-    Args:
-        system: System, as in `moe`.
-        model: Sizes of the layers.
-        cluster: Machine.
-        before: `[X, R, E]` counts of each earlier step.
-        migration: Gathers of expert domains; none by default.
-
-    Returns:
-        The `states` for `simulate`; None if there is no earlier step.
-    """
+    """Update the state of a balancer through earlier steps, without simulating their time."""
     states: States | None = None
     for counts in before:
         each = zip(counts, states or itertools.repeat(None, len(counts)), strict=True)
@@ -405,22 +362,8 @@ def simulate_sample(
     migration: Migration = Migration(),
     step: Step = Step(),
 ) -> Report:
-    """Simulate a step on a machine with too many ranks for the planner, from a sample of its ranks.
-
-    `sim/uniform.py` describes the method.
-
-    Args:
-        system: System, as in `moe`.
-        model: Sizes of the layers, on the whole machine.
-        cluster: Whole machine.
-        sample: Result of `sample_of` for this machine.
-        counts: `[X, R, E]` of the sample, with the experts at home on it.
-        migration: Gathers of expert domains; none by default.
-        step: Passes of the step; forward and backward by default.
-
-    Returns:
-        The report of the whole machine, with a timeline of the sample's ranks.
-    """
+    """Simulate a step on a machine with too many ranks for the planner, from a sample of its ranks."""
+    # `sim/uniform.py` describes the method.
     part = replace(model, experts=experts_of(model, cluster, sample))
     counts = _checked(counts, part, sample)
     works = [sampled_work(system, model, cluster, sample, layer, migration) for layer in counts]

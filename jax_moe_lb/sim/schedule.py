@@ -74,28 +74,16 @@ class _Served(NamedTuple):
 
 @dataclass
 class Scheduler:
-    """Scheduler of the layers of one microbatch on a timeline.
+    """Scheduler of the layers of one microbatch on a timeline."""
 
-    Args:
-        model: Sizes of the layers.
-        cluster: Machine with its rates.
-        step: Passes of a step.
-        timeline: Timeline that receives the tasks.
-        is_last: True (default) for the last microbatch of a step, whose end completes the gradients.
-    """
-
-    model: ModelShape
-    cluster: Cluster
-    step: Step
-    timeline: Timeline
-    is_last: bool = True
+    model: ModelShape  # sizes of the layers
+    cluster: Cluster  # machine with its rates
+    step: Step  # passes of a step
+    timeline: Timeline  # timeline that receives the tasks
+    is_last: bool = True  # true (default) for the last microbatch of a step, whose end completes the gradients
 
     def run(self, layers: list[LayerWork]) -> None:
-        """Add the forward pass of all layers and, if the step has one, the backward pass; then solve the timeline.
-
-        Args:
-            layers: Work of each layer, in the order of the forward pass.
-        """
+        """Add the forward pass of all layers and, if the step has one, the backward pass; then solve the timeline."""
         ready: tuple[Task, ...] = ()
         part = max(1, len(layers) // self.step.parallel.interleave)
         for at, work in enumerate(layers):
@@ -320,10 +308,8 @@ class Scheduler:
     def _in_chunks(
         self, stage: str, flows: tuple[Flow, ...], at: int, after: list[tuple[Task, ...]], messages: int
     ) -> tuple[Task, ...]:
-        """Add hops in chunks, each after its own tasks; return the last task of all chunks.
-
-        Hops of different levels overlap: while a chunk is on its second hop, the next one is on its first.
-        """
+        """Add hops in chunks, each after its own tasks; return the last task of all chunks."""
+        # Hops of different levels overlap: while a chunk is on its second hop, the next one is on its first.
         done: tuple[Task, ...] = ()
         parts = _parts(flows, len(after))
         for one in after:

@@ -68,43 +68,27 @@ class Work:
 
 @dataclass(frozen=True)
 class Latency:
-    """Bytes and times of one level of one layer on one rank, for one expert-domain size.
+    """Bytes and times of one level of one layer on one rank, for one expert-domain size."""
 
-    Args:
-        domain_size: Members `S` of an expert domain at this level.
-        gather_bytes: Bytes of experts received by a rank in the gather.
-        exchange_bytes: Bytes of token copies received by a rank per exchange.
-        gather_s: Seconds of the gather.
-        exchange_s: Seconds of one exchange; the forward pass has two.
-        hidden_s: Seconds of the gather overlapped with compute.
-        total_s: Seconds of pre-expert compute, of the exposed part of the gather, and of the exchanges. If
-            `Work.gradient_bytes` is above 0, plus the same of the backward pass.
-    """
-
-    domain_size: int
-    gather_bytes: float
-    exchange_bytes: float
-    gather_s: float
-    exchange_s: float
-    hidden_s: float
+    domain_size: int  # members `S` of an expert domain at this level
+    gather_bytes: float  # bytes of experts received by a rank in the gather
+    exchange_bytes: float  # bytes of token copies received by a rank per exchange
+    gather_s: float  # seconds of the gather
+    exchange_s: float  # seconds of one exchange; the forward pass has two
+    hidden_s: float  # seconds of the gather overlapped with compute
+    # Seconds of pre-expert compute, of the exposed part of the gather, and of the exchanges. If `Work.gradient_bytes`
+    # is above 0, plus the same of the backward pass.
     total_s: float
 
 
 @dataclass(frozen=True)
 class LevelChoice:
-    """All expert-domain sizes of one level in ascending order, and the fastest.
+    """All expert-domain sizes of one level in ascending order, and the fastest."""
 
-    Args:
-        level: Level with its size and rates.
-        candidates: One entry per divisor of the level's size.
-        best: First candidate with the minimum `total_s`.
-        closed_form: Share of experts reached by exchanges according to the closed form, from 0 to 1.
-    """
-
-    level: Level
-    candidates: tuple[Latency, ...]
-    best: Latency
-    closed_form: float
+    level: Level  # level with its size and rates
+    candidates: tuple[Latency, ...]  # one entry per divisor of the level's size
+    best: Latency  # first candidate with the minimum `total_s`
+    closed_form: float  # share of experts reached by exchanges according to the closed form, from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -133,21 +117,7 @@ class ExpertDomainChoice:
 
 
 def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Latency:
-    """Evaluate the model at one level.
-
-    Args:
-        work: Work of the layer.
-        level: Level with its size and rates.
-        domain_size: `S`, a divisor of the level's size.
-        experts: Multiple of a rank's home experts that is forwarded: the product of the outer levels' domain sizes; 1
-            by default.
-
-    Returns:
-        Bytes and times at this domain size.
-
-    Raises:
-        ValueError: `domain_size` is no divisor of the level's size, or the level has no bandwidth.
-    """
+    """Evaluate the model at one level."""
     size = level.size
     if domain_size < 1 or size % domain_size:
         raise ValueError(f"domain_size is {domain_size}; expected a divisor of the {size} members of {level.name!r}")
@@ -164,24 +134,10 @@ def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Lat
 
 
 def closed_form(work: Work, level: Level, experts: int = 1) -> float:
-    """Compute the best share of other members' experts reached by exchanges, `p = (G - S) / (G - 1)`.
-
-    `S` is continuous. The share is 0 if exchanging all tokens takes longer than gathering all experts, `2 D >= G P`.
-    Otherwise the gather is as long as the compute that overlaps with it. Latencies and the backward pass are not
-    included. Use the closed form to compare with the paper, and `choose_level` to choose.
-
-    Args:
-        work: Work of the layer.
-        level: Level with its size and rates.
-        experts: Multiple of a rank's home experts that is forwarded: the product of the outer levels' domain sizes; 1
-            by default.
-
-    Returns:
-        The share `p`, from 0 to 1.
-
-    Raises:
-        ValueError: The level has no bandwidth.
-    """
+    """Compute the best share of other members' experts reached by exchanges, `p = (G - S) / (G - 1)`."""
+    # `S` is continuous. The share is 0 if exchanging all tokens takes longer than gathering all experts, `2 D >= G P`.
+    # Otherwise the gather is as long as the compute that overlaps with it. Latencies and the backward pass are not
+    # included. Use the closed form to compare with the paper, and `choose_level` to choose.
     held = work.expert_bytes * experts
     if level.size == 1 or 2 * work.token_bytes >= level.size * held:
         return 0.0
@@ -190,20 +146,7 @@ def closed_form(work: Work, level: Level, experts: int = 1) -> float:
 
 
 def choose_level(work: Work, level: Level, experts: int = 1) -> LevelChoice:
-    """Evaluate every divisor of the level's size and choose the fastest; ties go to the smallest.
-
-    Args:
-        work: Work of the layer.
-        level: Level with its size and rates.
-        experts: Multiple of a rank's home experts that is forwarded: the product of the outer levels' domain sizes; 1
-            by default.
-
-    Returns:
-        All candidates and the best one.
-
-    Raises:
-        ValueError: The level has no bandwidth.
-    """
+    """Evaluate every divisor of the level's size and choose the fastest; ties go to the smallest."""
     sizes = [size for size in range(1, level.size + 1) if level.size % size == 0]
     candidates = tuple(latency(work, level, size, experts) for size in sizes)
     # The sizes ascend and `min` takes the first of equals: the smallest expert domain needs the least memory.

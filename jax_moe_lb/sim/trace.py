@@ -15,17 +15,9 @@ LINKS = 1_000_000
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """Convert a timeline to trace events for `ui.perfetto.dev` and `chrome://tracing`.
-
-    Each rank is a process, and each of its streams a thread; the links are a process of their own. A trace of many
-    ranks has the first ones and the slowest one. Times are in microseconds, as the format requires.
-
-    Args:
-        timeline: Solved timeline, usually `Report.timeline`.
-
-    Returns:
-        A dictionary for `json.dumps`, in the Trace Event Format.
-    """
+    """Convert a timeline to trace events for `ui.perfetto.dev` and `chrome://tracing`."""
+    # Each rank is a process, and each of its streams a thread; the links are a process of their own. A trace of many
+    # ranks has the first ones and the slowest one. Times are in microseconds, as the format requires.
     critical = {id(task): rank for task, rank in timeline.critical_path()}
     ranks = _shown(timeline)
     events: list[dict[str, Any]] = [name_event(rank, f"rank {rank}") for rank in ranks] + [name_event(LINKS, "links")]
@@ -53,17 +45,7 @@ def write_trace(path: Path, timeline: Timeline) -> None:
 
 
 def write_png(path: Path, timeline: Timeline, title: str, layers: int = 2) -> None:
-    """Draw the forward and backward pass of the first layers on the slowest rank.
-
-    Args:
-        path: PNG file to write.
-        timeline: Solved timeline, usually `Report.timeline`.
-        title: Title of the picture.
-        layers: Number of layers to draw, 2 by default; more than a few are too small to read.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw the forward and backward pass of the first layers on the slowest rank."""
     # matplotlib is optional, and slow to import.
     from matplotlib.figure import Figure
 

@@ -17,14 +17,7 @@ ExpertMatrix = Int[np.ndarray, "R R"]
 
 
 def replicas_between(plan: Plan) -> ExpertMatrix:
-    """Count the experts whose weights each rank copies to each rank, from their home or from the plan's relay.
-
-    Args:
-        plan: Plan in NumPy arrays.
-
-    Returns:
-        `[R, R]` int64, from rank to rank.
-    """
+    """Count the experts whose weights each rank copies to each rank, from their home or from the plan's relay."""
     sender = _homes(plan)
     if plan.relay is not None:
         relay = plan.relay[:, plan.num_home :]
@@ -34,26 +27,12 @@ def replicas_between(plan: Plan) -> ExpertMatrix:
 
 
 def gradients_between(plan: Plan) -> ExpertMatrix:
-    """Count the gradients of replicas that each rank sends to each home; relays do not forward gradients.
-
-    Args:
-        plan: Plan in NumPy arrays.
-
-    Returns:
-        `[R, R]` int64, from rank to rank.
-    """
+    """Count the gradients of replicas that each rank sends to each home; relays do not forward gradients."""
     return _between(_homes(plan), plan).T
 
 
 def rows_per_slot(plan: Plan) -> Int[np.ndarray, "R S"]:
-    """Count the rows served by each slot.
-
-    Args:
-        plan: Plan of a wave, in NumPy arrays.
-
-    Returns:
-        `[R, S]` rows; 0 for an empty slot.
-    """
+    """Count the rows served by each slot."""
     # The -1 of an empty slot is read as expert 0, and its rows are then masked.
     rows = plan.quota[np.maximum(plan.placement, 0), np.arange(plan.num_ranks)[:, None]]
     return np.where(plan.placement >= 0, rows, 0)
@@ -76,17 +55,11 @@ def _between(sender: Int[np.ndarray, "R X"], plan: Plan) -> ExpertMatrix:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange tokens: the ranks of equal offset in their expert domains, or all ranks.
+    """Ranks that exchange tokens: the ranks of equal offset in their expert domains, or all ranks."""
 
-    Args:
-        ranks: `[G]`, ranks of the cluster in the order of their expert domains.
-        cluster: Machine of these ranks.
-        sizes: Members of the group at every level, outermost first.
-    """
-
-    ranks: Int[np.ndarray, "R"]
-    cluster: Cluster
-    sizes: tuple[int, ...]
+    ranks: Int[np.ndarray, "R"]  # ranks of the cluster in the order of their expert domains
+    cluster: Cluster  # machine of these ranks
+    sizes: tuple[int, ...]  # members of the group at every level, outermost first
 
     @cached_property
     def topology(self) -> Topology:
@@ -95,15 +68,7 @@ class Group:
 
 
 def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Group]:
-    """Return all groups for expert domains of the given sizes; `ExpertDomains` describes them on a mesh.
-
-    Args:
-        cluster: Machine.
-        sizes: Members of an expert domain at every level, outermost first; all 1 for one group of all ranks.
-
-    Returns:
-        One group per offset in an expert domain.
-    """
+    """Return all groups for expert domains of the given sizes; `ExpertDomains` describes them on a mesh."""
     levels = [level.size for level in cluster.levels]
     ranks = np.arange(cluster.num_ranks).reshape(
         [n for size, s in zip(levels, sizes, strict=True) for n in (size // s, s)]
@@ -116,12 +81,7 @@ def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Group]:
 
 
 def between_all(found: Sequence[Group], matrices: Sequence[Num[np.ndarray, "G G"]]) -> Num[np.ndarray, "R R"]:
-    """Return the matrix over the cluster's ranks with the matrices of all groups, 0 between groups.
-
-    Args:
-        found: All groups of the cluster, as returned by `groups`.
-        matrices: `[G, G]` numbers of each group, from rank to rank.
-    """
+    """Return the matrix over the cluster's ranks with the matrices of all groups, 0 between groups."""
     # A single group is the whole cluster in the same order, so no copy is needed.
     if len(found) == 1:
         return matrices[0]

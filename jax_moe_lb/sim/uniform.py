@@ -31,20 +31,7 @@ from jax_moe_lb.transport.wave_rows import EvenRouting
 def uniform_work(
     model: ModelShape, cluster: Cluster, migration: Migration = Migration(), dispatch: Dispatch = Direct()
 ) -> LayerWork:
-    """Compute the work of a layer under uniform routing: plain expert parallelism or, with a migration, HybridEP.
-
-    Args:
-        model: Sizes of the layer.
-        cluster: Machine.
-        migration: Gathers of expert domains; none by default.
-        dispatch: Transport of tokens, of one wave; `Direct()` by default.
-
-    Returns:
-        The work, with a single row of slots that stands for all ranks.
-
-    Raises:
-        ValueError: The experts are no multiple of the ranks, or the cluster has jitter.
-    """
+    """Compute the work of a layer under uniform routing: plain expert parallelism or, with a migration, HybridEP."""
     if cluster.jitter:
         raise ValueError(f"Cluster.jitter is {cluster.jitter}; expected 0, as one rank stands for all")
     home_experts_per_rank(model.experts, cluster.num_ranks, "model")
@@ -64,24 +51,9 @@ def uniform_work(
 
 
 def sample_of(cluster: Cluster, most_ranks: int = MOST_PLANNED_RANKS) -> Cluster | None:
-    """Return a machine with fewer outermost members of equal size, or None if no sample represents the whole.
-
-    Among the divisors of the number of members within the limit, it takes the one with the most divisors of its own.
-    This allows expert domains of many sizes.
-
-    Args:
-        cluster: Machine.
-        most_ranks: Maximum number of ranks of the sample; the planners' limit by default.
-
-    Returns:
-        The smaller machine; None if there is no divisor or if domains span the outermost members.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Cluster, Links
-        >>> whole = Cluster((Links("dc", 1000, 1e9), Links("gpu", 8, 1e11)))
-        >>> sample_of(whole).levels[0].size, sample_of(Cluster((Links("gpu", 1000, 1e9),)))
-        (20, None)
-    """
+    """Return a machine with fewer outermost members of equal size, or None if no sample represents the whole."""
+    # Among the divisors of the number of members within the limit, it takes the one with the most divisors of its own.
+    # This allows expert domains of many sizes.
     outer, most = cluster.levels[0], most_ranks // cluster.inner[0]
     sizes = [size for size in range(2, most + 1) if outer.size % size == 0]
     # If weights move between the outermost members, a sample would have smaller domains.
@@ -92,35 +64,14 @@ def sample_of(cluster: Cluster, most_ranks: int = MOST_PLANNED_RANKS) -> Cluster
 
 
 def experts_of(model: ModelShape, cluster: Cluster, sample: Cluster) -> int:
-    """Count the experts at home in a sample: as many per rank as in the whole machine.
-
-    Args:
-        model: Sizes of the layers on the whole machine.
-        cluster: Whole machine.
-        sample: Result of `sample_of`.
-    """
+    """Count the experts at home in a sample: as many per rank as in the whole machine."""
     return model.experts // cluster.num_ranks * sample.num_ranks
 
 
 def sampled_work(
     system: System, model: ModelShape, cluster: Cluster, sample: Cluster, counts: Counts, migration: Migration
 ) -> LayerWork:
-    """Compute the work of one layer of the whole machine, with the plan of a sample.
-
-    Args:
-        system: System, as in `moe`.
-        model: Sizes of rows and experts, on the whole machine.
-        cluster: Whole machine.
-        sample: Result of `sample_of`.
-        counts: `[R, E]` int32 of the sample.
-        migration: Gathers of expert domains; their sizes divide the levels of both machines.
-
-    Returns:
-        The work of the whole machine, with rows of the sample's ranks.
-
-    Raises:
-        ValueError: The sample is a single expert domain, so no tokens leave it.
-    """
+    """Compute the work of one layer of the whole machine, with the plan of a sample."""
     size = migration.sizes(cluster)[0]
     if size == sample.levels[0].size:
         raise ValueError(f"domain_sizes is {migration.domain_sizes}; expected fewer than the {size} of the sample")

@@ -54,50 +54,32 @@ ERROR_WORDS = 4
 
 
 class RowBytes(NamedTuple):
-    """Bytes of a row in each exchange.
+    """Bytes of a row in each exchange."""
 
-    Args:
-        out: Token copy, sent to its expert.
-        back: Output of the expert, returned.
-        gradients_out: Gradient of the output, sent to the expert.
-        gradients_back: Gradient of the token copy, returned.
-    """
-
-    out: float = 1.0
-    back: float = 1.0
-    gradients_out: float = 1.0
-    gradients_back: float = 1.0
+    out: float = 1.0  # token copy, sent to its expert
+    back: float = 1.0  # output of the expert, returned
+    gradients_out: float = 1.0  # gradient of the output, sent to the expert
+    gradients_back: float = 1.0  # gradient of the token copy, returned
 
 
 @dataclass(frozen=True)
 class Wave:
-    """Token copies served together.
+    """Token copies served together."""
 
-    Args:
-        dispatch: Exchanges that bring the copies to their ranks, in sequence.
-        rows: `[R, S]`, rows of each slot of each rank; a single row of slots if all ranks have the same.
-        rounds: Number of fills of the receive buffer; 1 is usual under a good plan.
-        widths: Bytes of a row; those of `dispatch` are `widths.out`.
-        gathered: Mean rows that a rank gathers: for every exchange, and for the products if the received rows are
-            tokens.
-        early: Number of first exchanges that need no plan; 0 by default.
-        chunks: Exchanges per hop, on the way out and back; see `TransportCost.chunks_of_hops`.
-        returning: Exchanges of the outputs with the bytes of rows on the way out, in sequence; `()` (default) if they
-            are those of `dispatch` in the opposite direction.
-        turns: `[N, R, S]`, rows in turns that all ranks end together; None (default) if no rank waits for others.
-        empty: `[R]`, rows of all fills without a token copy; 0 by default, if unknown.
-    """
-
-    dispatch: tuple[Flow, ...]
-    rows: Num[np.ndarray, "R S"]
-    rounds: int
-    widths: RowBytes
+    dispatch: tuple[Flow, ...]  # exchanges that bring the copies to their ranks, in sequence
+    rows: Num[np.ndarray, "R S"]  # rows of each slot of each rank; a single row of slots if all ranks have the same
+    rounds: int  # number of fills of the receive buffer; 1 is usual under a good plan
+    widths: RowBytes  # bytes of a row; those of `dispatch` are `widths.out`
+    # Mean rows that a rank gathers: for every exchange, and for the products if the received rows are tokens
     gathered: float
-    early: int = 0
-    chunks: tuple[int, int] = (1, 1)
+    early: int = 0  # number of first exchanges that need no plan; 0 by default
+    chunks: tuple[int, int] = (1, 1)  # exchanges per hop, on the way out and back; see `TransportCost.chunks_of_hops`
+    # Exchanges of the outputs with the bytes of rows on the way out, in sequence; `()` (default) if they are those of
+    # `dispatch` in the opposite direction
     returning: tuple[Flow, ...] = ()
+    # Rows in turns that all ranks end together; None (default) if no rank waits for others
     turns: TurnRows | None = None
-    empty: Num[np.ndarray, "R"] | float = 0.0
+    empty: Num[np.ndarray, "R"] | float = 0.0  # rows of all fills without a token copy; 0 by default, if unknown
 
     @cached_property
     def back(self) -> tuple[Flow, ...]:
@@ -110,11 +92,7 @@ class Wave:
         return self._returned(self.widths.gradients_back)
 
     def gradients_out(self, copies: int) -> tuple[Flow, ...]:
-        """Return the exchanges that send gradients of outputs to the experts' ranks, and token copies again.
-
-        Args:
-            copies: Number of times that token copies are sent again, 0 or 1.
-        """
+        """Return the exchanges that send gradients of outputs to the experts' ranks, and token copies again."""
         return self._gradients_out[copies]
 
     @cached_property
@@ -129,46 +107,29 @@ class Wave:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Work of one layer in one microbatch, as input of `Scheduler`.
+    """Work of one layer in one microbatch, as input of `Scheduler`."""
 
-    Args:
-        gather: Exchanges that gather experts in expert domains, level by level, after the all-reduce of the shared
-            expert, if any. They do not depend on counts.
-        gather_home: Exchanges that return the gradients of gathered experts to their homes.
-        gather_again: If True, the backward pass gathers again; see `Migration`.
-        counts: Exchanges of the all-gather of counts.
-        address: Exchange of the addresses of rows between ranks; it waits for the plan.
-        planner_s: Seconds from counts to plan; 0 if the placement does not depend on the load.
-        replicate: Exchange that copies weights into slots, or None without replicas.
-        return_home: Exchange that returns the gradients of replicas to their homes, or None without replicas.
-        joins: If True, weights of replicas and home experts are concatenated into one array.
-        arriving: Bytes that a rank reads and writes in its memory for the gradients of replica slots, empty ones
-            included.
-        engine: If True, copy engines copy the weights, on a stream of their own.
-        early: If True, weights travel before counts are known, as the placement does not depend on them.
-        waves: Waves of tokens, in order. The first of two waves needs no plan.
-        passes_home: If True, the second wave's rows come from the homes of their experts, and their outputs return
-            there; see `TransportCost.passes_home`.
-        num_home: Home experts `L` of a rank, in its first slots.
-        load: `[R]`, token copies served by each rank.
-    """
-
+    # Exchanges that gather experts in expert domains, level by level, after the all-reduce of the shared expert, if
+    # any. They do not depend on counts.
     gather: tuple[Flow, ...]
-    gather_home: tuple[Flow, ...]
-    gather_again: bool
-    counts: tuple[Flow, ...]
-    address: Flow
-    planner_s: float
-    replicate: Flow | None
-    return_home: Flow | None
-    joins: bool
+    gather_home: tuple[Flow, ...]  # exchanges that return the gradients of gathered experts to their homes
+    gather_again: bool  # if True, the backward pass gathers again; see `Migration`
+    counts: tuple[Flow, ...]  # exchanges of the all-gather of counts
+    address: Flow  # exchange of the addresses of rows between ranks; it waits for the plan
+    planner_s: float  # seconds from counts to plan; 0 if the placement does not depend on the load
+    replicate: Flow | None  # exchange that copies weights into slots, or None without replicas
+    return_home: Flow | None  # exchange that returns the gradients of replicas to their homes, or None without replicas
+    joins: bool  # if True, weights of replicas and home experts are concatenated into one array
+    # Bytes that a rank reads and writes in its memory for the gradients of replica slots, empty ones included
     arriving: float
-    engine: bool
-    early: bool
-    waves: tuple[Wave, ...]
+    engine: bool  # if True, copy engines copy the weights, on a stream of their own
+    early: bool  # if True, weights travel before counts are known, as the placement does not depend on them
+    waves: tuple[Wave, ...]  # waves of tokens, in order. The first of two waves needs no plan.
+    # If True, the second wave's rows come from the homes of their experts, and their outputs return there; see
+    # `TransportCost.passes_home`
     passes_home: bool
-    num_home: int
-    load: Int[np.ndarray, "R"]
+    num_home: int  # home experts `L` of a rank, in its first slots
+    load: Int[np.ndarray, "R"]  # token copies served by each rank
 
     @property
     def rounds(self) -> int:
@@ -185,22 +146,8 @@ def layer_work(
     migration: Migration = Migration(),
     states: list[State] | None = None,
 ) -> tuple[LayerWork, list[State]]:
-    """Compute the work of one layer under a system, from its own plans.
-
-    `simulate` calls it for every layer. Call it directly to inspect flows and rows without times.
-
-    Args:
-        system: System, as in `moe`.
-        model: Sizes of rows and experts.
-        cluster: Ranks and their links.
-        counts: `[R, E]` int32, token copies from each rank of the cluster to each expert; experts are in the order of
-            their homes.
-        migration: Gathers of expert domains; none by default.
-        states: Balancer states, one per group; None (default) before the first step.
-
-    Returns:
-        The work, and the new states.
-    """
+    """Compute the work of one layer under a system, from its own plans."""
+    # `simulate` calls it for every layer. Call it directly to inspect flows and rows without times.
     system = replace(system, balancer=system.balancer.sized(_facts(system, model, cluster)))
     found = groups(cluster, migration.sizes(cluster))
     num_home = counts.shape[1] // len(found[0].ranks)
@@ -312,13 +259,7 @@ def _planner_s(system: System, cluster: Cluster, plans: list[HostPlan]) -> float
 
 
 def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowBytes:
-    """Return the bytes of a row in each exchange.
-
-    Args:
-        model: Model with its width and bytes per element.
-        cluster: Cluster whose `communication` may override the bytes per element.
-        dispatch: Dispatch whose transfer encodes rows; gradients and partial sums are not encoded.
-    """
+    """Return the bytes of a row in each exchange."""
     plainly = float(model.row_bytes)
     forward = plainly if dispatch.transfer is None else float(dispatch.transfer.row_bytes(model.hidden))
     out, back = cluster.communication.dispatch_bytes, cluster.communication.combine_bytes
@@ -409,18 +350,7 @@ def _padded_wave(wave: Wave, parts: list[_Part], at: int, cluster: Cluster) -> W
 def shared_work(
     model: ModelShape, cluster: Cluster, migration: Migration, num_experts: int, dispatch: Dispatch
 ) -> LayerWork:
-    """Compute the work that does not depend on the load: gathers, and the exchanges of counts and addresses.
-
-    Args:
-        model: Sizes of rows and experts.
-        cluster: Ranks and their links.
-        migration: Gathers of expert domains.
-        num_experts: Number of experts `E`.
-        dispatch: Dispatch with the bytes of addresses per pair of ranks.
-
-    Returns:
-        Work without waves, planner or replicas, which the caller adds.
-    """
+    """Compute the work that does not depend on the load: gathers, and the exchanges of counts and addresses."""
     sizes = migration.sizes(cluster)
     inside = tuple(level.size // size for level, size in zip(cluster.levels, sizes, strict=True))
     members, num_home = math.prod(inside), num_experts // cluster.num_ranks
@@ -460,15 +390,7 @@ def shared_work(
 
 
 def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster, *, by_level: bool = False) -> Flow:
-    """Return the flow of an exchange between the ranks of a group, with its hops.
-
-    Args:
-        tokens: Bytes on links.
-        inside: Members of a group at each level.
-        cluster: Cluster with the algorithm of its exchanges.
-        by_level: If True, the exchange is between nodes or inside nodes, and levels without bytes have no messages.
-            False by default.
-    """
+    """Return the flow of an exchange between the ranks of a group, with its hops."""
     if by_level:
         # Less than a byte is a rounding error of a difference of sums.
         used = [max(sent.max(), got.max()) >= 1 for sent, got in zip(tokens.sent, tokens.received, strict=True)]

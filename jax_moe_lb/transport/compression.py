@@ -26,15 +26,11 @@ from jax_moe_lb.core.types import DType, pytree, wide_dtype
 
 @pytree
 class Encoded:
-    """Selected entries of the weights of `G` experts, for the transfer.
+    """Selected entries of the weights of `G` experts, for the transfer."""
 
-    Args:
-        values: for each weight array, `[G, k]`, selected entries in the dtype of the weights.
-        indices: for each weight array, `[G, k]`, positions in the flattened weights of the expert; uint16 up to 65,536
-            entries, otherwise int32.
-    """
-
-    values: tuple[Array, ...]
+    values: tuple[Array, ...]  # for each weight array, `[G, k]`, selected entries in the dtype of the weights
+    # For each weight array, `[G, k]`, positions in the flattened weights of the expert; uint16 up to 65,536 entries,
+    # otherwise int32
     indices: tuple[Array, ...]
 
     @property
@@ -43,11 +39,7 @@ class Encoded:
         return jnp.concatenate([_as_uint32(leaf) for leaf in jax.tree.leaves(self)], 1)
 
     def from_words(self, words: UInt32[Array, "*B W"]) -> "Encoded":
-        """Return the entries in words made by `words` of other experts of the same shapes and dtypes.
-
-        Args:
-            words: `[G, W]`, words of any number of experts.
-        """
+        """Return the entries in words made by `words` of other experts of the same shapes and dtypes."""
         leaves, tree = jax.tree.flatten(self)
         ends = np.cumsum([_as_uint32(leaf).shape[1] for leaf in leaves])[:-1]
         parts = zip(jnp.split(words, ends, 1), leaves, strict=True)
@@ -245,18 +237,9 @@ def _fill(values: Array, indices: Array, base: Array | None, like: Array) -> Arr
 
 
 def average(experts: Experts, axes: tuple[str, ...]) -> Experts:
-    """Return the mean of the experts of all ranks over `axes`, equal on all of them, by an all-reduce.
-
-    Any base works if it is equal on all ranks and close to the experts. So use the weights before an optimizer step:
-    the all-reduce then overlaps with the backward pass.
-
-    Args:
-        experts: the `G` experts of this rank.
-        axes: mesh axes of all ranks with experts.
-
-    Returns:
-        One expert.
-    """
+    """Return the mean of the experts of all ranks over `axes`, equal on all of them, by an all-reduce."""
+    # Any base works if it is equal on all ranks and close to the experts. So use the weights before an optimizer step:
+    # the all-reduce then overlaps with the backward pass.
     # Between processes the sum is a ring over the ranks; another order of axes would cross slow links more often.
     axes = near_neighbours(axes)
 
@@ -377,10 +360,8 @@ class QuantizedTransfer:
 
 
 def _words(numbers: Shaped[Array, "N H"]) -> UInt32[Array, "N V"]:
-    """Pack four 1-byte numbers into each word, one from each quarter of a row.
-
-    It uses shifts: an array of four neighbours per word would have a last dimension of 4, padded to 128 on TPUs.
-    """
+    """Pack four 1-byte numbers into each word, one from each quarter of a row."""
+    # It uses shifts: an array of four neighbours per word would have a last dimension of 4, padded to 128 on TPUs.
     quarters = jnp.split(jax.lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.uint32), PER_WORD, 1)
     first, *others = (quarter << jnp.uint32(8 * at) for at, quarter in enumerate(quarters))
     return sum(others, start=first)

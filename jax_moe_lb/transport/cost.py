@@ -13,33 +13,19 @@ from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, s
 
 
 class RowArrays(NamedTuple):
-    """Rows of the arrays of width `H` that a rank stores in one round.
+    """Rows of the arrays of width `H` that a rank stores in one round."""
 
-    Args:
-        sent: rows of the operand of the exchange, gathered from tokens or from forwarded rows.
-        received: rows of a receive buffer from which the products' operand is gathered; 0 if products read the receive
-            buffer.
-        computed: rows of the products' operand.
-        carried: rows carried from round to round: outputs, or their sums.
-        carries_sums: whether these are sums in float32 or wider; False by default.
-        sent_first: rows of the operand of a first hop; 0 (default) for one hop.
-        forwarded: rows received in a first hop and sent on; 0 by default.
-    """
-
-    sent: int
+    sent: int  # rows of the operand of the exchange, gathered from tokens or from forwarded rows
+    # Rows of a receive buffer from which the products' operand is gathered; 0 if products read the receive buffer
     received: int
-    computed: int
-    carried: int
-    carries_sums: bool = False
-    sent_first: int = 0
-    forwarded: int = 0
+    computed: int  # rows of the products' operand
+    carried: int  # rows carried from round to round: outputs, or their sums
+    carries_sums: bool = False  # whether these are sums in float32 or wider; False by default
+    sent_first: int = 0  # rows of the operand of a first hop; 0 (default) for one hop
+    forwarded: int = 0  # rows received in a first hop and sent on; 0 by default
 
     def gathered(self, copies: float) -> float:
-        """Return the rows gathered by a rank in a dispatch.
-
-        Args:
-            copies: token copies of a rank, which are gathered if products read the receive buffer.
-        """
+        """Return the rows gathered by a rank in a dispatch."""
         return float(self.sent_first + self.sent + self.computed) if self.received else copies
 
 

@@ -25,13 +25,9 @@ from jax_moe_lb.transport.slices import RankSlices, SlotSlices
 
 @pytree
 class DirectReceipt(Receipt):
-    """Destinations of the copies of a rank, as returned by `Direct.address`.
+    """Destinations of the copies of a rank, as returned by `Direct.address`."""
 
-    Args:
-        slices: lists of the exchange.
-    """
-
-    slices: SlotSlices | RankSlices
+    slices: SlotSlices | RankSlices  # lists of the exchange
 
 
 @dataclass(frozen=True)

@@ -23,39 +23,23 @@ from jax_moe_lb.transport.rounds import in_rounds
 
 
 class Routed(NamedTuple):
-    """Routing of a microbatch, before the plan.
+    """Routing of a microbatch, before the plan."""
 
-    Args:
-        experts: `[T, K]` int32, expert of each copy of this rank; `NO_EXPERT` for unrouted copies.
-        counts: `[R, E]` int32, copies routed by each rank to each expert; equal on all ranks.
-        weights: `[T, K]`, weights of the outputs of a token's copies, float32 or wider.
-    """
-
-    experts: Int[Array, "T K"]
-    counts: Counts
-    weights: RoutingWeights
+    experts: Int[Array, "T K"]  # expert of each copy of this rank; `NO_EXPERT` for unrouted copies
+    counts: Counts  # copies routed by each rank to each expert; equal on all ranks
+    weights: RoutingWeights  # weights of the outputs of a token's copies, float32 or wider
 
 
 class Served(NamedTuple):
-    """Result of a dispatch.
+    """Result of a dispatch."""
 
-    Args:
-        outputs: `[T, H]`, weighted sums of the expert outputs; unrouted copies count as 0.
-        plan: legal plan of the served copies.
-        rounds: int32, rounds over all waves; usually 1 with a balanced plan.
-        made: plan returned by the balancer.
-        dynamic: `[E]` booleans, experts the balancer may move from home; `None`: all.
-        is_legal: whether `made` was legal and served.
-        is_whole: whether all rounds of the plan were run.
-    """
-
-    outputs: Tokens
-    plan: Plan
-    rounds: Int[Array, ""]
-    made: Plan
-    dynamic: Bool[Array, "E"] | None
-    is_legal: Bool[Array, ""]
-    is_whole: Bool[Array, ""]
+    outputs: Tokens  # weighted sums of the expert outputs; unrouted copies count as 0
+    plan: Plan  # legal plan of the served copies
+    rounds: Int[Array, ""]  # rounds over all waves; usually 1 with a balanced plan
+    made: Plan  # plan returned by the balancer
+    dynamic: Bool[Array, "E"] | None  # `[E]` booleans, experts the balancer may move from home; `None`: all
+    is_legal: Bool[Array, ""]  # whether `made` was legal and served
+    is_whole: Bool[Array, ""]  # whether all rounds of the plan were run
 
 
 @dataclass(frozen=True)

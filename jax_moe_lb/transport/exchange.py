@@ -28,32 +28,25 @@ Copies = Float[Array, "C H"]
 
 @pytree
 class RoundsReceipt:
-    """Rounds of a plan, made by `Exchange.address`. Each exchange adds addresses in a subclass.
+    """Rounds of a plan, made by `Exchange.address`."""
 
-    Args:
-        rounds: int32, number of rounds, by the load of the busiest rank. If several groups share an exchange, it is the
-            maximum over these groups.
-        follows_plan: False if the plan contains impossible rails and rows take other ones; `None` if the exchange reads
-            no such part of the plan. Equal on all ranks.
-    """
+    # Each exchange adds addresses in a subclass.
 
+    # Number of rounds, by the load of the busiest rank. If several groups share an exchange, it is the maximum over
+    # these groups.
     rounds: Int[Array, ""]
+    # False if the plan contains impossible rails and rows take other ones; `None` if the exchange reads no such part of
+    # the plan. Equal on all ranks.
     follows_plan: Bool[Array, ""] | None
 
 
 @pytree
 class Receipt(RoundsReceipt):
-    """Addresses of the copies of a rank.
+    """Addresses of the copies of a rank."""
 
-    Args:
-        order: `[C]` int32, copy `token * K + k` at each position of the sending order.
-        place: `[C]` int32, position of each copy in the sending order, the inverse of `order`.
-        num_going: int32, number of routed copies. They come first; the rows of the others, as of padding tokens, are
-            never written.
-    """
-
-    order: Int[Array, "C"]
-    place: Int[Array, "C"]
+    order: Int[Array, "C"]  # copy `token * K + k` at each position of the sending order
+    place: Int[Array, "C"]  # position of each copy in the sending order, the inverse of `order`
+    # Number of routed copies. They come first; the rows of the others, as of padding tokens, are never written.
     num_going: Int[Array, ""]
 
 
@@ -163,20 +156,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class DispatchOptions(abc.ABC, Generic[ReceiptT]):
-    """Options of a dispatch, and the addresses of its rows. Base class of `Exchange` and `Dispatch`.
+    """Options of a dispatch, and the addresses of its rows."""
 
-    Args:
-        buffers: size of the receive buffer and number of rounds; see `Buffers`.
-        transfer: quantization of forward rows during transfers; `None` (default) keeps their dtype.
-        saved: arrays saved for the backward pass; none by default, see `Saved`.
+    # Base class of `Exchange` and `Dispatch`.
 
-    Raises:
-        ValueError: the class does not support the chunks of `buffers` or the arrays of `saved`.
-    """
-
-    buffers: Buffers = field(default_factory=Buffers)
+    buffers: Buffers = field(default_factory=Buffers)  # size of the receive buffer and number of rounds; see `Buffers`
+    # Quantization of forward rows during transfers; `None` (default) keeps their dtype
     transfer: QuantizedTransfer | None = None
-    saved: Saved = Saved()
+    saved: Saved = Saved()  # arrays saved for the backward pass; none by default, see `Saved`
 
     takes_chunks: ClassVar[bool] = False
     """True if a round may consist of several exchanges, numbered `round * chunks + chunk`."""
@@ -213,11 +200,10 @@ class DispatchOptions(abc.ABC, Generic[ReceiptT]):
 
 @dataclass(frozen=True)
 class Exchange(DispatchOptions[ReceiptT]):
-    """Interface for moving token copies, used by `in_rounds`.
+    """Interface for moving token copies, used by `in_rounds`."""
 
-    `send` and `send_back` are transposes of each other; the gradients rely on it. Subclass `CopyDispatch`, which adds
-    `serve`.
-    """
+    # `send` and `send_back` are transposes of each other; the gradients rely on it. Subclass `CopyDispatch`, which adds
+    # `serve`.
 
     @abc.abstractmethod
     def send(self, copies: Copies, receipt: ReceiptT, i: Int[Array, ""], topology: Topology) -> tuple[Rows, GroupSizes]:
@@ -251,19 +237,9 @@ class Exchange(DispatchOptions[ReceiptT]):
 
 
 def sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Plan) -> Int[Array, "C"]:
-    """Sort copies by destination rank and slot; unrouted copies come last.
-
-    In expert order, the first copies of an expert go to rank 0, the next to rank 1, and so on, by the counts of
-    `going`. The function then orders these runs by rank and slot.
-
-    Args:
-        experts: `[C]` int32, expert of each copy of this rank; negative for unrouted copies.
-        going: `[E, R]` int32, number of this rank's copies of each expert to each rank.
-        plan: plan with the slot of each expert on each rank.
-
-    Returns:
-        `[C]` int32, copy at each position of the order.
-    """
+    """Sort copies by destination rank and slot; unrouted copies come last."""
+    # In expert order, the first copies of an expert go to rank 0, the next to rank 1, and so on, by the counts of
+    # `going`. The function then orders these runs by rank and slot.
     num_copies, num_experts = experts.shape[0], going.shape[0]
     # Stable: copies of one expert keep the order of their tokens on every device and in every run.
     by_expert = jnp.argsort(jnp.where(experts < 0, num_experts, experts), stable=True).astype(jnp.int32)
@@ -273,39 +249,24 @@ def sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Plan
 
 
 def inverse_order(order: Int[Array, "C"]) -> Int[Array, "C"]:
-    """Return the position of each copy in an order, by one scatter, which is cheaper than a sort.
-
-    Args:
-        order: `[C]` int32 permutation, copy at each position.
-    """
+    """Return the position of each copy in an order, by one scatter, which is cheaper than a sort."""
     return jnp.zeros_like(order).at[order].set(iota(order.shape[0]), unique_indices=True)
 
 
 def sent_to_slots(going: Int[Array, "E R"], plan: Plan) -> Int[Array, "R S"]:
-    """Count the copies of this rank to each slot of each rank, `[R, S]` int32.
-
-    Args:
-        going: `[E, R]` int32, number of this rank's copies of each expert to each rank.
-        plan: plan with the slot of each expert on each rank.
-    """
+    """Count the copies of this rank to each slot of each rank, `[R, S]` int32."""
     return jnp.where(plan.placement >= 0, going[_held(plan)], 0)
 
 
 def _held(plan: Plan) -> tuple[Int[Array, "R S"], Int[Array, "R 1"]]:
-    """Return the indices of a table `[E, R]` by slot. Empty slots read expert 0; mask their values afterwards."""
+    """Return the indices of a table `[E, R]` by slot."""
+    # Empty slots read expert 0; mask their values afterwards.
     return jnp.maximum(plan.placement, 0), iota(plan.num_ranks)[:, None]
 
 
 def arriving_rows(counts: Counts, plan: Plan, me: Int[Array, ""]) -> Int[Array, "R S"]:
-    """Count the copies from each rank to each slot of this rank, `[R, S]` int32.
-
-    Every rank computes its own counts from the shared counts and plan, for the experts in its slots only.
-
-    Args:
-        counts: `[R, E]` int32, counts of all ranks.
-        plan: plan, equal on all ranks.
-        me: index of this rank.
-    """
+    """Count the copies from each rank to each slot of this rank, `[R, S]` int32."""
+    # Every rank computes its own counts from the shared counts and plan, for the experts in its slots only.
     slots = plan.placement[me]
     # Empty slots read expert 0; their counts are masked below.
     held = jnp.maximum(slots, 0)
@@ -314,13 +275,7 @@ def arriving_rows(counts: Counts, plan: Plan, me: Int[Array, ""]) -> Int[Array, 
 
 
 def landings(arriving: Int[Array, "R S"], i: Int[Array, ""], capacity: int) -> Int[Array, "R S"]:
-    """Count the copies from each rank to each slot in round `i`, `[R, S]` int32.
-
-    Args:
-        arriving: `[R, S]` int32, counts of `arriving_rows` over all rounds.
-        i: index of the round.
-        capacity: `A`, rows of a round.
-    """
+    """Count the copies from each rank to each slot in round `i`, `[R, S]` int32."""
     sizes = arriving.reshape(-1)
     ends = sizes.cumsum(dtype=jnp.int32)
     # Intersect each block of the stream with the round by clipping both of its ends.
@@ -329,15 +284,7 @@ def landings(arriving: Int[Array, "R S"], i: Int[Array, ""], capacity: int) -> I
 
 
 def by_slot(coming: Int[Array, "R S"], num_rows: int) -> Int[Array, "A"]:
-    """Return the permutation of rows from (source, slot) order to (slot, source) order.
-
-    Args:
-        coming: `[R, S]` int32, rows from each source to each slot.
-        num_rows: `A`; rows after the arrived ones keep their position.
-
-    Returns:
-        `[A]` int32, old position of each row.
-    """
+    """Return the permutation of rows from (source, slot) order to (slot, source) order."""
     return concatenated(starts(coming.reshape(-1)).reshape(coming.shape).T, coming.T, num_rows)
 
 
@@ -349,53 +296,24 @@ CopyWeights = Float[Array, "C 1"]
 
 
 def to_sending_order(tokens: Tokens, receipt: Receipt, per_token: int) -> Copies:
-    """Gather the `K` copies of each token, in sending order.
-
-    Args:
-        tokens: `[T, H]`, tokens of this rank, or gradients of their outputs.
-        receipt: receipt with the sending order.
-        per_token: `K`, experts per token.
-
-    Returns:
-        `[T * K, H]` copies.
-    """
+    """Gather the `K` copies of each token, in sending order."""
     # Unsigned: a signed quotient and a signed index have 20 more operations, which a gather on GPUs repeats for every
     # few entries of a row.
     return rows_at(tokens, receipt.order.astype(jnp.uint32) // per_token)
 
 
 def sum_of_copies(copies: Copies, receipt: Receipt, per_token: int) -> Tokens:
-    """Sum the copies of each token; the transpose of `to_sending_order`.
-
-    The sum is in the order of choices, in float32 or wider.
-
-    Args:
-        copies: `[T * K, H]`, in the sending order of `receipt`.
-        receipt: receipt with the sending order; unrouted copies count as 0.
-        per_token: `K`, experts per token.
-
-    Returns:
-        `[T, H]` in the dtype of `copies`.
-    """
+    """Sum the copies of each token; the transpose of `to_sending_order`."""
+    # The sum is in the order of choices, in float32 or wider.
     place = receipt.place.reshape(-1, per_token)
     total = sum(_of_choice(copies, receipt, place[:, k], wide_dtype(copies)) for k in range(per_token))
     return jnp.asarray(total).astype(copies.dtype)
 
 
 def combine(copies: Copies, weights: RoutingWeights, receipt: Receipt) -> Tokens:
-    """Compute the weighted sum of each token's expert outputs, the last step of a layer.
-
-    It adds one gather per choice to the sum. XLA:CPU then materializes neither the `[T, K, H]` products nor the copies
-    in token order.
-
-    Args:
-        copies: `[T * K, H]`, expert outputs in the sending order of `receipt`.
-        weights: `[T, K]`, router weights, float32 or wider, also the dtype of the sum.
-        receipt: receipt with the sending order; unrouted copies count as 0.
-
-    Returns:
-        `[T, H]` in the dtype of `copies`.
-    """
+    """Compute the weighted sum of each token's expert outputs, the last step of a layer."""
+    # It adds one gather per choice to the sum. XLA:CPU then materializes neither the `[T, K, H]` products nor the
+    # copies in token order.
     place = receipt.place.reshape(weights.shape)
     total = jnp.zeros((weights.shape[0], copies.shape[1]), weights.dtype)
     # Unrolled over the few choices, in their order: equal inputs give equal bits.
@@ -405,26 +323,12 @@ def combine(copies: Copies, weights: RoutingWeights, receipt: Receipt) -> Tokens
 
 
 def weights_in_order(weights: RoutingWeights, receipt: Receipt) -> CopyWeights:
-    """Return the weight of each copy in sending order.
-
-    Args:
-        weights: `[T, K]`, router weights.
-        receipt: receipt with the sending order.
-    """
+    """Return the weight of each copy in sending order."""
     return weights.reshape(-1, 1)[receipt.order]
 
 
 def weights_by_token(values: CopyWeights, receipt: Receipt, per_token: int) -> RoutingWeights:
-    """Return values of copies by token and choice; the transpose of `weights_in_order`.
-
-    Args:
-        values: `[T * K, 1]`, in the sending order of `receipt`; unrouted copies count as 0.
-        receipt: receipt with the sending order.
-        per_token: `K`, experts per token.
-
-    Returns:
-        `[T, K]`.
-    """
+    """Return values of copies by token and choice; the transpose of `weights_in_order`."""
     return _of_choice(values, receipt, receipt.place, values.dtype).reshape(-1, per_token)
 
 
@@ -436,15 +340,7 @@ def _of_choice(copies: Copies, receipt: Receipt, place: Int[Array, "T"], dtype: 
 
 
 def rows_at(rows: Float[Array, "A H"], at: Integer[Array, "B"]) -> Float[Array, "B H"]:
-    """Return `rows[at]`, on TPUs in the layout of exchanges.
-
-    Args:
-        rows: `[A, H]`.
-        at: `[B]` int32; or uint32, which costs less on GPUs.
-
-    Returns:
-        `[B, H]`.
-    """
+    """Return `rows[at]`, on TPUs in the layout of exchanges."""
 
     def as_they_are(rows: Array, at: Array) -> Array:
         return rows[at]
@@ -456,15 +352,6 @@ def rows_at(rows: Float[Array, "A H"], at: Integer[Array, "B"]) -> Float[Array, 
 
 
 def rows_by_words(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
-    """Return `rows[at]`, gathered in the layout of exchanges on TPUs.
-
-    This avoids a layout change of the rows before or after an exchange.
-
-    Args:
-        rows: `[A, H]`.
-        at: `[B]` int32.
-
-    Returns:
-        `[B, H]`.
-    """
+    """Return `rows[at]`, gathered in the layout of exchanges on TPUs."""
+    # This avoids a layout change of the rows before or after an exchange.
     return as_rows(as_words(rows)[at])

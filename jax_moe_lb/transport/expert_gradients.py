@@ -25,40 +25,20 @@ from jax_moe_lb.transport.compression import Codec
 
 
 def residual_experts(num_home: int, axes: Axes) -> int:
-    """Return the number of experts in the residual of a rank: the sum over levels of the experts gathered there.
-
-    Args:
-        num_home: `L`, home experts of a rank.
-        axes: mesh axes of the gather, innermost level first.
-    """
+    """Return the number of experts in the residual of a rank: the sum over levels of the experts gathered there."""
     sizes = [jax.lax.axis_size(axis) for axis in axes]
     return num_home * sum(math.prod(sizes[at:]) for at, size in enumerate(sizes) if size > 1)
 
 
 def placed_at_home(home: Array, others: Array, axes: Axes) -> Array:
-    """Replace this rank's block of `others` by `home`.
-
-    Args:
-        home: `[L, ...]`, block of this rank.
-        others: `[L * M, ...]`, blocks of all ranks of the expert domain.
-        axes: mesh axes of the expert domain, innermost level first.
-    """
+    """Replace this rank's block of `others` by `home`."""
     first = jax.lax.axis_index(axes) * home.shape[0]
     return jax.lax.dynamic_update_slice_in_dim(others, home, first, 0)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def differentiated_together(experts: Experts, residual: Experts, ratio: float) -> tuple[Experts, Experts]:
-    """Return the experts and their residual; a derivative with respect to the experts alone is refused.
-
-    Args:
-        experts: home experts of this rank.
-        residual: entries not sent before.
-        ratio: `gradient_ratio` of the codec, for the message.
-
-    Raises:
-        ValueError: the experts are differentiated and the residual is not.
-    """
+    """Return the experts and their residual; a derivative with respect to the experts alone is refused."""
     del ratio
     return experts, residual
 
@@ -79,15 +59,7 @@ differentiated_together.defjvp(_require_both, symbolic_zeros=True)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def place_with_residual(experts: Experts, decoded: Experts, residual: Experts, codec: Codec, axes: Axes) -> Experts:
-    """Replace this rank's decoded experts by its exact ones; their gradients go home encoded.
-
-    Args:
-        experts: `[L, ...]`, home experts of this rank.
-        decoded: `[L * M, ...]`, experts of the expert domain; their gradient is zero, since all gradients go home.
-        residual: `[residual_experts, ...]`; its gradient is the new residual.
-        codec: codec of the gradients.
-        axes: mesh axes of the expert domain, innermost level first.
-    """
+    """Replace this rank's decoded experts by its exact ones; their gradients go home encoded."""
     del residual, codec
     return jax.tree.map(lambda home, others: placed_at_home(home, others, axes), experts, decoded)
 
@@ -105,17 +77,7 @@ place_with_residual.defvjp(_save, _backward)
 
 
 def sent_home(gradients: Experts, residual: Experts, codec: Codec, axes: Axes) -> tuple[Experts, Experts]:
-    """Return the sums of the gradients of this rank's home experts, and the new residual.
-
-    Args:
-        gradients: `[L * M, ...]` for each weight array, this rank's gradients of the experts of its expert domain.
-        residual: `[residual_experts, ...]`, entries not sent before; part by part, innermost level first.
-        codec: codec of the gradients, with zeros as base.
-        axes: mesh axes of the expert domain, innermost level first.
-
-    Returns:
-        `[L, ...]` in the dtype of `gradients`, and a residual as the argument.
-    """
+    """Return the sums of the gradients of this rank's home experts, and the new residual."""
     sums = jax.tree.map(lambda leaf: leaf.astype(wide_dtype(leaf)), gradients)
     left, first = [], 0
     for axis in axes:
@@ -131,14 +93,7 @@ def sent_home(gradients: Experts, residual: Experts, codec: Codec, axes: Axes) -
 
 
 def _sent_over_level(gradients: Experts, like: Experts, codec: Codec, axis: str) -> tuple[Experts, Experts]:
-    """Return the sums of this rank's block over the members of a level, and the entries not sent.
-
-    Args:
-        gradients: `[m * B, ...]`, a block for each of the `m` members, in float32 or wider.
-        like: arrays in the dtype of the values sent.
-        codec: codec of the gradients.
-        axis: mesh axis of the level.
-    """
+    """Return the sums of this rank's block over the members of a level, and the entries not sent."""
     size, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     block = gradients.up.shape[0] // size
     encoded = codec.select(gradients, like)

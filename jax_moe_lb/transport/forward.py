@@ -169,15 +169,7 @@ class _ForwardCost(TransportCost):
 
 
 def axes_of_nodes(topology: Topology, domain: int) -> tuple[Axes, Axes]:
-    """Return the expert axes between nodes and inside a node.
-
-    Args:
-        topology: topology of the layer; its innermost expert axis is a node.
-        domain: ranks per domain of the plan.
-
-    Raises:
-        ValueError: there is one expert axis, or a domain is larger than a node.
-    """
+    """Return the expert axes between nodes and inside a node."""
     axes, members = topology.expert_axes, topology.levels[-1].size
     if len(axes) < 2:
         raise ValueError(f"expert_axes is {axes}; expected axes of nodes and of the ranks of a node, as for Forward")
@@ -186,15 +178,7 @@ def axes_of_nodes(topology: Topology, domain: int) -> tuple[Axes, Axes]:
 
 
 def check_domain_in_node(domain: int, members: int) -> None:
-    """Check that replicas stay in their node.
-
-    Args:
-        domain: ranks per domain of the plan.
-        members: ranks of a node.
-
-    Raises:
-        ValueError: a domain is larger than a node.
-    """
+    """Check that replicas stay in their node."""
     if domain > members:
         raise ValueError(
             f"plan.domain is {domain}; expected at most {members}, the ranks of a node, as Forward plans inside nodes"

@@ -26,24 +26,14 @@ PerChoice = Int[Array, "N K"]
 
 
 class Group(NamedTuple):
-    """Ranks that exchange lists.
+    """Ranks that exchange lists."""
 
-    Args:
-        axes: names of their mesh axes, outermost first.
-        in_one_process: whether they are devices of one process; see `ragged_all_to_all`.
-    """
-
-    axes: Axes
-    in_one_process: bool
+    axes: Axes  # names of their mesh axes, outermost first
+    in_one_process: bool  # whether they are devices of one process; see `ragged_all_to_all`
 
     @classmethod
     def of(cls, axes: Axes, topology: Topology) -> "Group":
-        """Return the group of some expert axes.
-
-        Args:
-            axes: consecutive expert axes of the topology.
-            topology: topology of the layer.
-        """
+        """Return the group of some expert axes."""
         sizes = [level.size for level in topology.levels][-len(topology.expert_axes) :]
         first = topology.expert_axes.index(axes[0])
         # Consecutive ranks that differ along these axes.
@@ -53,29 +43,18 @@ class Group(NamedTuple):
 
 @pytree
 class Lists:
-    """Lists of a rank for all ranks of its group.
+    """Lists of a rank for all ranks of its group."""
 
-    A *row* is an entry in the list of one rank. `Q = N * min(K, P)` bounds their number, or a limit of `P`.
+    # A *row* is an entry in the list of one rank. `Q = N * min(K, P)` bounds their number, or a limit of `P`.
 
-    Args:
-        entry: `[Q]` int32, entry of each row; rows are sorted by rank, then by entry.
-        rank: `[Q]` int32, rank of each row; the rows of all lists come first, and the others have rank `P`.
-        before: `[Q]` int32, copies of earlier rows; the highest integer for rows of no list.
-        row: `[N, K]` int32, row of each choice; `Q` for none.
-        code: `[N, K]` int32, code of each choice, above 0, such as its slot plus 1; 0 for none.
-        copies: `[P]` int32, copies in each list.
-        steps: int32, number of steps, at least 1 and equal on all ranks.
-        table: `[P, P]` int32, rows from each rank to each rank in the first step.
-    """
-
-    entry: Int[Array, "Q"]
-    rank: Int[Array, "Q"]
-    before: Int[Array, "Q"]
-    row: PerChoice
-    code: PerChoice
-    copies: Int[Array, "P"]
-    steps: Int[Array, ""]
-    table: Int[Array, "P P"]
+    entry: Int[Array, "Q"]  # entry of each row; rows are sorted by rank, then by entry
+    rank: Int[Array, "Q"]  # rank of each row; the rows of all lists come first, and the others have rank `P`
+    before: Int[Array, "Q"]  # copies of earlier rows; the highest integer for rows of no list
+    row: PerChoice  # row of each choice; `Q` for none
+    code: PerChoice  # code of each choice, above 0, such as its slot plus 1; 0 for none
+    copies: Int[Array, "P"]  # copies in each list
+    steps: Int[Array, ""]  # number of steps, at least 1 and equal on all ranks
+    table: Int[Array, "P P"]  # rows from each rank to each rank in the first step
 
     @classmethod
     def of(
@@ -86,15 +65,7 @@ class Lists:
         group: Group,
         max_ranks: int | None = None,
     ) -> "Lists":
-        """Make the lists of a rank, and gather the sizes of the lists of all ranks.
-
-        Args:
-            rank: `[N, K]` int32, rank serving each choice; negative for none.
-            code: `[N, K]` int32, code of each choice, above 0.
-            steps: number of steps, equal on all ranks; 0 counts as 1.
-            group: ranks of the lists.
-            max_ranks: largest number of ranks of an entry, which bounds the rows; `None` (default) for all.
-        """
+        """Make the lists of a rank, and gather the sizes of the lists of all ranks."""
         (num_entries, per_entry), num_ranks = rank.shape, jax.lax.axis_size(group.axes)
         num_rows = num_entries * min(per_entry, num_ranks, max_ranks or num_ranks)
         copies = (rank[None] == iota(num_ranks)[:, None, None]).sum(2, dtype=jnp.int32).reshape(-1)
@@ -122,13 +93,7 @@ class Lists:
         return replace(lists, table=lists._table(0, group))
 
     def step(self, i: Int[Array, ""] | int, num_sent: int, group: Group) -> "Step":
-        """Return the rows of step `i`.
-
-        Args:
-            i: index of the step. The first step, as a Python integer 0, gathers no sizes.
-            num_sent: rows that this rank can send in a step.
-            group: ranks of the lists.
-        """
+        """Return the rows of step `i`."""
         first = self._edge(i)
         table = self.table if isinstance(i, int) and i == 0 else self._table(i, group)
         return Step(self, first, self._edge(i + 1) - first, table, min(num_sent, self.entry.shape[0]), group)
@@ -150,38 +115,21 @@ class Lists:
 
 @dataclass(frozen=True)
 class Step:
-    """One exchange of parts of all lists; made by `Lists.step`.
+    """One exchange of parts of all lists; made by `Lists.step`."""
 
-    Args:
-        lists: lists of this rank.
-        first: `[P]` int32, first row of each list in this step.
-        size: `[P]` int32, rows of each list in this step.
-        table: `[P, P]` int32, rows from each rank to each rank.
-        num_sent: rows of the operand.
-        group: ranks of the lists.
-        entries: first entry of the step, and the one after the last; `None` (default) for all entries.
-        lands: `[P, P]` int32, first row of each block in the receive buffer; `None` (default) if the buffer has only
-            the rows of this step.
-    """
-
-    lists: Lists
-    first: Int[Array, "P"]
-    size: Int[Array, "P"]
-    table: Int[Array, "P P"]
-    num_sent: int
-    group: Group
+    lists: Lists  # lists of this rank
+    first: Int[Array, "P"]  # first row of each list in this step
+    size: Int[Array, "P"]  # rows of each list in this step
+    table: Int[Array, "P P"]  # rows from each rank to each rank
+    num_sent: int  # rows of the operand
+    group: Group  # ranks of the lists
+    # First entry of the step, and the one after the last; `None` (default) for all entries
     entries: tuple[int, int] | None = None
+    # First row of each block in the receive buffer; `None` (default) if the buffer has only the rows of this step
     lands: Int[Array, "P P"] | None = None
 
     def chunks(self, number: int, num_sent: int, *, in_one_buffer: bool) -> tuple["Step", ...]:
-        """Split the step by entries, into exchanges of their own.
-
-        Args:
-            number: number of chunks, each with an equal part of the entries, rounded up.
-            num_sent: rows that this rank can send in a chunk.
-            in_one_buffer: if True, the chunks of a source land one after the other, as the rows of the whole step.
-                If False, each chunk has its own receive buffer.
-        """
+        """Split the step by entries, into exchanges of their own."""
         if number == 1:
             return (self,)
         lists, num_ranks = self.lists, self.size.shape[0]
@@ -233,16 +181,7 @@ class Step:
         return Hop(self.group.axes, table, first, lands, self.group.in_one_process)
 
     def send(self, entries: Float[Array, "N W"], into: Float[Array, "A W"], site: str) -> Float[Array, "A W"]:
-        """Send each entry once to the ranks of its rows in this step.
-
-        Args:
-            entries: `[N, W]`, the entries of this step.
-            into: `[A, W]`, receive buffer; rows of other steps are unchanged.
-            site: name of the exchange in messages.
-
-        Returns:
-            `into` with the received rows, sorted by source, then by entry; see `empty_buffer`.
-        """
+        """Send each entry once to the ranks of its rows in this step."""
         first = 0 if self.entries is None else self.entries[0]
         rows = rows_at(entries, self.lists.entry[self.sent] - first)
         return self._hop().there(rows, into, site)
@@ -266,15 +205,7 @@ class Step:
         return jnp.where((iota(received.shape[0]) < num_received)[:, None], received, 0)
 
     def sum_back(self, rows: Float[Array, "A W"], site: str) -> Float[Array, "N W"]:
-        """Return rows to their sources and sum those of each entry; the transpose of `send`.
-
-        Args:
-            rows: `[A, W]`, one for each received row.
-            site: name of the exchange in messages.
-
-        Returns:
-            `[N, W]` for the entries of this step, in float32 or wider; 0 for entries without rows.
-        """
+        """Return rows to their sources and sum those of each entry; the transpose of `send`."""
         lists, num_ranks = self.lists, self.size.shape[0]
         row = lists.row if self.entries is None else lists.row[slice(*self.entries)]
         at = jnp.append(self.position, -1)[row]
@@ -286,15 +217,7 @@ class Step:
         return sum_rows(self._back(rows, site), at)
 
     def choices_back(self, values: Float[Array, "A K"], site: str) -> Float[Array, "N K"]:
-        """Return one number for each choice from the rank that serves it; the transpose of `send_choices`.
-
-        Args:
-            values: `[A, K]`; numbers of choices of other ranks are not read.
-            site: name of the exchange in messages.
-
-        Returns:
-            `[N, K]`; 0 for choices without a row in this step.
-        """
+        """Return one number for each choice from the rank that serves it; the transpose of `send_choices`."""
         back = self._back(values, site)
         at = jnp.append(self.position, -1)[self.lists.row]
         choice = iota(values.shape[1])[None]
@@ -305,26 +228,13 @@ class Step:
 
 
 def is_first(row: PerChoice, none: int) -> Bool[Array, "N K"]:
-    """Return whether each choice is the first of its entry with the same row.
-
-    Args:
-        row: `[N, K]` int32, row of each choice.
-        none: row of choices that do not count.
-    """
+    """Return whether each choice is the first of its entry with the same row."""
     again = [(row[:, :k] == row[:, k, None]).any(1) for k in range(row.shape[1])]
     return (row != none) & ~jnp.stack(again, 1)
 
 
 def rows_with_padding(buffers: Buffers, num_copies: int, per_token: int, num_sources: int) -> int:
-    """Return the rows of a rank's buffers for lists: `A`, and `K` for each source.
-
-    A list has an even share of its copies in a round, rounded up, and the last row may have `K - 1` more.
-
-    Args:
-        buffers: buffers of the dispatch.
-        num_copies: `T * K`, token copies of a rank.
-        per_token: `K`, experts per token.
-        num_sources: ranks that send lists to a rank.
-    """
+    """Return the rows of a rank's buffers for lists: `A`, and `K` for each source."""
+    # A list has an even share of its copies in a round, rounded up, and the last row may have `K - 1` more.
     rows = buffers.rows(num_copies) + per_token * num_sources
     return rows if rows < 8 * TILE_ROWS else -(-rows // TILE_ROWS) * TILE_ROWS

@@ -123,11 +123,7 @@ class _OnceCost(TransportCost):
 
 
 def check_rails(plan: Plan, dispatch: Dispatch) -> None:
-    """Check that a plan has no rails.
-
-    Raises:
-        ValueError: `plan.rails` is set.
-    """
+    """Check that a plan has no rails."""
     if plan.rails is not None:
         raise ValueError(f"plan.rails is set; expected None, as {type(dispatch).__name__} does not spray")
 
@@ -140,19 +136,9 @@ def lists_of(
     steps: Int[Array, ""],
     group: Group,
 ) -> Lists:
-    """Make the lists of a rank for the ranks that serve its choices.
-
-    With a proportional split, a source sends copies of an expert to several ranks, and `preferring` chooses among them.
-    With the nearest split, most experts have one rank, so copies take their ranks in the order of entries.
-
-    Args:
-        experts: `[N, K]` int32, expert of each choice; negative for none.
-        going: `[E, P]` int32, copies of each expert to each rank.
-        placement: `[P, S]` int32, expert in each slot; -1 for an empty slot.
-        split: rule of the plan.
-        steps: int32, number of steps.
-        group: ranks of the lists.
-    """
+    """Make the lists of a rank for the ranks that serve its choices."""
+    # With a proportional split, a source sends copies of an expert to several ranks, and `preferring` chooses among
+    # them. With the nearest split, most experts have one rank, so copies take their ranks in the order of entries.
     num_experts, num_ranks = going.shape
     rank = preferring(experts, going) if split.tier == "proportional" else in_order(experts, going)
     # Empty slots have an expert out of range, which the scatter drops.

@@ -36,26 +36,16 @@ Entries = tuple[Float[Array, "_ W"], ...]
 
 @pytree
 class ListReceipt(RoundsReceipt):
-    """Lists of a rank, as returned by the `address` of `Once` and `Forward`.
+    """Lists of a rank, as returned by the `address` of `Once` and `Forward`."""
 
-    Args:
-        lists: lists for the ranks that serve copies.
-        between: lists for the nodes of a first hop, whose received rows are the entries of `lists`; `None` if tokens
-            are the entries.
-    """
-
-    lists: Lists
+    lists: Lists  # lists for the ranks that serve copies
+    # Lists for the nodes of a first hop, whose received rows are the entries of `lists`; `None` if tokens are the
+    # entries
     between: Lists | None
 
 
 def chunks_between(lists: Lists, buffers: Buffers, group: Group) -> tuple[Step, ...]:
-    """Return the chunks of a first hop, each with an equal part of the tokens.
-
-    Args:
-        lists: lists of tokens for the nodes.
-        buffers: buffers with the number of chunks.
-        group: ranks of the hop.
-    """
+    """Return the chunks of a first hop, each with an equal part of the tokens."""
     num_tokens, num_rows = lists.row.shape[0], lists.entry.shape[0]
     part = -(-num_tokens // buffers.chunks)
     # Without empty chunks, if there are few tokens.
@@ -69,17 +59,11 @@ def _of_step(entries: Float[Array, "N W"], step: Step) -> Float[Array, "_ W"]:
 
 
 class Route(NamedTuple):
-    """Static description of the hops of `serve_lists`.
+    """Static description of the hops of `serve_lists`."""
 
-    Args:
-        options: buffers and quantization.
-        group: ranks of the last hop.
-        between: ranks of the first hop, one in each node; `None` for a single hop.
-    """
-
-    options: DispatchOptions
-    group: Group
-    between: Group | None
+    options: DispatchOptions  # buffers and quantization
+    group: Group  # ranks of the last hop
+    between: Group | None  # ranks of the first hop, one in each node; `None` for a single hop
 
     def to_entries(self, tokens: Float[Array, "T W"], receipt: ListReceipt) -> Entries:
         """Return the entries of this rank by chunk: its tokens, or those forwarded to it by other nodes."""
@@ -119,30 +103,19 @@ class Route(NamedTuple):
         return chunks_between(receipt.between, self.options.buffers, self.between)
 
     def room(self, weights: RoutingWeights) -> int:
-        """Return the rows of a rank's buffers; see `rows_with_padding`.
-
-        Args:
-            weights: `[T, K]`, weights of the choices of a rank's tokens.
-        """
+        """Return the rows of a rank's buffers; see `rows_with_padding`."""
         num_sources = jax.lax.axis_size(self.group.axes)
         return rows_with_padding(self.options.buffers, weights.size, weights.shape[1], num_sources)
 
 
 @dataclass(frozen=True)
 class _Round:
-    """Exchange of a round, and the copies that it brings.
+    """Exchange of a round, and the copies that it brings."""
 
-    Args:
-        steps: rows of the round, by chunk of entries.
-        places: copies of the received rows in the order of slots.
-        weights: `[A, K]`, weights of the choices of each received row; those of other ranks have no place.
-        whole: rows of all chunks.
-    """
-
-    steps: tuple[Step, ...]
-    places: SlotPlaces
-    weights: RoutingWeights
-    whole: Step
+    steps: tuple[Step, ...]  # rows of the round, by chunk of entries
+    places: SlotPlaces  # copies of the received rows in the order of slots
+    weights: RoutingWeights  # weights of the choices of each received row; those of other ranks have no place
+    whole: Step  # rows of all chunks
 
     @classmethod
     @jax.named_scope("dispatch")
@@ -203,23 +176,8 @@ def serve_lists(
     route: Route,
     topology: Topology,
 ) -> Tokens:
-    """Send every token once to each rank that serves it, apply its experts there, and sum their weighted outputs.
-
-    Reverse mode runs the same rounds, by a handwritten backward pass, as in `in_rounds`.
-
-    Args:
-        tokens: `[T, H]`, tokens of this rank.
-        weights: `[T, K]`, weights of the outputs of a token's copies.
-        experts: the `L` home experts of this rank.
-        plan: plan, equal on all ranks.
-        receipt: lists of this rank for this plan.
-        replicate: transport of weights.
-        route: hops of the rows.
-        topology: topology of the layer; weights travel between the ranks of its expert axes.
-
-    Returns:
-        `[T, H]`, weighted sums; unrouted choices count as 0.
-    """
+    """Send every token once to each rank that serves it, apply its experts there, and sum their weighted outputs."""
+    # Reverse mode runs the same rounds, by a handwritten backward pass, as in `in_rounds`.
 
     # Under `vmap`, microbatches run sequentially, each with the number of rounds of its own plan.
     @jax.custom_batching.sequential_vmap

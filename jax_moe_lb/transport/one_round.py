@@ -55,49 +55,29 @@ saved products. It returns gradients of the rows and of their weights, and the n
 
 
 class Batch(NamedTuple):
-    """Layer inputs and the gradients of its outputs.
+    """Layer inputs and the gradients of its outputs."""
 
-    Args:
-        tokens: `[T, H]`, tokens of this rank.
-        weights: `[T, K]`, weights of the outputs of a token's copies.
-        upstream: `[T, H]`, gradients of the layer outputs.
-    """
-
-    tokens: Tokens
-    weights: RoutingWeights
-    upstream: Tokens
+    tokens: Tokens  # tokens of this rank
+    weights: RoutingWeights  # weights of the outputs of a token's copies
+    upstream: Tokens  # gradients of the layer outputs
 
 
 class Kept(NamedTuple):
-    """Arrays saved for the backward pass by `Saved`; `None` if it transfers or computes them again.
+    """Arrays saved for the backward pass by `Saved`; `None` if it transfers or computes them again."""
 
-    Args:
-        rows: rows received in the first round, in transfer format, in one chunk.
-        replicas: weights of the replica slots.
-        products: products of these rows with `up` and gate, in one chunk.
-    """
-
-    rows: ArrivedRows | None = None
-    replicas: Experts | None = None
-    products: Products | None = None
+    rows: ArrivedRows | None = None  # rows received in the first round, in transfer format, in one chunk
+    replicas: Experts | None = None  # weights of the replica slots
+    products: Products | None = None  # products of these rows with `up` and gate, in one chunk
 
 
 class Round(NamedTuple):
-    """A round of an exchange.
+    """A round of an exchange."""
 
-    Args:
-        i: index of the round, from 0.
-        receipt: return value of `exchange.address`.
-        exchange: transport of copies.
-        topology: topology of the layer; copies travel between the ranks of its expert axes.
-        like: array with the shape and dtype of decoded tokens.
-    """
-
-    i: Array
-    receipt: Receipt
-    exchange: Exchange
-    topology: Topology
-    like: Tokens
+    i: Array  # index of the round, from 0
+    receipt: Receipt  # return value of `exchange.address`
+    exchange: Exchange  # transport of copies
+    topology: Topology  # topology of the layer; copies travel between the ranks of its expert axes
+    like: Tokens  # array with the shape and dtype of decoded tokens
 
     @property
     def chunks(self) -> range:
@@ -123,17 +103,7 @@ class Round(NamedTuple):
 def serve_round(
     one: Round, copies: TravellingRows, ffn: Callable[[Rows, GroupSizes], tuple[Rows, Products]], out: TravellingRows
 ) -> tuple[TravellingRows, ArrivedRows, Products]:
-    """Write the outputs of the copies of a round into `out`.
-
-    Args:
-        one: the round.
-        copies: `[T * K, W]`, copies in sending order and transfer format.
-        ffn: expert networks, applied to the rows of a chunk; it returns outputs and products to save, `()` for none.
-        out: `[T * K, W]`, outputs of earlier rounds.
-
-    Returns:
-        `out` with the outputs of this round, and the received rows and the products of all chunks.
-    """
+    """Write the outputs of the copies of a round into `out`."""
     with jax.named_scope("dispatch"):
         arrived = [one.send(copies, chunk) for chunk in one.chunks]
     products = []
@@ -161,20 +131,7 @@ def gradient_round(
     saved: Kept,
     before: Any,
 ) -> tuple[OfCopies, SumsT]:
-    """Write the gradients of the copies of a round.
-
-    Args:
-        one: the round, in one chunk.
-        batch: tokens in transfer format, their weights, and the gradients of the layer outputs. Tokens are not read if
-            rows are saved.
-        pull_back: backward function of the rows.
-        carry: gradients of copies in other rounds, and sums of the gradients of experts.
-        saved: arrays of the forward pass; without rows, the copies are sent again.
-        before: arrays that arrive before the gradients of the outputs are sent on NVIDIA GPUs.
-
-    Returns:
-        The carry with the gradients of this round.
-    """
+    """Write the gradients of the copies of a round."""
     with jax.named_scope("dispatch"):
         row_weights, group_sizes = one.send(weights_in_order(batch.weights, one.receipt), 0)
         words, row_weights, row_upstream = _received(one, batch, row_weights, saved, before)

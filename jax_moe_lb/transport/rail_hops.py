@@ -32,35 +32,18 @@ GroupMatrix = Int[Array, "G G"]
 
 @dataclass(frozen=True)
 class Hop:
-    """Exchange on the route of rows: each rank of a group sends one block to each other rank, with known sizes.
+    """Exchange on the route of rows: each rank of a group sends one block to each other rank, with known sizes."""
 
-    Use it if the table of blocks follows from the plan: ranks then need not exchange sizes.
+    # Use it if the table of blocks follows from the plan: ranks then need not exchange sizes.
 
-    Args:
-        axes: names of the mesh axes of the group.
-        size: `[G, G]` int32, rows from each sender to each receiver.
-        first: `[G, G]` int32, first row of each block in the sender's array.
-        lands: `[G, G]` int32, first row of each block in the receiver's array.
-        in_one_process: as in `ragged_all_to_all`.
-    """
-
-    axes: tuple[str, ...]
-    size: GroupMatrix
-    first: GroupMatrix
-    lands: GroupMatrix
-    in_one_process: bool
+    axes: tuple[str, ...]  # names of the mesh axes of the group
+    size: GroupMatrix  # rows from each sender to each receiver
+    first: GroupMatrix  # first row of each block in the sender's array
+    lands: GroupMatrix  # first row of each block in the receiver's array
+    in_one_process: bool  # as in `ragged_all_to_all`
 
     def there(self, rows: Shaped[Array, "P H"], into: Shaped[Array, "Q H"], site: str) -> Shaped[Array, "Q H"]:
-        """Send rows to their receivers.
-
-        Args:
-            rows: rows of this rank, in blocks that start at `first`.
-            into: array of the receiver; other rows are unchanged.
-            site: name of the exchange in timeout errors.
-
-        Returns:
-            `into` with the received blocks.
-        """
+        """Send rows to their receivers."""
         me = jax.lax.axis_index(self.axes)
         return ragged_all_to_all(
             rows,
@@ -75,16 +58,7 @@ class Hop:
         )
 
     def back(self, rows: Shaped[Array, "Q H"], into: Shaped[Array, "P H"], site: str) -> Shaped[Array, "P H"]:
-        """Return rows to their senders; the transpose of `there`.
-
-        Args:
-            rows: rows received by `there`, in blocks that start at `lands`.
-            into: array of the sender; other rows are unchanged.
-            site: name of the exchange in timeout errors.
-
-        Returns:
-            `into` with the returned blocks.
-        """
+        """Return rows to their senders; the transpose of `there`."""
         me = jax.lax.axis_index(self.axes)
         return ragged_all_to_all(
             rows,
@@ -105,15 +79,10 @@ StreamWindow = tuple[Int[Array, ""], Int[Array, ""]]
 
 @pytree
 class RowRanges:
-    """Rows from one rank to another through one rail rank, contiguous in the receiver's stream.
+    """Rows from one rank to another through one rail rank, contiguous in the receiver's stream."""
 
-    Args:
-        start: int32, first position of each range in the stream.
-        size: int32, rows of each range.
-    """
-
-    start: Int[Array, "*N"]
-    size: Int[Array, "*N"]
+    start: Int[Array, "*N"]  # first position of each range in the stream
+    size: Int[Array, "*N"]  # rows of each range
 
     def within(self, window: StreamWindow) -> tuple[Array, Array]:
         """Return the rows of each range before the window, and inside it."""
@@ -124,66 +93,37 @@ class RowRanges:
 
 @pytree
 class RailRows:
-    """Ranges of a rank as sender, receiver and rail rank, including those inside its node.
+    """Ranges of a rank as sender, receiver and rail rank, including those inside its node."""
 
-    Args:
-        leaving: `[M, R, M]`, from each rank of this node to each rank, through the rail ranks of each offset.
-        entering: `[R, M, M]`, from each rank to each rank of this node, through the rail ranks of each offset.
-        passing: `[R, R]`, from each rank to each rank, through the rail ranks of this rank's offset.
-    """
-
-    leaving: RowRanges
-    entering: RowRanges
-    passing: RowRanges
+    leaving: RowRanges  # from each rank of this node to each rank, through the rail ranks of each offset
+    entering: RowRanges  # from each rank to each rank of this node, through the rail ranks of each offset
+    passing: RowRanges  # from each rank to each rank, through the rail ranks of this rank's offset
 
 
 @dataclass(frozen=True)
 class InterNodeRoute:
-    """Route of rows that leave their node: three hops, and the order of the rows before each.
+    """Route of rows that leave their node: three hops, and the order of the rows before each."""
 
-    Args:
-        to_rail: hop inside the sender's node, to the rail rank.
-        along_rail: hop between the ranks of equal offset in all nodes.
-        from_rail: hop inside the receiver's node, from the rail rank.
-        pack: `[C]` int32, position in sending order of each row of the first hop.
-        num_packed: number of rows that leave the node; further entries of `pack` are undefined.
-        by_node: `[B]` int32, received row of each row sent by the first rail rank.
-        by_rank: `[B]` int32, received row of each row sent by the second rail rank.
-    """
-
-    to_rail: Hop
-    along_rail: Hop
-    from_rail: Hop
-    pack: Int[Array, "C"]
-    num_packed: Int[Array, ""]
-    by_node: Int[Array, "B"]
-    by_rank: Int[Array, "B"]
+    to_rail: Hop  # hop inside the sender's node, to the rail rank
+    along_rail: Hop  # hop between the ranks of equal offset in all nodes
+    from_rail: Hop  # hop inside the receiver's node, from the rail rank
+    pack: Int[Array, "C"]  # position in sending order of each row of the first hop
+    num_packed: Int[Array, ""]  # number of rows that leave the node; further entries of `pack` are undefined
+    by_node: Int[Array, "B"]  # received row of each row sent by the first rail rank
+    by_rank: Int[Array, "B"]  # received row of each row sent by the second rail rank
 
 
 @dataclass(frozen=True)
 class RailRoute:
-    """Routes of all rows of one window.
+    """Routes of all rows of one window."""
 
-    Args:
-        near: hop of the rows inside the node.
-        far: hops of the rows between nodes; `None` on a single node.
-        stream_row: `[A]` int32, stream position of each received row; -1 for unused rows.
-    """
-
-    near: Hop
-    far: InterNodeRoute | None
-    stream_row: Int[Array, "A"]
+    near: Hop  # hop of the rows inside the node
+    far: InterNodeRoute | None  # hops of the rows between nodes; `None` on a single node
+    stream_row: Int[Array, "A"]  # stream position of each received row; -1 for unused rows
 
 
 def rail_axes(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split the expert axes into axes between nodes and axes inside a node.
-
-    Returns:
-        Names of the outer axes, possibly none, and of the inner axes.
-
-    Raises:
-        ValueError: no innermost axes form a node of at least two ranks, or the ranks are no multiple of the rails.
-    """
+    """Split the expert axes into axes between nodes and axes inside a node."""
     members, rails, axes = topology.ranks_per_node, topology.rails_per_node, topology.expert_axes
     if members % rails:
         raise ValueError(f"Topology.rails_per_node is {rails}; expected a divisor of the {members} ranks of a node")
@@ -198,22 +138,10 @@ def rail_axes(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def by_rail_rank(rails: Int[Array, "R R N"], topology: Topology) -> Int[Array, "R R M"]:
-    """Convert rows per rail to rows per offset of the rail ranks.
-
-    Rows inside a node take no rail; their offset is the receiver's. If several ranks share a rail, a row takes the one
-    whose index among them equals the receiver's index among its own sharing ranks. This avoids the last hop if
-    possible.
-
-    Args:
-        rails: `plan.rails`, `[R, R, N]` int32, rows from rank to rank on each rail.
-        topology: topology with `M = ranks_per_node` and `N = rails_per_node`.
-
-    Returns:
-        `[R, R, M]` int32, rows from rank to rank through the rail ranks of each offset.
-
-    Raises:
-        ValueError: the plan and the topology differ in the number of rails.
-    """
+    """Convert rows per rail to rows per offset of the rail ranks."""
+    # Rows inside a node take no rail; their offset is the receiver's. If several ranks share a rail, a row takes the
+    # one whose index among them equals the receiver's index among its own sharing ranks. This avoids the last hop if
+    # possible.
     members, num_rails = topology.ranks_per_node, topology.rails_per_node
     if rails.shape[2] != num_rails:
         raise ValueError(f"plan.rails has {rails.shape[2]} rails; expected the {num_rails} of Topology.rails_per_node")
@@ -227,27 +155,14 @@ def by_rail_rank(rails: Int[Array, "R R N"], topology: Topology) -> Int[Array, "
 
 
 def by_own_rail(rows: Int[Array, "R R"], topology: Topology) -> Int[Array, "R R M"]:
-    """Route all rows through the receiver's own offset, as for plans without rails.
-
-    Args:
-        rows: `[R, R]` int32, rows from rank to rank.
-        topology: topology with `M = ranks_per_node`.
-
-    Returns:
-        `[R, R, M]` int32, as from `by_rail_rank`.
-    """
+    """Route all rows through the receiver's own offset, as for plans without rails."""
     members = topology.ranks_per_node
     own = iota(rows.shape[0])[:, None] % members == iota(members)[None]
     return jnp.where(own[None], rows[:, :, None], 0)
 
 
 def rail_rows_of(rows: Int[Array, "R R M"], me: Int[Array, ""]) -> RailRows:
-    """Select the ranges of one rank from the rows between all ranks.
-
-    Args:
-        rows: `[R, R, M]` int32, return value of `by_rail_rank`. A stream contains them by sender, then by offset.
-        me: index of the rank.
-    """
+    """Select the ranges of one rank from the rows between all ranks."""
     num_ranks, _, members = rows.shape
     by_receiver = rows.swapaxes(1, 2).reshape(-1, num_ranks)
     start = _starts(by_receiver, 0).reshape(num_ranks, members, num_ranks).swapaxes(1, 2)
@@ -260,10 +175,8 @@ def rail_rows_of(rows: Int[Array, "R R M"], me: Int[Array, ""]) -> RailRows:
 
 
 def max_buffered_rows(rail_rows: RailRows, window: StreamWindow, topology: Topology) -> Int[Array, ""]:
-    """Return the maximum number of rows buffered on this rank in a window, as first or as second rail rank.
-
-    Use it to choose windows that fit the buffers of all rail ranks.
-    """
+    """Return the maximum number of rows buffered on this rank in a window, as first or as second rail rank."""
+    # Use it to choose windows that fit the buffers of all rail ranks.
     me, members = jax.lax.axis_index(topology.expert_axes), topology.ranks_per_node
     far = iota(topology.num_ranks) // members != me // members
     offset = me % members
@@ -276,16 +189,7 @@ def max_buffered_rows(rail_rows: RailRows, window: StreamWindow, topology: Topol
 def find_route(
     rail_rows: RailRows, window: StreamWindow, num_copies: int, num_passing: int, num_rows: int, topology: Topology
 ) -> RailRoute:
-    """Compute the routes and positions of all rows of a window.
-
-    Args:
-        rail_rows: ranges of this rank, from `rail_rows_of`.
-        window: part of every stream in this step.
-        num_copies: `C`, rows of a sender's array.
-        num_passing: `B`, buffer rows of a rail rank, at least `max_buffered_rows` of every rank.
-        num_rows: `A`, rows of a receiver's array.
-        topology: topology whose nodes consist of mesh axes; see `rail_axes`.
-    """
+    """Compute the routes and positions of all rows of a window."""
     outer, inner = rail_axes(topology)
     me, members = jax.lax.axis_index(topology.expert_axes), topology.ranks_per_node
     node, offset = me // members, me % members

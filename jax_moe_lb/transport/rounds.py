@@ -66,31 +66,14 @@ def in_rounds(
     exchange: Exchange,
     topology: Topology,
 ) -> Tokens:
-    """Send every token copy to its serving rank, apply its expert, and sum the outputs of each token.
-
-    `Dispatch.serve` calls it. A custom `serve` can call it if plan and receipt exist before the first transfer.
-
-    Reverse mode cannot differentiate a loop of unknown length, so the backward pass is handwritten and runs the same
-    rounds. Each round sends the copies and the gradients of their outputs, and returns the gradients of the copies. The
-    number of rounds is equal on all ranks, so the exchanges inside the loop stay paired.
-
-    The residuals are the inputs and the arrays chosen by `exchange.saved`. Outputs, and arrays that are not saved, are
-    rematerialized by the same plan. The rank of the expert computes the gradient of a copy's weight, because the output
-    is not saved.
-
-    Args:
-        tokens: `[T, H]`, tokens of this rank.
-        weights: `[T, K]`, weights of the outputs of a token's copies.
-        experts: the `L` home experts of this rank.
-        plan: plan, equal on all ranks.
-        receipt: return value of `exchange.address` for this plan.
-        replicate: transport of weights.
-        exchange: transport of copies.
-        topology: topology of the layer; copies and weights travel between the ranks of its expert axes.
-
-    Returns:
-        `[T, H]`, weighted sums; unrouted copies count as 0.
-    """
+    """Send every token copy to its serving rank, apply its expert, and sum the outputs of each token."""
+    # `Dispatch.serve` calls it. A custom `serve` can call it if plan and receipt exist before the first transfer.
+    # Reverse mode cannot differentiate a loop of unknown length, so the backward pass is handwritten and runs the same
+    # rounds. Each round sends the copies and the gradients of their outputs, and returns the gradients of the copies.
+    # The number of rounds is equal on all ranks, so the exchanges inside the loop stay paired.
+    # The residuals are the inputs and the arrays chosen by `exchange.saved`. Outputs, and arrays that are not saved,
+    # are rematerialized by the same plan. The rank of the expert computes the gradient of a copy's weight, because the
+    # output is not saved.
     inputs, exchange = (tokens, weights, experts, plan, receipt), replace(exchange, saved=Saved())
     return _served(inputs, replicate, exchange, topology)[0]
 
@@ -129,20 +112,7 @@ def serve_rounds(
     exchange: Exchange,
     topology: Topology,
 ) -> tuple[TravellingRows, Kept]:
-    """Write the outputs of all copies of a receipt into `out`, round by round.
-
-    Args:
-        tokens: `[T, H]`, tokens of this rank.
-        per_token: `K`, experts per token.
-        receipt: return value of `exchange.address`.
-        ffn: expert networks, applied to the rows of a chunk; its last argument is whether to return products to save.
-        out: `[T * K, H]`, in sending order and transfer format; copies outside the receipt are unchanged.
-        exchange: transport of copies.
-        topology: topology of the layer; copies travel between the ranks of its expert axes.
-
-    Returns:
-        `out` with the outputs, and the arrays of the first round to save.
-    """
+    """Write the outputs of all copies of a receipt into `out`, round by round."""
     # Encode tokens before the gather of their copies, once per token.
     travelling = packed(exchange.transfer, tokens)
 
@@ -175,23 +145,8 @@ def gradient_rounds(
     saved: Kept = Kept(),
     before: Any = (),
 ) -> tuple[OfCopies, Any]:
-    """Write the gradients of all copies of a receipt into `of_copies`, in the rounds of the forward pass.
-
-    Each round sends the copies again, unless they are saved, and the gradients of their outputs.
-
-    Args:
-        batch: layer inputs and the gradients of its outputs.
-        receipt: return value of `exchange.address`.
-        pull_back: backward function of the rows of a round.
-        of_copies: return value of `no_gradients`, or the gradients of earlier waves.
-        exchange: transport of copies.
-        topology: topology of the layer; copies travel between the ranks of its expert axes.
-        saved: arrays of the first round; none by default.
-        before: arrays that arrive before the gradients of the outputs are sent on NVIDIA GPUs; `()` by default.
-
-    Returns:
-        Gradients of copies, and gradients of experts summed over rounds.
-    """
+    """Write the gradients of all copies of a receipt into `of_copies`, in the rounds of the forward pass."""
+    # Each round sends the copies again, unless they are saved, and the gradients of their outputs.
     tokens, weights, upstream = batch
     # The backward pass rounds the tokens as the forward pass did.
     travelling = packed(exchange.transfer, tokens)
@@ -217,25 +172,12 @@ def overflow_rounds(
     carry: tuple[Carry, SumsT],
     wide: Callable[[SumsT], SumsT] | None = None,
 ) -> tuple[Carry, SumsT]:
-    """Run the rounds after the first one, usually none.
-
-    The first round is outside the loop for three reasons. Its results need no buffer initialized before the loop. The
-    compiler can overlap it with other work. The host of a GPU waits before each iteration of a loop of unknown length.
-
-    The loop carries exchange outputs `as_words`: as rows, the TPU compiler would change their layout even if the loop
-    does not run.
-
-    Args:
-        receipt: receipt of the exchange, with the number of rounds.
-        exchange: exchange with `max_rounds`.
-        one_round: function from round index and carry to the new carry.
-        carry: results of the first round: rows, `[C, W]` each, written by exchanges, and a pytree of sums.
-        wide: function that converts sums to the dtype in which the loop adds, if it runs; `None` (default) for sums in
-            their own dtype. Static rounds add in the dtype of the carry.
-
-    Returns:
-        The carry after the last round, in the dtypes of the first round.
-    """
+    """Run the rounds after the first one, usually none."""
+    # The first round is outside the loop for three reasons. Its results need no buffer initialized before the loop. The
+    # compiler can overlap it with other work. The host of a GPU waits before each iteration of a loop of unknown
+    # length.
+    # The loop carries exchange outputs `as_words`: as rows, the TPU compiler would change their layout even if the loop
+    # does not run.
 
     def in_words(i: Array, carry: tuple[Carry, SumsT]) -> tuple[Carry, SumsT]:
         words, sums = carry
@@ -310,18 +252,8 @@ def backward_pass(
     saved: ResidualsT,
     upstream: Tokens,
 ) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
-    """Run a handwritten backward pass of tokens, weights, experts, plan and receipt.
-
-    Under `vmap`, microbatches run sequentially. The pass itself is not differentiated.
-
-    Args:
-        gradients: function from residuals and output gradients to the gradients of tokens, weights and experts.
-        saved: residuals.
-        upstream: `[T, H]`, gradients of the outputs.
-
-    Returns:
-        The gradients, and `None` for plan and receipt.
-    """
+    """Run a handwritten backward pass of tokens, weights, experts, plan and receipt."""
+    # Under `vmap`, microbatches run sequentially. The pass itself is not differentiated.
     pull_back = first_order(jax.custom_batching.sequential_vmap(gradients))
     return *pull_back(saved, upstream), None, None
 

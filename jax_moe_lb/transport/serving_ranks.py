@@ -21,16 +21,7 @@ PASSES = 2
 
 
 def in_order(experts: Choices, going: Going) -> Int[Array, "N K"]:
-    """Return the rank of each choice: the first copies of an expert go to the lowest rank.
-
-    Args:
-        experts: `[N, K]` int32; at most `going.sum()` choices have an expert.
-        going: `[E, P]` int32.
-
-    Examples:
-        >>> in_order(jnp.array([[0, 1], [1, 0], [1, -1]]), jnp.array([[1, 1], [2, 1]])).tolist()
-        [[0, 0], [0, 1], [1, -1]]
-    """
+    """Return the rank of each choice: the first copies of an expert go to the lowest rank."""
     (num_experts, num_ranks), flat = going.shape, experts.reshape(-1)
     by_expert = jnp.argsort(jnp.where(flat < 0, num_experts, flat), stable=True)
     ranks = jnp.tile(iota(num_ranks), num_experts)
@@ -40,22 +31,9 @@ def in_order(experts: Choices, going: Going) -> Int[Array, "N K"]:
 
 
 def preferring(experts: Choices, going: Going) -> Int[Array, "N K"]:
-    """Return the rank of each choice: copies prefer ranks that their entry visits, as far as `going` allows.
-
-    Choices of experts with a single rank are fixed. In each pass, another choice takes a rank visited by its entry, the
-    one with most copies left; earlier entries come first. The remaining choices follow in order.
-
-    Args:
-        experts: `[N, K]` int32; exactly `going.sum()` choices have an expert, as many of each as in `going`.
-        going: `[E, P]` int32.
-
-    Examples:
-        Expert 0 is on both ranks, and experts 1 and 2 on one each:
-
-        >>> experts, going = jnp.array([[0, 1], [0, 2]]), jnp.array([[1, 1], [0, 1], [1, 0]])
-        >>> preferring(experts, going).tolist(), in_order(experts, going).tolist()
-        ([[1, 1], [0, 0]], [[0, 1], [1, 0]])
-    """
+    """Return the rank of each choice: copies prefer ranks that their entry visits, as far as `going` allows."""
+    # Choices of experts with a single rank are fixed. In each pass, another choice takes a rank visited by its entry,
+    # the one with most copies left; earlier entries come first. The remaining choices follow in order.
     of = jnp.maximum(experts, 0)
     is_single = (going > 0).sum(1) == 1
     rank = jnp.where((experts >= 0) & is_single[of], going.argmax(1).astype(jnp.int32)[of], -1)

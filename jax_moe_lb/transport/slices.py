@@ -20,35 +20,20 @@ PerRank = Int[Array, "R"]
 
 @pytree
 class SlotSlices:
-    """Lists with one slice per slot of each rank: rows land sorted by slot.
+    """Lists with one slice per slot of each rank: rows land sorted by slot."""
 
-    A receiver's stream is sorted by slot, then by source.
+    # A receiver's stream is sorted by slot, then by source.
 
-    Args:
-        sent: `[R, S]` int32, copies of this rank for each slot of each rank.
-        first_sent: `[R, S]` int32, start of those copies in the sending order.
-        first_landed: `[R, S]` int32, start of those copies in the receiver's stream.
-        arriving: `[R, S]` int32, copies from each rank for each slot of this rank.
-        first_in_stream: `[R, S]` int32, start of those copies in this rank's stream.
-        first_at_source: `[R, S]` int32, start of those copies in the sending order of their source.
-    """
-
-    sent: PerSlot
-    first_sent: PerSlot
-    first_landed: PerSlot
-    arriving: PerSlot
-    first_in_stream: PerSlot
-    first_at_source: PerSlot
+    sent: PerSlot  # copies of this rank for each slot of each rank
+    first_sent: PerSlot  # start of those copies in the sending order
+    first_landed: PerSlot  # start of those copies in the receiver's stream
+    arriving: PerSlot  # copies from each rank for each slot of this rank
+    first_in_stream: PerSlot  # start of those copies in this rank's stream
+    first_at_source: PerSlot  # start of those copies in the sending order of their source
 
     @classmethod
     def of(cls, sent: PerSlot, arriving: PerSlot, topology: Topology) -> "SlotSlices":
-        """Exchange the starts of all slices.
-
-        Args:
-            sent: `[R, S]` int32, copies of this rank for each slot of each rank.
-            arriving: `[R, S]` int32, copies from each rank for each slot of this rank.
-            topology: its expert axes are the ranks of the exchange.
-        """
+        """Exchange the starts of all slices."""
         first_sent = starts(sent.reshape(-1)).reshape(sent.shape)
         first_in_stream = starts(arriving.T.reshape(-1)).reshape(arriving.T.shape).T
         # A rank computes its own part of the split alone, without an array of shape `[E, R, R]`, so the starts on other
@@ -98,27 +83,18 @@ class SlotSlices:
 
 @pytree
 class RankSlices:
-    """Lists with one slice per rank: rows land sorted by source, and a gather sorts them by slot.
+    """Lists with one slice per rank: rows land sorted by source, and a gather sorts them by slot."""
 
-    Take it if each update has a cost of its own. NCCL launches a send and a receive for every update, also for an empty
-    one, about 12 us each (openxla/xla#46982). Its device kernel is fastest with one update per peer
-    (openxla/xla#47868).
+    # Take it if each update has a cost of its own. NCCL launches a send and a receive for every update, also for an
+    # empty one, about 12 us each (openxla/xla#46982). Its device kernel is fastest with one update per peer
+    # (openxla/xla#47868).
+    # A receiver's stream is sorted by source, then by slot, so the slice of a rank is contiguous in every round.
 
-    A receiver's stream is sorted by source, then by slot, so the slice of a rank is contiguous in every round.
-
-    Args:
-        sent: `[R]` int32, copies of this rank for each rank.
-        first_sent: `[R]` int32, start of those copies in the sending order.
-        first_landed: `[R]` int32, start of those copies in the receiver's stream.
-        arriving: `[R, S]` int32, copies from each rank for each slot of this rank.
-        first_at_source: `[R]` int32, start of the copies from each rank in its sending order.
-    """
-
-    sent: PerRank
-    first_sent: PerRank
-    first_landed: PerRank
-    arriving: PerSlot
-    first_at_source: PerRank
+    sent: PerRank  # copies of this rank for each rank
+    first_sent: PerRank  # start of those copies in the sending order
+    first_landed: PerRank  # start of those copies in the receiver's stream
+    arriving: PerSlot  # copies from each rank for each slot of this rank
+    first_at_source: PerRank  # start of the copies from each rank in its sending order
 
     @classmethod
     def of(cls, sent: PerSlot, arriving: PerSlot, topology: Topology) -> "RankSlices":

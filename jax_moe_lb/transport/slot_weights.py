@@ -21,15 +21,10 @@ from jax_moe_lb.transport.replicate import Replicate, joined
 
 
 class Slots(NamedTuple):
-    """Weights of a rank's slots, in two parts.
+    """Weights of a rank's slots, in two parts."""
 
-    Args:
-        home: the `L` home experts.
-        replicas: the `S - L` replicas; `None` without replica slots.
-    """
-
-    home: Experts
-    replicas: Experts | None
+    home: Experts  # the `L` home experts
+    replicas: Experts | None  # the `S - L` replicas; `None` without replica slots
 
     @classmethod
     @jax.named_scope("replicate")
@@ -72,17 +67,7 @@ class Slots(NamedTuple):
         *,
         exchange: DispatchOptions,
     ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
-        """Compute the gradients of the rows of a round, of their weights, and of the experts of all slots.
-
-        Args:
-            rows: `[A, H]`, sorted by slot.
-            row_weights: `[A, 1]`, factors of their outputs.
-            group_sizes: `[S]` int32, rows of each slot.
-            upstream: `[A, H]`, gradients of the weighted outputs.
-            sums: gradients of the experts in earlier rounds; `None` in the first round.
-            products: saved products of the forward pass; `None` (default) to compute them again.
-            exchange: exchange with `max_rounds`, for the dtype of the sums.
-        """
+        """Compute the gradients of the rows of a round, of their weights, and of the experts of all slots."""
         at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange, is_first=sums is None)
         fused = fuse_gate_up(at, rows, are_joined=self.are_joined, has_products=products is not None)
         # Kernels of accelerators do not add to sums: their result has half the bytes in the dtype of the weights.
@@ -95,14 +80,7 @@ class Slots(NamedTuple):
     def gradients_at_home(
         self, of_slots: Experts | ExpertParts, plan: Plan, replicate: Replicate, topology: Topology
     ) -> Experts:
-        """Return the gradients of the home experts, after those of replicas came home.
-
-        Args:
-            of_slots: sums of `pull_back`.
-            plan: plan of the layer.
-            replicate: transport of weights, in its backward form.
-            topology: topology of the layer.
-        """
+        """Return the gradients of the home experts, after those of replicas came home."""
         of_home, of_replicas = apart_by_home(of_slots, plan.num_home)
         return at_home(self.home, of_home, None if self.replicas is None else of_replicas, plan, replicate, topology)
 
@@ -115,16 +93,7 @@ def at_home(
     replicate: Replicate,
     topology: Topology,
 ) -> Experts:
-    """Add the gradients of replicas to those of their home experts, in the form and dtypes of the experts.
-
-    Args:
-        experts: the `L` home experts of this rank.
-        of_home: their gradients, with possible extra rows, in the dtype of the sums.
-        of_replicas: gradients of the replica slots; `None` without replicas.
-        plan: plan of the layer.
-        replicate: transport of weights, in its backward form.
-        topology: topology of the layer.
-    """
+    """Add the gradients of replicas to those of their home experts, in the form and dtypes of the experts."""
     if of_replicas is not None:
         of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_replicas)
         with jax.named_scope("replicate"):
@@ -134,41 +103,20 @@ def at_home(
 
 
 def optimization_barrier(other: Array, tree: Carry) -> Carry:
-    """Add an optimization barrier so that XLA does not hoist these arrays out of the loop.
-
-    Args:
-        other: round index, or an array computed before.
-        tree: inputs of the copies.
-
-    Returns:
-        `tree`, dependent on `other`.
-    """
+    """Add an optimization barrier so that XLA does not hoist these arrays out of the loop."""
     return jax.lax.optimization_barrier((other, tree))[1]
 
 
 def apart_by_home(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Experts, Experts | None]:
-    """Split gradients by slot into those of home experts, with possible extra rows, and those of replicas.
-
-    Args:
-        of_slots: gradients by slot, in parts if the experts are.
-        num_home: `L`.
-    """
+    """Split gradients by slot into those of home experts, with possible extra rows, and those of replicas."""
     if isinstance(of_slots, tuple):
         return of_slots[0], of_slots[1]
     return of_slots, jax.tree.map(lambda g: g[num_home:], of_slots)
 
 
 def fuse_gate_up(experts: Experts | ExpertParts, rows: Rows, *, are_joined: bool, has_products: bool = False) -> bool:
-    """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic.
-
-    The forward pass does not, because both forms at once would raise peak memory.
-
-    Args:
-        experts: weights of all slots, or parts of them.
-        rows: `[A, H]`, rows of the round.
-        are_joined: whether the experts are already a copy, so fusing needs no other.
-        has_products: whether the products of the forward pass are saved; False by default.
-    """
+    """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic."""
+    # The forward pass does not, because both forms at once would raise peak memory.
     parts = experts if isinstance(experts, tuple) else (experts,)
     if parts[0].gate is None or parts[0].has_adapters or _platform() not in ("gpu", "tpu"):
         return False
@@ -192,25 +140,8 @@ def gradients_of_round(
     *,
     fused: bool,
 ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
-    """Compute `grouped_ffn_gradients`, with the gate in `up` if `fused`.
-
-    On GPUs the last products use rematerialized weights. On TPUs this would increase memory traffic.
-
-    Args:
-        rows: `[A, H]`; see `grouped_ffn_gradients` for this and the other arrays.
-        row_weights: `[A, 1]`.
-        experts: weights of the `S` groups, or parts of them.
-        again: function that rebuilds the same weights after the given array.
-        group_sizes: `[S]`.
-        upstream: `[A, H]`.
-        sums_dtype: dtype of the gradients of the experts.
-        sums: accumulators of the experts' gradients; `None` (default) in the first round.
-        products: saved products of the forward pass; `None` (default) to compute them again.
-        fused: return value of `fuse_gate_up`.
-
-    Returns:
-        Results of `grouped_ffn_gradients`; `in_form_of` converts expert gradients to the form of `experts`.
-    """
+    """Compute `grouped_ffn_gradients`, with the gate in `up` if `fused`."""
+    # On GPUs the last products use rematerialized weights. On TPUs this would increase memory traffic.
 
     def in_form(experts: Experts | ExpertParts) -> Experts | ExpertParts:
         return jax.tree.map(Experts.fused, experts, is_leaf=_are_experts) if fused else experts
@@ -237,26 +168,14 @@ def _platform() -> Literal["cpu", "tpu", "gpu"] | None:
 
 
 def in_form_of(experts: Experts, sums: Experts) -> Experts:
-    """Convert expert gradients to the form of `experts`, with the gate beside `up` or in it.
-
-    Args:
-        experts: experts as passed to the layer.
-        sums: gradients in the same form, or with the gate in `up`.
-    """
+    """Convert expert gradients to the form of `experts`, with the gate beside `up` or in it."""
     return sums if experts.is_fused or experts.has_adapters else sums.apart()
 
 
 def dtype_of_sums(experts: Experts, exchange: DispatchOptions, *, is_first: bool) -> DType:
-    """Return the dtype of the expert gradients of a round, or of their sums with those of earlier rounds.
-
-    Sums are in float32 or wider, because bfloat16 sums lose small addends. The gradients of a single round, and of the
-    first one before a loop, have the dtype of the parameters: usually the loop does not run, and its first step
-    converts them.
-
-    Args:
-        experts: home experts.
-        exchange: exchange with `max_rounds`.
-        is_first: whether it is the first round.
-    """
+    """Return the dtype of the expert gradients of a round, or of their sums with those of earlier rounds."""
+    # Sums are in float32 or wider, because bfloat16 sums lose small addends. The gradients of a single round, and of
+    # the first one before a loop, have the dtype of the parameters: usually the loop does not run, and its first step
+    # converts them.
     has_sums = exchange.buffers.max_rounds not in (1, None) or not is_first
     return wide_dtype(experts.up) if has_sums else experts.up.dtype

@@ -54,19 +54,9 @@ RowMatrix = Int[np.ndarray, "R R"]
 
 
 def rows_of_hops(rows: RowMatrix, plan: Plan, ranks_per_node: int) -> tuple[RowMatrix, RowMatrix, RowMatrix]:
-    """Count the rows of the three hops of `MultiRailDispatch`.
-
-    It implements the `hops` of its cost. If the source is the rail rank itself, its rows are on the diagonal and cross
-    no link.
-
-    Args:
-        rows: token copies from rank to rank.
-        plan: plan with the rows of each rail in `rails`; without `rails`, rows take the rail of their serving rank.
-        ranks_per_node: number of ranks that share the rails of a node.
-
-    Returns:
-        Rows inside nodes, including those to rail ranks; rows along rails; rows from rail ranks to serving ranks.
-    """
+    """Count the rows of the three hops of `MultiRailDispatch`."""
+    # It implements the `hops` of its cost. If the source is the rail rank itself, its rows are on the diagonal and
+    # cross no link.
     num_ranks, members = len(rows), ranks_per_node
     far = np.arange(num_ranks)[:, None] // members != np.arange(num_ranks)[None] // members
     nodes = num_ranks // members
@@ -96,19 +86,12 @@ def _by_rail_rank(rows: RowMatrix, plan: Plan, members: int, offset: int, far: B
 
 @pytree
 class SprayReceipt(Receipt):
-    """Addresses of copies and their rail ranks, made by `MultiRailDispatch.address`.
+    """Addresses of copies and their rail ranks, made by `MultiRailDispatch.address`."""
 
-    Args:
-        arriving: `[R, S]` int32, copies from each rank to each slot of this rank.
-        rail_rows: rows that this rank sends, receives or forwards, by rail rank.
-        step: rows of each stream per step, limited by the buffers of the rail ranks.
-        steps: number of steps of a round; 1 if the plan loads ranks and rails evenly.
-    """
-
-    arriving: Int[Array, "R S"]
-    rail_rows: RailRows
-    step: Int[Array, ""]
-    steps: Int[Array, ""]
+    arriving: Int[Array, "R S"]  # copies from each rank to each slot of this rank
+    rail_rows: RailRows  # rows that this rank sends, receives or forwards, by rail rank
+    step: Int[Array, ""]  # rows of each stream per step, limited by the buffers of the rail ranks
+    steps: Int[Array, ""]  # number of steps of a round; 1 if the plan loads ranks and rails evenly
 
     def window(self, i: Int[Array, ""], k: Int[Array, ""], capacity: int) -> StreamWindow:
         """Return the part of every stream in step `k` of round `i`, for rounds of `capacity` rows."""

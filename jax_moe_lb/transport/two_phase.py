@@ -148,10 +148,8 @@ class _TwoPhaseCost(TransportCost):
 
 @partial(jax.jit, static_argnames=("balancer", "room"))
 def _dynamic_and_served(balancer: Balancer, start: Plan, plan: Plan, room: int) -> tuple[Bool[Array, "E"], Quota]:
-    """Return the movable experts, and the quota with the rows that do not fit `room` at home.
-
-    One program takes a tenth of the time of compiling each of its operations.
-    """
+    """Return the movable experts, and the quota with the rows that do not fit `room` at home."""
+    # One program takes a tenth of the time of compiling each of its operations.
     # The number of moved rows does not depend on their first row, so any offsets will do.
     first_row = jnp.zeros(plan.num_experts, jnp.int32)
     return balancer.dynamic(start), served_quota(plan.quota, moved_rows(plan.placement, plan.quota, first_row, room))

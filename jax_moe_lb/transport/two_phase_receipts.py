@@ -23,15 +23,10 @@ Dynamic = Bool[Array, "E"]
 
 @pytree
 class Streams:
-    """Positions of the rows of each expert in the stream of its home.
+    """Positions of the rows of each expert in the stream of its home."""
 
-    Args:
-        first: `[E]` int32, first row of each expert; `[L]` for one rank.
-        size: `[E]` int32, number of rows of each expert; `[L]` for one rank.
-    """
-
-    first: Int[Array, "X"]
-    size: Int[Array, "X"]
+    first: Int[Array, "X"]  # first row of each expert; `[L]` for one rank
+    size: Int[Array, "X"]  # number of rows of each expert; `[L]` for one rank
 
     def of_rank(self, me: Int[Array, ""], num_ranks: int) -> "Streams":
         """Return the rows of the home experts of rank `me`."""
@@ -40,17 +35,11 @@ class Streams:
 
 @pytree
 class Phases:
-    """Addresses of both phases.
+    """Addresses of both phases."""
 
-    Args:
-        receipt: receipt of phase 1, whose streams have static experts first.
-        streams: positions of the rows of each expert after phase 1.
-        moved: rows that move in phase 2.
-    """
-
-    receipt: DirectReceipt
-    streams: Streams
-    moved: MovedRows
+    receipt: DirectReceipt  # receipt of phase 1, whose streams have static experts first
+    streams: Streams  # positions of the rows of each expert after phase 1
+    moved: MovedRows  # rows that move in phase 2
 
     @property
     def staying(self) -> Streams:
@@ -60,29 +49,16 @@ class Phases:
 
 
 class Blocks(NamedTuple):
-    """Permutation that makes the rows of some blocks contiguous, as products require.
+    """Permutation that makes the rows of some blocks contiguous, as products require."""
 
-    Args:
-        of_row: `[A]` int32, source row of each row.
-        to_row: `[A]` int32, position of each row after `take`; only valid if `inside`.
-        inside: `[A]` booleans, whether each row belongs to a block.
-        sizes: `[L]` int32, rows of each block.
-    """
-
-    of_row: Int[Array, "A"]
-    to_row: Int[Array, "A"]
-    inside: Bool[Array, "A"]
-    sizes: GroupSizes
+    of_row: Int[Array, "A"]  # source row of each row
+    to_row: Int[Array, "A"]  # position of each row after `take`; only valid if `inside`
+    inside: Bool[Array, "A"]  # `[A]` booleans, whether each row belongs to a block
+    sizes: GroupSizes  # rows of each block
 
     @classmethod
     def of(cls, first: Int[Array, "L"], size: Int[Array, "L"], num_rows: int) -> "Blocks":
-        """Return the permutation of some blocks.
-
-        Args:
-            first: `[L]` int32, first row of each block.
-            size: `[L]` int32, rows of each block.
-            num_rows: `A`, rows of the buffer.
-        """
+        """Return the permutation of some blocks."""
         of_row, row = concatenated(first, size, num_rows), iota(num_rows)
         # Rows beyond the blocks get an index out of range, which the scatter drops.
         target = jnp.where(row < size.sum(dtype=jnp.int32), of_row, num_rows)
@@ -101,18 +77,7 @@ class Blocks(NamedTuple):
 def address_home(
     direct: Direct, experts: Int[Array, "T K"], counts: Counts, dynamic: Dynamic, topology: Topology
 ) -> tuple[DirectReceipt, Streams]:
-    """Compute the home destination of every copy of this rank, without a plan.
-
-    Args:
-        direct: dispatch of the copies.
-        experts: `[T, K]` int32, expert of each copy; `NO_EXPERT` for unrouted copies.
-        counts: `[R, E]` int32, copies routed by each rank to each expert.
-        dynamic: `[E]` booleans, experts the plan may move; equal on all ranks.
-        topology: topology of the layer; copies travel between the ranks of its expert axes.
-
-    Returns:
-        The receipt, and the positions of the rows at home.
-    """
+    """Compute the home destination of every copy of this rank, without a plan."""
     plan = plain_plan(counts, topology)
     moving, size = (array.reshape(topology.num_ranks, -1) for array in (dynamic, counts.sum(0, dtype=jnp.int32)))
     # Stable: static experts come first, then dynamic ones, each in the order of their weights. Both are then groups in
@@ -127,12 +92,7 @@ def address_home(
 
 
 def window(i: Int[Array, ""], capacity: int) -> CopyWindow:
-    """Return the part of the streams at home in round `i`.
-
-    Args:
-        i: int32, index of the round.
-        capacity: `A`, rows of a round.
-    """
+    """Return the part of the streams at home in round `i`."""
     return CopyWindow(i * capacity, (i + 1) * capacity)
 
 

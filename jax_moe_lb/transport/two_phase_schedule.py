@@ -59,21 +59,14 @@ from jax_moe_lb.transport.two_phase_receipts import Blocks, Dynamic, Phases, Str
 
 
 class PhaseConfig(NamedTuple):
-    """Transports and planner: the static, hashable arguments of `serve_in_phases`.
+    """Transports and planner: the static, hashable arguments of `serve_in_phases`."""
 
-    Args:
-        direct: dispatch of the tokens.
-        replicate: replication of the weights.
-        planner: planner that runs concurrently with the exchange; `None` if the plan already exists.
-        route: ranks of the copies of rows and weights that overlap with products; `None` if exchanges move the rows.
-        topology: topology of the layer; rows and weights travel between the ranks of its expert axes.
-    """
-
-    direct: Direct
-    replicate: Replicate
-    planner: NativePlanner | None
+    direct: Direct  # dispatch of the tokens
+    replicate: Replicate  # replication of the weights
+    planner: NativePlanner | None  # planner that runs concurrently with the exchange; `None` if the plan already exists
+    # Ranks of the copies of rows and weights that overlap with products; `None` if exchanges move the rows
     route: Route | None
-    topology: Topology
+    topology: Topology  # topology of the layer; rows and weights travel between the ranks of its expert axes
 
     @classmethod
     def of(
@@ -84,17 +77,8 @@ class PhaseConfig(NamedTuple):
         plan: Plan,
         topology: Topology,
     ) -> "PhaseConfig":
-        """Create the configuration, with a planner if one can run concurrently with the exchange.
-
-        This requires a native planner for the whole balancer, a route that spans all ranks, and replica slots.
-
-        Args:
-            direct: dispatch of the tokens.
-            balancer: strategy that edits the plan.
-            replicate: replication of the weights.
-            plan: initial plan of the planner.
-            topology: topology of the layer; rows and weights travel between the ranks of its expert axes.
-        """
+        """Create the configuration, with a planner if one can run concurrently with the exchange."""
+        # This requires a native planner for the whole balancer, a route that spans all ranks, and replica slots.
         route = replicate.route(topology) if plan.slots > plan.num_home else None
         # One planner serves all ranks of its copies.
         alone = route is not None and route.domain is None
@@ -103,44 +87,22 @@ class PhaseConfig(NamedTuple):
 
 
 class PhaseOutcome(NamedTuple):
-    """Result of `serve_in_phases` besides the outputs.
+    """Result of `serve_in_phases` besides the outputs."""
 
-    Args:
-        plan: legal plan of the served copies.
-        made: plan returned by the planner or balancer.
-        phases: addresses of both phases.
-        is_legal: whether `made` was legal.
-        is_whole: whether all rounds of the plan were run.
-    """
-
-    plan: Plan
-    made: Plan
-    phases: Phases
-    is_legal: Bool[Array, ""]
-    is_whole: Bool[Array, ""]
+    plan: Plan  # legal plan of the served copies
+    made: Plan  # plan returned by the planner or balancer
+    phases: Phases  # addresses of both phases
+    is_legal: Bool[Array, ""]  # whether `made` was legal
+    is_whole: Bool[Array, ""]  # whether all rounds of the plan were run
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def serve_in_phases(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
 ) -> tuple[Tokens, PhaseOutcome]:
-    """Send every token copy home and onward by the plan, and sum the expert outputs of each token.
-
-    The residuals are tokens, home weights, plan and receipts. The backward pass replays this plan. It copies the
-    weights again, concurrently with the gradients of rows that stay at home, and adds gradients of replicas at home.
-
-    Args:
-        tokens: `[T, H]`, tokens of this rank.
-        experts: the `L` home experts of this rank.
-        routed: experts and weights of the tokens, and the counts of all ranks.
-        dynamic: `[E]` booleans, experts the plan may move; equal on all ranks.
-        plan: plan, or the initial plan if `ways` has a planner.
-        ways: transports and planner.
-        room: maximum number of rows taken from other ranks.
-
-    Returns:
-        `[T, H]`, weighted sums of the expert outputs; and the plan with its addresses and checks.
-    """
+    """Send every token copy home and onward by the plan, and sum the expert outputs of each token."""
+    # The residuals are tokens, home weights, plan and receipts. The backward pass replays this plan. It copies the
+    # weights again, concurrently with the gradients of rows that stay at home, and adds gradients of replicas at home.
 
     # Under `vmap`, microbatches run sequentially: `post`, its copies and `join` belong together.
     @jax.custom_batching.sequential_vmap

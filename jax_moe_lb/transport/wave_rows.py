@@ -42,21 +42,14 @@ NO_CHANCE = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class WaveRows:
-    """Rows of a wave between ranks, as NumPy arrays on a host.
+    """Rows of a wave between ranks, as NumPy arrays on a host."""
 
-    Args:
-        counts: `[R, E]` integers, copies routed by each rank to each expert.
-        plan: plan of the wave, in NumPy arrays.
-        per_token: `K`, distinct experts per token.
-        batch: groups of ranks whose rows are computed at once; `None` (default) for this group alone.
-        at: index of this group in `batch`; 0 by default.
-    """
-
-    counts: Counts
-    plan: Plan
-    per_token: int
+    counts: Counts  # `[R, E]` integers, copies routed by each rank to each expert
+    plan: Plan  # plan of the wave, in NumPy arrays
+    per_token: int  # `K`, distinct experts per token
+    # Groups of ranks whose rows are computed at once; `None` (default) for this group alone
     batch: "Batch | None" = None
-    at: int = 0
+    at: int = 0  # index of this group in `batch`; 0 by default
 
     @cached_property
     def copies(self) -> RowsBetween:
@@ -67,14 +60,7 @@ class WaveRows:
         return self.batch.copies[:, self.at]
 
     def tokens(self, members: int) -> Float[np.ndarray, "R {members}"]:
-        """Estimate the tokens of each rank with an expert served in each member.
-
-        Args:
-            members: number of members, equal blocks of consecutive ranks; the number of ranks for single ranks.
-
-        Returns:
-            `[R, members]`.
-        """
+        """Estimate the tokens of each rank with an expert served in each member."""
         return self._batch.tokens(members)[:, self.at]
 
     @property
@@ -88,12 +74,7 @@ class WaveRows:
 
 
 def rows_of_groups(waves: Sequence[tuple[Counts, Plan]], per_token: int) -> list[WaveRows]:
-    """Return the rows of the same wave of several groups, computed in batches.
-
-    Args:
-        waves: counts and plan of each group, of equal shapes.
-        per_token: `K`, distinct experts per token.
-    """
+    """Return the rows of the same wave of several groups, computed in batches."""
     rows: list[WaveRows] = []
     for _, alike in itertools.groupby(waves, lambda wave: (wave[1].domain, wave[1].split)):
         groups = list(alike)
@@ -106,12 +87,9 @@ def rows_of_groups(waves: Sequence[tuple[Counts, Plan]], per_token: int) -> list
 
 
 class Batch:
-    """Rows of the waves of several groups of ranks. A few large arrays take less time than many small ones.
+    """Rows of the waves of several groups of ranks."""
 
-    Args:
-        waves: counts and plan of each group, with equal shapes, domains and split rules.
-        per_token: `K`, distinct experts per token.
-    """
+    # A few large arrays take less time than many small ones.
 
     def __init__(self, waves: Sequence[tuple[Counts, Plan]], per_token: int) -> None:
         self.plan, self.per_token = waves[0][1], per_token
@@ -134,11 +112,7 @@ class Batch:
         return copies.reshape(num_ranks, groups, num_experts, num_ranks)
 
     def tokens(self, members: int) -> Float[np.ndarray, "R G {members}"]:
-        """Estimate the tokens of each rank with an expert served in each member; see `WaveRows.tokens`.
-
-        Args:
-            members: number of members of each group.
-        """
+        """Estimate the tokens of each rank with an expert served in each member; see `WaveRows.tokens`."""
         if members not in self._tokens:
             self._tokens[members] = self._estimated(members)
         return self._tokens[members]
@@ -164,23 +138,14 @@ class Batch:
 
 
 class _Chances(NamedTuple):
-    """Probabilities of the experts of a token of each rank, and the products of all factors on the circle.
+    """Probabilities of the experts of a token of each rank, and the products of all factors on the circle."""
 
-    Args:
-        num_tokens: `[R, G]`, tokens of each rank.
-        of_experts: `[R, G, E]`, probabilities of the experts.
-        factors: `[P, R, G, E]`, factors `1 - p + p z` at the points of the circle.
-        products: `[P, R, G]`, their products, times `z^-K`.
-        points: `[P]`, points `z` of the circle.
-        least: Value of the Fourier sum below which rounding errors matter.
-    """
-
-    num_tokens: Float[np.ndarray, "R G"]
-    of_experts: Float[np.ndarray, "R G E"]
-    factors: Complex[np.ndarray, "P R G E"]
-    products: Complex[np.ndarray, "P R G"]
-    points: Complex[np.ndarray, "P"]
-    least: float
+    num_tokens: Float[np.ndarray, "R G"]  # tokens of each rank
+    of_experts: Float[np.ndarray, "R G E"]  # probabilities of the experts
+    factors: Complex[np.ndarray, "P R G E"]  # factors `1 - p + p z` at the points of the circle
+    products: Complex[np.ndarray, "P R G"]  # their products, times `z^-K`
+    points: Complex[np.ndarray, "P"]  # points `z` of the circle
+    least: float  # value of the Fourier sum below which rounding errors matter
 
     @classmethod
     def of(cls, counts: Int[np.ndarray, "R G E"], degree: int) -> "_Chances":
@@ -197,52 +162,25 @@ class _Chances(NamedTuple):
 
 
 class EvenRouting(NamedTuple):
-    """Uniform routing: every rank sends equally many copies to every expert.
+    """Uniform routing: every rank sends equally many copies to every expert."""
 
-    Args:
-        num_experts: `E`, experts of the layer.
-        per_token: `K`, distinct experts per token.
-        num_tokens: `T`, tokens of a rank.
-    """
-
-    num_experts: int
-    per_token: int
-    num_tokens: int
+    num_experts: int  # `E`, experts of the layer
+    per_token: int  # `K`, distinct experts per token
+    num_tokens: int  # `T`, tokens of a rank
 
     def tokens(self, members: int) -> float:
-        """Return the tokens of a rank with an expert in one of several equal members.
-
-        Args:
-            members: number of members with equally many experts.
-        """
+        """Return the tokens of a rank with an expert in one of several equal members."""
         return self.num_tokens * share_in_member(self.num_experts, self.per_token, members)
 
 
 def share_in_member(num_experts: int, per_token: int, members: int) -> float:
-    """Return the share of tokens with an expert in one of several equal members, if all experts are equally popular.
-
-    Args:
-        num_experts: `E`, experts of the layer.
-        per_token: `K`, distinct experts per token.
-        members: number of members with equally many experts.
-
-    Examples:
-        Of DeepSeek-V3's experts, 8 per token on 32 ranks, a token visits 7.3 ranks and 3.6 of 4 nodes:
-
-        >>> [round(members * share_in_member(256, 8, members), 1) for members in (32, 4)]
-        [7.3, 3.6]
-    """
+    """Return the share of tokens with an expert in one of several equal members, if all experts are equally popular."""
     others = num_experts - num_experts // members
     return 1 - math.comb(others, per_token) / math.comb(num_experts, per_token)
 
 
 def spread_evenly(rows: float, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the rows from one rank by the outermost level on which source and destination differ.
-
-    Args:
-        rows: rows of a rank, spread evenly over all ranks of a group, itself included.
-        sizes: members of the group at each level, outermost first.
-    """
+    """Return the rows from one rank by the outermost level on which source and destination differ."""
     by_level = []
     for size in sizes:
         # The rows inside a member are spread over the next level.
