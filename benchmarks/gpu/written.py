@@ -131,18 +131,19 @@ def _with_line(text: str, table: str, key: str, value: str) -> str:
     return f"{text[: found.start()]}{head}\n{block}{text[found.end() :]}"
 
 
-def write(folders: Sequence[Path], out: Path, target: Path) -> None:
+def write(folders: Sequence[Path], out: Path, target: Path, rated: Path | None = None) -> None:
     """Write the results and the rates of the device.
 
     Args:
         folders: folders of results.
         out: file of all results.
         target: folder of the rates of devices.
+        rated: file of the results with these rates; `out` by default.
     """
     tables, device = merged(folders, out)
     save(tables, out, device)
     kind = next((name for name in sorted(GPUS, key=len, reverse=True) if name in device.lower()), "h100")
-    values = device_values(measured(tables_of(out)), kernel_rates(folders))
+    values = device_values(measured(tables_of(rated or out)), kernel_rates(folders))
     target.joinpath(f"{kind}.toml").write_text(with_values((DEVICES / f"{kind}.toml").read_text(), values))
 
 
@@ -150,7 +151,8 @@ def dry_run(folder: Path, out: Path) -> None:
     """Write copies of all files from results of a dry run, and render the page of the GPU from them."""
     results = out / "results"
     shutil.copytree(RESULTS, results, ignore=shutil.ignore_patterns("gpu"))
-    write([folder], results / "gpu.json", out)
+    # A CPU has no times of kernels.
+    write([folder], results / "gpu.json", out, rated=RESULTS / "gpu.json")
     page = ROOT / "docs" / "results" / "gpu.md"
     rendered(page.read_text(), results, page.parent)
 
