@@ -42,6 +42,8 @@ WITHOUT_EXAMPLE = {
     "ProgramReport": "only `compile_for` and `compile_layer` make one, and their examples show it",
     "Report": "only `simulate` and `replay` make one, and their examples show it",
     "Span": "it stands in a `Timeline`",
+    "Tuned": "only `tune` makes one, and its example shows it",
+    "TunedForm": "it stands in a `Tuned`",
     "Timeline": "only `ProgramReport.timeline` makes one, and its example shows it",
     "Stats": "only `moe` makes one, and its example shows it",
 }

@@ -35,8 +35,8 @@ class BlockConfig:
 class Adapter:
     """Description of the MoE block of one library."""
 
-    # Return the subclass of a block's class, with `serve`. It has the same name, so programs looking for blocks by class
-    # name still find it.
+    # Return the subclass of a block's class, with `serve`. It has the same name, so programs looking for blocks by
+    # class name still find it.
     balanced: Callable[[type], type]
     # Raise `ValueError` if a feature of the block is unsupported; called with the block and its path
     check: Callable[[Any, str], None]
