@@ -311,11 +311,7 @@ for eight accelerators with 4096 tokens each; most measurements of compiled prog
 
 
 def preset(name: str) -> TrainConfig:
-    """Return the preset called `name`.
-
-    Raises:
-        ValueError: `name` is not in `PRESETS`.
-    """
+    """Return the preset called `name`."""
     if name not in PRESETS:
         raise ValueError(f"preset is {name!r}; expected one of {', '.join(sorted(PRESETS))}")
     return PRESETS[name]

@@ -32,13 +32,7 @@ def _text(words: CheckpointTokenizer, stop: list[str], tokens: list[int]) -> str
 
 
 class Printer:
-    """Printer of a continuation.
-
-    Args:
-        before: text before the continuation.
-        text_of: function returning the text of tokens.
-        held: number of last characters to print at the end only, as they may begin a text that ends the continuation.
-    """
+    """Printer of a continuation."""
 
     def __init__(self, before: str, text_of: Callable[[list[int]], str], held: int) -> None:
         self.before, self.text_of, self.held, self.num_printed = before, text_of, held, 0

@@ -56,10 +56,8 @@ def mesh_from(devices: Sequence[Any], parallel: ParallelConfig) -> Mesh:
 
 
 def all_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes that split a dimension over all devices, outermost first.
-
-    `stage` is the innermost of them, so that an exchange along it alone removes it from the dimension.
-    """
+    """Return the axes that split a dimension over all devices, outermost first."""
+    # `stage` is the innermost of them, so that an exchange along it alone removes it from the dimension.
     return tuple(sorted(mesh.axis_names, key=lambda axis: axis == STAGE))
 
 
@@ -99,14 +97,7 @@ def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
 
 
 def make_system(parallel: ParallelConfig) -> System:
-    """Return the system with the options of the run.
-
-    Args:
-        parallel: text and options of the system; a field overrides an option of the text.
-
-    Raises:
-        ValueError: the system is unknown, lacks an option, or an option is out of range.
-    """
+    """Return the system with the options of the run."""
     name, options = parse_system(parallel.system)
     given = {option: getattr(parallel, option) for option in OPTIONS}
     return systems.make_system(name, options | {option: value for option, value in given.items() if value is not None})

@@ -46,21 +46,7 @@ MAX_MATCHES, CUTOFF = 3, 0.7
 
 
 def read_assignments(texts: Iterable[str]) -> Given:
-    """Parse the options `--set`; a later one overrides an earlier one.
-
-    Args:
-        texts: `section.key=value` each.
-
-    Returns:
-        The given fields.
-
-    Raises:
-        ValueError: a key is unknown, or a value has a wrong type.
-
-    Examples:
-        >>> read_assignments(["model.num_layers=2", "optimizer.learning_rate=1e-3"])
-        {'model': {'num_layers': 2}, 'optimizer': {'learning_rate': 0.001}}
-    """
+    """Parse the options `--set`; a later one overrides an earlier one."""
     given: Given = {}
     for text in texts:
         path, equals, value = text.partition("=")
@@ -76,21 +62,7 @@ def read_assignments(texts: Iterable[str]) -> Given:
 
 
 def read_system(text: str) -> Given:
-    """Parse the option `--system`.
-
-    Args:
-        text: text of a system, as for `jax_moe_lb.systems.system_named`.
-
-    Returns:
-        The given fields.
-
-    Raises:
-        ValueError: the system or an option is unknown, or a value has a wrong type.
-
-    Examples:
-        >>> read_system("exact:replica_slots=2,headroom=1.25")
-        {'parallel': {'system': 'exact', 'replica_slots': 2, 'headroom': 1.25}}
-    """
+    """Parse the option `--system`."""
     name, values = parse_system(text)
     make_system(name, {})
     return {"parallel": {"system": name} | values}
@@ -105,34 +77,12 @@ def _with_system_options(given: Given) -> Given:
 
 
 def read_mesh(text: str) -> Given:
-    """Parse the option `--mesh`.
-
-    Args:
-        text: axes and their sizes, such as `data=2,expert=4,domain=4`; each is optional.
-
-    Returns:
-        The given fields.
-
-    Raises:
-        ValueError: an axis is unknown, or a size is not an integer.
-
-    Examples:
-        >>> read_mesh("data=2,expert=4")
-        {'parallel': {'data_parallel': 2, 'expert_parallel': 4}}
-    """
+    """Parse the option `--mesh`."""
     return {"parallel": _pairs(f"--mesh {text}", text, MESH_AXES)}
 
 
 def read_file(path: Path, limits: FileLimits = FileLimits()) -> Given:
-    """Read a YAML file with the sections of `TrainConfig`, and top-level `steps` and `seed`.
-
-    Args:
-        path: path of the file.
-        limits: limits of its bytes, values and depth.
-
-    Raises:
-        ValueError: the file cannot be read, a key is unknown, or a value has a wrong type.
-    """
+    """Read a YAML file with the sections of `TrainConfig`, and top-level `steps` and `seed`."""
     try:
         found = read_yaml(path, limits)
     except OSError as error:
@@ -146,12 +96,7 @@ def read_file(path: Path, limits: FileLimits = FileLimits()) -> Given:
 
 
 def layered(*layers: Given) -> Given:
-    """Merge the fields of several sources; later sources override earlier ones.
-
-    Examples:
-        >>> layered({"steps": 5, "batch": {"size": 8}}, {"batch": {"accumulate": 2}})
-        {'steps': 5, 'batch': {'size': 8, 'accumulate': 2}}
-    """
+    """Merge the fields of several sources; later sources override earlier ones."""
     whole: Given = {}
     for given in layers:
         for name, value in given.items():
@@ -160,11 +105,7 @@ def layered(*layers: Given) -> Given:
 
 
 def combined(*parts: Given) -> Given:
-    """Merge the fields of several options of one command line.
-
-    Raises:
-        ValueError: two options give the same key.
-    """
+    """Merge the fields of several options of one command line."""
     whole: Given = {}
     for part in parts:
         for section, values in part.items():
@@ -175,20 +116,7 @@ def combined(*parts: Given) -> Given:
 
 
 def updated(config: ConfigT, given: Mapping[str, Any], prefix: str = "") -> ConfigT:
-    """Return the config with the given fields replaced.
-
-    Args:
-        config: a frozen dataclass.
-        given: its fields, see `Given`.
-        prefix: name of the section followed by a dot, for messages.
-
-    Raises:
-        ValueError: a value is out of range; the message contains the full key.
-
-    Examples:
-        >>> updated(TrainConfig(), {"steps": 5, "batch": {"size": 16}}).tokens_per_step
-        2048
-    """
+    """Return the config with the given fields replaced."""
     fields: Any = config
     changes = {
         name: updated(getattr(config, name), value, f"{prefix}{name}.") if isinstance(value, dict) else value
@@ -209,11 +137,7 @@ def in_section(section: str) -> Iterator[None]:
 
 
 def list_keys(config: TrainConfig) -> str:
-    """Return all keys of `--set` as lines, with type, value and meaning.
-
-    Args:
-        config: the current values.
-    """
+    """Return all keys of `--set` as lines, with type, value and meaning."""
     rows = []
     for section, kind in _sections().items():
         meanings, values = _meanings(kind), getattr(config, section)
@@ -284,11 +208,7 @@ def _of_mapping(kind: type, found: Any, prefix: str) -> Given:
 
 
 def _converted(path: str, hint: Any, raw: Any) -> Any:
-    """Convert text, or a value of a YAML file, to the type of a field.
-
-    Raises:
-        ValueError: the value has a wrong type.
-    """
+    """Convert text, or a value of a YAML file, to the type of a field."""
     kind, optional = _kind(hint)
     if isinstance(raw, str):
         if optional and raw == "none" and kind is not str:

@@ -104,14 +104,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def tiny_config(architecture: str) -> str:
-    """Return the `config.json` of a small model.
-
-    Args:
-        architecture: its `model_type`.
-
-    Raises:
-        ValueError: the architecture is not supported.
-    """
+    """Return the `config.json` of a small model."""
     if architecture not in SIZES:
         raise ValueError(f"architecture is {architecture!r}; expected one of {', '.join(sorted(ARCHITECTURES))}")
     named = {"model_type": architecture, "architectures": [CLASSES[architecture]]}

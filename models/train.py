@@ -137,31 +137,19 @@ def train(
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """Command line of one training run.
+    """Command line of one training run."""
 
-    Args:
-        name: preset, or path of a YAML file.
-        base: the preset, or the defaults for a file.
-        given: fields of `TrainConfig` given by the file and the options.
-        epochs: passes over the data; `None` for the number of steps.
-        data: paths of the text; empty for the default text.
-        template_set: variables of the chat template, NAME=VALUE.
-        run_dir: run folder; `None` for a numbered one.
-        resume: `NEWEST` continues a run; `AUTO` continues it from a complete checkpoint, or else starts; `None` starts.
-        overwrite: if True, move an earlier run aside.
-        limits: limits of each input file.
-    """
-
-    name: str
-    base: TrainConfig
-    given: Given
-    epochs: float | None
-    data: list[str]
-    template_set: list[str]
-    run_dir: Path | None
+    name: str  # preset, or path of a YAML file
+    base: TrainConfig  # the preset, or the defaults for a file
+    given: Given  # fields of `TrainConfig` given by the file and the options
+    epochs: float | None  # passes over the data; `None` for the number of steps
+    data: list[str]  # paths of the text; empty for the default text
+    template_set: list[str]  # variables of the chat template, NAME=VALUE
+    run_dir: Path | None  # run folder; `None` for a numbered one
+    # `NEWEST` continues a run; `AUTO` continues it from a complete checkpoint, or else starts; `None` starts
     resume: str | None
-    overwrite: bool
-    limits: FileLimits
+    overwrite: bool  # if True, move an earlier run aside
+    limits: FileLimits  # limits of each input file
 
     def __post_init__(self) -> None:
         if self.resume not in (None, NEWEST, AUTO):
@@ -357,13 +345,7 @@ def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: P
 
 
 def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
-    """Return the default run folder, numbered so that a run does not overwrite earlier ones.
-
-    Args:
-        first: folder of the first run.
-        place: coordinates of this process; all processes return the same folder. `None` for a single process.
-        last: if True, return the folder of the last run instead of the next.
-    """
+    """Return the default run folder, numbered so that a run does not overwrite earlier ones."""
     others = {path.name.removeprefix(f"{first.name}-"): path for path in first.parent.glob(f"{first.name}-*")}
     folders = {1: first} | {int(number): path for number, path in others.items() if number.isdigit()}
     number = max((number for number, path in folders.items() if RunFolder(path).has_run), default=0)

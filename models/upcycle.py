@@ -42,17 +42,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int, share: bool = False) -> str:
-    """Return the `config.json` of the mixture: Mixtral from Llama, Qwen3-MoE from Qwen3, or GLM-4.5 with `share`.
-
-    Args:
-        fields: `config.json` of the dense model.
-        num_experts: `E`, experts per layer.
-        experts_per_token: `K`, experts per token.
-        share: if True, add a shared expert.
-
-    Raises:
-        ValueError: the dense model is not supported, or `experts_per_token` is not between 1 and `num_experts`.
-    """
+    """Return the `config.json` of the mixture: Mixtral from Llama, Qwen3-MoE from Qwen3, or GLM-4.5 with `share`."""
     if not 1 <= experts_per_token <= num_experts:
         raise ValueError(f"experts_per_token is {experts_per_token}; expected 1 to num_experts {num_experts}")
     kind = fields.raw.get("model_type")
@@ -118,21 +108,7 @@ def upcycle(
     max_file_bytes: int = MAX_FILE_BYTES,
     limits: FileLimits = FileLimits(),
 ) -> None:
-    """Write a mixture checkpoint whose experts are copies of a dense model's network.
-
-    Args:
-        folder: checkpoint of a Llama or a Qwen3.
-        out: output folder; it must be absent or empty.
-        num_experts: `E`, experts per layer, usually 8.
-        experts_per_token: `K`, experts per token, usually 2.
-        share: if True, a shared expert is the dense network, and the other experts add 0 initially.
-        seed: seed of the routers.
-        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), unless one tensor is larger.
-        limits: limits of `config.json`, of the index and of the headers.
-
-    Raises:
-        ValueError: the model is not supported, its tensors do not match its `config.json`, or `out` is not empty.
-    """
+    """Write a mixture checkpoint whose experts are copies of a dense model's network."""
     text = upcycled_config(read_fields(folder, limits), num_experts, experts_per_token, share)
     shapes = {piece.name: piece.shape for piece in pieces_of(configured(Fields(text, limits)))}
     rng = np.random.default_rng(seed)

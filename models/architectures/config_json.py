@@ -31,17 +31,9 @@ SHOWN_NAME = 64
 
 
 class Fields:
-    """Typed access to the fields of a `config.json`; a missing or invalid field raises an error with its name.
+    """Typed access to the fields of a `config.json`; a missing or invalid field raises an error with its name."""
 
-    `read` has the names of the fields read, and `ignored` those without effect beside the values of others.
-
-    Args:
-        text: JSON text of the file.
-        limits: limits of the text.
-
-    Raises:
-        ValueError: `text` is not valid JSON, too large, or not a JSON object.
-    """
+    # `read` has the names of the fields read, and `ignored` those without effect beside the values of others.
 
     def __init__(self, text: str, limits: FileLimits = FileLimits()) -> None:
         try:
@@ -115,9 +107,8 @@ class Fields:
         return self.integer(name if name in self.raw else "num_mtp_layers", 0, most=MOST_LAYERS)
 
     def num_experts(self, name: str) -> int:
-        """Return the number of experts, under `name` or `num_local_experts`, its name in newer `transformers`
-        versions. Its other names must have the same value.
-        """
+        """Return the number of experts, under `name` or `num_local_experts`, its name in newer transformers."""
+        # Its other names must have the same value.
         number = self.integer(name if name in self.raw else "num_local_experts", most=MOST_EXPERTS)
         for other in EXPERT_COUNTS:
             self.require(other, number)
@@ -140,11 +131,7 @@ class Fields:
         return self.integer("head_dim", self.integer("hidden_size") // max(self.integer("num_attention_heads"), 1))
 
     def windows(self, kinds: list[str]) -> tuple[int | None, ...]:
-        """Return the attention window of each layer, `None` for full attention; empty if all layers are full.
-
-        Args:
-            kinds: kinds of the layers if the file has no `layer_types`.
-        """
+        """Return the attention window of each layer, `None` for full attention; empty if all layers are full."""
         num_layers, kinds = self.num_layers(), self.get("layer_types") or kinds
         if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
             raise ValueError(f"config.json: layer_types is {str(kinds)[:80]}; expected {num_layers} of {LAYER_TYPES}")
@@ -170,10 +157,8 @@ class Fields:
             raise ValueError(f"config.json: {name} is {shown(value)}; expected {expected!r}, the only supported value")
 
     def rope_settings(self) -> dict[str, Any]:
-        """Return the rotary-embedding settings, with `rope_type` and, if it is given, `rope_theta`.
-
-        A setting with two different values is an error.
-        """
+        """Return the rotary-embedding settings, with `rope_type` and, if it is given, `rope_theta`."""
+        # A setting with two different values is an error.
         self.read.update(ROPE_OBJECTS)
         found = [self.raw.get(name) for name in ROPE_OBJECTS]
         given = [_rope_object(value) for value in found if value is not None]
@@ -201,12 +186,7 @@ class Fields:
         return checked_number(f"rope_parameters.{name}", share)
 
     def rope(self, dim: int, *, interleaved: bool = False) -> Rope:
-        """Return the rotary embedding of attention heads with `dim` rotated channels.
-
-        Args:
-            dim: rotated channels per head.
-            interleaved: if True, rotate adjacent channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
-        """
+        """Return the rotary embedding of attention heads with `dim` rotated channels."""
         settings = self.rope_settings()
         kind = settings["rope_type"]
 
@@ -257,16 +237,7 @@ def _attention_factor(settings: dict[str, Any], factor: float) -> float:
 
 
 def checked_number(name: str, value: Any, default: float | None = None) -> float:
-    """Return a field's value as a float; `default` replaces `None`.
-
-    Args:
-        name: name of the field.
-        value: its value.
-        default: value of an absent field; `None` (default) for none.
-
-    Raises:
-        ValueError: the value is no number, or not finite.
-    """
+    """Return a field's value as a float; `default` replaces `None`."""
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_NUMBER:
         raise ValueError(f"config.json: {name} is {shown(value)}; expected a finite number")
@@ -274,15 +245,7 @@ def checked_number(name: str, value: Any, default: float | None = None) -> float
 
 
 def read_settings(path: Path, limits: FileLimits = FileLimits()) -> dict[str, Any]:
-    """Read an optional JSON object of a checkpoint; empty if the file does not exist.
-
-    Args:
-        path: path of the file.
-        limits: limits of the file.
-
-    Raises:
-        ValueError: the file is too large, or not a JSON object; the message contains its path.
-    """
+    """Read an optional JSON object of a checkpoint; empty if the file does not exist."""
     if not path.exists():
         return {}
     try:
@@ -297,15 +260,7 @@ def read_settings(path: Path, limits: FileLimits = FileLimits()) -> dict[str, An
 
 
 def read_fields(folder: Path, limits: FileLimits = FileLimits()) -> Fields:
-    """Read the `config.json` of a checkpoint folder.
-
-    Args:
-        folder: folder of the checkpoint.
-        limits: limits of the file.
-
-    Raises:
-        ValueError: the file is missing, too large, not a JSON object, or not UTF-8.
-    """
+    """Read the `config.json` of a checkpoint folder."""
     path = folder / "config.json"
     try:
         content = read_bytes(path, limits)

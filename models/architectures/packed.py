@@ -15,16 +15,9 @@ HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 
 
 def packed_slice(piece: ParameterSlice, config: DecoderConfig, names: Iterable[tuple[str, str]]) -> ParameterSlice:
-    """Return the slice of the tensor in memory of `transformers` 5 that has the values of a slice of a file.
-
-    `experts.gate_up_proj` is `[E, 2 F, H]`, the gate first, and `experts.down_proj` `[E, H, F]`. GPT-OSS and Llama 4
-    have other orders of the dimensions, which are those of their files.
-
-    Args:
-        piece: slice of a published file.
-        config: sizes of the model.
-        names: `Architecture.names_in_memory`.
-    """
+    """Return the slice of the tensor in memory of `transformers` 5 that has the values of a slice of a file."""
+    # `experts.gate_up_proj` is `[E, 2 F, H]`, the gate first, and `experts.down_proj` `[E, H, F]`. GPT-OSS and Llama 4
+    # have other orders of the dimensions, which are those of their files.
     name = piece.name
     for published, in_memory in names:
         name = name.replace(published, in_memory)

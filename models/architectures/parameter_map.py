@@ -10,27 +10,16 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Part of a checkpoint tensor, and the parameter it maps to.
+    """Part of a checkpoint tensor, and the parameter it maps to."""
 
-    Args:
-        name: name of the tensor in the checkpoint.
-        shape: shape of the whole tensor.
-        path: dotted path of the parameter in the model.
-        index: part of the tensor; empty for all of it.
-        expert: index of the expert in the parameter; `None` for the whole parameter.
-        layer: index of the layer in a parameter that stacks several layers; `None` otherwise.
-        transposed: if True, the last two dimensions of tensor and parameter are swapped.
-        is_copy: if True, the tensor duplicates another one and may be missing from the checkpoint.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    path: str
-    index: Index = ()
-    expert: int | None = None
-    transposed: bool = False
-    is_copy: bool = False
-    layer: int | None = None
+    name: str  # name of the tensor in the checkpoint
+    shape: tuple[int, ...]  # shape of the whole tensor
+    path: str  # dotted path of the parameter in the model
+    index: Index = ()  # part of the tensor; empty for all of it
+    expert: int | None = None  # index of the expert in the parameter; `None` for the whole parameter
+    transposed: bool = False  # if True, the last two dimensions of tensor and parameter are swapped
+    is_copy: bool = False  # if True, the tensor duplicates another one and may be missing from the checkpoint
+    layer: int | None = None  # index of the layer in a parameter that stacks several layers; `None` otherwise
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -38,12 +27,7 @@ class ParameterSlice:
         return tuple(number for number in (self.layer, self.expert) if number is not None)
 
     def in_stack(self, stacks: Sequence[tuple[str, int]], num_layers: int) -> "ParameterSlice":
-        """Return the slice of a model with stacked layers.
-
-        Args:
-            stacks: path of the stack of each layer, and the layer's index in it; multi-token prediction layers last.
-            num_layers: number of layers without these.
-        """
+        """Return the slice of a model with stacked layers."""
         parts = self.path.split(".")
         if parts[0] == "blocks":
             number, rest = int(parts[1]), parts[2:]
@@ -112,15 +96,7 @@ def experts(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     bias: str = "gate.e_score_correction_bias",
 ) -> Iterator[ParameterSlice]:
-    """Yield the weights of the router and of experts stored in one tensor each.
-
-    Args:
-        config: sizes of the model.
-        layer: index of the layer.
-        inside: name of the checkpoint module holding the experts, usually `mlp`.
-        names: checkpoint names of the gate, up and down projections.
-        bias: checkpoint name of the router's bias.
-    """
+    """Yield the weights of the router and of experts stored in one tensor each."""
     theirs, ours = f"model.layers.{layer}.{inside}", f"blocks.{layer}.moe"
     width, inner, (gate, up, down) = config.embed_dim, config.mlp_dim, names
     yield ParameterSlice(f"{theirs}.gate.weight", (config.num_experts, width), f"{ours}.kernel", transposed=True)
@@ -161,13 +137,7 @@ def dense(config: DecoderConfig, layer: int, inside: str = "mlp") -> Iterator[Pa
 def usual_pieces(
     config: DecoderConfig, shared: str = "shared_experts", bias: str = "gate.e_score_correction_bias"
 ) -> Iterator[ParameterSlice]:
-    """Yield all slices of a model with grouped attention and per-expert tensors under `mlp`.
-
-    Args:
-        config: sizes of the model.
-        shared: checkpoint name of the shared expert.
-        bias: checkpoint name of the router's bias.
-    """
+    """Yield all slices of a model with grouped attention and per-expert tensors under `mlp`."""
 
     def layer_pieces(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
         yield from layer_norms(config, layer)
@@ -183,12 +153,7 @@ def usual_pieces(
 def further(
     config: DecoderConfig, layer_pieces: Callable[[DecoderConfig, int], Iterator[ParameterSlice]]
 ) -> Iterator[ParameterSlice]:
-    """Yield the slices of the multi-token prediction layers and of the modules joining their inputs.
-
-    Args:
-        config: sizes of the model.
-        layer_pieces: function yielding the slices of one layer.
-    """
+    """Yield the slices of the multi-token prediction layers and of the modules joining their inputs."""
     width, words = config.embed_dim, (config.vocab_size, config.embed_dim)
     for i in range(config.num_further):
         layer = config.num_layers + i
@@ -213,14 +178,7 @@ def feed_forward(
     shared: str = "shared_experts",
     bias: str = "gate.e_score_correction_bias",
 ) -> Iterator[ParameterSlice]:
-    """Yield the weights of a layer's experts, or of its dense network.
-
-    Args:
-        config: sizes of the model.
-        layer: index of the layer.
-        shared: checkpoint name of the shared expert.
-        bias: checkpoint name of the router's bias.
-    """
+    """Yield the weights of a layer's experts, or of its dense network."""
     if layer in config.dense_layers:
         yield from dense(config, layer)
     else:

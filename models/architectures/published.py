@@ -160,21 +160,15 @@ PUBLISHED = {
 
 
 def published_config(name: str) -> DecoderConfig:
-    """Return the sizes of a published model.
-
-    Raises:
-        ValueError: `name` is not in `PUBLISHED`.
-    """
+    """Return the sizes of a published model."""
     if name not in PUBLISHED:
         raise ValueError(f"name is {name!r}; expected one of {', '.join(PUBLISHED)}")
     return configured(Fields(json.dumps(PUBLISHED[name])))
 
 
 def num_params(config: DecoderConfig) -> tuple[int, int]:
-    """Return the total parameters of a model, and the active parameters per token.
-
-    Both include the embedding. Multi-token prediction layers do not count.
-    """
+    """Return the total parameters of a model, and the active parameters per token."""
+    # Both include the embedding. Multi-token prediction layers do not count.
     pieces = pieces_of(config)
     in_experts = _size(piece for piece in pieces if piece.expert is not None)
     # A tensor stacking all experts has many slices but counts once.

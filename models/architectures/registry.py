@@ -27,21 +27,15 @@ from models.decoder.config import DecoderConfig
 
 @dataclass(frozen=True)
 class Architecture:
-    """Reader of one architecture.
+    """Reader of one architecture."""
 
-    Args:
-        config: function from the `config.json` fields to the `DecoderConfig`.
-        pieces: function from the `DecoderConfig` to the slices of all checkpoint tensors.
-        defaults: values of absent fields, those of `transformers`. Sizes have none.
-        has_further: if True, multi-token prediction layers are supported.
-        names_in_memory: parts of tensor names in published files, each with its replacement in the modules of
-            `transformers` 5, in this order.
-    """
-
-    config: Callable[[Fields], DecoderConfig]
+    config: Callable[[Fields], DecoderConfig]  # function from the `config.json` fields to the `DecoderConfig`
+    # Function from the `DecoderConfig` to the slices of all checkpoint tensors
     pieces: Callable[[DecoderConfig], Iterable[ParameterSlice]]
-    defaults: Mapping[str, Any]
-    has_further: bool = False
+    defaults: Mapping[str, Any]  # values of absent fields, those of `transformers`. Sizes have none.
+    has_further: bool = False  # if True, multi-token prediction layers are supported
+    # Parts of tensor names in published files, each with its replacement in the modules of `transformers` 5, in this
+    # order
     names_in_memory: tuple[tuple[str, str], ...] = ()
 
 
@@ -78,11 +72,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(fields: Fields) -> Architecture:
-    """Return the architecture of a `config.json`.
-
-    Raises:
-        ValueError: its `model_type` is not supported.
-    """
+    """Return the architecture of a `config.json`."""
     kind = fields.raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(
@@ -99,19 +89,7 @@ def configured(
     scan_layers: bool = False,
     predict_further: bool = False,
 ) -> DecoderConfig:
-    """Return the `DecoderConfig` of a `config.json`.
-
-    Args:
-        fields: content of the file.
-        compute_dtype: dtype of activations and matrix products (default "float32").
-        param_dtype: dtype of parameters (default "float32").
-        scan_layers: if True, run layers of equal structure as one `jax.lax.scan`.
-        predict_further: if True, add the multi-token prediction layers.
-
-    Raises:
-        ValueError: the architecture or an option is not supported, a size is invalid, or `predict_further` is set for a
-            model without multi-token prediction layers.
-    """
+    """Return the `DecoderConfig` of a `config.json`."""
     architecture = architecture_of(fields)
     num_further = fields.num_further() if predict_further and architecture.has_further else 0
     if predict_further and not num_further:
@@ -137,12 +115,7 @@ def configured(
 
 
 def pieces_of(config: DecoderConfig, *, packed: bool = False) -> list[ParameterSlice]:
-    """Return the slices of all checkpoint tensors of a model.
-
-    Args:
-        config: sizes of the model.
-        packed: if True, those of the tensors in memory of `transformers` 5; see `packed_slice`.
-    """
+    """Return the slices of all checkpoint tensors of a model."""
     # The limits have been checked when the file was read.
     architecture = architecture_of(Fields(config.source, UNLIMITED))
     if not packed:

@@ -21,17 +21,9 @@ NO_END = 2**50
 
 
 class Batches:
-    """Resumable iterator over the batches of a run, and a context manager closing its reader threads.
+    """Resumable iterator over the batches of a run, and a context manager closing its reader threads."""
 
-    Sequence `row` of step `s` does not depend on the number of processes. Each process reads its own rows only.
-
-    Args:
-        corpus: data to read.
-        seed: seed of the shuffles.
-        batch_size: sequences per step, over all processes.
-        sequence_length: tokens to predict per sequence.
-        rows: batch rows of this process, ascending; `rows_here` computes them.
-    """
+    # Sequence `row` of step `s` does not depend on the number of processes. Each process reads its own rows only.
 
     def __init__(
         self, corpus: Corpus, *, seed: int, batch_size: int, sequence_length: int, rows: Sequence[int]
@@ -71,14 +63,7 @@ class Batches:
         return {"sequences": self.first + self.steps * self.batch_size}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continue from a saved position, possibly with another number of processes.
-
-        Args:
-            state: return value of `state`.
-
-        Raises:
-            ValueError: `state` has no number of sequences.
-        """
+        """Continue from a saved position, possibly with another number of processes."""
         sequences = state.get("sequences")
         if type(sequences) is not int or sequences < 0:
             raise ValueError(f"data state is {state!r}; expected a number of sequences")
@@ -87,22 +72,11 @@ class Batches:
 
 
 def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
-    """Return the batch rows on devices of this process, ascending.
-
-    Args:
-        sharding: sharding of a batch over all devices.
-        batch_size: rows of the batch.
-    """
+    """Return the batch rows on devices of this process, ascending."""
     here = sharding.addressable_devices_indices_map((batch_size,)).values()
     return sorted({row for index in here for row in range(batch_size)[(index or (slice(None),))[0]]})
 
 
 def place_rows(rows: np.ndarray, sharding: Sharding, batch_size: int) -> jax.Array:
-    """Assemble a global batch from the rows of each process.
-
-    Args:
-        rows: int32 `[rows, ...]`, in the order of `rows_here`.
-        sharding: sharding of the batch over all devices.
-        batch_size: rows of all processes.
-    """
+    """Assemble a global batch from the rows of each process."""
     return jax.make_array_from_process_local_data(sharding, rows, (batch_size, *rows.shape[1:]))

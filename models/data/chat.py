@@ -37,11 +37,7 @@ NO_VARIABLES: Variables = MappingProxyType({})
 
 
 def read_variables(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse the option `--template-set`, NAME=VALUE each; a value that is no JSON is a text.
-
-    Raises:
-        ValueError: a text has another form.
-    """
+    """Parse the option `--template-set`, NAME=VALUE each; a value that is no JSON is a text."""
     variables = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -55,17 +51,11 @@ def read_variables(texts: Sequence[str]) -> dict[str, Any]:
 
 
 class Example(NamedTuple):
-    """Tokens to learn from.
+    """Tokens to learn from."""
 
-    Attributes:
-        tokens: int32 `[T]`.
-        context: bool `[T]`, True for tokens of the context, which are not predicted.
-        num_endless: number of answers without an end token of the checkpoint.
-    """
-
-    tokens: np.ndarray
-    context: np.ndarray
-    num_endless: int = 0
+    tokens: np.ndarray  # int32 `[T]`
+    context: np.ndarray  # bool `[T]`, True for tokens of the context, which are not predicted
+    num_endless: int = 0  # number of answers without an end token of the checkpoint
 
 
 class ChatTemplate:
@@ -242,17 +232,11 @@ class ChatTemplate:
 
 
 class _Draft(NamedTuple):
-    """Conversation up to an answer.
+    """Conversation up to an answer."""
 
-    Attributes:
-        messages: the messages.
-        text: rendered messages.
-        answers: offsets of the first character of each answer, and of the one after its last.
-    """
-
-    messages: Messages
-    text: str
-    answers: list[tuple[int, int]]
+    messages: Messages  # the messages
+    text: str  # rendered messages
+    answers: list[tuple[int, int]]  # offsets of the first character of each answer, and of the one after its last
 
 
 def _num_shared(*texts: str) -> int:
@@ -273,15 +257,7 @@ def has_chat_template(folder: Path, limits: FileLimits = FileLimits()) -> bool:
 
 
 def conversation_in(value: Mapping[str, Any]) -> tuple[Messages, dict[str, Any]]:
-    """Return the messages of a JSON object, and the variables of the template.
-
-    Args:
-        value: object with `messages`, and optionally `tools`, `documents` and `chat_template_kwargs`.
-
-    Raises:
-        ValueError: the messages are not a list of objects with texts as `role` and `content`, the tools or documents
-            no list, or the variables no object.
-    """
+    """Return the messages of a JSON object, and the variables of the template."""
     messages = value[MESSAGES_FIELD]
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{MESSAGES_FIELD} is {shown(messages)}; expected a list of objects")

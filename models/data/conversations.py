@@ -16,35 +16,23 @@ from models.data.marks import marked
 
 @dataclass(frozen=True, eq=False)
 class Conversations(Documents):
-    """Conversations in memory, of which the last of every sixteen is held out, or of every ten if they are short.
+    """Conversations in memory, of which the last of every sixteen is held out, or of every ten if they are short."""
 
-    A row has whole conversations by best fit. Padding repeats tokens of the row: they are neither predicted nor routed,
-    and the conversations do not attend to them.
+    # A row has whole conversations by best fit. Padding repeats tokens of the row: they are neither predicted nor
+    # routed, and the conversations do not attend to them.
 
-    Args:
-        tokens: int32 `[tokens]` of all examples.
-        starts: int64 `[examples]`, offset of the first token of each example, ascending from 0.
-        context: bool `[tokens]`, True for tokens that are not predicted, such as questions.
-        sources: int64 `[examples]`, the number of each example's conversation, ascending from 0. Examples of one
-            conversation are on the same side.
-        endless: int64 `[examples]`, number of answers of each example without an end token.
-        is_split: if False, both splits contain all conversations.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    context: np.ndarray
+    tokens: np.ndarray  # int32 `[tokens]` of all examples
+    starts: np.ndarray  # int64 `[examples]`, offset of the first token of each example, ascending from 0
+    context: np.ndarray  # bool `[tokens]`, True for tokens that are not predicted, such as questions
+    # Int64 `[examples]`, the number of each example's conversation, ascending from 0. Examples of one conversation are
+    # on the same side.
     sources: np.ndarray
-    endless: np.ndarray
+    endless: np.ndarray  # int64 `[examples]`, number of answers of each example without an end token
     has_padding: ClassVar[bool] = True
 
     @classmethod
     def of(cls, conversations: Sequence[Sequence[Example]]) -> "Conversations":
-        """Concatenate the examples of conversations.
-
-        Args:
-            conversations: one or more examples each.
-        """
+        """Concatenate the examples of conversations."""
         examples = [example for conversation in conversations for example in conversation]
         sizes = np.array([0, *(len(example.tokens) for example in examples)], np.int64)
         return cls(
@@ -120,21 +108,14 @@ class Conversations(Documents):
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Rows of one split, by index.
+    """Rows of one split, by index."""
 
-    Args:
-        conversations: tokens of the rows.
-        places: int64 `[examples, 2]`, offsets of the first token of each example and of the one after its last.
-        members: numbers of the examples of each row.
-        width: tokens per row.
-        packing: numbers of the conversations and rows.
-    """
-
-    conversations: Conversations
+    conversations: Conversations  # tokens of the rows
+    # Int64 `[examples, 2]`, offsets of the first token of each example and of the one after its last
     places: np.ndarray
-    members: list[list[int]]
-    width: int
-    packing: Packing
+    members: list[list[int]]  # numbers of the examples of each row
+    width: int  # tokens per row
+    packing: Packing  # numbers of the conversations and rows
 
     def __len__(self) -> int:
         return len(self.members)
@@ -151,15 +132,7 @@ class PackedRows:
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
-    """Pack items into rows, the largest first, each into the row with the least room that is enough.
-
-    Args:
-        sizes: `[items]` integers from 1 to `capacity`.
-        capacity: size of a row.
-
-    Returns:
-        Numbers of the items of each row.
-    """
+    """Pack items into rows, the largest first, each into the row with the least room that is enough."""
     rows: list[list[int]] = []
     rooms: list[int] = []
     rows_with: dict[int, list[int]] = {}

@@ -29,27 +29,16 @@ TOKENS_AT_ONCE = 2**24
 
 
 class Packing(NamedTuple):
-    """Numbers of packed conversations.
+    """Numbers of packed conversations."""
 
-    Attributes:
-        conversations: number of conversations.
-        truncated: number of examples longer than a row.
-        unused: number of examples without a predicted token in a row.
-        tokens: tokens in rows, without padding.
-        rows: number of rows.
-        once: tokens of the last example of each conversation.
-        repeated: tokens of all examples.
-        endless: number of answers without an end token.
-    """
-
-    conversations: int
-    truncated: int
-    unused: int
-    tokens: int
-    rows: int
-    once: int
-    repeated: int
-    endless: int
+    conversations: int  # number of conversations
+    truncated: int  # number of examples longer than a row
+    unused: int  # number of examples without a predicted token in a row
+    tokens: int  # tokens in rows, without padding
+    rows: int  # number of rows
+    once: int  # tokens of the last example of each conversation
+    repeated: int  # tokens of all examples
+    endless: int  # number of answers without an end token
 
 
 class Rows(Protocol):
@@ -66,17 +55,11 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Documents(abc.ABC):
-    """Tokens of one or more documents, split into training and held-out ones, and cut into rows.
+    """Tokens of one or more documents, split into training and held-out ones, and cut into rows."""
 
-    Attributes:
-        tokens: `[tokens]` integers.
-        is_split: if False, both splits contain all documents.
-        has_padding: whether rows may end with padding.
-    """
-
-    tokens: np.ndarray
-    is_split: bool = field(default=True, kw_only=True)
-    has_padding: ClassVar[bool] = False
+    tokens: np.ndarray  # `[tokens]` integers
+    is_split: bool = field(default=True, kw_only=True)  # if False, both splits contain all documents
+    has_padding: ClassVar[bool] = False  # whether rows may end with padding
 
     @abc.abstractmethod
     def length(self, held_out: bool) -> int:
@@ -96,15 +79,7 @@ class Documents(abc.ABC):
         """Hash of the content."""
 
     def check(self, vocab_size: int, name: str) -> None:
-        """Check that all tokens are in the vocabulary.
-
-        Args:
-            vocab_size: size of the vocabulary.
-            name: source of the documents, for the message.
-
-        Raises:
-            ValueError: a token is negative, or not below `vocab_size`.
-        """
+        """Check that all tokens are in the vocabulary."""
         for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
             part = self.tokens[start : start + TOKENS_AT_ONCE]
             if part.min() < 0 or part.max() >= vocab_size:
@@ -117,19 +92,13 @@ class Documents(abc.ABC):
 
 @dataclass(frozen=True, eq=False)
 class Stream(Documents):
-    """Concatenated documents, of which the last chunk of every sixteen is held out.
+    """Concatenated documents, of which the last chunk of every sixteen is held out."""
 
-    Holding out chunks throughout the stream gives both splits text of all kinds. Each split concatenates its chunks.
-    A window marks the starts of documents, and the tokens after a gap between chunks; see `marks`.
+    # Holding out chunks throughout the stream gives both splits text of all kinds. Each split concatenates its chunks.
+    # A window marks the starts of documents, and the tokens after a gap between chunks; see `marks`.
 
-    Args:
-        tokens: `[tokens]` integers, possibly memory-mapped.
-        starts: int64 `[documents - 1]`, start offsets of the documents, ascending, without the first (0).
-        is_split: if False, both splits contain all tokens.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
+    tokens: np.ndarray  # `[tokens]` integers, possibly memory-mapped
+    starts: np.ndarray  # int64 `[documents - 1]`, start offsets of the documents, ascending, without the first (0)
 
     @cached_property
     def _chunks(self) -> tuple[int, int]:
@@ -149,13 +118,7 @@ class Stream(Documents):
         return len(self.tokens) - learned if held_out else learned
 
     def window(self, held_out: bool, start: int, length: int) -> np.ndarray:
-        """Return a window of one split, int32 `[length]`, with marks.
-
-        Args:
-            held_out: if True, read held-out tokens; otherwise training tokens.
-            start: offset of the first token within the split.
-            length: number of tokens.
-        """
+        """Return a window of one split, int32 `[length]`, with marks."""
         if not length:
             return np.zeros(0, np.int32)
         places = self._places(held_out, np.arange(start, start + length))
@@ -194,22 +157,15 @@ class Stream(Documents):
 
 @dataclass(frozen=True, eq=False)
 class StreamRows:
-    """Windows of one split of a stream.
+    """Windows of one split of a stream."""
 
-    A window has `length + 1` tokens, as each token is predicted from those before. Its last token is the first of the
-    next window.
+    # A window has `length + 1` tokens, as each token is predicted from those before. Its last token is the first of the
+    # next window.
 
-    Args:
-        stream: stream to cut.
-        held_out: if True, read held-out tokens; otherwise training tokens.
-        length: tokens to predict per window.
-        packing: `None`, as these are no conversations.
-    """
-
-    stream: Stream
-    held_out: bool
-    length: int
-    packing: None = None
+    stream: Stream  # stream to cut
+    held_out: bool  # if True, read held-out tokens; otherwise training tokens
+    length: int  # tokens to predict per window
+    packing: None = None  # `None`, as these are no conversations
 
     def __len__(self) -> int:
         return max(0, (self.stream.length(self.held_out) - 1) // self.length)
@@ -219,11 +175,7 @@ class StreamRows:
 
 
 def joined(documents: list[np.ndarray]) -> Stream:
-    """Concatenate documents in memory, without empty ones.
-
-    Args:
-        documents: `[tokens]` integers each.
-    """
+    """Concatenate documents in memory, without empty ones."""
     documents = [document for document in documents if len(document)]
     ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
     return Stream(np.concatenate(documents or [np.zeros(0, np.uint8)]), ends[:-1])
@@ -235,17 +187,11 @@ COUNTED_TOKENS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Component of a corpus with a fixed share of every batch.
+    """Component of a corpus with a fixed share of every batch."""
 
-    Args:
-        streams: documents of the part.
-        weight: relative weight of the part.
-        source: description of the source for messages.
-    """
-
-    streams: Sequence[Documents]
-    weight: float
-    source: str
+    streams: Sequence[Documents]  # documents of the part
+    weight: float  # relative weight of the part
+    source: str  # description of the source for messages
 
     def length(self, held_out: bool) -> int:
         """Return the number of training tokens, or of held-out tokens."""
@@ -254,17 +200,11 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Random-access sequences of one split of a part, as a Grain data source.
+    """Random-access sequences of one split of a part, as a Grain data source."""
 
-    Args:
-        part: part of the corpus.
-        held_out: if True, read held-out tokens; otherwise training tokens.
-        length: tokens to predict per sequence.
-    """
-
-    part: Part
-    held_out: bool
-    length: int
+    part: Part  # part of the corpus
+    held_out: bool  # if True, read held-out tokens; otherwise training tokens
+    length: int  # tokens to predict per sequence
 
     @cached_property
     def rows(self) -> list[Rows]:
@@ -285,28 +225,17 @@ class Windows:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Mixture of one or more parts.
+    """Mixture of one or more parts."""
 
-    Args:
-        parts: parts to sample from.
-        unit: name of a token, such as "byte".
-        vocab_size: size of the vocabulary; every token is below it.
-        held_out: parts of the validation data; `None` (default) for the held-out tokens of `parts`.
-    """
-
-    parts: tuple[Part, ...]
-    unit: str = "byte"
-    vocab_size: int = Bytes().vocab_size
+    parts: tuple[Part, ...]  # parts to sample from
+    unit: str = "byte"  # name of a token, such as "byte"
+    vocab_size: int = Bytes().vocab_size  # size of the vocabulary; every token is below it
+    # Parts of the validation data; `None` (default) for the held-out tokens of `parts`
     held_out: tuple[Part, ...] | None = None
 
     @classmethod
     def of_text(cls, text: bytes, source: str) -> "Corpus":
-        """Build a corpus of bytes from one document.
-
-        Args:
-            text: bytes of the document.
-            source: description of the source for messages.
-        """
+        """Build a corpus of bytes from one document."""
         return cls((Part((joined([Bytes().tokens(text)]),), 1.0, source),))
 
     def validated_by(self, other: "Corpus") -> "Corpus":
@@ -357,25 +286,14 @@ class Corpus:
         return entropy
 
     def num_sequences(self, length: int) -> int:
-        """Return the number of training sequences of an epoch.
-
-        With weights, an epoch has as many sequences as all parts together; some of them occur several times.
-
-        Args:
-            length: tokens to predict per sequence.
-        """
+        """Return the number of training sequences of an epoch."""
+        # With weights, an epoch has as many sequences as all parts together; some of them occur several times.
         return sum(len(Windows(part, False, length)) for part in self.parts)
 
     def sequences(self, seed: int, length: int) -> grain.MapDataset:
-        """Return the endless sequence of training examples, int32 `[length + 1]` each.
-
-        Each epoch of a part is shuffled anew, and parts are mixed by weight. The order is a pure function of the
-        arguments, so a run can resume at any position and on any number of hosts.
-
-        Args:
-            seed: seed of the shuffles.
-            length: tokens to predict per sequence.
-        """
+        """Return the endless sequence of training examples, int32 `[length + 1]` each."""
+        # Each epoch of a part is shuffled anew, and parts are mixed by weight. The order is a pure function of the
+        # arguments, so a run can resume at any position and on any number of hosts.
         # Grain accepts 32-bit seeds.
         seeds = np.random.SeedSequence(seed).generate_state(len(self.parts))
         parts = [
@@ -415,11 +333,7 @@ class Corpus:
                     )
 
     def notes(self, sequence_length: int) -> list[str]:
-        """Return lines about the conversations, if there are any, for the user.
-
-        Args:
-            sequence_length: tokens to predict per sequence.
-        """
+        """Return lines about the conversations, if there are any, for the user."""
         windows = [
             Windows(part, held_out, sequence_length) for held_out in (False, True) for part in self._split(held_out)
         ]

@@ -19,14 +19,7 @@ PADDING = 2**30
 def marked(
     tokens: np.ndarray, starts: np.ndarray, context: np.ndarray, padding: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return int32 tokens with marks.
-
-    Args:
-        tokens: `[...]` integers below `CONTEXT`.
-        starts: `[...]` bool, True at the first token of each document.
-        context: `[...]` bool, True for tokens of the context.
-        padding: `[...]` bool, True for tokens of the padding; `None` (default) for none.
-    """
+    """Return int32 tokens with marks."""
     stored = tokens.astype(np.int32) + np.where(context, np.int32(CONTEXT), np.int32(0))
     if padding is not None:
         stored = np.where(padding, tokens.astype(np.int32) + np.int32(PADDING), stored)
@@ -44,12 +37,7 @@ def are_predicted(tokens: jax.Array) -> jax.Array:
 
 
 def predicted(tokens: jax.Array, ahead: int = 0) -> list[jax.Array]:
-    """Return which positions predict the next token, and which the `k`-th after it, up to `ahead`: bool `[B, T]` each.
-
-    Args:
-        tokens: int32 `[B, T + 1]`, with marks.
-        ahead: number of further tokens. No prediction crosses the start of a document, or the end of a row.
-    """
+    """Return which positions predict the next token, and which the `k`-th after it: bool `[B, T]` each."""
     following = tokens[:, 1:]
     found, inside = [], jnp.ones(following.shape, bool)
     for k in range(ahead + 1):

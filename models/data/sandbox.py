@@ -24,27 +24,16 @@ MOST_BITS = 2**10
 
 @dataclass
 class Rendering:
-    """Text of a conversation.
+    """Text of a conversation."""
 
-    Attributes:
-        text: rendered text.
-        answers: offsets of the first character of each `generation` block, and of the one after its last.
-    """
-
-    text: str = ""
+    text: str = ""  # rendered text
+    # Offsets of the first character of each `generation` block, and of the one after its last
     answers: list[tuple[int, int]] = field(default_factory=list)
     length: int = 0
 
 
 def compiled(source: str) -> jinja2.Template:
-    """Compile a chat template, with the functions that `transformers` offers.
-
-    Args:
-        source: the template.
-
-    Raises:
-        ValueError: the template is not valid.
-    """
+    """Compile a chat template, with the functions that `transformers` offers."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -58,15 +47,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> Rendering:
-    """Render a template.
-
-    Args:
-        template: return value of `compiled`.
-        variables: values of the template's variables by name.
-
-    Raises:
-        ValueError: the template fails, or its text has more than `MOST_TEXT` characters.
-    """
+    """Render a template."""
     rendering = Rendering()
     try:
         parts = []

@@ -32,27 +32,12 @@ def read_streams(
     limits: FileLimits = FileLimits(),
     chat: ChatTemplate | None = None,
 ) -> tuple[list[Documents], int]:
-    """Read files, and all non-hidden files of folders, sorted by name.
-
-    A `.npy` file is an array of tokens; a `.jsonl` file has one document or conversation per line, and a `.parquet` or
-    `.arrow` file per row; any other file is one document of text. Of a folder with Parquet files, or one saved by
-    `datasets`, these files alone are read. Of a conversation only the answers are predicted. An array `[tokens]` is one
-    document; each row of an array `[documents, tokens]` is one. Arrays are memory-mapped, one stream each. All other
-    documents form one stream in memory, and all conversations are packed together; both have no limit.
-
-    Args:
-        paths: files and folders.
-        tokenizer: tokenizer of text.
-        text_field: JSON field containing the document (default "text").
-        limits: limits of a line of JSON, and of the starts of the documents of an array.
-        chat: chat template of conversations; `None` (default) refuses them.
-
-    Returns:
-        The documents that are not empty, and the number of files.
-
-    Raises:
-        ValueError: a file cannot be read, or its content does not match its suffix.
-    """
+    """Read files, and all non-hidden files of folders, sorted by name."""
+    # A `.npy` file is an array of tokens; a `.jsonl` file has one document or conversation per line, and a `.parquet`
+    # or `.arrow` file per row; any other file is one document of text. Of a folder with Parquet files, or one saved by
+    # `datasets`, these files alone are read. Of a conversation only the answers are predicted. An array `[tokens]` is
+    # one document; each row of an array `[documents, tokens]` is one. Arrays are memory-mapped, one stream each. All
+    # other documents form one stream in memory, and all conversations are packed together; both have no limit.
     files = [file for path in paths for file in _files(path, limits)]
     texts: list[np.ndarray] = []
     conversations: list[list[Example]] = []
@@ -192,21 +177,7 @@ def corpus_from(
     limits: FileLimits = FileLimits(),
     chat: ChatTemplate | None = None,
 ) -> Corpus:
-    """Read a corpus from files and folders in the formats of `read_streams`.
-
-    Args:
-        sources: PATH or PATH:WEIGHT. Paths without weights form one part, in which an epoch visits each sequence once.
-            With weights, which are relative, each path is a part with its share of all batches.
-        tokenizer: tokenizer of text (default bytes).
-        vocab_size: size of the vocabulary; `None` (default) takes the size of the tokenizer.
-        text_field: JSON field containing the document (default "text").
-        limits: limits of a line of JSON, and of the starts of the documents of an array.
-        chat: chat template of conversations; `None` (default) refuses them.
-
-    Raises:
-        ValueError: a path does not exist or cannot be read, contains no tokens or a token outside the vocabulary, or a
-            weight is not above 0.
-    """
+    """Read a corpus from files and folders in the formats of `read_streams`."""
     named = [_weighed(str(source)) for source in sources]
     vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
     if vocab_size < tokenizer.vocab_size:

@@ -17,15 +17,7 @@ ROWS_AT_ONCE = 1024
 
 
 def table_files(folder: Path, limits: FileLimits) -> list[Path]:
-    """Return the files of a folder that contain rows, by name; without them, other files are its documents.
-
-    Args:
-        folder: folder saved by `Dataset.save_to_disk`, or one with Parquet files, such as a repository of data.
-        limits: limits of the description of the data set.
-
-    Raises:
-        ValueError: the folder has several splits, or indices into its rows.
-    """
+    """Return the files of a folder with rows, by name; without them, other files are its documents."""
     if (folder / "dataset_dict.json").exists():
         splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
         raise ValueError(f"data is {str(folder)!r}, which has the splits {splits}; expected the folder of one")
@@ -40,18 +32,8 @@ def table_files(folder: Path, limits: FileLimits) -> list[Path]:
 
 
 def table_rows(file: Path, limits: FileLimits) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet or Arrow file, without fields that are null.
-
-    Arrow stores the fields of all rows in each of them, so that null and absent are the same.
-
-    Args:
-        file: path of the file.
-        limits: limits of the bytes of a group of rows.
-
-    Raises:
-        ValueError: pyarrow is not installed, or the file is damaged.
-        LimitError: a group of rows declares too many bytes.
-    """
+    """Yield the rows of a Parquet or Arrow file, without null fields."""
+    # Arrow stores the fields of all rows in each of them, so that null and absent are the same.
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f"data is {str(file)!r}, which requires pyarrow; run pip install '.[data]'")
     batches = _parquet(file, limits) if file.suffix == SUFFIXES[0] else _arrow(file)

@@ -44,41 +44,20 @@ class CheckpointTokenizer:
 
 
 def end_tokens(folder: Path, limits: FileLimits = FileLimits()) -> tuple[int, ...]:
-    """Return the tokens that end a text: those of `generation_config.json`, or of `config.json`.
-
-    Args:
-        folder: folder of the checkpoint.
-        limits: limits of the files.
-    """
+    """Return the tokens that end a text: those of `generation_config.json`, or of `config.json`."""
     end = read_settings(folder / "generation_config.json", limits).get("eos_token_id")
     end = read_fields(folder, limits).raw.get("eos_token_id") if end is None else end
     return tuple(token for token in (end if isinstance(end, list) else [end]) if type(token) is int)
 
 
 def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Encode a text.
-
-    Args:
-        tokenizer: return value of `read_tokenizer`.
-        text: text to encode.
-
-    Raises:
-        ValueError: the tokenizer has no token for a part of the text.
-    """
+    """Encode a text."""
     with _rust_errors("tokenizer.json cannot encode a text"):
         return tokenizer.encode(text).ids
 
 
 def encoded_with_offsets(tokenizer: tokenizers.Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode a text that contains its special tokens; return tokens, and their first and last character offsets.
-
-    Args:
-        tokenizer: return value of `read_tokenizer`.
-        text: text to encode.
-
-    Raises:
-        ValueError: the tokenizer has no token for a part of the text.
-    """
+    """Encode a text with its special tokens; return tokens, and their first and last character offsets."""
     with _rust_errors("tokenizer.json cannot encode a text"):
         found = tokenizer.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
@@ -99,17 +78,8 @@ def _rust_errors(message: str) -> Iterator[None]:
 
 
 def read_tokenizer(path: Path, limits: FileLimits = FileLimits()) -> tokenizers.Tokenizer:
-    """Read a `tokenizer.json`.
-
-    Texts are neither padded nor truncated, independent of the file.
-
-    Args:
-        path: path of the file.
-        limits: limits of its bytes and of its vocabulary.
-
-    Raises:
-        ValueError: the file is missing, too large, or cannot be read; the message contains its path.
-    """
+    """Read a `tokenizer.json`."""
+    # Texts are neither padded nor truncated, independent of the file.
     try:
         with _rust_errors(f"{path} is not a tokenizer"):
             tokenizer = tokenizers.Tokenizer.from_buffer(read_bytes(path, limits))
@@ -166,17 +136,11 @@ class Bytes(Tokenizer):
 
 @dataclass(frozen=True)
 class TokenizerFile(Tokenizer):
-    """Tokenizer read from a `tokenizer.json` of Hugging Face's `tokenizers`.
+    """Tokenizer read from a `tokenizer.json` of Hugging Face's `tokenizers`."""
 
-    Args:
-        path: path of the file, read on first use.
-        limits: limits of the file.
-        end: token appended to every document; `None` (default) for none.
-    """
-
-    path: Path
-    limits: FileLimits = DEFAULT_LIMITS
-    end: int | None = None
+    path: Path  # path of the file, read on first use
+    limits: FileLimits = DEFAULT_LIMITS  # limits of the file
+    end: int | None = None  # token appended to every document; `None` (default) for none
 
     @cached_property
     def _read(self) -> FromFile:

@@ -43,26 +43,10 @@ def causal_attention(
     sinks: Array | None = None,
     segments: Array | None = None,
 ) -> Array:
-    """Compute causal attention of whole sequences.
-
-    NVIDIA GPUs use cuDNN's kernel where `has_cudnn_kernel`, TPUs splash attention where `has_splash_kernel`; other
-    cases compute scores in blocks of queries. The mesh decides, not the local devices, so ahead-of-time compilation
-    yields the program of the target.
-
-    Args:
-        q: queries `[B, T, N, C]`.
-        k: keys `[B, T, G, C]`; `G` divides `N`.
-        v: values `[B, T, G, V]`.
-        mesh: devices of the computation.
-        scale: factor on the scores; `None` (default) is `C ** -0.5`.
-        window: number of keys visible to a query, including its own; `None` (default) is unlimited.
-        sinks: `[N]`, one attention-sink logit per head; `None` (default) for none.
-        segments: int32 `[B, T]`, the number of each token's document; a query sees only its own. `None` (default) for
-            one document per sequence. cuDNN's kernel reads a mask `[B, 1, T, T]` made from them.
-
-    Returns:
-        Outputs `[B, T, N, V]`, in the dtype of `q`.
-    """
+    """Compute causal attention of whole sequences."""
+    # NVIDIA GPUs use cuDNN's kernel where `has_cudnn_kernel`, TPUs splash attention where `has_splash_kernel`; other
+    # cases compute scores in blocks of queries. The mesh decides, not the local devices, so ahead-of-time compilation
+    # yields the program of the target.
     usual = q.shape[-1] ** -0.5
     scale, is_usual = usual if scale is None else scale, scale in (None, usual)
     # The gradient of cuDNN's kernel with a mask needs an even length.
@@ -111,10 +95,8 @@ def _on_each_device(
 
 
 def has_cudnn_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
-    """Return whether cuDNN has a kernel for queries `[B, T, N, C]` and values `[B, T, G, V]` on the devices of a mesh.
-
-    Widths differ in latent attention alone, whose kernel needs a Hopper GPU or newer and cuDNN 9.10.
-    """
+    """Return whether cuDNN has a kernel for queries `[B, T, N, C]` and values `[B, T, G, V]` on a mesh."""
+    # Widths differ in latent attention alone, whose kernel needs a Hopper GPU or newer and cuDNN 9.10.
     device = mesh.devices.flat[0]
     if q.dtype != jnp.bfloat16 or not device.device_kind.startswith("NVIDIA"):
         return False
@@ -125,10 +107,8 @@ def has_cudnn_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
 
 
 def has_splash_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
-    """Return whether splash attention takes queries `[B, T, N, C]` and values `[B, T, G, V]` on the devices of a mesh.
-
-    Each device takes whole sequences, so their number must be a multiple of the devices.
-    """
+    """Return whether splash attention takes queries `[B, T, N, C]` and values `[B, T, G, V]` on a mesh."""
+    # Each device takes whole sequences, so their number must be a multiple of the devices.
     device, (batch, length, _, width) = mesh.devices.flat[0], q.shape
     if q.dtype != jnp.bfloat16 or not device.device_kind.startswith("TPU"):
         return False
@@ -138,21 +118,10 @@ def has_splash_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
 
 
 def attention_in_blocks(q: Array, k: Array, v: Array, block: int = QUERY_BLOCK) -> Array:
-    """Compute causal attention in blocks of queries, forward and backward.
-
-    Each block reads only the keys up to its end, so few scores are masked. The backward pass rematerializes the scores
-    of a block. The program size grows with the number of blocks. Computation is in float32, so key gradients accumulate
-    over blocks in float32; a TPU still multiplies in bfloat16.
-
-    Args:
-        q: queries `[B, T, N, C]`.
-        k: keys `[B, T, N, C]`.
-        v: values `[B, T, N, C]`.
-        block: queries per block (default `QUERY_BLOCK`); the last block may have fewer.
-
-    Returns:
-        Outputs `[B, T, N, C]`, in the dtype of `q`.
-    """
+    """Compute causal attention in blocks of queries, forward and backward."""
+    # Each block reads only the keys up to its end, so few scores are masked. The backward pass rematerializes the
+    # scores of a block. The program size grows with the number of blocks. Computation is in float32, so key gradients
+    # accumulate over blocks in float32; a TPU still multiplies in bfloat16.
     wide = [part.astype(jnp.float32) for part in (q, k, v)]
     if q.shape[1] <= block:
         return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
@@ -186,25 +155,8 @@ def attend(
     chunk: int | None = None,
     whole: bool = False,
 ) -> Array:
-    """Compute attention of each query to the keys up to its position, in float32.
-
-    For long sequences, at most `QUERY_BLOCK` queries have materialized scores, also in the backward pass.
-
-    Args:
-        q: queries `[B, T, N, C]`.
-        k: keys `[B, S, G, C]`; `G` divides `N`, and key `s` is at position `s`.
-        v: values `[B, S, G, V]`.
-        positions: int32 `[B, T]`, positions of the queries.
-        scale: factor on the scores.
-        window: number of keys visible to a query, including its own; `None` is unlimited.
-        sinks: `[N]`, one attention-sink logit per head: it takes part in the softmax and has no value.
-        segments: int32 `[B, T]`, the number of each token's document, only if `whole`; `None` (default) for one.
-        chunk: number of consecutive positions that see each other alone; `None` (default) is unlimited.
-        whole: if True, query `t` is at position `t`, as in training. Blocks then skip keys after their last query.
-
-    Returns:
-        `[B, T, N, V]`, in the dtype of `q`.
-    """
+    """Compute attention of each query to the keys up to its position, in float32."""
+    # For long sequences, at most `QUERY_BLOCK` queries have materialized scores, also in the backward pass.
     if q.shape[1] <= QUERY_BLOCK:
         whole_block = {"start": 0, "stop": q.shape[1], "keys": k.shape[1]}
         return _of_block(q, k, v, positions, sinks, segments, window=window, chunk=chunk, scale=scale, **whole_block)
@@ -266,20 +218,14 @@ def remember(cache: Cache, new: Cache, positions: Array) -> Cache:
 
 
 def chunks_in(positions: Array, chunk: int) -> Array:
-    """Return the number of each token's chunk, int32 `[B, T]`, ascending.
-
-    Args:
-        positions: int32 `[B, T]`, counting from 0 in each document.
-        chunk: positions of a chunk.
-    """
+    """Return the number of each token's chunk, int32 `[B, T]`, ascending."""
     return jnp.cumsum((positions % chunk == 0).astype(jnp.int32), 1)
 
 
 class Linear(nnx.Linear):
-    """Linear map, plus the low-rank map of its adapters if `add_adapters` added some.
+    """Linear map, plus the low-rank map of its adapters if `add_adapters` added some."""
 
-    Both are applied to the tokens, so that the gradient of the adapters needs none of the matrix.
-    """
+    # Both are applied to the tokens, so that the gradient of the adapters needs none of the matrix.
 
     kernel_a: Any
     kernel_b: Any
@@ -293,18 +239,8 @@ class Linear(nnx.Linear):
         return y + jnp.matmul(jnp.matmul(inputs.astype(y.dtype), a), b)
 
     def by_head(self, inputs: Array, num_heads: int, sizes: tuple[int, ...]) -> list[Array]:
-        """Apply a map without bias to tokens `[B, T, H]`, with an array for each part of the channels of a head.
-
-        Splitting the weights moves fewer bytes than splitting the outputs, and their gradients need not be joined.
-
-        Args:
-            inputs: the tokens.
-            num_heads: `N`.
-            sizes: channels of each part.
-
-        Returns:
-            Outputs `[B, T, N, C]` of each part.
-        """
+        """Apply a map without bias to tokens `[B, T, H]`, with an array for each part of the channels of a head."""
+        # Splitting the weights moves fewer bytes than splitting the outputs, and their gradients need not be joined.
         ends = [sum(sizes[: at + 1]) for at in range(len(sizes) - 1)]
 
         def parts(matrix: nnx.Variable) -> list[Array]:
@@ -320,14 +256,7 @@ class Linear(nnx.Linear):
 
 
 class GroupedAttention(nnx.Module):
-    """Grouped-query attention with rotary positions, and optional head norms, biases, sinks, windows and chunks.
-
-    Args:
-        config: sizes of the model.
-        layer: index of the layer, which selects its window, its chunk and whether it has rotary positions.
-        mesh: devices of the computation, which select the kernel.
-        rngs: random number generators of the parameters.
-    """
+    """Grouped-query attention with rotary positions, and optional head norms, biases, sinks, windows and chunks."""
 
     def __init__(self, config: DecoderConfig, layer: int, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
         self.config, self.mesh, self.rotates = config, mesh, layer not in config.unrotated_layers
@@ -418,18 +347,10 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention.
+    """Multi-head latent attention."""
 
-    Reference:
-        DeepSeek-V2, section 2.1. Deviation: each decoding step recomputes the keys and values of the whole cache; the
-        paper absorbs their projections into those of queries and outputs.
-
-    Args:
-        config: sizes of the model.
-        latent: sizes of the compressed vectors.
-        mesh: devices of the computation, which select the kernel.
-        rngs: random number generators of the parameters.
-    """
+    # Source: DeepSeek-V2, section 2.1. Deviation: each decoding step recomputes the keys and values of the whole cache;
+    # the paper absorbs their projections into those of queries and outputs.
 
     def __init__(self, config: DecoderConfig, latent: Latent, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
         self.config, self.latent, self.mesh = config, latent, mesh

@@ -22,21 +22,7 @@ Gradients = tuple[Array, Array, Array]
 def cudnn_attention(
     q: Array, k: Array, v: Array, sinks: Array | None, segments: Array | None, scale: float, window: int | None
 ) -> Array:
-    """Compute causal attention without storing scores.
-
-    Args:
-        q: queries `[B, T, N, C]`, bfloat16.
-        k: keys `[B, T, G, C]`; `G` divides `N`.
-        v: values `[B, T, G, V]`.
-        sinks: `[N]`, one attention-sink logit per head; `None` for none.
-        segments: int32 `[B, T]`, the number of each token's document; a query sees only its own. `None` for one
-            document per sequence. The kernel reads a mask `[B, 1, T, T]` in bfloat16; `T` must be even.
-        scale: factor on the scores.
-        window: number of keys visible to a query, including its own; `None` is unlimited.
-
-    Returns:
-        Outputs `[B, T, N, V]`, bfloat16.
-    """
+    """Compute causal attention without storing scores."""
     return _with_residuals(q, k, v, sinks, segments, scale, window)[0]
 
 

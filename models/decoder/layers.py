@@ -22,15 +22,9 @@ Rules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
 
 def expert_rules(mesh: Mesh, num_experts: int) -> Rules:
-    """Return the `rules` of `nn.MoE` for a mesh of `data` and `expert`.
-
-    The experts of a rank are sharded over `data` if their number allows it, and otherwise their widths, whose gather
-    costs a transpose. With pipeline stages, `split` shards the widths over the stages, too.
-
-    Args:
-        mesh: devices.
-        num_experts: experts of a layer.
-    """
+    """Return the `rules` of `nn.MoE` for a mesh of `data` and `expert`."""
+    # The experts of a rank are sharded over `data` if their number allows it, and otherwise their widths, whose gather
+    # costs a transpose. With pipeline stages, `split` shards the widths over the stages, too.
     if STAGE not in mesh.axis_names and num_experts % (mesh.shape["expert"] * mesh.shape["data"]) == 0:
         return ("exp", ("expert", "data")), ("embed", None), ("mlp", None)
     return ("exp", "expert"), ("embed", "data"), ("mlp", None)
@@ -43,19 +37,10 @@ ROUTER = ("moe", "kernel")
 def split(
     variable: nnx.Variable, path: tuple[Any, ...], mesh: Mesh, first: int = 0, *, is_staged: bool = False
 ) -> None:
-    """Set the sharding metadata of a parameter; its optimizer state follows.
-
-    Home experts keep the sharding of their layer, with stages of a pipeline beside `data`. Other parameters shard one
-    dimension over all devices. If no dimension is divisible by their number, they shard over one axis, and otherwise
-    stay replicated, such as small biases.
-
-    Args:
-        variable: the parameter, with its value or its shape.
-        path: path in the model; for a stack of layers, path in one layer.
-        mesh: devices.
-        first: first dimension that may be sharded; 1 in a stack, whose layer dimension stays whole.
-        is_staged: if True, the stages of a pipeline shard the dimension of layers, and the other axes the rest.
-    """
+    """Set the sharding metadata of a parameter; its optimizer state follows."""
+    # Home experts keep the sharding of their layer, with stages of a pipeline beside `data`. Other parameters shard one
+    # dimension over all devices. If no dimension is divisible by their number, they shard over one axis, and otherwise
+    # stay replicated, such as small biases.
     spec = tuple(nnx.get_partition_spec(variable).get_value())
     is_experts = "expert" in jax.tree.leaves(spec)
     shape, axes = variable.shape[first:], tuple(axis for axis in all_axes(mesh) if axis != STAGE or not is_staged)
@@ -99,19 +84,9 @@ def add_adapters(
     paths: Collection[str] | None = None,
     is_staged: bool = False,
 ) -> None:
-    """Add adapters to a stack of blocks: for a matrix `[..., I, O]` of each, `[..., I, rank]` and `[..., rank, O]`.
-
-    They are attributes beside the matrix, with its name and `_a` or `_b`. Their product is initially 0. Attention and
-    experts multiply tokens with both factors, so that the gradients of adapters need none of the matrix.
-
-    Args:
-        block: the stack, with parameters sharded by `split`.
-        rank: rank of the updates.
-        mesh: devices.
-        rngs: random number generators of the adapters.
-        paths: paths of the matrices in a block; `None` (default) for all of `ADAPTED`.
-        is_staged: see `split`.
-    """
+    """Add adapters to a stack of blocks: for a matrix `[..., I, O]` of each, `[..., I, rank]` and `[..., rank, O]`."""
+    # They are attributes beside the matrix, with its name and `_a` or `_b`. Their product is initially 0. Attention and
+    # experts multiply tokens with both factors, so that the gradients of adapters need none of the matrix.
     for path, matrix in nnx.to_flat_state(nnx.state(block, nnx.Param)):
         dotted = ".".join(map(str, path))
         if not (ADAPTED.fullmatch(dotted) if paths is None else dotted in paths):
@@ -142,31 +117,20 @@ def adapted(matrix: Array, a: Array, b: Array, scale: float) -> Array:
 
 @dataclass(frozen=True)
 class ParameterGather:
-    """Gather of the parameters sharded by `split`, except those of experts, which their layer gathers.
+    """Gather of the parameters sharded by `split`, except those of experts, which their layer gathers."""
 
-    Matrices are cast before the gather. The gradient of a parameter is reduce-scattered to the parameter's sharding.
+    # Matrices are cast before the gather. The gradient of a parameter is reduce-scattered to the parameter's sharding.
 
-    Args:
-        mesh: devices.
-        dtype: dtype of the matrix products.
-        adapter_scale: factor on the products of adapters.
-    """
-
-    mesh: Mesh | AbstractMesh
-    dtype: Any
-    adapter_scale: float = 1.0
+    mesh: Mesh | AbstractMesh  # devices
+    dtype: Any  # dtype of the matrix products
+    adapter_scale: float = 1.0  # factor on the products of adapters
 
     def inside(self, mesh: AbstractMesh) -> "ParameterGather":
         """Return the gather inside a `jax.shard_map`, over the axes of its mesh that are not manual."""
         return replace(self, mesh=mesh)
 
     def __call__(self, state: nnx.State, first: int = 0) -> nnx.State:
-        """Gather all parameters of a state, and apply the factor of its adapters.
-
-        Args:
-            state: state of a model or a layer.
-            first: number of leading dimensions removed since `split`; 1 for a layer of a stack.
-        """
+        """Gather all parameters of a state, and apply the factor of its adapters."""
         variables: dict[Any, Any] = dict(nnx.to_flat_state(state))
         values = {path: self.one(path, variable, first) for path, variable in variables.items()}
         for path, variable in variables.items():
@@ -203,25 +167,18 @@ def without(entry: Any, axes: Collection[str]) -> Any:
 
 
 class Summed(NamedTuple):
-    """Value of a parameter in one layer, whose gradient is added to sums over microbatches.
+    """Value of a parameter in one layer, whose gradient is added to sums over microbatches."""
 
-    Args:
-        value: the parameter, without a gradient.
-        sums: float32 of its shape, see `sums_of`.
-    """
-
-    value: Array
-    sums: Array
+    value: Array  # the parameter, without a gradient
+    sums: Array  # float32 of its shape, see `sums_of`
 
 
 @jax.custom_vjp
 def sums_of(value: Array) -> Array:
-    """Return float32 zeros in the shape of a parameter, whose gradient is that of the parameter.
-
-    Their values are never read. A loop that carries them carries the sums of the gradients backward, and each layer
-    adds to its own part in place. The gradient of a parameter closed over by the loop would be a stack of all layers in
-    each iteration, in the dtype of the parameter.
-    """
+    """Return float32 zeros in the shape of a parameter, whose gradient is that of the parameter."""
+    # Their values are never read. A loop that carries them carries the sums of the gradients backward, and each layer
+    # adds to its own part in place. The gradient of a parameter closed over by the loop would be a stack of all layers
+    # in each iteration, in the dtype of the parameter.
     return jnp.zeros(value.shape, jnp.float32)
 
 
@@ -294,10 +251,8 @@ NARROWED = ("qkv", "out", "up", "down", "gate")
 
 
 def one_by_one(layers: Sequence[Any], x: Array, remat: str = "none") -> tuple[Array, Any]:
-    """Apply the layers to `x` in sequence; each layer is compiled separately.
-
-    Arguments and results match `scanned`, except that `remat` defaults to "none".
-    """
+    """Apply the layers to `x` in sequence; each layer is compiled separately."""
+    # Arguments and results match `scanned`, except that `remat` defaults to "none".
     per_layer = []
     for layer in layers:
         graph, state = nnx.split(layer)
@@ -314,18 +269,7 @@ def one_by_one(layers: Sequence[Any], x: Array, remat: str = "none") -> tuple[Ar
 
 
 def computed_again(run: Callable, remat: str, *, prevent_cse: bool) -> Callable:
-    """Wrap a function so that its backward pass rematerializes parts of it.
-
-    Args:
-        run: the function.
-        remat: "none" keeps all residuals; "full" keeps the arguments alone; a comma-separated list of names of
-            `checkpoint_name` keeps these as well.
-        prevent_cse: passed to `jax.checkpoint`; False if XLA cannot merge the rematerialized expressions with the
-            originals.
-
-    Returns:
-        The wrapped function.
-    """
+    """Wrap a function so that its backward pass rematerializes parts of it."""
     if remat == "none":
         return run
     policy = jax.checkpoint_policies.save_only_these_names(*(() if remat == "full" else remat.split(",")))
@@ -341,24 +285,10 @@ def scanned(
     shared: Sequence[Array | None] = (),
     experts: Array | None = None,
 ) -> tuple[Array, Any]:
-    """Apply the layers to `x` in sequence, with `jax.lax.scan` over their stacked parameters.
-
-    Each layer keeps its own parameters and state, and stacking is temporary, so checkpoint names do not depend on it.
-    Weights are cast to the dtype of `x` before stacking, so the copies are small. One step of the loop is a period of
-    layers, so that settings such as attention windows stay constants of the program.
-
-    Args:
-        layers: modules of equal sizes, whose settings repeat with some period; each maps `x` to the next `x` and its
-            statistics.
-        x: residual stream `[B, T, H]`.
-        sharding: sharding of `x` in every layer.
-        remat: residuals to keep, see `computed_again` (default: the names in `KEPT`).
-        shared: further arguments of every layer; none by default.
-        experts: int32 `[layers, B, T, K]`, given experts; `None` (default) if routers choose.
-
-    Returns:
-        The last `x`, and the statistics stacked over the layers.
-    """
+    """Apply the layers to `x` in sequence, with `jax.lax.scan` over their stacked parameters."""
+    # Each layer keeps its own parameters and state, and stacking is temporary, so checkpoint names do not depend on it.
+    # Weights are cast to the dtype of `x` before stacking, so the copies are small. One step of the loop is a period of
+    # layers, so that settings such as attention windows stay constants of the program.
     graphs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
     period = period_of(graphs)
 
@@ -390,21 +320,7 @@ def scan_stacked(
     shared: Sequence[Array | None] = (),
     experts: Array | None = None,
 ) -> tuple[Array, Any]:
-    """Apply stacks of layers to `x` with `jax.lax.scan`, without copying parameters.
-
-    Args:
-        stacks: one module for each layer of a period; its arrays stack those of all periods. It maps `x` to the next
-            `x` and its statistics.
-        x: residual stream `[B, T, H]`.
-        sharding: sharding of `x` in every layer.
-        gather: function from the stored state of a layer to the state used in forward and backward passes.
-        remat: residuals to keep, see `computed_again` (default: the names in `KEPT`).
-        shared: further arguments of every layer; none by default.
-        experts: int32 `[layers, B, T, K]`, given experts; `None` (default) if routers choose.
-
-    Returns:
-        The last `x`, and the statistics stacked over the layers.
-    """
+    """Apply stacks of layers to `x` with `jax.lax.scan`, without copying parameters."""
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
     x, stats, moved, _ = scan_states(graphs, states, x, sharding, gather, remat, shared, experts=experts)
     for stack, state in zip(stacks, moved, strict=True):
@@ -424,25 +340,7 @@ def scan_states(
     first: Array | int = 0,
     experts: Array | None = None,
 ) -> tuple[Array, Any, list[nnx.State], Sequence[nnx.State]]:
-    """Apply stacks of layers, split into graphs and states, to `x`; see `scan_stacked`.
-
-    Args:
-        graphs: one for each layer of a period.
-        stacks: their states, which stack all periods.
-        x: residual stream `[B, T, H]`.
-        sharding: sharding of `x` in every layer.
-        gather: function from the stored state of a layer to the state used.
-        remat: residuals to keep.
-        shared: further arguments of every layer.
-        sums: for each stack, sums of the gradients of parameters, see `sums_of`; empty (default) for gradients without
-            sums.
-        first: index of the first period in the sums.
-        experts: int32 `[layers, B, T, K]`, given experts in the order of the layers; `None` (default) if routers
-            choose.
-
-    Returns:
-        The last `x`, the statistics in the order of the layers, the changed state of each stack, and the sums.
-    """
+    """Apply stacks of layers, split into graphs and states, to `x`; see `scan_stacked`."""
 
     def run_layer(
         graph: nnx.GraphDef, x: Array, state: nnx.State, given: dict[str, Array]

@@ -24,12 +24,7 @@ from models.mesh import batch_sharding, topology_of
 
 
 def first_layers(experts: Array | None, number: int) -> tuple[Array | None, Array | None]:
-    """Split given experts `[layers, ...]` into those of the first layers and of the others.
-
-    Args:
-        experts: given experts; `None` if routers choose.
-        number: number of the first layers.
-    """
+    """Split given experts `[layers, ...]` into those of the first layers and of the others."""
     return (None, None) if experts is None else (experts[:number], experts[number:])
 
 
@@ -39,20 +34,12 @@ def scaled(x: Array, factor: float) -> Array:
 
 
 class MultiTokenPrediction(nnx.Module):
-    """Multi-token prediction module with a block of its own.
+    """Multi-token prediction module with a block of its own."""
 
-    It shares the embedding and the output layer with the model. It is used in training only and does not change the
-    outputs of the model.
-
-    Reference:
-        DeepSeek-V3 technical report, section 2.2. Deviations, matching the published weights: the first module receives
-        the hidden states after the final norm, and the embedding comes first in the concatenation.
-
-    Args:
-        config: sizes of the model.
-        block: a `DecoderBlock` like those of the model.
-        rngs: random number generators of the parameters.
-    """
+    # It shares the embedding and the output layer with the model. It is used in training only and does not change the
+    # outputs of the model.
+    # Source: DeepSeek-V3 technical report, section 2.2. Deviations, matching the published weights: the first module
+    # receives the hidden states after the final norm, and the embedding comes first in the concatenation.
 
     def __init__(self, config: DecoderConfig, block: Any, *, rngs: nnx.Rngs) -> None:
         width = config.embed_dim
@@ -65,20 +52,13 @@ class MultiTokenPrediction(nnx.Module):
         self.norm = norm(width, config.norm_eps, config, rngs)
 
     def joined(self, x: Array, following: Array) -> Array:
-        """Return the block input: hidden states `[B, T, H]` joined with embeddings `[B, T, H]` of the following
-        tokens.
-        """
+        """Return the block input: hidden states joined with embeddings of the following tokens, `[B, T, H]`."""
         both = self.embed_norm(following).astype(x.dtype), self.stream_norm(x).astype(x.dtype)
         return self.join(jnp.concatenate(both, -1))
 
 
 class FeedForward(nnx.Module):
-    """Dense SwiGLU network, used in the first layers of some models.
-
-    Args:
-        config: sizes of the model.
-        rngs: random number generators of the parameters.
-    """
+    """Dense SwiGLU network, used in the first layers of some models."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype, "rngs": rngs}
@@ -92,17 +72,7 @@ class FeedForward(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Decoder block: attention, then experts or a dense network, each with a residual connection.
-
-    Args:
-        config: sizes of the model.
-        layer: index of the block.
-        mesh: mesh with the expert and data axes.
-        topology: return value of `Topology.from_mesh(mesh)`.
-        system: load-balancing system.
-        rules: sharding rules of the experts, see `nn.MoE`; `None` shards them over the expert axes alone.
-        rngs: random number generators of the parameters.
-    """
+    """Decoder block: attention, then experts or a dense network, each with a residual connection."""
 
     def __init__(
         self,
@@ -137,22 +107,7 @@ class DecoderBlock(nnx.Module):
         experts: Array | None = None,
         return_routing: bool = False,
     ) -> Any:
-        """Apply the block to the residual stream `[B, T, H]`.
-
-        Args:
-            x: residual stream.
-            positions: int32 `[B, T]`; `None` counts from 0 in each sequence.
-            mask: `[B, T]`, False for tokens to skip in routing; `None` routes all tokens.
-            cache: cache of earlier tokens; `None` if there are none.
-            segments: int32 `[B, T]`, the number of each token's document; `None` for one per sequence.
-            experts: int32 `[B, T, K]`, given experts, see `nn.MoE`; `None` (default) if the router chooses.
-            return_routing: if True, return a pair of the statistics and the experts, int32 `[B, T, K]`, in place of the
-                statistics; False by default.
-
-        Returns:
-            The residual stream; the statistics of the experts, `None` in a dense block; and the cache, if one was
-            passed.
-        """
+        """Apply the block to the residual stream `[B, T, H]`."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
         # Norms compute in float32; their outputs are cast to the dtype of the stream.
@@ -170,16 +125,7 @@ class DecoderBlock(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Decoder-only language model, from tokens to logits of the next token.
-
-    Args:
-        config: sizes of the model.
-        mesh: mesh with the expert and data axes, see `models.mesh.make_mesh`.
-        system: load-balancing system.
-        ranks_per_domain: `M`, ranks among which expert weights may move, see `Topology`; `None` takes the whole group.
-        rules: sharding rules of the experts, see `nn.MoE`; `None` (default) shards them over the expert axes alone.
-        rngs: random number generators of the parameters.
-    """
+    """Decoder-only language model, from tokens to logits of the next token."""
 
     def __init__(
         self,
@@ -211,19 +157,7 @@ class Decoder(nnx.Module):
         segments: Array | None = None,
         experts: Array | None = None,
     ) -> tuple[Array, Stats]:
-        """Compute the logits of whole sequences, for training.
-
-        Args:
-            tokens: int32 `[B, T]`.
-            mask: `[B, T]`, False for padding, which is not routed; `None` if there is none.
-            segments: int32 `[B, T]`, the number of each token's document, ascending. Attention stays within a document,
-                and positions count from its start. `None` for one document per sequence.
-            experts: int32 `[layers, B, T, K]`, given experts of the layers with experts, such as those of `generate`;
-                `None` (default) if their routers choose.
-
-        Returns:
-            Float32 logits `[B, T, vocab_size]`, and statistics of the layers with experts, `[layers, D, ...]`.
-        """
+        """Compute the logits of whole sequences, for training."""
         x, stats = self._stream(tokens, mask, segments, experts)
         return self._logits(x), stats
 
@@ -264,19 +198,7 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: Array, positions: Array, mask: Array, cache: Sequence[Cache], *, return_routing: bool = False
     ) -> tuple[Array, Any, list[Cache]]:
-        """Compute the logits of tokens following the cached ones.
-
-        Args:
-            tokens: int32 `[B, T]`: the prompts, or the last sampled token of each sequence.
-            positions: int32 `[B, T]`, positions in the sequences, each below the length of the cache.
-            mask: `[B, T]`, False for padding, which is not routed.
-            cache: return value of `empty_cache` or of the last call.
-            return_routing: if True, return a pair of the statistics and the experts, int32 `[layers, B, T, K]`, in
-                place of the statistics; False by default.
-
-        Returns:
-            Logits `[B, T, vocab_size]`, statistics `[layers, D, ...]`, and the cache including these tokens.
-        """
+        """Compute the logits of tokens following the cached ones."""
         x, per_layer, after = scaled(self.embed(tokens), self.config.embed_scale), [], []
         for block, before in zip(self.blocks, cache, strict=True):
             x, stats, new = block(x, positions, mask, before, return_routing=return_routing)

@@ -37,19 +37,12 @@ BY_STAGE, OF_BLOCKS = PartitionSpec(STAGE), PartitionSpec(None, STAGE)
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Schedule of a pipeline; `of` creates it from a `ParallelConfig`, which checks the numbers.
+    """Schedule of a pipeline; `of` creates it from a `ParallelConfig`, which checks the numbers."""
 
-    Args:
-        stages: `S`, size of the mesh axis `stage`.
-        repeats: `R`, times a microbatch passes each stage.
-        microbatches: `M`, a multiple of `S`.
-        layers_before: layers with experts before the pipeline; each stage applies them to its share of microbatches.
-    """
-
-    stages: int
-    repeats: int
-    microbatches: int
-    layers_before: int
+    stages: int  # `S`, size of the mesh axis `stage`
+    repeats: int  # `R`, times a microbatch passes each stage
+    microbatches: int  # `M`, a multiple of `S`
+    layers_before: int  # layers with experts before the pipeline; each stage applies them to its share of microbatches
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> "Pipeline | None":
@@ -69,16 +62,7 @@ class Pipeline:
         return self.microbatches // self.stages
 
     def check(self, mesh: Mesh, num_layers: int, period: int) -> None:
-        """Check that a mesh has the stages, and that they divide a run of layers.
-
-        Args:
-            mesh: devices.
-            num_layers: number of layers with experts.
-            period: period of their structure.
-
-        Raises:
-            ValueError: the axis is missing or has another size, or the layers cannot be divided.
-        """
+        """Check that a mesh has the stages, and that they divide a run of layers."""
         if mesh.shape.get(STAGE) != self.stages:
             raise ValueError(f"mesh has the axes {dict(mesh.shape)}; expected {STAGE!r} of size {self.stages}")
         if self.layers_before % period:
@@ -93,25 +77,15 @@ class Pipeline:
 
 
 class Parts(NamedTuple):
-    """Arguments of the stages.
+    """Arguments of the stages."""
 
-    Args:
-        before: states of the layers before the pipeline, the same on all stages.
-        sums_before: sums of their gradients.
-        blocks: states `[R, S, layers, ...]` of the blocks, `[R, 1, layers, ...]` on a stage.
-        sums: sums of their gradients.
-        x: microbatches `[S, M / S, B, T, H]`, `[1, M / S, B, T, H]` on a stage.
-        documents: int32 `[M, B, T]`, the same on all stages; `None` for one per sequence.
-        stage: index of the stage, `[S]` and `[1]`.
-    """
-
-    before: Any
-    sums_before: Any
-    blocks: Any
-    sums: Any
-    x: Any
-    documents: Any
-    stage: Any
+    before: Any  # states of the layers before the pipeline, the same on all stages
+    sums_before: Any  # sums of their gradients
+    blocks: Any  # states `[R, S, layers, ...]` of the blocks, `[R, 1, layers, ...]` on a stage
+    sums: Any  # sums of their gradients
+    x: Any  # microbatches `[S, M / S, B, T, H]`, `[1, M / S, B, T, H]` on a stage
+    documents: Any  # int32 `[M, B, T]`, the same on all stages; `None` for one per sequence
+    stage: Any  # index of the stage, `[S]` and `[1]`
 
 
 def through_stages(
@@ -124,21 +98,7 @@ def through_stages(
     gather: ParameterGather,
     remat: str,
 ) -> tuple[Array, Any]:
-    """Apply stacks of expert layers to `x` over the stages of a mesh.
-
-    Args:
-        stacks: one module for each layer of a period, as in `scan_stacked`; its state stays as it is.
-        x: residual stream `[B, T, H]`, with sequences split over all devices. The microbatches split the sequences of
-            each device, so no data moves.
-        documents: int32 `[B, T]`, the number of each token's document; `None` for one per sequence.
-        pipeline: the schedule.
-        num_before: periods before the pipeline; all of them for a run of layers without one.
-        gather: gather of the parameters.
-        remat: residuals to keep, see `computed_again`.
-
-    Returns:
-        The last `x`, and statistics `[layers, M * D, ...]`, with microbatches as groups, the first microbatch first.
-    """
+    """Apply stacks of expert layers to `x` over the stages of a mesh."""
     mesh: Any = gather.mesh
     graphs, states = zip(*map(nnx.split, stacks), strict=True)
     is_piped = _num_periods(states) > num_before

@@ -14,38 +14,21 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding.
+    """Rotary position embedding."""
 
-    Args:
-        dim: rotated channels per head, the first ones; even.
-        base: base of the frequencies, which fall from 1 to `1 / base`.
-        kind: scaling for contexts longer than in pretraining, one of `KINDS`.
-        factor: ratio of the context length to the pretraining length.
-        original_positions: context length of pretraining, in tokens.
-        low_frequency: llama3's `low_freq_factor`: rotations per pretraining context below which a frequency is divided
-            by `factor`.
-        high_frequency: llama3's `high_freq_factor`: rotations above which a frequency is unchanged.
-        beta_fast: YaRN's rotations above which a frequency is unchanged.
-        beta_slow: YaRN's rotations below which a frequency is divided by `factor`.
-        truncate: if True, round YaRN's interpolation bounds to whole channels.
-        attention_factor: factor on rotated queries and keys.
-        interleaved: if True, rotate adjacent channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
-
-    Raises:
-        ValueError: `dim` is odd, or `kind` is unknown.
-    """
-
-    dim: int
-    base: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    original_positions: int = 0
+    dim: int  # rotated channels per head, the first ones; even
+    base: float = 10_000.0  # base of the frequencies, which fall from 1 to `1 / base`
+    kind: str = "default"  # scaling for contexts longer than in pretraining, one of `KINDS`
+    factor: float = 1.0  # ratio of the context length to the pretraining length
+    original_positions: int = 0  # context length of pretraining, in tokens
+    # Llama3's `low_freq_factor`: rotations per pretraining context below which a frequency is divided by `factor`
     low_frequency: float = 1.0
-    high_frequency: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
+    high_frequency: float = 4.0  # llama3's `high_freq_factor`: rotations above which a frequency is unchanged
+    beta_fast: float = 32.0  # yaRN's rotations above which a frequency is unchanged
+    beta_slow: float = 1.0  # yaRN's rotations below which a frequency is divided by `factor`
+    truncate: bool = True  # if True, round YaRN's interpolation bounds to whole channels
+    attention_factor: float = 1.0  # factor on rotated queries and keys
+    # If True, rotate adjacent channels as pairs; otherwise pair channel `i` with `i + dim / 2`
     interleaved: bool = False
 
     def __post_init__(self) -> None:
@@ -85,11 +68,9 @@ class Rope:
         return plain / self.factor * divided + plain * (1 - divided)
 
     def __call__(self, x: Array, positions: Array) -> Array:
-        """Rotate the first `dim` channels of `x`, `[B, T, N, C]`, by int32 positions `[B, T]`.
-
-        For interleaved pairs, the output has the first channel of all pairs, then the second. Queries and keys are
-        permuted alike, so scores do not change.
-        """
+        """Rotate the first `dim` channels of `x`, `[B, T, N, C]`, by int32 positions `[B, T]`."""
+        # For interleaved pairs, the output has the first channel of all pairs, then the second. Queries and keys are
+        # permuted alike, so scores do not change.
         # bfloat16 cannot represent integers between 256 and 258, so angles are float32.
         frequencies, factor = self._of_sequences(positions)
         angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[:, None, None]
@@ -108,28 +89,16 @@ class Rope:
 
 @dataclass(frozen=True)
 class LongRope(Rope):
-    """Rotary position embedding with two sets of frequencies, for short and for long sequences.
+    """Rotary position embedding with two sets of frequencies, for short and for long sequences."""
 
-    A sequence is long if it has more than `original_positions` positions.
+    # A sequence is long if it has more than `original_positions` positions.
+    # Source: LongRoPE, arXiv 2402.13753, as in Phi-3.5-MoE. `transformers` 5.24 applies the short divisors to long
+    # sequences, unlike the authors' code.
 
-    Args:
-        short_factors: divisors of the frequencies of short sequences, `dim / 2` numbers.
-        long_factors: divisors of the frequencies of long sequences.
-        short_scale: factor on the rotated queries and keys of short sequences.
-        long_scale: factor on those of long sequences.
-
-    Raises:
-        ValueError: there are not `dim / 2` divisors.
-
-    Reference:
-        LongRoPE, arXiv 2402.13753, as in Phi-3.5-MoE. `transformers` 5.24 applies the short divisors to long sequences,
-        unlike the authors' code.
-    """
-
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    short_scale: float = 1.0
-    long_scale: float = 1.0
+    short_factors: tuple[float, ...] = ()  # divisors of the frequencies of short sequences, `dim / 2` numbers
+    long_factors: tuple[float, ...] = ()  # divisors of the frequencies of long sequences
+    short_scale: float = 1.0  # factor on the rotated queries and keys of short sequences
+    long_scale: float = 1.0  # factor on those of long sequences
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,31 +13,17 @@ from jax_moe_lb.routing import Routing, TokenInfo
 
 @dataclass(frozen=True)
 class SparseMixer(TopK):
-    """Router with two experts per token, each weighted by a softmax over the logits near its own.
+    """Router with two experts per token, each weighted by a softmax over the logits near its own."""
 
-    The second expert is the best without the first. Inference only: training samples experts and estimates the gradient
-    of the choice.
+    # The second expert is the best without the first. Inference only: training samples experts and estimates the
+    # gradient of the choice.
+    # Source: Liu et al. 2024, GRIN, arXiv 2409.12136; `sparsemixer` of the published code.
 
-    Args:
-        jitter: half of the largest distance of a logit in the softmax, relative to its magnitude or to the best logit.
-
-    Reference:
-        Liu et al. 2024, GRIN, arXiv 2409.12136; `sparsemixer` of the published code.
-    """
-
+    # Half of the largest distance of a logit in the softmax, relative to its magnitude or to the best logit
     jitter: float = 0.01
 
     def __call__(self, logits: Array, bias: Array | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens.
-
-        Args:
-            logits: `[T, E]`, float32 or wider.
-            bias: unused.
-            info: unused.
-
-        Returns:
-            The routing, with `K = 2`.
-        """
+        """Route tokens."""
         del bias, info
         first = jnp.argmax(logits, -1)
         second = jnp.argmax(self._without(logits, first), -1)

@@ -28,22 +28,7 @@ def splash_attention(
     segments: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Compute causal attention of whole sequences, each on one device.
-
-    Args:
-        q: queries `[B, T, N, C]`; `T` is a multiple of `BLOCKS[-1]`, and `B` of the number of devices.
-        k: keys `[B, T, G, C]`; `G` divides `N`.
-        v: values `[B, T, G, V]`.
-        mesh: devices, over which sequences are split.
-        scale: factor on the scores.
-        window: number of keys visible to a query, including its own; `None` (default) is unlimited.
-        sinks: `[N]`, one attention-sink logit per head; `None` (default) for none.
-        segments: int32 `[B, T]`, the number of each token's document; `None` (default) for one.
-        interpret: if True, run the kernel on a CPU; False by default.
-
-    Returns:
-        Outputs `[B, T, N, V]`, in the dtype of `q`.
-    """
+    """Compute causal attention of whole sequences, each on one device."""
     by_sequence = PartitionSpec(mesh.axis_names)
     # The kernel has no partitioning rule.
     run = jax.shard_map(

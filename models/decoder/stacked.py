@@ -32,28 +32,12 @@ Places = tuple[tuple[str, int], ...]
 
 
 class StackedDecoder(nnx.Module):
-    """`Decoder` with parameters sharded over all devices; values and gradients equal those of `Decoder`.
+    """`Decoder` with parameters sharded over all devices; values and gradients equal those of `Decoder`."""
 
-    Layers of equal structure form one stack for each layer of their period and run as one `jax.lax.scan`. Experts are
-    sharded as by `expert_rules`. Every other weight shards one dimension over all devices, and optimizer state is
-    sharded alike. The weights of a layer are gathered for its forward and backward pass. The loss computes logits in
-    blocks of tokens.
-
-    Args:
-        decoder: model built with `expert_rules`; its parameters are moved into this one.
-        remat: residuals of a layer, see `computed_again` (default: the names in `KEPT`). Omit "attention" if queries,
-            keys and values of all layers do not fit.
-        within_documents: if True (default), attention stays within a document, and positions count from its start.
-        has_padding: if True, padding is not routed, with `within_documents`. If False (default), the data have none.
-        lora: rank and factor of adapters (default none).
-        adapted: paths of the matrices with adapters in a block; `None` (default) for those of attention and experts.
-        pipeline: schedule of the layers with experts over the mesh axis `stage`; `None` (default) for none. Values and
-            gradients are those of one microbatch after the other.
-        rngs: random number generators of the adapters.
-
-    Raises:
-        ValueError: the mesh lacks the stages of the pipeline, or they do not divide the layers.
-    """
+    # Layers of equal structure form one stack for each layer of their period and run as one `jax.lax.scan`. Experts are
+    # sharded as by `expert_rules`. Every other weight shards one dimension over all devices, and optimizer state is
+    # sharded alike. The weights of a layer are gathered for its forward and backward pass. The loss computes logits in
+    # blocks of tokens.
 
     def __init__(
         self,
@@ -107,22 +91,8 @@ class StackedDecoder(nnx.Module):
     def loss(
         self, tokens: Array, counts: Array, further_weight: float = 0.0, experts: Array | None = None
     ) -> tuple[Array, tuple[Array, Stats]]:
-        """Compute the training loss of tokens with marks.
-
-        Args:
-            tokens: int32 `[B, T + 1]`.
-            counts: divisors of the sums of losses, from `num_predicted`; those of all microbatches.
-            further_weight: weight of the mean loss of multi-token prediction; 0 (default) omits it.
-            experts: int32 `[layers, B, T, K]`, given experts of the layers with experts, those of `further` excluded;
-                `None` (default) if their routers choose.
-
-        Returns:
-            The loss; its part for the next token, the cross-entropy in nats; and the statistics, those of `further`
-            last.
-
-        Reference:
-            DeepSeek-V3 technical report, section 2.2.2: multi-token prediction.
-        """
+        """Compute the training loss of tokens with marks."""
+        # Source: DeepSeek-V3 technical report, section 2.2.2: multi-token prediction.
         plain, following = words(tokens[:, :-1]), words(tokens[:, 1:])
         documents = segments(tokens[:, :-1]) if self.within_documents else None
         x, stats = self._states(plain, documents, experts)

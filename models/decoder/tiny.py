@@ -39,9 +39,7 @@ def embed_options(mesh: Mesh) -> dict[str, Any]:
 
 
 class _Gathering:
-    """Replacement of Flax's `promote_dtype`: cast the arrays of a layer, then gather one of them in the narrow
-    dtype.
-    """
+    """Replacement of Flax's `promote_dtype`: cast the arrays of a layer, then gather one of them."""
 
     def __init__(self, mesh: Mesh, which: int) -> None:
         self.mesh, self.which = mesh, which
@@ -70,14 +68,7 @@ def rope(x: Array) -> Array:
 
 
 class Attention(nnx.Module):
-    """Causal multi-head attention with rotary positions.
-
-    Args:
-        config: sizes of the model.
-        mesh: devices of the computation, which select the kernel.
-        split: if True, shard the kernels over the data axis.
-        rngs: random number generators of the parameters.
-    """
+    """Causal multi-head attention with rotary positions."""
 
     def __init__(self, config: ModelConfig, *, mesh: Mesh, split: bool = False, rngs: nnx.Rngs) -> None:
         self.num_heads, self.mesh, width = config.num_heads, mesh, config.embed_dim
@@ -98,16 +89,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Transformer block: attention, then experts, each with a residual connection.
-
-    Args:
-        config: sizes of the model.
-        mesh: mesh with the expert and data axes.
-        topology: return value of `Topology.from_mesh(mesh)`.
-        system: load-balancing system.
-        split: if True, also shard matrices over the data axis (FSDP).
-        rngs: random number generators of the parameters.
-    """
+    """Transformer block: attention, then experts, each with a residual connection."""
 
     def __init__(
         self,
@@ -146,16 +128,7 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Language model with MoE layers, from tokens to logits of the next token.
-
-    Args:
-        config: sizes of the model.
-        mesh: mesh with the expert and data axes.
-        topology: return value of `Topology.from_mesh(mesh)`.
-        system: load-balancing system.
-        split: if True, also shard matrices over the data axis (FSDP).
-        rngs: random number generators of the parameters.
-    """
+    """Language model with MoE layers, from tokens to logits of the next token."""
 
     def __init__(
         self,

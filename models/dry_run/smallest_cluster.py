@@ -47,16 +47,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def smallest(preset: str, device: str, system: str) -> tuple[PublishedRun, ProgramReport] | None:
-    """Return the smallest cluster on which a step fits, `None` if there is none.
-
-    Args:
-        preset: a key of `PUBLISHED_NAMES`.
-        device: name of the GPU, such as `h100`.
-        system: name of the load-balancing system.
-
-    Raises:
-        ValueError: the device or system is unknown, or the compiler is not installed.
-    """
+    """Return the smallest cluster on which a step fits, `None` if there is none."""
     for nodes in NODES:
         target = Target.parse(f"{device}:{nodes}x8")
         run = PublishedRun.on(preset, target, {"parallel": {"system": system}})

@@ -35,16 +35,7 @@ def show(config: TrainConfig, target: Target, limits: FileLimits = FileLimits())
 
 
 def dry_run(config: TrainConfig, target: Target, limits: FileLimits = FileLimits()) -> ProgramReport:
-    """Compile one training step, including the optimizer, and report memory and operations per device.
-
-    Args:
-        config: configuration of the run.
-        target: the machine; all of its devices take part.
-        limits: limits of the `config.json` of a checkpoint.
-
-    Raises:
-        ValueError: the run needs another number of devices than the target has, or the compiler rejects the step.
-    """
+    """Compile one training step, including the optimizer, and report memory and operations per device."""
     target.require_compiler()
     use_no_accelerators()
     mesh, source = mesh_of(config.parallel, target), source_of(config.model, limits)
@@ -60,12 +51,7 @@ def dry_run(config: TrainConfig, target: Target, limits: FileLimits = FileLimits
 
 
 def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Return the ideal floating-point operations of a step per token, without the optimizer.
-
-    Args:
-        model: sizes of the model.
-        sequence_length: tokens per sequence; a token attends to half of them on average.
-    """
+    """Return the ideal floating-point operations of a step per token, without the optimizer."""
     width = model.embed_dim
     attention = 4 * width * width + sequence_length * width
     experts = 3 * model.experts_per_token * width * model.mlp_dim + width * model.num_experts
@@ -73,11 +59,7 @@ def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
-    """Return the mesh of all devices of a target, see `models.mesh.make_mesh`.
-
-    Raises:
-        ValueError: the configuration needs another number of devices.
-    """
+    """Return the mesh of all devices of a target, see `models.mesh.make_mesh`."""
     devices = target.devices()
     if len(devices) != parallel.num_shards:
         raise ValueError(
@@ -101,31 +83,16 @@ For 61 layers with 128 heads, queries, keys, values and outputs take 40 GB at 40
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """Sizes of a training step of a published model.
+    """Sizes of a training step of a published model."""
 
-    Args:
-        name: the model, a key of `PUBLISHED`.
-        train: configuration of the run.
-    """
-
-    name: str
-    train: TrainConfig
+    name: str  # the model, a key of `PUBLISHED`
+    train: TrainConfig  # configuration of the run
 
     @classmethod
     def on(cls, preset: str, target: Target, given: Given) -> "PublishedRun":
-        """Combine the given fields with the defaults for a target.
-
-        By default, the ranks per group are the largest common divisor of experts and devices up to `MOST_RANKS`. Expert
-        weights move within a node each microbatch. Every device has one document of `SEQUENCE_LENGTH` tokens.
-
-        Args:
-            preset: a key of `PUBLISHED_NAMES`.
-            target: the machine.
-            given: fields of `TrainConfig`.
-
-        Raises:
-            ValueError: a number is out of range, or the ranks do not match the devices of the target.
-        """
+        """Combine the given fields with the defaults for a target."""
+        # By default, the ranks per group are the largest common divisor of experts and devices up to `MOST_RANKS`.
+        # Expert weights move within a node each microbatch. Every device has one document of `SEQUENCE_LENGTH` tokens.
         name = PUBLISHED_NAMES[preset]
         chosen = {key: value for key, value in given.get("parallel", {}).items() if value is not None}
         stages = max(chosen.get("stages", 1), 1)
@@ -151,11 +118,7 @@ class PublishedRun:
         return cls(name, updated(config, with_sizes(given, source_of(config.model))))
 
     def compile(self, target: Target) -> ProgramReport:
-        """Compile one step, including the optimizer, and report memory and operations per device.
-
-        Raises:
-            ValueError: the run needs another number of devices than the target has, or the compiler rejects the step.
-        """
+        """Compile one step, including the optimizer, and report memory and operations per device."""
         return dry_run(self.train, target)
 
     def __str__(self) -> str:
@@ -166,16 +129,7 @@ class PublishedRun:
 
 
 def show_published(preset: str, target: Target, given: Given) -> None:
-    """Print the report of `PublishedRun.compile`.
-
-    Args:
-        preset: a key of `PUBLISHED_NAMES`.
-        target: the machine.
-        given: fields of `TrainConfig`.
-
-    Raises:
-        ValueError: an option does not apply, or the step does not compile.
-    """
+    """Print the report of `PublishedRun.compile`."""
     run = PublishedRun.on(preset, target, given)
     with quiet_stderr():
         report = run.compile(target)
@@ -183,12 +137,7 @@ def show_published(preset: str, target: Target, given: Given) -> None:
 
 
 def decoder_flops_per_token(config: DecoderConfig, sequence_length: int) -> int:
-    """Return the ideal floating-point operations of a step per token, without the optimizer.
-
-    Args:
-        config: sizes of the model.
-        sequence_length: tokens per sequence; a token attends to those before it, in a window or its chunk.
-    """
+    """Return the ideal floating-point operations of a step per token, without the optimizer."""
     # An embedding is a lookup, not a matrix product.
     products = num_params(config)[1] - (0 if config.tie_embeddings else config.vocab_size * config.embed_dim)
     latent = config.latent

@@ -46,11 +46,7 @@ class Store:
         self._client.key_value_set(f"jax_moe_lb/{key}", value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Wait for a value and return it.
-
-        Raises:
-            UserError: the value was not written within `timeout_s` seconds.
-        """
+        """Wait for a value and return it."""
         try:
             return self._client.blocking_key_value_get(f"jax_moe_lb/{key}", int(timeout_s * 1000))
         except RuntimeError as error:
@@ -58,17 +54,7 @@ class Store:
 
 
 def shared_number(place: Place, store: Store, key: str, number: int) -> int:
-    """Return the number of process 0 on all processes.
-
-    Args:
-        place: coordinates of this process.
-        store: store shared by all processes.
-        key: key of the number in the store.
-        number: number of this process; used on process 0 only.
-
-    Raises:
-        UserError: process 0 did not write the number within `AGREE_TIMEOUT_S`.
-    """
+    """Return the number of process 0 on all processes."""
     if place.process_id == 0:
         store.put(key, str(number))
         return number
@@ -76,16 +62,7 @@ def shared_number(place: Place, store: Store, key: str, number: int) -> int:
 
 
 def agree(place: Place, store: Store, options: dict) -> None:
-    """Check that all processes have the same options; call it before any collective computation.
-
-    Args:
-        place: coordinates of this process.
-        store: store shared by all processes.
-        options: JSON-compatible values by name; nested dictionaries are allowed.
-
-    Raises:
-        UserError: the options differ; the message is the same on all processes.
-    """
+    """Check that all processes have the same options; call it before any collective computation."""
     store.put(f"options/{place.process_id}", json.dumps(_flat(options)))
     if place.process_id == 0:
         # Process 0 alone compares the options, as all-to-all reads do not scale to thousands of processes.
@@ -136,20 +113,10 @@ FAILED = 1
 
 
 class PeerMonitor:
-    """Context in which this process ends when another one ends, and reports its own failure to the others.
+    """Context in which this process ends when another one ends, and reports its own failure to the others."""
 
-    Leaving the context without an error waits for all other processes to do so. With an error, the process exits here:
-    otherwise JAX would wait at interpreter exit for processes that never arrive.
-
-    Args:
-        place: coordinates of this process.
-        store: store shared by all processes.
-        progress: last step of this process, updated by the caller.
-        stall_timeout_s: seconds without progress after which the run ends; `None` for never.
-
-    Raises:
-        UserError: the processes cannot connect to each other.
-    """
+    # Leaving the context without an error waits for all other processes to do so. With an error, the process exits
+    # here: otherwise JAX would wait at interpreter exit for processes that never arrive.
 
     def __init__(
         self, place: Place, store: Store, progress: Progress | None = None, stall_timeout_s: float | None = None

@@ -12,12 +12,7 @@ import threading
 
 
 def relay_to(host: str, port: int) -> str:
-    """Return a local address whose connections are forwarded to an address.
-
-    Args:
-        host: host name of the other end.
-        port: port of the other end.
-    """
+    """Return a local address whose connections are forwarded to an address."""
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_accept, args=(server, host, port), daemon=True).start()
     return f"127.0.0.1:{server.getsockname()[1]}"

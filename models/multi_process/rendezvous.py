@@ -44,11 +44,7 @@ def listen(port: int) -> socket.socket:
 
 
 class Link:
-    """Connection to another process, carrying JSON objects, one per line.
-
-    Args:
-        connection: a connected socket.
-    """
+    """Connection to another process, carrying JSON objects, one per line."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -79,19 +75,12 @@ PORTS = range(1, 65_536)
 
 @dataclass(frozen=True)
 class Place:
-    """Coordinates of a process in a multi-process run.
+    """Coordinates of a process in a multi-process run."""
 
-    Args:
-        host: name or address of the machine of process 0.
-        port: port of JAX's coordination service on that machine.
-        num_processes: number of processes.
-        process_id: index of this process, from 0.
-    """
-
-    host: str
-    port: int
-    num_processes: int
-    process_id: int
+    host: str  # name or address of the machine of process 0
+    port: int  # port of JAX's coordination service on that machine
+    num_processes: int  # number of processes
+    process_id: int  # index of this process, from 0
 
     @property
     def coordinator(self) -> str:
@@ -102,17 +91,7 @@ class Place:
 def detect_process(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout_s: float
 ) -> Place:
-    """Return the coordinates of this process from the arguments, the environment, or a cluster detected by JAX.
-
-    Args:
-        coordinator: HOST:PORT of process 0; `None` takes `JAX_COORDINATOR_ADDRESS`, or detects it.
-        num_processes: number of processes; `None` takes `JAX_NUM_PROCESSES`, or detects it.
-        process_id: index of this process; `None` takes `JAX_PROCESS_ID`, or detects it.
-        timeout_s: timeout of the detection in seconds; it may wait for a host name to resolve.
-
-    Raises:
-        UserError: a value is missing or invalid.
-    """
+    """Return the coordinates of this process from the arguments, the environment, or a cluster detected by JAX."""
     coordinator, source = _given_or("JAX_COORDINATOR_ADDRESS", coordinator, "multi_process.coordinator")
     if coordinator is not None:
         # Validate the address before the cluster detection, which may take long.
@@ -196,16 +175,7 @@ HELLO = "jax_moe_lb"
 
 
 def gather(place: Place, until: float, timeout_s: float) -> None:
-    """Wait for all other processes, on process 0.
-
-    Args:
-        place: coordinates of process 0.
-        until: deadline, as a `time.monotonic` value.
-        timeout_s: total timeout in seconds, for the message.
-
-    Raises:
-        UserError: a process is missing or connected twice, on all connected processes; or the port is in use.
-    """
+    """Wait for all other processes, on process 0."""
     try:
         # Check the port here: JAX's service would share a port in use and mix two training runs.
         server = listen(place.port)
@@ -265,16 +235,7 @@ def _missing(place: Place, hosts: Collection[int], timeout_s: float) -> str:
 
 
 def wait_for_processes(place: Place, until: float, timeout_s: float) -> None:
-    """Connect to process 0, and wait until all processes are connected.
-
-    Args:
-        place: coordinates of this process.
-        until: deadline for process 0 to accept the connection, as a `time.monotonic` value.
-        timeout_s: total timeout in seconds, for the message.
-
-    Raises:
-        UserError: process 0 does not respond, or responds with an error.
-    """
+    """Connect to process 0, and wait until all processes are connected."""
     connection = _connected(place, until, timeout_s)
     # Process 0 enforces the timeout, and keepalive detects its failure.
     connection.settimeout(None)
@@ -322,17 +283,8 @@ MARGIN_S = 60
 
 
 def join(place: Place, timeout_s: float) -> None:
-    """Initialize `jax.distributed`; call it before any other use of JAX.
-
-    If a timeout is reached, this process exits with a message.
-
-    Args:
-        place: coordinates of this process and of the coordinator.
-        timeout_s: timeout for all processes to connect, in seconds; usually 60.
-
-    Raises:
-        UserError: the coordinator is unreachable, its port is in use, or JAX is already initialized.
-    """
+    """Initialize `jax.distributed`; call it before any other use of JAX."""
+    # If a timeout is reached, this process exits with a message.
     if not 0 < timeout_s < math.inf:
         raise UserError(f"multi_process.join_timeout_s is {timeout_s}; expected a finite number above 0")
     until, at = time.monotonic() + timeout_s, place.coordinator

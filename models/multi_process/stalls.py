@@ -21,40 +21,25 @@ REPORT_S = 20.0
 
 @dataclass
 class Progress:
-    """Last step begun by this process.
+    """Last step begun by this process."""
 
-    Args:
-        step: number of the step; 0 before the first one.
-    """
-
-    step: int = 0
+    step: int = 0  # number of the step; 0 before the first one
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Time without progress of a run.
+    """Time without progress of a run."""
 
-    Args:
-        cause: description of the processes that the others wait for.
-        age_s: seconds without progress.
-        step: step of the foremost process.
-    """
-
-    cause: str
-    age_s: float
-    step: int
+    cause: str  # description of the awaited processes
+    age_s: float  # seconds without progress
+    step: int  # step of the foremost process
 
     def __str__(self) -> str:
         return f"{self.cause} for {self.age_s:.0f} s, " + (f"at step {self.step}" if self.step else "before step 1")
 
 
 class StallDetector:
-    """Steps of all processes and the times of their last messages; methods may be called in several threads.
-
-    Args:
-        names: names of the observed processes, such as `process 1 (pid 1234 on node07)`.
-        clock: function returning the time in seconds.
-    """
+    """Steps of all processes and the times of their last messages; methods may be called in several threads."""
 
     def __init__(self, names: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -84,11 +69,9 @@ class StallDetector:
         return [name for name, at in self.heard.items() if now - at > SILENT_S]
 
     def stall(self) -> Stall | None:
-        """Return the stall of the run; call it every `BEAT_S` seconds.
-
-        The result is `None` before step 1, while all processes compile, and for three times the duration of the last
-        step if all processes respond.
-        """
+        """Return the stall of the run; call it every `BEAT_S` seconds."""
+        # The result is `None` before step 1, while all processes compile, and for three times the duration of the last
+        # step if all processes respond.
         now, before = self.clock(), self.looked
         self.looked = now
         if now - before > SILENT_S:
@@ -110,11 +93,7 @@ def _several(names: list[str]) -> str:
 
 
 class StallLines:
-    """Lines about stalls, at increasing intervals.
-
-    Args:
-        timeout_s: seconds after which a stall ends the run, `None` for never; a line precedes it by half of the time.
-    """
+    """Lines about stalls, at increasing intervals."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.first_s = self.due_s = min(REPORT_S, timeout_s / 2 if timeout_s else REPORT_S)

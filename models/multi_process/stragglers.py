@@ -32,11 +32,7 @@ NAME_BYTES = 64
 
 
 class StragglerMonitor:
-    """Timer of the local work of this host, compared between hosts every few steps.
-
-    Args:
-        tell: function called with a message about a host that is slow in two consecutive comparisons.
-    """
+    """Timer of the local work of this host, compared between hosts every few steps."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.tell = tell
@@ -50,12 +46,7 @@ class StragglerMonitor:
         self.steps += 1
 
     def stepped(self, step: int, step_time_s: float) -> dict | None:
-        """Record the end of a step on the devices; return a row of `metrics.jsonl`, or `None` without a comparison.
-
-        Args:
-            step: step number, equal on all hosts. All hosts must call this, as comparisons are collective.
-            step_time_s: duration of the step in seconds.
-        """
+        """Record the end of a step on the devices; return a row of `metrics.jsonl`, or `None` without a comparison."""
         row = None
         if len(self.names) > 1 and step % EVERY_STEPS == 0:
             mine = np.asarray([self.host_s / max(self.steps, 1), _probe_s()], np.float32)
@@ -79,12 +70,7 @@ class StragglerMonitor:
 
 
 def straggler_hosts(seconds: np.ndarray, least_s: float) -> list[int]:
-    """Return the hosts that take much longer than the median.
-
-    Args:
-        seconds: `[hosts]`, local time of each host in seconds.
-        least_s: minimum excess over the median in seconds.
-    """
+    """Return the hosts that take much longer than the median."""
     median = _median(seconds)
     return np.flatnonzero((seconds > SLOW * median) & (seconds - median > least_s)).tolist()
 

@@ -33,16 +33,7 @@ PREFIX, WEIGHT = "base_model.model.", ".weight"
 
 
 def target_paths(config: DecoderConfig, targets: str | None) -> frozenset[str]:
-    """Return the paths in a block of the matrices with adapters.
-
-    Args:
-        config: sizes of the model.
-        targets: names of modules of the checkpoint, separated by commas, such as `q_proj,v_proj`; `None` for all
-            matrices of attention and experts.
-
-    Raises:
-        ValueError: the model has no such module, or some matrices of experts are missing.
-    """
+    """Return the paths in a block of the matrices with adapters."""
     paths: dict[str, set[str]] = {}
     for piece in pieces_of(config):
         if piece.path.startswith("blocks.") and ADAPTED.fullmatch(path := piece.path.split(".", 2)[2]):
@@ -61,25 +52,9 @@ def target_paths(config: DecoderConfig, targets: str | None) -> frozenset[str]:
 
 
 def save_adapters(model: StackedDecoder, folder: Path, lora: LoraConfig, base: str) -> bool:
-    """Write the adapters of a model as `adapter_config.json` and `adapter_model.safetensors`, in the format of PEFT.
-
-    Tensors have the names of the modules in published files, where each expert is a module of its own. All processes
-    call this function, and process 0 writes.
-
-    Args:
-        model: the model, with adapters.
-        folder: output folder; it must be absent or empty.
-        lora: rank and factor of the adapters.
-        base: folder or name of the checkpoint to which the adapters belong.
-
-    Returns:
-        Whether the files are written: PEFT has no adapters of linear maps for experts that a published file stores in
-            one tensor, as in GPT-OSS, Llama 4 and Granite-MoE.
-
-    Raises:
-        ValueError: the folder is not empty.
-        OSError: a file cannot be written.
-    """
+    """Write the adapters of a model as `adapter_config.json` and `adapter_model.safetensors`, in the format of PEFT."""
+    # Tensors have the names of the modules in published files, where each expert is a module of its own. All processes
+    # call this function, and process 0 writes.
     values = by_path(nnx.state(model))
     pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces_of(model.config)]
     pieces = [piece for piece in pieces if f"{piece.path}_a" in values]

@@ -21,28 +21,18 @@ from models.mesh import batch_sharding, state_shardings
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of the next token.
+    """Sampling of the next token."""
 
-    Args:
-        temperature: divisor of the logits; 0 (default) selects the most likely token.
-        top_p: sample from the most likely tokens whose cumulative probability reaches this value; 1 (default) keeps
-            all.
-        top_k: sample from this many most likely tokens; 0 (default) keeps all.
-        min_p: sample from tokens with at least this fraction of the largest probability; 0 (default) keeps all.
-        repetition_penalty: divisor of the positive logits of tokens that occurred before, and factor on the negative
-            ones; 1 (default) for none.
-        seed: seed of the random numbers.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-
-    temperature: float = 0.0
+    temperature: float = 0.0  # divisor of the logits; 0 (default) selects the most likely token
+    # Sample from the most likely tokens whose cumulative probability reaches this value; 1 (default) keeps all
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # sample from this many most likely tokens; 0 (default) keeps all
+    # Sample from tokens with at least this fraction of the largest probability; 0 (default) keeps all
     min_p: float = 0.0
+    # Divisor of the positive logits of tokens that occurred before, and factor on the negative ones; 1 (default) for
+    # none
     repetition_penalty: float = 1.0
-    seed: int = 0
+    seed: int = 0  # seed of the random numbers
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -60,17 +50,7 @@ class Sampling:
 
 
 def choose(logits: Array, sampling: Sampling, key: Array, occurred: Array | None = None) -> Array:
-    """Sample a token for each row of logits.
-
-    Args:
-        logits: float32 `[B, V]`.
-        sampling: sampling of the tokens.
-        key: key of the random numbers.
-        occurred: bool `[B, V]`, True for tokens with a repetition penalty; `None` (default) for none.
-
-    Returns:
-        int32 `[B]`.
-    """
+    """Sample a token for each row of logits."""
     if occurred is not None and sampling.repetition_penalty != 1:
         penalty = jnp.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
         logits = jnp.where(occurred, logits * penalty, logits)
@@ -134,29 +114,11 @@ class Generator:
         tell: Callable[[Stats], None] | None = None,
         return_routing: bool = False,
     ) -> Any:
-        """Continue prompts of any lengths.
-
-        A warning reports sequences longer than the model's `max_position_embeddings`.
-
-        Args:
-            prompts: tokens of each sequence, at least one.
-            max_new_tokens: maximum number of new tokens per sequence.
-            sampling: sampling of the next token (default: most likely token).
-            end_tokens: tokens that end a sequence.
-            stop: function that returns whether the new tokens of a sequence end it.
-            show: function called after each step with the new tokens of all sequences.
-            tell: function called with the statistics of each step, `[layers, D, ...]`, first those of the prompts.
-            return_routing: if True, also return the experts of each sequence; False by default.
-
-        Returns:
-            The new tokens of each sequence, up to and excluding the first of `end_tokens`. With `return_routing`, a
-            pair of these and a list of experts, int32 `[layers, T, K]` for each sequence. `T` counts its prompt and its
-            new tokens without the last: the tokens read for the prediction of all others.
-
-        Raises:
-            ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or `max_new_tokens` is
-                below 1.
-        """
+        """Continue prompts of any lengths."""
+        # A warning reports sequences longer than the model's `max_position_embeddings`.
+        # Returns the new tokens of each sequence, up to and excluding the first of `end_tokens`. With `return_routing`,
+        # a pair of these and a list of experts, int32 `[layers, T, K]` for each sequence. `T` counts its prompt and its
+        # new tokens without the last: the tokens read for the prediction of all others.
         _check(self.model, prompts, max_new_tokens)
         lines: list[list[int]] = [[] for _ in prompts]
         are_open, routing = [True] * len(prompts), []
@@ -223,10 +185,8 @@ def bucket(number: int) -> int:
 def _padded(
     prompts: Sequence[Sequence[int]], vocab_size: int, devices: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return tokens `[B, T]` padded to buckets, the length of each prompt, and bool `[B, V]`, its tokens.
-
-    Each device has the same number of sequences.
-    """
+    """Return tokens `[B, T]` padded to buckets, the length of each prompt, and bool `[B, V]`, its tokens."""
+    # Each device has the same number of sequences.
     lengths = np.zeros(devices * bucket(-(-len(prompts) // devices)), np.int32)
     lengths[: len(prompts)] = list(map(len, prompts))
     tokens = np.zeros((len(lengths), bucket(max(map(len, prompts)))), np.int32)

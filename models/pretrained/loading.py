@@ -86,22 +86,9 @@ def load_state(
     stacks: Sequence[tuple[str, int]] = (),
     limits: FileLimits = FileLimits(),
 ) -> Any:
-    """Load the parameters of a checkpoint into a state; other variables get their initial values.
-
-    Each process reads its shards alone, slice by slice, and copies each slice to its devices before it reads the next.
-
-    Args:
-        folder: folder of the checkpoint.
-        config: sizes of the model, read from the folder.
-        init: traceable function returning the initial state.
-        shapes: shapes of the state.
-        mesh: devices.
-        stacks: `StackedDecoder.places` of a model with stacked layers; empty (default) for a `Decoder`.
-        limits: limits of the index and of the headers.
-
-    Raises:
-        ValueError: as for `from_pretrained`.
-    """
+    """Load the parameters of a checkpoint into a state; other variables get their initial values."""
+    # Each process reads its shards alone, slice by slice, and copies each slice to its devices before it reads the
+    # next.
     wanted = by_path(placed_shapes(shapes, state_shardings(shapes, mesh)))
     with_fields = Fields(config.source, limits)
     weights = CheckpointWeights(TensorFolder(folder, limits), with_fields)
@@ -149,15 +136,7 @@ def _passed_over(fields: Fields, num_further: int, are_tied: bool) -> tuple[str,
 
 
 def checked_pieces(weights: Weights, config: DecoderConfig) -> list[ParameterSlice]:
-    """Return the slices of a model in the layout of the tensors' names: of published files, or packed.
-
-    Args:
-        weights: the tensors.
-        config: sizes of the model.
-
-    Raises:
-        ValueError: a tensor is missing, unexpected, of a wrong shape, not of floats, or not the copy of another.
-    """
+    """Return the slices of a model in the layout of the tensors' names: of published files, or packed."""
     published, packed = pieces_of(config), pieces_of(config, packed=True)
     in_memory = {piece.name for piece in packed} - {piece.name for piece in published}
     pieces = published if in_memory.isdisjoint(weights.shapes) else packed
@@ -209,15 +188,7 @@ def placed(weights: Weights, pieces: list[ParameterSlice], shape: Any) -> Array:
 def _place(
     weights: Weights, piece: ParameterSlice, ranges: dict[Any, tuple[range, ...]], shards: Any, dtype: Any
 ) -> None:
-    """Read a slice and write it into the shards of its devices, with two copies of it in host memory at most.
-
-    Args:
-        weights: the tensors.
-        piece: the slice.
-        ranges: part of the parameter on each device.
-        shards: shard of each device: a NumPy array, a device's array, or absent if the slice is the first of it.
-        dtype: dtype of the parameter.
-    """
+    """Read a slice and write it into the shards of its devices, with two copies of it in host memory at most."""
     depth = len(piece.place)
     homes = [d for d in ranges if all(at in part for at, part in zip(piece.place, ranges[d], strict=False))]
     if not homes:

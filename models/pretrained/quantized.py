@@ -60,13 +60,9 @@ class Format(abc.ABC):
 
 @dataclass(frozen=True)
 class Fp8(Format):
-    """8-bit floats with a scale per block, the published format of DeepSeek-V3.
+    """8-bit floats with a scale per block, the published format of DeepSeek-V3."""
 
-    Args:
-        block: rows and columns per scale; blocks at the edges may be smaller.
-    """
-
-    block: tuple[int, int]
+    block: tuple[int, int]  # rows and columns per scale; blocks at the edges may be smaller
 
     def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
         """Return the 8-bit matrices."""
@@ -98,11 +94,10 @@ class Fp8(Format):
 
 @dataclass(frozen=True)
 class Mxfp4(Format):
-    """4-bit floats, two per byte, with a power-of-two scale per 32; used by GPT-OSS for its experts.
+    """4-bit floats, two per byte, with a power-of-two scale per 32; used by GPT-OSS for its experts."""
 
-    Blocks `[E, N, G, 16]` and scales `[E, N, G]` represent weights `[E, 32 G, N]`: a row of bytes is a column of
-    weights.
-    """
+    # Blocks `[E, N, G, 16]` and scales `[E, N, G]` represent weights `[E, 32 G, N]`: a row of bytes is a column of
+    # weights.
 
     def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
         """Return the tensors with blocks and scales."""
@@ -149,11 +144,7 @@ def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, .
 
 
 def format_of(fields: Fields) -> Format | None:
-    """Return the storage format given by a `config.json`; `None` if all weights are floats.
-
-    Raises:
-        ValueError: the format is not supported, or its block size is invalid.
-    """
+    """Return the storage format given by a `config.json`; `None` if all weights are floats."""
     settings: Any = fields.raw.get("quantization_config")
     if settings is None:
         return None
@@ -175,10 +166,9 @@ def format_of(fields: Fields) -> Format | None:
 
 
 class Weights(Protocol):
-    """Named tensors of a model as floats.
+    """Named tensors of a model as floats."""
 
-    `place` names them in messages, and `shapes` has the shape of each by name.
-    """
+    # `place` names them in messages, and `shapes` has the shape of each by name.
 
     place: str
     shapes: dict[str, tuple[int, ...]]
@@ -191,15 +181,7 @@ class Weights(Protocol):
 
 
 class CheckpointWeights:
-    """Weights of a checkpoint as floats, in any supported format.
-
-    Args:
-        tensors: the checkpoint.
-        fields: its `config.json`, which specifies the format.
-
-    Raises:
-        ValueError: the format is not supported, or tensors are inconsistent.
-    """
+    """Weights of a checkpoint as floats, in any supported format."""
 
     def __init__(self, tensors: TensorFolder, fields: Fields) -> None:
         self.tensors, self.format, self.place = tensors, format_of(fields), str(tensors.folder)
@@ -216,12 +198,7 @@ class CheckpointWeights:
             raise ValueError(f"{header.path}: {name} has dtype {header.dtypes[name]}; expected one of {FLOATS}")
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Read a weight, or a part of it: quantized weights as float32, others in their own dtype.
-
-        Args:
-            name: name of the weight.
-            index: part of the weight; empty for all of it.
-        """
+        """Read a weight, or a part of it: quantized weights as float32, others in their own dtype."""
         if self.format is not None and name in self.quantized:
             return self.format.read(self.tensors, name, index)
         return self.tensors.read(name, index)

@@ -34,32 +34,16 @@ MOST_NAME = 160
 
 @dataclass(frozen=True)
 class Header:
-    """Locations of the tensors in a file.
+    """Locations of the tensors in a file."""
 
-    Args:
-        path: path of the file.
-        shapes: shape of each tensor.
-        dtypes: dtype of each tensor, in the notation of the format.
-        starts: byte offset of each tensor in the file.
-    """
-
-    path: Path
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]
-    starts: dict[str, int]
+    path: Path  # path of the file
+    shapes: dict[str, tuple[int, ...]]  # shape of each tensor
+    dtypes: dict[str, str]  # dtype of each tensor, in the notation of the format
+    starts: dict[str, int]  # byte offset of each tensor in the file
 
 
 def read_header(path: Path, limits: FileLimits = FileLimits()) -> Header:
-    """Read the header of a file, without its tensors.
-
-    Args:
-        path: a safetensors file.
-        limits: limits of the header; the size of the file limits the tensors.
-
-    Raises:
-        ValueError: the file is truncated, or its header is inconsistent or violates the format. The message contains
-            the file and, if applicable, the tensor.
-    """
+    """Read the header of a file, without its tensors."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -163,18 +147,10 @@ READ_BYTES = 2**24
 
 
 class TensorFolder:
-    """Reader of the tensors of a checkpoint folder.
+    """Reader of the tensors of a checkpoint folder."""
 
-    The constructor validates the header of every file. Only safetensors are read, as loading a pickle can execute
-    arbitrary code.
-
-    Args:
-        folder: folder of the checkpoint.
-        limits: limits of the index and of each header.
-
-    Raises:
-        ValueError: there are no tensors, or a file is missing, outside the folder or invalid.
-    """
+    # The constructor validates the header of every file. Only safetensors are read, as loading a pickle can execute
+    # arbitrary code.
 
     def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
         self.folder, self.limits = folder, limits
@@ -190,10 +166,8 @@ class TensorFolder:
         self._check_index()
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Read a tensor, or only the part of it given by an index with positive steps.
-
-        Besides the result, host memory holds at most `READ_BYTES` or one row of it.
-        """
+        """Read a tensor, or only the part of it given by an index with positive steps."""
+        # Besides the result, host memory holds at most `READ_BYTES` or one row of it.
         header = self.home[name]
         dtype, shape, start = np.dtype(NUMPY[header.dtypes[name]]), header.shapes[name], header.starts[name]
         while index and isinstance(index[0], int):
@@ -262,14 +236,8 @@ def _read_rows(file: BufferedReader, start: int, shape: tuple[int, ...], dtype: 
 
 
 def copy_blocks(value: np.ndarray, to: np.ndarray) -> None:
-    """Copy matrices with another order of their dimensions in memory, as for a transposed matrix.
-
-    A copy by rows reads another cache line for each number; blocks take less than half the time.
-
-    Args:
-        value: matrices `[..., N, M]`.
-        to: matrices of the same shape, of any dtype.
-    """
+    """Copy matrices with another order of their dimensions in memory, as for a transposed matrix."""
+    # A copy by rows reads another cache line for each number; blocks take less than half the time.
     for row in range(0, value.shape[-2], BLOCK):
         for column in range(0, value.shape[-1], BLOCK):
             part = (..., slice(row, row + BLOCK), slice(column, column + BLOCK))

@@ -107,14 +107,7 @@ def readme(config: DecoderConfig) -> str:
 
 @contextmanager
 def vacant(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, renamed to `folder` at the end of the context, or deleted after an error.
-
-    Args:
-        folder: final path; it must be absent or an empty folder.
-
-    Raises:
-        ValueError: the folder is not empty.
-    """
+    """Yield a temporary folder, renamed to `folder` at the end of the context, or deleted after an error."""
     check_vacant(folder)
     aside = part(folder)
     shutil.rmtree(aside, ignore_errors=True)
@@ -170,14 +163,7 @@ def _tensors(model: Decoder | StackedDecoder, dtype: Any, packed: bool) -> tuple
 def write_tensors(
     folder: Path, shapes: TensorShapes, tensors: Iterable[np.ndarray], max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write tensors into one file, or into several with an index, each before the next is taken.
-
-    Args:
-        folder: output folder.
-        shapes: shape and dtype of each tensor, by name.
-        tensors: the tensors, in the same order.
-        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), unless one tensor is larger.
-    """
+    """Write tensors into one file, or into several with an index, each before the next is taken."""
     files: list[list[str]] = [[]]
     for name in shapes:
         if files[-1] and sum(_num_bytes(shapes[other]) for other in (*files[-1], name)) > max_file_bytes:
@@ -224,13 +210,7 @@ def _by_tensor(pieces: list[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
 
 
 def named_tensors(config: DecoderConfig, state: Any, *, packed: bool = False) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield named checkpoint tensors of parameters, or of a tree with the same structure, such as gradients.
-
-    Args:
-        config: sizes of the model.
-        state: `nnx.state` of a `Decoder`; tensors without a parameter in it are skipped.
-        packed: if True, use the names and shapes of `transformers` 5 in memory; see `save_pretrained`.
-    """
+    """Yield named checkpoint tensors of parameters, or of a tree with the same structure, such as gradients."""
     values = by_path(state)
     for name, pieces in _by_tensor(pieces_of(config, packed=packed)).items():
         if all(piece.path in values for piece in pieces):
@@ -266,14 +246,8 @@ _merged = jax.jit(adapted)
 
 
 def _on_host(parameter: Array, place: tuple[int, ...]) -> np.ndarray:
-    """Copy a slice of a parameter to the host, from the shards of all processes.
-
-    A program for all devices would gather every expert of the layer to take one of them.
-
-    Args:
-        parameter: the parameter.
-        place: index of the slice in the leading dimensions; empty for the whole parameter.
-    """
+    """Copy a slice of a parameter to the host, from the shards of all processes."""
+    # A program for all devices would gather every expert of the layer to take one of them.
     depth, shape = len(place), parameter.shape[len(place) :]
     num_bytes = math.prod(shape) * parameter.dtype.itemsize
     words = np.zeros(-(-num_bytes // 4), np.uint32)

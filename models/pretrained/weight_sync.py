@@ -16,11 +16,7 @@ from models.pretrained.loading import by_path, checked_pieces, grouped, placed
 
 
 class HeldTensors:
-    """Tensors in host memory.
-
-    Args:
-        tensors: float arrays by name.
-    """
+    """Tensors in host memory."""
 
     def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
         self.tensors, self.place = tensors, "tensors"
@@ -39,18 +35,8 @@ class HeldTensors:
 
 
 def update_weights(model: Decoder | StackedDecoder, tensors: Mapping[str, np.ndarray]) -> None:
-    """Replace the parameters of a model, which keep their dtypes and shardings; compiled programs stay valid.
-
-    All processes call this function with the same tensors. Relocated experts stay where they are.
-
-    Args:
-        model: the model.
-        tensors: all tensors of its checkpoint as float arrays, under the names of published files or those of
-            `transformers` 5 in memory, as in `module.state_dict()`.
-
-    Raises:
-        ValueError: a tensor is missing, unexpected, of a wrong shape or not of floats, or the model has adapters.
-    """
+    """Replace the parameters of a model, which keep their dtypes and shardings; compiled programs stay valid."""
+    # All processes call this function with the same tensors. Relocated experts stay where they are.
     if isinstance(model, StackedDecoder) and model.adapter_scale:
         raise ValueError("model has adapters; expected a model without")
     weights, state = HeldTensors(tensors), nnx.state(model)

@@ -22,15 +22,7 @@ NUMBERS = r"[<|>][biufc](1|2|4|8|16)|bfloat16|float8_\w{,16}|u?int[24]"
 
 
 def check_texts(checkpoint: Path, limits: FileLimits) -> None:
-    """Check the sizes of the JSON files of a checkpoint.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        limits: limits of each file.
-
-    Raises:
-        LimitError: a file exceeds a limit.
-    """
+    """Check the sizes of the JSON files of a checkpoint."""
     for path in sorted({path for pattern in JSON_FILES for path in checkpoint.glob(pattern) if not path.is_dir()}):
         try:
             text = read_bytes(path, limits)
@@ -40,17 +32,7 @@ def check_texts(checkpoint: Path, limits: FileLimits) -> None:
 
 
 def check_arrays(item: Path, wanted: Mapping[str, Any], limits: FileLimits) -> None:
-    """Check the declared shapes, chunks and encodings of the arrays of an item against those of a state.
-
-    Args:
-        item: folder of an item of a checkpoint.
-        wanted: shapes of the state by name; names absent from the item are skipped.
-        limits: limits of each declaration.
-
-    Raises:
-        LimitError: a declaration exceeds a limit.
-        ValueError: a declaration is not valid, or its array has another shape or larger chunks.
-    """
+    """Check the declared shapes, chunks and encodings of the arrays of an item against those of a state."""
     form = parse_json(read_bytes(item / "_METADATA", limits), limits)
     # Other forms have their declarations elsewhere.
     if not isinstance(form, dict) or form.get("use_ocdbt") is not True or form.get("use_zarr3") is not False:

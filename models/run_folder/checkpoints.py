@@ -54,11 +54,7 @@ def _tell_unraisable(before: Callable[[Any], None], unraisable: Any) -> None:
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """Convert TensorStore errors, which have another type and contain the system's error code, into `OSError`.
-
-    Raises:
-        OSError: a file operation failed; `errno` is the code of the system.
-    """
+    """Convert TensorStore errors, which have another type and contain the system's error code, into `OSError`."""
     try:
         yield
     except ValueError as error:
@@ -78,16 +74,11 @@ ArraysByName = dict[str, Any]
 
 
 class CheckpointMetadata(NamedTuple):
-    """JSON metadata of a checkpoint.
+    """JSON metadata of a checkpoint."""
 
-    Args:
-        layout: ranks and system of the run; state specific to a mesh fits if the layout is the same.
-        data: position of the data, returned by its iterator.
-        base: folder or name of the checkpoint with the frozen parameters of a run with adapters; "" without adapters.
-    """
-
-    layout: dict[str, Any]
-    data: dict[str, Any]
+    layout: dict[str, Any]  # ranks and system of the run; state specific to a mesh fits if the layout is the same
+    data: dict[str, Any]  # position of the data, returned by its iterator
+    # Folder or name of the checkpoint with the frozen parameters of a run with adapters; "" without adapters
     base: str = ""
 
 
@@ -100,17 +91,7 @@ def preservation_policy(config: CheckpointConfig) -> managers.PreservationPolicy
 
 
 class Checkpoints:
-    """Manager of the newest checkpoints in a folder, and a context manager waiting for the last write.
-
-    Args:
-        folder: folder of the checkpoints; created if missing.
-        config: retention of checkpoints.
-        limits: limits of the JSON files of a checkpoint.
-        run_id: identifier of the run, recorded in its checkpoints.
-
-    Raises:
-        LimitError: a JSON file of a checkpoint exceeds a limit.
-    """
+    """Manager of the newest checkpoints in a folder, and a context manager waiting for the last write."""
 
     def __init__(
         self,
@@ -162,19 +143,8 @@ class Checkpoints:
     ) -> None:
         """Start writing the state after `step` steps, unless it is saved already; wait for the previous checkpoint
         first.
-
-        On return the arrays are copied, so the next step may donate them.
-
-        Args:
-            step: number of steps done.
-            state: complete state of the run.
-            kept: metadata needed to resume.
-            then: function called in another thread when the checkpoint is complete.
-
-        Raises:
-            OSError: this checkpoint or the previous one cannot be written; the error contains the folder. Earlier
-                checkpoints stay intact.
         """
+        # On return the arrays are copied, so the next step may donate them.
         if step == self.newest_step:
             return
         self.wait()
@@ -194,30 +164,18 @@ class Checkpoints:
                 write_checksums(self.folder / str(step))
 
     def check(self) -> None:
-        """Raise a background error, if there is one, without waiting.
-
-        Raises:
-            OSError: the newest checkpoint could not be written.
-        """
+        """Raise a background error, if there is one, without waiting."""
         if self.written is not None and self.written.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the newest checkpoint is written.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Wait until the newest checkpoint is written."""
         written, self.written = self.written, None
         if written is not None:
             written.result()
 
     def read_kept(self, step: int) -> CheckpointMetadata:
-        """Return the metadata of the checkpoint of `step`.
-
-        Raises:
-            ValueError: the checkpoint has no metadata, as in older versions.
-        """
+        """Return the metadata of the checkpoint of `step`."""
         if not (self.folder / str(step) / "run").exists():
             where = f"the checkpoint of step {step} in {str(self.folder)!r}"
             raise ValueError(f"{where} is of an older version; expected one with an item 'run'")
@@ -227,18 +185,7 @@ class Checkpoints:
     def restore(
         self, step: int, shapes: nnx.State, init: Callable[[], nnx.State] | None = None, *, same_mesh: bool = True
     ) -> nnx.State:
-        """Read the state after `step` steps.
-
-        Args:
-            step: step of a checkpoint.
-            shapes: shapes and shardings of the state; the mesh may differ from the checkpoint's.
-            init: function creating a state, used for parts that are absent or do not fit; `None` if there are none.
-            same_mesh: if True, also restore state specific to the mesh and system of the checkpoint.
-
-        Raises:
-            LimitError: an array declares more memory than allowed.
-            ValueError: a part is absent and `init` is `None`, or the state belongs to another model.
-        """
+        """Read the state after `step` steps."""
         wanted = parts(shapes)
         fits = [item for item in ITEMS if wanted[item] and (self.folder / str(step) / item).exists()]
         fits = [item for item in fits if item != "mesh" or same_mesh]
@@ -275,23 +222,9 @@ def restore_newest(
     limits: FileLimits = FileLimits(),
     run_id: str | None = None,
 ) -> tuple[int, nnx.State, CheckpointMetadata]:
-    """Restore the newest intact checkpoint; return its step, state and metadata.
-
-    A checkpoint saved at another step or by another run is damaged. A checkpoint of an older version, without this
-    record, is restored with a message.
-
-    Args:
-        folder: folder of the checkpoints.
-        shapes: shapes and shardings of the state.
-        tell: function called with a message about each damaged checkpoint.
-        init: see `Checkpoints.restore`.
-        layout: ranks and system of this run, compared with those of the checkpoint; `None` if they are the same.
-        limits: limits of the JSON files of the checkpoints.
-        run_id: identifier of the run; `None` leaves it unchecked.
-
-    Raises:
-        ValueError: every checkpoint is damaged, or the state belongs to another model.
-    """
+    """Restore the newest intact checkpoint; return its step, state and metadata."""
+    # A checkpoint saved at another step or by another run is damaged. A checkpoint of an older version, without this
+    # record, is restored with a message.
     with Checkpoints(folder, limits=limits) as checkpoints:
         for step in steps_in(folder):
             where = f"the checkpoint of step {step} in {str(folder)!r}"
@@ -316,13 +249,7 @@ def restore_newest(
 
 
 def without_homes(shapes: nnx.State, state: nnx.State, init: Callable[[], nnx.State]) -> nnx.State:
-    """Return the mesh-independent part of a state whose experts are at their initial places.
-
-    Args:
-        shapes: shapes of the returned state, which has no homes.
-        state: state of the same model, from a run with relocation.
-        init: function creating the remaining state.
-    """
+    """Return the mesh-independent part of a state whose experts are at their initial places."""
     named = parts(state)["state"]
     missing = [name for name, _ in _named(shapes) if name not in named]
     named |= _only(missing, init()) if missing else {}

@@ -19,15 +19,7 @@ RESUMING = "after a fix, --resume continues from the newest checkpoint, if there
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: write to a temporary file, then rename it.
-
-    Args:
-        path: path of the file.
-        content: content of the file.
-
-    Raises:
-        OSError: the file cannot be written; the error contains its path.
-    """
+    """Write a file atomically: write to a temporary file, then rename it."""
     aside = part(path)
     try:
         with naming(path), aside.open("wb") as file:
@@ -44,11 +36,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to errors of writing a file; the error of a full disk lacks it.
-
-    Args:
-        path: file or folder being written.
-    """
+    """Add the path to errors of writing a file; the error of a full disk lacks it."""
     try:
         yield
     except OSError as error:
@@ -58,12 +46,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def in_words(error: OSError) -> str:
-    """Return a message about a failed write of a training run, and how to resume.
-
-    Args:
-        error: error that ended the run. Without a file name, it refers to standard output, which is then redirected to
-            the null device.
-    """
+    """Return a message about a failed write of a training run, and how to resume."""
     where = repr(error.filename) if error.filename else "standard output"
     if not error.filename:
         # Otherwise the interpreter would report the failed flush of pending output at exit.
@@ -77,12 +60,7 @@ def part(path: Path) -> Path:
 
 
 def free_sibling(path: Path, word: str) -> Path:
-    """Return an unused sibling path: `<path>.<word>-1`, or with the next free number.
-
-    Args:
-        path: file or folder.
-        word: suffix of the sibling.
-    """
+    """Return an unused sibling path: `<path>.<word>-1`, or with the next free number."""
     whole, number = path.resolve(), 1
     while (sibling := whole.with_name(f"{whole.name}.{word}-{number}")).exists():
         number += 1
@@ -90,12 +68,7 @@ def free_sibling(path: Path, word: str) -> Path:
 
 
 def move_into(folder: Path, paths: Iterable[Path]) -> None:
-    """Move existing files and folders into a new folder, in the given order.
-
-    Args:
-        folder: folder to create.
-        paths: files and folders to move; their names are kept.
-    """
+    """Move existing files and folders into a new folder, in the given order."""
     folder.mkdir()
     for path in paths:
         if path.exists():
@@ -104,15 +77,7 @@ def move_into(folder: Path, paths: Iterable[Path]) -> None:
 
 
 class FolderLock:
-    """Lock against other processes writing into a folder; the kernel releases it when the process ends.
-
-    Args:
-        folder: an existing folder; the lock file stays in it.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-        OSError: the folder is not writable.
-    """
+    """Lock against other processes writing into a folder; the kernel releases it when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.file = (folder / ".lock").open("a")
@@ -131,14 +96,7 @@ CHECKSUMS = "sha256.json"
 
 
 def write_checksums(checkpoint: Path) -> None:
-    """Write the checksums of all files of a complete checkpoint into its folder.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-
-    Raises:
-        OSError: a file cannot be read, or the checksums cannot be written.
-    """
+    """Write the checksums of all files of a complete checkpoint into its folder."""
     write_whole(checkpoint / CHECKSUMS, json.dumps(_checksums(checkpoint), indent=2).encode())
 
 
@@ -148,12 +106,7 @@ def has_checksums(checkpoint: Path) -> bool:
 
 
 def damage(checkpoint: Path, limits: FileLimits = FileLimits()) -> str | None:
-    """Describe the damage of a checkpoint; return `None` if its files match their checksums or it has none.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        limits: limits of the file with the checksums.
-    """
+    """Describe the damage of a checkpoint; return `None` if its files match their checksums or it has none."""
     try:
         expected = parse_json(read_bytes(checkpoint / CHECKSUMS, limits), limits)
         if not isinstance(expected, dict):
@@ -175,15 +128,8 @@ RECORD = ("step", "run_id")
 
 
 def misplacement(checkpoint: Path, run_id: str | None = None, limits: FileLimits = FileLimits()) -> str | None:
-    """Describe how the record of a checkpoint differs from its folder; return `None` if they agree.
-
-    A checkpoint without a readable record has no misplacement: see `has_record`.
-
-    Args:
-        checkpoint: folder of the checkpoint, named after its step.
-        run_id: identifier of the run of the folder; `None` leaves it unchecked.
-        limits: limits of the file with the record.
-    """
+    """Describe how the record of a checkpoint differs from its folder; return `None` if they agree."""
+    # A checkpoint without a readable record has no misplacement: see `has_record`.
     record = _record(checkpoint, limits)
     if record is None:
         return None

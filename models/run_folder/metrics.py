@@ -38,18 +38,9 @@ SUMS = ("rows_moved", "weight_bytes_moved")
 
 
 def layer_row(step: int, stats: Stats, system: System, topology: Topology) -> dict:
-    """Return the row of `metrics.jsonl` for the layers of a step.
-
-    Args:
-        step: step number.
-        stats: statistics of the step on the host, `[layers, D, ...]`.
-        system: load-balancing system.
-        topology: topology of the layers.
-
-    Returns:
-        Lists with one number per layer, reduced over its `D` groups: means, sums of moved rows and bytes, and maxima of
-            rounds and loads. `planner_s` is the planning time on the host for the first layer, in seconds.
-    """
+    """Return the row of `metrics.jsonl` for the layers of a step."""
+    # Returns lists with one number per layer, reduced over its `D` groups: means, sums of moved rows and bytes, and
+    # maxima of rounds and loads. `planner_s` is the planning time on the host for the first layer, in seconds.
     row: dict = {"kind": "layers", "step": step}
     row |= {name: np.asarray(getattr(stats, name)).mean(1).tolist() for name in MEANS}
     row |= {name: np.asarray(getattr(stats, name)).sum(1).tolist() for name in SUMS}
@@ -60,13 +51,7 @@ def layer_row(step: int, stats: Stats, system: System, topology: Topology) -> di
 
 
 def planner_s(counts: np.ndarray, system: System, topology: Topology) -> float:
-    """Measure the planning time of a system on the host, in seconds.
-
-    Args:
-        counts: `[R, E]`, copies routed to each place by the ranks of a group.
-        system: load-balancing system.
-        topology: topology of the group.
-    """
+    """Measure the planning time of a system on the host, in seconds."""
     num_ranks, num_experts = counts.shape
     counts = counts.astype(np.int32)
     balancer = system.balancer.sized(LayerCost(num_copies=max(1, round(float(counts.sum()) / num_ranks))))
@@ -88,11 +73,7 @@ class CountsTrace:
         self.counts.append(np.asarray(stats.counts)[:, 0].astype(np.int32))
 
     def write(self, path: Path) -> None:
-        """Write an npz file with `steps` `[steps]`, from 1, and `counts` `[steps, layers, R, E]`.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write an npz file with `steps` `[steps]`, from 1, and `counts` `[steps, layers, R, E]`."""
         packed = io.BytesIO()
         steps = np.arange(1, len(self.counts) + 1, dtype=np.int32)
         np.savez_compressed(packed, steps=steps, counts=np.stack(self.counts))
@@ -110,15 +91,10 @@ FIGURES = ("loss", "imbalance", "speed", "load", "served", "counts")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of the files in the folder of a run.
+    """Paths of the files in the folder of a run."""
 
-    Args:
-        path: path of the folder.
-        limits: limits of each file read.
-    """
-
-    path: Path
-    limits: FileLimits = DEFAULT_LIMITS
+    path: Path  # path of the folder
+    limits: FileLimits = DEFAULT_LIMITS  # limits of each file read
 
     @property
     def checkpoints(self) -> Path:
@@ -137,19 +113,13 @@ class RunFolder:
 
     @property
     def counts(self) -> Path:
-        """File with arrays of routing and load per step, of the first expert-parallel group.
-
-        Experts are numbered by place: the last relocation before a step gives the expert at each place. Steps after a
-        change of the layout are in the files of the next segments: see `counts_of`.
-        """
+        """File with arrays of routing and load per step, of the first expert-parallel group."""
+        # Experts are numbered by place: the last relocation before a step gives the expert at each place. Steps after a
+        # change of the layout are in the files of the next segments: see `counts_of`.
         return self.counts_of(1)
 
     def counts_of(self, segment: int) -> Path:
-        """Return the file with the counts of a segment: consecutive steps with the same ranks and system.
-
-        Args:
-            segment: number of the segment, from 1; rows of kind `"layout"` give its first step.
-        """
+        """Return the file with the counts of a segment: consecutive steps with the same ranks and system."""
         return self.path / ("counts.npz" if segment == 1 else f"counts-{segment}.npz")
 
     @property
@@ -201,10 +171,8 @@ class RunFolder:
 
     @property
     def files(self) -> list[Path]:
-        """All paths written by a run; other files of the folder do not belong to it.
-
-        The first is the one required for resuming.
-        """
+        """All paths written by a run; other files of the folder do not belong to it."""
+        # The first is the one required for resuming.
         files = [self.config, self.metrics, self.counts, self.summary, self.report, *self.figures]
         files += [self.counts_of(segment) for segment in self.segments if segment > 1]
         return [
@@ -231,12 +199,7 @@ class RunFolder:
         return aside
 
     def rows(self, kind: str, last_step: int | None = None) -> list[dict]:
-        """Return the rows of `metrics.jsonl` of one kind, up to a step.
-
-        Args:
-            kind: `"step"`, `"validation"`, `"relocation"`, `"layout"`, `"layers"` or `"hosts"`.
-            last_step: last step to include; `None` includes all.
-        """
+        """Return the rows of `metrics.jsonl` of one kind, up to a step."""
         return [row for row in self._rows(last_step) if row["kind"] == kind]
 
     def keep_until(self, last_step: int) -> None:
@@ -268,12 +231,7 @@ class RunFolder:
         return text.splitlines()
 
     def described(self) -> dict[str, Any]:
-        """Return the content of `config.json`.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: the file is not a JSON object, or exceeds a limit.
-        """
+        """Return the content of `config.json`."""
         try:
             found = parse_json(read_bytes(self.config, self.limits), self.limits)
         except LimitError as error:
@@ -300,14 +258,7 @@ class RunFolder:
                 continue
 
     def read_counts(self, segment: int = 1) -> dict[str, np.ndarray] | None:
-        """Return the arrays of a segment's counts, `None` if there are none.
-
-        Args:
-            segment: number of the segment, from 1.
-
-        Raises:
-            ValueError: the file cannot be read, or lacks an array.
-        """
+        """Return the arrays of a segment's counts, `None` if there are none."""
         path = self.counts_of(segment)
         if not path.exists():
             return None
@@ -334,17 +285,7 @@ class RunFolder:
 
 
 class Recorder:
-    """Writer of the metrics of a run.
-
-    Args:
-        folder: an existing run folder.
-        first_step: first step to record; earlier steps are kept, and recorded steps from it on are replaced.
-        layout: ranks and system from `first_step` on. A layout different from the last starts a segment; `None`
-            continues the last segment.
-        writes: if True, this process writes the files; exactly one process should.
-        tell: function called with a message about missing data.
-        watch: function called with each row of `metrics.jsonl`.
-    """
+    """Writer of the metrics of a run."""
 
     def __init__(
         self,
@@ -395,17 +336,7 @@ class Recorder:
         accumulate: int = 1,
         others: Mapping[str, float] = MappingProxyType({}),
     ) -> dict:
-        """Record one step, and return its row.
-
-        Args:
-            step: step number, from 1.
-            loss: training loss in nats per token.
-            stats: statistics of the layers, `[layers, accumulate * D, ...]`.
-            num_tokens: tokens of the step.
-            step_time_s: duration of the step in seconds.
-            accumulate: microbatches per step; each is one entry of the arrays, with the step number.
-            others: further numbers of the step, such as its learning rate; none by default.
-        """
+        """Record one step, and return its row."""
         row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
         row |= {"step_time_s": step_time_s, "router_loss": float(np.asarray(stats.loss).sum(0).mean())}
         row |= dict(others) | summarised(stats)

@@ -51,14 +51,7 @@ STYLE: dict[Any, Any] = {
 
 
 def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, unit: str = "byte") -> bytes:
-    """Draw training and validation loss over steps, with the unigram entropy for comparison.
-
-    Args:
-        steps: recorded steps.
-        validation: recorded validations, at least one.
-        entropy_nats: unigram entropy in nats per token.
-        unit: name of a token.
-    """
+    """Draw training and validation loss over steps, with the unigram entropy for comparison."""
     with rc_context(STYLE):
         figure, axes = _figure(3.2)
         axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="#5fa3ba", lw=1.1, label="training")
@@ -78,13 +71,7 @@ def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, uni
 
 
 def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> bytes:
-    """Draw the imbalance `max / mean` over steps: means over layers as lines, ranges over layers as bands.
-
-    Args:
-        steps: `[steps]`, step numbers.
-        before: `[steps, layers]`, imbalance under plain expert parallelism.
-        after: `[steps, layers]`, imbalance under the plan.
-    """
+    """Draw the imbalance `max / mean` over steps: means over layers as lines, ranges over layers as bands."""
     with rc_context(STYLE):
         figure, axes = _figure(3.2)
         for values, color, name in (
@@ -101,11 +88,7 @@ def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> b
 
 
 def speed_png(steps: list[dict]) -> bytes:
-    """Draw the duration of each step, and its maximum number of rounds over layers.
-
-    Args:
-        steps: recorded steps.
-    """
+    """Draw the duration of each step, and its maximum number of rounds over layers."""
     with rc_context(STYLE):
         figure = Figure((WIDTH_IN, 3.2), layout="constrained")
         above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
@@ -123,12 +106,7 @@ def counts_png(counts: np.ndarray) -> bytes:
 
 
 def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
-    """Draw heat maps of the copies served by each rank, by expert: at home, and by the plan of a step.
-
-    Args:
-        counts: `[layers, R, E]`, copies routed by each rank to each expert.
-        quota: `[layers, E, R]`, copies of each expert served by each rank.
-    """
+    """Draw heat maps of the copies served by each rank, by expert: at home, and by the plan of a step."""
     _, num_ranks, num_experts = counts.shape
     home = np.arange(num_experts) // (num_experts // num_ranks) == np.arange(num_ranks)[:, None]
     return _heat_maps([(home * counts.sum(1, keepdims=True), "before: rank"), (quota.swapaxes(1, 2), "after: rank")])
@@ -219,13 +197,7 @@ STEPS = 5
 
 
 def replay_baselines(counts: np.ndarray, ranks_per_domain: int | None, replica_slots: int) -> dict[str, float]:
-    """Return the mean imbalance over layers and the last steps by system, with the topology and slots of the run.
-
-    Args:
-        counts: `[steps, layers, R, E]` integers, copies routed to each place by the ranks of one group.
-        ranks_per_domain: ranks among which experts may move; `None` for all.
-        replica_slots: replica slots per rank.
-    """
+    """Return the mean imbalance over layers and the last steps by system, with the topology and slots of the run."""
     num_ranks, num_experts = counts.shape[-2:]
     topology = Topology.flat(num_ranks, ranks_per_domain)
     slots = min(num_experts // num_ranks + replica_slots, num_experts)
@@ -309,15 +281,7 @@ UNITS = ("nats", "bits", "tokens", "bytes", "s")
 
 
 def write_report(folder: RunFolder, summary: dict) -> bool:
-    """Write `report.html` and its figures from the other files of a run, finished or in progress.
-
-    Args:
-        folder: folder of the run.
-        summary: results of `summarise`, with the additions of the training loop.
-
-    Returns:
-        True if the folder has counts of any step; otherwise no file is written.
-    """
+    """Write `report.html` and its figures from the other files of a run, finished or in progress."""
     described = folder.described()
     segments = folder.all_counts()
     if not segments:
@@ -339,13 +303,7 @@ def write_report(folder: RunFolder, summary: dict) -> bool:
 
 
 class LiveReport:
-    """Periodic report of a run in progress.
-
-    Args:
-        folder: folder of the run.
-        others: entries of the summary not recorded in the folder.
-        every_s: seconds between reports (default 60); drawing takes one or two seconds.
-    """
+    """Periodic report of a run in progress."""
 
     def __init__(self, folder: RunFolder, others: dict, every_s: float = 60.0) -> None:
         self.folder, self.others, self.every_s = folder, others, every_s

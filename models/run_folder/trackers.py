@@ -22,13 +22,7 @@ LOG_INTERVAL = 10
 
 
 class StepLine:
-    """Progress line on a terminal; elsewhere a line for every tenth step, and after each validation.
-
-    Args:
-        console: console to print to.
-        done: number of steps already done.
-        steps: total number of steps.
-    """
+    """Progress line on a terminal; elsewhere a line for every tenth step, and after each validation."""
 
     def __init__(self, console: Console, done: int, steps: int) -> None:
         # A narrow terminal cuts the metrics, not the steps and the remaining time.
@@ -70,19 +64,11 @@ SKIPPED_STEPS = 2
 
 @dataclass(frozen=True)
 class MetricLoggerConfig:
-    """Metric loggers of a run, besides `metrics.jsonl`, which always has all rows.
+    """Metric loggers of a run, besides `metrics.jsonl`, which always has all rows."""
 
-    Args:
-        tensorboard: if True, write event files into the folder `tensorboard` of the run.
-        wandb: project of Weights & Biases, under the account of `wandb login`; `None` disables it.
-        profile: number of steps to trace into the folder `profile` of the run; 0 disables tracing, and 3 is usual.
-
-    Raises:
-        ValueError: `profile` is negative, or a package is not installed.
-    """
-
-    tensorboard: bool = False
-    wandb: str | None = None
+    tensorboard: bool = False  # if True, write event files into the folder `tensorboard` of the run
+    wandb: str | None = None  # project of Weights & Biases, under the account of `wandb login`; `None` disables it
+    # Number of steps to trace into the folder `profile` of the run; 0 disables tracing, and 3 is usual
     profile: int = 0
 
     def __post_init__(self) -> None:
@@ -94,15 +80,7 @@ class MetricLoggerConfig:
 
 
 class MetricLogger:
-    """Forwarder of the rows of `metrics.jsonl` to loggers, and a context manager closing them.
-
-    Args:
-        folder: run folder.
-        watching: loggers to use.
-        first_step: first step of this part of the run; entries of this and later steps are replaced.
-        writes: if True, this process logs; exactly one process should. All processes trace.
-        config: configuration to log with the run.
-    """
+    """Forwarder of the rows of `metrics.jsonl` to loggers, and a context manager closing them."""
 
     def __init__(
         self, folder: RunFolder, watching: MetricLoggerConfig, first_step: int, *, writes: bool, config: dict[str, Any]
@@ -133,11 +111,7 @@ class MetricLogger:
             self.run.finish(exit_code=int(error is not None))
 
     def tell(self, row: dict) -> None:
-        """Forward a row of `metrics.jsonl`.
-
-        Args:
-            row: the row, with its `kind` and `step`.
-        """
+        """Forward a row of `metrics.jsonl`."""
         if self.board is None and self.run is None:
             return
         numbers = scalars(row)
@@ -167,11 +141,7 @@ class MetricLogger:
 
 
 def scalars(row: dict) -> dict[str, float]:
-    """Return the numbers of a row of `metrics.jsonl` by display name: `step/loss`, `layers/imbalance_after/3`.
-
-    Args:
-        row: the row. Each entry of a list is a number of its own, counted from 1 for layers and from 0 for hosts.
-    """
+    """Return the numbers of a row of `metrics.jsonl` by display name: `step/loss`, `layers/imbalance_after/3`."""
     kind, found = row["kind"], {}
     for name, value in row.items():
         if isinstance(value, bool | str) or name in ("kind", "step") or value is None:

@@ -27,26 +27,14 @@ StepResult = Callable[[nnx.State, Array], tuple[nnx.State, Array, Array, Stats]]
 
 
 class StepRunner:
-    """Runner of training steps, which waits for each step and so bounds the executions in flight.
-
-    Args:
-        step: program of a step.
-        step_again: program for a step needing more rounds, compiled on first use; `None` if `step` has no limit.
-        tell: function called with a message at that compilation.
-    """
+    """Runner of training steps, which waits for each step and so bounds the executions in flight."""
 
     def __init__(self, step: StepResult, step_again: StepResult | None, tell: Callable[[str], None]) -> None:
         self.step, self.step_again, self.tell = step, step_again, tell
         self.num_again = 0
 
     def __call__(self, number: int, state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Array, Stats]:
-        """Run one step; return the new state, and on the host the loss, the gradient norm and the statistics.
-
-        Args:
-            number: step number, from 1.
-            state: state before the step; donated.
-            tokens: batch of the step.
-        """
+        """Run one step; return the new state, and on the host the loss, the gradient norm and the statistics."""
         state, loss, norm, stats = _done(self.step, state, tokens)
         # All processes have the same statistics, so all of them repeat the step.
         if self.step_again is None or not needs_more_rounds(stats):
@@ -66,17 +54,7 @@ def _done(program: StepResult, state: nnx.State, tokens: Array) -> tuple[nnx.Sta
 
 
 def check_step(step: int, loss: float, stats: Stats, good_step: int | None) -> None:
-    """Raise `UserError` after a step with a fault in routing or plan, or a loss that is not finite.
-
-    Args:
-        step: step number, from 1.
-        loss: loss of the step.
-        stats: statistics of the layers on the host, `[layers, D, ...]`.
-        good_step: step of the newest checkpoint, for the message; `None` if there is none.
-
-    Raises:
-        UserError: the message contains step and layer, and rank, expert and numbers if applicable.
-    """
+    """Raise `UserError` after a step with a fault in routing or plan, or a loss that is not finite."""
     for layer in np.flatnonzero(np.asarray(stats.fault.code).reshape(len(stats.fault.code), -1).any(1)):
         try:
             raise_on_fault(jax.tree.map(lambda leaf, i=layer: leaf[i], stats))
@@ -87,16 +65,7 @@ def check_step(step: int, loss: float, stats: Stats, good_step: int | None) -> N
 
 
 def check_state(step: int, state: nnx.State, good_step: int | None) -> None:
-    """Raise `UserError` if a state to be saved is not finite.
-
-    Args:
-        step: number of steps done.
-        state: state after these steps.
-        good_step: step of the newest checkpoint, for the message; `None` if there is none.
-
-    Raises:
-        UserError: the message contains the name of the first array that is not finite.
-    """
+    """Raise `UserError` if a state to be saved is not finite."""
     finite = jax.device_get(_all_finite(state))
     for path, good in jax.tree.leaves_with_path(finite):
         if not good:

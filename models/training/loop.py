@@ -67,34 +67,20 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Validated training run with a locked folder.
+    """Validated training run with a locked folder."""
 
-    Args:
-        config: configuration of the run.
-        corpus: training and validation text.
-        folder: folder of the run's files.
-        lock: lock of the folder; `None` in processes that write no files.
-        mesh: devices of the run.
-        programs: programs on the devices.
-        source: checkpoint or published model; `None` for a preset.
-        step: traced program of one step.
-        done_steps: number of steps done, 0 for a new run.
-        state: state after these steps; `None` for a new run.
-        position: position of the data after these steps, from the checkpoint.
-        run_id: identifier of the run, the same after it is resumed; random in a new run.
-    """
-
-    config: TrainConfig
-    corpus: Corpus
-    folder: RunFolder
-    lock: FolderLock | None
-    mesh: Mesh
-    programs: Programs
-    source: Source | None
-    step: Traced
-    done_steps: int
-    state: nnx.State | None
-    position: dict[str, Any]
+    config: TrainConfig  # configuration of the run
+    corpus: Corpus  # training and validation text
+    folder: RunFolder  # folder of the run's files
+    lock: FolderLock | None  # lock of the folder; `None` in processes that write no files
+    mesh: Mesh  # devices of the run
+    programs: Programs  # programs on the devices
+    source: Source | None  # checkpoint or published model; `None` for a preset
+    step: Traced  # traced program of one step
+    done_steps: int  # number of steps done, 0 for a new run
+    state: nnx.State | None  # state after these steps; `None` for a new run
+    position: dict[str, Any]  # position of the data after these steps, from the checkpoint
+    # Identifier of the run, the same after it is resumed; random in a new run
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def release(self) -> None:
@@ -114,25 +100,7 @@ def prepare(
     tell: Tell = print,
     limits: FileLimits = FileLimits(),
 ) -> Run:
-    """Check all inputs that can be invalid, and only then modify the run folder.
-
-    Args:
-        config: configuration of the run.
-        corpus: training and validation text.
-        run_dir: folder of the run, created if missing. If it has a run, one of the following three must be set.
-        resume: if True, continue from the newest intact checkpoint. Ranks and system may differ; state specific to them
-            is reinitialized.
-        overwrite: if True, move an earlier run aside, into a sibling folder.
-        restart: if True, move an earlier run without a complete checkpoint aside; one with a checkpoint is refused.
-        tell: function called with messages about restored or moved files.
-        limits: limits of each file of the run to resume.
-
-    Returns:
-        The run, for `execute`.
-
-    Raises:
-        ValueError: an argument is invalid; the message contains its name, its value and the expectation.
-    """
+    """Check all inputs that can be invalid, and only then modify the run folder."""
     if overwrite and (resume or restart):
         raise ValueError("both overwrite and resume are set; expected one of them")
     corpus.check_length(config.batch.sequence_length)
@@ -180,22 +148,7 @@ def execute(
     watching: MetricLoggerConfig = MetricLoggerConfig(),
     progress: Progress | None = None,
 ) -> dict:
-    """Train, write the run folder, and return the summary.
-
-    Args:
-        run: return value of `prepare`; its folder is unlocked at the end.
-        console: console for progress.
-        stop: request ending the run after the current step, with a checkpoint; `None` for a run without interruption.
-        watching: metric loggers besides the run folder.
-        progress: record of the last step begun, for other processes; `None` for a single process.
-
-    Returns:
-        The summary on process 0; empty if the run was stopped, and on other processes.
-
-    Raises:
-        UserError: a step failed; the message contains its number.
-        OSError: a file cannot be written.
-    """
+    """Train, write the run folder, and return the summary."""
     try:
         return _execute(run, console, stop or StopRequest(), watching, progress or Progress())
     finally:
@@ -323,32 +276,19 @@ def _base(config: TrainConfig) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Saving:
-    """Writer of a checkpoint, followed by its metrics and counts.
+    """Writer of a checkpoint, followed by its metrics and counts."""
 
-    Metrics come second: if the disk has space for one of them only, the checkpoint is written.
+    # Metrics come second: if the disk has space for one of them only, the checkpoint is written.
 
-    Args:
-        checkpoints: manager of the checkpoints.
-        recorder: recorder of metrics and counts.
-        report: report to update afterwards, at its interval.
-        layout: ranks and system, stored in the checkpoint.
-        base: checkpoint with the frozen parameters, stored in the checkpoint; see `CheckpointMetadata`.
-    """
-
-    checkpoints: Checkpoints
-    recorder: Recorder
-    report: LiveReport
-    layout: dict[str, Any]
-    base: str
+    checkpoints: Checkpoints  # manager of the checkpoints
+    recorder: Recorder  # recorder of metrics and counts
+    report: LiveReport  # report to update afterwards, at its interval
+    layout: dict[str, Any]  # ranks and system, stored in the checkpoint
+    base: str  # checkpoint with the frozen parameters, stored in the checkpoint; see `CheckpointMetadata`
 
     def __call__(self, step: int, state: nnx.State, position: dict[str, Any]) -> None:
         """Start the checkpoint of the state after `step` steps, unless it exists; raise `UserError` if it is not
         finite.
-
-        Args:
-            step: number of steps done.
-            state: state after these steps.
-            position: position of the data.
         """
         if step == self.checkpoints.newest_step:
             return
@@ -446,9 +386,7 @@ def _resumed(run: Run, tell: Tell) -> Run:
 
 
 def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, CheckpointMetadata]:
-    """Restore the newest checkpoint; if this run does not relocate, return relocated experts to their initial
-    places.
-    """
+    """Restore the newest checkpoint; without relocation, return relocated experts to their initial places."""
     config, programs, folder = run.config, run.programs, run.folder.checkpoints
     moves = config.relocation.interval is not None
     before = run.folder.described()["config"].get("relocation", {})

@@ -34,10 +34,8 @@ TABLES = ("embedding", "head")
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return the optimizer of a run, with gradients clipped by their global norm over all devices.
-
-    Weight decay leaves out norms, biases, attention sinks and routers.
-    """
+    """Return the optimizer of a run, with gradients clipped by their global norm over all devices."""
+    # Weight decay leaves out norms, biases, attention sinks and routers.
     return stored(
         optax.chain(
             optax.clip_by_global_norm(config.optimizer.clip_norm), _direction(config.optimizer, make_schedule(config))
@@ -82,10 +80,8 @@ def decays_weights(params: Any) -> Any:
 
 
 def _matrices(params: Any) -> Any:
-    """Return the last two dimensions for the parameters updated by Muon, `None` for the others.
-
-    Leading dimensions, of layers and experts, are matrices of their own.
-    """
+    """Return the last two dimensions for the parameters updated by Muon, `None` for the others."""
+    # Leading dimensions, of layers and experts, are matrices of their own.
 
     def dimensions(path: Any, leaf: Any, decays: bool) -> contrib.MuonDimensionNumbers | None:
         if not decays or leaf.ndim < 2 or set(TABLES) & set(_names(path)):
@@ -135,28 +131,16 @@ def make_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 class StoredState(NamedTuple):
-    """State of `stored`.
+    """State of `stored`."""
 
-    Args:
-        num_updates: number of updates, which seeds the rounding.
-        inner: state of the inner optimizer.
-    """
-
-    num_updates: Array
-    inner: Any
+    num_updates: Array  # number of updates, which seeds the rounding
+    inner: Any  # state of the inner optimizer
 
 
 def stored(inner: optax.GradientTransformation, dtype: Any, seed: int) -> optax.GradientTransformation:
-    """Compute an optimizer in float32, for parameters and state of either dtype.
-
-    Values stored in bfloat16 are rounded stochastically: otherwise a change below a 256th of a value would be lost in
-    every step. Float32 parameters and state are those of the inner optimizer, unchanged.
-
-    Args:
-        inner: the optimizer.
-        dtype: dtype of its state, float32 or bfloat16.
-        seed: seed of the rounding.
-    """
+    """Compute an optimizer in float32, for parameters and state of either dtype."""
+    # Values stored in bfloat16 are rounded stochastically: otherwise a change below a 256th of a value would be lost in
+    # every step. Float32 parameters and state are those of the inner optimizer, unchanged.
 
     def init(params: Any) -> StoredState:
         state = inner.init(_cast(params, jnp.float32))
@@ -178,10 +162,8 @@ def stored(inner: optax.GradientTransformation, dtype: Any, seed: int) -> optax.
 
 
 def _without_foreign(state: Any) -> Any:
-    """Replace variables of another shape than their parameter by their values.
-
-    Flax would apply the sharding of the parameter to them: factored moments, and empty nodes of masked optimizers.
-    """
+    """Replace variables of another shape than their parameter by their values."""
+    # Flax would apply the sharding of the parameter to them: factored moments, and empty nodes of masked optimizers.
 
     def replaced(node: Any) -> Any:
         if not isinstance(node, nnx.Variable):

@@ -45,16 +45,7 @@ def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def as_before(folder: RunFolder, given: Given) -> Given:
-    """Add the mesh, system and relocation of the run to resume to the given fields.
-
-    Args:
-        folder: folder of the run to resume.
-        given: fields of `TrainConfig`, which override those of the run. If the system or the ranks change, their own
-            options take their defaults.
-
-    Returns:
-        The merged fields, or `given` alone if there is no readable run; `prepare` then raises.
-    """
+    """Add the mesh, system and relocation of the run to resume to the given fields."""
     parallel_given = given.get("parallel", {})
     try:
         before = folder.described()["config"]
@@ -80,12 +71,7 @@ def _remembers(system: str) -> bool:
 
 
 def moved_state(state: nnx.State, permutation: Array) -> nnx.State:
-    """Permute the experts of each layer in the state of `(model, optimizer)`.
-
-    Args:
-        state: the state of both.
-        permutation: `[layers, E]` integers, from `next_homes`.
-    """
+    """Permute the experts of each layer in the state of `(model, optimizer)`."""
     moved = relocate(state[0], state[1], permutation)
     whole: nnx.State = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(moved))
     return whole
@@ -114,13 +100,7 @@ def described(step: int, permutation: np.ndarray, state: nnx.State, topology: To
 
 
 def check_continues(now: dict[str, Any], steps: int, folder: RunFolder) -> None:
-    """Raise `ValueError` unless the run in the folder can be resumed.
-
-    Args:
-        now: content of the `config.json` of the new run.
-        steps: number of steps of the new run.
-        folder: folder of the run to resume.
-    """
+    """Raise `ValueError` unless the run in the folder can be resumed."""
     done = steps_in(folder.checkpoints)
     if not done or not folder.config.exists():
         raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")

@@ -37,17 +37,11 @@ BIAS_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Source:
-    """Architecture of a run, and its parameters.
+    """Architecture of a run, and its parameters."""
 
-    Args:
-        config: sizes of the model.
-        folder: folder of the checkpoint; `None` for random parameters.
-        limits: limits of the files of the checkpoint.
-    """
-
-    config: DecoderConfig
-    folder: Path | None
-    limits: FileLimits
+    config: DecoderConfig  # sizes of the model
+    folder: Path | None  # folder of the checkpoint; `None` for random parameters
+    limits: FileLimits  # limits of the files of the checkpoint
 
     @property
     def stored_dtype(self) -> str:
@@ -65,15 +59,7 @@ class Source:
 
 
 def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source | None:
-    """Return the source of a model, `None` for a preset.
-
-    Args:
-        model: configuration of the model.
-        limits: limits of the files of the checkpoint.
-
-    Raises:
-        ValueError: the architecture is not supported, or an option does not apply to it.
-    """
+    """Return the source of a model, `None` for a preset."""
     if model.checkpoint is None:
         return None
     options: dict[str, Any] = {"compute_dtype": model.compute_dtype, "param_dtype": model.param_dtype}
@@ -89,15 +75,7 @@ def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source |
 
 
 def with_sizes(given: Given, source: Source | None) -> Given:
-    """Add the sizes of the source to the given fields of a run, and the rate of untrained routing biases.
-
-    Args:
-        given: fields of `TrainConfig` given by the user.
-        source: return value of `source_of`.
-
-    Raises:
-        ValueError: a given field does not apply.
-    """
+    """Add the sizes of the source to the given fields of a run, and the rate of untrained routing biases."""
     if source is None:
         return given
     for section, keys in OF_PRESETS.items():

@@ -38,16 +38,7 @@ LossOf = Callable[..., tuple[Array, tuple[Array, Stats]]]
 
 
 def next_token_loss(model: Any, tokens: Array, counts: Array | None = None) -> tuple[Array, tuple[Array, Stats]]:
-    """Compute the mean cross-entropy of `tokens[:, 1:]` in nats per token.
-
-    Args:
-        model: function from int32 `[B, T]` to logits `[B, T, vocab_size]` and statistics.
-        tokens: int32 `[B, T + 1]`, with `marks`: starts of documents and context are not predicted.
-        counts: divisor of the sum, from `num_predicted`; `None` (default) for the mean of these tokens.
-
-    Returns:
-        The loss, and a pair of the loss and the statistics, as `StackedDecoder.loss`.
-    """
+    """Compute the mean cross-entropy of `tokens[:, 1:]` in nats per token."""
     plain, counts = words(tokens), num_predicted(tokens) if counts is None else counts
     logits, stats = model(plain[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, plain[:, 1:])
@@ -65,27 +56,10 @@ def loss_and_gradients(
     mesh: Mesh,
     experts: Array | None = None,
 ) -> tuple[Array, Stats, nnx.State]:
-    """Compute the cross-entropy of a batch, statistics, and the gradient including the router losses.
-
-    Each microbatch has the same number of sequences per device, and is routed and planned separately. The balancer
-    processes them in sequence, and their router losses are averaged. Otherwise the gradient equals the gradient of the
-    whole batch.
-
-    Args:
-        model: an `nnx.Module`; the state of its balancers is updated.
-        trained: type of the trained parameters, a `nnx.Param`.
-        loss_of: loss of the model.
-        tokens: int32 `[B, T + 1]`, with marks.
-        counts: return value of `num_predicted` for these tokens.
-        accumulate: number of microbatches.
-        mesh: devices over which sequences are split.
-        experts: int32 `[layers, B, T, K]`, given experts, see `StackedDecoder.loss`; `None` (default) if routers
-            choose.
-
-    Returns:
-        The cross-entropy in nats per token; statistics `[layers, accumulate * D, ...]`, with microbatches as groups,
-        those of the first microbatch first; and the gradient.
-    """
+    """Compute the cross-entropy of a batch, statistics, and the gradient including the router losses."""
+    # Each microbatch has the same number of sequences per device, and is routed and planned separately. The balancer
+    # processes them in sequence, and their router losses are averaged. Otherwise the gradient equals the gradient of
+    # the whole batch.
     if accumulate == 1:
         return _of_one(model, trained, loss_of, tokens, counts, 1, experts)
     graph, *states = nnx.split(model, trained, nnx.Param, ...)
@@ -145,29 +119,20 @@ def _as_groups(leaf: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Programs:
-    """Jitted programs of a training run.
+    """Jitted programs of a training run."""
 
-    Args:
-        state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
-        init: `() -> state`, for the first step.
-        step: `(state, tokens) -> (state, loss, norm, stats)`, donating the state, with the norm of the gradients; see
-            `loss_and_gradients`. If the system has `max_rounds`, a step with a fault returns the state unchanged. A
-            third argument of a `StackedDecoder` are given experts, int32 `[layers, B, T, K]`.
-        step_again: `step` without the limit on rounds; `None` if `step` has none.
-        evaluate: `(state, tokens) -> loss`, without a gradient.
-        move: `(state, permutation) -> state`, with the experts relocated; it donates the state.
-        model: function returning the model of a state.
-        topology: topology of the mesh.
-    """
-
-    state_shapes: nnx.State
-    init: Callable[[], nnx.State]
+    state_shapes: nnx.State  # shapes and shardings of the state: parameters, optimizer, balancer
+    init: Callable[[], nnx.State]  # `() -> state`, for the first step
+    # `(state, tokens) -> (state, loss, norm, stats)`, donating the state, with the norm of the gradients; see
+    # `loss_and_gradients`. If the system has `max_rounds`, a step with a fault returns the state unchanged. A third
+    # argument of a `StackedDecoder` are given experts, int32 `[layers, B, T, K]`.
     step: Wrapped
-    step_again: Wrapped | None
-    evaluate: Callable[[nnx.State, Array], Array]
+    step_again: Wrapped | None  # `step` without the limit on rounds; `None` if `step` has none
+    evaluate: Callable[[nnx.State, Array], Array]  # `(state, tokens) -> loss`, without a gradient
+    # `(state, permutation) -> state`, with the experts relocated; it donates the state
     move: Callable[[nnx.State, Array | np.ndarray], nnx.State]
-    model: Callable[[nnx.State], Any]
-    topology: Topology
+    model: Callable[[nnx.State], Any]  # function returning the model of a state
+    topology: Topology  # topology of the mesh
 
 
 def make_programs(
@@ -178,18 +143,7 @@ def make_programs(
     *,
     has_padding: bool = False,
 ) -> Programs:
-    """Build the programs, without compiling.
-
-    Args:
-        config: configuration of the run.
-        mesh: return value of `make_mesh`; if the system has `migrate`, the mesh of its expert domains.
-        system: load-balancing system.
-        decoder: sizes of a `StackedDecoder`; `None` (default) trains the `LanguageModel` of the configuration.
-        has_padding: whether the sequences have padding, which a `StackedDecoder` does not route; False by default.
-
-    Raises:
-        ValueError: the model does not fit the mesh.
-    """
+    """Build the programs, without compiling."""
     if system.migrate is None:
         topology = topology_of(mesh, config.parallel.ranks_per_domain)
     else:
@@ -298,10 +252,8 @@ def _step(
 def _step_if_served(
     step: Callable, state: nnx.State, tokens: Array, experts: Array | None = None
 ) -> tuple[nnx.State, Array, Array, Stats]:
-    """Return the state unchanged if a plan needs more rounds than the program has, so that the step can be repeated.
-
-    The state is donated, so the caller has no copy of it. The update reads the old values anyway.
-    """
+    """Return the state unchanged if a plan needs more rounds than the program has, so that the step can be repeated."""
+    # The state is donated, so the caller has no copy of it. The update reads the old values anyway.
     # Copy the tree, as Flax changes the variables of `state` in place.
     before = jax.tree.map(lambda leaf: leaf, state)
     after, loss, norm, stats = step(state, tokens, experts)
