@@ -50,6 +50,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python ci/words.py > /dev/null
+	$(BIN)/python ci/docstrings.py
 	$(BIN)/clang-format --dry-run --Werror $(filter %.cc %.h,$(NATIVE))
 # Run a script of ci/ on a fresh checkout, for example `make ci-docs`.
 ci-%: $(VENV)/.installed

@@ -1,0 +1,69 @@
+"""Count the lines of docstrings of internal names; fail above a limit.
+
+A name is public if the `__all__` of a room of `jax_moe_lb` has it, or if it belongs to a public class. Public names
+have full docstrings. Internal names have one line, annotations, and comments for reasons. Abstract methods describe a
+contract and commands are their own help, so neither counts.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST_LINES = 1700
+"""Limit for `jax_moe_lb`: a line for each internal name, and few more."""
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def public_names() -> set[tuple[str, str]]:
+    """Return the modules and names that rooms export."""
+    found = set()
+    for path in [*ROOT.glob("jax_moe_lb/*/__init__.py"), ROOT / "jax_moe_lb" / "layer" / "systems.py"]:
+        tree = ast.parse(path.read_text())
+        assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+        exported = set(ast.literal_eval(assigned.get("__all__", ast.List([]))))
+        found |= {(".".join(path.relative_to(ROOT).with_suffix("").parts), name) for name in exported}
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                found |= {(node.module, alias.name) for alias in node.names if alias.name in exported}
+    return found
+
+
+def definitions(body: list[ast.stmt], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Definition]]:
+    """Yield the functions and classes of a module with their qualified names."""
+    for node in body:
+        if isinstance(node, Definition):
+            yield (*before, node.name), node
+            yield from definitions(node.body, (*before, node.name))
+
+
+def is_exempt(node: Definition) -> bool:
+    """Return whether a docstring is a contract of subclasses or the help of a command."""
+    marks = [ast.unparse(one) for one in node.decorator_list]
+    return any("abstractmethod" in one or ".command" in one or ".callback" in one for one in marks)
+
+
+def internal_lines() -> Iterator[tuple[int, str]]:
+    """Yield the lines of each docstring of an internal name."""
+    public = public_names()
+    for path in sorted((ROOT / "jax_moe_lb").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for names, node in definitions(ast.parse(path.read_text()).body):
+            is_public = (module, names[0]) in public and not any(name.startswith("_") for name in names[1:])
+            if not is_public and not is_exempt(node) and ast.get_docstring(node):
+                yield node.body[0].end_lineno - node.body[0].lineno + 1, f"{module}.{'.'.join(names)}"
+
+
+def main() -> None:
+    """Print the longest docstrings and their sum; exit with 1 above the limit."""
+    found = sorted(internal_lines(), reverse=True)
+    total = sum(lines for lines, _ in found)
+    if total > MOST_LINES:
+        print(*(f"{lines} lines: {name}" for lines, name in found[:20]), sep="\n")
+        sys.exit(f"docstrings of internal names have {total} lines; expected at most {MOST_LINES}")
+
+
+if __name__ == "__main__":
+    main()
