@@ -429,7 +429,7 @@ BACKENDS = (
         outer=_then_add(_outer_by("mosaic_outer")),
         takes_parts=True,
         recorded="Hopper",
-        # It was compiled and interpreted, but not run on a GPU.
+        # Chosen by a measured rate alone; see docs/status.md.
         needs_record=True,
         fuses=True,
     ),

@@ -131,7 +131,7 @@ def test_advise_prints_one_program_and_writes_it(tmp_path):
     assert done.stdout.count(WRITTEN) == 1
     assert code in done.stdout
     lines = done.stdout.splitlines()
-    assert "Best: exact(slots 1) + relocation." in lines
+    assert "Best: exact(slots 1) + relocation + headroom 1.25." in lines
     reason = r"Not exact\(slots 2\), the default: one layer takes 1\.\d{3} x the time of exact\(slots 1\) .*"
     assert any(re.fullmatch(reason, line) for line in lines)
 

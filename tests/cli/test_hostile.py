@@ -91,7 +91,7 @@ CONFIGS = {
     "32 bits of copies": (MODEL, {"tokens": 2**31 - 1}, "tokens is 2147483647; expected at most 268435455 with 2"),
     "layers to draw": ((), {"routing": {"layers": 10**9}}, "routing.layers is 1000000000: input should be less"),
     "negative seed": ((), {"routing": {"seed": -1}}, "routing.seed is -1: input should be greater"),
-    "slots": ((), {"replica_slots": 10**400}, "replica_slots is 1000"),
+    "slots": ((), {"replica_slots": 10**400}, "replica_slots is an integer of 1329 bits"),
     "unknown key": ((), {"k" * 900: 1}, "kkk is unknown"),
     "model of a long name": ((), {"model": "m" * 900}, "no preset and no .yaml file"),
     "model of a device": ((), {"model": "/dev/zero"}, "is not a regular file"),

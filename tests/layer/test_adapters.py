@@ -107,9 +107,10 @@ WEIGHT_GRADIENT = rf"f32\[\d+,({CASE.width},{CASE.mlp_dim}|{CASE.mlp_dim},{CASE.
 def test_frozen_matrices_have_no_gradient_in_the_program(name):
     """Neither the products of the gradients of matrices nor their rows on the way home are in the program."""
     *before, experts, target = arguments("bfloat16")
-    of_matrices, of_adapters = 3 * CASE.width * CASE.mlp_dim, 3 * RANK * (CASE.width + CASE.mlp_dim)
+    of_matrix, of_adapter = CASE.width * CASE.mlp_dim, RANK * CASE.width
     for given in (experts, merged(experts)):
         program = str(layer_with_gradients(SYSTEMS[name]).run.trace(*before, given, target).jaxpr)
         assert bool(re.search(WEIGHT_GRADIENT, program)) != given.has_adapters
-        assert (f",{of_matrices}]" in program) != given.has_adapters
-        assert (f",{of_adapters}]" in program) == given.has_adapters
+        home = {int(size) for size in re.findall(r"bf16\[\d+,(\d+)\]", program)}
+        assert (of_matrix in home) != given.has_adapters
+        assert (of_adapter in home) == given.has_adapters
