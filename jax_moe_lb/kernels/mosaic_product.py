@@ -53,7 +53,7 @@ MAX_STAGES = 4
 class Factor(NamedTuple):
     """Matrices of all groups in parts, or a slice of their width `F`."""
 
-    parts: tuple[Array, ...]  # or `[G, O, I]` if transposed, matrices of consecutive groups
+    parts: tuple[Array, ...]  # `[G, I, O]`, or `[G, O, I]` if transposed: matrices of consecutive groups
     offset: int = 0  # first entry of the slice, along the last dimension; a multiple of 64, 0 by default
 
 
