@@ -153,7 +153,7 @@ def test_every_preset_can_be_read():
 def test_a_preset_that_does_not_exist_lists_near_ones():
     with pytest.raises(
         ValueError,
-        match=r"CONFIG is 'h100_nod', no preset .* file; near ones are h100_node, h100_16_nodes, h200_16_nodes, presets",
+        match=r"CONFIG is 'h100_nod', no preset .*; near ones are h100_node, h100_16_nodes, h200_16_nodes, presets",
     ):
         load_config("CONFIG", "h100_nod")
 
