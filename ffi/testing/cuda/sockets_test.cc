@@ -222,11 +222,16 @@ void FirstIsNamed(const std::string& program) {
 void FullBuffersAreNamed(const std::string& program) {
   const Children children = StartProcesses(program, "never_read", kCount);
   const std::string code = std::to_string(XLA_FFI_Error_Code_DEADLINE_EXCEEDED) + " ";
+  int num_named = 0;
   for (const size_t rank : {0u, 2u, 3u}) {
     const std::string said = children[rank]->ReadLine();
-    EXPECT_EQ(said.substr(0, code.size()), code);
-    if (!Has(said, "process 1: it has not read its messages for 1 s")) EXPECT_EQ(said, Victim(kVictim));
+    const bool is_named = Has(said, "process 1: it has not read its messages for 1 s");
+    if (is_named) EXPECT_EQ(said.substr(0, code.size()), code);
+    // Another rank may reach the time limit first, as it waits for one that sends.
+    if (!is_named && !Has(said, "did not arrive within 1 s")) EXPECT_EQ(said, Victim(kVictim));
+    num_named += is_named;
   }
+  EXPECT(num_named > 0);
 }
 
 }  // namespace
