@@ -76,11 +76,11 @@ SESSIONS = {
         Item("counters", 60),
     ),
     "second": (
-        Item("values", 65, starting("layer-")),
+        Item("values", 55, starting("layer-")),
         Item("kernels", 30),
-        Item("steps", 70, starting("step-")),
+        Item("steps", 50, starting("step-")),
         Item("compiled", 20, starting("temporaries")),
-        Item("copies", 30, starting("ended-process")),
+        Item("copies", 60, starting("ended-process")),
         Item("training", 25),
     ),
 }
