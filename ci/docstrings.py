@@ -39,20 +39,34 @@ def definitions(body: list[ast.stmt], before: tuple[str, ...] = ()) -> Iterator[
             yield from definitions(node.body, (*before, node.name))
 
 
-def is_exempt(node: Definition) -> bool:
+def commands() -> set[str]:
+    """Return the names of functions that the command line registers without a decorator."""
+    tree = ast.parse((ROOT / "jax_moe_lb" / "cli" / "app.py").read_text())
+    given = [one.args for one in ast.walk(tree) if isinstance(one, ast.Call) and isinstance(one.func, ast.Call)]
+    loops = [one.iter.elts for one in tree.body if isinstance(one, ast.For) and isinstance(one.iter, ast.Tuple)]
+    return {one.id for some in [*given, *loops] for one in some if isinstance(one, ast.Name)}
+
+
+def is_exempt(node: Definition, registered: set[str]) -> bool:
     """Return whether a docstring is a contract of subclasses or the help of a command."""
     marks = [ast.unparse(one) for one in node.decorator_list]
-    return any("abstractmethod" in one or ".command" in one or ".callback" in one for one in marks)
+    marked = any("abstractmethod" in one or ".command" in one or ".callback" in one for one in marks)
+    return marked or node.name in registered
+
+
+def is_private(name: str) -> bool:
+    """Return whether a member is private; `__call__` and its like are public."""
+    return name.startswith("_") and not name.endswith("__")
 
 
 def internal_lines() -> Iterator[tuple[int, str]]:
     """Yield the lines of each docstring of an internal name."""
-    public = public_names()
+    public, registered = public_names(), commands()
     for path in sorted((ROOT / "jax_moe_lb").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for names, node in definitions(ast.parse(path.read_text()).body):
-            is_public = (module, names[0]) in public and not any(name.startswith("_") for name in names[1:])
-            if not is_public and not is_exempt(node) and ast.get_docstring(node):
+            is_public = (module, names[0]) in public and not any(is_private(name) for name in names[1:])
+            if not is_public and not is_exempt(node, registered) and ast.get_docstring(node):
                 yield node.body[0].end_lineno - node.body[0].lineno + 1, f"{module}.{'.'.join(names)}"
 
 

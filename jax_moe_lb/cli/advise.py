@@ -389,8 +389,10 @@ def advise(
     file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
-    """Find the system with the fastest predicted step."""
-    # The search covers systems, their options and their compositions. The baseline is plain expert parallelism.
+    """Find the system with the fastest predicted step.
+
+    The search covers systems, their options and their compositions. The baseline is plain expert parallelism.
+    """
     with one_line_errors(imbalance=imbalance, tokens=tokens):
         limits = parse_limits(file_limits)
         of_model = load_config("MODEL", model, "model", limits=limits)

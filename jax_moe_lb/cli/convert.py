@@ -42,8 +42,10 @@ def convert(
     ] = None,
     file_limits: FileLimitsOption = None,
 ) -> None:
-    """Convert a recording of SGLang or Megatron-LM to a trace."""
-    # Recordings are expert distribution dumps of SGLang or router traces of Megatron-LM.
+    """Convert a recording of SGLang or Megatron-LM to a trace.
+
+    Recordings are expert distribution dumps of SGLang or router traces of Megatron-LM.
+    """
     with one_line_errors():
         num_ranks, num_experts = parse_integer("--ranks", ranks, 2**20), parse_integer("--experts", experts, 2**16)
         trace = read_recording(recording, num_ranks, num_experts, parse_limits(file_limits))
@@ -68,8 +70,10 @@ def drift(
     file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
-    """Fit the drift of expert popularity to a trace."""
-    # The output has the key `routing: drift` of a configuration file and the autocorrelation of recording and fit.
+    """Fit the drift of expert popularity to a trace.
+
+    The output has the key `routing: drift` of a configuration file and the autocorrelation of recording and fit.
+    """
     with one_line_errors():
         counts = read_trace(trace_file, parse_limits(file_limits)).counts
         choices = parse_integer("--per-token", per_token, INT32_MAX) or 1

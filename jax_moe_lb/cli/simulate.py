@@ -237,8 +237,10 @@ def simulate(
     file_limits: FileLimitsOption = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the time, traffic and memory of a training step."""
-    # The table has the busy and exposed time of each stage, the bytes sent and the memory of a rank.
+    """Predict the time, traffic and memory of a training step.
+
+    The table has the busy and exposed time of each stage, the bytes sent and the memory of a rank.
+    """
     given = {"system": system, "replica_slots": replica_slots, "domain_sizes": domain_sizes}
     with one_line_errors(imbalance=imbalance, tokens=tokens, **given):
         limits = parse_limits(file_limits)
@@ -298,8 +300,10 @@ def calibrate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine for the simulator."""
-    # The measurements are grouped FFNs, exchanges, weight copies and a planner, through the calls of the library.
+    """Measure this machine for the simulator.
+
+    The measurements are grouped FFNs, exchanges, weight copies and a planner, through the calls of the library.
+    """
     with one_line_errors():
         # Import here, because the measurement configures JAX's devices.
         from jax_moe_lb.sim.machine_profile import to_yaml, warnings

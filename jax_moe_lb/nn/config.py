@@ -79,7 +79,17 @@ class SharedMix(Enum):
     def __call__(
         self, x: HiddenStates, routed: HiddenStates, shared: Experts, kernel: Float[Array, "H _"] | None
     ) -> HiddenStates:
-        """Return the output of the layer."""
+        """Return the output of the layer.
+
+        Args:
+            x: `[..., H]`, the tokens.
+            routed: `[..., H]`, the outputs of their routed experts.
+            shared: the shared expert, in the dtype of `x`.
+            kernel: `[H, num_logits]`; `None` for `SUM`.
+
+        Returns:
+            `[..., H]` in the dtype of `x`.
+        """
         y = dense_ffn(x, shared, explicit_sharding(routed))
         if kernel is None:
             return routed + y

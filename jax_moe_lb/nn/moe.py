@@ -208,9 +208,34 @@ class MoE(nnx.Module):
         weights: Float[Array, "*B K"] | None = None,
         return_routing: bool = False,
     ) -> Any:
-        """Apply the layer to tokens."""
-        # Returns outputs `[..., H]` with the sharding of `x`, and statistics stacked over the `D` groups. With
-        # `return_routing` also the experts `[..., K]` int32 chosen by the router or given, -1 for none.
+        """Apply the layer to tokens.
+
+        Args:
+            x: `[..., H]` tokens, any number of them. With three or more dimensions, the last but one is the sequence.
+                If the `D * R` shards do not divide the number of tokens, as in a decode step, the layer pads them.
+                Buffer sizes follow the number of tokens.
+            mask: `[...]` booleans, False for padding tokens, which have output 0 and may be NaN; `None` (default)
+                without padding.
+            token_ids: `[...]` integers, for routers that read them, such as `HashRouter`; `None` by default.
+            key: random key for routers that sample, such as `NoisyTopK`; pass a new one in each call. `None` by
+                default.
+            segments: `[..., S]` integers, for `Losses.sequence`: the document of each token in its sequence, from 0 to
+                `num_segments - 1`. Others, such as -1, are in none. `None` (default) for one document per sequence.
+            num_segments: largest number of documents per sequence; required with `segments`.
+            experts: `[..., K]` integers, given experts of each token (router replay). In a token's row, -1 is no
+                expert, but if all are -1, the router chooses. `None` (default) if the router chooses for all.
+            weights: `[..., K]`, weights of the given experts; `None` (default) to compute them from the logits.
+            return_routing: if True, also return the experts of each token, for `experts`; False by default.
+
+        Returns:
+            Outputs `[..., H]` with the sharding of `x`, and statistics stacked over the `D` groups. With
+            `return_routing` also the experts `[..., K]` int32 chosen by the router or given, -1 for none.
+
+        Raises:
+            ValueError: an array has other leading dimensions than `x`, or an argument requires another one.
+            ValueError: there is a fault, and the call is outside of `jax.jit` and other transformations. A transformed
+                call returns the fault in the statistics: call `raise_on_fault(stats)` once per step.
+        """
         check_tokens(x, (..., self.kernel.shape[0]), mask, token_ids, key)
         if jax.typeof(x).sharding.mesh.empty:
             # An input without a mesh gives no sharding for the outputs: replicate it over all devices first.

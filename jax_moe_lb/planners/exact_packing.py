@@ -19,10 +19,10 @@ class SearchOrder:
 
     liking: Float[Array, "P"]  # above 0, factor of an expert's tokens in the choice of the hottest expert
     welcome: Float[Array, "M"]  # above 0, factor of a rank's room in the choice of the rank with most room
-    # Float32, at least 0, weight of a rank's load above the limit relative to the tokens of its experts
+    # At least 0, weight of a rank's load above the limit relative to the tokens of its experts
     pressing: Float[Array, ""]
     start: Int[Array, "M"]  # at least 0, distance below the limit that a rank must reach before receiving tokens
-    # Float32, at least 0, further weight of a rank's load above the limit, divided by the replicas its experts may
+    # At least 0, further weight of a rank's load above the limit, divided by the replicas its experts may
     # still get. It is used only with a limited fan-out.
     urgent: Float[Array, ""]
     # At least 0, number of least loaded ranks giving their experts away before all others. It is used only with a

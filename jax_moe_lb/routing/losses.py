@@ -49,7 +49,21 @@ class Losses:
     def __call__(
         self, routing: Routing, counts: Counts, topology: Topology, tokens: TokenInfo = TokenInfo()
     ) -> Float[Array, ""]:
-        """Return the weighted sum of the losses over the group, equal on all its ranks."""
+        """Return the weighted sum of the losses over the group, equal on all its ranks.
+
+        Args:
+            routing: routing of this rank's tokens.
+            counts: `[R, E]`, the token copies routed from each rank of the group to each expert.
+            topology: topology of the layer.
+            tokens: properties of this rank's tokens, with `segments` and `num_segments` for `sequence`. A segment may
+                span ranks and groups; its loss covers all its tokens.
+
+        Returns:
+            Scalar of the dtype of `routing.scores`; 0 if all coefficients are 0.
+
+        Raises:
+            ValueError: `sequence` is above 0 and `tokens.segments` or `tokens.num_segments` is `None`.
+        """
         axes = topology.expert_axes
         total = jnp.zeros((), routing.scores.dtype)
         active = (routing.experts != NO_EXPERT).any(1)

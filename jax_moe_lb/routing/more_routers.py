@@ -82,7 +82,16 @@ class ExpertChoice(Router):
             )
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by expert choice."""
+        """Route tokens by expert choice.
+
+        Args:
+            logits: `[T, E]`, float32 or wider.
+            bias: unused, because experts are balanced by construction.
+            info: token properties; `mask` excludes tokens from selection.
+
+        Returns:
+            The routing, with `K = min(max_experts_per_tok, E)`.
+        """
         del bias
         num_tokens, num_experts = logits.shape
         scores = jax.nn.softmax(logits, -1)
@@ -147,7 +156,19 @@ class HashRouter(Router):
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by the hash of their ids."""
+        """Route tokens by the hash of their ids.
+
+        Args:
+            logits: `[T, E]`, used by the losses only.
+            bias: unused.
+            info: token properties; `ids` is required.
+
+        Returns:
+            The routing, with weights `1 / K`.
+
+        Raises:
+            ValueError: `info.ids` is `None`, or there are fewer than `K` experts.
+        """
         del bias
         num_experts, per_tok = logits.shape[1], self.num_experts_per_tok
         if info.ids is None:
@@ -218,7 +239,16 @@ class NoisyTopK(Router):
         return self.router.num_experts_per_tok
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by noisy scores."""
+        """Route tokens by noisy scores.
+
+        Args:
+            logits: `[T, E]`, float32 or wider.
+            bias: `[E]`, added to the scores for selection only; `None` (default) for no bias.
+            info: token properties; `key` generates the noise.
+
+        Returns:
+            The routing.
+        """
         if info.key is None:
             return self.router(logits, bias, info)
         noise = self.std * jax.random.normal(info.key, logits.shape, logits.dtype)

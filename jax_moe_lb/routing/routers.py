@@ -189,7 +189,17 @@ class GroupLimit:
             raise ValueError(f"experts_per_score is {self.experts_per_score}; expected at least 1")
 
     def __call__(self, scores: Logits) -> Logits:
-        """Return the scores, with `-inf` outside the best groups of each token."""
+        """Return the scores, with `-inf` outside the best groups of each token.
+
+        Args:
+            scores: `[T, E]`.
+
+        Returns:
+            `[T, E]`.
+
+        Raises:
+            ValueError: `num_groups` does not divide `E`, or a group has fewer than `experts_per_score` experts.
+        """
         num_tokens, num_experts = scores.shape
         if num_experts % self.num_groups or num_experts // self.num_groups < self.experts_per_score:
             raise ValueError(
@@ -276,7 +286,19 @@ class TopK(Router):
             )
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by score and bias."""
+        """Route tokens by score and bias.
+
+        Args:
+            logits: `[T, E]`, float32 or wider.
+            bias: `[E]`, added to the scores for selection only; `None` (default) for no bias.
+            info: unused.
+
+        Returns:
+            The routing.
+
+        Raises:
+            ValueError: there are fewer than `K` experts, or fewer than `K` in the selected groups.
+        """
         del info
         scores = self.score(logits)
         # The bias is float32 and the scores may be float64; strict dtype promotion rejects mixing them.
@@ -370,7 +392,19 @@ class ForceBalanced(Router):
         return self.router.num_experts_per_tok
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route token copies round robin by the position of their token."""
+        """Route token copies round robin by the position of their token.
+
+        Args:
+            logits: `[T, E]`, float32 or wider.
+            bias: unused, because experts are balanced by construction.
+            info: token properties; `position` continues across ranks; 0, 1, ... if it is `None`.
+
+        Returns:
+            The routing.
+
+        Raises:
+            ValueError: there are fewer than `K` experts.
+        """
         del bias
         num_tokens, num_experts = logits.shape
         per_tok = self.num_experts_per_tok

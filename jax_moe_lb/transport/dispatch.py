@@ -37,7 +37,7 @@ class Served(NamedTuple):
     plan: Plan  # legal plan of the served copies
     rounds: Int[Array, ""]  # rounds over all waves; usually 1 with a balanced plan
     made: Plan  # plan returned by the balancer
-    dynamic: Bool[Array, "E"] | None  # `[E]` booleans, experts the balancer may move from home; `None`: all
+    dynamic: Bool[Array, "E"] | None  # experts the balancer may move from home; `None`: all
     is_legal: Bool[Array, ""]  # whether `made` was legal and served
     is_whole: Bool[Array, ""]  # whether all rounds of the plan were run
 

@@ -289,8 +289,23 @@ class GatherExpertDomain:
         return vary_like(zeros, experts)
 
     def __call__(self, experts: Experts, packed: Packed | None = None, residual: Experts | None = None) -> Experts:
-        """Return the experts of the expert domain, in rank order."""
-        # It is differentiable in `experts`, and in `residual` as described above.
+        """Return the experts of the expert domain, in rank order.
+
+        It is differentiable in `experts`, and in `residual` as described above.
+
+        Args:
+            experts: the `L` home experts of this rank, used without compression on this rank.
+            packed: return value of `pack`; `None` (default) encodes here.
+            residual: entries not sent by earlier backward passes, from `initial_residual` or the last gradient; `None`
+                (default) if gradients are not encoded.
+
+        Returns:
+            `L * M` experts, the home experts of this rank in the topology `domains.between`.
+
+        Raises:
+            ValueError: the codec's base is `CodecBase.REMEMBERED`, `residual` is missing or not needed, or experts to
+                encode have adapters.
+        """
         packed = self.pack(experts) if packed is None else packed
         if packed is not None:
             return self._placed(experts, self._decoded(packed.encoded, packed.mean, experts), residual)

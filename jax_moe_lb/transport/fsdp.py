@@ -58,7 +58,13 @@ class FsdpExperts:
     exp_axes: Axes = ()
 
     def __call__(self, experts: Experts, packed: None = None, residual: None = None) -> Experts:
-        """Return the experts with whole matrices; call it inside `jax.shard_map`."""
+        """Return the experts with whole matrices; call it inside `jax.shard_map`.
+
+        Args:
+            experts: home experts of this rank, sharded over these axes.
+            packed: `None`, for compatibility with `GatherExpertDomain` in `scan_prefetched`.
+            residual: `None`, as `packed`.
+        """
         del packed, residual
 
         def gather(path: Any, leaf: Array) -> Array:

@@ -90,8 +90,15 @@ class Replicate(abc.ABC):
         """
 
     def __call__(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Return the weights of this rank's `S` slots: its home experts, then the replicas."""
-        # It is differentiable in `experts`, by `add_at_home`.
+        """Return the weights of this rank's `S` slots: its home experts, then the replicas.
+
+        It is differentiable in `experts`, by `add_at_home`.
+
+        Args:
+            experts: the `L` home experts of this rank.
+            plan: plan, equal on all ranks.
+            topology: topology of the layer; weights travel between the ranks of its expert axes.
+        """
         # Without replica slots, skip the exchange on all ranks.
         if plan.slots == plan.num_home:
             return experts

@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
 
     of_row: Int[Array, "A"]  # source row of each row
     to_row: Int[Array, "A"]  # position of each row after `take`; only valid if `inside`
-    inside: Bool[Array, "A"]  # `[A]` booleans, whether each row belongs to a block
+    inside: Bool[Array, "A"]  # whether each row belongs to a block
     sizes: GroupSizes  # rows of each block
 
     @classmethod

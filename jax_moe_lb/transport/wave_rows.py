@@ -44,7 +44,7 @@ NO_CHANCE = 1e-9
 class WaveRows:
     """Rows of a wave between ranks, as NumPy arrays on a host."""
 
-    counts: Counts  # `[R, E]` integers, copies routed by each rank to each expert
+    counts: Counts  # copies routed by each rank to each expert
     plan: Plan  # plan of the wave, in NumPy arrays
     per_token: int  # `K`, distinct experts per token
     # Groups of ranks whose rows are computed at once; `None` (default) for this group alone

@@ -114,11 +114,29 @@ class Generator:
         tell: Callable[[Stats], None] | None = None,
         return_routing: bool = False,
     ) -> Any:
-        """Continue prompts of any lengths."""
-        # A warning reports sequences longer than the model's `max_position_embeddings`.
-        # Returns the new tokens of each sequence, up to and excluding the first of `end_tokens`. With `return_routing`,
-        # a pair of these and a list of experts, int32 `[layers, T, K]` for each sequence. `T` counts its prompt and its
-        # new tokens without the last: the tokens read for the prediction of all others.
+        """Continue prompts of any lengths.
+
+        A warning reports sequences longer than the model's `max_position_embeddings`.
+
+        Args:
+            prompts: tokens of each sequence, at least one.
+            max_new_tokens: maximum number of new tokens per sequence.
+            sampling: sampling of the next token (default: most likely token).
+            end_tokens: tokens that end a sequence.
+            stop: function that returns whether the new tokens of a sequence end it.
+            show: function called after each step with the new tokens of all sequences.
+            tell: function called with the statistics of each step, `[layers, D, ...]`, first those of the prompts.
+            return_routing: if True, also return the experts of each sequence; False by default.
+
+        Returns:
+            The new tokens of each sequence, up to and excluding the first of `end_tokens`. With `return_routing`, a
+            pair of these and a list of experts, int32 `[layers, T, K]` for each sequence. `T` counts its prompt and its
+            new tokens without the last: the tokens read for the prediction of all others.
+
+        Raises:
+            ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or `max_new_tokens` is
+                below 1.
+        """
         _check(self.model, prompts, max_new_tokens)
         lines: list[list[int]] = [[] for _ in prompts]
         are_open, routing = [True] * len(prompts), []
