@@ -12,7 +12,6 @@ from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
 from jax_moe_lb.core.types import AnyArray, Counts, Placement, Quota
 from jax_moe_lb.planners.base import kernel_check, plan_on_host, run_planner
-from jax_moe_lb.planners.exact_search import exact_in_jax
 
 UNBOUNDED = 2**63 - 1
 """Value of `max_fan_out` without a limit, the int64 maximum: the custom call takes no `None`."""
@@ -42,7 +41,7 @@ def exact(
         "exact",
         ((num_ranks, num_slots), (num_experts, num_ranks)),
         counts,
-        reference=partial(_from_host if call_host else exact_in_jax, num_slots=num_slots),
+        reference=partial(_from_host if call_host else _in_jax, num_slots=num_slots),
         # The custom call derives the slots from the shape of its result; the NumPy form needs an argument.
         host_options={"num_slots": num_slots},
         in_kernel=lambda: fits_kernel(counts.shape, num_slots, domain, eps, localize),
@@ -53,6 +52,14 @@ def exact(
         localize=localize,
     )
     return placement, quota
+
+
+def _in_jax(counts: Counts, **options: Any) -> tuple[Placement, Quota]:
+    """Plan in jnp."""
+    # Imported at its first trace: programs with the custom call need none of it.
+    from jax_moe_lb.planners.exact_search import exact_in_jax
+
+    return exact_in_jax(counts, **options)
 
 
 def fits_kernel(shape: tuple[int, ...], num_slots: int, domain: int, eps: float, localize: bool) -> bool:
