@@ -77,25 +77,32 @@ def system_of(
     return make_system(name, options)
 
 
+TargetName = Annotated[
+    str,
+    typer.Option("--target", metavar="TARGET", help="Machine: GPU:NODESxGPUS such as h100:1x8, or a slice, v5e:2x4."),
+]
+
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sizes",
+        metavar="H=N,F=N",
+        help="Hidden and inner width, experts, tokens per rank, experts per token.",
+        show_default="H=2048,F=768,E=128,T=4096,K=8",
+    ),
+]
+
+LoadName = Annotated[
+    str, typer.Option("--load", metavar="LOAD", help="Load of the timeline: uniform, zipf:S or a counts file.")
+]
+
+
 def compile_command(
-    target: Annotated[
-        str,
-        typer.Option(
-            "--target", metavar="TARGET", help="Machine: GPU:NODESxGPUS such as h100:1x8, or a slice, v5e:2x4."
-        ),
-    ],
+    target: TargetName,
     system: Annotated[
         str, typer.Option("--system", metavar="NAME[:KEY=VALUE]", help="System, such as exact:headroom=1.25+rails.")
     ] = "exact",
-    sizes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sizes",
-            metavar="H=N,F=N",
-            help="Hidden and inner width, experts, tokens per rank, experts per token.",
-            show_default="H=2048,F=768,E=128,T=4096,K=8",
-        ),
-    ] = None,
+    sizes: Sizes = None,
     train: Annotated[bool, typer.Option("--train", help="Compile the gradients too.")] = False,
     fused: Annotated[bool, typer.Option("--fused", help="Store gate and up projection in one weight.")] = False,
     replica_slots: SystemReplicaSlots = None,
@@ -121,18 +128,18 @@ def compile_command(
         typer.Option("--timeline", metavar="OUT.json", help="Output trace of the estimated step, for Perfetto."),
         OutputPath(".json"),
     ] = None,
-    load: Annotated[
-        str, typer.Option("--load", metavar="LOAD", help="Load of the timeline: uniform, zipf:S or a counts file.")
-    ] = DEFAULT_LOAD,
+    load: LoadName = DEFAULT_LOAD,
     against: Annotated[
         Path | None, typer.Option("--against", metavar="FILE", help="Other timeline to compare with.")
     ] = None,
     logs: Annotated[bool, typer.Option("--logs", help="Show the compiler's log on stderr.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compile a layer for an absent machine and report its cost."""
-    # The report has the memory, FLOPs, traffic and waits of each device. The compiler of the machine is required: run
-    # pip install '.[cuda]' or pip install '.[tpu]' in a checkout.
+    """Compile a layer for an absent machine and report its cost.
+
+    The report has the memory, FLOPs, traffic and waits of each device. The compiler of the machine is required: run
+    pip install '.[cuda]' or pip install '.[tpu]' in a checkout.
+    """
     with one_line_errors(system=system, replica_slots=replica_slots, headroom=headroom, max_rounds=max_rounds):
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen = system_of(

@@ -13,7 +13,7 @@ from jax_moe_lb.aot.load import DEFAULT_LOAD
 from jax_moe_lb.aot.sizes import LayerSizes
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
 from jax_moe_lb.aot.tune import Tuned, print_tuned, tune, usage_lines
-from jax_moe_lb.cli.compile import planned_load, system_of
+from jax_moe_lb.cli.compile import LoadName, Sizes, TargetName, planned_load, system_of
 from jax_moe_lb.cli.output import Json, one_line_errors, parse_integer, print_json, working
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.topology import Topology
@@ -26,37 +26,24 @@ BYTES = {"MB": 10**6, "GB": 10**9}
 
 
 def tune_command(
-    target: Annotated[
-        str,
-        typer.Option(
-            "--target", metavar="TARGET", help="Machine: GPU:NODESxGPUS such as h100:1x8, or a slice, v5e:2x4."
-        ),
-    ],
+    target: TargetName,
     system: Annotated[
         str, typer.Option("--system", metavar="NAME[:KEY=VALUE]", help="System, such as exact:headroom=1.25.")
     ] = "exact",
-    sizes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sizes",
-            metavar="H=N,F=N",
-            help="Hidden and inner width, experts, tokens per rank, experts per token.",
-            show_default="H=2048,F=768,E=128,T=4096,K=8",
-        ),
-    ] = None,
+    sizes: Sizes = None,
     memory: Annotated[
         str | None,
         typer.Option("--memory", metavar="SIZE", help="Memory of a device, as 2GB.", show_default="5 % more"),
     ] = None,
     layers: Annotated[str, typer.Option("--layers", metavar="N", help="Layers whose residuals exist together.")] = "1",
-    load: Annotated[
-        str, typer.Option("--load", metavar="LOAD", help="Load of the timeline: uniform, zipf:S or a counts file.")
-    ] = DEFAULT_LOAD,
+    load: LoadName = DEFAULT_LOAD,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest form of a layer for an absent machine."""
-    # It compiles about ten forms of the layer with gradients, each in 10 to 30 seconds, and estimates their times. The
-    # forms differ in dispatch, chunks, saved arrays and the scheduler of the compiler.
+    """Find the fastest form of a layer for an absent machine.
+
+    It compiles about ten forms of the layer with gradients, each in 10 to 30 seconds, and estimates their times. The
+    forms differ in dispatch, chunks, saved arrays and the scheduler of the compiler.
+    """
     with one_line_errors(layers=layers, memory=memory):
         machine, shape = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen, number = system_of(system), parse_integer("--layers", layers)

@@ -19,11 +19,9 @@ from jax_moe_lb.balancers.fastermoe import FasterMoE
 from jax_moe_lb.balancers.feplb import FEPLB
 from jax_moe_lb.balancers.given import Given
 from jax_moe_lb.balancers.greedy import Greedy
-from jax_moe_lb.balancers.host_callback import HostCallback, PlannedOnHost
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
-from jax_moe_lb.contrib.lplb import LPLB
 from jax_moe_lb.recordings.yaml_file import read_yaml
 from jax_moe_lb.sim.quantity_fields import TimeField
 
@@ -50,7 +48,6 @@ class Place(StrEnum):
 
 PLACES: dict[type[Balancer], Place] = {
     **dict.fromkeys((Exact, EPLB, EPLBPlus, FasterMoE, FEPLB, Greedy, RailS, UltraEP), Place.NATIVE),
-    **dict.fromkeys((HostCallback, LPLB, PlannedOnHost), Place.PYTHON),
     **dict.fromkeys((Given, HybridEP, Plain), Place.NOWHERE),
 }
 """Place where balancers of a class plan on GPUs; those of other classes are operations of the program."""
@@ -121,4 +118,7 @@ def _members(balancer: Balancer) -> Sequence[Balancer]:
 
 def place_of(balancer: Balancer) -> Place:
     """Return the place where a balancer plans on GPUs, of its nearest class in `PLACES`."""
+    # A planner called on the host keeps its errors.
+    if balancer.host_errors:
+        return Place.PYTHON
     return next((PLACES[kind] for kind in type(balancer).__mro__ if kind in PLACES), Place.JNP)
