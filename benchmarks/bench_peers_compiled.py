@@ -15,17 +15,19 @@ such as our rounds beyond the first; see `compiled.ProgramReport`. The programs 
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.bench_peers import DENSE, GSHARD, RAGGED, WORST_CASE, step_of
 from benchmarks.peer_layers import Layer, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
 from benchmarks.results import Table, Value, out_option, report
 from benchmarks.skewed_layer import Sizes
 from jax_moe_lb import Buffers, Experts, exact, plain, ultraep
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
+
+WORST_CASE, DENSE, GSHARD, RAGGED = "plain, worst-case buffer", "dense one-hot", "GShard, capacity 1.25", "ragged_dot"
 
 BACKWARD = 3
 """Ideal ratio of a forward and backward pass to a forward pass."""
@@ -61,6 +63,16 @@ def layers_on_tpus(mesh: Mesh, sizes: LayerSizes) -> Iterator[tuple[str, Layer]]
     theirs = Sizes(mesh.size, sizes.tokens, sizes.hidden, sizes.inner, sizes.experts, sizes.per_token)
     for name, options in RING.items():
         yield name, maxtext_layer(theirs, mesh, options)
+
+
+def step_of(layer: Layer) -> Callable:
+    """Return `(x, kernel, experts) -> (gradients, y)`."""
+
+    def loss(*args: Any) -> tuple[jax.Array, jax.Array]:
+        y = layer(*args)
+        return jnp.square(y.astype(jnp.float32)).mean(), y
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
 
 
 def shapes(mesh: Mesh, sizes: LayerSizes) -> tuple:

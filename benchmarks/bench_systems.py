@@ -4,7 +4,7 @@ Run it with `python -m benchmarks.bench_systems`. Every system runs the same seq
 history have seen earlier ones. The bounds are plain expert parallelism, and the same layer with force-balanced routing.
 
 Virtual devices share the cores of the machine: these times show the overhead of a system, but not the time lost to a
-straggler, which `bench_two_ranks` measures.
+straggler.
 
 Means are over the last microbatches. "Tokens moved" counts rows to the experts, forward. A step sends them five times:
 inputs and outputs forward; inputs again, gradients of outputs and gradients of inputs backward. "Weights moved" counts

@@ -21,14 +21,6 @@ from maxtext.layers.moe import RoutedMoE
 from benchmarks.skewed_layer import Sizes
 from jax_moe_lb import Experts
 
-DENSE = {"sparse_matmul": False}
-"""Dropless options: every expert gets every token. MaxText's other dropless options use an exchange that XLA does not
-support on CPUs, or a kernel that is interpreted there.
-"""
-
-CAPACITY = {"sparse_matmul": False, "capacity_factor": 1.25}
-"""GShard's one-hot products, dropping tokens above the capacity."""
-
 IN_BFLOAT16 = {"dtype": "bfloat16", "weight_dtype": "bfloat16", "matmul_precision": "default"}
 ON_TPUS = {"hardware": "tpu", "megablox": True, "use_ring_of_experts": True, "use_ragged_sort": True, **IN_BFLOAT16}
 RING = {
@@ -51,7 +43,7 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
     Args:
         sizes: sizes of the layer.
         mesh: devices, on an axis `expert`.
-        options: MaxText options, such as `DENSE`.
+        options: MaxText options, such as those of `RING`.
     """
     config = maxtext_config(sizes, options)
     names = tuple(config.mesh_axes)

@@ -12,11 +12,9 @@ from benchmarks.results import Table, Value
 
 BARS = {
     "bench_systems": (("zipf", "imbalance"), ("zipf", "step ms"), ("popular_ranks", "imbalance")),
-    "bench_two_ranks": (("steps", "over force-balanced"),),
     "bench_training_losses": (("systems", "step ms"),),
     "bench_memory": (("memory", "temporary MB per rank"),),
     "bench_codec": (("codecs", "training gap"),),
-    "bench_exchange": (("exchange", "exact ms"),),
 }
 """Columns to plot as bars, by table."""
 
