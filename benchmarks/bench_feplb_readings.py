@@ -47,11 +47,7 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Found:
-    """Results of a reading on one kind of loads.
-
-    Args:
-        points: `[1 + GROUPS, 6]`, percent at the six points: over all microbatches, and over each fifth.
-    """
+    """Results of a reading on one kind of loads."""
 
     points: np.ndarray
 

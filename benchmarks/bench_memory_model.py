@@ -38,16 +38,7 @@ DECAYS, RATE = (0.9, 0.95), 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """One program.
-
-    Args:
-        model: name of the model with these layers.
-        target: name of the target.
-        system: name of the system.
-        train: if True, compile a training step; otherwise inference.
-        sizes: sizes of a layer.
-        max_rounds: rounds of the program; `None` for a loop.
-    """
+    """One program."""
 
     model: str
     target: str

@@ -60,15 +60,7 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Parameters fitted to the columns "before".
-
-    Args:
-        copies: token copies per rank.
-        peak_flops_per_s: peak rate of experts.
-        half_rows: see `AnalyticGemm`.
-        rest_s: remaining time of a layer, forward, in seconds; twice as much backward.
-        residual: root of the sum of squared relative deviations.
-    """
+    """Parameters fitted to the columns "before"."""
 
     copies: int
     peak_flops_per_s: float = 600e12

@@ -67,17 +67,7 @@ def simulated(row: Row, rate: float = 1.0) -> Report:
 
 @dataclass(frozen=True)
 class Point:
-    """One measured row with its simulation.
-
-    Args:
-        row: rate in Mbit/s, and MB of tokens and of experts.
-        column: domain sizes and ratio.
-        encoded: if True, experts are sent encoded.
-        measured_s: measured median in seconds.
-        simulated_s: time of link and calibration in seconds.
-        counted_bytes: median bytes sent by a datacenter.
-        simulated_bytes: simulated bytes sent by a datacenter.
-    """
+    """One measured row with its simulation."""
 
     row: tuple[float, float, float]
     column: str
@@ -150,14 +140,7 @@ def _spread(values: list[float]) -> str:
 
 @dataclass(frozen=True)
 class RailPoint:
-    """One all-to-all.
-
-    Args:
-        case: name of the traffic case.
-        way: name of the route selection.
-        measured_s: measured median in seconds.
-        simulated_s: simulated time of the flows in seconds.
-    """
+    """One all-to-all."""
 
     case: str
     way: str
@@ -166,11 +149,7 @@ class RailPoint:
 
 
 def rail_points(results: list[Row]) -> list[RailPoint]:
-    """Return all cases and ways except ECMP.
-
-    Raises:
-        ValueError: the rows of a measured case differ from the case of that name.
-    """
+    """Return all cases and ways except ECMP."""
     # One spine without a rate limit, and unlimited links inside nodes.
     fabric = Fabric(NODES, RAILS, payload_bytes_per_s(results[0]["nic_bits_per_s"]), AT_ONCE, 1, AT_ONCE)
     measured_cases, points = {row["case"]: row for row in results}, []
@@ -203,11 +182,7 @@ def rail_table(points: list[RailPoint]) -> Table:
 
 
 def tables(results: Path) -> dict[str, Table]:
-    """Return all tables.
-
-    Args:
-        results: folder with both files.
-    """
+    """Return all tables."""
     points = [point_of(row) for row in measured(results, "network_hybridep")]
     by_rail = rail_points(measured(results, "network_rails"))
     return {

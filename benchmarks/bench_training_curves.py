@@ -79,13 +79,7 @@ def programs_of(cases: Sequence[tuple[str, str]]) -> dict[str, Program]:
 
 
 def train(programs: dict[str, Program], routing: str, steps: int) -> Curves:
-    """Train runs from their first step and return their curves.
-
-    Args:
-        programs: program of each run.
-        routing: `OWN` or `REPLAYED`.
-        steps: steps of each.
-    """
+    """Train runs from their first step and return their curves."""
     corpus = default_corpus(CONFIG.data.max_corpus_bytes)
     layers, recorded_steps = CONFIG.model.num_layers, len(recorded_counts(BATCH_TOKENS))
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in programs}

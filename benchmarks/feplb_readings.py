@@ -60,16 +60,7 @@ TAU = (1, 512, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072)
 
 @dataclass(frozen=True)
 class Reading:
-    """One combination of rules.
-
-    Args:
-        dynamic: key of `DYNAMIC`.
-        accept: key of `ACCEPT`.
-        skip: if True, try the donor's next dynamic expert after a rejected move; otherwise stop in this domain.
-        tau: minimum tokens of an expert to move.
-        budget: key of `BUDGET`.
-        main: dynamic experts per rank in the paper's main results: 4, its default, or 8, which matches its result.
-    """
+    """One combination of rules."""
 
     dynamic: str = "busiest"
     accept: str = "taker < donor before"
@@ -91,13 +82,7 @@ def readings() -> Iterator[Reading]:
 
 
 def straggler_after(loads: np.ndarray, reading: Reading, num_dynamic: int) -> np.ndarray:
-    """Return `max(load) - mean(load)` after the moves, `[N]`, in token copies, with all ranks in one domain.
-
-    Args:
-        loads: `[N, R, E]`, token copies of each rank for each expert.
-        reading: rules, except `main`.
-        num_dynamic: dynamic experts per rank.
-    """
+    """Return `max(load) - mean(load)` after the moves, `[N]`, in token copies, with all ranks in one domain."""
     number, num_ranks, _ = loads.shape
     flat = loads.sum(1, dtype=np.int64)
     tokens, score = (values.reshape(number, num_ranks, -1) for values in (flat, DYNAMIC[reading.dynamic](flat)))

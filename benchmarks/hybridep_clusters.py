@@ -34,13 +34,6 @@ class Assumed:
 
     `K` in the token bytes `D = K T H` is the largest of Table III leaving 1024 tokens or more. Latency is 0, as the
     paper's clusters are in one room.
-
-    Args:
-        blocks_per_moe: blocks per MoE layer. For the exchanges only the line rate over the number of layers matters,
-            and that is fitted; with an MoE layer in every block, the fit exceeds the line's 10 Gbit/s.
-        flops_per_s: four fifths of the float32 peak of an A800, 19.5 TFLOP/s; sizes in the paper are of float32, and
-            PyTorch 1.12 does not use TF32 in products by default.
-        pcie_bytes_per_s: four fifths of 16 GB/s ("PCIe3 x16, 128 Gbps").
     """
 
     blocks_per_moe: int = 2
@@ -50,13 +43,7 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Setting:
-    """Assumptions and the two values fitted to the Tutel rows of Table V.
-
-    Args:
-        line_bytes_per_s: rate of a datacenter's line, shared by its 8 GPUs; "10 Gbps" in the paper.
-        reduced_bytes: bytes all-reduced over all ranks per step besides the MoE layers: the data-parallel parameters.
-        assumed: assumptions, not fitted.
-    """
+    """Assumptions and the two values fitted to the Tutel rows of Table V."""
 
     line_bytes_per_s: float
     reduced_bytes: float = 0.0
@@ -75,14 +62,7 @@ class Setting:
         return self.reduced_bytes * (2 * (GPUS - 1) / GPUS / self.assumed.pcie_bytes_per_s + across)
 
     def model(self, token_bytes: float, expert_bytes: float, experts: int, datacenters: int) -> ModelShape:
-        """Return the MoE layers.
-
-        Args:
-            token_bytes: `D`, bytes of the token copies of each rank.
-            expert_bytes: `P`, bytes of an expert before compression.
-            experts: `E`.
-            datacenters: datacenters of the step's all-reduce.
-        """
+        """Return the MoE layers."""
         copies = round(token_bytes / (4 * HIDDEN))
         per_token = max(k for k in (1, 2, 4) if k == 1 or copies // k >= 1024)
         tokens, blocks = copies // per_token, self.assumed.blocks_per_moe
@@ -112,36 +92,19 @@ def under(system: System, shape: ModelShape, machine: Cluster, counts: np.ndarra
 
 
 def migration(shape: ModelShape, machine: Cluster, codec: Codec, sizes: tuple[int, ...] = ()) -> Migration:
-    """Return the migration with the paper's accounting: no gradients of gathered experts on the links.
-
-    Args:
-        shape: layers.
-        machine: cluster.
-        codec: codec of the experts.
-        sizes: domain sizes; `()` takes those of the paper's stream model.
-    """
+    """Return the migration with the paper's accounting: no gradients of gathered experts on the links."""
     sizes = sizes or chosen_migration(shape, machine, codec, Step(backward=False)).domain_sizes
     return Migration(sizes, codec, gradients_home=False, mean_travels=False)
 
 
 def in_library(migration: Migration) -> Migration:
-    """Return a migration as this library runs it: gradients go home as encoded as experts, and the mean travels first.
-
-    Args:
-        migration: domain sizes and codec of the experts.
-    """
+    """Return a migration as run by this library: gradients encoded as experts, and the mean first."""
     codec = replace(migration.codec, gradient_ratio=migration.codec.ratio)
     return Migration(migration.domain_sizes, codec)
 
 
 def fitted(assumed: Assumed = Assumed(), relative: bool = True, names: str = "ML") -> Setting:
-    """Fit the two values by least squares of relative deviations over the Tutel rows.
-
-    Args:
-        assumed: assumptions.
-        relative: if False, use deviations in seconds, which the largest rows dominate.
-        names: clusters to use.
-    """
+    """Fit the two values by least squares of relative deviations over the Tutel rows."""
     points = []
     for name in names:
         rows = TUTEL[name]

@@ -7,13 +7,7 @@ PER_EXPERT = 2048
 
 
 def families(num_ranks: int, num_home: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return the tokens of each expert, `[R L]` int32, by the name of the family.
-
-    Args:
-        num_ranks: `R`.
-        num_home: `L`, home experts of a rank.
-        seed: seed of the noise; families without noise ignore it.
-    """
+    """Return the tokens of each expert, `[R L]` int32, by the name of the family."""
     rng = np.random.default_rng(seed)
     size = num_ranks * num_home
     expert, rank = np.arange(size), np.arange(size) // num_home

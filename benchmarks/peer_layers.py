@@ -47,15 +47,7 @@ def routed(x: jax.Array, kernel: jax.Array, per_tok: int) -> tuple[jax.Array, ja
 
 
 def gshard(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int, factor: float = 1.25) -> jax.Array:
-    """Apply GShard's layer (arXiv 2006.16668): one-hot products into a buffer of fixed capacity, dropping the rest.
-
-    Args:
-        x: see the module, as for the next three.
-        kernel: router kernel.
-        experts: home experts.
-        per_tok: `K`.
-        factor: capacity of an expert, x its mean load from each rank.
-    """
+    """Apply GShard's layer (arXiv 2006.16668): one-hot products into a buffer of fixed capacity, dropping the rest."""
     num_experts = kernel.shape[1]
     chosen, weights = routed(x, kernel, per_tok)
     capacity = math.ceil(factor * x.shape[0] * per_tok / num_experts)

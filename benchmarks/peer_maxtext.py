@@ -38,13 +38,7 @@ rows, the step again by the first.
 
 
 def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Callable:
-    """Return MaxText's `RoutedMoE` as `(x, kernel, experts) -> y` on global arrays.
-
-    Args:
-        sizes: sizes of the layer.
-        mesh: devices, on an axis `expert`.
-        options: MaxText options, such as those of `RING`.
-    """
+    """Return MaxText's `RoutedMoE` as `(x, kernel, experts) -> y` on global arrays."""
     config = maxtext_config(sizes, options)
     names = tuple(config.mesh_axes)
     shape = tuple(sizes.num_ranks if name == "expert" else 1 for name in names)
@@ -81,12 +75,7 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
 
 
 def maxtext_config(sizes: Sizes, options: dict[str, object]) -> Any:
-    """Return MaxText's configuration of a layer of these sizes, by default in float32 on a CPU.
-
-    Args:
-        sizes: sizes of the layer.
-        options: options overriding `base.yml`.
-    """
+    """Return MaxText's configuration of a layer of these sizes, by default in float32 on a CPU."""
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     given = {"hardware": "cpu", "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", **options}
     return pyconfig.initialize(

@@ -14,14 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the simulations.
-
-    Args:
-        num_experts: `E`.
-        num_ranks: `R`, in one domain.
-        replica_slots: `S - L`.
-        imbalance: target before balancing.
-    """
+    """One cell of the simulations."""
 
     num_experts: int
     num_ranks: int
@@ -54,13 +47,7 @@ def counts(case: Case, seed: int, num_tokens: int = TOKENS_PER_RANK, per_tok: in
 
 
 def popularity(case: Case, per_tok: int, inside: float = 4.0) -> np.ndarray:
-    """Return the weights `[E]` of the experts, the busiest rank first.
-
-    Args:
-        case: experts, ranks and imbalance.
-        per_tok: `K`.
-        inside: negative exponent of the place on a rank; 4 by default, 0 for equal experts of a rank.
-    """
+    """Return the weights `[E]` of the experts, the busiest rank first."""
     on_rank = np.arange(1.0, case.num_experts // case.num_ranks + 1) ** -inside
     ranks = np.arange(1.0, case.num_ranks + 1)
 

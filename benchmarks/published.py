@@ -8,15 +8,7 @@ from benchmarks.results import Table, Value
 
 @dataclass(frozen=True)
 class Row:
-    """One number.
-
-    Args:
-        name: name of the quantity.
-        simulated: simulated value.
-        published: value in the paper; `None` if it has none.
-        unit: unit of both values.
-        fitted: if True, a parameter was fitted to it, so it is not a prediction.
-    """
+    """One number."""
 
     name: str
     simulated: float
@@ -32,12 +24,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """Rows under a title, with notes.
-
-    Args:
-        name: name of the table in documents.
-        title: title of the table.
-    """
+    """Rows under a title, with notes."""
 
     name: str
     title: str
@@ -77,11 +64,7 @@ def _name(row: Row, unit: str) -> str:
 
 
 def tables_of(comparisons: Sequence[Comparison]) -> dict[str, Table]:
-    """Return the tables by name.
-
-    Raises:
-        ValueError: two tables have the same name.
-    """
+    """Return the tables by name."""
     tables = {one.name: one.table() for one in comparisons}
     if len(tables) < len(comparisons):
         raise ValueError(f"names of tables repeat: {[one.name for one in comparisons]}")

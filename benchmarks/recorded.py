@@ -53,12 +53,6 @@ def mixed(loads: Layers, num_ranks: int, num_steps: int, copies: int) -> np.ndar
 
     Half of a mix is that of the step and half the rank's own. Both are new in every step and uniform over all mixes.
     The layers are those at a third and two thirds of the model.
-
-    Args:
-        loads: recordings of the same model.
-        num_ranks: `R`.
-        num_steps: number of steps.
-        copies: token copies of a rank.
     """
     rng = np.random.default_rng(0)
     layers = np.stack([np.stack([load[len(load) // 3], load[2 * len(load) // 3]]) for load in loads.values()])

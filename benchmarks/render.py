@@ -60,17 +60,7 @@ def documents() -> list[Path]:
 
 
 def rendered(text: str, results: Path = RESULTS, folder: Path = ROOT) -> str:
-    """Return a document with all tables, included pages and numbers updated.
-
-    Args:
-        text: the document.
-        results: folder of the results.
-        folder: folder of the document.
-
-    Raises:
-        KeyError: a table, row or column does not exist; a missing results file is allowed.
-        ValueError: a phrase of the block `numbers` does not occur exactly once, or a condition selects no row.
-    """
+    """Return a document with all tables, included pages and numbers updated."""
     return Page(folder, read(results)).filled(text)
 
 

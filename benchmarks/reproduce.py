@@ -56,18 +56,7 @@ def _network(given: argparse.Namespace) -> str | None:
 
 @dataclass(frozen=True)
 class Run:
-    """One benchmark.
-
-    Args:
-        module: module under `benchmarks`.
-        options: command-line options; `LOADS` and `DIR` are replaced by the recorded loads, as files and as their
-            folder.
-        quick: options of a quick run; `None` if there is none.
-        refusal: function returning the reason why it is unavailable.
-        aside: reason why it runs only if named, or in a quick run.
-        result: name of its run; the module name by default.
-        unread: tables to print but not to keep, as neither documents nor programs read them.
-    """
+    """One benchmark."""
 
     module: str
     options: tuple[str, ...] = ()
@@ -250,14 +239,7 @@ RUNS = (
 
 
 def run(one: Run, given: argparse.Namespace, folder: Path, tick: Callable[[float], None]) -> tuple[str, Seconds | None]:
-    """Run a benchmark and return its status, and its times if it succeeded; results are replaced only then.
-
-    Args:
-        one: benchmark.
-        given: options of the command line.
-        folder: folder of logs and results.
-        tick: called once a second with the seconds so far.
-    """
+    """Run a benchmark and return its status, and its times if it succeeded; results are replaced only then."""
     log, found = folder / "logs" / f"{one.name}.log", folder / "logs" / f"{one.name}.json"
     found.unlink(missing_ok=True)
     start_s, start_cpu_s = time.monotonic(), _cpu_s()

@@ -23,16 +23,7 @@ two operations each.
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer.
-
-    Args:
-        num_ranks: `R`.
-        num_tokens: `T`, per rank.
-        width: `H`.
-        inner: `F`.
-        num_experts: `E`.
-        per_tok: `K`.
-    """
+    """Sizes of a layer."""
 
     num_ranks: int
     num_tokens: int

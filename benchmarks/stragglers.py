@@ -21,14 +21,7 @@ Shape = Callable[[np.ndarray, float], np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the figure.
-
-    Args:
-        num_ranks: `R`, in one domain.
-        straggler: `max(load) - mean(load)` before balancing, in token copies, averaged over microbatches.
-        fastermoe: straggler after FasterMoE.
-        feplb: straggler after FEPLB.
-    """
+    """One row of the figure."""
 
     num_ranks: int
     straggler: int

@@ -57,14 +57,7 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class Training:
-    """One model of figure 11.
-
-    Args:
-        shape: its layers.
-        ideal: TFLOPS per GPU with force-balanced routing.
-        throughput: TFLOPS per GPU of Megatron, EPLB+ and UltraEP.
-        imbalance: imbalance of Megatron, EPLB+ and UltraEP.
-    """
+    """One model of figure 11."""
 
     shape: ModelShape
     ideal: float

@@ -11,13 +11,7 @@ SURE = 100.0
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens with expert preferences.
-
-    Args:
-        name: name of the workload in tests and tables.
-        preference: `(rng, num_ranks, num_experts) -> [R, E]`, added to each token's random logits.
-        idle: `(num_ranks) -> [R]`, ranks with padding tokens only.
-    """
+    """Tokens with expert preferences."""
 
     name: str
     preference: Callable[[np.random.Generator, int, int], np.ndarray]

@@ -33,13 +33,7 @@ SHORTEST = 64
 
 
 class Flows(NamedTuple):
-    """Flows of an exchange.
-
-    Args:
-        num_bytes: `[F]`, bytes of each flow, above 0.
-        choices: `[F, P, C]`, links of the paths available to each flow.
-        path: `[F, W]`, initial path of each of its `W` lanes; all flows have the same number of lanes.
-    """
+    """Flows of an exchange."""
 
     num_bytes: Float[np.ndarray, "F"]
     choices: Paths
@@ -47,15 +41,7 @@ class Flows(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Observations of active flows in the last round.
-
-    Args:
-        flows: indices of the flows.
-        marked: `[n, W]`, lanes that passed a full switch port.
-        rounds_marked: number of consecutive rounds with a marked lane on the same paths, per flow.
-        queue_s_per_byte: per link, lanes over rate if it is full, else 0: the wait of a byte if every lane keeps one
-            byte in flight.
-    """
+    """Observations of active flows in the last round."""
 
     flows: Int[np.ndarray, "n"]
     marked: Bool[np.ndarray, "n W"]
@@ -64,17 +50,7 @@ class Seen(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of a simulation.
-
-    Args:
-        seconds: time until the last flow ended; 0 without flows.
-        end_s: `[F]`, end time of each flow, in seconds.
-        sent_bytes: `[F]`, bytes sent by each flow.
-        link_bytes: bytes carried by each link.
-        busiest: maximum utilisation of each link in any step.
-        steps: number of rate computations.
-        moves: number of path changes.
-    """
+    """Result of a simulation."""
 
     seconds: float
     end_s: Float[np.ndarray, "F"]
@@ -92,30 +68,11 @@ class Policy(abc.ABC):
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Return the paths of the next round, in a new array if any changes.
-
-        Args:
-            flows: all flows of the exchange.
-            path: `[n, W]`, paths of the active flows in the last round.
-            seen: their observations.
-            rng: source of random numbers.
-        """
+        """Return the paths of the next round, in a new array if any changes."""
 
 
 def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float, seed: int) -> Outcome:
-    """Send all flows and return the result.
-
-    Args:
-        flows: flows to send.
-        fabric: fabric with the links.
-        policy: policy moving lanes; `None` keeps all paths.
-        round_s: interval between reactions of the policy in seconds, and the maximum step in which flows end together.
-            0, allowed only without a policy, computes one step per end.
-        seed: seed of the policy's random numbers.
-
-    Raises:
-        ValueError: a negative round, a round of 0 with a policy, or a flow without bytes.
-    """
+    """Send all flows and return the result."""
     if not 0 <= round_s < math.inf:
         raise ValueError(f"round_s is {round_s}; expected a finite number of seconds, at least 0")
     if policy is not None and not round_s:
@@ -225,11 +182,6 @@ def max_min_rates(
 
     In each iteration, a link fixes its lanes at its equal share if no other link offers them less. A lane limited by
     `most` below all offers is fixed at that. The links then divide their remaining rate again.
-
-    Args:
-        links: `[lanes, C]`, links of each lane.
-        bytes_per_s: rate of each link, in bytes per second.
-        most: maximum rate of each lane, in bytes per second.
     """
     rates = np.empty(len(links))
     going = np.arange(len(links))

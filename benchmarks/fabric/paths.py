@@ -27,15 +27,6 @@ class Fabric:
 
     The model has no latency, headers, buffers and overflow, pauses, PCIe, switch capacity limits, or limits inside a
     node other than GPU ports.
-
-    Args:
-        num_nodes: number of nodes, called domains in the paper: `M`.
-        gpus_per_node: GPUs per node, and NICs, rails and leaves: `N` in the paper.
-        nic_bytes_per_s: rate of a NIC per direction, in bytes per second: `R2`; 50e9 for 400 Gbit/s.
-        gpu_bytes_per_s: rate of a GPU's port inside its node per direction, in bytes per second: `R1`; 450e9 for NVLink
-            4.
-        num_spines: number of spine switches, each with one link from and to each leaf.
-        spine_bytes_per_s: rate of such a link per direction, in bytes per second.
     """
 
     num_nodes: int
@@ -57,14 +48,7 @@ class Fabric:
     def non_blocking(
         cls, num_nodes: int, gpus_per_node: int, nic_bytes_per_s: float, gpu_bytes_per_s: float
     ) -> "Fabric":
-        """Return a fabric with as many uplinks as downlinks per leaf: one NIC-rate link to each of `num_nodes` spines.
-
-        Args:
-            num_nodes: number of nodes.
-            gpus_per_node: GPUs per node.
-            nic_bytes_per_s: rate of a NIC per direction, in bytes per second.
-            gpu_bytes_per_s: rate of a GPU's port inside its node per direction, in bytes per second.
-        """
+        """Return a fabric with as many uplinks as downlinks per leaf: one NIC-rate link to each spine."""
         rates = nic_bytes_per_s, gpu_bytes_per_s
         return cls(num_nodes, gpus_per_node, *rates, num_spines=num_nodes, spine_bytes_per_s=nic_bytes_per_s)
 
@@ -126,11 +110,6 @@ def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
 
     Hops inside nodes are omitted if source or target is at the rail. A rail rank adds no delay: all links of the path
     carry the bytes at one rate. Inside a node all paths equal the direct path without a NIC.
-
-    Args:
-        fabric: fabric with the links.
-        source: sending GPU of each flow.
-        target: receiving GPU of each flow.
     """
     gpus = fabric.gpus_per_node
     source, target = source[:, None], target[:, None]
@@ -153,11 +132,6 @@ def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
     """Return one path per spine, from the sender's own NIC to the receiver's own NIC.
 
     NICs of one rail share a leaf, so their paths use no spine. Inside a node no path uses a NIC.
-
-    Args:
-        fabric: fabric with the links.
-        source: sending GPU of each flow.
-        target: receiving GPU of each flow.
     """
     gpus = fabric.gpus_per_node
     source, target = source[:, None], target[:, None]

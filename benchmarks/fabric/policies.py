@@ -26,15 +26,6 @@ def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) ->
 
     The order of chunks is not modelled, and so neither is the wait for the first one at each rail rank. Forwarding
     costs port bandwidth only.
-
-    Args:
-        counts: `[R, E]`, the load.
-        plan: legal plan for `counts`, of NumPy arrays.
-        fabric: fabric with `R` GPUs.
-        row_bytes: bytes of a token copy: width times bytes per number.
-
-    Raises:
-        ValueError: `counts` has another number of GPUs than `fabric`.
     """
     num_gpus = fabric.num_gpus
     _check_size("counts", counts, fabric)
@@ -56,17 +47,6 @@ def hashed_flows(
 
     With one lane and no policy this is ECMP, which hashes addresses and ports once per flow; the random choice models
     an ideal hash. It is also the initial state of the transports below.
-
-    Args:
-        rows: token copies between GPUs, from `rows_between`.
-        fabric: fabric with `R` GPUs.
-        row_bytes: bytes of a token copy.
-        paths: function returning the paths of a flow, `spine_paths` or `rail_paths`.
-        lanes: lanes per flow, at least 1.
-        seed: seed of the random choice.
-
-    Raises:
-        ValueError: `rows` has another number of GPUs than `fabric`, or `lanes` is below 1.
     """
     _check_size("rows", rows, fabric)
     if lanes < 1:
@@ -91,9 +71,6 @@ class Rehash(Policy):
 
     Not modelled: PLB counts a round by its fraction of marked packets, prefers idle flows, and pauses after a timeout;
     and the cost of reordering.
-
-    Args:
-        rounds: number of consecutive marked rounds before a rehash; 3 (default), as in Linux for idle flows.
     """
 
     rounds: int = 3

@@ -53,12 +53,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Trial:
-    """One exchange.
-
-    Args:
-        seconds: time from the common start to the last rank's end.
-        nic_bytes: bytes sent and received by each NIC, from its counters: `[2, NICs]`.
-    """
+    """One exchange."""
 
     seconds: float
     nic_bytes: list[list[int]]
@@ -68,17 +63,7 @@ class Trial:
 
 
 def measure(network: Network, ways: dict[K, Ways], repeats: int, *, reconnect: bool) -> dict[K, list[Trial]]:
-    """Measure all ways interleaved, after one warm-up exchange of the first.
-
-    Args:
-        network: network with one host per rank.
-        ways: ways by name.
-        repeats: repetitions per way.
-        reconnect: if True, use new connections for each exchange.
-
-    Raises:
-        RanksFailed: a rank received wrong rows, or timed out.
-    """
+    """Measure all ways interleaved, after one warm-up exchange of the first."""
     start = Start(len(network.hosts))
     keys = [next(iter(ways)), *(key for _ in range(repeats) for key in ways)]
 
@@ -158,15 +143,7 @@ def planned_nic_bytes(ways: Ways) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one way of a case.
-
-    Args:
-        predicted_s: bytes of the busiest NIC at its rate; for ECMP from the counters, as only the kernel knows the
-            routes.
-        seconds: measured seconds of each trial.
-        planned_nic_bytes: planned bytes sent and received, `None` for ECMP.
-        nic_bytes: counted bytes of each trial.
-    """
+    """Result of one way of a case."""
 
     predicted_s: np.ndarray
     seconds: np.ndarray
@@ -196,13 +173,7 @@ def result_of(trials: list[Trial], ways: Ways | None, bits_per_s: float) -> Resu
 
 
 def run_all(traffic: dict[str, np.ndarray], bits_per_s: float, repeats: int) -> dict[Key, Result]:
-    """Run every way of every case, in its network.
-
-    Args:
-        traffic: counts of each case, `[RANKS, EXPERTS]`.
-        bits_per_s: rate of a NIC.
-        repeats: repetitions per way.
-    """
+    """Run every way of every case, in its network."""
     ways, straight = {}, {}
     for case, counts in traffic.items():
         rows, rails = plan_of(counts)
@@ -261,11 +232,7 @@ def measured_table(traffic: dict[str, np.ndarray], results: dict[Key, Result]) -
 
 
 def digest_of(rows: np.ndarray) -> str:
-    """Return the first digits of the SHA-256 of the rows between ranks, as an identifier of the traffic.
-
-    Args:
-        rows: `[RANKS, RANKS]` integers.
-    """
+    """Return the first digits of the SHA-256 of the rows between ranks, as an identifier of the traffic."""
     return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
 
 

@@ -173,16 +173,7 @@ def calibration_table(found: dict[str, Any]) -> Table:
 
 
 def measure(bed: Testbed, number: int, at: int, passes: int, raw: str, after: Path | None) -> dict[str, Any]:
-    """Return the times of all points of a round on one network, interleaved.
-
-    Args:
-        bed: this rank.
-        number: number of the round.
-        at: index of the network.
-        passes: passes over its points.
-        raw: file for the results of this rank so far.
-        after: file to wait for after the compilation; `None` for none.
-    """
+    """Return the times of all points of a round on one network, interleaved."""
     part = ROUNDS[number].parts[at]
     programs = bed.compiled(part.cases, records()[0])
     while after is not None and not after.exists():

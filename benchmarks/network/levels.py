@@ -21,9 +21,6 @@ def level_rates(mesh: Mesh) -> dict[str, float]:
     """Return the bytes per second of the link between domains, and of a rank inside its domain.
 
     All ranks of a domain send at once. The few rows give the latency, which is subtracted.
-
-    Args:
-        mesh: ranks by domain.
     """
     peers = {"node": mesh.devices.shape[1], "gpu": mesh.devices.shape[1] - 1}
     # The link carries the rows of all ranks of a domain.

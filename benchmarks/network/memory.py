@@ -14,10 +14,6 @@ def measured_peak(bed: Testbed, case: Case) -> int:
     """Return the bytes of state and temporaries of a rank: the peak of the process over that of the compiled program.
 
     The allocator returns freed memory before, so that the memory of compilation does not count.
-
-    Args:
-        bed: this rank; its allocator returns freed memory, see `RELEASE_MEMORY`.
-        case: case to compile.
     """
     from models.data.sources import default_corpus
 
@@ -31,11 +27,7 @@ def measured_peak(bed: Testbed, case: Case) -> int:
 
 
 def resident_bytes(name: str) -> int:
-    """Return an entry of the status of this process, in bytes.
-
-    Args:
-        name: `VmRSS` for the resident memory, or `VmHWM` for its peak.
-    """
+    """Return an entry of the status of this process, in bytes."""
     match = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
     assert match is not None
     return 1024 * int(match[1])

@@ -36,12 +36,6 @@ def speeds(
 
     Equal time is the longest time in which no run of a network takes all its steps. The speeds of a pass are ratios to
     `plain` of the same pass and network.
-
-    Args:
-        points: seconds of the slowest rank in the timed steps, by network, run and pass.
-        curves: loss and balance of every step.
-        peaks: bytes of each run's state and temporaries on the rank with the most, measured.
-        profiles: seconds of each stage in profiled steps of rank 0.
     """
     seconds: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     for one in points:
@@ -68,11 +62,7 @@ def speeds(
 
 
 def elapsed_s(seconds: np.ndarray) -> np.ndarray:
-    """Return the seconds from the start of a run to the end of each step.
-
-    Args:
-        seconds: `[passes, steps]` of the timed steps; pass `i` has every step from the `i`th on.
-    """
+    """Return the seconds from the start of a run to the end of each step."""
     in_order = seconds.T.reshape(-1)
     return np.cumsum(np.repeat(in_order, INTERVAL))
 
@@ -110,12 +100,7 @@ def stages(profiles: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def memory(bytes_of: Mapping[str, int], peaks: Mapping[str, float]) -> Table:
-    """Return the memory of each program on one rank.
-
-    Args:
-        bytes_of: arguments and temporaries by the compiler.
-        peaks: measured peak of state and temporaries, on the rank with the most.
-    """
+    """Return the memory of each program on one rank."""
     rows: list[list[Value]] = []
     for name, compiled in bytes_of.items():
         pairs = [(compiled, bytes_of["plain"]), (peaks[name], peaks["plain"])]

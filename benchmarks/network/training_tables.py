@@ -52,12 +52,7 @@ SUMMARY = {
 
 
 def compared(predicted: Table, measured: Sequence[Mapping[str, Any]]) -> dict[str, Table]:
-    """Return predictions beside measurements, and a summary of errors and orders.
-
-    Args:
-        predicted: predictions of a round.
-        measured: return value of `slowest`.
-    """
+    """Return predictions beside measurements, and a summary of errors and orders."""
     titles, times = list(predicted.columns), step_ms(measured)
     points = [dict(zip(titles, row, strict=True)) for row in predicted.rows]
     keys = [(point["Mbit/s"], point["routing"], point["system"]) for point in points]
@@ -76,16 +71,7 @@ def compared(predicted: Table, measured: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 class Orders(NamedTuple):
-    """Systems and pairs of systems in order, among those of the same link and routing.
-
-    Args:
-        places: systems with the same rank by predicted and by median measured time.
-        possible: systems with a predicted rank that some order of the measured ranges gives.
-        right: pairs in the order of the medians.
-        pairs: all pairs.
-        apart_right: pairs in order whose measured ranges do not overlap.
-        apart: pairs whose measured ranges do not overlap.
-    """
+    """Systems and pairs of systems in order, among those of the same link and routing."""
 
     places: int
     possible: int
@@ -96,12 +82,7 @@ class Orders(NamedTuple):
 
 
 def orders(expected: Mapping[Any, float], times: Mapping[Any, np.ndarray]) -> Orders:
-    """Compare the order of predictions with that of measurements.
-
-    Args:
-        expected: predicted time of each point.
-        times: measured times of each point.
-    """
+    """Compare the order of predictions with that of measurements."""
     groups, found = defaultdict(list), np.zeros(6, np.int64)
     for key in expected:
         groups[key[:2]].append(key)
