@@ -14,7 +14,7 @@ BARS = {
     "bench_systems": (("zipf", "imbalance"), ("zipf", "step ms"), ("popular_ranks", "imbalance")),
     "bench_training_losses": (("systems", "step ms"),),
     "bench_memory": (("memory", "temporary MB per rank"),),
-    "bench_codec": (("codecs", "training gap"),),
+    "codec": (("codecs", "training gap"),),
 }
 """Columns to plot as bars, by table."""
 

@@ -5,7 +5,7 @@
     experts]
     make reproduce ARGS=--quick                   # smaller sizes, synthetic loads, results in a separate folder
     make reproduce ARGS="--minutes 600"           # without leaving out what does not end in 40 minutes
-    python -m benchmarks.reproduce --only bench_ultraep bench_rails
+    python -m benchmarks.reproduce --only ultraep rails
 
 Unavailable benchmarks are listed with the reason; their last results keep their date. A bar shows the progress and an
 estimate of the time left, from the times of earlier runs in `benchmarks/seconds.json`. `--list` prints these times.
@@ -69,12 +69,13 @@ class Run:
     @property
     def name(self) -> str:
         """Name of the run in the results."""
-        return self.result or self.module.removeprefix("network.")
+        return self.result or self.module.rpartition(".")[2]
 
     @property
     def file(self) -> str:
         """Name of the results file, one per module."""
-        return self.module.replace("network.bench_", "network_").replace("network.", "network_")
+        subject, _, name = self.module.rpartition(".")
+        return f"network_{name.removeprefix('bench_')}" if subject == "network" else name
 
     def why_not(self, given: argparse.Namespace) -> str | None:
         """Return the reason for not running, `None` if it will run."""
@@ -92,21 +93,24 @@ class Run:
         expanded = [
             part for option in chosen for part in {"LOADS": files, "DIR": [str(given.loads)]}.get(option, [option])
         ]
-        return [sys.executable, "-m", f"benchmarks.{self.module}", *expanded]
+        subject, _, name = self.module.partition(".")
+        program = self.module if subject == "network" or not name else subject
+        names = [name] if program == subject and name else []
+        return [sys.executable, "-m", f"benchmarks.{program}", *names, *expanded]
 
 
 LONG = "takes five minutes or more"
 MEASURED = "stays as it was measured"
 CODECS = ("ratio 50, remembered", "ratio 50, shared")
 RUNS = (
-    Run("bench_ultraep", quick=("--tokens", "512")),
+    Run("papers.ultraep", quick=("--tokens", "512")),
     Run(
-        "bench_feplb",
+        "papers.feplb",
         quick=("--number", "200"),
         unread=("dynamic", "dynamic_skip", "tau", "fastermoe", "times"),
     ),
     Run(
-        "bench_feplb_readings",
+        "papers.feplb_readings",
         quick=("--number", "20"),
         unread=("fastermoe", "best", "best_without_tau", "points_zipf_16384", "points_zipf_32768"),
     ),
@@ -121,39 +125,39 @@ RUNS = (
     Run("bench_predicted_plans", ("--loads", "LOADS"), None, _loads, "bench_predicted_plans_served"),
     Run("bench_advice_regret", quick=("--quick",), aside=LONG),
     Run("bench_advice_time", quick=("--quick",)),
-    Run("bench_rails", quick=()),
-    Run("bench_sim_hybridep", quick=()),
-    Run("bench_sim_ultraep", quick=("--tokens", "512")),
-    Run("bench_sim_feplb", quick=("--number", "10")),
+    Run("papers.rails", quick=()),
+    Run("papers.sim_hybridep", quick=()),
+    Run("papers.sim_ultraep", quick=("--tokens", "512")),
+    Run("papers.sim_feplb", quick=("--number", "10")),
     Run("bench_sim_gpu"),
-    Run("bench_sim_networks", quick=()),
+    Run("papers.sim_networks", quick=()),
     Run("bench_stale_plans"),
     Run(
-        "bench_sim_rails",
+        "papers.sim_rails",
         quick=("--domains", "4", "--seeds", "1"),
         unread=("times_4", "times_16", "rounds"),
     ),
-    Run("bench_sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="bench_sim_rails_iteration"),
+    Run("papers.sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="sim_rails_iteration"),
     Run("bench_relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
-    Run("bench_sim_once"),
+    Run("papers.sim_once"),
     Run("bench_memory", quick=(), unread=("peak_plain",)),
     Run("bench_systems"),
     Run("bench_training_losses", aside=LONG),
-    Run("bench_codec", ("--steps", "200"), aside=LONG),
+    Run("papers.codec", ("--steps", "200"), aside=LONG),
     Run(
-        "bench_codec",
+        "papers.codec",
         ("--steps", "200", "--upcycled", "--codecs", "ratio 1", *CODECS),
-        result="bench_codec_upcycled",
+        result="codec_upcycled",
         aside=LONG,
     ),
     Run(
-        "bench_codec",
+        "papers.codec",
         ("--steps", "800", "--seeds", "2", "--codecs", "ratio 1", *CODECS),
-        result="bench_codec_long",
+        result="codec_long",
         aside=LONG,
     ),
-    Run("bench_gradient_codec", quick=("--steps", "20", "--seeds", "1"), aside=LONG),
+    Run("papers.gradient_codec", quick=("--steps", "20", "--seeds", "1"), aside=LONG),
     Run("bench_training_curves", aside=LONG),
     Run("bench_peers_compiled", refusal=_compilers),
     Run("bench_peers_compiled", ("--maxtext",), None, _maxtext, "bench_peers_compiled_maxtext"),

@@ -232,7 +232,7 @@ def _text(value: Any, depth: int = 0) -> str:
 
 def circumstances(accelerator: str = NO_ACCELERATOR) -> dict[str, str]:
     """Return command, commit, date, machine and software of this process."""
-    module = getattr(sys.modules["__main__"].__spec__, "name", None)
+    module = getattr(sys.modules["__main__"].__spec__, "name", "").removesuffix(".__main__")
     command = shlex.join(["python", *(["-m", module] if module else sys.argv[:1]), *_arguments()])
     return {
         "command": command,

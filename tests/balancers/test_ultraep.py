@@ -118,7 +118,7 @@ def test_replicas_of_another_balancer_keep_their_slot_and_quota():
 def test_means_of_the_published_simulations():
     """Table 3: 15 loads on 64 ranks, top-8; a quarter of its 8192 tokens per rank, and of `min_tokens`.
 
-    `benchmarks/bench_ultraep.py` uses all tokens.
+    `benchmarks/papers/ultraep.py` uses all tokens.
     """
     results = []
     for case in popular_ranks.CASES:

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from benchmarks.bench_sim_networks import AT_ONCE, RESULTS, measured, rail_points
 from benchmarks.network.bench_rails import NODE_ROWS
 from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
+from benchmarks.papers.sim_networks import AT_ONCE, RESULTS, measured, rail_points
 from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Links

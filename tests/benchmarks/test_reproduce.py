@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 import benchmarks
+from benchmarks.commands import names_of
 from benchmarks.html_report import write_report
 from benchmarks.progress import Pace
 from benchmarks.render import RESULTS
@@ -18,6 +19,7 @@ def test_every_benchmark_is_in_the_list():
     found = {path.stem for path in HERE.glob("bench_*.py")} | {
         f"network.{p.stem}" for p in HERE.glob("network/bench_*")
     }
+    found |= {f"papers.{name}" for name in names_of(HERE / "papers")}
     assert {one.module for one in RUNS} >= found
 
 
@@ -44,9 +46,9 @@ def test_recorded_loads_are_asked_for():
 
 
 def test_what_takes_long_runs_if_it_is_named():
-    (codec,) = (one for one in RUNS if one.name == "bench_codec")
+    (codec,) = (one for one in RUNS if one.name == "codec")
     assert "--only" in codec.why_not(PLAIN)
-    assert codec.why_not(argparse.Namespace(quick=False, loads=None, only=["bench_codec"])) is None
+    assert codec.why_not(argparse.Namespace(quick=False, loads=None, only=["codec"])) is None
 
 
 def test_all_benchmarks_without_a_name_end_in_forty_minutes():

@@ -1,7 +1,5 @@
 """FEPLB's paper (arXiv 2604.19654) in the simulator: published and simulated numbers, and our own systems.
 
-    python -m benchmarks.bench_sim_feplb [--out FILE.json] [--number 60]
-
 Four values are fitted, only to the nine numbers of the columns "before" (layer times and stragglers of products). They
 are the peak rate of experts, the overhead per expert in rows (`AnalyticGemm.half_rows`), and the remaining time of a
 layer. The fourth is the tokens per rank, a power of two not given by the paper. Assumed for all rows: 8 experts per
@@ -10,16 +8,18 @@ straggler before balancing (`stragglers.py`).
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks import bench_feplb, results
-from benchmarks.published import Comparison, tables_of
-from benchmarks.stragglers import CASES, DYNAMIC, NUM_EXPERTS, counts
+from benchmarks import results
+from benchmarks.papers import feplb
+from benchmarks.papers.published import Comparison, tables_of
+from benchmarks.papers.stragglers import CASES, DYNAMIC, NUM_EXPERTS, counts
+from benchmarks.results import Table
 from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import FEPLB, Exact, FasterMoE, UltraEP
 from jax_moe_lb.layer import systems
@@ -136,20 +136,20 @@ def stragglers(fit: Fit, number: int, seed: int) -> list[Comparison]:
     sweep = Comparison("figure_6", "Figure 6: the token straggler on 8 ranks falls by %")
     for case in CASES:
         loads = counts(case, seed, number, fit.copies)
-        plans: dict[str, Callable[[np.ndarray], bench_feplb.Plans]] = {
-            "before": bench_feplb.plain,
-            "FasterMoE": bench_feplb.fastermoe,
-            "FEPLB": bench_feplb.feplb,
-            "FEPLB, skip": partial(bench_feplb.feplb, balancer=FEPLB(skip=True)),
+        plans: dict[str, Callable[[np.ndarray], feplb.Plans]] = {
+            "before": feplb.plain,
+            "FasterMoE": feplb.fastermoe,
+            "FEPLB": feplb.feplb,
+            "FEPLB, skip": partial(feplb.feplb, balancer=FEPLB(skip=True)),
         }
         known = {"before": case.straggler, "FasterMoE": case.fastermoe, "FEPLB": case.feplb}
         for name, plan in plans.items():
-            found = bench_feplb.straggler(plan(loads)).mean()
+            found = feplb.straggler(plan(loads)).mean()
             table.add(f"{case.num_ranks} ranks, {name}", found, known.get(name), fitted=name == "before")
         if case.num_ranks == 8:
             for dynamic, percent in DYNAMIC.items():
-                fewer = bench_feplb.feplb(loads, FEPLB(num_dynamic=dynamic))
-                sweep.add(f"{dynamic} dynamic experts", bench_feplb.reduction(fewer, bench_feplb.plain(loads)), percent)
+                fewer = feplb.feplb(loads, FEPLB(num_dynamic=dynamic))
+                sweep.add(f"{dynamic} dynamic experts", feplb.reduction(fewer, feplb.plain(loads)), percent)
     table.notes.append(
         "FEPLB is better than published, most on 2 and 4 ranks. The distribution of tokens over the experts of a rank "
         "is unknown, and smaller experts balance better. The choice of dynamic experts, the condition of a move and "
@@ -231,20 +231,15 @@ def sensitivity(fits: list[Fit], number: int, seed: int) -> Comparison:
     return table
 
 
-def main() -> None:
-    """Report the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results.out_option(parser)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=int, default=60, help="Microbatches to simulate.")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    fits = fitted(options.number, options.seed)
-    tables, ours = layers(fits[0], fits[0].loads(options.number, options.seed))
-    tables.append(overhead(fits[0], fits[0].loads(options.number, options.seed)[8]))
-    tables += stragglers(fits[0], 2000, options.seed)
-    tables.append(sensitivity(fits, options.number, options.seed))
-    results.report(tables_of(tables) | {"ours": ours}, options.out)
 
 
-if __name__ == "__main__":
-    main()
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    fits = fitted(given.number, given.seed)
+    tables, ours = layers(fits[0], fits[0].loads(given.number, given.seed))
+    tables.append(overhead(fits[0], fits[0].loads(given.number, given.seed)[8]))
+    tables += stragglers(fits[0], 2000, given.seed)
+    tables.append(sensitivity(fits, given.number, given.seed))
+    return tables_of(tables) | {"ours": ours}

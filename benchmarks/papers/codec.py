@@ -1,4 +1,4 @@
-"""Training with encoded experts: `python -m benchmarks.bench_codec --steps 200 --out FILE.json`.
+"""Training with encoded experts.
 
 The tiny language model runs on 8 virtual devices in 2 domains of 4, so three of four experts served by a rank are
 decoded. The codecs are plain (ratio 1), and ratios 10 and 50 with three bases: the shared expert, none, and the
@@ -12,6 +12,7 @@ Mean and encoding use the weights of the current step. Encoding ahead, after the
 
 import argparse
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from benchmarks.results import Table, Value, out_option, picture_file, report
+from benchmarks.results import Table, Value, picture_file
 from jax_moe_lb import Buffers, Topology, plain, use_virtual_cpu_devices
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from models.config import TrainConfig, preset
@@ -107,8 +108,7 @@ def plot(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--domain-size", type=int, default=4)
@@ -118,8 +118,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, help="Peak learning rate; the preset's by default.")
     parser.add_argument("--upcycled", action="store_true", help="Initialize experts of a layer as copies of one.")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="Plot of the losses of every step.")
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_virtual_cpu_devices(8)
     base = preset("tiny")
     whole = make_mesh(base.parallel)
@@ -132,10 +133,7 @@ def main() -> None:
         migrate = GatherExpertDomain(domains, CODECS[name])
         losses, last = results[name, seed] = train(config, mesh, migrate, corpus, given.upcycled)
         print(f"{name}, seed {seed}: {losses[-1]:.4f}, validation {last:.4f}", flush=True)
-    report({"codecs": table(results, given.codecs, list(range(given.seeds)))}, given.out)
+    tables = {"codecs": table(results, given.codecs, list(range(given.seeds)))}
     if given.plot:
         plot(results, given.codecs, given.plot)
-
-
-if __name__ == "__main__":
-    main()
+    return tables

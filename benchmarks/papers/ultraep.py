@@ -2,17 +2,16 @@
 
 The second table shows the effects of the split and the relays: rows between the pair of ranks with the largest
 exchange, and copies of expert weights sent by the busiest rank.
-
-Run it with `python -m benchmarks.bench_ultraep`; `--tokens 512` is faster.
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from benchmarks.popular_ranks import CASES, TOKENS_PER_RANK, Case, counts
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb import Plan, Topology, _planning
 from jax_moe_lb.core import Split, imbalance, load, nearest_first, plain_plan, traffic
 from jax_moe_lb.transport import Relay
@@ -96,18 +95,17 @@ def planned_row(after: Plan, loads: np.ndarray) -> list[float]:
     return [*map(float, (imbalance(load(after)), copies.sum(), copies.max(), remote, without))]
 
 
-def main() -> None:
-    """Report the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS_PER_RANK, help="Tokens per rank.")
     parser.add_argument("--seed", type=int, default=0)
-    out_option(parser)
-    args = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     rows: list[list[Value]] = []
     moved: list[list[Value]] = []
     results = []
     for case in CASES:
-        loads = counts(case, args.seed, args.tokens)
+        loads = counts(case, given.seed, given.tokens)
         before, after = planned(case, loads)
         shape = [case.num_experts, case.num_ranks, case.replica_slots, float(imbalance(load(before)))]
         results.append(planned_row(after, loads))
@@ -115,13 +113,8 @@ def main() -> None:
         moved.append([*shape, *movement(after, loads)])
     here = np.mean(results, axis=0).tolist()
     means: list[list[Value]] = [[name, *pair] for name, *pair in zip(PLANNED, here, PUBLISHED, strict=True)]
-    tables = {
+    return {
         "means": Table({f"mean over {len(rows)} loads": "", "here": ".4g", "published": ""}, means),
         "cases": Table(SHAPE | PLANNED, rows),
         "movement": Table(SHAPE | MOVED, moved),
     }
-    report(tables, args.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from benchmarks.fabric.paths import Fabric, Paths
+from benchmarks.papers.paths import Fabric, Paths
 
 FULL = 1 - 1e-9
 """Fraction of its rate from which a link counts as full, to allow for rounding errors."""

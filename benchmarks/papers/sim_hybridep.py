@@ -1,18 +1,16 @@
 """HybridEP's paper (arXiv 2510.19470) in the simulator: published and simulated numbers, and our own systems.
 
-    python -m benchmarks.bench_sim_hybridep [--out FILE.json]
-
 Two numbers are fitted, to the Tutel rows of Table V; see `hybridep_clusters.py` for them and for the assumptions.
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from benchmarks import results
-from benchmarks.hybridep_clusters import (
+from benchmarks.papers.hybridep_clusters import (
     DATACENTERS,
     EXPERT_BYTES,
     EXPERTS,
@@ -30,7 +28,7 @@ from benchmarks.hybridep_clusters import (
     step,
     under,
 )
-from benchmarks.published import Comparison, tables_of
+from benchmarks.papers.published import Comparison, tables_of
 from benchmarks.results import Table, Value
 from jax_moe_lb import Buffers
 from jax_moe_lb.layer import systems
@@ -364,17 +362,9 @@ def compositions(setting: Setting, imbalance: float) -> Comparison:
     return table
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results.out_option(parser)
-    options = parser.parse_args()
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     setting = fitted()
     tables = [*table_v(setting), table_v_forms(setting), sensitivity(), table_vi(setting), table_iv()]
     tables += [figure_13(setting), *figure_17()]
     tables += [figure_16(setting), *(compositions(setting, imbalance) for imbalance in (2.0, 4.0))]
-    results.report(tables_of(tables) | {"table_vi_terms": table_vi_terms(setting)}, options.out)
-
-
-if __name__ == "__main__":
-    main()
+    return tables_of(tables) | {"table_vi_terms": table_vi_terms(setting)}

@@ -1,6 +1,6 @@
 """The simulator against real networks: measured and simulated seconds and bytes of every point.
 
-Run it with `python -m benchmarks.bench_sim_networks`. It reads the table `measured` of two benchmarks in
+It reads the table `measured` of two benchmarks in
 `benchmarks/results/`. No value is fitted: the link rate is the shaper's rate minus headers.
 
 - `network_hybridep.json`, of `benchmarks.network.bench_hybridep`: one MoE layer between two processes on a shaped link.
@@ -11,7 +11,7 @@ Run it with `python -m benchmarks.bench_sim_networks`. It reads the table `measu
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -19,20 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fabric.flows import simulate as flow_simulation
-from benchmarks.fabric.paths import Fabric, spine_paths
-from benchmarks.fabric.policies import hashed_flows, planned_flows
 from benchmarks.network.bench_rails import NODE_ROWS, digest_of
 from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
-from benchmarks.results import Table, Value, load, out_option, report
+from benchmarks.papers.flows import simulate as flow_simulation
+from benchmarks.papers.paths import Fabric, spine_paths
+from benchmarks.papers.policies import hashed_flows, planned_flows
+from benchmarks.results import Table, Value, load
 from jax_moe_lb import Buffers, plain
 from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
 from jax_moe_lb.transport import Codec
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
 AT_ONCE = 1e15
 """Rate with negligible time, for work already contained in the file's calibration."""
@@ -193,13 +193,9 @@ def tables(results: Path) -> dict[str, Table]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="Folder with both result files.")
-    out_option(parser)
-    given = parser.parse_args()
-    report(tables(given.results), given.out)
 
 
-if __name__ == "__main__":
-    main()
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    return tables(given.results)

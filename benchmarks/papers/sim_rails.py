@@ -1,23 +1,21 @@
 """RailS against other route selections on a rail fabric, by flow simulation: completion time, bus bandwidth, Mixtral's
 layer and iteration.
 
-    python -m benchmarks.bench_sim_rails --out FILE.json
-
 The fabric has NICs of 50 GB/s, 8 per node, 450 GB/s between GPUs of a node, and non-blocking leaf and spine switches.
 Every GPU has 4096 tokens with two copies of 8192 bytes each, for any traffic. ECMP and the reactive transports select
 the spine between fixed NICs; in a separate table they select the rail instead.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.fabric.flows import Flows, Policy, simulate
-from benchmarks.fabric.paths import Fabric, PathsOf, rail_paths, spine_paths
-from benchmarks.fabric.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.papers.flows import Flows, Policy, simulate
+from benchmarks.papers.paths import Fabric, PathsOf, rail_paths, spine_paths
+from benchmarks.papers.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
+from benchmarks.results import Table, Value
 from jax_moe_lb.balancers import RailS
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.plan import rows_between
@@ -327,16 +325,11 @@ def measure(domains: list[int], seeds: int) -> dict[str, Table]:
     }
 
 
-def main() -> None:
-    """Report all tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--domains", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--iteration", action="store_true", help="Time iterations of Mixtral only.")
-    out_option(parser)
-    args = parser.parse_args()
-    report({"iteration": iteration(args.seeds)} if args.iteration else measure(args.domains, args.seeds), args.out)
 
 
-if __name__ == "__main__":
-    main()
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    return {"iteration": iteration(given.seeds)} if given.iteration else measure(given.domains, given.seeds)

@@ -1,7 +1,5 @@
 """Fit of interpretations of FEPLB's scheduler to the token stragglers published in its paper.
 
-    python -m benchmarks.bench_feplb_readings [--number 400] [--all] [--out FILE.json]
-
 The six points are reductions of the token straggler in percent: figure 5 (2, 4 and 8 ranks) and figure 6 (8 ranks with
 2, 4 and 8 dynamic experts). All readings use the same loads, fitted only to the column "before" (`stragglers.py`) and
 not to any system. As neither the popularity distribution nor the copies per rank are published, there are four kinds of
@@ -13,15 +11,15 @@ microbatches.
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from benchmarks.bench_feplb import fastermoe, plain, reduction, straggler
-from benchmarks.feplb_readings import Reading, readings, straggler_after
-from benchmarks.results import Table, Value, out_option, report
-from benchmarks.stragglers import CASES, DYNAMIC, Shape, counts, lognormal, zipf
+from benchmarks.papers.feplb import fastermoe, plain, reduction, straggler
+from benchmarks.papers.feplb_rules import Reading, readings, straggler_after
+from benchmarks.papers.stragglers import CASES, DYNAMIC, Shape, counts, lognormal, zipf
+from benchmarks.results import Table, Value
 
 KINDS: dict[str, tuple[Shape, int]] = {
     f"{shape.__name__}, {copies}": (shape, copies) for shape in (lognormal, zipf) for copies in (16384, 32768)
@@ -149,20 +147,19 @@ def points(name: str, rows: dict[str, Found]) -> Table:
     return Table({"reading": ""} | dict.fromkeys(columns, ".1f"), lines, f"{name}: % less")
 
 
-def main() -> None:
-    """Report the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=int, default=400, help="Microbatches per point.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--best", type=int, default=8, help="Readings in the tables of the best.")
     parser.add_argument("--all", action="store_true", help="Also report the errors of every reading.")
-    out_option(parser)
-    options = parser.parse_args()
-    kinds = {name: Loads(kind, options.seed, options.number) for name, kind in KINDS.items()}
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    kinds = {name: Loads(kind, given.seed, given.number) for name, kind in KINDS.items()}
     found = {reading: [kind.find(reading) for kind in kinds.values()] for reading in readings()}
     ranked = sorted(found, key=lambda reading: error_over(found[reading]))
     bare = [reading for reading in ranked if reading.tau == 1]
-    best = distinct(ranked, found, options.best), distinct(bare, found, options.best)
+    best = distinct(ranked, found, given.best), distinct(bare, found, given.best)
     tables = {
         "fastermoe": baseline(kinds),
         "one_changed": errors("The default, and one rule changed", one_changed(Reading()), found, kinds),
@@ -174,10 +171,6 @@ def main() -> None:
         nearest = {str(reading).replace(" | ", "; "): reading for reading in distinct(here, found, 3)}
         rows = {label: found[reading][column] for label, reading in (NAMED | nearest).items()}
         tables[f"points_{name.replace(', ', '_')}"] = points(name, rows)
-    if options.all:
+    if given.all:
         tables["every"] = errors(f"Every reading: {len(ranked)}", ranked, found, kinds)
-    report(tables, options.out)
-
-
-if __name__ == "__main__":
-    main()
+    return tables

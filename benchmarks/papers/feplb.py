@@ -1,7 +1,6 @@
 """FEPLB and FasterMoE on loads with the stragglers published in FEPLB's paper, and planning times on a CPU.
 
-Run it with `python -m benchmarks.bench_feplb`; `--number 200` is faster. `bench_feplb_readings` compares further
-interpretations of the paper, beyond the options of `FEPLB`.
+`feplb_readings` compares further interpretations of the paper, beyond the options of `FEPLB`.
 """
 
 import argparse
@@ -10,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.results import Table, Value, out_option, report, spread
-from benchmarks.stragglers import CASES, Case, counts
+from benchmarks.papers.stragglers import CASES, Case, counts
+from benchmarks.results import Table, Value, spread
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import Topology, _planning
 from jax_moe_lb.balancers import FEPLB, FasterMoE
@@ -101,14 +100,13 @@ def times(loads: dict[Case, np.ndarray]) -> Table:
     return Table({"ranks": "d"} | dict.fromkeys(ways, ".1f"), rows)
 
 
-def main() -> None:
-    """Report the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=int, default=2000, help="Microbatches per row.")
     parser.add_argument("--seed", type=int, default=0)
-    out_option(parser)
-    args = parser.parse_args()
-    loads = {case: counts(case, args.seed, args.number) for case in CASES}
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    loads = {case: counts(case, given.seed, given.number) for case in CASES}
     tables = {"ranks": by_ranks(loads)}
     for skip in (False, True):
         plans = {str(n): partial(feplb, balancer=FEPLB(num_dynamic=n, skip=skip)) for n in (2, 4, 8)}
@@ -120,8 +118,4 @@ def main() -> None:
     names = [f"{b.bytes_per_s / 1e9:.0f} (worth {worth(b)} tokens)" for b in shadows]
     by_rate = {n: partial(fastermoe, balancer=b) for n, b in zip(names, shadows, strict=True)}
     tables["fastermoe"] = sweep("FasterMoE, GB/s", loads, by_rate)
-    report(tables | {"times": times(loads)}, args.out)
-
-
-if __name__ == "__main__":
-    main()
+    return tables | {"times": times(loads)}

@@ -1,19 +1,17 @@
 """Simulated times of `Direct`, `Once` and `Forward` on 4 nodes of 8 H800, beside DeepEP's published bandwidth.
 
-    python -m benchmarks.bench_sim_once --out FILE.json
-
 The node has 8 links of 400 Gbit/s and 160 GB/s per rank inside, as DeepEP measured. Exchanges are those of one layer of
 DeepSeek-V3 under uniform routing, fp8 with scales out and bfloat16 back. Steps are those of Qwen3-235B with synthetic
 loads.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb import Buffers, System, exact, plain
 from jax_moe_lb.sim import Cluster, Communication, Links, ModelShape, Step, simulate, skewed_counts
 from jax_moe_lb.sim.config import load_config
@@ -78,22 +76,13 @@ def steps() -> Iterator[list[Value]]:
             yield [name, kind, found.imbalance_after, found.step_s, exposed]
 
 
-def main() -> None:
-    """Simulate exchanges and steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out_option(parser)
-    given = parser.parse_args()
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     exchange_columns = {"dispatch of": "", "dispatch ms": ".2f", "combine ms": ".2f"}
     over = {"dispatch over published": ".2f", "combine over published": ".2f"}
     step_columns = {"system": "", "dispatch": "", "imbalance": ".3f", "step s": ".2f", "exposed exchanges s": ".2f"}
-    tables = {
+    return {
         "exchanges": Table(
             exchange_columns | over, list(exchanges()), "One layer of DeepSeek-V3, uniform routing, fp8 out"
         ),
         "steps": Table(step_columns, list(steps()), f"Qwen3-235B, imbalance {IMBALANCE:g} before balancing"),
     }
-    report(tables, given.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Training with encoded gradients of gathered experts: `python -m benchmarks.bench_gradient_codec --out FILE.json`.
+"""Training with encoded gradients of gathered experts.
 
 A model of the tiny preset's kind, small enough for many runs on a CPU: two layers of 8 experts, 64 wide, on 4 virtual
 devices in one expert domain. Three quarters of an expert's gradient thus come from other ranks. The learning rate warms
@@ -7,13 +7,14 @@ and have the same batches. Gaps are to the first codec with the same seed.
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks.bench_codec import train_from
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.papers.codec import train_from
+from benchmarks.results import Table, Value
 from jax_moe_lb import Buffers, Topology, plain, use_virtual_cpu_devices
 from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from models.config import TrainConfig, preset
@@ -71,21 +72,17 @@ def table(config: TrainConfig, codecs: list[str], corpus: Corpus, seeds: int) ->
     return Table(columns, rows, f"Loss after {config.steps:,} steps in nats per byte, mean of {seeds} seeds")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="The first is the base."
     )
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_virtual_cpu_devices(NUM_DEVICES)
     sizes = {**SIZES, "steps": given.steps, "optimizer": {"warmup_steps": given.steps // 20}}
     config = updated(preset("tiny"), sizes)
     corpus = default_corpus(config.data.max_corpus_bytes)
-    report({"losses": table(config, given.codecs, corpus, given.seeds)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"losses": table(config, given.codecs, corpus, given.seeds)}

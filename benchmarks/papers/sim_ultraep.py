@@ -1,21 +1,17 @@
 """UltraEP's paper (arXiv 2606.04101) in the simulator: published and simulated numbers, and our own systems.
 
-    python -m benchmarks.bench_sim_ultraep [--out FILE.json] [--tokens 2048]
-
 See `ultraep_rack.py` for the fitted and assumed values. Loads are sampled for `--tokens` tokens and scaled to 8192, to
 save time.
 """
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from benchmarks import results
-from benchmarks.popular_ranks import CASES, TOKENS_PER_RANK, Case
-from benchmarks.published import Comparison, tables_of
-from benchmarks.results import Table, Value
-from benchmarks.ultraep_rack import (
+from benchmarks.papers.published import Comparison, tables_of
+from benchmarks.papers.ultraep_rack import (
     FIGURE_11,
     FIGURE_12,
     FIGURE_15,
@@ -34,6 +30,8 @@ from benchmarks.ultraep_rack import (
     in_domains,
     planned,
 )
+from benchmarks.popular_ranks import CASES, TOKENS_PER_RANK, Case
+from benchmarks.results import Table, Value
 from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import EPLBPlus, Exact, UltraEP
 from jax_moe_lb.core import imbalance, load
@@ -280,17 +278,17 @@ def tables(tokens: int) -> list[Comparison]:
     return [thirteen, *figure_11(cluster, tokens), *rest]
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results.out_option(parser)
-    parser.add_argument("--tokens", type=int, default=2048, help="Sampled tokens per rank; a divisor of 8192.")
-    options = parser.parse_args()
-    if TOKENS_PER_RANK % options.tokens:
-        parser.error(f"--tokens is {options.tokens}; expected a divisor of {TOKENS_PER_RANK}")
-    terms = {"figure_11_terms": figure_11_terms(fitted(), options.tokens)}
-    results.report(tables_of(tables(options.tokens)) | terms, options.out)
+def divisor(text: str) -> int:
+    """Return a number of tokens; type of an option."""
+    if TOKENS_PER_RANK % int(text):
+        raise argparse.ArgumentTypeError(f"it is {text}; expected a divisor of {TOKENS_PER_RANK}")
+    return int(text)
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=divisor, default=2048, help="Sampled tokens per rank; a divisor of 8192.")
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    terms = {"figure_11_terms": figure_11_terms(fitted(), given.tokens)}
+    return tables_of(tables(given.tokens)) | terms

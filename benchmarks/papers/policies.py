@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from benchmarks.fabric.flows import Flows, Policy, Seen
-from benchmarks.fabric.paths import Fabric, PathsOf, rail_paths
+from benchmarks.papers.flows import Flows, Policy, Seen
+from benchmarks.papers.paths import Fabric, PathsOf, rail_paths
 from jax_moe_lb.core.plan import Plan, rows_between
 from jax_moe_lb.core.types import AnyArray, Counts
 

@@ -1,17 +1,17 @@
 """RailS in a model of NICs: load balance between rails, and its effect on completion time, without a network simulator.
 
-Run it with `python -m benchmarks.bench_rails`.
-
 The time of an all-to-all is the time of its busiest NIC; switches and links inside a node are never the bottleneck.
 Nodes have as many GPUs as NICs. The lower bound is from theorem 3: the busiest node, as sender or receiver, divided
 evenly over its rails.
 """
 
+import argparse
 import heapq
+from collections.abc import Mapping
 
 import numpy as np
 
-from benchmarks.results import Table, Value, out_alone, report, spread
+from benchmarks.results import Table, Value, spread
 from benchmarks.timing import interleaved_s
 from jax_moe_lb.balancers.rails import ticks_of
 from jax_moe_lb.planners.spray import spray
@@ -245,12 +245,6 @@ def table_of_rails() -> Table:
     return Table(columns, lines, "One rail of eight slower: time over that of the best split")
 
 
-def main() -> None:
-    """Report all tables."""
-    out = out_alone(__doc__)
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     plans, times, chunks, rails = table_of_plans(), table_of_times(), table_of_chunks(), table_of_rails()
-    report({"plans": plans, "times": times, "chunks": chunks, "rails": rails}, out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"plans": plans, "times": times, "chunks": chunks, "rails": rails}

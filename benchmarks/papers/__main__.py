@@ -1,0 +1,6 @@
+"""Commands of the papers."""
+
+from benchmarks.commands import run
+
+if __name__ == "__main__":
+    run("papers")
