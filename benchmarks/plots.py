@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from benchmarks.results import Table, Value
 
 BARS = {
-    "bench_systems": (("zipf", "imbalance"), ("zipf", "step ms"), ("popular_ranks", "imbalance")),
-    "bench_training_losses": (("systems", "step ms"),),
-    "bench_memory": (("memory", "temporary MB per rank"),),
+    "systems": (("zipf", "imbalance"), ("zipf", "step ms"), ("popular_ranks", "imbalance")),
+    "losses": (("systems", "step ms"),),
+    "memory": (("memory", "temporary MB per rank"),),
     "codec": (("codecs", "training gap"),),
 }
 """Columns to plot as bars, by table."""

@@ -45,9 +45,7 @@ def _compilers(given: argparse.Namespace) -> str | None:
 
 
 def _maxtext(given: argparse.Namespace) -> str | None:
-    return (
-        None if importlib.util.find_spec("maxtext") else "MaxText is not installed; benchmarks/peer_maxtext.py says how"
-    )
+    return None if importlib.util.find_spec("maxtext") else "install MaxText as in benchmarks/compiled/peer_maxtext.py"
 
 
 def _network(given: argparse.Namespace) -> str | None:
@@ -141,9 +139,9 @@ RUNS = (
     Run("bench_relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
     Run("papers.sim_once"),
-    Run("bench_memory", quick=(), unread=("peak_plain",)),
-    Run("bench_systems"),
-    Run("bench_training_losses", aside=LONG),
+    Run("layer.memory", quick=(), unread=("peak_plain",)),
+    Run("layer.systems"),
+    Run("training.losses", aside=LONG),
     Run("papers.codec", ("--steps", "200"), aside=LONG),
     Run(
         "papers.codec",
@@ -158,19 +156,19 @@ RUNS = (
         aside=LONG,
     ),
     Run("papers.gradient_codec", quick=("--steps", "20", "--seeds", "1"), aside=LONG),
-    Run("bench_training_curves", aside=LONG),
-    Run("bench_peers_compiled", refusal=_compilers),
-    Run("bench_peers_compiled", ("--maxtext",), None, _maxtext, "bench_peers_compiled_maxtext"),
-    Run("bench_pipeline", refusal=_compilers),
-    Run("bench_generate"),
-    Run("bench_loading", ("--layers", "4")),
-    Run("bench_memory_model", refusal=_compilers),
+    Run("training.curves", aside=LONG),
+    Run("compiled.peers", refusal=_compilers),
+    Run("compiled.peers", ("--maxtext",), None, _maxtext, "peers_maxtext"),
+    Run("compiled.pipeline", refusal=_compilers),
+    Run("training.generate"),
+    Run("training.loading", ("--layers", "4")),
+    Run("compiled.memory_model", refusal=_compilers),
     Run("bench_timeline", refusal=_compilers),
     Run("bench_timeline_options", refusal=_compilers),
     Run("bench_timeline_tpu", refusal=_compilers),
     Run("bench_timeline_simulator", refusal=_compilers),
     *(
-        Run("bench_predicted_steps", (case,), None, _compilers, f"bench_predicted_steps_{case}")
+        Run("compiled.predicted_steps", (case,), None, _compilers, f"predicted_steps_{case}")
         for case in ("qwen3", "deepseek", "gpt-oss", "qwen3-plain")
     ),
     Run("bench_reliability", ("files", "--number", "100000"), ("files",), result="reliability_files"),

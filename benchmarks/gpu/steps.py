@@ -326,7 +326,7 @@ class _Rows:
 
 def predictions(name: str) -> dict[tuple[str, str], float]:
     """Return the estimates of a case from its program for an absent GPU, by the first columns of the table."""
-    path = RESULTS / "bench_predicted_steps.json"
+    path = RESULTS / "predicted_steps.json"
     run = read(path).get(f"{path.stem}_{name}") if path.exists() else None
     rows = run.tables["steps"].rows if run else []
     return {(str(row[1]), str(row[2])): row[4] for row in rows}  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Speed, memory and stages of the runs of `bench_training_curves` on four ranks with CPU quotas and shaped links.
 
-    python -m benchmarks.bench_training_curves --curves runs/training_curves    # counts of every step
+    python -m benchmarks.training curves --curves runs/training_curves    # counts of every step
     python -m benchmarks.network.bench_training_speed measure    # seconds of twenty steps of each run, and profiles
     python -m benchmarks.network.bench_training_speed memory     # resident memory of a step of each system
     python -m benchmarks.network.bench_training_speed table      # all tables

@@ -1,4 +1,4 @@
-"""Commands of the papers."""
+"""Commands: `python -m benchmarks.papers NAME`."""
 
 from benchmarks.commands import run
 

@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks.layer.timing import interleaved_s
 from benchmarks.papers.stragglers import CASES, Case, counts
 from benchmarks.results import Table, Value, spread
-from benchmarks.timing import interleaved_s
 from jax_moe_lb import Topology, _planning
 from jax_moe_lb.balancers import FEPLB, FasterMoE
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import popular_ranks
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import UltraEP
 from jax_moe_lb.core import Split, check_plan, imbalance, load, plain_plan, traffic

@@ -19,7 +19,8 @@ def test_every_benchmark_is_in_the_list():
     found = {path.stem for path in HERE.glob("bench_*.py")} | {
         f"network.{p.stem}" for p in HERE.glob("network/bench_*")
     }
-    found |= {f"papers.{name}" for name in names_of(HERE / "papers")}
+    subjects = [path.parent for path in HERE.glob("*/__main__.py") if path.parent.name not in ("gpu", "network")]
+    found |= {f"{folder.name}.{name}" for folder in subjects for name in names_of(folder)}
     assert {one.module for one in RUNS} >= found
 
 
@@ -64,7 +65,7 @@ def test_the_report_has_tables_plots_and_what_was_left_out(tmp_path):
     columns = {"": "", "published, s": ".4g", "simulated, s": ".4g", "deviation, %": "+.1f"}
     save(
         {"one": Table(columns, rows, "A & B"), "zipf": Table({"system": "", "imbalance": ".2f"}, [["x", [1.5, 1, 2]]])},
-        tmp_path / "bench_systems.json",
+        tmp_path / "systems.json",
     )
     page = write_report(tmp_path, tmp_path / "report.html", {"bench_y": "left out: there is no GPU"}).read_text()
     assert page.count("<svg") == 2

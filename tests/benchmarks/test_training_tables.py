@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from benchmarks.bench_training_curves import table
 from benchmarks.network.replayed import by_counts
 from benchmarks.network.speed_tables import elapsed_s, memory, speeds
 from benchmarks.network.stages import seconds_by_stage
@@ -25,6 +24,7 @@ from benchmarks.network.training_runs import (
 )
 from benchmarks.network.training_tables import compared, orders, slowest
 from benchmarks.results import Table
+from benchmarks.training.curves import table
 from jax_moe_lb.routing.more_routers import within_capacity
 
 PREDICTED = Table(

@@ -1,7 +1,5 @@
 """Host memory of loading and saving a generated checkpoint, in one process and in several.
 
-    python -m benchmarks.bench_loading [--layers 2] [--out benchmarks/results/bench_loading.json]
-
 The checkpoint has layers of Mixtral-8x7B in bfloat16, 2.9 GB each, and its embeddings. It is written to a temporary
 folder and read from there, from the page cache as far as it fits. Four CPU devices are divided among the processes.
 Their memory is host memory, so a process holds its shards, too. Peaks are above these shards. They include the memory
@@ -16,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from models.architectures.config_json import Fields
 from models.architectures.published import MIXTRAL_8X7B
 from models.architectures.registry import configured, pieces_of
@@ -44,13 +43,13 @@ def write_checkpoint(folder: Path, text: str) -> dict[str, int]:
 
 
 def load_in(folder: Path, num_processes: int, repetitions: int = 1) -> list[dict[str, float]]:
-    """Return the measurements of all processes, see `benchmarks.load_memory`."""
+    """Return the measurements of all processes, see `benchmarks.training.load_memory`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # gRPC would use proxies for 127.0.0.1.
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    command = [sys.executable, "-m", "benchmarks.load_memory", str(folder), str(port), str(num_processes)]
+    command = [sys.executable, "-m", "benchmarks.training.load_memory", str(folder), str(port), str(num_processes)]
     options: dict[str, Any] = {"env": environment | {"JAX_PLATFORMS": "cpu"}, "stdout": subprocess.PIPE, "text": True}
     commands = [[*command, str(i), str(repetitions)] for i in range(num_processes)]
     processes: list[Any] = [subprocess.Popen(one, **options) for one in commands]
@@ -59,12 +58,11 @@ def load_in(folder: Path, num_processes: int, repetitions: int = 1) -> list[dict
     return found
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=2)
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     rows: list[list[Value]] = []
     with tempfile.TemporaryDirectory() as temporary:
         fields = MIXTRAL_8X7B | {"num_hidden_layers": given.layers}
@@ -79,8 +77,4 @@ def main() -> None:
             print(rows[-1], flush=True)
     names = ("checkpoint", "largest tensor", "shards", "load", "save")
     columns = {"processes": ""} | {f"{name} GB": ".2f" for name in names}
-    report({"mixtral": Table(columns, rows)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"mixtral": Table(columns, rows)}

@@ -1,6 +1,6 @@
 """Comparison of all systems: one layer, forward and backward, on 8 virtual devices of one process.
 
-Run it with `python -m benchmarks.bench_systems`. Every system runs the same sequence of microbatches, so systems with a
+Every system runs the same sequence of microbatches, so systems with a
 history have seen earlier ones. The bounds are plain expert parallelism, and the same layer with force-balanced routing.
 
 Virtual devices share the cores of the machine: these times show the overhead of a system, but not the time lost to a
@@ -11,19 +11,20 @@ inputs and outputs forward; inputs again, gradients of outputs and gradients of 
 the forward pass; a step moves them three times.
 """
 
+import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.stages import Compiled
 
+from benchmarks.layer.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
+from benchmarks.layer.timing import interleaved_s
+from benchmarks.layer.workloads import WORKLOADS
 from benchmarks.popular_ranks import Case, popularity
-from benchmarks.results import Table, out_alone, report, spread
-from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
-from benchmarks.timing import interleaved_s
-from benchmarks.workloads import WORKLOADS
+from benchmarks.results import Table, spread
 from jax_moe_lb import Stats, System, plain, use_virtual_cpu_devices
 from jax_moe_lb.core.types import State
 from jax_moe_lb.layer.systems import system_named, system_names
@@ -122,14 +123,8 @@ def _temporary_bytes(step: Compiled) -> int:
     return analysis.temp_size_in_bytes
 
 
-def main() -> None:
-    """Report the tables."""
-    out = out_alone(__doc__)
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_virtual_cpu_devices(SIZES.num_ranks)
     mesh = jax.make_mesh((SIZES.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
     steps = compiled(mesh)
-    report({logits.__name__: measure(mesh, steps, logits) for logits in (zipf, popular_ranks)}, out)
-
-
-if __name__ == "__main__":
-    main()
+    return {logits.__name__: measure(mesh, steps, logits) for logits in (zipf, popular_ranks)}

@@ -1,11 +1,12 @@
 """Memory of a layer with one-hot routing: 1.05 x the mean in rounds, against a worst-case buffer.
 
-Run it with `python -m benchmarks.bench_memory`. It also lists the buffers at peak memory.
+Lists the buffers at peak memory, too.
 """
 
 import argparse
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -14,8 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Wrapped
 
-from benchmarks.results import Table, out_option, report, spread
-from benchmarks.timing import interleaved_s
+from benchmarks.layer.timing import interleaved_s
+from benchmarks.results import Table, spread
 from jax_moe_lb import Buffers, Experts, MoEParams, System, TopK, Topology, greedy, moe, plain, use_virtual_cpu_devices
 from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.aot.memory import Buffer, peak_buffers
@@ -109,11 +110,7 @@ def buffer_list(buffers: list[Buffer]) -> Table:
     return Table({"times the mean load": ".2f", "shape": "", "operation": ""}, rows=rows)
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out_option(parser)
-    given = parser.parse_args()
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_virtual_cpu_devices(RANKS)
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,))
     systems = {
@@ -137,10 +134,7 @@ def main() -> None:
         sizes = [temporary_bytes / 1e6, temporary_bytes / MEAN_LOAD_BYTES]
         steps.append([name, int(run(*args)[1]), *sizes, spread(times_s[name] * 1e3)])
     lists = {f"peak_{name}": buffer_list(runs[f"{name}, headroom 1.05"][1]) for name in ("plain", "greedy")}
-    report({"memory": Table(columns, rows=steps), **lists}, given.out)
+    tables = {"memory": Table(columns, rows=steps), **lists}
     expert_mb = 3 * WIDTH * INNER * 4 / 1e6
     print(f"The mean load of a rank is {MEAN_LOAD_BYTES / 1e6:.1f} MB of rows; an expert is {expert_mb:.1f} MB.")
-
-
-if __name__ == "__main__":
-    main()
+    return tables

@@ -1,13 +1,14 @@
 """A training step of DeepSeek-V3 with and without a pipeline, compiled for 16 nodes of 8 H100 not present.
 
-    python -m benchmarks.bench_pipeline [--out benchmarks/results/bench_pipeline.json]
-
 Requires the compiler: the extra `cuda`, as installed by `ci/accelerators.sh` into `.venv-accelerators`. A step has 128
 sequences of 4096 tokens, and parameters and moments in bfloat16. Steps are estimated by `ProgramReport.timeline`, which
 counts all collectives but ragged exchanges at the rate of NVLink, also between nodes.
 """
 
-from benchmarks.results import Table, Value, out_alone, report
+import argparse
+from collections.abc import Mapping
+
+from benchmarks.results import Table, Value
 from jax_moe_lb.aot import Target, quiet_stderr, use_no_accelerators
 from models.dry_run.step import PublishedRun
 from models.settings import Given, layered
@@ -21,9 +22,7 @@ RUNS: dict[str, Given] = {
 }
 
 
-def main() -> None:
-    """Print the table."""
-    out = out_alone(__doc__)
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_no_accelerators()
     target = Target.parse(TARGET)
     rows: list[list[Value]] = []
@@ -39,8 +38,4 @@ def main() -> None:
         print(rows[-1], flush=True)
     columns = {"step": "", "devices": "", "arguments GB": ".1f", "temporaries GB": ".1f", "of GB": ".1f"}
     columns |= {"memory traffic TB": ".2f", "FLOPs over ideal": ".2f", "estimated s": ".1f"}
-    report({"deepseek_v3": Table(columns, rows)}, out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"deepseek_v3": Table(columns, rows)}

@@ -1,18 +1,19 @@
 """The tiny preset, trained with every system from the same parameters on the same batches.
 
-Run it with `python -m benchmarks.bench_training_losses`. For every plan the losses equal plain expert parallelism up to
+For every plan the losses equal plain expert parallelism up to
 float32 rounding, which accumulates over steps.
 """
 
 import argparse
 import dataclasses
 import time
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.results import Table, out_option, report, spread
+from benchmarks.results import Table, spread
 from jax_moe_lb import System, use_virtual_cpu_devices
 from jax_moe_lb.layer.systems import system_named, system_names
 from jax_moe_lb.transport import QuantizedTransfer
@@ -71,19 +72,18 @@ def steps_before(wrong: np.ndarray) -> int:
     return int(np.argmax(np.append(wrong, True)))
 
 
-def main() -> None:
-    """Report the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--systems", nargs="+", default=[*system_names(), *(f"exact, {wire}" for wire in WIRES)])
-    out_option(parser)
-    args = parser.parse_args()
-    config = dataclasses.replace(preset("tiny"), steps=args.steps)
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    config = dataclasses.replace(preset("tiny"), steps=given.steps)
     use_virtual_cpu_devices(config.parallel.num_shards)
     corpus = default_corpus(config.data.max_corpus_bytes)
     plain = train(config, corpus, "plain")
     rows = []
-    for name in ["plain", *(name for name in args.systems if name != "plain")]:
+    for name in ["plain", *(name for name in given.systems if name != "plain")]:
         run = plain if name == "plain" else train(config, corpus, name)
         apart = np.abs(run["loss"] / plain["loss"] - 1)
         other = (run["counts"] != plain["counts"]).reshape(len(apart), -1).any(1)
@@ -92,8 +92,4 @@ def main() -> None:
         # The first step includes compilation.
         times_ms = spread(run["step_s"][1:] * 1e3)
         rows.append([name, float(run["loss"][-1]), *alike, float(apart.max()), *map(float, level), times_ms])
-    report({"systems": Table(COLUMNS, rows)}, args.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"systems": Table(COLUMNS, rows)}

@@ -5,9 +5,10 @@ Requires the compiler of the extra `cuda`, as installed by `ci/accelerators.sh` 
 """
 
 import argparse
+from collections.abc import Mapping
 
 from benchmarks.gpu.step_cases import CASES, StepCase, compile_step, seconds_by_class
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value, report
 from jax_moe_lb.aot import Target, quiet_stderr, use_no_accelerators
 
 COLUMNS = {"case": "", "what": "", "name": "", "unit": "", "estimated": ".4g"}
@@ -33,20 +34,15 @@ def rows_of(name: str, case: StepCase, target: Target) -> list[list[Value]]:
     return [[name, *value] for value in values]
 
 
-def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", type=Target.parse, default="h100:1x1", help="target of one GPU (default h100:1x1)")
     parser.add_argument("case", choices=CASES, help="case to compile")
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_no_accelerators()
     case = CASES[given.case]
     report(
         {"steps": Table(COLUMNS, rows_of(given.case, case, given.target), f"{case}, on `{given.target.name}`")},
         given.out,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.dispatches import sending_copies
+from benchmarks.layer.dispatches import sending_copies
 from jax_moe_lb import Experts, MoEParams, System, TopK, Topology, moe
 
 AXIS = "expert"

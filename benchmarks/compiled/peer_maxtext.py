@@ -18,7 +18,7 @@ from maxtext.configs import pyconfig
 from maxtext.layers.initializers import nd_dense_init
 from maxtext.layers.moe import RoutedMoE
 
-from benchmarks.skewed_layer import Sizes
+from benchmarks.layer.skewed_layer import Sizes
 from jax_moe_lb import Experts
 
 IN_BFLOAT16 = {"dtype": "bfloat16", "weight_dtype": "bfloat16", "matmul_precision": "default"}

@@ -1,7 +1,5 @@
 """Time of calls of one `Generator`: the first compiles, the following ones decode.
 
-    python -m benchmarks.bench_generate [--tokens 64] [--out benchmarks/results/bench_generate.json]
-
 A random tiny Qwen3-MoE on four CPU devices continues prompts in one process. The decoding time is the number of new
 tokens x the mean time of the decoding steps after the first two tokens.
 """
@@ -9,11 +7,12 @@ tokens x the mean time of the decoding steps after the first two tokens.
 import argparse
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb import exact, use_virtual_cpu_devices
 from models.mesh import make_mesh
 from models.model_config import ParallelConfig
@@ -33,12 +32,11 @@ def call(generate: Generator, lengths: list[int], tokens: int) -> list[Value]:
     return [whole, decoding, whole / decoding]
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=64)
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_virtual_cpu_devices(4)
     with tempfile.TemporaryDirectory() as temporary:
         write_tiny("qwen3_moe", Path(temporary) / "tiny")
@@ -46,8 +44,4 @@ def main() -> None:
     generate = Generator(model)
     rows: list[list[Value]] = [[name, *call(generate, lengths, given.tokens)] for name, lengths in CALLS]
     columns = {"call": "", "call s": ".2f", "decoding s": ".2f", "call / decoding": ".2f"}
-    report({"calls": Table(columns, rows)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"calls": Table(columns, rows)}

@@ -7,7 +7,7 @@ Requires the GPU compiler: the extra `cuda`, as installed by `ci/accelerators.sh
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.dispatches import sending_copies
-from benchmarks.results import Table, load, out_option
-from benchmarks.results import report as keep
+from benchmarks.layer.dispatches import sending_copies
+from benchmarks.results import Table, load
 from jax_moe_lb import Experts, MoEParams, System, TopK, Topology, moe
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
 from jax_moe_lb.layer import CHECKPOINT_NAMES
@@ -166,12 +165,11 @@ def parts(case: Case) -> list[Any]:
     return [case.name, *(number / 1e9 for number in asdict(case.predicted()).values())]
 
 
-def main() -> None:
-    """Compile all programs and report the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out_option(parser)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiled", type=Path, metavar="FILE", help="Earlier results; their programs are skipped.")
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_no_accelerators()
     earlier: dict[str, float] = compiled_gb(given.compiled) if given.compiled else {}
     rows: list[list[Any]] = []
@@ -183,12 +181,7 @@ def main() -> None:
     columns = {"GB": ".2f", "compiled GB": ".2f", "deviation": "+.1%"}
     beside = {"beside GB": ".2f", "compiled beside GB": ".2f", "beside deviation": "+.1%"}
     names = {field.name.replace("_", " "): ".2f" for field in fields(Memory)}
-    tables = {
+    return {
         "compared": Table({"layers": "", "target": "", **columns, **beside}, rows),
         "parts_gb": Table({"layers": "", **names}, [parts(case) for case in CASES]),
     }
-    keep(tables, given.out)
-
-
-if __name__ == "__main__":
-    main()

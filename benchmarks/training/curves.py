@@ -1,7 +1,5 @@
 """Training of dropless systems, of capacities that drop copies, and of two ways to balance the router.
 
-    python -m benchmarks.bench_training_curves --curves runs/training_curves
-
 All runs start from the same parameters and take the same batches, a sixteenth of those of
 `network.bench_training_speed`, on four virtual CPU devices: once with the model's own routing, and once with the
 counts of a recording. The files of `--curves` have every step and its counts; an existing file is not trained again.
@@ -9,7 +7,7 @@ counts of a recording. The files of `--curves` have every step and its counts; a
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from benchmarks.network.training_runs import (
     runs,
     save_curves,
 )
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb import use_virtual_cpu_devices
 from models.config import BatchConfig
 from models.data.sources import default_corpus
@@ -100,13 +98,12 @@ def train(programs: dict[str, Program], routing: str, steps: int) -> Curves:
     return {name: Curve(*map(np.stack, zip(*rows, strict=True))) for name, rows in found.items()}
 
 
-def main() -> None:
-    """Train all runs, and write curves and tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="Steps of each run.")
     parser.add_argument("--curves", type=Path, default=Path("runs/training_curves"), help="Folder of all curves.")
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     given.curves.mkdir(parents=True, exist_ok=True)
     use_virtual_cpu_devices(NUM_RANKS)
     tables, programs = {}, dict[str, Program]()
@@ -122,8 +119,4 @@ def main() -> None:
             for name, _ in cases:
                 programs[name].states.clear()
         tables[routing] = table(curves)
-    report(tables, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return tables

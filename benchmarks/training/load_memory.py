@@ -1,4 +1,4 @@
-"""Load a checkpoint in one of several processes and save it: `python -m benchmarks.load_memory FOLDER`.
+"""Load a checkpoint in one of several processes and save it: `python -m benchmarks.training.load_memory FOLDER`.
 
 Further arguments are a port of this machine, the number of processes, the index of this one, and the number of
 repetitions, of which the last is measured. The copy is written to `saved` in the folder. Prints a line of JSON:
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from benchmarks.local_gloo import bind_gloo
+from benchmarks.training.local_gloo import bind_gloo
 from jax_moe_lb import System
 from models.architectures.config_json import read_fields
 from models.architectures.registry import configured

@@ -1,10 +1,8 @@
 """Layers of other projects against ours, compiled for a node of 8 H100 not present: forward and backward.
 
-    python -m benchmarks.bench_peers_compiled [--maxtext] [--out benchmarks/results/bench_peers_compiled.json]
-
 With `--maxtext`, MaxText's ring of experts is compiled beside ours for 8 TPU v5e, as its grouped products have no
-kernel for GPUs; see `benchmarks/peer_maxtext.py` for its installation. The work inside its kernels is not counted, so
-that table has only the memory.
+kernel for GPUs; see `peer_maxtext.py` for its installation. That table has only the memory, as the work inside its
+kernels is not counted.
 
 Requires the compiler: the extra `cuda` or `tpu`, as installed by `ci/accelerators.sh` into `.venv-accelerators`. The
 sizes are the defaults of `compile_layer`: H 2048, F 768, E 128, T 4096 per rank, K 8, bfloat16. "Ideal" is three
@@ -13,7 +11,7 @@ such as our rounds beyond the first; see `compiled.ProgramReport`. The programs 
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.peer_layers import Layer, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
-from benchmarks.results import Table, Value, out_option, report
-from benchmarks.skewed_layer import Sizes
+from benchmarks.compiled.peer_layers import Layer, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
+from benchmarks.layer.skewed_layer import Sizes
+from benchmarks.results import Table, Value
 from jax_moe_lb import Buffers, Experts, exact, plain, ultraep
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
 
@@ -58,7 +56,7 @@ def layers_on_tpus(mesh: Mesh, sizes: LayerSizes) -> Iterator[tuple[str, Layer]]
     for name, system in systems.items():
         yield name, over_ranks(mesh, ours(system, mesh), sizes.per_token)
     # MaxText changes global settings of JAX, so ours are compiled before.
-    from benchmarks.peer_maxtext import RING, maxtext_layer
+    from benchmarks.compiled.peer_maxtext import RING, maxtext_layer
 
     theirs = Sizes(mesh.size, sizes.tokens, sizes.hidden, sizes.inner, sizes.experts, sizes.per_token)
     for name, options in RING.items():
@@ -88,12 +86,11 @@ def shapes(mesh: Mesh, sizes: LayerSizes) -> tuple:
     return x, array(whole, sizes.hidden, sizes.experts), experts
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--maxtext", action="store_true", help="compile for TPUs, and MaxText's layers, too")
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     use_no_accelerators()
     name, make = ("v5e:2x4", layers_on_tpus) if given.maxtext else ("h100:1x8", layers_on_gpus)
     sizes, target = LayerSizes(), Target.parse(name)
@@ -108,7 +105,7 @@ def main() -> None:
         with quiet_stderr():
             rows.append([layer_name, *row_of(partial(compile_one, step_of(layer)))][: len(columns)])
         print(rows[-1], flush=True)
-    report({name.partition(":")[0]: Table(columns, rows)}, given.out)
+    return {name.partition(":")[0]: Table(columns, rows)}
 
 
 def row_of(compiled: Callable[[], ProgramReport]) -> list[Value]:
@@ -119,7 +116,3 @@ def row_of(compiled: Callable[[], ProgramReport]) -> list[Value]:
         return [f"refused: {str(error).splitlines()[0][:120]}", *[None] * 4]
     work: list[Value] = [found.flops / 1e12, found.flops_over_ideal, found.hbm_bytes / 1e9, found.host_waits]
     return [found.temp_bytes / 1e6, *work]
-
-
-if __name__ == "__main__":
-    main()
