@@ -67,13 +67,13 @@ class Run:
     @property
     def name(self) -> str:
         """Name of the run in the results."""
-        return self.result or self.module.rpartition(".")[2]
+        return self.result or self.file
 
     @property
     def file(self) -> str:
         """Name of the results file, one per module."""
         subject, _, name = self.module.rpartition(".")
-        return f"network_{name.removeprefix('bench_')}" if subject == "network" else name
+        return f"network_{name}" if subject == "network" else name
 
     def why_not(self, given: argparse.Namespace) -> str | None:
         """Return the reason for not running, `None` if it will run."""
@@ -91,10 +91,7 @@ class Run:
         expanded = [
             part for option in chosen for part in {"LOADS": files, "DIR": [str(given.loads)]}.get(option, [option])
         ]
-        subject, _, name = self.module.partition(".")
-        program = self.module if subject == "network" or not name else subject
-        names = [name] if program == subject and name else []
-        return [sys.executable, "-m", f"benchmarks.{program}", *names, *expanded]
+        return [sys.executable, "-m", *f"benchmarks.{self.module}".rsplit(".", self.module.count(".")), *expanded]
 
 
 LONG = "takes five minutes or more"
@@ -211,30 +208,29 @@ RUNS = (
         result="reliability_soak",
         aside=LONG,
     ),
-    Run("network.bench_hybridep", refusal=_network, result="network_hybridep", aside=MEASURED),
+    Run("network.hybridep", refusal=_network, aside=MEASURED),
     Run(
-        "network.bench_hybridep",
+        "network.hybridep",
         ("--near",),
         refusal=_network,
         result="network_hybridep_near",
         aside=MEASURED,
         unread=("measured",),
     ),
-    Run("network.bench_once", refusal=_network, result="network_once", aside=MEASURED),
-    Run("network.bench_rails", refusal=_network, result="network_rails", aside=MEASURED),
+    Run("network.once", refusal=_network, aside=MEASURED),
+    Run("network.rails", refusal=_network, aside=MEASURED),
     Run(
-        "network.bench_training",
+        "network.training",
         ("compare", "3"),
         refusal=_network,
         result="network_training_measured_3",
         aside=MEASURED,
     ),
-    Run("network.bench_training_speed", ("table",), refusal=_network, result="network_training_speed", aside=MEASURED),
+    Run("network.training_speed", ("table",), refusal=_network, aside=MEASURED),
     Run(
         "network.train_across",
         ("--wan-bits-per-s", "300e6"),
         refusal=_network,
-        result="network_train_across",
         aside=MEASURED,
     ),
 )

@@ -1,4 +1,4 @@
-"""Points of each round of `bench_training`: systems, replayed counts and links."""
+"""Points of each round of `training`: systems, replayed counts and links."""
 
 from dataclasses import dataclass
 from functools import cache

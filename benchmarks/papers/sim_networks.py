@@ -3,10 +3,10 @@
 It reads the table `measured` of two benchmarks in
 `benchmarks/results/`. No value is fitted: the link rate is the shaper's rate minus headers.
 
-- `network_hybridep.json`, of `benchmarks.network.bench_hybridep`: one MoE layer between two processes on a shaped link.
+- `network_hybridep.json`, of `benchmarks.network.hybridep`: one MoE layer between two processes on a shaped link.
   The time besides the link is the time of the same program without a rate limit, given in the file; simulated experts
   take no time.
-- `network_rails.json`, of `benchmarks.network.bench_rails`: all-to-alls between two nodes of four NICs. ECMP is
+- `network_rails.json`, of `benchmarks.network.rails`: all-to-alls between two nodes of four NICs. ECMP is
   omitted, as the simulator does not model the kernel's hash.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.network.bench_rails import NODE_ROWS, digest_of
 from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
+from benchmarks.network.rails import NODE_ROWS, digest_of
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
 from benchmarks.papers.flows import simulate as flow_simulation

@@ -1,7 +1,7 @@
 """Training of dropless systems, of capacities that drop copies, and of two ways to balance the router.
 
 All runs start from the same parameters and take the same batches, a sixteenth of those of
-`network.bench_training_speed`, on four virtual CPU devices: once with the model's own routing, and once with the
+`network training_speed`, on four virtual CPU devices: once with the model's own routing, and once with the
 counts of a recording. The files of `--curves` have every step and its counts; an existing file is not trained again.
 """
 

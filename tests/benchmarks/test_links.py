@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.network.bench_rails import NODE_ROWS
 from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
+from benchmarks.network.rails import NODE_ROWS
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
 from benchmarks.papers.sim_networks import AT_ONCE, RESULTS, measured, rail_points

@@ -1,6 +1,6 @@
 """RailS on real interfaces: two nodes of four ranks, each with a slow NIC, and skewed all-to-alls.
 
-Run it with `python -m benchmarks.network.bench_rails [--out FILE]`; it requires a sandbox, see `sandbox.py`.
+Requires a sandbox, see `sandbox.py`.
 
 Every rank is a process in its own network namespace. Between the nodes, rows pass NICs limited in both directions;
 inside a node, an unlimited switch. The same rows are sent in four ways:
@@ -17,9 +17,9 @@ The lower bound is theorem 2's: the busiest node's bytes, evenly over its NICs, 
 import argparse
 import hashlib
 import multiprocessing
-import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ from benchmarks.network.rail_cases import NODES, RAILS, RANKS, busiest_node, by_
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.topologies import Multipath, Rails
 from benchmarks.network.ways import ROW_BYTES, Ways, contents, expected
-from benchmarks.results import Table, Value, out_option, report, spread
+from benchmarks.results import Table, Value, spread
 
 NIC_BITS_PER_S = 50e6
 NODE_ROWS = 6000
@@ -236,23 +236,15 @@ def digest_of(rows: np.ndarray) -> str:
     return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
 
 
-def main() -> None:
-    """Measure all cases and report the tables."""
-    sandbox.enter()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out_option(parser)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Seed of the workloads.")
-    arguments = parser.parse_args()
-    load = os.getloadavg()[0]
-    print(f"NICs of {NIC_BITS_PER_S / 1e6:.0f} Mbit/s, {REPEATS} repetitions; load {load:.1f}", flush=True)
-    traffic = {name: scaled(weights, NODE_ROWS) for name, weights in cases(arguments.seed).items()}
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    sandbox.enter()
+    traffic = {name: scaled(weights, NODE_ROWS) for name, weights in cases(given.seed).items()}
     results = run_all(traffic, NIC_BITS_PER_S, REPEATS)
     floors_s = {name: floor_s(counts, NIC_BITS_PER_S) for name, counts in traffic.items()}
     tables = {"seconds": seconds_table(floors_s, results), "saved": saved_table(floors_s, results)}
     tables["measured"] = measured_table(traffic, results)
-    report(tables, arguments.out)
-    print(f"\nload {os.getloadavg()[0]:.1f}")
-
-
-if __name__ == "__main__":
-    main()
+    return tables

@@ -1,10 +1,10 @@
 """Training on four ranks with CPU quotas and shaped links: predicted by the simulator, then measured.
 
-    python -m benchmarks.network.bench_training calibrate 2    # rates of the testbed, from other sizes
-    python -m benchmarks.network.bench_training predict 2      # twenty predictions; commit them
-    python -m benchmarks.network.bench_training measure 2      # the same twenty
-    python -m benchmarks.network.bench_training compare 2      # predictions beside measurements
-    python -m benchmarks.network.bench_training again 2        # the same, predicted by the simulator of today
+    python -m benchmarks.network training calibrate 2    # rates of the testbed, from other sizes
+    python -m benchmarks.network training predict 2      # twenty predictions; commit them
+    python -m benchmarks.network training measure 2      # the same twenty
+    python -m benchmarks.network training compare 2      # predictions beside measurements
+    python -m benchmarks.network training again 2        # the same, predicted by the simulator of today
 
 Run it as root, or with user namespaces and writable control groups (see `testbed.py`).
 """
@@ -15,15 +15,19 @@ import json
 import os
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.network import sandbox
-from benchmarks.network.levels import level_rates
 from benchmarks.network.testbed import (
     CONFIG,
     CORES,
@@ -44,12 +48,158 @@ from benchmarks.network.training_rounds import (
     records,
     relocation,
 )
-from benchmarks.network.training_tables import compared, slowest
-from benchmarks.results import Table, Value, merge, out_option, read, report
+from benchmarks.results import Table, Value, merge, read, save, spread
 from jax_moe_lb import System
 from jax_moe_lb.balancers import Exact
+from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
 from jax_moe_lb.sim import Cluster, Links, Migration, mean_report, replay
 from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.measure import HIDDEN, median_s
+
+COMPARED = {
+    "Mbit/s": ".0f",
+    "routing": "",
+    "system": "",
+    "predicted ms": ".0f",
+    "measured ms": ".0f",
+    "deviation %": "+.1f",
+    "over plain, predicted": ".2f",
+    "over plain, measured": ".2f",
+}
+
+
+def step_ms(measured: Sequence[Mapping[str, Any]]) -> dict[tuple[float, str, str], np.ndarray]:
+    """Return the mean milliseconds of a step in each pass, by rate in Mbit/s, routing and system."""
+    found = defaultdict(list)
+    for one in measured:
+        key = (one.get("rate", 0.0) / 1e6, one["routing"], one["system"])
+        found[key].append(1e3 * float(np.mean(one["seconds"])))
+    return {key: np.array(times) for key, times in found.items()}
+
+
+def slowest(of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the measurements of rank 0 with the seconds of the slowest rank."""
+    return [
+        {**same[0], "seconds": np.max([one["seconds"] for one in same], 0).tolist()}
+        for same in zip(*of_ranks, strict=True)
+    ]
+
+
+SUMMARY = {
+    "": "",
+    "points": "d",
+    "median deviation %": ".1f",
+    "largest deviation %": ".1f",
+    "systems in their place": "d",
+    "or tied": "d",
+    "pairs in order": "d",
+    "pairs": "d",
+    "pairs apart in order": "d",
+    "pairs apart": "d",
+}
+
+
+def compared(predicted: Table, measured: Sequence[Mapping[str, Any]]) -> dict[str, Table]:
+    """Return predictions beside measurements, and a summary of errors and orders."""
+    titles, times = list(predicted.columns), step_ms(measured)
+    points = [dict(zip(titles, row, strict=True)) for row in predicted.rows]
+    keys = [(point["Mbit/s"], point["routing"], point["system"]) for point in points]
+    expected = {key: float(point["predicted ms"]) for key, point in zip(keys, points, strict=True)}
+    found = {key: float(np.median(times[key])) for key in keys}
+    off = {key: 100 * (expected[key] / found[key] - 1) for key in keys}
+    rows: list[list[Value]] = []
+    for key in keys:
+        at_plain = (*key[:2], "plain")
+        over = [expected[at_plain] / expected[key], found[at_plain] / found[key]]
+        rows.append([*key, expected[key], spread(times[key]), off[key], *over])
+    errors = np.abs(list(off.values()))
+    numbers = len(keys), float(np.median(errors)), float(errors.max())
+    summary: list[Value] = ["all", *numbers, *orders(expected, {key: times[key] for key in keys})]
+    return {"compared": Table(COMPARED, rows), "summary": Table(SUMMARY, [summary])}
+
+
+class Orders(NamedTuple):
+    """Systems and pairs of systems in order, among those of the same link and routing."""
+
+    places: int
+    possible: int
+    right: int
+    pairs: int
+    apart_right: int
+    apart: int
+
+
+def orders(expected: Mapping[Any, float], times: Mapping[Any, np.ndarray]) -> Orders:
+    """Compare the order of predictions with that of measurements."""
+    groups, found = defaultdict(list), np.zeros(6, np.int64)
+    for key in expected:
+        groups[key[:2]].append(key)
+    for keys in groups.values():
+        predicted = np.array([expected[key] for key in keys])
+        median, low, high = (np.array([of(times[key]) for key in keys]) for of in (np.median, np.min, np.max))
+        ranks = [np.argsort(np.argsort(one)) for one in (predicted, median)]
+        # Fastest and slowest rank: behind surely faster systems, and before surely slower ones.
+        best, worst = (high[None] < low[:, None]).sum(1), len(keys) - 1 - (low[None] > high[:, None]).sum(1)
+        is_possible = (best <= ranks[0]) & (ranks[0] <= worst)
+        one, other = np.triu_indices(len(keys), 1)
+        is_right = (predicted[one] < predicted[other]) == (median[one] < median[other])
+        is_apart = (high[one] < low[other]) | (high[other] < low[one])
+        counted = ranks[0] == ranks[1], is_possible, is_right, np.ones_like(one), is_right & is_apart, is_apart
+        found += [int(np.sum(each)) for each in counted]
+    return Orders(*found.tolist())
+
+
+ROWS = (2, 2048)
+"""Rows for each peer: few and many."""
+
+MORE = 3
+"""Exchanges in one program after the first one."""
+
+REPEATS = 5
+
+
+def level_rates(mesh: Mesh) -> dict[str, float]:
+    """Return the bytes per second of the link between domains, and of a rank inside its domain.
+
+    All ranks of a domain send at once. The few rows give the latency, which is subtracted.
+    """
+    peers = {"node": mesh.devices.shape[1], "gpu": mesh.devices.shape[1] - 1}
+    # The link carries the rows of all ranks of a domain.
+    senders = {"node": mesh.devices.shape[1], "gpu": 1}
+    found = {}
+    for level in peers:
+        few_s, many_s = (_exchange_s(mesh, level == "node", rows) for rows in ROWS)
+        sent = senders[level] * peers[level] * (ROWS[1] - ROWS[0]) * HIDDEN * 4
+        found[level] = sent / max(many_s - few_s, 1e-9)
+    return found
+
+
+def _exchange_s(mesh: Mesh, across: bool, rows: int) -> float:
+    """Time one exchange of `rows` rows for every rank of the other domain, or of the own one."""
+    return (_seconds(mesh, across, rows, 1 + MORE) - _seconds(mesh, across, rows, 1)) / MORE
+
+
+def _seconds(mesh: Mesh, across: bool, rows: int, times: int) -> float:
+    axes, size = mesh.axis_names, mesh.devices.shape[1]
+
+    def one_rank(x: jax.Array) -> jax.Array:
+        me, peer = jax.lax.axis_index(axes), jnp.arange(mesh.size, dtype=jnp.int32)
+        is_far = peer // size != me // size
+        sizes = jnp.where(is_far if across else ~is_far & (peer != me), rows, 0).astype(jnp.int32)
+        starts, lands = peer * rows, jnp.full(mesh.size, rows, jnp.int32) * me
+        starts = starts + jnp.zeros_like(lands)
+
+        def exchange(_: jax.Array | int, x: jax.Array) -> jax.Array:
+            return ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, lands, sizes, axis_name=axes)
+
+        return jax.lax.fori_loop(0, times, exchange, x)
+
+    spec = PartitionSpec(axes)
+    run = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=spec, out_specs=spec))
+    whole = np.ones((mesh.size * mesh.size * rows, HIDDEN), np.float32)
+    x = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, spec), lambda index: whole[index])
+    return median_s(lambda: run(x), REPEATS)
+
 
 RESULTS = Path(__file__).parents[1] / "results"
 ALL_ROUNDS = RESULTS / "network_training.json"
@@ -227,30 +377,33 @@ def measured_points(number: int, folder: Path) -> list[dict[str, Any]]:
     return [point for of_ranks in found for point in slowest(of_ranks)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reports = {"predict": predict, "compare": compare, "again": again}
-    parser.add_argument("part", choices=("calibrate", "measure", *reports))
+REPORTS = {"predict": predict, "compare": compare, "again": again}
+NAMES = {"predict": "predicted", "compare": "measured", "again": "again"}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("part", choices=("calibrate", "measure", *REPORTS))
     parser.add_argument("round", type=int, choices=ROUNDS)
     parser.add_argument("--passes", type=int, default=2, help="Interleaved passes over all points.")
     parser.add_argument("--folder", type=Path, default=RAW, help="Folder of raw measurements.")
     parser.add_argument("--networks", type=int, nargs="+", help="Networks of the round to measure; all by default.")
     parser.add_argument("--after", type=Path, help="File to wait for between compilation and measurement.")
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    """Return the tables of a report, after saving them beside the other rounds unless `--out` is given."""
     os.environ["GLIBC_TUNABLES"] = KEEP_MEMORY
-    if given.part in reports:
-        end = {"predict": "predicted", "compare": "measured", "again": "again"}[given.part]
-        out = RESULTS / f"network_training_{end}_{given.round}.json"
-        report(reports[given.part](given.round, given.folder), given.out or out)
+    if given.part in REPORTS:
+        tables = REPORTS[given.part](given.round, given.folder)
         if given.out is None:
+            out = RESULTS / f"network_training_{NAMES[given.part]}_{given.round}.json"
+            save(tables, out)
             merge(out, ALL_ROUNDS)
-        return
+        return tables
     sandbox.enter()
     given.folder.mkdir(parents=True, exist_ok=True)
-    load, start_s = os.getloadavg()[0], time.monotonic()
     measured(given)
-    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
+    return {}
 
 
 def measured(given: argparse.Namespace) -> None:
@@ -264,7 +417,3 @@ def measured(given: argparse.Namespace) -> None:
             raw = folder / f"measured_{number}_{at}.json"
             one = partial(measure, number=number, at=at, passes=given.passes, raw=str(raw), after=given.after)
             raw.write_text(json.dumps(run(one, 7200, parts[at].has_domains)))
-
-
-if __name__ == "__main__":
-    main()

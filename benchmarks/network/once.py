@@ -1,6 +1,6 @@
 """Bytes and seconds of `Direct`, `Once` and `Forward` between two nodes on a shaped link.
 
-Run it with `python -m benchmarks.network.bench_once`, as root or with user namespaces. One layer of four ranks, on two
+Requires a sandbox, see `sandbox.py`. One layer of four ranks, on two
 nodes of two, runs forward and backward in two processes of two devices and in four processes of one. The link between
 the nodes is rate-limited and its bytes are counted; links inside a node are not limited.
 
@@ -10,7 +10,7 @@ return from buffers for copies, so its steps have room for twice as many rows.
 """
 
 import argparse
-import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.network import sandbox
 from benchmarks.network.launch import Rank
 from benchmarks.network.topologies import TwoDatacenters
-from benchmarks.results import Table, Value, out_option, report, spread
+from benchmarks.results import Table, Value, spread
 
 NODES, MEMBERS = 2, 2
 RANKS = NODES * MEMBERS
@@ -151,25 +151,19 @@ def rows_of(processes: int, devices: int, routings: list[str], repeats: int) -> 
     return table
 
 
-def main() -> None:
-    sandbox.enter()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="Steps at each rate.")
     parser.add_argument(
         "--routings", nargs="+", default=list(HEADROOM), choices=list(HEADROOM), help="Routings of the table."
     )
-    out_option(parser)
-    given = parser.parse_args()
-    load = os.getloadavg()[0]
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    sandbox.enter()
     of_each = [rows_of(*processes, given.routings, given.repeats) for processes in PROCESSES]
     rows = [row for rows in of_each for row in rows]
     columns = {"processes x devices": "", "routing": "", "dispatch": "", "rows": "d", "expected MB": ".2f"}
     columns |= {"counted MB": ".2f", "counted / expected": ".2f"}
     columns |= {f"s at {rate / 1e6:.0f} Mbit/s": ".2f" for rate in RATES_BITS_PER_S}
     title = f"A step of a layer on two nodes of two ranks, {TOKENS} tokens per rank, {PER_TOKEN} experts per token"
-    report({"links": Table(columns, rows, title)}, given.out)
-    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
-
-
-if __name__ == "__main__":
-    main()
+    return {"links": Table(columns, rows, title)}

@@ -1,16 +1,15 @@
 """One MoE layer across two datacenters: fastest domain size, measured and predicted.
 
-Run it with `python -m benchmarks.network.bench_hybridep`, as root or with user namespaces. Two processes of two devices
-each, in network namespaces, have 100 to 1000 Mbit/s between them. The benchmark measures and predicts seconds of a step
-(forward and backward) and bytes on the link, for every domain size and compression ratio.
+Requires a sandbox, see `sandbox.py`. Two processes of two devices each, in network namespaces, have 100 to 1000 Mbit/s
+between them. The benchmark measures and predicts seconds of a step (forward and backward) and bytes on the link, for
+every domain size and compression ratio.
 
 Predicted seconds are the model's time on the link plus the time of the same program without a rate limit.
 """
 
 import argparse
 import dataclasses
-import os
-import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from benchmarks.network import sandbox
 from benchmarks.network.launch import Rank
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.topologies import TwoDatacenters
-from benchmarks.results import Table, Value, out_option, report, spread
+from benchmarks.results import Table, Value, spread
 
 RATES_BITS_PER_S = (100e6, 300e6, 1000e6)
 
@@ -238,20 +237,14 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, f"Largest speed-up over plain: {max(point['speedup'] for point in found):.2f}."]
 
 
-def main() -> None:
-    sandbox.enter()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--near", action="store_true", help="Use sizes near the crossover.")
-    out_option(parser)
-    given = parser.parse_args()
-    load, start_s = os.getloadavg()[0], time.monotonic()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    sandbox.enter()
     rows: list[dict[str, Any]] = []
     for num_tokens, inner in NEAR_THE_CROSSOVER if given.near else TOKENS_AND_INNER:
         rows += measure(num_tokens, inner, given.repeats)
-    report({"points": table(rows), "measured": measured_table(rows)}, given.out)
-    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
-
-
-if __name__ == "__main__":
-    main()
+    return {"points": table(rows), "measured": measured_table(rows)}
