@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import recorded
 from benchmarks.layer.timing import interleaved_s
+from benchmarks.plans import recorded
 from benchmarks.render import RESULTS
 from benchmarks.results import Table, Value, load, spread
 from jax_moe_lb import Topology, _planning, exact, plain

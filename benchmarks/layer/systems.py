@@ -23,7 +23,7 @@ from jax.stages import Compiled
 from benchmarks.layer.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
 from benchmarks.layer.timing import interleaved_s
 from benchmarks.layer.workloads import WORKLOADS
-from benchmarks.popular_ranks import Case, popularity
+from benchmarks.plans.popular_ranks import Case, popularity
 from benchmarks.results import Table, spread
 from jax_moe_lb import Stats, System, plain, use_virtual_cpu_devices
 from jax_moe_lb.core.types import State

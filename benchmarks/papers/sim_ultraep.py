@@ -30,7 +30,7 @@ from benchmarks.papers.ultraep_rack import (
     in_domains,
     planned,
 )
-from benchmarks.popular_ranks import CASES, TOKENS_PER_RANK, Case
+from benchmarks.plans.popular_ranks import CASES, TOKENS_PER_RANK, Case
 from benchmarks.results import Table, Value
 from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import EPLBPlus, Exact, UltraEP

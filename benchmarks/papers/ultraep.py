@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.popular_ranks import CASES, TOKENS_PER_RANK, Case, counts
+from benchmarks.plans.popular_ranks import CASES, TOKENS_PER_RANK, Case, counts
 from benchmarks.results import Table, Value
 from jax_moe_lb import Plan, Topology, _planning
 from jax_moe_lb.core import Split, imbalance, load, nearest_first, plain_plan, traffic

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.popular_ranks import PER_TOK, TOKENS_PER_RANK, Case, counts
+from benchmarks.plans.popular_ranks import PER_TOK, TOKENS_PER_RANK, Case, counts
 from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import EPLBPlus, Exact
 from jax_moe_lb.core.plan import Plan

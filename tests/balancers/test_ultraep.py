@@ -3,8 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import popular_ranks
 from benchmarks.layer.workloads import WORKLOADS
+from benchmarks.plans import popular_ranks
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import UltraEP
 from jax_moe_lb.core import Split, check_plan, imbalance, load, plain_plan, traffic

@@ -5,8 +5,8 @@ import pytest
 from benchmarks.papers import feplb, rails, sim_hybridep, sim_networks, ultraep
 from benchmarks.papers.stragglers import CASES as STRAGGLERS
 from benchmarks.papers.stragglers import counts as straggler_counts
-from benchmarks.popular_ranks import CASES
-from benchmarks.popular_ranks import counts as ultraep_counts
+from benchmarks.plans.popular_ranks import CASES
+from benchmarks.plans.popular_ranks import counts as ultraep_counts
 from benchmarks.render import RESULTS
 from benchmarks.results import load
 

@@ -39,7 +39,7 @@ def test_every_result_is_in_the_file_of_its_benchmark():
 
 
 def test_recorded_loads_are_asked_for():
-    (relocation,) = (one for one in RUNS if one.name == "bench_relocation")
+    (relocation,) = (one for one in RUNS if one.name == "relocation")
     assert "--loads" in relocation.why_not(PLAIN)
     given = argparse.Namespace(quick=False, loads=Path("there"), only=[])
     assert relocation.why_not(given) is None

@@ -1,17 +1,16 @@
 """Cost of stale plans: EPLB at several periods against plans of the microbatch, on recorded and synthetic loads.
 
-    python -m benchmarks.bench_stale_plans --out benchmarks/results/bench_stale_plans.json
-
 The recordings in `benchmarks/traces` are of 200 steps of the preset tiny. A drift model is fitted to seed 0, and its
 samples are compared with the held-out seed 1, if there is one. Planners then run on the last recording and on samples.
 """
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.results import Table, out_alone, report, spread
+from benchmarks.results import Table, spread
 from jax_moe_lb import Topology
 from jax_moe_lb.balancers import EPLB, EPLBPlus, Exact, Plain
 from jax_moe_lb.balancers.base import Balancer
@@ -19,7 +18,7 @@ from jax_moe_lb.cli.planning import PlanRunner
 from jax_moe_lb.sim import Drift, ModelShape, drifting_counts, fitted_drift
 from jax_moe_lb.sim.drift import moments
 
-TRACES = Path(__file__).parent / "traces"
+TRACES = Path(__file__).parents[1] / "traces"
 KINDS = {"no router loss": ("free_0",), "balance loss 1e-2": ("loss_0", "loss_1")}
 PHASES = {"steps 16-63": slice(16, 64), "steps 128-199": slice(128, 200)}
 """Training phases. In the first, routers still change, and a period of 64 steps has no plan yet."""
@@ -119,12 +118,5 @@ def balanced(balancer: Balancer, trace: np.ndarray) -> np.ndarray:
     return np.array([np.mean([layer.effect.imbalance_after for layer in step]) for step in planner.replay(trace)])
 
 
-def main() -> None:
-    """Print the tables."""
-    out = out_alone(__doc__)
-    tables = {"fits": fits(), "held_out": held_out(), "stale_plans": stale_plans()}
-    report(tables, out)
-
-
-if __name__ == "__main__":
-    main()
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    return {"fits": fits(), "held_out": held_out(), "stale_plans": stale_plans()}

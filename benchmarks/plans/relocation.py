@@ -1,7 +1,5 @@
 """Homes planned from the loads of one workload, evaluated on another: 64 ranks in domains of 8, two replica slots.
 
-    python -m benchmarks.bench_relocation --loads DIR [--groups 8]
-
 DIR contains files of token counts [layers, experts]. "floor" is the busiest domain's load over the mean, a lower bound
 for any plan inside domains; "result" is the imbalance after `Exact`.
 """
@@ -10,10 +8,11 @@ import argparse
 import itertools
 import pathlib
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb import Topology, _planning
 from jax_moe_lb.planners import apply_relocation, domain_lower_bound, plan_relocation
 
@@ -60,18 +59,18 @@ def row_of(homes: str, loads: str, floor: np.ndarray, reached: np.ndarray) -> li
     return [homes, loads, *map(float, numbers)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loads", type=pathlib.Path, required=True)
     parser.add_argument("--groups", type=int, default=1, help="Number of expert groups of the router.")
-    out_option(parser)
-    options = parser.parse_args()
-    files = {path.stem: np.load(path) for path in sorted(options.loads.glob("*.npy"))}
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    files = {path.stem: np.load(path) for path in sorted(given.loads.glob("*.npy"))}
     rows = [row_of("order", name, *judged(tokens, stay(tokens.shape))) for name, tokens in files.items()]
     homes, seconds = {}, []
     for name, tokens in files.items():
         started_s = time.perf_counter()
-        permutation = plan_relocation(tokens, TOPOLOGY, num_groups=options.groups)
+        permutation = plan_relocation(tokens, TOPOLOGY, num_groups=given.groups)
         seconds.append(time.perf_counter() - started_s)
         homes[name] = apply_relocation(stay(tokens.shape), permutation)
     pairs = {(a, b): judged(files[b], homes[a]) for a, b in itertools.permutations(files, 2)}
@@ -79,11 +78,7 @@ def main() -> None:
     rows.append(row_of("another recording", f"all {len(pairs)} pairs", *np.stack([*pairs.values()], 1)))
     for name, tokens in files.items():
         others = np.stack([files[other] / files[other].sum() for other in files if other != name])
-        permutation = plan_relocation(others, TOPOLOGY, num_groups=options.groups)
+        permutation = plan_relocation(others, TOPOLOGY, num_groups=given.groups)
         rows.append(row_of("all others", name, *judged(tokens, apply_relocation(stay(tokens.shape), permutation))))
     note = f"Planning homes of {len(tokens)} layers takes {np.median(seconds):.2f} s, median."
-    report({"homes": Table(COLUMNS, rows, notes=(note,))}, options.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"homes": Table(COLUMNS, rows, notes=(note,))}
