@@ -25,9 +25,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import plan_balancers, plan_loads, plan_times, recorded
-from benchmarks.load_families import families, spread
-from benchmarks.optimum import optimum
+from benchmarks import plan_balancers, plan_loads, plan_times
+from benchmarks.plans import recorded
+from benchmarks.plans.load_families import families, spread
+from benchmarks.plans.optimum import optimum
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import Balancer, System, Topology, _planning, exact, plain
 from jax_moe_lb.balancers import FEPLB, EPLBPlus, Exact, Greedy, UltraEP

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from benchmarks import recorded
-from benchmarks.bench_stale_plans import KINDS, PHASES
-from benchmarks.bench_stale_plans import recorded as recorded_counts
 from benchmarks.plan_loads import DRIFT, HISTORY, MODEL, SLOTS, STEPS, Trace, drawn, machine, served
+from benchmarks.plans import recorded
+from benchmarks.plans.stale_plans import KINDS, PHASES
+from benchmarks.plans.stale_plans import recorded as recorded_counts
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import System, exact
 from jax_moe_lb.balancers import EPLBPlus, Exact, Given

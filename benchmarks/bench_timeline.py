@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
-from benchmarks.dispatches import sending_copies
+from benchmarks.layer.dispatches import sending_copies
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.load import LayerLoad, counts_of

@@ -18,13 +18,7 @@ svg { max-width: 100%; height: auto; } nav a { margin-right: 1em; white-space: n
 
 
 def write_report(results: Path, path: Path, ended: Mapping[str, str]) -> Path:
-    """Write a report.
-
-    Args:
-        results: folder of the results.
-        path: output file.
-        ended: status of each benchmark of this run, or the reason for skipping it.
-    """
+    """Write a report."""
     records = dict(sorted(read(results).items()))
     links = " ".join(f'<a href="#{name}">{name}</a>' for name in records)
     how = Table({"benchmark": "", "of this run": ""}, list(ended.items()))

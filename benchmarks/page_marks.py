@@ -16,13 +16,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)\s#]+)")
 
 @dataclass(frozen=True)
 class Page:
-    """Contents of the marks of one page.
-
-    Args:
-        folder: folder of the page.
-        records: results by run.
-        runs: runs whose provenance the page has already.
-    """
+    """Contents of the marks of one page."""
 
     folder: Path
     records: Mapping[str, Record]

@@ -39,12 +39,7 @@ class Phrase:
 
 
 def replace_numbers(page: str, records: Mapping[str, Record]) -> str:
-    """Return a page with the numbers of its block replaced, in its sentences and in the block.
-
-    Raises:
-        KeyError: a table, row or column does not exist.
-        ValueError: a phrase does not occur exactly once, or has more or fewer numbers than paths.
-    """
+    """Return a page with the numbers of its block replaced, in its sentences and in the block."""
     block = BLOCK.search(page)
     if block is None:
         return page

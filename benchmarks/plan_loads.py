@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Int
 
-from benchmarks import recorded
-from benchmarks.load_families import families, spread
+from benchmarks.plans import recorded
+from benchmarks.plans.load_families import families, spread
 from jax_moe_lb.sim import Cluster, Drift, LoadShape, ModelShape, drifting_counts
 from jax_moe_lb.sim.config import load_config
 

@@ -11,12 +11,10 @@ from matplotlib.figure import Figure
 from benchmarks.results import Table, Value
 
 BARS = {
-    "bench_systems": (("zipf", "imbalance"), ("zipf", "step ms"), ("popular_ranks", "imbalance")),
-    "bench_two_ranks": (("steps", "over force-balanced"),),
-    "bench_training_losses": (("systems", "step ms"),),
-    "bench_memory": (("memory", "temporary MB per rank"),),
-    "bench_codec": (("codecs", "training gap"),),
-    "bench_exchange": (("exchange", "exact ms"),),
+    "systems": (("zipf", "imbalance"), ("zipf", "step ms"), ("popular_ranks", "imbalance")),
+    "losses": (("systems", "step ms"),),
+    "memory": (("memory", "temporary MB per rank"),),
+    "codec": (("codecs", "training gap"),),
 }
 """Columns to plot as bars, by table."""
 

@@ -20,12 +20,7 @@ UNKNOWN_S = 60.0
 
 
 class Seconds(NamedTuple):
-    """Times of one run.
-
-    Args:
-        wall: seconds from start to end.
-        cpu: CPU seconds of all its processes, which other programs on the machine change little.
-    """
+    """Times of one run."""
 
     wall: float
     cpu: float
@@ -33,13 +28,7 @@ class Seconds(NamedTuple):
 
 @dataclass
 class Pace:
-    """Times of benchmarks, from earlier runs and from this one.
-
-    Args:
-        size: `full` or `quick`.
-        names: benchmarks of this run, in order.
-        file: file of the times.
-    """
+    """Times of benchmarks, from earlier runs and from this one."""
 
     size: str
     names: Sequence[str]
@@ -69,12 +58,7 @@ class Pace:
         return math.fsum(map(self.expected_s, self.names))
 
     def done_s(self, running: str = "", elapsed_s: float = 0.0) -> float:
-        """Return the expected time of the part that is done, in seconds.
-
-        Args:
-            running: benchmark that is running; none by default.
-            elapsed_s: its time so far.
-        """
+        """Return the expected time of the part that is done, in seconds."""
         done = math.fsum(self.expected_s(name) for name in self.ended)
         # A benchmark that takes longer than before is nearly done.
         return done + (min(elapsed_s / self.slowdown, 0.95 * self.expected_s(running)) if running else 0.0)
@@ -90,13 +74,7 @@ class Pace:
         return (self.total_s - self.done_s(running, elapsed_s)) * self.slowdown
 
     def end(self, name: str, seconds: Seconds | None, elapsed_s: float) -> None:
-        """Note the end of a benchmark, and its times for later runs.
-
-        Args:
-            name: its name.
-            seconds: its times; `None` if it failed.
-            elapsed_s: seconds from its start to its end.
-        """
+        """Note the end of a benchmark, and its times for later runs."""
         self.ended[name] = elapsed_s
         if seconds is None:
             return
@@ -124,12 +102,7 @@ class Pace:
 
 @dataclass
 class Shown:
-    """Progress on the screen.
-
-    Args:
-        pace: times of the benchmarks.
-        bar: bar of the console.
-    """
+    """Progress on the screen."""
 
     pace: Pace
     bar: Progress
@@ -164,11 +137,7 @@ class Shown:
 
 @contextlib.contextmanager
 def shown_progress(pace: Pace) -> Iterator[Shown]:
-    """Show a bar on a terminal, and one line for each ended benchmark anywhere.
-
-    Args:
-        pace: times of the benchmarks.
-    """
+    """Show a bar on a terminal, and one line for each ended benchmark anywhere."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}")
     with Progress(*columns) as bar:
         bar.disable = not bar.console.is_terminal

@@ -6,12 +6,12 @@
 A document marks the position of tables with their runs and names; the text between the marks is replaced. Command, date
 and machine precede the first table of a run.
 
-    <!-- table: bench_systems/zipf popular_ranks bench_memory/memory -->
+    <!-- table: systems/zipf popular_ranks memory/memory -->
     <!-- end -->
 
 Conditions select rows; a column with one text is omitted.
 
-    <!-- table: bench_systems/zipf | rounds = 1.0 | system = exact or plain -->
+    <!-- table: systems/zipf | rounds = 1.0 | system = exact or plain -->
     <!-- end -->
 
 Sentences have plain numbers. A block at the end of a page names their cells: a line with a table, then a line per
@@ -19,7 +19,7 @@ phrase of the page, with numbers in braces and the path of each: texts of other 
 title of the column.
 
     <!-- numbers
-    bench_systems/zipf
+    systems/zipf
     from {2.51} to {1.01} times the mean | plain > imbalance | exact > imbalance
     -->
 
@@ -60,17 +60,7 @@ def documents() -> list[Path]:
 
 
 def rendered(text: str, results: Path = RESULTS, folder: Path = ROOT) -> str:
-    """Return a document with all tables, included pages and numbers updated.
-
-    Args:
-        text: the document.
-        results: folder of the results.
-        folder: folder of the document.
-
-    Raises:
-        KeyError: a table, row or column does not exist; a missing results file is allowed.
-        ValueError: a phrase of the block `numbers` does not occur exactly once, or a condition selects no row.
-    """
+    """Return a document with all tables, included pages and numbers updated."""
     return Page(folder, read(results)).filled(text)
 
 

@@ -5,7 +5,7 @@
     experts]
     make reproduce ARGS=--quick                   # smaller sizes, synthetic loads, results in a separate folder
     make reproduce ARGS="--minutes 600"           # without leaving out what does not end in 40 minutes
-    python -m benchmarks.reproduce --only bench_ultraep bench_rails
+    python -m benchmarks.reproduce --only ultraep rails
 
 Unavailable benchmarks are listed with the reason; their last results keep their date. A bar shows the progress and an
 estimate of the time left, from the times of earlier runs in `benchmarks/seconds.json`. `--list` prints these times.
@@ -45,9 +45,7 @@ def _compilers(given: argparse.Namespace) -> str | None:
 
 
 def _maxtext(given: argparse.Namespace) -> str | None:
-    return (
-        None if importlib.util.find_spec("maxtext") else "MaxText is not installed; benchmarks/peer_maxtext.py says how"
-    )
+    return None if importlib.util.find_spec("maxtext") else "install MaxText as in benchmarks/compiled/peer_maxtext.py"
 
 
 def _network(given: argparse.Namespace) -> str | None:
@@ -56,18 +54,7 @@ def _network(given: argparse.Namespace) -> str | None:
 
 @dataclass(frozen=True)
 class Run:
-    """One benchmark.
-
-    Args:
-        module: module under `benchmarks`.
-        options: command-line options; `LOADS` and `DIR` are replaced by the recorded loads, as files and as their
-            folder.
-        quick: options of a quick run; `None` if there is none.
-        refusal: function returning the reason why it is unavailable.
-        aside: reason why it runs only if named, or in a quick run.
-        result: name of its run; the module name by default.
-        unread: tables to print but not to keep, as neither documents nor programs read them.
-    """
+    """One benchmark."""
 
     module: str
     options: tuple[str, ...] = ()
@@ -80,12 +67,13 @@ class Run:
     @property
     def name(self) -> str:
         """Name of the run in the results."""
-        return self.result or self.module.removeprefix("network.")
+        return self.result or self.file
 
     @property
     def file(self) -> str:
         """Name of the results file, one per module."""
-        return self.module.replace("network.bench_", "network_").replace("network.", "network_")
+        subject, _, name = self.module.rpartition(".")
+        return f"network_{name}" if subject == "network" else name
 
     def why_not(self, given: argparse.Namespace) -> str | None:
         """Return the reason for not running, `None` if it will run."""
@@ -103,21 +91,21 @@ class Run:
         expanded = [
             part for option in chosen for part in {"LOADS": files, "DIR": [str(given.loads)]}.get(option, [option])
         ]
-        return [sys.executable, "-m", f"benchmarks.{self.module}", *expanded]
+        return [sys.executable, "-m", *f"benchmarks.{self.module}".rsplit(".", self.module.count(".")), *expanded]
 
 
 LONG = "takes five minutes or more"
 MEASURED = "stays as it was measured"
 CODECS = ("ratio 50, remembered", "ratio 50, shared")
 RUNS = (
-    Run("bench_ultraep", quick=("--tokens", "512")),
+    Run("papers.ultraep", quick=("--tokens", "512")),
     Run(
-        "bench_feplb",
+        "papers.feplb",
         quick=("--number", "200"),
         unread=("dynamic", "dynamic_skip", "tau", "fastermoe", "times"),
     ),
     Run(
-        "bench_feplb_readings",
+        "papers.feplb_readings",
         quick=("--number", "20"),
         unread=("fastermoe", "best", "best_without_tau", "points_zipf_16384", "points_zipf_32768"),
     ),
@@ -132,74 +120,52 @@ RUNS = (
     Run("bench_predicted_plans", ("--loads", "LOADS"), None, _loads, "bench_predicted_plans_served"),
     Run("bench_advice_regret", quick=("--quick",), aside=LONG),
     Run("bench_advice_time", quick=("--quick",)),
-    Run("bench_rails", quick=()),
-    Run("bench_sim_hybridep", quick=()),
-    Run("bench_sim_ultraep", quick=("--tokens", "512")),
-    Run("bench_sim_feplb", quick=("--number", "10")),
+    Run("papers.rails", quick=()),
+    Run("papers.sim_hybridep", quick=()),
+    Run("papers.sim_ultraep", quick=("--tokens", "512")),
+    Run("papers.sim_feplb", quick=("--number", "10")),
     Run("bench_sim_gpu"),
-    Run("bench_sim_networks", quick=()),
-    Run("bench_stale_plans"),
-    Run("bench_bandwidth_aware", ("--loads", "LOADS", "--step", "12"), ("--step", "29"), _loads),
+    Run("papers.sim_networks", quick=()),
+    Run("plans.stale_plans"),
     Run(
-        "bench_sim_rails",
+        "papers.sim_rails",
         quick=("--domains", "4", "--seeds", "1"),
         unread=("times_4", "times_16", "rounds"),
     ),
-    Run("bench_sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="bench_sim_rails_iteration"),
-    Run("bench_validation", quick=("--only", "interfaces", "hybridep")),
-    Run("bench_relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
-    Run("bench_relocation", ("--loads", "DIR"), None, _loads, "bench_relocation_no_groups"),
+    Run("papers.sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="sim_rails_iteration"),
+    Run("plans.relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
-    Run("bench_break_even_two_ranks", quick=("--repeats", "3", "--points", "2"), aside=LONG),
-    Run("bench_peers", quick=("--quick",), aside=LONG),
+    Run("papers.sim_once"),
+    Run("layer.memory", quick=(), unread=("peak_plain",)),
+    Run("layer.systems"),
+    Run("training.losses", aside=LONG),
+    Run("papers.codec", ("--steps", "200"), aside=LONG),
     Run(
-        "bench_peers",
-        ("--maxtext",),
-        ("--maxtext", "--quick"),
-        _maxtext,
-        "bench_peers_maxtext",
-        unread=("skew_1", "claims"),
-    ),
-    Run("bench_exchange", quick=()),
-    Run("bench_once", quick=("--tokens", "64")),
-    Run("bench_sim_once"),
-    Run("bench_memory", quick=(), unread=("peak_plain",)),
-    Run("bench_grouped_ffn"),
-    Run("bench_two_ranks", quick=("--repeats", "3", "--tokens", "2048")),
-    Run("bench_systems"),
-    Run("bench_training_losses", aside=LONG),
-    Run("bench_codec", ("--steps", "200"), aside=LONG),
-    Run(
-        "bench_codec",
+        "papers.codec",
         ("--steps", "200", "--upcycled", "--codecs", "ratio 1", *CODECS),
-        result="bench_codec_upcycled",
+        result="codec_upcycled",
         aside=LONG,
     ),
     Run(
-        "bench_codec",
+        "papers.codec",
         ("--steps", "800", "--seeds", "2", "--codecs", "ratio 1", *CODECS),
-        result="bench_codec_long",
+        result="codec_long",
         aside=LONG,
     ),
-    Run("bench_gradient_codec", quick=("--steps", "20", "--seeds", "1"), aside=LONG),
-    Run("bench_straggler", ("--number", "50"), aside=LONG),
-    Run("bench_training", aside=LONG),
-    Run("bench_training_curves", aside=LONG),
-    Run("bench_compiled", refusal=_compilers),
-    Run("bench_ragged_dot", refusal=_compilers),
-    Run("bench_peers_compiled", refusal=_compilers),
-    Run("bench_peers_compiled", ("--maxtext",), None, _maxtext, "bench_peers_compiled_maxtext"),
-    Run("bench_pipeline", refusal=_compilers),
-    Run("bench_generate"),
-    Run("bench_loading", ("--layers", "4")),
-    Run("bench_hbm_model", refusal=_compilers),
-    Run("bench_memory_model", refusal=_compilers),
+    Run("papers.gradient_codec", quick=("--steps", "20", "--seeds", "1"), aside=LONG),
+    Run("training.curves", aside=LONG),
+    Run("compiled.peers", refusal=_compilers),
+    Run("compiled.peers", ("--maxtext",), None, _maxtext, "peers_maxtext"),
+    Run("compiled.pipeline", refusal=_compilers),
+    Run("training.generate"),
+    Run("training.loading", ("--layers", "4")),
+    Run("compiled.memory_model", refusal=_compilers),
     Run("bench_timeline", refusal=_compilers),
     Run("bench_timeline_options", refusal=_compilers),
     Run("bench_timeline_tpu", refusal=_compilers),
     Run("bench_timeline_simulator", refusal=_compilers),
     *(
-        Run("bench_predicted_steps", (case,), None, _compilers, f"bench_predicted_steps_{case}")
+        Run("compiled.predicted_steps", (case,), None, _compilers, f"predicted_steps_{case}")
         for case in ("qwen3", "deepseek", "gpt-oss", "qwen3-plain")
     ),
     Run("bench_reliability", ("files", "--number", "100000"), ("files",), result="reliability_files"),
@@ -242,44 +208,36 @@ RUNS = (
         result="reliability_soak",
         aside=LONG,
     ),
-    Run("network.bench_hybridep", refusal=_network, result="network_hybridep", aside=MEASURED),
+    Run("network.hybridep", refusal=_network, aside=MEASURED),
     Run(
-        "network.bench_hybridep",
+        "network.hybridep",
         ("--near",),
         refusal=_network,
         result="network_hybridep_near",
         aside=MEASURED,
         unread=("measured",),
     ),
-    Run("network.bench_once", refusal=_network, result="network_once", aside=MEASURED),
-    Run("network.bench_rails", refusal=_network, result="network_rails", aside=MEASURED),
+    Run("network.once", refusal=_network, aside=MEASURED),
+    Run("network.rails", refusal=_network, aside=MEASURED),
     Run(
-        "network.bench_training",
+        "network.training",
         ("compare", "3"),
         refusal=_network,
         result="network_training_measured_3",
         aside=MEASURED,
     ),
-    Run("network.bench_training_speed", ("table",), refusal=_network, result="network_training_speed", aside=MEASURED),
+    Run("network.training_speed", ("table",), refusal=_network, aside=MEASURED),
     Run(
         "network.train_across",
         ("--wan-bits-per-s", "300e6"),
         refusal=_network,
-        result="network_train_across",
         aside=MEASURED,
     ),
 )
 
 
 def run(one: Run, given: argparse.Namespace, folder: Path, tick: Callable[[float], None]) -> tuple[str, Seconds | None]:
-    """Run a benchmark and return its status, and its times if it succeeded; results are replaced only then.
-
-    Args:
-        one: benchmark.
-        given: options of the command line.
-        folder: folder of logs and results.
-        tick: called once a second with the seconds so far.
-    """
+    """Run a benchmark and return its status, and its times if it succeeded; results are replaced only then."""
     log, found = folder / "logs" / f"{one.name}.log", folder / "logs" / f"{one.name}.json"
     found.unlink(missing_ok=True)
     start_s, start_cpu_s = time.monotonic(), _cpu_s()

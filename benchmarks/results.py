@@ -41,14 +41,7 @@ Value = float | int | str | None | Sequence[float]
 
 @dataclass(frozen=True)
 class Table:
-    """Values in rows, with a format per column.
-
-    Args:
-        columns: number format of each column by title, as in `format(number, ".2f")`; `""` for the default.
-        rows: one value per column.
-        title: title of the table, if its name is not sufficient.
-        notes: remarks below the table, with numbers of the same run.
-    """
+    """Values in rows, with a format per column."""
 
     columns: Mapping[str, str]
     rows: Sequence[Sequence[Value]]
@@ -97,15 +90,7 @@ def out_option(parser: argparse.ArgumentParser) -> None:
 
 
 def output_file(text: str, suffix: str = "") -> Path:
-    """Return the path of an output; type of an option.
-
-    Args:
-        text: the path.
-        suffix: suffix of the files that the output replaces; empty (default) for any.
-
-    Raises:
-        ArgumentTypeError: another argument names the same file, or an existing file has another kind.
-    """
+    """Return the path of an output; type of an option."""
     # Imported here: tables are rendered without JAX.
     from jax_moe_lb.cli.output import check_outputs, path_texts
 
@@ -137,11 +122,7 @@ def tables_file(text: str) -> Path:
 
 
 def out_alone(what: str | None) -> Path | None:
-    """Parse `--out` for a benchmark without other options.
-
-    Args:
-        what: docstring of its module.
-    """
+    """Parse `--out` for a benchmark without other options."""
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     out_option(parser)
     return parser.parse_args().out
@@ -189,11 +170,7 @@ def load(path: Path) -> dict[str, Table]:
 
 
 def read(path: Path) -> dict[str, Record]:
-    """Return the runs of a file, or of all files of a folder, by name.
-
-    Raises:
-        ValueError: two files of the folder have runs of the same name.
-    """
+    """Return the runs of a file, or of all files of a folder, by name."""
     records: dict[str, Record] = {}
     for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
         for name, run in _runs(file).items():
@@ -205,13 +182,7 @@ def read(path: Path) -> dict[str, Record]:
 
 
 def merge(source: Path, target: Path, unread: Sequence[str] = ()) -> None:
-    """Move the runs of a file into another, created if missing, and remove the file.
-
-    Args:
-        source: file of the runs to move.
-        target: destination file; its runs of the same names are replaced.
-        unread: names of tables to omit.
-    """
+    """Move the runs of a file into another, created if missing, and remove the file."""
     runs = _runs(source)
     for run in runs.values():
         run["tables"] = {name: table for name, table in run["tables"].items() if name not in unread}
@@ -261,7 +232,7 @@ def _text(value: Any, depth: int = 0) -> str:
 
 def circumstances(accelerator: str = NO_ACCELERATOR) -> dict[str, str]:
     """Return command, commit, date, machine and software of this process."""
-    module = getattr(sys.modules["__main__"].__spec__, "name", None)
+    module = getattr(sys.modules["__main__"].__spec__, "name", "").removesuffix(".__main__")
     command = shlex.join(["python", *(["-m", module] if module else sys.argv[:1]), *_arguments()])
     return {
         "command": command,

@@ -305,7 +305,7 @@ PRESETS = {"tiny": TrainConfig(), "small": SMALL, "reference": REFERENCE}
 """Presets by name.
 
 `tiny` learns English and Python from bytes in minutes on two CPU cores. `small` has 20 million parameters and trains on
-twice as much text; `benchmarks/bench_training.py` uses it. `reference` has four layers with the sizes of Qwen3-30B-A3B,
+twice as much text. `reference` has four layers with the sizes of Qwen3-30B-A3B,
 for eight accelerators with 4096 tokens each; most measurements of compiled programs use it.
 """
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from benchmarks.workloads import Workload
+from benchmarks.layer.workloads import Workload
 from jax_moe_lb import Experts, Losses, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe
 from jax_moe_lb.core.stats import raise_if_concrete
 from tests.oracle import dense_moe

@@ -64,7 +64,7 @@ OF_A_CHECKOUT = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"mo
         ("tokenizers", "`pip install '.[models]'`"),
         ("grain", "`pip install '.[train]'`"),
         ("models.model_config", CHECKOUT),
-        ("benchmarks.workloads", CHECKOUT),
+        ("benchmarks.layer.workloads", CHECKOUT),
     ],
 )
 def test_a_block_sees_only_what_it_needs(module, need, tmp_path):

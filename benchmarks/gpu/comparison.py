@@ -25,7 +25,7 @@ from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import compile_all, in_words
 from benchmarks.gpu.layers import mesh_of
 from benchmarks.gpu.one_rank import LocalExchange, RankInputs, rank_step
-from benchmarks.popular_ranks import Case, popularity
+from benchmarks.plans.popular_ranks import Case, popularity
 from benchmarks.results import Table, Value
 from jax_moe_lb import Buffers, Experts, Plan, System, Topology, exact, plain
 from jax_moe_lb.aot import compiler_options
@@ -50,16 +50,7 @@ PEAK_FLOPS = 989e12
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer.
-
-    Args:
-        ranks: `R`.
-        tokens: `T`, per rank.
-        experts: `E`.
-        per_token: `K`.
-        hidden: `H`.
-        inner: `F`.
-    """
+    """Sizes of a layer."""
 
     ranks: int
     tokens: int
@@ -110,12 +101,7 @@ PROFILED = (ONE_ROUND, PLAIN, *list(SAVED)[-1:])
 
 @dataclass(frozen=True)
 class Variant:
-    """A system, and the capacity limit of its router.
-
-    Args:
-        system: system with the buffers of a rank.
-        factor: capacity of an expert over its mean load; `None` (default) drops no copies.
-    """
+    """A system, and the capacity limit of its router."""
 
     system: System
     factor: float | None = None
@@ -169,15 +155,7 @@ _within = jax.jit(within_capacity, static_argnums=(1, 2))
 
 @dataclass(frozen=True)
 class Served:
-    """Routing and plan of a variant for the whole group.
-
-    Args:
-        routed: `[R, T, K]`, experts of all copies before the capacity limit.
-        counts: `[R, E]`, counts after the limit.
-        plan: plan of the group.
-        dropped: share of the copies dropped.
-        hurt: share of the tokens that lost a copy.
-    """
+    """Routing and plan of a variant for the whole group."""
 
     routed: np.ndarray
     counts: np.ndarray
@@ -240,13 +218,7 @@ def program(layer: Layer, variant: Variant, mesh: jax.sharding.Mesh) -> Any:
 
 
 class RankProgram(NamedTuple):
-    """Step of a rank as a program of `kit`.
-
-    Args:
-        layer: sizes.
-        name: name of a variant.
-        has_graphs: if True, operations are in CUDA graphs, and otherwise have times in a profile.
-    """
+    """Step of a rank as a program of `kit`."""
 
     layer: Layer
     name: str
@@ -419,14 +391,7 @@ TIME, COMPILED_MEMORY = (list(COLUMNS).index(name) for name in ("ms", "GB compil
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything of a layer before its first timing.
-
-    Args:
-        layer: its sizes.
-        programs: compiled programs.
-        served: routing and plan by system and skew.
-        inputs: inputs of the slow ranks of each case, on the device.
-    """
+    """Everything of a layer before its first timing."""
 
     layer: Layer
     programs: Programs

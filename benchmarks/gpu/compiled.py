@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.dispatches import sending_copies
 from benchmarks.gpu.device import gpu_kind, kernel_seconds
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.layers import mesh_of
+from benchmarks.layer.dispatches import sending_copies
+from benchmarks.layer.workloads import WORKLOADS
 from benchmarks.results import Table
-from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import TopK
 from jax_moe_lb.aot import ProgramReport, Target, compiler_options
 from jax_moe_lb.aot.compile import read_report

@@ -44,16 +44,7 @@ LONG = 1024
 
 @dataclass(frozen=True)
 class Probe:
-    """Program whose time shows a rate.
-
-    Args:
-        kind: `memory` or `product`.
-        name: name of the operation.
-        run: the program.
-        arrays: function that creates its arguments.
-        amount: bytes read and written, or floating-point operations.
-        product: form of the product.
-    """
+    """Program whose time shows a rate."""
 
     kind: str
     name: str
@@ -312,12 +303,7 @@ def host_rows(loop: Any, target: Target) -> list[list[Value]]:
 
 
 def measure(scale: Scale, ready: Callable[[], None]) -> Table:
-    """Measure all rates; each is kept at once.
-
-    Args:
-        scale: sizes.
-        ready: function called between compilation and measurement.
-    """
+    """Measure all rates; each is kept at once."""
     target = Target.parse(f"{gpu_kind() or 'h100'}:1x1")
     probes = [*memory_probes(scale), *product_probes(scale)]
     in_chains = chains(scale)

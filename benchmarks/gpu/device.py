@@ -22,15 +22,7 @@ def gpu_kind() -> str | None:
 
 
 def kernel_seconds(run: Callable[[], object], calls: int) -> dict[str, list[float]]:
-    """Return the durations of all operations of the first device in some calls, by their name in the program.
-
-    Args:
-        run: call of a compiled program; it is called once before.
-        calls: number of profiled calls.
-
-    Returns:
-        Seconds of each execution, by operation. Kernels without one, as in CUDA graphs, have their own name.
-    """
+    """Return the durations of all operations of the first device in some calls, by their name in the program."""
     jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -57,14 +49,7 @@ def _durations(data: ProfileData) -> dict[str, list[float]]:
 
 
 def custom_call_seconds(target: str, kernel: str, program: Compiled, run: Callable[[], object]) -> float | None:
-    """Return the median seconds of a custom call in a call of a program; `None` if the profile has none.
-
-    Args:
-        target: target of the custom call.
-        kernel: part of the name of its kernel.
-        program: compiled program with the custom call.
-        run: call of the program.
-    """
+    """Return the median seconds of a custom call in a call of a program; `None` if the profile has none."""
     names = re.findall(rf'%?([\w.-]+) = .*custom_call_target="{target}"', program.as_text() or "")
     durations = [
         seconds

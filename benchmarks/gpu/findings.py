@@ -17,12 +17,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of checks.
-
-    Args:
-        dry: if True, tiny sizes for a dry run without a GPU.
-        keep: function that writes the table of a check while it grows, in case that a time limit ends the check.
-    """
+    """Sizes of checks."""
 
     dry: bool
     # Equal scales share cached programs.
@@ -35,13 +30,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check.
-
-    Args:
-        holds: whether the claim holds; `None` if this machine cannot show it.
-        found: measured numbers, or the reason.
-        table: further measurements; `None` (default) for none.
-    """
+    """Result of a check."""
 
     holds: bool | None
     found: str
@@ -54,14 +43,7 @@ Check = Callable[[Scale], Finding]
 
 @dataclass(frozen=True)
 class Claim:
-    """Statement about this library on NVIDIA GPUs.
-
-    Args:
-        name: short name, unique, for the command line and files.
-        text: the statement.
-        source: page or module that makes it.
-        check: function that checks it.
-    """
+    """Statement about this library on NVIDIA GPUs."""
 
     name: str
     text: str
@@ -71,17 +53,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Row:
-    """Stored outcome of a claim.
-
-    Args:
-        claim: name of the claim.
-        outcome: `TRUE`, `FALSE` or `NOT_REACHED`.
-        found: measured numbers, or the reason.
-        seconds: duration of the check.
-        device: device of the check.
-        commit: commit of the check.
-        run: start of the run, of `now`.
-    """
+    """Stored outcome of a claim."""
 
     claim: str
     outcome: str

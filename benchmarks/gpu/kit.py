@@ -136,14 +136,7 @@ def compile_all(given: Mapping[tuple[Any, ...], AheadProgram], threads: int | No
 def build(
     programs: Mapping[str, AheadProgram], kind: str | None, device: jax.Device | None, threads: int
 ) -> dict[str, str]:
-    """Compile and store the programs that are not stored yet, and return the outcome of each.
-
-    Args:
-        programs: programs by name.
-        kind: name of the GPU; `None` for the one of this process.
-        device: absent device; `None` for the default one.
-        threads: compilations at once.
-    """
+    """Compile and store the programs that are not stored yet, and return the outcome of each."""
 
     def one(name: str) -> str:
         try:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.gpu.findings import Check, Finding, Scale
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import TopK, Topology
 from jax_moe_lb.aot import compiler_options
 from jax_moe_lb.layer.systems import system_named

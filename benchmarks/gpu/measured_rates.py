@@ -48,11 +48,7 @@ def tables(path: Path = RESULTS) -> Mapping[str, list[dict[str, Any]]]:
 
 
 def measured(run: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the rates of a run, by their names in the file of the device.
-
-    Args:
-        run: result of `tables`.
-    """
+    """Return the rates of a run, by their names in the file of the device."""
     share = memory_share(run["timeline"])
     return {
         "dense": 1e12 * statistics.median(row["dense, cuBLAS"] for row in run["products"]),

@@ -68,14 +68,7 @@ class LocalExchange(Exchange[LocalReceipt]):
         return self.receipt_of(jnp.int32(0), experts, counts, plan)
 
     def receipt_of(self, me: Int[Array, ""], experts: Int[Array, "T K"], counts: Counts, plan: Plan) -> LocalReceipt:
-        """Return the receipt of a rank, as `Direct.address` does.
-
-        Args:
-            me: index of the rank.
-            experts: `[T, K]` int32, expert of each of its copies.
-            counts: `[R, E]` int32, copies routed by each rank to each expert.
-            plan: plan of the group.
-        """
+        """Return the receipt of a rank, as `Direct.address` does."""
         going = nearest_first(counts, plan.quota, me, plan.domain, plan.split)
         order, sent = sending_order(experts.reshape(-1), going, plan), sent_to_slots(going, plan)
         capacity = self.buffers.rows(experts.size)
@@ -140,12 +133,7 @@ def _sources(plan: Plan) -> Int[Array, "P"]:
 
 
 def copy_slots(home: Array, sources: Int[Array, "P"]) -> Array:
-    """Return `[P, ...]` replicas; slots without a source are uninitialized, and 0 on CPUs.
-
-    Args:
-        home: `[L, ...]`, weights of the home experts.
-        sources: `[P]` int32, home expert of each slot; -1 for empty slots.
-    """
+    """Return `[P, ...]` replicas; slots without a source are uninitialized, and 0 on CPUs."""
 
     def gather(home: Array, sources: Array) -> Array:
         return jnp.where((sources >= 0)[:, None], home[jnp.maximum(sources, 0)], 0)
@@ -157,13 +145,7 @@ def copy_slots(home: Array, sources: Int[Array, "P"]) -> Array:
 
 
 def add_slots(sums: Array, gradients: Array, sources: Int[Array, "P"]) -> Array:
-    """Return `sums` with the gradients of occupied slots, in place if the caller does not use them again.
-
-    Args:
-        sums: `[L or more, ...]`, gradients of the home experts.
-        gradients: `[P, ...]`, gradients of the slots.
-        sources: `[P]` int32, home expert of each slot; -1 for empty slots.
-    """
+    """Return `sums` with the gradients of occupied slots, in place if the caller does not use them again."""
 
     def scatter(sums: Array, gradients: Array, sources: Array) -> Array:
         expert = jnp.where(sources < 0, sums.shape[0], sources)
@@ -235,13 +217,6 @@ def copy_rows(source: Rows, target: Rows, first: Any, to: Any, number: Array) ->
 
     Both positions wrap around at the end of their array. If `number` exceeds the rows of `target`, several rows are
     written to one place, and any of them may remain.
-
-    Args:
-        source: `[P, H]`.
-        target: `[Q, H]`.
-        first: first row of `source`; a multiple of `ROWS_AT_ONCE` if it and `P` are large.
-        to: first row of `target`, likewise.
-        number: int32, number of rows, at most `max(P, Q)`.
     """
     bounds = jnp.stack([jnp.int32(first), jnp.int32(to), number.astype(jnp.int32)])
 
@@ -288,18 +263,7 @@ def _kernel(source: Rows, target: Rows, bounds: Array) -> Rows:
 
 @pytree
 class RankInputs:
-    """Inputs of one rank.
-
-    Args:
-        me: int32, index of the rank.
-        routed: `[T, K]` int32, expert of each of its copies.
-        weights: `[T, K]` float32, weights of their outputs.
-        counts: `[R, E]` int32, copies routed by each rank to each expert, after the capacity limit.
-        plan: plan of the group for these counts.
-        x: `[T, H]`, its tokens.
-        experts: its `L` home experts.
-        upstream: `[T, H]`, gradients of its outputs.
-    """
+    """Inputs of one rank."""
 
     me: Int[Array, ""]
     routed: Int[Array, "T K"]
@@ -312,14 +276,7 @@ class RankInputs:
 
 
 def rank_step(inputs: RankInputs, *, exchange: LocalExchange, capacity: int | None, topology: Topology) -> Any:
-    """Return the outputs of a rank's tokens, and the gradients of tokens, weights and home experts.
-
-    Args:
-        inputs: inputs of the rank.
-        exchange: local exchange.
-        capacity: maximum number of copies per expert and rank; `None` for no limit.
-        topology: topology of the group.
-    """
+    """Return the outputs of a rank's tokens, and the gradients of tokens, weights and home experts."""
     routed = inputs.routed
     if capacity is not None:
         routed = within_capacity(routed, inputs.plan.num_experts, capacity)

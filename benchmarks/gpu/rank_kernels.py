@@ -39,12 +39,7 @@ _BITS = re.compile(r"\d+")
 
 
 def parts_of(text: str, small: int = SMALL_BYTES) -> dict[str, tuple[str, str]]:
-    """Return the part and the largest result of every instruction of a compiled program, by its name.
-
-    Args:
-        text: the program, as XLA prints it.
-        small: bytes below which a result is small.
-    """
+    """Return the part and the largest result of every instruction of a compiled program, by its name."""
     return {found[1]: _part(found[3], found[2], found[0], small) for found in _INSTRUCTION.finditer(text)}
 
 

@@ -41,13 +41,7 @@ THREADS = 4
 
 @dataclass(frozen=True)
 class Item:
-    """Checks of one part.
-
-    Args:
-        part: name of the part.
-        limit_s: time limit in seconds.
-        takes: function of a claim's name that is true for the checks of this item; all by default.
-    """
+    """Checks of one part."""
 
     part: str
     limit_s: float

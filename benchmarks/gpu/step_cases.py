@@ -37,19 +37,7 @@ SKEW = 4
 
 @dataclass(frozen=True)
 class StepCase:
-    """Training step of a published model on one device.
-
-    Args:
-        model: name of the model in `PUBLISHED`.
-        layers: layers of the reduced model.
-        batch: sequences.
-        length: tokens of a sequence.
-        fields: other fields of its `config.json`.
-        param_dtype: dtype of parameters and optimizer state.
-        compute_dtype: dtype of activations and products.
-        system: load-balancing system.
-        learning_rate: peak learning rate.
-    """
+    """Training step of a published model on one device."""
 
     model: str
     layers: int
@@ -166,16 +154,7 @@ TINY = {
 def compile_step(
     lowered: Lowered, mesh: Mesh, target: Target, ideal_flops: int, options: Mapping[str, Any], *, read: bool = True
 ) -> tuple[Compiled, ProgramReport | None]:
-    """Compile a traced step.
-
-    Args:
-        lowered: the traced step.
-        mesh: mesh of its device.
-        target: target of that device.
-        ideal_flops: ideal operations, for the report.
-        options: compiler options over `compiler_options`.
-        read: if True (default), read the report from the dumps of the compiler.
-    """
+    """Compile a traced step."""
     with tempfile.TemporaryDirectory() as folder:
         dumps: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if read else {}
         compiled = lowered.compile(compiler_options(mesh, dumps | dict(options)))

@@ -77,17 +77,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Step:
-    """Compiled programs of a case.
-
-    Args:
-        case: the case.
-        mesh: mesh of its device.
-        init: program of the initial state.
-        step: the step, as a user compiles it.
-        profiled: the step without CUDA graphs, whose operations have times.
-        report: report on `profiled`.
-        compile_s: seconds from the start of tracing to the end of compilation of `step`.
-    """
+    """Compiled programs of a case."""
 
     case: StepCase
     mesh: Mesh
@@ -100,14 +90,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Background:
-    """Compilations and small models of this process.
-
-    Args:
-        tracing: executor with one thread, as tracing holds the interpreter.
-        compiling: executor of compilations.
-        steps: compilations by case, which begin when the case is traced.
-        small: ended processes of small models, by case.
-    """
+    """Compilations and small models of this process."""
 
     tracing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     compiling: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(12))
@@ -343,7 +326,7 @@ class _Rows:
 
 def predictions(name: str) -> dict[tuple[str, str], float]:
     """Return the estimates of a case from its program for an absent GPU, by the first columns of the table."""
-    path = RESULTS / "bench_predicted_steps.json"
+    path = RESULTS / "predicted_steps.json"
     run = read(path).get(f"{path.stem}_{name}") if path.exists() else None
     rows = run.tables["steps"].rows if run else []
     return {(str(row[1]), str(row[2])): row[4] for row in rows}  # type: ignore[misc]

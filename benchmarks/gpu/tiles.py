@@ -41,16 +41,7 @@ STUCK_S, COMPILING_S = 25.0, 150.0
 
 
 class Model(NamedTuple):
-    """Experts of one rank of a model, in a group of 8 ranks.
-
-    Args:
-        groups: home experts and slots of replicas.
-        hidden: width of tokens.
-        inner: width of one projection; of gate and up together if multiplied at once.
-        down: width of the hidden activations.
-        rows: rows of a rank at the mean load.
-        slots: slots of replicas among the groups; 2 by default.
-    """
+    """Experts of one rank of a model, in a group of 8 ranks."""
 
     groups: int
     hidden: int
@@ -101,13 +92,7 @@ def group_sizes(load: Load, groups: int, slots: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Kernel with tiles to measure.
-
-    Args:
-        backend: kernel; its name is printed.
-        tiles: tiles and options.
-        kinds: kinds of product.
-    """
+    """Kernel with tiles to measure."""
 
     backend: Backend
     tiles: str
@@ -194,12 +179,7 @@ NARROW = triton_products(Tile(128, 64, 64, 4, 4))
 
 @dataclass(frozen=True)
 class Case:
-    """One product of a layer.
-
-    Args:
-        name: projection, "up" or "down".
-        product: shapes and dtypes.
-    """
+    """One product of a layer."""
 
     name: str
     product: Product
@@ -264,15 +244,7 @@ def _dense(kind: Kind, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _error(kind: Kind, found: jax.Array, left: jax.Array, right: jax.Array, count: jax.Array) -> jax.Array:
-    """Return the largest difference from a dense product in the first group, relative to the largest entry.
-
-    Args:
-        kind: kind of the product.
-        found: result of a grouped product.
-        left: left operand.
-        right: right operand of an outer product, or else the first matrix.
-        count: rows of the first group.
-    """
+    """Return the largest difference from a dense product in the first group, relative to the largest entry."""
     inside = (jnp.arange(left.shape[0]) < count)[:, None]
     expected = _dense(kind, jnp.where(inside, left, 0), right).astype(jnp.float32)
     found = (found[0] if kind == "outer" else jnp.where(inside, found, 0)).astype(jnp.float32)
@@ -297,11 +269,7 @@ class Clock:
         return time.perf_counter() - begin
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of one call: the median of the differences between many calls and none.
-
-        Raises:
-            ValueError: A difference is not positive.
-        """
+        """Return the seconds of one call: the median of the differences between many calls and none."""
         jax.block_until_ready(call())
         guess = max(self._seconds(call, LEAST_CALLS) - self._seconds(call, 0), 1e-5) / LEAST_CALLS
         calls = max(LEAST_CALLS, min(MOST_CALLS, round(RUN_S / guess)))
@@ -343,11 +311,7 @@ def model_programs(model: Model) -> Programs:
 
 
 def fastest(name: str) -> Check:
-    """Return the check that the chosen kernels are as fast as the fastest measured, for all products of a model.
-
-    Args:
-        name: name of the model.
-    """
+    """Return the check that the chosen kernels are as fast as the fastest measured, for all products of a model."""
 
     def check(scale: Scale) -> Finding:
         model = scale.of(MODELS[name], TINY)

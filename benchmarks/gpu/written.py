@@ -42,12 +42,7 @@ SOURCE = "docs/results/gpu.md, by python -m benchmarks.gpu.measured_rates"
 
 
 def merged(folders: Sequence[Path], old: Path) -> tuple[dict[str, Table], str]:
-    """Return the tables of all folders over those of an older file, and the device.
-
-    Args:
-        folders: folders with a file for each part, the latest last.
-        old: file of earlier results; it may be absent.
-    """
+    """Return the tables of all folders over those of an older file, and the device."""
     before = load(old) if old.exists() else {}
     # A run that did not reach a claim leaves its outcome.
     rows = {row[1]: row for row in (before[CLAIMS].rows if CLAIMS in before else [])}
@@ -87,12 +82,7 @@ def kernel_rates(folders: Sequence[Path]) -> dict[tuple[str, str], float]:
 
 
 def device_values(run: Mapping[str, Any], kernels: Mapping[tuple[str, str], float]) -> dict[str, str]:
-    """Return the values of a device's file by their key; of a kernel, by `kernels` and its name.
-
-    Args:
-        run: result of `measured_rates.measured`.
-        kernels: result of `kernel_rates`.
-    """
+    """Return the values of a device's file by their key; of a kernel, by `kernels` and its name."""
     found = {key: _shown(value, *UNITS[key]) for key, value in run.items()}
     for name in dict.fromkeys(name for name, _ in kernels):
         of_kinds = {kind: 1e12 * kernels[name, kind] for kind in KINDS if (name, kind) in kernels}
@@ -132,14 +122,7 @@ def _with_line(text: str, table: str, key: str, value: str) -> str:
 
 
 def write(folders: Sequence[Path], out: Path, target: Path, rated: Path | None = None) -> None:
-    """Write the results and the rates of the device.
-
-    Args:
-        folders: folders of results.
-        out: file of all results.
-        target: folder of the rates of devices.
-        rated: file of the results with these rates; `out` by default.
-    """
+    """Write the results and the rates of the device."""
     tables, device = merged(folders, out)
     save(tables, out, device)
     kind = next((name for name in sorted(GPUS, key=len, reverse=True) if name in device.lower()), "h100")

@@ -49,11 +49,7 @@ def listen(rank: Rank) -> socket.socket:
 
 
 def connect(rank: Rank, server: socket.socket, peers: set[int], timeout_s: float) -> dict[int, socket.socket]:
-    """Return a connection to each peer, all of which call this function.
-
-    Raises:
-        Stalled: some peers did not connect; the message lists them.
-    """
+    """Return a connection to each peer, all of which call this function."""
     connections = {}
     for peer in sorted(peer for peer in peers if peer < rank.index):
         address = rank.hosts[peer].address, PORT
@@ -100,11 +96,6 @@ class Shipment:
     """One rank's part in an exchange; call `run` once.
 
     The constructor does all preparation: expected peers, memory, and messages.
-
-    Args:
-        rank: index of the rank.
-        ways: routes of all ranks, the same on all.
-        sending: rows of this rank for every rank, `[rows, ROW_BYTES / 4]` int32.
     """
 
     def __init__(self, rank: int, ways: Ways, sending: list[np.ndarray]) -> None:
@@ -123,12 +114,7 @@ class Shipment:
             self.peers[to].queue += [memoryview(header), rows]
 
     def run(self, connections: dict[int, socket.socket], timeout_s: float) -> None:
-        """Send, receive and forward until this rank's part is complete.
-
-        Raises:
-            Stalled: the timeout was exceeded; the message lists missing peers.
-            ConnectionError: a peer closed its connection.
-        """
+        """Send, receive and forward until this rank's part is complete."""
         end_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for peer in self.peers.values():

@@ -31,19 +31,7 @@ def launch_jax(
     prepare: Callable[[Rank], None] = lambda rank: None,
     heartbeat_s: int = 10,
 ) -> list[Any]:
-    """Run `launch` with each rank as a JAX process with `devices_per_process` virtual devices.
-
-    Args:
-        network: network with the hosts.
-        body: function of each rank.
-        devices_per_process: virtual devices of each rank.
-        deadline_s: time limit of all ranks in seconds.
-        prepare: function called by each rank before its backend starts, for example to limit its CPU time.
-        heartbeat_s: seconds without a heartbeat after which a rank counts as dead.
-
-    Raises:
-        RanksFailed: as in `launch`.
-    """
+    """Run `launch` with each rank as a JAX process with `devices_per_process` virtual devices."""
     if devices_per_process < 1:
         raise ValueError(f"devices_per_process is {devices_per_process}; expected at least 1")
 
@@ -75,11 +63,7 @@ def _join(rank: Rank, devices_per_process: int, heartbeat_s: int) -> None:
 
 
 def check_same_program(lowered_text: str) -> None:
-    """Check that all ranks are about to run the same program; different programs can return wrong values silently.
-
-    Raises:
-        RuntimeError: the programs differ; raised on all ranks.
-    """
+    """Check that all ranks are about to run the same program; different programs can return wrong values silently."""
     digest = np.frombuffer(hashlib.sha256(lowered_text.encode()).digest()[:4], np.int32)
     digests = multihost_utils.process_allgather(digest).reshape(-1)
     if (digests != digests[0]).any():
@@ -92,13 +76,7 @@ def barrier(name: str) -> None:
 
 
 def timed_step(rank: Rank, program: Callable[..., Any], args: tuple) -> tuple[float, list[int]]:
-    """Return the seconds of one step, and on rank 0 the bytes sent by each side of a counted link.
-
-    Args:
-        rank: this rank, in a network with `counters`.
-        program: jitted step.
-        args: its arguments.
-    """
+    """Return the seconds of one step, and on rank 0 the bytes sent by each side of a counted link."""
     barrier("throttled")
     before = rank.network.counters() if rank.index == 0 else ()
     barrier("counted")

@@ -34,13 +34,7 @@ MS_BIND, MS_REC, MS_PRIVATE, PR_SET_PDEATHSIG = 4096, 16384, 1 << 18, 1
 
 @dataclass(frozen=True)
 class Rank:
-    """Coordinates of a rank.
-
-    Args:
-        index: index of the rank.
-        hosts: hosts of all ranks.
-        network: network, whose rates and counters any rank may access.
-    """
+    """Coordinates of a rank."""
 
     index: int
     hosts: tuple[Host, ...]
@@ -64,17 +58,6 @@ def launch(network: Network, body: Body, *, deadline_s: float) -> list[Any]:
     """Run `body` on all ranks in parallel; no process remains afterwards, also after errors.
 
     Call it in a sandbox, in a process without other threads and thus without a JAX backend.
-
-    Args:
-        network: network with the hosts.
-        body: function of each rank, run in its own process.
-        deadline_s: time limit of all ranks in seconds.
-
-    Returns:
-        The result of each rank.
-
-    Raises:
-        RanksFailed: some ranks failed or timed out; the message contains their output.
     """
     if not inside():
         raise RuntimeError("launch was called outside a sandbox; expected inside, see sandbox.enter")

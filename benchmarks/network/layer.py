@@ -33,15 +33,7 @@ SYSTEM: System = plain(Buffers(headroom=1.0), dispatch="direct")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer of GELU experts in float32, on four ranks.
-
-    Args:
-        num_tokens: `T`, tokens per rank.
-        width: `H`, width of the model.
-        inner: `F`, inner width of an expert.
-        num_experts: `E`, experts of the layer.
-        per_tok: `K`, experts per token.
-    """
+    """Sizes of a layer of GELU experts in float32, on four ranks."""
 
     num_tokens: int
     width: int
@@ -77,13 +69,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Choice:
-    """Domain sizes and compression ratio.
-
-    Args:
-        dc: members of a domain across datacenters, 1 or 2.
-        gpu: members of a domain inside a datacenter.
-        ratio: compression ratio of the codec.
-    """
+    """Domain sizes and compression ratio."""
 
     dc: int
     gpu: int

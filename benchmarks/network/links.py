@@ -37,11 +37,7 @@ class Counters:
 
 
 def run(*words: str) -> str:
-    """Run a command and return its output.
-
-    Raises:
-        RuntimeError: the command failed; the message contains the command and its output.
-    """
+    """Run a command and return its output."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(words)}`: {done.stderr.strip() or done.stdout.strip()}")
@@ -54,12 +50,7 @@ def ip(namespace: str, command: str) -> str:
 
 
 def add_namespace(name: str, *settings: str) -> None:
-    """Create a namespace with its loopback up.
-
-    Args:
-        name: name of the namespace.
-        settings: kernel settings, such as `net.ipv4.ip_forward=1`.
-    """
+    """Create a namespace with its loopback up."""
     run("ip", "netns", "add", name)
     ip(name, "link set lo up")
     for setting in (*STEADY, *settings):

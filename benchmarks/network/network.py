@@ -9,12 +9,7 @@ from benchmarks.network.shaping import set_rate
 
 @dataclass(frozen=True)
 class Host:
-    """Location of a rank.
-
-    Args:
-        namespace: namespace of its interfaces; ranks may share one.
-        address: address of the rank, without a prefix length.
-    """
+    """Location of a rank."""
 
     namespace: str
     address: str
@@ -22,14 +17,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Network:
-    """Namespaces and links, and a context manager removing them.
-
-    Args:
-        hosts: one per rank.
-        nics: interfaces with counted traffic, in the order of their topology.
-        throttled: all rate-limited interfaces.
-        namespaces: all namespaces.
-    """
+    """Namespaces and links, and a context manager removing them."""
 
     hosts: tuple[Host, ...]
     nics: tuple[Interface, ...]

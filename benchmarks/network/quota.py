@@ -23,11 +23,7 @@ WEIGHTS = {1: ("cpu.shares", 262144), 2: ("cpu.weight", 10000)}
 
 
 def version() -> int:
-    """Return the version of the control groups of the CPU controller.
-
-    Raises:
-        RuntimeError: groups with quotas cannot be created here.
-    """
+    """Return the version of the control groups of the CPU controller."""
     if (ROOTS[1] / "cpu.shares").exists():
         found = 1
     elif "cpu" in _text(ROOTS[2] / "cgroup.subtree_control").split():
@@ -40,11 +36,7 @@ def version() -> int:
 
 
 class CpuGroup:
-    """Control group of one rank.
-
-    Args:
-        name: name of its folder.
-    """
+    """Control group of one rank."""
 
     def __init__(self, name: str) -> None:
         self.version = version()
@@ -65,11 +57,7 @@ class CpuGroup:
         (self.folder / "cgroup.procs").write_text("0")
 
     def limit(self, cores: float | None) -> None:
-        """Set the quota in cores; `None` removes it.
-
-        Raises:
-            ValueError: the quota is below the kernel's minimum.
-        """
+        """Set the quota in cores; `None` removes it."""
         if cores is not None and not cores * PERIOD_US >= SMALLEST_QUOTA_US:
             raise ValueError(f"cores is {cores}; expected at least {SMALLEST_QUOTA_US / PERIOD_US}, or None")
         quota = None if cores is None else round(cores * PERIOD_US)
@@ -84,11 +72,7 @@ class CpuGroup:
 
 @contextlib.contextmanager
 def cpu_groups(count: int) -> Iterator[list[CpuGroup]]:
-    """Create a group for each rank, and remove them afterwards.
-
-    Args:
-        count: number of ranks.
-    """
+    """Create a group for each rank, and remove them afterwards."""
     made: list[CpuGroup] = []
     try:
         for rank in range(count):

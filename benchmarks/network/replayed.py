@@ -21,10 +21,6 @@ class Replayed(Router):
 
     The selection bias of the first expert is the index of the record, so one program replays all records. If it is
     `OWN`, tokens are routed by their logits. Weights always follow from the logits.
-
-    Args:
-        router: router of the layer.
-        records: `[records, R, E]` int32; each row sums to `T * K` and has no entry above `T`.
     """
 
     router: TopK = field(kw_only=True)
@@ -50,13 +46,7 @@ class Replayed(Router):
 
 
 def by_counts(counts: jax.Array, num_tokens: int, per_token: int) -> jax.Array:
-    """Return experts `[T, K]` int32 with these counts, and distinct experts of each token.
-
-    Args:
-        counts: `[E]` int32 with sum `T * K`, each at most `T`.
-        num_tokens: `T`.
-        per_token: `K`.
-    """
+    """Return experts `[T, K]` int32 with these counts, and distinct experts of each token."""
     # Copies sorted by expert, dealt to tokens in turn: an expert's copies, at most `T`, are at distinct tokens.
     ends, copies = counts.cumsum(dtype=jnp.int32), iota(num_tokens * per_token)
     experts = (ends[None] <= copies[:, None]).sum(1, dtype=jnp.int32)
@@ -64,16 +54,7 @@ def by_counts(counts: jax.Array, num_tokens: int, per_token: int) -> jax.Array:
 
 
 def fitted(loads: np.ndarray, num_tokens: int, per_token: int) -> np.ndarray:
-    """Scale loads to counts for `Replayed`.
-
-    Args:
-        loads: `[..., E]`, loads of each expert, of any sum above 0.
-        num_tokens: `T`, the maximum count.
-        per_token: `K`.
-
-    Returns:
-        `[..., E]` int32 with sum `T * K`.
-    """
+    """Scale loads to counts for `Replayed`."""
     total = num_tokens * per_token
     flat = loads.reshape(-1, loads.shape[-1]).astype(np.float64)
     scaled = flat / flat.sum(1, keepdims=True) * total
@@ -102,12 +83,6 @@ def recorded(path: Path, shape: tuple[int, int, int], num_tokens: int, per_token
 
     It has multiples of the ranks and experts. Adjacent ranks and adjacent experts are merged, so ranks keep their share
     of the load.
-
-    Args:
-        path: file of `benchmarks/traces`.
-        shape: number of first layers to take, `R` and `E`.
-        num_tokens: `T`.
-        per_token: `K`.
     """
     layers, num_ranks, num_experts = shape
     counts = np.load(path)["counts"][:, :layers].astype(np.int64)

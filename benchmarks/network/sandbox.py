@@ -79,11 +79,7 @@ def inside() -> bool:
 
 
 def enter() -> None:
-    """Restart this program in a sandbox, unless it is in one. Call it first in `main`.
-
-    Raises:
-        RuntimeError: no sandbox is possible; the message contains the failed step.
-    """
+    """Restart this program in a sandbox, unless it is in one. Call it first in `main`."""
     if inside():
         # The first process of a PID namespace ignores signals without a handler.
         signal.signal(signal.SIGTERM, _stop)

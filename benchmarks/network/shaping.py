@@ -30,12 +30,7 @@ def payload_bytes_per_s(bits_per_s: float) -> float:
 
 
 def set_rate(at: Interface, bits_per_s: float | None) -> None:
-    """Limit the sending rate of an interface; `None` removes the limit.
-
-    Raises:
-        ValueError: the rate is invalid.
-        RuntimeError: `tc` failed; the message contains the command and its output.
-    """
+    """Limit the sending rate of an interface; `None` removes the limit."""
     check_rate("bits_per_s", bits_per_s)
     if "htb" in run("tc", "-n", at.namespace, "qdisc", "show", "dev", at.device, "root"):
         tc(at, "qdisc del dev {device} root")

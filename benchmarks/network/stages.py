@@ -33,11 +33,7 @@ STAGES = (
 
 
 def stages_of(text: str) -> dict[str, tuple[str, bool]]:
-    """Return stage, and whether it is an exchange, of each operation of a compiled program.
-
-    Args:
-        text: the program, as printed by `as_text`.
-    """
+    """Return stage, and whether it is an exchange, of each operation of a compiled program."""
     found = {}
     for line in text.splitlines():
         match = INSTRUCTION.match(line)

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.dispatches import sending_copies
+from benchmarks.layer.dispatches import sending_copies
 from benchmarks.network.launch import Rank
 from benchmarks.network.quota import CpuGroup, cpu_groups
 from benchmarks.network.replayed import OWN, Replayed
@@ -63,15 +63,7 @@ WARM_STEPS = 1
 
 @dataclass(frozen=True)
 class Case:
-    """A program of the testbed.
-
-    Args:
-        system: load-balancing system; `None` leaves the expert layers out.
-        capacity_factor: see `Router`.
-        aux_loss: see `ModelConfig`.
-        bias_rate: see `ModelConfig`.
-        gathers: whether the experts of expert domains are gathered over the link between both domains of ranks.
-    """
+    """A program of the testbed."""
 
     system: System | None
     capacity_factor: float | None = None
@@ -131,14 +123,7 @@ def layout(case: Case, mesh: Mesh) -> tuple[Mesh, Topology, System]:
 
 
 class Program:
-    """Compiled training step of a case, with its states: `own`, and `replayed` for replayed routing.
-
-    Args:
-        case: the case.
-        config: sizes of model and batch.
-        mesh: ranks.
-        records: `[records, R, E]` counts to replay.
-    """
+    """Compiled training step of a case, with its states: `own`, and `replayed` for replayed routing."""
 
     def __init__(self, case: Case, config: TrainConfig, mesh: Mesh, records: np.ndarray) -> None:
         self.config, self.case = config, case
@@ -188,12 +173,7 @@ class Program:
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     def step(self, tokens: jax.Array, records: Sequence[float] | None = None) -> tuple[Any, Any]:
-        """Run one step and return its loss and statistics on the host, after all results are ready.
-
-        Args:
-            tokens: placed batch.
-            records: record of each layer; `None` (default) for the model's own routing.
-        """
+        """Run one step and return its loss and statistics on the host, after all results are ready."""
         chosen = [OWN] * self.config.model.num_layers if records is None else list(records)
         for record in chosen:
             if record not in self.placed:
@@ -259,13 +239,7 @@ def _without_experts(model: LanguageModel, tokens: jax.Array) -> tuple[jax.Array
 
 
 class Testbed:
-    """One rank of the testbed, inside its process.
-
-    Args:
-        rank: this rank.
-        group: its control group.
-        has_domains: whether two domains are joined by the limited link.
-    """
+    """One rank of the testbed, inside its process."""
 
     def __init__(self, rank: Rank, group: CpuGroup, has_domains: bool = False) -> None:
         self.rank, self.group = rank, group
@@ -307,16 +281,7 @@ class Testbed:
         records: Sequence[Sequence[float]] | None,
         warm_steps: int,
     ) -> dict[str, Any]:
-        """Time steps one by one.
-
-        Args:
-            program: program.
-            corpus: text of the batches.
-            steps: number of timed steps.
-            first: number of the first batch.
-            records: records of each layer, in turn for each step; `None` for the model's own routing.
-            warm_steps: number of first steps to exclude.
-        """
+        """Time steps one by one."""
         from benchmarks.network.jax_ranks import barrier
 
         config, rows = program.config, []

@@ -19,10 +19,6 @@ class TwoDatacenters:
 
     Ranks are numbered by datacenter. The network's `nics` are the ends of that link: the bytes sent by datacenter 0,
     then by datacenter 1.
-
-    Args:
-        processes_per_dc: processes per datacenter.
-        wan_bits_per_s: rate of the link per direction, including headers; `None` is unlimited.
     """
 
     processes_per_dc: int
@@ -61,13 +57,6 @@ class Rails:
 
     A rank has one address for all routes, a loopback address. Inside a node packets pass an unlimited switch. Ranks are
     numbered by node; the network's `nics` are their interfaces.
-
-    Args:
-        nodes: number of nodes.
-        per_node: ranks, and rails, per node.
-        nic_bits_per_s: rate of every rank's interface per direction, including headers; `None` is unlimited.
-        rail_only: if True, interface `j` of every node is only on rail `j`, and packets to another node and rail pass
-            the rail rank of their own node. If False, an unlimited spine connects all interfaces.
     """
 
     nodes: int
@@ -156,12 +145,6 @@ class Multipath:
     A node is one namespace with one address per rank; interface `j` of all nodes is on one switch. Ranks are numbered
     by node; the network's `nics` are the nodes' interfaces, by node. A rank must bind its connections to its address;
     otherwise they use another one.
-
-    Args:
-        nodes: number of nodes.
-        per_node: ranks per node.
-        nics_per_node: interfaces per node.
-        nic_bits_per_s: rate of every interface per direction, including headers; `None` is unlimited.
     """
 
     nodes: int

@@ -1,4 +1,4 @@
-"""Training of the tiny language model across two datacenters: `python -m benchmarks.network.train_across`.
+"""Training of the tiny language model across two datacenters.
 
 Two processes of two devices each run in network namespaces. Plain expert parallelism over all devices is compared with
 HybridEP with domains across the datacenters, with plain and with encoded experts. Seed and batches are the same.
@@ -6,8 +6,8 @@ HybridEP with domains across the datacenters, with plain and with encoded expert
 
 import argparse
 import dataclasses
-import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from benchmarks.network import sandbox
 from benchmarks.network.launch import Rank
 from benchmarks.network.shaping import check_rate
 from benchmarks.network.topologies import TwoDatacenters
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 
 RUNS = {"plain": (1, 1.0), "HybridEP, CR 1": (2, 1.0), "HybridEP, CR 50": (2, 50.0)}
 """Members of a domain across datacenters, and the ratio of the codec."""
@@ -88,27 +88,24 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
     return Table(columns | {"tokens/s": ".0f", "times plain": ".2f"}, rows)
 
 
-def main() -> None:
+def rate(text: str) -> float:
+    """Return a rate of the shaper; type of an option."""
+    check_rate("--wan-bits-per-s", float(text))
+    return float(text)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=20, choices=range(WARMUP_STEPS + 1, 1001), metavar="N")
+    parser.add_argument("--wan-bits-per-s", type=rate, default=100e6)
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     sandbox.enter()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--wan-bits-per-s", type=float, default=100e6)
-    out_option(parser)
-    given = parser.parse_args()
-    check_rate("--wan-bits-per-s", given.wan_bits_per_s)
-    if given.steps <= WARMUP_STEPS:
-        parser.error(f"--steps is {given.steps}; expected more than {WARMUP_STEPS}")
     import models.training.step  # noqa: F401 (once, before ranks are forked)
     from benchmarks.network.jax_ranks import launch_jax
 
-    load = os.getloadavg()[0]
     with TwoDatacenters(1, given.wan_bits_per_s).build() as network:
         ranks = launch_jax(
             network, lambda rank: body(rank, given.steps), devices_per_process=DEVICES_PER_PROCESS, deadline_s=600
         )
-    report({"training": table(ranks[0])}, given.out)
-    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
-
-
-if __name__ == "__main__":
-    main()
+    return {"training": table(ranks[0])}

@@ -1,4 +1,4 @@
-"""Points of each round of `bench_training`: systems, replayed counts and links."""
+"""Points of each round of `training`: systems, replayed counts and links."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -32,14 +32,7 @@ MODEL = ModelShape(
 
 
 class Points(NamedTuple):
-    """Points of a round on one network.
-
-    Args:
-        rates: rates of a limited link per direction, in bits per second.
-        routings: names of `counts_of`.
-        cases: systems by name.
-        has_domains: whether the limited link joins two domains; otherwise each rank has one. False by default.
-    """
+    """Points of a round on one network."""
 
     rates: tuple[float, ...]
     routings: tuple[str, ...]
@@ -49,12 +42,7 @@ class Points(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Twenty points.
-
-    Args:
-        parts: points of each network; their rates differ.
-        steps: steps of every routing.
-    """
+    """Twenty points."""
 
     parts: tuple[Points, ...]
     steps: int = STEPS

@@ -45,16 +45,7 @@ def runs(routing: str, network: str) -> list[str]:
 
 
 class Curve(NamedTuple):
-    """Every step of a run.
-
-    Args:
-        loss: `[steps]`.
-        dropped: `[steps]`, dropped copies of all layers.
-        before: `[steps]`, mean imbalance of the layers before balancing.
-        after: `[steps]`, after it.
-        rounds: `[steps]`, the most rounds of a layer.
-        counts: `[steps, layers, R, E]` int32, copies that are kept, by place.
-    """
+    """Every step of a run."""
 
     loss: np.ndarray
     dropped: np.ndarray
@@ -95,14 +86,7 @@ def recorded_counts(num_tokens: int) -> np.ndarray:
 
 
 def timed_counts(name: str, network: str, curves: Curves, num_tokens: int) -> np.ndarray:
-    """Return the counts `[len(TIMED), layers, R, E]` of the timed steps of a run.
-
-    Args:
-        name: run.
-        network: its network.
-        curves: all curves of a routing.
-        num_tokens: tokens of each rank in a timed step, a multiple of those of the curves.
-    """
+    """Return the counts `[len(TIMED), layers, R, E]` of the timed steps of a run."""
     counts = curve_of(name, curves).counts[list(TIMED)]
     per_token, factor = CONFIG.model.experts_per_token, RUNS[network][name].capacity_factor
     if factor is not None:
@@ -117,17 +101,7 @@ def curve_of(name: str, curves: Curves) -> Curve:
 
 
 def with_dropped(kept: np.ndarray, limit: int, num_tokens: int, per_token: int) -> np.ndarray:
-    """Return counts whose copies within capacity are the given ones.
-
-    Args:
-        kept: `[..., E]` copies within capacity.
-        limit: capacity of an expert.
-        num_tokens: `T`, the maximum count.
-        per_token: `K`.
-
-    Returns:
-        `[..., E]` int32 with sum `T * K`; dropped copies are added to the first full experts.
-    """
+    """Return counts whose copies within capacity are the given ones."""
     missing = num_tokens * per_token - kept.sum(-1, keepdims=True)
     room = np.where(kept == limit, num_tokens - limit, 0)
     before = np.cumsum(room, -1) - room

@@ -15,12 +15,7 @@ Route = Callable[[int, int, int], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Ways:
-    """Rows by route.
-
-    Args:
-        rows: rows between ranks on each way, `[R, R, W]`; rows of a pair are ordered by way.
-        path: route of each way.
-    """
+    """Rows by route."""
 
     rows: np.ndarray
     path: Route
@@ -39,11 +34,7 @@ class Ways:
 
     @classmethod
     def along_rails(cls, rails: np.ndarray) -> "Ways":
-        """Return routes between nodes with one rank per rail: via the rail ranks of the own and the other node.
-
-        Args:
-            rails: rows between ranks on each rail, `[R, R, N]`, as in `Plan.rails`.
-        """
+        """Return routes between nodes with one rank per rail: via the rail ranks of the own and the other node."""
         num_rails = rails.shape[2]
         if len(rails) % num_rails:
             raise ValueError(f"rails has {num_rails} rails for {len(rails)} ranks; expected a divisor of the ranks")

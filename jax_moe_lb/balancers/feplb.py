@@ -29,7 +29,7 @@ class FEPLB(Balancer):
     weights are copied into a replica slot, which receives all tokens of the expert. The home slot is kept.
 
     The paper gives the order of moves and leaves four rules open. The rules below were selected among many readings by
-    the reduction of token stragglers in its results (`benchmarks/bench_feplb_readings.py`). No reading is nearest to
+    the reduction of token stragglers in its results (`benchmarks/papers/feplb_readings.py`). No reading is nearest to
     the paper on all loads consistent with it; `docs/systems/feplb.md` has the numbers.
 
     - Dynamic experts: the busiest of this microbatch.

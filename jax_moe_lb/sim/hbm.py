@@ -1,7 +1,7 @@
 """Bytes moved in the memory of one rank by one layer.
 
 `traffic_of` counts reads and writes of device memory. Caches are ignored, as in `aot/memory.py`: an array counts once
-per write and once per operation reading it. `benchmarks/bench_hbm_model.py` compares the sum with compiled programs.
+per write and once per operation reading it.
 """
 
 from dataclasses import asdict, dataclass, fields

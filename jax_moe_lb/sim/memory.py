@@ -1,7 +1,7 @@
 """Bytes held by one rank in a step.
 
 `memory_of` counts the arrays of a step. Each term is an array of programs compiled for H100; `jax-moe-lb compile` lists
-the largest ones. `benchmarks/bench_memory_model.py` compares the sum with the compiler's.
+the largest ones. `benchmarks/compiled/memory_model.py` compares the sum with the compiler's.
 """
 
 import math

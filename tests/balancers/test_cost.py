@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Chain, Cost, Plan, System, TopK, Topology, exact
 from jax_moe_lb.balancers import Exact, Greedy, LayerCost
 from jax_moe_lb.balancers.cost import busiest, lowest_max_load, max_load_bounds, min_saved, slowest_bytes_per_s

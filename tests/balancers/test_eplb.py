@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Chain, ExpertConfig, HostCallback, MoE, Plan, System, TopK, Topology, plain
 from jax_moe_lb.balancers import EPLB, EPLBPlus
 from jax_moe_lb.balancers.eplb import History, mean, no_history, observe

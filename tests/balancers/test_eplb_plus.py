@@ -2,8 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import popular_ranks
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
+from benchmarks.plans import popular_ranks
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import EPLBPlus, Greedy
 from jax_moe_lb.core import check_plan, imbalance, load, plain_plan

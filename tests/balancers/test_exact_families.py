@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from benchmarks.bench_plans import OTHERS, outcome, plan
-from benchmarks.load_families import families, spread
-from benchmarks.optimum import optimum
+from benchmarks.plans.load_families import families, spread
+from benchmarks.plans.optimum import optimum
 from jax_moe_lb import _planning
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.balancers.exact import SEARCH_ENDS

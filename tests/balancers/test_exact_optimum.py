@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.optimum import optimum
+from benchmarks.plans.optimum import optimum
 from jax_moe_lb import _planning
 
 pytestmark = pytest.mark.slow

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.bench_feplb import fastermoe, plain, reduction
-from benchmarks.stragglers import CASES, counts
+from benchmarks.papers.feplb import fastermoe, plain, reduction
+from benchmarks.papers.stragglers import CASES, counts
 from jax_moe_lb import Topology
 from jax_moe_lb.balancers import FasterMoE, LayerCost
 from jax_moe_lb.core import Level, check_plan, nearest_first, plain_plan

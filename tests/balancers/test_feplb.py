@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.bench_feplb import fastermoe, feplb, plain, reduction, straggler
-from benchmarks.stragglers import CASES, counts
+from benchmarks.papers.feplb import fastermoe, feplb, plain, reduction, straggler
+from benchmarks.papers.stragglers import CASES, counts
 from jax_moe_lb import Chain, Plan, Topology
 from jax_moe_lb.balancers import FEPLB, Greedy
 from jax_moe_lb.core import check_plan, load, plain_plan

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, plain
 from jax_moe_lb.balancers import Exact, Given, plan_all
 from jax_moe_lb.core import check_plan, imbalance, load, plain_plan

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import Greedy
 from jax_moe_lb.core import check_plan, imbalance, load, plain_plan, traffic

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.load_families import spread
+from benchmarks.plans.load_families import spread
 from jax_moe_lb import Balancer, Topology
 from jax_moe_lb.balancers import FasterMoE
 from jax_moe_lb.contrib import LLEP, MoonEP

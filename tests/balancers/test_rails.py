@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Topology
 from jax_moe_lb.balancers import RailS
 from jax_moe_lb.balancers.rails import best_chunks, ticks_of

@@ -3,8 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import popular_ranks
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
+from benchmarks.plans import popular_ranks
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.balancers import UltraEP
 from jax_moe_lb.core import Split, check_plan, imbalance, load, plain_plan, traffic
@@ -118,7 +118,7 @@ def test_replicas_of_another_balancer_keep_their_slot_and_quota():
 def test_means_of_the_published_simulations():
     """Table 3: 15 loads on 64 ranks, top-8; a quarter of its 8192 tokens per rank, and of `min_tokens`.
 
-    `benchmarks/bench_ultraep.py` uses all tokens.
+    `benchmarks/papers/ultraep.py` uses all tokens.
     """
     results = []
     for case in popular_ranks.CASES:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from benchmarks import bench_feplb, bench_rails, bench_sim_hybridep, bench_sim_networks, bench_ultraep
-from benchmarks.popular_ranks import CASES
-from benchmarks.popular_ranks import counts as ultraep_counts
+from benchmarks.papers import feplb, rails, sim_hybridep, sim_networks, ultraep
+from benchmarks.papers.stragglers import CASES as STRAGGLERS
+from benchmarks.papers.stragglers import counts as straggler_counts
+from benchmarks.plans.popular_ranks import CASES
+from benchmarks.plans.popular_ranks import counts as ultraep_counts
 from benchmarks.render import RESULTS
 from benchmarks.results import load
-from benchmarks.stragglers import CASES as STRAGGLERS
-from benchmarks.stragglers import counts as straggler_counts
 
 
 def kept(name, table, *first):
@@ -25,33 +25,31 @@ def counted(*values):
 @pytest.mark.slow
 def test_ultraeps_imbalance_replicas_and_remote_rows():
     loads = ultraep_counts(CASES[-1], 0)
-    _, after = bench_ultraep.planned(CASES[-1], loads)
-    last = load(RESULTS / "bench_ultraep.json")["cases"].rows[-1]
-    assert last[4:9] == counted(*bench_ultraep.planned_row(after, loads))
+    _, after = ultraep.planned(CASES[-1], loads)
+    last = load(RESULTS / "ultraep.json")["cases"].rows[-1]
+    assert last[4:9] == counted(*ultraep.planned_row(after, loads))
 
 
 def test_feplbs_and_fastermoes_token_stragglers_on_8_ranks():
     loads = straggler_counts(STRAGGLERS[-1], 0, 2000)
-    before = bench_feplb.plain(loads)
-    plans = bench_feplb.fastermoe(loads), bench_feplb.feplb(loads)
-    cuts = [bench_feplb.reduction(plan, before) for plan in plans]
-    assert kept("bench_feplb", "ranks", 8, "here")[1:3] == counted(*cuts)
+    before = feplb.plain(loads)
+    plans = feplb.fastermoe(loads), feplb.feplb(loads)
+    cuts = [feplb.reduction(plan, before) for plan in plans]
+    assert kept("feplb", "ranks", 8, "here")[1:3] == counted(*cuts)
 
 
 def test_how_even_rails_are():
-    found = [
-        bench_rails.over_bound(bench_rails.rails_of, lambda rng, s=s: bench_rails.sparse(rng, s)) for s in (0, 0.8)
-    ]
-    assert kept("bench_rails", "plans", "RailS")[:4] == counted(*(number for one in found for number in one[:2]))
+    found = [rails.over_bound(rails.rails_of, lambda rng, s=s: rails.sparse(rng, s)) for s in (0, 0.8)]
+    assert kept("rails", "plans", "RailS")[:4] == counted(*(number for one in found for number in one[:2]))
 
 
 @pytest.mark.slow
 def test_simulated_bytes_of_the_measured_networks():
-    again = bench_sim_networks.tables(bench_sim_networks.RESULTS)
-    for name, table in load(RESULTS / "bench_sim_networks.json").items():
+    again = sim_networks.tables(sim_networks.RESULTS)
+    for name, table in load(RESULTS / "sim_networks.json").items():
         assert table.cells() == again[name].cells()
 
 
 def test_simulated_domain_sizes_of_table_iv():
-    again = bench_sim_hybridep.table_iv().table()
-    assert load(RESULTS / "bench_sim_hybridep.json")["table_iv"].cells() == again.cells()
+    again = sim_hybridep.table_iv().table()
+    assert load(RESULTS / "sim_hybridep.json")["table_iv"].cells() == again.cells()

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.fabric.flows import Flows, max_min_rates, simulate
-from benchmarks.fabric.paths import Fabric, rail_paths, spine_paths
-from benchmarks.fabric.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
+from benchmarks.papers.flows import Flows, max_min_rates, simulate
+from benchmarks.papers.paths import Fabric, rail_paths, spine_paths
+from benchmarks.papers.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
 from jax_moe_lb.balancers import RailS
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.plan import rows_between

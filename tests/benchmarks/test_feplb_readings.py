@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks.bench_feplb import feplb, straggler
-from benchmarks.bench_feplb_readings import KINDS, Loads, error_over
-from benchmarks.feplb_readings import Reading, of_history, readings, straggler_after
-from benchmarks.stragglers import CASES, counts, zipf
+from benchmarks.papers.feplb import feplb, straggler
+from benchmarks.papers.feplb_readings import KINDS, Loads, error_over
+from benchmarks.papers.feplb_rules import Reading, of_history, readings, straggler_after
+from benchmarks.papers.stragglers import CASES, counts, zipf
 from jax_moe_lb.balancers import FEPLB
 
 # Four ranks with a mean load of 5.75.

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_memory_model import AGREES, CASES, compiled_gb
+from benchmarks.compiled.memory_model import AGREES, CASES, compiled_gb
 
-FOUND = Path(__file__).parents[2] / "benchmarks" / "results" / "bench_memory_model.json"
+FOUND = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_model.json"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from benchmarks import recorded
 from benchmarks.plan_balancers import SYSTEMS
 from benchmarks.plan_times import PLANNERS
+from benchmarks.plans import recorded
 from jax_moe_lb.sim.planner_times import place_of, planner_times
 
 

@@ -34,10 +34,10 @@ def test_every_table_is_shown_or_linked_or_read_by_the_simulator():
     linked = [RESULTS / name for name in set(re.findall(r"benchmarks/results/(\w+\.json)\)", text))]
     used |= {f"{run}/{name}" for path in linked for run, record in read(path).items() for name in record.tables}
     used |= {"network_hybridep/measured", "network_rails/measured"}
-    # `bench_training compare` repeats them beside the measurements.
+    # `network training compare` repeats them beside the measurements.
     used |= {f"network_training_predicted_{number}/predictions" for number in (1, 2, 3)}
     # `make gpu` repeats them beside the measurements.
-    used |= {f"bench_predicted_steps_{name}/steps" for name in CASES}
+    used |= {f"predicted_steps_{name}/steps" for name in CASES}
     assert {f"{run}/{name}" for run, record in read(RESULTS).items() for name in record.tables} <= used
 
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 import benchmarks
+from benchmarks.commands import names_of
 from benchmarks.html_report import write_report
 from benchmarks.progress import Pace
 from benchmarks.render import RESULTS
@@ -18,6 +19,8 @@ def test_every_benchmark_is_in_the_list():
     found = {path.stem for path in HERE.glob("bench_*.py")} | {
         f"network.{p.stem}" for p in HERE.glob("network/bench_*")
     }
+    subjects = [path.parent for path in HERE.glob("*/__main__.py") if path.parent.name != "gpu"]
+    found |= {f"{folder.name}.{name}" for folder in subjects for name in names_of(folder)}
     assert {one.module for one in RUNS} >= found
 
 
@@ -36,7 +39,7 @@ def test_every_result_is_in_the_file_of_its_benchmark():
 
 
 def test_recorded_loads_are_asked_for():
-    (relocation,) = (one for one in RUNS if one.name == "bench_relocation")
+    (relocation,) = (one for one in RUNS if one.name == "relocation")
     assert "--loads" in relocation.why_not(PLAIN)
     given = argparse.Namespace(quick=False, loads=Path("there"), only=[])
     assert relocation.why_not(given) is None
@@ -44,9 +47,9 @@ def test_recorded_loads_are_asked_for():
 
 
 def test_what_takes_long_runs_if_it_is_named():
-    (codec,) = (one for one in RUNS if one.name == "bench_codec")
+    (codec,) = (one for one in RUNS if one.name == "codec")
     assert "--only" in codec.why_not(PLAIN)
-    assert codec.why_not(argparse.Namespace(quick=False, loads=None, only=["bench_codec"])) is None
+    assert codec.why_not(argparse.Namespace(quick=False, loads=None, only=["codec"])) is None
 
 
 def test_all_benchmarks_without_a_name_end_in_forty_minutes():
@@ -62,7 +65,7 @@ def test_the_report_has_tables_plots_and_what_was_left_out(tmp_path):
     columns = {"": "", "published, s": ".4g", "simulated, s": ".4g", "deviation, %": "+.1f"}
     save(
         {"one": Table(columns, rows, "A & B"), "zipf": Table({"system": "", "imbalance": ".2f"}, [["x", [1.5, 1, 2]]])},
-        tmp_path / "bench_systems.json",
+        tmp_path / "systems.json",
     )
     page = write_report(tmp_path, tmp_path / "report.html", {"bench_y": "left out: there is no GPU"}).read_text()
     assert page.count("<svg") == 2

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks.bench_training_curves import table
 from benchmarks.network.replayed import by_counts
-from benchmarks.network.speed_tables import elapsed_s, memory, speeds
 from benchmarks.network.stages import seconds_by_stage
 from benchmarks.network.testbed import CONFIG
+from benchmarks.network.training import compared, orders, slowest
 from benchmarks.network.training_runs import (
     DOMAINS,
     FLAT,
@@ -23,8 +22,9 @@ from benchmarks.network.training_runs import (
     timed_counts,
     with_dropped,
 )
-from benchmarks.network.training_tables import compared, orders, slowest
+from benchmarks.network.training_speed import elapsed_s, memory, speeds
 from benchmarks.results import Table
+from benchmarks.training.curves import table
 from jax_moe_lb.routing.more_routers import within_capacity
 
 PREDICTED = Table(

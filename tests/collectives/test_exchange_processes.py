@@ -30,7 +30,7 @@ RANK = textwrap.dedent(
 
     case_file, address, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
     faulthandler.dump_traceback_later(60, exit=True)
-    from benchmarks.local_gloo import bind_gloo
+    from benchmarks.training.local_gloo import bind_gloo
     from jax_moe_lb import use_virtual_cpu_devices
 
     jax.config.update("jax_platforms", "cpu")

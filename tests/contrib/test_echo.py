@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Topology
 from jax_moe_lb.contrib import ECHO
 from jax_moe_lb.contrib.echo import spilled_tokens

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Chain, HostCallback, Plan, Topology
 from jax_moe_lb.balancers import EPLBPlus
 from jax_moe_lb.contrib import LPLB

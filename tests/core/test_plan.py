@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, Topology
 from jax_moe_lb.core import Split, check_plan, imbalance, load, nearest_first, plain_plan, straggler, traffic
 from jax_moe_lb.core.split import arrivals

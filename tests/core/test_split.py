@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import popular_ranks
+from benchmarks.plans import popular_ranks
 from jax_moe_lb import Chain, HostCallback, Plan, Topology
 from jax_moe_lb.balancers import UltraEP
 from jax_moe_lb.core import Split, check_plan, nearest_first, plain_plan

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Experts, TopK, Topology, exact
 from jax_moe_lb.kernels import backends, grouped_ffn
 from jax_moe_lb.kernels import grouped_matmul as products

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, MoEParams, TopK, Topology, exact, feplb, moe, plain
 from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.adapters import RANK, merged, with_adapters

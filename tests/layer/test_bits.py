@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import ExpertConfig, MoE, Precision, TopK, Topology
 from jax_moe_lb.layer.systems import system_named
 from tests.layer_cases import Case, make_mesh, sharded_moe, with_gradients

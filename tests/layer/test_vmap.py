@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from flax.errors import TraceContextError
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, ExpertConfig, MoE, TopK, Topology, feplb, plain
 from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import plain_plan

@@ -1,6 +1,6 @@
 """`tests.models.tiny_training` as one of several processes: `python -m tests.models.tiny_process`."""
 
-from benchmarks.local_gloo import bind_gloo
+from benchmarks.training.local_gloo import bind_gloo
 from tests.models.tiny_training import main
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 
 import jax
 
-from benchmarks.local_gloo import bind_gloo
+from benchmarks.training.local_gloo import bind_gloo
 from jax_moe_lb import raise_on_fault
 from jax_moe_lb.core.virtual_devices import SCHEDULER_FLAG
 from models.mesh import make_mesh, make_system, offer_cpu_devices, place_batch

@@ -10,9 +10,9 @@ import threading
 import time
 
 from benchmarks.network import sandbox
-from benchmarks.network.bench_rails import measure, result_of
 from benchmarks.network.launch import RanksFailed, launch
 from benchmarks.network.rail_cases import cases, plan_of, scaled
+from benchmarks.network.rails import measure, result_of
 from benchmarks.network.topologies import Multipath, Rails, TwoDatacenters
 from benchmarks.network.ways import Ways
 

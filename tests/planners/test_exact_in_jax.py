@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Plan, System, TopK, Topology, _planning
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.core import check_plan, custom_calls

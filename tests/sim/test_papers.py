@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from benchmarks import bench_sim_feplb as feplb
-from benchmarks import bench_sim_hybridep as hybridep
-from benchmarks import bench_sim_ultraep
-from benchmarks import ultraep_rack as ultraep
-from benchmarks.hybridep_clusters import fitted
+from benchmarks.papers import sim_feplb as feplb
+from benchmarks.papers import sim_hybridep as hybridep
+from benchmarks.papers import sim_ultraep
+from benchmarks.papers import ultraep_rack as ultraep
+from benchmarks.papers.hybridep_clusters import fitted
 from jax_moe_lb.sim import simulate_uniform
 
 
@@ -73,7 +73,7 @@ def test_ultraeps_rates_give_the_sum_of_its_ideal_column():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_ultraep_gains_throughput_in_the_tables_of_its_paper():
-    tables = {table.name: table for table in bench_sim_ultraep.tables(32)}
+    tables = {table.name: table for table in sim_ultraep.tables(32)}
     gains = tables["figure_11_gains"].rows
     assert len(gains) == 6
     assert all(row.simulated > 0 for row in gains)

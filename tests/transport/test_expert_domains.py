@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Chain, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe, plain
 from jax_moe_lb.balancers import Exact, HybridEP, RailS
 from jax_moe_lb.transport import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, System, TopK, Topology, exact, greedy, plain, rails
 from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.balancers import Greedy, HybridEP

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Topology, exact, feplb, rails
 from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.kernels import grouped_ffn

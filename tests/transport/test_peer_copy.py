@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Experts, Plan, System, Topology, greedy
 from jax_moe_lb.transport import Gather
 from jax_moe_lb.transport.replicate import PeerCopy

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.layer.workloads import WORKLOADS, Workload
 from jax_moe_lb import (
     Buffers,
     Experts,

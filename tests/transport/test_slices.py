@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, System, TopK, Topology, exact, greedy, plain
 from jax_moe_lb.balancers import UltraEP
 from jax_moe_lb.transport import Direct, QuantizedTransfer

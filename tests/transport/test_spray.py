@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Chain, Plan, System, Topology
 from jax_moe_lb.balancers import Greedy, RailS
 from jax_moe_lb.collectives import ragged_all_to_all as exchange_module

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Chain, Experts, MoEParams, System, TopK, Topology, moe
 from jax_moe_lb.balancers import FEPLB, Greedy, RailS
 from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota

@@ -10,7 +10,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from benchmarks.bench_loading import load_in, write_checkpoint
+from benchmarks.training.loading import load_in, write_checkpoint
 from jax_moe_lb import relocate
 from jax_moe_lb.layer.systems import system_named
 from models import generate

@@ -1,0 +1,1 @@
+"""Programs compiled for absent accelerators."""

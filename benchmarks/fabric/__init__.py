@@ -1,1 +1,0 @@
-"""Flow-level simulation of exchanges: flows sharing the links of a fabric."""

@@ -1,0 +1,1 @@
+"""One layer on virtual CPU devices."""

@@ -1,0 +1,1 @@
+"""Loads, tables and figures of papers: published and ours."""

@@ -1,0 +1,121 @@
+"""FEPLB and FasterMoE on loads with the stragglers published in FEPLB's paper, and planning times on a CPU.
+
+`feplb_readings` compares further interpretations of the paper, beyond the options of `FEPLB`.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+
+from benchmarks.layer.timing import interleaved_s
+from benchmarks.papers.stragglers import CASES, Case, counts
+from benchmarks.results import Table, Value, spread
+from jax_moe_lb import Topology, _planning
+from jax_moe_lb.balancers import FEPLB, FasterMoE
+
+SLOTS = 8
+"""Replica slots per rank, as in the paper's memory figure."""
+
+Plans = tuple[np.ndarray, np.ndarray]
+
+
+def plain(loads: np.ndarray) -> Plans:
+    """Return placement `[R, S]` and quota `[N, E, R]` of plain expert parallelism, for counts `[N, R, E]`."""
+    _, num_ranks, num_experts = loads.shape
+    home = np.arange(num_experts, dtype=np.int32).reshape(num_ranks, -1)
+    placement = np.concatenate([home, np.full((num_ranks, SLOTS), -1, np.int32)], 1)
+    at_home = np.arange(num_experts)[:, None] // home.shape[1] == np.arange(num_ranks)
+    return placement, np.where(at_home, loads.sum(1, dtype=np.int32)[:, :, None], 0).astype(np.int32)
+
+
+def feplb(loads: np.ndarray, balancer: FEPLB = FEPLB()) -> Plans:
+    """Return FEPLB's plans of all microbatches, with all ranks in one domain."""
+    num_dynamic, max_num_dyn, tau, skip = balancer.num_dynamic, balancer.max_num_dyn, balancer.tau, balancer.skip
+    return _planning.feplb(*plain(loads), loads.shape[1], num_dynamic, max_num_dyn, tau, skip)
+
+
+def worth(balancer: FasterMoE) -> int:
+    """Return the minimum copies saved per replica; the rates are the balancer's own, for any topology."""
+    return balancer.min_saved(Topology.flat(1), 1)
+
+
+def fastermoe(loads: np.ndarray, balancer: FasterMoE = FasterMoE()) -> Plans:
+    """Return FasterMoE's plans of all microbatches, with all ranks in one domain."""
+    return _planning.fastermoe(*plain(loads), loads, loads.shape[1], worth(balancer))
+
+
+def straggler(plans: Plans) -> np.ndarray:
+    """Return `max(load) - mean(load)` of every microbatch, in token copies."""
+    load = plans[1].sum(1)
+    return load.max(1) - load.mean(1)
+
+
+def reduction(plans: Plans, before: Plans) -> float:
+    """Return the reduction of the mean straggler, in percent."""
+    return float(100 * (1 - straggler(plans).mean() / straggler(before).mean()))
+
+
+def replicas(plans: Plans) -> float:
+    """Return the mean number of used replica slots over all ranks."""
+    return float((plans[0] >= 0).sum((1, 2)).mean() - plans[1].shape[1])
+
+
+def by_ranks(loads: dict[Case, np.ndarray]) -> Table:
+    """Return the first table: reductions of the mean straggler, with the published values."""
+    columns = {"ranks": "d", "": "", "straggler before": ".0f"}
+    columns |= dict.fromkeys(("FasterMoE, % less", "FEPLB, % less", "FEPLB, skip, % less"), ".1f")
+    columns |= {f"replicas of {name}": ".1f" for name in ("FasterMoE", "FEPLB", "FEPLB, skip")}
+    rows: list[list[Value]] = []
+    for case, drawn in loads.items():
+        before = plain(drawn)
+        plans = [fastermoe(drawn), feplb(drawn), feplb(drawn, FEPLB(skip=True))]
+        cut, used = [reduction(plan, before) for plan in plans], [replicas(plan) for plan in plans]
+        rows.append([case.num_ranks, "here", float(straggler(before).mean()), *cut, *used])
+        cut = [100 * (1 - after / case.straggler) for after in (case.fastermoe, case.feplb)]
+        rows.append([case.num_ranks, "published", case.straggler, *cut, None, None, None, None])
+    return Table(columns, rows)
+
+
+def sweep(name: str, loads: dict[Case, np.ndarray], plans: Mapping[str, Callable[[np.ndarray], Plans]]) -> Table:
+    """Return a table of reductions by number of ranks, with one row per option."""
+    columns = {name: ""} | {f"{case.num_ranks} ranks, % less": ".1f" for case in loads}
+    cuts = {way: [reduction(plan(drawn), plain(drawn)) for drawn in loads.values()] for way, plan in plans.items()}
+    return Table(columns, [[way, *cut] for way, cut in cuts.items()])
+
+
+def times(loads: dict[Case, np.ndarray]) -> Table:
+    """Return the time of one plan in C++, from many plans in one call."""
+    rows: list[list[Value]] = []
+    for case, drawn in loads.items():
+        start, ranks = plain(drawn), case.num_ranks
+        ways: dict[str, Callable[[], object]] = {
+            "FEPLB us": partial(_planning.feplb, *start, ranks),
+            "FEPLB, skip us": partial(_planning.feplb, *start, ranks, skip=True),
+            "FasterMoE us": partial(_planning.fastermoe, *start, drawn, ranks, worth(FasterMoE())),
+        }
+        times_s = interleaved_s(ways, 20)
+        rows.append([ranks, *(spread(times_s[way] / len(drawn) * 1e6) for way in ways)])
+    return Table({"ranks": "d"} | dict.fromkeys(ways, ".1f"), rows)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--number", type=int, default=2000, help="Microbatches per row.")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    loads = {case: counts(case, given.seed, given.number) for case in CASES}
+    tables = {"ranks": by_ranks(loads)}
+    for skip in (False, True):
+        plans = {str(n): partial(feplb, balancer=FEPLB(num_dynamic=n, skip=skip)) for n in (2, 4, 8)}
+        mark = "_skip" * skip
+        tables[f"dynamic{mark}"] = sweep(f"dynamic experts{', skip' if skip else ''}", loads, plans)
+    taus = (1, 1024, 1536, 2048, 2304, 2560, 3072)
+    tables["tau"] = sweep("tau", loads, {str(tau): partial(feplb, balancer=FEPLB(tau=tau)) for tau in taus})
+    shadows = [FasterMoE(bytes_per_s=rate * 1e9) for rate in (450, 400, 360, 300, 200)]
+    names = [f"{b.bytes_per_s / 1e9:.0f} (worth {worth(b)} tokens)" for b in shadows]
+    by_rate = {n: partial(fastermoe, balancer=b) for n, b in zip(names, shadows, strict=True)}
+    tables["fastermoe"] = sweep("FasterMoE, GB/s", loads, by_rate)
+    return tables | {"times": times(loads)}

@@ -1,0 +1,201 @@
+"""The simulator against real networks: measured and simulated seconds and bytes of every point.
+
+It reads the table `measured` of two benchmarks in
+`benchmarks/results/`. No value is fitted: the link rate is the shaper's rate minus headers.
+
+- `network_hybridep.json`, of `benchmarks.network.hybridep`: one MoE layer between two processes on a shaped link.
+  The time besides the link is the time of the same program without a rate limit, given in the file; simulated experts
+  take no time.
+- `network_rails.json`, of `benchmarks.network.rails`: all-to-alls between two nodes of four NICs. ECMP is
+  omitted, as the simulator does not model the kernel's hash.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
+from benchmarks.network.rails import NODE_ROWS, digest_of
+from benchmarks.network.shaping import payload_bytes_per_s
+from benchmarks.network.ways import ROW_BYTES
+from benchmarks.papers.flows import simulate as flow_simulation
+from benchmarks.papers.paths import Fabric, spine_paths
+from benchmarks.papers.policies import hashed_flows, planned_flows
+from benchmarks.results import Table, Value, load
+from jax_moe_lb import Buffers, plain
+from jax_moe_lb.core.plan import rows_between
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
+from jax_moe_lb.transport import Codec
+
+RESULTS = Path(__file__).parents[1] / "results"
+Row = dict[str, Any]
+AT_ONCE = 1e15
+"""Rate with negligible time, for work already contained in the file's calibration."""
+
+
+def measured(results: Path, run: str) -> list[Row]:
+    """Return the rows of a run's table `measured`, by the names of its columns."""
+    table = load(results / f"{run}.json")["measured"]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def simulated(row: Row, rate: float = 1.0) -> Report:
+    """Simulate the step of one measured row, with the link at this fraction of its rate."""
+    model = ModelShape(
+        layers=1,
+        hidden=row["width"],
+        inner=row["inner"],
+        experts=row["num_experts"],
+        per_token=row["per_tok"],
+        tokens=row["num_tokens"],
+        itemsize=4,
+        gated=False,
+        pre_expert_s=0.0,
+    )
+    wan = Links("dc", 2, rate * payload_bytes_per_s(row["wan_bits_per_s"]))
+    cluster = Cluster((wan, Links("gpu", 2, AT_ONCE)), AnalyticGemm(AT_ONCE, 0.0, 0.0))
+    copies = model.tokens * model.per_token // model.experts
+    counts = np.full((cluster.num_ranks, model.experts), copies, np.int32)
+    migration = Migration((row["dc"], row["gpu"]), Codec(row["ratio"]))
+    return simulate(plain(Buffers(headroom=1.0)), model, cluster, counts, migration=migration)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured row with its simulation."""
+
+    row: tuple[float, float, float]
+    column: str
+    encoded: bool
+    measured_s: float
+    simulated_s: float
+    counted_bytes: float
+    simulated_bytes: float
+
+    @property
+    def seconds_off(self) -> float:
+        """Deviation of simulated from measured seconds, in percent."""
+        return 100 * (self.simulated_s / self.measured_s - 1)
+
+    @property
+    def bytes_off(self) -> float:
+        """Deviation of simulated from counted bytes, in percent."""
+        return 100 * (self.simulated_bytes / self.counted_bytes - 1)
+
+
+def point_of(row: Row) -> Point:
+    """Return the measured and simulated point of a row."""
+    report, sizes = simulated(row), (row["dc"], row["gpu"])
+    return Point(
+        row=(row["wan_bits_per_s"] / 1e6, row["token_bytes"] / 1e6, row["expert_bytes"] / 1e6),
+        column=" x ".join(map(str, sizes)) + (f", CR {row['ratio']:.0f}" if sizes != (1, 1) else ""),
+        encoded=row["ratio"] > 1,
+        measured_s=row["measured_s"],
+        simulated_s=report.step_s + row["unlimited_s"],
+        counted_bytes=row["counted_bytes"],
+        simulated_bytes=report.level_bytes["dc"] / 2,  # sum over both datacenters
+    )
+
+
+SECONDS_OFF, BYTES_OFF = OFF = attrgetter("seconds_off"), attrgetter("bytes_off")
+
+
+def matrix(title: str, points: list[Point], off: Callable[[Point], float]) -> Table:
+    """Return the deviations of all points in percent."""
+    columns = list(dict.fromkeys(point.column for point in points))
+    rows: list[list[Value]] = []
+    for row in dict.fromkeys(point.row for point in points):
+        cells = {point.column: off(point) for point in points if point.row == row}
+        rows.append([*row, *(cells[column] for column in columns)])
+    first = {"Mbit/s": ".0f", "tokens MB": ".2f", "experts MB": ".2f"}
+    return Table(first | dict.fromkeys(columns, "+.0f"), rows, title)
+
+
+def summary(points: list[Point]) -> Table:
+    """Return medians and ranges, of long steps and of all steps, plain and encoded."""
+    rows: list[list[Value]] = []
+    for encoded in (False, True):
+        for least_s in (0.4, 0.0):
+            some = [point for point in points if point.encoded == encoded and point.measured_s >= least_s]
+            name = ("encoded" if encoded else "experts as they are") + (
+                f", steps of {least_s} s or more" if least_s else ""
+            )
+            cells = [_spread([off(point) for point in some]) for off in OFF]
+            rows.append([name, len(some), *cells])
+    return Table({"": "", "points": "d", "seconds %": "", "bytes %": ""}, rows)
+
+
+def _spread(values: list[float]) -> str:
+    low, median, high = np.quantile(values, [0, 0.5, 1])
+    return f"{median:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+# ---- rails ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RailPoint:
+    """One all-to-all."""
+
+    case: str
+    way: str
+    measured_s: float
+    simulated_s: float
+
+
+def rail_points(results: list[Row]) -> list[RailPoint]:
+    """Return all cases and ways except ECMP."""
+    # One spine without a rate limit, and unlimited links inside nodes.
+    fabric = Fabric(NODES, RAILS, payload_bytes_per_s(results[0]["nic_bits_per_s"]), AT_ONCE, 1, AT_ONCE)
+    measured_cases, points = {row["case"]: row for row in results}, []
+    for name, weights in cases(0).items():
+        counts, case = scaled(weights, NODE_ROWS), measured_cases[name]
+        plan = sprayed(counts)
+        rows = rows_between(counts, plan)
+        if digest_of(rows) != case["digest of rows"]:
+            raise ValueError(f"case {name!r} of the results sends other rows than the case of this name")
+        flows = {
+            "direct": hashed_flows(rows, fabric, ROW_BYTES, spine_paths, lanes=1, seed=0),
+            "receiver's rail": planned_flows(counts, replace(plan, rails=None), fabric, ROW_BYTES),
+            "sprayed": planned_flows(counts, plan, fabric, ROW_BYTES),
+        }
+        for way, some in flows.items():
+            points.append(RailPoint(name, way, case[way], flow_simulation(some, fabric, None, 0.0, 0).seconds))
+    return points
+
+
+def rail_table(points: list[RailPoint]) -> Table:
+    """Return measured and simulated seconds, and the deviation in percent."""
+    columns = {"case": ""}
+    for way in dict.fromkeys(point.way for point in points):
+        columns |= {f"{way}: measured s": ".3f", f"{way}: simulated s": ".3f", f"{way}: deviation, %": "+.1f"}
+    rows: list[list[Value]] = []
+    for case in dict.fromkeys(point.case for point in points):
+        some = [(point.measured_s, point.simulated_s) for point in points if point.case == case]
+        rows.append([case, *(number for m, s in some for number in (m, s, 100 * (s / m - 1)))])
+    return Table(columns, rows, "All-to-alls between NICs")
+
+
+def tables(results: Path) -> dict[str, Table]:
+    """Return all tables."""
+    points = [point_of(row) for row in measured(results, "network_hybridep")]
+    by_rail = rail_points(measured(results, "network_rails"))
+    return {
+        "seconds": matrix("Simulated less measured seconds, %", points, SECONDS_OFF),
+        "bytes": matrix("Simulated less counted bytes, %", points, BYTES_OFF),
+        "summary": summary(points),
+        "rails": rail_table(by_rail),
+    }
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder with both result files.")
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    return tables(given.results)

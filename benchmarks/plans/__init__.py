@@ -1,0 +1,1 @@
+"""Plans of balancers, without devices."""

@@ -1,0 +1,1 @@
+"""Training and generation of language models."""
