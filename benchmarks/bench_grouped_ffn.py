@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks.results import Table, Value, out_alone, report, spread
 from jax_moe_lb import Experts
-from jax_moe_lb.kernels.grouped_ffn import dense_ffn, grouped_ffn
+from jax_moe_lb.core.experts import dense_ffn
+from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
 
 REPEATS = 15
