@@ -459,7 +459,7 @@ def _join(pending: Any, after: Any, ways: PhaseConfig) -> Experts | None:
     return None if pending is None else ways.replicate.join(pending, after)
 
 
-PendingRows = tuple[Taken | None, ...] | Pending
+PendingRows = tuple[Array | None, ...] | Pending
 """Rows in transfer, for `_arrived`: arrived arrays, `None`s without replica slots, or an input of `join`."""
 
 
