@@ -1,6 +1,6 @@
 """Time of a layer in the simulator beside the measured one of the slowest of eight ranks on one H100.
 
-The simulator has the plans of the measurement and the rates of `recordings/devices/h100.toml`. Rows and replicas travel
+The simulator has the plans of the measurement and the rates of `core/devices/h100.toml`. Rows and replicas travel
 at the rate of copies inside the device, as in the measurement; router, planner and the exchange of counts are left out.
 The measured times are those of `benchmarks.gpu`.
 """

@@ -1,6 +1,6 @@
 """Time of one layer in the simulator beside its estimate from the compiled program, for the layers of six models.
 
-The simulator runs on its preset of a node of H100. Both read the rates of `recordings/devices/h100.toml`, which leaves
+The simulator runs on its preset of a node of H100. Both read the rates of `core/devices/h100.toml`, which leaves
 differences of the model. Times are simulated, or estimated from the compiled program; nothing
 runs. Requires the compiler of the extra `cuda`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
 """

@@ -46,7 +46,7 @@ SYSTEMS = {
     "fastermoe": fastermoe(),
     "feplb": feplb(),
 }
-KERNELS = {"exact": "exact", "exact, tokens only": "exact", "greedy": "greedy", "ultraep": "ultraep", "feplb": "feplb"}
+KERNELS = {"exact": "exact", "exact, tokens only": "exact", "ultraep": "ultraep"}
 """Planners with a kernel for NVIDIA GPUs, by system."""
 
 IN_JNP = ("exact, tokens only", "greedy", "ultraep", "eplb_plus", "fastermoe", "feplb")

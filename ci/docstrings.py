@@ -22,12 +22,16 @@ def public_names() -> set[tuple[str, str]]:
     found = set()
     for path in [*ROOT.glob("jax_moe_lb/*/__init__.py"), ROOT / "jax_moe_lb" / "layer" / "systems.py"]:
         tree = ast.parse(path.read_text())
-        assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+        assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
         exported = set(ast.literal_eval(assigned.get("__all__", ast.List([]))))
         found |= {(".".join(path.relative_to(ROOT).with_suffix("").parts), name) for name in exported}
-        for node in tree.body:
+        # Rooms that import at first use name the modules in a stub.
+        stub = path.with_suffix(".pyi")
+        room = ".".join(path.relative_to(ROOT).parent.parts)
+        for node in (*tree.body, *(ast.parse(stub.read_text()).body if stub.exists() else ())):
             if isinstance(node, ast.ImportFrom):
-                found |= {(node.module, alias.name) for alias in node.names if alias.name in exported}
+                module = f"{room}.{node.module}" if node.level else node.module
+                found |= {(module, alias.name) for alias in node.names if alias.name in exported}
     return found
 
 

@@ -1,4 +1,4 @@
-"""Compare the rates of kernels in `recordings/devices/b200.toml` with the autotuning database of the installed tokamax.
+"""Compare the rates of kernels in `core/devices/b200.toml` with the autotuning database of the installed tokamax.
 
 `ci/accelerators.sh` runs it, beside tokamax.
 """
@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jax_moe_lb.core.device_rates import GpuRates, device_rates
 from jax_moe_lb.kernels.backends import DIMENSIONS
-from jax_moe_lb.recordings.device_rates import GpuRates, device_rates
 
 FILES = {
     "Mosaic": "nvidia_b200/pallas_mosaic_gpu_ragged_dot.json",

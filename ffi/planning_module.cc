@@ -288,37 +288,15 @@ py::tuple ExactKernel(const py::array& counts_array, size_t num_slots, int64_t d
   return py::make_tuple(plans[0], plans[1], paths.AsPython());
 }
 
-// `Edit` with paths: plan(placement, quota, new placement, new quota, time) of a layer.
-template <typename Planner>
-py::tuple EditInKernel(const py::array& placement_array, const py::array& quota_array, const Planner& plan) {
-  Paths paths;
-  py::tuple plans =
-      Edit(placement_array, quota_array, [&](auto placement, auto quota, auto new_placement, auto new_quota) {
-        return paths.Add([&](auto* time) { return plan(placement, quota, new_placement, new_quota, time); });
-      });
-  return py::make_tuple(plans[0], plans[1], paths.AsPython());
-}
-
-py::tuple GreedyKernel(const py::array& placement_array, const py::array& quota_array, int64_t domain,
-                       int64_t min_tokens) {
-  return EditInKernel(placement_array, quota_array, [=](auto placement, auto quota, auto to, auto amounts, auto* time) {
-    return moe_lb::device::GreedyOnFibers(placement, quota, domain, min_tokens, to, amounts, time);
-  });
-}
-
 py::tuple UltraEpKernel(const py::array& placement_array, const py::array& quota_array, int64_t domain, float eps,
                         int64_t min_tokens) {
-  return EditInKernel(placement_array, quota_array, [=](auto placement, auto quota, auto to, auto amounts, auto* time) {
-    return moe_lb::device::UltraEpOnFibers(placement, quota, domain, eps, min_tokens, to, amounts, time);
+  Paths paths;
+  py::tuple plans = Edit(placement_array, quota_array, [&](auto placement, auto quota, auto to, auto amounts) {
+    return paths.Add([&](auto* time) {
+      return moe_lb::device::UltraEpOnFibers(placement, quota, domain, eps, min_tokens, to, amounts, time);
+    });
   });
-}
-
-py::tuple FeplbKernel(const py::array& placement_array, const py::array& quota_array, int64_t domain,
-                      int64_t num_dynamic, int64_t max_num_dyn, int64_t tau, bool skip) {
-  const moe_lb::FeplbOptions options = {domain, num_dynamic, max_num_dyn, tau, skip};
-  return EditInKernel(placement_array, quota_array, [=](auto placement, auto quota, auto to, auto amounts, auto* time) {
-    return moe_lb::device::FeplbOnFibers(placement, quota, options, to, amounts, time);
-  });
+  return py::make_tuple(plans[0], plans[1], paths.AsPython());
 }
 
 py::tuple RelayKernel(const py::array& placement_array, int64_t num_home, int64_t min_replicas, int64_t max_relays,
@@ -379,13 +357,8 @@ PYBIND11_MODULE(_planning, module) {
       "memory";
   module.def("exact_kernel", &ExactKernel, py::arg("counts"), py::arg("num_slots"), py::arg("domain"),
              py::arg("eps") = 0.01, py::arg("max_fan_out") = py::none(), py::arg("localize") = true, kInKernel);
-  module.def("greedy_kernel", &GreedyKernel, py::arg("placement"), py::arg("quota"), py::arg("domain"),
-             py::arg("min_tokens") = 1, kInKernel);
   module.def("ultraep_kernel", &UltraEpKernel, py::arg("placement"), py::arg("quota"), py::arg("domain"),
              py::arg("eps") = 0.01f, py::arg("min_tokens") = 1024, kInKernel);
-  module.def("feplb_kernel", &FeplbKernel, py::arg("placement"), py::arg("quota"), py::arg("domain"),
-             py::arg("num_dynamic") = 4, py::arg("max_num_dyn") = 8, py::arg("tau") = 1, py::arg("skip") = false,
-             kInKernel);
   module.def("relay_kernel", &RelayKernel, py::arg("placement"), py::arg("num_home"), py::arg("min_replicas") = 4,
              py::arg("max_relays") = 8, py::arg("min_gain") = 2, kInKernel);
 }

@@ -8,9 +8,6 @@ def greedy(placement: Integers, quota: Integers, domain: int, min_tokens: int = 
 def ultraep(
     placement: Integers, quota: Integers, domain: int, eps: float = 0.01, min_tokens: int = 1024
 ) -> tuple[Integers, Integers]: ...
-def greedy_kernel(
-    placement: Integers, quota: Integers, domain: int, min_tokens: int = 1
-) -> tuple[Integers, Integers, Paths]: ...
 def ultraep_kernel(
     placement: Integers, quota: Integers, domain: int, eps: float = 0.01, min_tokens: int = 1024
 ) -> tuple[Integers, Integers, Paths]: ...
@@ -42,15 +39,6 @@ def feplb(
     tau: int = ...,
     skip: bool = ...,
 ) -> tuple[Integers, Integers]: ...
-def feplb_kernel(
-    placement: Integers,
-    quota: Integers,
-    domain: int,
-    num_dynamic: int = ...,
-    max_num_dyn: int = ...,
-    tau: int = ...,
-    skip: bool = ...,
-) -> tuple[Integers, Integers, Paths]: ...
 def relay_kernel(
     placement: Integers, num_home: int, min_replicas: int = 4, max_relays: int = 8, min_gain: int = 2
 ) -> tuple[Integers, Paths]: ...

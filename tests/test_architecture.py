@@ -12,16 +12,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = [
     ["core"],
-    ["recordings"],
     ["routing", "planners", "kernels"],
     ["balancers", "collectives"],
     ["contrib", "transport"],
-    ["layer"],
+    ["layer", "recordings"],
     ["nn", "sim", "aot"],
     ["advise", "integrations"],
     ["cli"],
 ]
 """The rooms of the package. A module imports only from its own room and from lower floors."""
+
+MOST_ROOMS, MOST_ARROWS = 16, 59
+"""Limits of the rooms, and of the pairs of rooms of which one imports the other."""
 
 SYSTEMS = {"Direct", "Forward", "Gather", "MultiRailDispatch", "Once", "PeerCopy", "Relay", "TwoPhase"}
 SYSTEMS |= {"Chain", "HybridEP", "Plain", "RailS"}
@@ -90,6 +92,21 @@ def faults_of(path):
         allowed = (ast.Expr, ast.ImportFrom, ast.Assign, ast.FunctionDef)
         if not all(isinstance(node, allowed) for node in tree.body):
             yield f"{module} does more than export names"
+
+
+def rooms_imported_by(path):
+    """Yield the other rooms that a file imports."""
+    module = module_name(path)
+    for name in imported(ast.parse(path.read_text())) if module else ():
+        if name.startswith("jax_moe_lb.") and room_of(name) != room_of(module):
+            yield room_of(name)
+
+
+def test_rooms_and_their_arrows_stay_few():
+    rooms = {room for floor in FLOORS for room in floor}
+    arrows = {(room_of(module_name(path)), other) for path in FILES for other in rooms_imported_by(path)}
+    assert len(rooms) <= MOST_ROOMS
+    assert len({arrow for arrow in arrows if arrow[1] in rooms}) <= MOST_ARROWS
 
 
 def test_every_file_keeps_the_rules():

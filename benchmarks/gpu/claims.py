@@ -127,7 +127,7 @@ KERNELS = (
     Claim(
         "rates",
         f"Kernels reach {products.WITHIN:.0%} of their recorded rates",
-        "jax_moe_lb/recordings/devices/h100.toml",
+        "jax_moe_lb/core/devices/h100.toml",
         products.rates,
     ),
     Claim(

@@ -1,4 +1,4 @@
-"""Rates of an H100 from the tables of its run, as `recordings/devices/h100.toml` holds them.
+"""Rates of an H100 from the tables of its run, as `core/devices/h100.toml` holds them.
 
 `python -m benchmarks.gpu.measured_rates` prints them. A test compares both after each run on the device.
 """

@@ -24,7 +24,7 @@ PLANNERS: dict[str, Balancer] = {
     "fastermoe": FasterMoE(expert_bytes=1.0, gradient_bytes=1.0, token_bytes=1.0, token_flops=1.0),
     "rails": RailS(),
 }
-IN_KERNELS = ("exact", "greedy", "ultraep", "feplb")
+IN_KERNELS = ("exact", "ultraep")
 """Planners with a kernel."""
 
 Size = tuple[int, int, int, int]

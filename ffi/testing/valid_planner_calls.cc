@@ -150,9 +150,7 @@ std::map<std::string, ValidCalls> ValidPlannerCalls() {
       {"moe_lb_plan_relay", {Relay, false, VerifyRelay}},
       {"moe_lb_plan_exact", {Exact, false, VerifyExact}},
       {"moe_lb_plan_exact_kernel", {Exact, false, VerifyExact}},
-      {"moe_lb_plan_greedy_kernel", {Greedy, false, VerifyEdit}},
       {"moe_lb_plan_ultraep_kernel", {UltraEp, false, VerifyEdit}},
-      {"moe_lb_plan_feplb_kernel", {Feplb, false, VerifyEdit}},
       {"moe_lb_plan_relay_kernel", {Relay, false, VerifyRelay}},
       {"moe_lb_plan_spray", {Spray, false, VerifySpray}},
   };

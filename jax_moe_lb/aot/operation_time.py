@@ -19,7 +19,7 @@ from jax_moe_lb.collectives.exchange_time import (
     collective_time,
     exchange_time,
 )
-from jax_moe_lb.recordings.device_rates import GpuRates, RecordedKernel, TpuRates, device_rates, recorded_tflops
+from jax_moe_lb.core.device_rates import GpuRates, RecordedKernel, TpuRates, device_rates, recorded_tflops
 
 TILE = 128
 """Rows and columns of a tile of a product; a group of rows ends with a whole tile."""

@@ -117,7 +117,7 @@ class ProgramReport:
                 buffers.
 
         Raises:
-            ValueError: There are no rates of the target's device in `recordings/devices`.
+            ValueError: There are no rates of the target's device in `core/devices`.
 
         Examples:
             >>> from jax_moe_lb import exact

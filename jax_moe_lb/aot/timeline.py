@@ -5,7 +5,7 @@ stream reaches it and its own stream is free; the compute stream waits at its en
 all exchanges share a stream. The time of the compute stream is the time of the program: each of its seconds belongs to
 an operation, or to the operation that it waits for.
 
-**All times are estimated from the compiled program**, which has not run; see `recordings/device_rates.py`.
+**All times are estimated from the compiled program**, which has not run; see `core/device_rates.py`.
 """
 
 from collections.abc import Iterable

@@ -1,17 +1,6 @@
 """Balancers: strategies editing a `Plan`, one file per paper."""
 
-from jax_moe_lb.balancers.base import Balancer, Chain, LayerCost, Plain
-from jax_moe_lb.balancers.cost import Cost
-from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
-from jax_moe_lb.balancers.exact import Exact
-from jax_moe_lb.balancers.fastermoe import FasterMoE
-from jax_moe_lb.balancers.feplb import FEPLB
-from jax_moe_lb.balancers.given import Given, plan_all
-from jax_moe_lb.balancers.greedy import Greedy
-from jax_moe_lb.balancers.host_callback import HostCallback
-from jax_moe_lb.balancers.hybridep import HybridEP
-from jax_moe_lb.balancers.rails import RailS, interface_rows
-from jax_moe_lb.balancers.ultraep import UltraEP
+from lazy_loader import attach_stub
 
 __all__ = [
     "Balancer",
@@ -34,6 +23,5 @@ __all__ = [
     "UltraEP",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+# Imported at first use: a layer needs few of them.
+__getattr__, __dir__, _ = attach_stub(__name__, __file__)

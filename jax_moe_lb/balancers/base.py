@@ -39,7 +39,7 @@ class LayerCost:
             replicas travel beside twice this time.
         slot_copies: time of the products of a slot beyond its tokens, in token copies.
         max_rows: maximum number of token copies that a rank can serve, in all its rounds; `None` for any number.
-        device: kind of the device of the ranks, a file of `recordings/devices`; `None` if it has no rates.
+        device: kind of the device of the ranks, a file of `core/devices`; `None` if it has no rates.
 
     Examples:
         >>> from jax_moe_lb.balancers import LayerCost, UltraEP

@@ -11,10 +11,10 @@ from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.core.checks import checked_fields, shown
+from jax_moe_lb.core.device_rates import GpuRates, device_rates, rated_devices
 from jax_moe_lb.core.plan import IntScalar, Plan, load
 from jax_moe_lb.core.topology import INT32_MAX, Level, Topology
 from jax_moe_lb.core.types import AnyArray, Counts, host_iota, namespace
-from jax_moe_lb.recordings.device_rates import GpuRates, device_rates, rated_devices
 
 SIZES = ("expert_bytes", "token_flops", "token_bytes", "gradient_bytes", "overlap_s")
 """Fields of `Cost` derived from the layer."""
@@ -69,7 +69,7 @@ class Cost:
             fill their last tile. `None` (default) takes that of the layer; 0 if it is unknown.
         num_copies: mean load of a rank. `None` (default) takes that of the layer.
         device: kind of device whose rates replace missing rates of the topology, such as `"h100"`; a file of
-            `recordings/devices`. `None` (default) takes that of the layer if `required` is False, else no replacement.
+            `core/devices`. `None` (default) takes that of the layer if `required` is False, else no replacement.
         required: if True (default), a missing rate or size is an error. If False, as in `exact()`, `Exact` then plans
             without a cost.
 

@@ -16,8 +16,8 @@ import jax
 
 from jax_moe_lb.collectives.one_shot_lists import MAX_ONE_SHOT_RANKS
 from jax_moe_lb.core.custom_calls import is_built
+from jax_moe_lb.core.device_rates import GpuRates, device_rates
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.recordings.device_rates import GpuRates, device_rates
 
 HBM_BYTES_PER_S = 3.35e12
 """Memory bandwidth of an H100, from its data sheet; later GPUs have more."""

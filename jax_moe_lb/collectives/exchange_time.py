@@ -8,7 +8,7 @@ The estimate of an exchange is a fixed cost plus the time of its bottleneck:
 - **Sends and receives** of NCCL: a wait of the host for the lists and a cost per update and peer, then the link.
 - **TPU**: the busiest link of the torus, with dimension-ordered routes.
 
-`recordings/device_rates.py` has the rates. They are partly assumed, so the times are estimates.
+`core/device_rates.py` has the rates. They are partly assumed, so the times are estimates.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from jaxtyping import Int, Num
 
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from jax_moe_lb.collectives.one_shot_lists import BLOCK_BYTES, VECTOR_BYTES, blocks_per_peer
-from jax_moe_lb.recordings.device_rates import DeviceRates, GpuRates, TpuRates
+from jax_moe_lb.core.device_rates import DeviceRates, GpuRates, TpuRates
 
 UpdateBytes = Num[np.ndarray, "R R U"]
 """Bytes of each update from rank (first) to rank (second)."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.checks import checked_fields
@@ -238,6 +239,11 @@ class Experts:
         """Whether `up` contains the gate."""
         return self.up.shape[-1] == 2 * self.down.shape[-2]
 
+    @property
+    def inner_kinds(self) -> tuple[str, ...]:
+        """Names of the first projections; their biases have the suffix `_bias`."""
+        return ("up",) if self.gate is None else ("up", "gate")
+
     def fused(self) -> "Experts":
         """Return the same experts with the gate in `up`, if they have a separate one and no adapters."""
         if self.gate is None or self.has_adapters:
@@ -272,3 +278,26 @@ def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
         return with_layout_constraint(weights, Layout(tuple(range(weights.ndim))))
 
     return jax.lax.platform_dependent(weights, cuda=pinned, default=lambda weights: weights)
+
+
+def dense_ffn(rows: Float[Array, "*B H"], expert: Experts, out_sharding: NamedSharding | None = None) -> Array:
+    """Apply one expert to all rows; the reference of `grouped_ffn`."""
+
+    def product(rows: Array, kind: str, sharding: NamedSharding | None = None) -> Array:
+        out, bias = jnp.matmul(rows, getattr(expert, kind), out_sharding=sharding), getattr(expert, f"{kind}_bias")
+        if expert.has_adapters:
+            out += jnp.matmul(jnp.matmul(rows, getattr(expert, f"{kind}_a")), getattr(expert, f"{kind}_b"))
+        return out if bias is None else out + jnp.broadcast_to(bias, out.shape)
+
+    hidden = activate(expert, tuple(product(rows, kind) for kind in expert.inner_kinds))
+    return product(hidden, "down", out_sharding)
+
+
+def activate(experts: Experts, products: tuple[Array, ...]) -> Array:
+    """Return the hidden activations from the products with `up` and, if separate, `gate`."""
+    if experts.is_fused and len(products) == 1:
+        products = tuple(jnp.split(products[0], 2, -1))
+    up, *gate = products
+    if gate:
+        return (experts.activation or swiglu)(gate[0], up)
+    return (experts.activation or jax.nn.gelu)(up)

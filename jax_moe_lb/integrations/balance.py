@@ -16,15 +16,6 @@ from jax_moe_lb.nn.moe import check_mesh, resolve_system
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-ARGUMENTS = {
-    "model": nnx.Module,
-    "mesh": Mesh,
-    "system": System | str,
-    "topology": Topology | None,
-    "record_stats": bool,
-}
-"""Types of the arguments of `balance`."""
-
 ADAPTERS = {
     ("maxtext.layers.moe", "RoutedMoE"): "jax_moe_lb.integrations.maxtext",
     ("easydel.layers.moe._moe_module", "BaseMoeModule"): "jax_moe_lb.integrations.easydel",
@@ -81,8 +72,8 @@ def balance(
         ...
         ValueError: model is a Linear without MoE blocks; expected one or more of maxtext.layers.moe.RoutedMoE, ...
     """
-    given = {"model": model, "mesh": mesh, "system": system, "topology": topology, "record_stats": record_stats}
-    check_types(given, ARGUMENTS)
+    check_types(model=(model, nnx.Module), mesh=(mesh, Mesh), system=(system, System | str))
+    check_types(topology=(topology, Topology | None), record_stats=(record_stats, bool))
     system = system_named(system) if isinstance(system, str) else system
     if topology is not None:
         check_mesh(mesh, topology)

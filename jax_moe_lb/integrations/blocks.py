@@ -16,9 +16,9 @@ from jax_moe_lb.core.stats import Stats, raise_if_concrete
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.layer.moe import MoEParams, moe
 from jax_moe_lb.layer.systems import System
+from jax_moe_lb.nn.sharding import expert_specs
 from jax_moe_lb.nn.tokens import TokenLayout, token_layout
 from jax_moe_lb.routing.routers import Routing, TokenInfo
-from jax_moe_lb.transport.fsdp import FsdpExperts
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _sharded(inputs: _BlockInputs, *, config: BlockConfig, layout: TokenLayout) 
         mask=by_token,
         experts_of_tokens=by_token,
         weights=by_token,
-        experts=FsdpExperts().specs(inputs.experts, topology.expert_axes, topology.tensor_axes),
+        experts=expert_specs(inputs.experts, topology, None),
     )
 
     def one_rank(inputs: _BlockInputs) -> tuple[Float[Array, "*C H"], Stats]:

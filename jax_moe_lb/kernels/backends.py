@@ -19,10 +19,10 @@ from jax.extend.backend import get_default_device
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.custom_calls import call, is_built, like
+from jax_moe_lb.core.device_rates import RecordedKernel, recorded_tflops
 from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike, vary_like
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
-from jax_moe_lb.recordings.device_rates import RecordedKernel, recorded_tflops
 
 Kind = Literal["product", "transposed", "outer"]
 """Rows times matrices, rows times transposed matrices, or outer sums, the gradients of matrices."""

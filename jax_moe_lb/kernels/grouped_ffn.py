@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
-from jax_moe_lb.core.experts import Experts, swiglu, usual_layout
+from jax_moe_lb.core.experts import Experts, activate, usual_layout
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
@@ -195,13 +194,8 @@ def _kind(experts: Experts | ExpertParts, name: str) -> Any:
     return tuple(getattr(part, name) for part in experts) if isinstance(experts, tuple) else getattr(experts, name)
 
 
-def _inner_kinds(experts: Experts | ExpertParts) -> tuple[str, ...]:
-    """Return the names of the first projections; their biases have the suffix `_bias`."""
-    return ("up",) if _first(experts).gate is None else ("up", "gate")
-
-
 def _inner_products(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Products:
-    return tuple(_product(rows, experts, name, group_sizes) for name in _inner_kinds(experts))
+    return tuple(_product(rows, experts, name, group_sizes) for name in _first(experts).inner_kinds)
 
 
 def _product(rows: Rows, experts: Experts | ExpertParts, name: str, group_sizes: GroupSizes) -> Array:
@@ -305,7 +299,7 @@ def _gradients_at_once(
     sums_dtype: DType,
     again: Callable[[Array], Experts | ExpertParts] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
-    experts, inner = jax.tree.map(usual_layout, experts), _inner_kinds(experts)
+    experts, inner = jax.tree.map(usual_layout, experts), _first(experts).inner_kinds
     # Clear rows beyond the groups: weight gradients sum over all rows.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
     first = _inner_products(rows, experts, group_sizes) if products is None else products
@@ -412,26 +406,3 @@ def _backward(
 
 
 grouped_ffn.defvjp(_save, _backward)
-
-
-def dense_ffn(rows: Float[Array, "*B H"], expert: Experts, out_sharding: NamedSharding | None = None) -> Array:
-    """Apply one expert to all rows; the reference of `grouped_ffn`."""
-
-    def product(rows: Array, kind: str, sharding: NamedSharding | None = None) -> Array:
-        out, bias = jnp.matmul(rows, getattr(expert, kind), out_sharding=sharding), getattr(expert, f"{kind}_bias")
-        if expert.has_adapters:
-            out += jnp.matmul(jnp.matmul(rows, getattr(expert, f"{kind}_a")), getattr(expert, f"{kind}_b"))
-        return out if bias is None else out + jnp.broadcast_to(bias, out.shape)
-
-    hidden = activate(expert, tuple(product(rows, kind) for kind in _inner_kinds(expert)))
-    return product(hidden, "down", out_sharding)
-
-
-def activate(experts: Experts, products: tuple[Array, ...]) -> Array:
-    """Return the hidden activations from the products with `up` and, if separate, `gate`."""
-    if experts.is_fused and len(products) == 1:
-        products = tuple(jnp.split(products[0], 2, -1))
-    up, *gate = products
-    if gate:
-        return (experts.activation or swiglu)(gate[0], up)
-    return (experts.activation or jax.nn.gelu)(up)

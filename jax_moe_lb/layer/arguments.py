@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,10 +20,10 @@ TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 """Supported dtypes of tokens; the custom calls and the accelerator kernels have no versions for others."""
 
 
-def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Check arguments by their annotations."""
-    for name, kind in kinds.items():
-        check_value(name, values[name], kind)
+def check_types(**arguments: tuple[Any, Any]) -> None:
+    """Check arguments, each a pair of value and type, by name."""
+    for name, (value, kind) in arguments.items():
+        check_value(name, value, kind)
 
 
 def check_router(router: RouterFunction, num_experts: int) -> None:

@@ -9,6 +9,7 @@ from jax.extend.backend import get_default_device
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.balancers.base import LayerCost
+from jax_moe_lb.core.device_rates import device_named
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like, varying_axes
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
@@ -18,7 +19,6 @@ from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree
 from jax_moe_lb.layer.arguments import check_arguments, check_axes, check_types
 from jax_moe_lb.layer.route import rank_tokens, route
 from jax_moe_lb.layer.systems import System
-from jax_moe_lb.recordings.device_rates import device_named
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import (
@@ -88,11 +88,6 @@ class MoEState:
 
     balancer: State = ()
     homes: Int[Array, "E"] | None = None
-
-
-ARGUMENTS = {"x": Array, "params": MoEParams, "system": System, "topology": Topology}
-ARGUMENTS |= {"state": MoEState, "tokens": TokenInfo, "losses": Losses}
-"""Types of the arguments of `moe`."""
 
 
 @overload
@@ -186,7 +181,8 @@ def moe(
         >>> run(jnp.ones((8, 4)), jnp.eye(4), Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4)))).shape
         (8, 4)
     """
-    check_types(locals(), ARGUMENTS)
+    check_types(x=(x, Array), params=(params, MoEParams), system=(system, System), topology=(topology, Topology))
+    check_types(state=(state, MoEState), tokens=(tokens, TokenInfo), losses=(losses, Losses))
     check_arguments(x, params, router, system.migrate, topology, tokens)
     check_axes(x, topology)
     kernel, homes = params.router, state.homes
@@ -213,8 +209,7 @@ def moe(
     y = _outputs(served, homes, is_homed, max_rounds, topology)
     loss = losses(routing, counted.asked, topology, tokens)
     fault = _fault(counted, routed.counts, homes, is_homed, served, system)
-    dropped = (counted.asked - counted.counts).sum(dtype=jnp.int32)
-    stats = _stats(routed.counts, dropped, start, served.plan, served.rounds, experts, loss, fault)
+    stats = _stats(counted, routed.counts, start, served, experts, loss=loss, fault=fault)
     # All leaves vary over the same mesh axes: one entry of `out_specs` fits all.
     stats = vary_like(stats, stats)
     after = MoEState(balancer, homes)
@@ -389,21 +384,22 @@ def on_tensor_shards(
 
 
 def _stats(
+    counted: RoutingCounts,
     counts: Counts,
-    dropped: Int[Array, ""],
     before: Plan,
-    after: Plan,
-    rounds: Int[Array, ""],
+    served: Served,
     experts: Experts,
+    *,
     loss: Float[Array, ""],
     fault: Fault,
 ) -> Stats:
+    after = served.plan
     moved = traffic(after, counts)
     load_before, load_after = load(before), load(after)
     expert_bytes = experts.nbytes // after.num_home
     return Stats(
         counts=counts,
-        dropped=dropped,
+        dropped=(counted.asked - counted.counts).sum(dtype=jnp.int32),
         quota=after.quota,
         load_before=load_before,
         load_after=load_after,
@@ -411,7 +407,7 @@ def _stats(
         imbalance_after=imbalance(load_after),
         straggler_before=straggler(load_before),
         straggler_after=straggler(load_after),
-        rounds=rounds,
+        rounds=served.rounds,
         rows_moved=moved.rows,
         # In float32: a rack moves more than 2^31 bytes.
         weight_bytes_moved=moved.replicas.astype(jnp.float32) * expert_bytes,

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax_moe_lb import balancers, transport
 from jax_moe_lb.balancers.base import Balancer, Chain, Plain
-from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.core.checks import check_value, checked_fields, shown
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.compression import QuantizedTransfer
@@ -14,19 +14,11 @@ from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import Buffers, Saved
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
-from jax_moe_lb.transport.forward import Forward
-from jax_moe_lb.transport.once import Once
 from jax_moe_lb.transport.replicate import Gather, Replicate
 from jax_moe_lb.transport.rule import AutoDispatch, dispatch_by_rule
-from jax_moe_lb.transport.spray import MultiRailDispatch
 
-DISPATCHES: dict[str, type[Dispatch]] = {
-    "direct": Direct,
-    "once": Once,
-    "forward": Forward,
-    "rails": MultiRailDispatch,
-}
-"""Dispatches by the name of the option `dispatch`."""
+DISPATCHES = {"direct": "Direct", "once": "Once", "forward": "Forward", "rails": "MultiRailDispatch"}
+"""Classes of `transport` by the name of the option `dispatch`."""
 
 OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "replica_slots": (int, "an integer"),
@@ -192,8 +184,9 @@ def with_dispatch(system: System, name: str) -> System:
         raise ValueError(f"dispatch is {name!r}; expected none for a system with {own}, its own dispatch")
     balancer = system.balancer
     if name == "rails":
-        balancer = RailS() if balancer == Plain() else Chain((balancer, RailS()))
-    return replace(system, balancer=balancer, dispatch=DISPATCHES[name](buffers))
+        rails = balancers.RailS()
+        balancer = rails if balancer == Plain() else Chain((balancer, rails))
+    return replace(system, balancer=balancer, dispatch=getattr(transport, DISPATCHES[name])(buffers))
 
 
 def with_options(

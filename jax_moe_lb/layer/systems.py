@@ -10,22 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jax_moe_lb.balancers.cost import Cost
-from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
-from jax_moe_lb.balancers.exact import Exact
-from jax_moe_lb.balancers.fastermoe import FasterMoE
-from jax_moe_lb.balancers.feplb import FEPLB
-from jax_moe_lb.balancers.greedy import Greedy
-from jax_moe_lb.balancers.hybridep import HybridEP
-from jax_moe_lb.balancers.rails import RailS
-from jax_moe_lb.balancers.ultraep import UltraEP
+# Balancers and transports are attributes of their rooms, so that a system imports its own.
+from jax_moe_lb import balancers, transport
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.layer.system import OPTIONS, System, parse_system, with_options
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import Buffers
-from jax_moe_lb.transport.replicate import PeerCopy, Relay
-from jax_moe_lb.transport.spray import MultiRailDispatch
-from jax_moe_lb.transport.two_phase import TwoPhase
 
 __all__ = [
     "System",
@@ -83,9 +73,9 @@ def greedy(
     max_rounds: int | None = None,
     dispatch: Dispatch | str | None = None,
 ) -> System:
-    """Return a system with one greedy planning pass inside the jitted program.
+    """Return a system with one greedy planning pass.
 
-    It requires no custom calls. Try it first.
+    It requires no custom calls. Try it first. With custom calls, CPUs and NVIDIA GPUs plan in C++ on the host.
 
     Args:
         replica_slots: replica slots per rank; 2 by default.
@@ -99,7 +89,7 @@ def greedy(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('Greedy', 'AutoDispatch', 2)
     """
-    system = System(Greedy(), replica_slots=replica_slots)
+    system = System(balancers.Greedy(), replica_slots=replica_slots)
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
@@ -127,7 +117,7 @@ def ultraep(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('UltraEP', 'AutoDispatch', 2)
     """
-    system = System(UltraEP(), Relay(), replica_slots=replica_slots)
+    system = System(balancers.UltraEP(), transport.Relay(), replica_slots=replica_slots)
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
@@ -146,7 +136,7 @@ def exact(
 
     If the topology has rates (`flops_per_s` and `bytes_per_s`), plans are weighed in seconds (`Cost`): replicas are
     limited if they take longer than the tokens they save, and no plan is made if none saves time. On GPUs of
-    `recordings/devices` without such rates, a plan is used if it saves time by the rates of the device. On other
+    `core/devices` without such rates, a plan is used if it saves time by the rates of the device. On other
     devices, such as CPUs, every plan is used. `System(Exact(eps=0.0), replica_slots=2)` minimizes tokens alone.
 
     Args:
@@ -161,7 +151,7 @@ def exact(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('Exact', 'AutoDispatch', 2)
     """
-    system = System(Exact(cost=Cost(required=False)), replica_slots=replica_slots)
+    system = System(balancers.Exact(cost=balancers.Cost(required=False)), replica_slots=replica_slots)
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
@@ -191,7 +181,12 @@ def two_tier(
         >>> type(system.balancer).__name__, type(system.replicate).__name__, system.relocates
         ('Exact', 'Relay', True)
     """
-    system = System(Exact(cost=Cost(required=False)), Relay(), replica_slots=replica_slots, relocates=True)
+    system = System(
+        balancers.Exact(cost=balancers.Cost(required=False)),
+        transport.Relay(),
+        replica_slots=replica_slots,
+        relocates=True,
+    )
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
@@ -219,7 +214,7 @@ def hybridep(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('HybridEP', 'AutoDispatch', 2)
     """
-    system = System(HybridEP(), replica_slots=replica_slots)
+    system = System(balancers.HybridEP(), replica_slots=replica_slots)
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
@@ -248,7 +243,7 @@ def feplb(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('FEPLB', 'TwoPhase', 4)
     """
-    system = System(FEPLB(), PeerCopy(), TwoPhase(Buffers(headroom=1.5)), replica_slots)
+    system = System(balancers.FEPLB(), transport.PeerCopy(), transport.TwoPhase(Buffers(headroom=1.5)), replica_slots)
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
@@ -276,7 +271,7 @@ def fastermoe(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('FasterMoE', 'AutoDispatch', 2)
     """
-    system = System(FasterMoE(), replica_slots=replica_slots)
+    system = System(balancers.FasterMoE(), replica_slots=replica_slots)
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
@@ -304,7 +299,7 @@ def eplb(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('EPLB', 'AutoDispatch', 2)
     """
-    system = System(EPLB(), replica_slots=replica_slots)
+    system = System(balancers.EPLB(), replica_slots=replica_slots)
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
@@ -332,7 +327,7 @@ def eplb_plus(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('EPLBPlus', 'AutoDispatch', 2)
     """
-    system = System(EPLBPlus(), replica_slots=replica_slots)
+    system = System(balancers.EPLBPlus(), replica_slots=replica_slots)
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 
@@ -358,7 +353,7 @@ def rails(
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('RailS', 'MultiRailDispatch', 0)
     """
-    system = System(RailS(), dispatch=MultiRailDispatch())
+    system = System(balancers.RailS(), dispatch=transport.MultiRailDispatch())
     return with_options(system, buffers, headroom, max_rounds, dispatch)
 
 

@@ -1,17 +1,6 @@
 """Flax modules of the mixture-of-experts layer; `jax_moe_lb.moe` is the functional form."""
 
-from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert, SharedMix
-from jax_moe_lb.nn.linen import as_linen
-from jax_moe_lb.nn.moe import MoE
-from jax_moe_lb.nn.relocation import (
-    expert_bytes,
-    mesh_independent_state,
-    relocate,
-    restore_mesh_independent_state,
-    restore_target,
-)
-from jax_moe_lb.nn.sharding import logical_axis_rules
-from jax_moe_lb.nn.variables import GradientResidual, keep_residuals
+from lazy_loader import attach_stub
 
 __all__ = [
     "as_linen",
@@ -30,6 +19,5 @@ __all__ = [
     "SharedMix",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+# Imported at first use: a layer needs few of them.
+__getattr__, __dir__, _ = attach_stub(__name__, __file__)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_moe_lb.core.checks import check_integer, checked_dtype, checked_fields
-from jax_moe_lb.core.experts import Activation, Experts
+from jax_moe_lb.core.experts import Activation, Experts, dense_ffn
 from jax_moe_lb.core.types import DType, wide_dtype
-from jax_moe_lb.kernels.grouped_ffn import dense_ffn
 from jax_moe_lb.layer.arguments import TOKEN_DTYPES
 from jax_moe_lb.nn.sharding import explicit_sharding
 from jax_moe_lb.transport.compression import TRANSFER_DTYPES, QuantizedTransfer

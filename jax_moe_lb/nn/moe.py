@@ -25,9 +25,9 @@ from jax_moe_lb.nn.sharding import (
     Parameters,
     add_shared,
     expert_axes,
+    expert_specs,
     fsdp_axes,
     logical_axis_rules,
-    residual_specs,
     sharded_known,
     sharded_moe,
     sharded_residual,
@@ -114,7 +114,22 @@ class MoE(nnx.Module):
         rules: LogicalAxisRules | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        _check_arguments(locals())
+        check_integer("embed_dim", embed_dim)
+        check_integer("num_experts", num_experts)
+        check_types(
+            mesh=(mesh, Mesh),
+            topology=(topology, Topology | None),
+            system=(system, System | str),
+            experts=(experts, ExpertConfig),
+            shared=(shared, SharedExpert | None),
+            losses=(losses, Losses),
+            precision=(precision, Precision),
+            kernel_init=(kernel_init, Callable),
+            rules=(rules, tuple | list | None),
+            rngs=(rngs, nnx.Rngs),
+        )
+        check_router(router, num_experts)
+        _check_rules(rules)
         system = system_named(system) if isinstance(system, str) else system
         migrate = system.migrate
         if topology is None:
@@ -372,7 +387,7 @@ class MoE(nnx.Module):
         ]
 
     def _zero_residual(self, migrate: GatherExpertDomain) -> list[GradientResidual]:
-        specs = residual_specs(self._experts(), self.topology, migrate)
+        specs = expert_specs(self._experts(), self.topology, migrate)
         zeros = sharded_residual(self._experts(), topology=self.topology, migrate=migrate, mesh=self.mesh)
         return [
             GradientResidual(leaf, out_sharding=tuple(spec), mesh=self.mesh)
@@ -409,31 +424,9 @@ def resolve_system(system: System | str, num_experts: int, per_token: int | None
     return made.replace(replica_slots=min(made.replica_slots, num_experts - num_experts // topology.num_ranks))
 
 
-ARGUMENTS = {
-    "mesh": Mesh,
-    "topology": Topology | None,
-    "system": System | str,
-    "experts": ExpertConfig,
-    "shared": SharedExpert | None,
-    "losses": Losses,
-    "precision": Precision,
-    "kernel_init": Callable,
-    "rules": tuple | list | None,
-    "rngs": nnx.Rngs,
-}
-"""Types of the arguments of `MoE`."""
-
-
-def _check_arguments(values: dict[str, Any]) -> None:
-    for name in ("embed_dim", "num_experts"):
-        check_integer(name, values[name])
-    check_types(values, ARGUMENTS)
-    if values["rules"] is not None:
-        _check_rules(values["rules"])
-    check_router(values["router"], values["num_experts"])
-
-
-def _check_rules(rules: Any) -> None:
+def _check_rules(rules: LogicalAxisRules | None) -> None:
+    if rules is None:
+        return
     for rule in rules:
         if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
             raise TypeError(f"rules has {shown(rule)}; expected pairs of a logical axis and its mesh axes")

@@ -157,7 +157,7 @@ def sharded_moe(
         homes=whole,
         state=by_group,
         known=by_expert,
-        residual=None if inputs.residual is None else residual_specs(inputs.experts, topology, migrate),
+        residual=None if inputs.residual is None else expert_specs(inputs.experts, topology, migrate),
     )
     # Some axes may already be manual, such as the stages of a pipeline. All other mesh axes become manual here, because
     # the compiler cannot partition custom calls; devices along unused axes repeat the same computation.
@@ -218,15 +218,15 @@ def sharded_known(experts: Experts, *, migrate: GatherExpertDomain, mesh: Mesh) 
     return jax.shard_map(migrate.known, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
 
 
-def residual_specs(experts: Experts, topology: Topology, migrate: GatherExpertDomain | None) -> Experts:
-    """Return the `PartitionSpec` of each array of a residual: whole matrices, but for tensor shards."""
+def expert_specs(experts: Experts, topology: Topology, migrate: GatherExpertDomain | None) -> Experts:
+    """Return the `PartitionSpec` of each array of experts: whole matrices, but for tensor shards."""
     return FsdpExperts().specs(experts, expert_axes(topology, migrate), topology.tensor_axes)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("topology", "migrate", "mesh"))
 def sharded_residual(experts: Experts, *, topology: Topology, migrate: GatherExpertDomain, mesh: Mesh) -> Experts:
     """Run `migrate.initial_residual` on all ranks."""
-    specs = residual_specs(experts, topology, migrate)
+    specs = expert_specs(experts, topology, migrate)
     return jax.shard_map(migrate.initial_residual, mesh=mesh, in_specs=(specs,), out_specs=specs)(
         _place_by(experts, specs, mesh)
     )

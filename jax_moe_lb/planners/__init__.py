@@ -1,7 +1,6 @@
 """Integer arithmetic of the balancers, in C++ if built and in jnp otherwise."""
 
-from jax_moe_lb.planners.eplb import rebalance_experts
-from jax_moe_lb.planners.relocation import apply_relocation, domain_lower_bound, moved_experts, plan_relocation
+from lazy_loader import attach_stub
 
 __all__ = [
     "domain_lower_bound",
@@ -11,6 +10,5 @@ __all__ = [
     "rebalance_experts",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+# Imported at first use: a layer needs few of them.
+__getattr__, __dir__, _ = attach_stub(__name__, __file__)

@@ -50,7 +50,6 @@ def edit(planner: NativePlanner, placement: Placement, quota: Quota) -> tuple[Pl
         placement,
         quota,
         reference=planner.reference,
-        in_kernel=lambda: fits_kernel(planner.name, shapes[0], shapes[1][0], options["domain"]),
         **options,
     )
     return placement, quota

@@ -1,17 +1,6 @@
 """Routers and router losses."""
 
-from jax_moe_lb.routing.losses import Losses
-from jax_moe_lb.routing.more_routers import ExpertChoice, HashRouter, NoisyTopK
-from jax_moe_lb.routing.routers import (
-    ForceBalanced,
-    GroupLimit,
-    Router,
-    RouterFunction,
-    Routing,
-    TokenInfo,
-    TopK,
-    updated_bias,
-)
+from lazy_loader import attach_stub
 
 __all__ = [
     "ExpertChoice",
@@ -28,6 +17,5 @@ __all__ = [
     "updated_bias",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
+# Imported at first use: a layer needs few of them.
+__getattr__, __dir__, _ = attach_stub(__name__, __file__)

@@ -2,7 +2,7 @@
 
 A file has `version: 1` and any of the keys `cluster`, `model`, `system`, `migration`, `routing` and `step`. The values
 of `cluster` and `model` may be names of presets. `docs/simulator.md` describes the format. Quantities carry a unit; see
-`recordings/quantities.py`.
+`core/quantities.py`.
 """
 
 import difflib
@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jax_moe_lb.core.checks import shown
+from jax_moe_lb.core.device_rates import GpuRates, TpuRates, device_rates
 from jax_moe_lb.core.file_limits import FileLimits
 from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
-from jax_moe_lb.recordings.device_rates import GpuRates, TpuRates, device_rates
 from jax_moe_lb.recordings.yaml_file import read_yaml
 from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Communication, Gemm, Links, MeasuredGemm
 from jax_moe_lb.sim.drift import RECORDED, Drift
@@ -92,7 +92,7 @@ class GemmSection(_Section):
 class ClusterSection(_Section):
     """A machine; see `Cluster`."""
 
-    # `device` names a kind of GPU of `recordings/devices`. Its rates replace a missing `rate` of a level, `gemm` and
+    # `device` names a kind of GPU of `core/devices`. Its rates replace a missing `rate` of a level, `gemm` and
     # `copy_engines`, and give the wait for the host, the time of small operations and the share of `hbm` that is
     # reached. Without `planner`, each planner takes the time of `sim/planner_times.yaml`.
 

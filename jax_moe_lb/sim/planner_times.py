@@ -52,7 +52,7 @@ PLACES: dict[type[Balancer], Place] = {
 }
 """Place where balancers of a class plan on GPUs; those of other classes are operations of the program."""
 
-WITH_KERNEL = (Exact, FEPLB, Greedy, UltraEP)
+WITH_KERNEL = (Exact, UltraEP)
 """Balancers that NVIDIA GPUs run as one kernel; see `fits_kernel` of their planners."""
 
 

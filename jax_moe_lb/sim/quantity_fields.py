@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from jax_moe_lb.recordings.quantities import rate, size, speed, time
+from jax_moe_lb.core.quantities import rate, size, speed, time
 
 SizeField = Annotated[float, BeforeValidator(size)]
 RateField = Annotated[float, BeforeValidator(rate)]

@@ -14,15 +14,60 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jax_moe_lb.collectives.ragged_all_to_all import concatenated, empty_buffer, starts
+from jax_moe_lb.collectives.ragged_all_to_all import concatenated, empty_buffer, ragged_all_to_all, starts
 from jax_moe_lb.core.topology import INT32_MAX, Topology
 from jax_moe_lb.core.types import Axes, iota, pytree
 from jax_moe_lb.kernels.slot_places import sum_rows
 from jax_moe_lb.transport.exchange import TILE_ROWS, Buffers, rows_at
-from jax_moe_lb.transport.rail_hops import Hop
+
+GroupMatrix = Int[Array, "G G"]
+"""One number for each sender and receiver of a group of `G` ranks."""
 
 PerChoice = Int[Array, "N K"]
 """One integer for each choice of each entry."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Exchange on the route of rows: each rank of a group sends one block to each other rank, with known sizes."""
+
+    # Use it if the table of blocks follows from the plan: ranks then need not exchange sizes.
+
+    axes: tuple[str, ...]  # names of the mesh axes of the group
+    size: GroupMatrix  # rows from each sender to each receiver
+    first: GroupMatrix  # first row of each block in the sender's array
+    lands: GroupMatrix  # first row of each block in the receiver's array
+    in_one_process: bool  # as in `ragged_all_to_all`
+
+    def there(self, rows: Shaped[Array, "P H"], into: Shaped[Array, "Q H"], site: str) -> Shaped[Array, "Q H"]:
+        """Send rows to their receivers."""
+        me = jax.lax.axis_index(self.axes)
+        return ragged_all_to_all(
+            rows,
+            into,
+            input_offsets=self.first[me],
+            send_sizes=self.size[me],
+            output_offsets=self.lands[me],
+            recv_sizes=self.size[:, me],
+            axis_name=self.axes,
+            in_one_process=self.in_one_process,
+            site=site,
+        )
+
+    def back(self, rows: Shaped[Array, "Q H"], into: Shaped[Array, "P H"], site: str) -> Shaped[Array, "P H"]:
+        """Return rows to their senders; the transpose of `there`."""
+        me = jax.lax.axis_index(self.axes)
+        return ragged_all_to_all(
+            rows,
+            into,
+            input_offsets=self.lands[:, me],
+            send_sizes=self.size[:, me],
+            output_offsets=self.first[:, me],
+            recv_sizes=self.size[me],
+            axis_name=self.axes,
+            in_one_process=self.in_one_process,
+            site=site,
+        )
 
 
 class Group(NamedTuple):

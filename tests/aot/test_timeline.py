@@ -13,7 +13,7 @@ from jax_moe_lb.aot.schedule import PEER_COPIES, ExchangeShape, Kind, Loop, Sche
 from jax_moe_lb.aot.timeline import COMPUTE, ENGINES, EXCHANGES, timeline
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from jax_moe_lb.collectives.exchange_time import Machine, exchange_time
-from jax_moe_lb.recordings.device_rates import device_rates, recorded_tflops
+from jax_moe_lb.core.device_rates import device_rates, recorded_tflops
 from jax_moe_lb.transport import Forward, Once
 from tests.aot.scheduled import TEXT, even_counts, load_of, schedule, skewed_counts
 

@@ -14,8 +14,8 @@ from benchmarks.gpu.comparison import TINY, Served, Variant, routing, variants
 from benchmarks.gpu.one_rank import LocalExchange, RankInputs, copy_rows, rank_step
 from jax_moe_lb import Buffers, Experts, Topology, exact
 from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.experts import dense_ffn
 from jax_moe_lb.core.plan import load
-from jax_moe_lb.kernels.grouped_ffn import dense_ffn
 
 TOKENS, EXPERTS, PER_TOKEN, HIDDEN, INNER = 12, 4, 2, 8, 16
 

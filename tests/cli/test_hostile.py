@@ -22,9 +22,9 @@ from jax_moe_lb.advise.evaluate import Workload
 from jax_moe_lb.cli import main
 from jax_moe_lb.cli.app import app
 from jax_moe_lb.cli.output import KINDS, print_error
+from jax_moe_lb.core import quantities as units
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.layer.systems import plain
-from jax_moe_lb.recordings import quantities as units
 from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, simulate_uniform, skewed_counts
 from jax_moe_lb.sim.config import load_config, preset_names
 

@@ -5,7 +5,7 @@ import pytest
 
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from jax_moe_lb.collectives.exchange_time import Machine, collective_time, exchange_time, one_shot_block_s
-from jax_moe_lb.recordings.device_rates import device_rates
+from jax_moe_lb.core.device_rates import device_rates
 
 H100 = device_rates("h100", "cuda")
 NODE = Machine(H100, 8)

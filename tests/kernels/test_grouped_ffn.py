@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import Experts
+from jax_moe_lb.core.experts import dense_ffn
 from jax_moe_lb.kernels import ClampedSwiGLU, backends, geglu, operands, relu_squared, row_windows
 from jax_moe_lb.kernels import grouped_ffn as op
 from jax_moe_lb.kernels.operands import _clear_all, _clear_rest
@@ -47,7 +48,7 @@ def reference(rows, experts, group_sizes, upstream):
 
     def forward(rows, trained):
         given = trained if trained.up is not None else replace(experts, **adapters_of(trained))
-        every = jax.vmap(op.dense_ffn, (None, 0))(rows, merged(given).apart())
+        every = jax.vmap(dense_ffn, (None, 0))(rows, merged(given).apart())
         return jnp.where(of_group[..., None], every, 0).sum(0)
 
     y, vjp = jax.vjp(forward, rows, trained)

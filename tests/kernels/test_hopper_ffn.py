@@ -10,7 +10,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu
 
-from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, geglu, gelu_exact, relu_squared
+from jax_moe_lb.core.experts import ClampedSwiGLU, Experts, dense_ffn, geglu, gelu_exact, relu_squared
 from jax_moe_lb.kernels import backends, grouped_ffn, grouped_matmul, mosaic_api, mosaic_ffn
 from jax_moe_lb.kernels.backends import HOPPER, choose_backend, prefer_backend
 from jax_moe_lb.kernels.mosaic_ffn import can_activate
@@ -61,7 +61,7 @@ def reference(rows, weights, experts, group_sizes, upstream):
 
     def outputs(rows, weights, experts):
         mine = jax.tree.map(lambda leaf: leaf[group], experts)
-        return weights * jax.vmap(lambda row, expert: grouped_ffn.dense_ffn(row, expert))(rows, mine)
+        return weights * jax.vmap(dense_ffn)(rows, mine)
 
     y, pull_back = jax.vjp(outputs, wide[0], weights[: len(group)], wide[1])
     return y, *pull_back(wide[2])

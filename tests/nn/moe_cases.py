@@ -15,7 +15,7 @@ from jax_moe_lb import (
     Topology,
     greedy,
 )
-from jax_moe_lb.kernels.grouped_ffn import dense_ffn
+from jax_moe_lb.core.experts import dense_ffn
 from tests.oracle import dense_moe
 
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 8

@@ -22,7 +22,7 @@ OPTIONS = [(0.0, None, True), (0.01, None, True), (0.05, 2, False)]
 SHAPES = [(8, 16, 18, 8), (8, 4, 6, 4), (40, 2, 3, 20), (64, 4, 6, 64), (72, 4, 6, 72)]
 
 
-EDITS = ("greedy", "ultraep", "feplb", "relay")
+EDITS = ("ultraep", "relay")
 
 
 def has_kernels():

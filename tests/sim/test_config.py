@@ -5,7 +5,7 @@ import copy
 import pytest
 import yaml
 
-from jax_moe_lb.recordings import quantities as units
+from jax_moe_lb.core import quantities as units
 from jax_moe_lb.sim import AnalyticGemm, Collective, Communication, MeasuredGemm, ModelShape
 from jax_moe_lb.sim.config import load_config, preset_names
 

@@ -5,7 +5,7 @@ import yaml
 
 from benchmarks.bench_sim_gpu import rows_of
 from benchmarks.gpu.measured_rates import measured, tables
-from jax_moe_lb.recordings import device_rates as rates
+from jax_moe_lb.core import device_rates as rates
 
 WITHIN = 10.0
 """Largest deviation of a layer in percent."""

@@ -20,7 +20,7 @@ from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.transport import Direct, MultiRailDispatch
 from jax_moe_lb.transport.exchange import to_sending_order
-from jax_moe_lb.transport.rail_hops import by_own_rail, by_rail_rank
+from jax_moe_lb.transport.spray import by_own_rail, by_rail_rank
 from tests.layer_cases import Case, assert_close, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 

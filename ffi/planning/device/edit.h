@@ -33,14 +33,12 @@ class EditedPlan {
   template <typename V>
   using Array = typename T::template Array<V>;
 
-  // quota: working copy of the columns of the domain, with `stride` ranks a row.
   MOE_LB_DEVICE EditedPlan(const T& t, const EditCall& call, int domain, const EditLayout& at)
       : home(call.home()),
         num_ranks(call.num_ranks),
         num_experts(call.num_experts()),
         first_rank(domain * call.num_ranks),
         first_expert(domain * call.num_experts()),
-        stride(call.all_ranks),
         t_(t),
         call_(call) {
     const size_t ranks = Size(num_ranks), experts = Size(num_experts);
@@ -54,19 +52,18 @@ class EditedPlan {
 
   const int home, num_ranks, num_experts;  // of the domain; home: experts of a rank
   const int first_rank, first_expert;
-  int stride;
-  Array<int32_t> quota;     // [all experts, stride]
+  Array<int32_t> quota;     // [all experts, all ranks], from the first rank of the domain
   Array<int32_t> load;      // [ranks]
   Array<int32_t> served;    // [experts], tokens served at home
   Array<uint32_t> holders;  // [experts, W], ranks with a slot for the expert
   Array<int32_t> slots;     // [ranks, slots], experts numbered over all domains
 
   // Fills the arrays. False: the plan is refused. A barrier of the block has passed.
-  MOE_LB_DEVICE bool Load(bool checks_homes) {
+  MOE_LB_DEVICE bool Load() {
     for (int i = t_.thread(); i < num_ranks; i += kThreads) load[i] = 0;
     for (int i = t_.thread(); i < num_experts * W; i += kThreads) holders[i] = 0;
     t_.SyncBlock();
-    const bool good = ReadSlots(checks_homes);
+    const bool good = ReadSlots();
     const uint64_t sum = SumOfBlock(t_, sums_, ReadQuota(good));
     if (first_rank == 0 && t_.thread() == 0) t_.template Global<int32_t>(call_.status, 1)[0] = sum <= INT32_MAX ? 0 : 1;
     return sum <= INT32_MAX;
@@ -97,16 +94,6 @@ class EditedPlan {
     }
   }
 
-  // The first empty slot of a rank, or -1; called by all lanes of a warp.
-  MOE_LB_DEVICE int FirstEmpty(int rank) const {
-    for (int base = 0; base < call_.slots; base += kLanes) {
-      const int place = base + t_.lane(), slot = rank * call_.slots + place;
-      const uint32_t empty = t_.Ballot(place < call_.slots && static_cast<int32_t>(slots[slot]) < 0);
-      if (empty != 0) return rank * call_.slots + base + LowestBit(empty);
-    }
-    return -1;
-  }
-
   // Puts new replicas into the first empty slots and moves tokens to them from home; a thread for each rank.
   MOE_LB_DEVICE void Apply(const Moves<T>& moves, int count) const {
     for (int rank = t_.thread(); rank < num_ranks; rank += kThreads) {
@@ -114,9 +101,9 @@ class EditedPlan {
       for (int i = 0; i < count; ++i) {
         const uint32_t both = moves.expert_rank[i];
         const int expert = static_cast<int>(both >> 16);
-        if (expert / home == rank) quota[(first_expert + expert) * stride + rank] -= moves.tokens[i];
+        if (expert / home == rank) quota[(first_expert + expert) * call_.all_ranks + rank] -= moves.tokens[i];
         if (static_cast<int>(both & 0xffff) != rank) continue;
-        quota[(first_expert + expert) * stride + rank] += moves.tokens[i];
+        quota[(first_expert + expert) * call_.all_ranks + rank] += moves.tokens[i];
         while (static_cast<int32_t>(slots[slot]) >= 0) ++slot;
         slots[slot] = first_expert + expert;
       }
@@ -132,14 +119,14 @@ class EditedPlan {
 
  private:
   // False: an expert is out of range or not at home, in any domain.
-  MOE_LB_DEVICE bool ReadSlots(bool checks_homes) const {
+  MOE_LB_DEVICE bool ReadSlots() const {
     const auto placement = t_.template Global<const int32_t>(call_.placement, Size(call_.all_ranks * call_.slots));
     bool good = true;
     for (int i = t_.thread(); i < call_.all_ranks * call_.slots; i += kThreads) {
       const int rank = i / call_.slots, place = i % call_.slots;
       const int32_t expert = placement[i];
       good = good && expert >= -1 && expert < call_.all_experts;
-      good = good && !(checks_homes && place < home && expert != rank * home + place);
+      good = good && (place >= home || expert == rank * home + place);
       const int own_rank = rank - first_rank;
       if (own_rank < 0 || own_rank >= num_ranks) continue;
       slots[i - first_rank * call_.slots] = expert;
@@ -165,7 +152,7 @@ class EditedPlan {
         good = good && amount >= 0;
         tokens += static_cast<uint32_t>(amount);
         if (!is_own) continue;
-        quota[expert * stride + own_rank] = amount;
+        quota[expert * call_.all_ranks + own_rank] = amount;
         if (expert / home == rank) served[expert - first_expert] = amount;
       }
       if (is_own) t_.AddAt(load, own_rank, static_cast<int32_t>(tokens));

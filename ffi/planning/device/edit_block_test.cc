@@ -15,18 +15,15 @@
 
 #include "ffi/common/testing.h"
 #include "ffi/planning/device/block_testing.h"
-#include "ffi/planning/device/feplb.h"
-#include "ffi/planning/device/greedy.h"
 #include "ffi/planning/device/relay.h"
 #include "ffi/planning/device/run_on_fibers.h"
 #include "ffi/planning/device/ultraep.h"
-#include "ffi/planning/greedy.h"
 #include "ffi/planning/ultraep.h"
 
 namespace moe_lb::device {
 namespace {
 
-enum class Kind { kGreedy, kUltraEp, kFeplb, kRelay };
+enum class Kind { kUltraEp, kRelay };
 
 struct Case {
   Kind kind;
@@ -34,9 +31,7 @@ struct Case {
   std::vector<int32_t> placement, quota;
   int64_t min_tokens;
   float eps;
-  FeplbOptions feplb;
   RelayOptions relay;
-  bool keeps_quota;
 
   size_t ranks() const { return static_cast<size_t>(num_ranks); }
   size_t experts() const { return static_cast<size_t>(num_ranks * home); }
@@ -57,11 +52,9 @@ Plan OnHost(const Case& c) {
   const MatrixView<int32_t> placement = {plan.placement.data(), c.ranks(), static_cast<size_t>(c.slots)};
   const MatrixView<int32_t> quota = {plan.quota.data(), c.experts(), c.ranks()};
   Status bad;
-  if (c.kind == Kind::kGreedy) bad = Greedy(c.Placement(), c.Quota(), c.domain, c.min_tokens, placement, quota);
   if (c.kind == Kind::kUltraEp) {
     bad = UltraEp(c.Placement(), c.Quota(), c.domain, c.eps, c.min_tokens, placement, quota);
   }
-  if (c.kind == Kind::kFeplb) bad = Feplb(c.Placement(), c.Quota(), c.feplb, placement, quota);
   if (c.kind == Kind::kRelay) bad = Relay(c.Placement(), c.home, c.relay, placement);
   plan.status = bad ? 1 : 0;
   return plan;
@@ -72,13 +65,7 @@ Plan OnBlock(Fibers& block, const Case& c) {
   const MatrixView<int32_t> placement = {plan.placement.data(), c.ranks(), static_cast<size_t>(c.slots)};
   const EditCall edit =
       EditOf(c.Placement(), c.Quota(), c.domain, placement, {plan.quota.data(), c.experts(), c.ranks()}, &plan.status);
-  if (c.kind == Kind::kGreedy) {
-    GreedyCall call = GreedyOf(edit, c.min_tokens);
-    call.keeps_quota = c.keeps_quota;
-    RunOnFibers<GreedyPlanner>(block, call);
-  }
   if (c.kind == Kind::kUltraEp) RunOnFibers<UltraEpPlanner>(block, UltraEpOf(edit, c.eps, c.min_tokens));
-  if (c.kind == Kind::kFeplb) RunOnFibers<FeplbPlanner>(block, FeplbOf(edit, c.feplb));
   if (c.kind == Kind::kRelay) {
     RunOnFibers<RelayPlanner>(block, RelayOf(c.Placement(), c.home, c.relay, placement, &plan.status));
   }
@@ -144,10 +131,7 @@ Case RandomCase(std::mt19937& random, Kind kind) {
   Serve(random, &c);
   c.min_tokens = random() % 2 == 0 ? 1 : int64_t{1} << Pick(random, 0, 40);
   c.eps = std::vector<float>{0, 0.01f, 0.01f, 0.3f, 1}[random() % 5];
-  const int64_t tau = random() % 2 == 0 ? 1 : int64_t{1} << Pick(random, 0, 20);
-  c.feplb = {c.domain, Pick(random, 1, 6), Pick(random, 1, 4), tau, random() % 2 == 0};
   c.relay = {Pick(random, 2, 6), Pick(random, 1, 9), Pick(random, 1, 3)};
-  c.keeps_quota = random() % 2 == 0;
   return c;
 }
 
@@ -199,7 +183,6 @@ void TiesGiveThePlanOfTheHost(Kind kind) {
       PlaceReplicas(random, percent, &c);
       c.min_tokens = 1;
       c.eps = 0.01f;
-      c.feplb = {size.ranks, 40, 8, 1, true};
       ExpectPlanOfHost(block, c);
     }
   }
@@ -277,11 +260,9 @@ void LargePlansGiveThePlanOfTheHost(Kind kind) {
     }
     PlaceReplicas(random, kind == Kind::kRelay ? 100 : 0, &c);
     Serve(random, &c);
-    c.min_tokens = kind == Kind::kGreedy ? 1 : 1024;
+    c.min_tokens = 1024;
     c.eps = 0.01f;
-    c.feplb = {num_ranks, 4, 8, 1, true};
     c.relay = {};
-    c.keeps_quota = true;
     ExpectPlanOfHost(block, c);
   }
 }
@@ -295,29 +276,20 @@ void TheLargestPlansFit() {
     call.slots = slots;
     return call;
   };
-  const auto feplb_fits = [&](int ranks, int experts, int slots) {
-    FeplbCall call = {};
+  const auto ultraep_fits = [&](int ranks, int experts, int slots) {
+    UltraEpCall call = {};
     call.plan = plan(ranks, experts, slots);
-    return Fit(&call);
+    return Fit(call);
   };
-  EXPECT(feplb_fits(1, 2, 13902) && !feplb_fits(1, 2, 13904));
-  EXPECT(feplb_fits(128, 128, 2) && !feplb_fits(129, 129, 2));
-  EXPECT(feplb_fits(2, 4, 2) && !feplb_fits(2, 4, 1));
-  const auto greedy = [&](int slots) {
-    GreedyCall call = {};
-    call.plan = plan(1, 2, slots);
-    const bool fits = Fit(&call);
-    return std::pair(fits, call.keeps_quota);
-  };
-  EXPECT(greedy(41670) == std::pair(true, true));
-  EXPECT(greedy(41672) == std::pair(true, false));
-  EXPECT(greedy(41674) == std::pair(false, false));
+  EXPECT(ultraep_fits(1, 2, 3792) && !ultraep_fits(1, 2, 3793));
+  EXPECT(ultraep_fits(128, 128, 2) && !ultraep_fits(129, 129, 2));
+  EXPECT(ultraep_fits(2, 4, 2) && !ultraep_fits(2, 4, 1));
   const auto relay_fits = [](int ranks, int home, int slots) {
     RelayCall call = {};
     call.num_ranks = ranks;
     call.home = home;
     call.slots = slots;
-    return Fit(&call);
+    return Fit(call);
   };
   EXPECT(relay_fits(1, 4, 20854) && !relay_fits(1, 4, 20855));
   EXPECT(relay_fits(128, 1, 2) && !relay_fits(129, 1, 2));
@@ -378,8 +350,7 @@ int main(int argc, char** argv) {
                              {"largest", TheLargestPlansFit},
                              {"quotients", QuotientsAreThoseOfDivisions},
                              {"ultraep_limits", UltraEpTriesTheLimitsOfTheHost}};
-  const std::map<std::string, Kind> kinds = {
-      {"greedy", Kind::kGreedy}, {"ultraep", Kind::kUltraEp}, {"feplb", Kind::kFeplb}, {"relay", Kind::kRelay}};
+  const std::map<std::string, Kind> kinds = {{"ultraep", Kind::kUltraEp}, {"relay", Kind::kRelay}};
   for (const auto& [name, kind] : kinds) {
     parts.emplace_back(name, [=, kind = kind] {
       RandomPlansGiveThePlanOfTheHost(kind, number, seed);

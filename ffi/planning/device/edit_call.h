@@ -1,4 +1,4 @@
-// Arguments of the planners that edit a plan in a block of a GPU, and their shared memory.
+// Arguments of the planners of plans and of relays in a block of a GPU, and their shared memory.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,6 @@
 
 #include "ffi/common/view.h"
 #include "ffi/planning/device/ranks.h"
-#include "ffi/planning/feplb.h"
 #include "ffi/planning/relay.h"
 
 namespace moe_lb::device {
@@ -29,27 +28,14 @@ struct EditCall {
   MOE_LB_ANYWHERE size_t words() const { return NumWords(num_ranks); }
 };
 
-// A planner that edits a plan has a block for each domain.
-struct BlockPerDomain {
+// A block plans each domain.
+struct UltraEpCall {
   EditCall plan;
+  float eps;
+  int32_t min_tokens;
 
   MOE_LB_ANYWHERE int blocks() const { return plan.all_ranks / plan.num_ranks; }
   MOE_LB_ANYWHERE size_t words() const { return plan.words(); }
-};
-
-struct GreedyCall : BlockPerDomain {
-  int32_t min_tokens;
-  bool keeps_quota;  // in shared memory
-};
-
-struct UltraEpCall : BlockPerDomain {
-  float eps;
-  int32_t min_tokens;
-};
-
-struct FeplbCall : BlockPerDomain {
-  int32_t num_dynamic, max_num_dyn, tau;
-  bool skip;
 };
 
 // One block plans the relays of all ranks.
@@ -64,7 +50,7 @@ struct RelayCall {
   MOE_LB_ANYWHERE size_t words() const { return NumWords(num_ranks); }
 };
 
-// Offsets in bytes of the arrays of every planner that edits a plan.
+// Offsets in bytes of the arrays of an edited plan.
 struct EditLayout {
   size_t sums, load, served, holders, slots;
 };
@@ -85,22 +71,6 @@ MOE_LB_ANYWHERE size_t MovesBytes(const EditCall& call) {
   return 8 * static_cast<size_t>(call.num_ranks * (call.slots - call.home()));
 }
 
-struct GreedyLayout {
-  EditLayout plan;
-  size_t offers, room, quota, end;
-};
-
-MOE_LB_ANYWHERE GreedyLayout LayOut(const GreedyCall& call) {
-  Offsets at;
-  GreedyLayout layout;
-  layout.plan = LayOut(call.plan, &at);
-  layout.offers = at.Take(4 * 4 * kWarps);
-  layout.room = at.Take(4 * static_cast<size_t>(call.plan.num_ranks));
-  layout.quota = at.Take(call.keeps_quota ? 4 * static_cast<size_t>(call.plan.all_experts * call.plan.num_ranks) : 0);
-  layout.end = at.end;
-  return layout;
-}
-
 constexpr int kAttempts = 4;           // of UltraEP at once, a warp each
 constexpr int kLists = kAttempts + 1;  // and the best so far
 
@@ -118,22 +88,6 @@ MOE_LB_ANYWHERE UltraEpLayout LayOut(const UltraEpCall& call) {
   layout.counts = at.Take(4 * kLists);
   layout.one_moves = MovesBytes(call.plan);
   layout.moves = at.Take(layout.one_moves * kLists);
-  layout.end = at.end;
-  return layout;
-}
-
-struct FeplbLayout {
-  EditLayout plan;
-  size_t by_served, count, moves, end;
-};
-
-MOE_LB_ANYWHERE FeplbLayout LayOut(const FeplbCall& call) {
-  Offsets at;
-  FeplbLayout layout;
-  layout.plan = LayOut(call.plan, &at);
-  layout.by_served = at.Take(2 * static_cast<size_t>(call.plan.num_experts()));
-  layout.count = at.Take(4);
-  layout.moves = at.Take(MovesBytes(call.plan));
   layout.end = at.end;
   return layout;
 }
@@ -162,23 +116,12 @@ inline bool Fits(const EditCall& call) {
 }
 
 // Whether a call fits into a block.
-template <typename Call>
-bool Fit(Call* call) {
-  return Fits(call->plan) && LayOut(*call).end <= kSharedBytes;
-}
+inline bool Fit(const UltraEpCall& call) { return Fits(call.plan) && LayOut(call).end <= kSharedBytes; }
 
-// The quota is in shared memory if it fits.
-inline bool Fit(GreedyCall* call) {
-  if (!Fits(call->plan)) return false;
-  call->keeps_quota = true;
-  if (LayOut(*call).end > kSharedBytes) call->keeps_quota = false;
-  return LayOut(*call).end <= kSharedBytes;
-}
-
-inline bool Fit(RelayCall* call) {
+inline bool Fit(const RelayCall& call) {
   // Offsets have 31 bits.
-  return call->num_ranks <= kMaxRanks && static_cast<int64_t>(call->num_ranks) * call->slots <= INT32_MAX / 4 &&
-         LayOut(*call).end <= kSharedBytes;
+  return call.num_ranks <= kMaxRanks && static_cast<int64_t>(call.num_ranks) * call.slots <= INT32_MAX / 4 &&
+         LayOut(call).end <= kSharedBytes;
 }
 
 // ---- Calls of arrays ---------------------------------------------------------------
@@ -202,14 +145,8 @@ inline EditCall EditOf(MatrixView<const int32_t> placement, MatrixView<const int
           static_cast<int>(domain)};
 }
 
-inline GreedyCall GreedyOf(const EditCall& plan, int64_t min_tokens) { return {{plan}, Saturated(min_tokens), false}; }
-
 inline UltraEpCall UltraEpOf(const EditCall& plan, float eps, int64_t min_tokens) {
-  return {{plan}, eps, Saturated(min_tokens)};
-}
-
-inline FeplbCall FeplbOf(const EditCall& plan, const FeplbOptions& options) {
-  return {{plan}, Saturated(options.num_dynamic), Saturated(options.max_num_dyn), Saturated(options.tau), options.skip};
+  return {plan, eps, Saturated(min_tokens)};
 }
 
 inline RelayCall RelayOf(MatrixView<const int32_t> placement, int64_t num_home, const RelayOptions& options,

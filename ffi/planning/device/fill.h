@@ -24,7 +24,7 @@ class Fill {
     Fill fill(t, flow, home, limit, rule, fan_out);
     t.SyncWarp();
     while (fill.Give()) t.SyncWarp();
-    fill.Finish();
+    flow.Write(t, fill.load_, fill.used_);
   }
 
  private:
@@ -63,7 +63,7 @@ class Fill {
     const int32_t left = t_.From(Of(left_, donor), lane) - 1;
     int32_t tokens = Least(hot, room);
     if (rule_ == DonorRule::kSequential) tokens = Least(tokens, surplus);
-    Record(receiver, expert, tokens);
+    flow_.Record(t_, expert, receiver, t_.From(Of(used_, receiver), receiver % kLanes), tokens);
     const bool goes_on = surplus > tokens && left > 0;
     int next = expert;
     int32_t next_tokens = 0;
@@ -115,17 +115,6 @@ class Fill {
     return value;
   }
 
-  // Writes the replica. The loads are in registers and written at the end.
-  MOE_LB_DEVICE void Record(int receiver, int expert, int32_t tokens) {
-    const int slot = receiver * flow_.shape.slots + t_.From(Of(used_, receiver), receiver % kLanes);
-    if (t_.lane() == 0) {
-      flow_.slot_of[flow_.num_entries] = static_cast<uint16_t>(slot);
-      flow_.order[slot] = static_cast<uint16_t>(flow_.num_entries);
-      flow_.Put(expert, slot, tokens);
-    }
-    ++flow_.num_entries;
-  }
-
   // The first home expert of a rank with the most tokens; `expert` is left with `rest`, which lane 0 has just written.
   MOE_LB_DEVICE void FindHottest(int rank, int expert, int32_t rest, int* hottest, int32_t* tokens) const {
     uint32_t most = 0;
@@ -159,17 +148,6 @@ class Fill {
     // A donor that gave more than its surplus has room. One that stopped at its fan-out has none.
     donates_[k] = false;
     room_[k] = used_[k] == flow_.shape.slots ? 0 : Most(limit_ - load_[k], 0);
-  }
-
-  // A barrier of the warp must follow.
-  MOE_LB_DEVICE void Finish() {
-    for (int k = 0; k < W; ++k) {
-      const int rank = kLanes * k + t_.lane();
-      if (rank >= flow_.shape.num_ranks) continue;
-      flow_.load[rank] = load_[k];
-      flow_.used[rank] = static_cast<uint16_t>(used_[k]);
-    }
-    t_.SyncWarp();
   }
 
   const T& t_;

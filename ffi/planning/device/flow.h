@@ -96,14 +96,36 @@ class Flow {
   MOE_LB_DEVICE void Append(int of_expert, int rank, int32_t amount) {
     const int slot = rank * shape.slots + static_cast<int>(used[rank]);
     used[rank] += 1;
-    slot_of[num_entries] = static_cast<uint16_t>(slot);
-    order[slot] = static_cast<uint16_t>(num_entries);
-    Put(of_expert, slot, amount);
+    PutNext(of_expert, slot, amount);
     load[rank] += amount;
     load[HomeOf(of_expert)] -= amount;
   }
 
-  // The same without the order and the loads.
+  // The same by all lanes of a warp that keep the loads and used slots of their ranks in registers, see `Write`.
+  MOE_LB_DEVICE void Record(const T& t, int of_expert, int rank, int used_slots, int32_t amount) {
+    if (t.lane() == 0) PutNext(of_expert, rank * shape.slots + used_slots, amount);
+    ++num_entries;
+  }
+
+  // Writes the loads and used slots of the ranks of each lane, and ends with a barrier of the warp.
+  MOE_LB_DEVICE void Write(const T& t, const int32_t (&loads)[size_t{W}], const int (&used_slots)[size_t{W}]) {
+    for (int k = 0; k < W; ++k) {
+      const int rank = kLanes * k + t.lane();
+      if (rank >= shape.num_ranks) continue;
+      load[rank] = loads[k];
+      used[rank] = static_cast<uint16_t>(used_slots[k]);
+    }
+    t.SyncWarp();
+  }
+
+  // Puts a replica into a slot, as the next in order.
+  MOE_LB_DEVICE void PutNext(int of_expert, int slot, int32_t amount) {
+    slot_of[num_entries] = static_cast<uint16_t>(slot);
+    order[slot] = static_cast<uint16_t>(num_entries);
+    Put(of_expert, slot, amount);
+  }
+
+  // The same without the order.
   MOE_LB_DEVICE void Put(int of_expert, int slot, int32_t amount) {
     const int rank = RankOf(slot), home = HomeOf(of_expert), place = of_expert - home * shape.home;
     expert[slot] = static_cast<uint16_t>(of_expert);

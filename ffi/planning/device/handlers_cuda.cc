@@ -49,51 +49,20 @@ xf::Error Exact(Matrix counts, int64_t domain, double eps, int64_t max_fan_out, 
   return LaunchCall(kName, call, stream);
 }
 
-// ---- Planners that edit a plan -----------------------------------------------------
-
-// The arrays of such a planner.
-struct Edit {
-  MatrixView<const int32_t> placement, quota;
-  MatrixView<int32_t> new_placement, new_quota;
-  StatusResult status;
-};
-
-// Launches `make(plan)`, a call for the arrays, if they match each other and the options are good.
-template <typename Make>
-xf::Error LaunchEdit(const char* name, Edit edit, int64_t domain, bool is_good, cudaStream_t stream, const Make& make) {
-  const size_t ranks = edit.placement.rows(), slots = edit.placement.columns(), experts = edit.quota.rows();
-  const bool fits = ranks >= 1 && slots >= 1 && experts >= 1 && experts % ranks == 0 && IsDomain(domain, ranks) &&
-                    edit.quota.columns() == ranks && HasShape(edit.new_placement, ranks, slots) &&
-                    HasShape(edit.new_quota, experts, ranks) && edit.status->element_count() == 1;
-  if (!fits || !is_good) return Mismatch(name);
-  auto call = make(device::EditOf(edit.placement, edit.quota, domain, edit.new_placement, edit.new_quota,
-                                  edit.status->typed_data()));
-  if (!device::Fit(&call)) return TooLarge(name);
-  return LaunchCall(name, call, stream);
-}
-
-xf::Error GreedyKernel(Matrix placement, Matrix quota, int64_t domain, int64_t min_tokens, MatrixResult new_placement,
-                       MatrixResult new_quota, StatusResult status, cudaStream_t stream) {
-  const Edit edit = {In(placement), In(quota), Out(new_placement), Out(new_quota), status};
-  return LaunchEdit("moe_lb_plan_greedy_kernel", edit, domain, min_tokens >= 1, stream,
-                    [=](const device::EditCall& plan) { return device::GreedyOf(plan, min_tokens); });
-}
-
 xf::Error UltraEpKernel(Matrix placement, Matrix quota, int64_t domain, float eps, int64_t min_tokens,
                         MatrixResult new_placement, MatrixResult new_quota, StatusResult status, cudaStream_t stream) {
-  const Edit edit = {In(placement), In(quota), Out(new_placement), Out(new_quota), status};
-  return LaunchEdit("moe_lb_plan_ultraep_kernel", edit, domain, eps >= 0 && eps <= 1 && min_tokens >= 1, stream,
-                    [=](const device::EditCall& plan) { return device::UltraEpOf(plan, eps, min_tokens); });
-}
-
-xf::Error FeplbKernel(Matrix placement, Matrix quota, int64_t domain, int64_t num_dynamic, int64_t max_num_dyn,
-                      int64_t tau, bool skip, MatrixResult new_placement, MatrixResult new_quota, StatusResult status,
-                      cudaStream_t stream) {
-  const Edit edit = {In(placement), In(quota), Out(new_placement), Out(new_quota), status};
-  const FeplbOptions options = {domain, num_dynamic, max_num_dyn, tau, skip};
-  const bool is_good = num_dynamic >= 1 && max_num_dyn >= 1 && tau >= 1 && tau <= std::numeric_limits<int32_t>::max();
-  return LaunchEdit("moe_lb_plan_feplb_kernel", edit, domain, is_good, stream,
-                    [&](const device::EditCall& plan) { return device::FeplbOf(plan, options); });
+  constexpr const char* kName = "moe_lb_plan_ultraep_kernel";
+  const auto in = In(placement), amounts = In(quota);
+  const auto out = Out(new_placement), new_amounts = Out(new_quota);
+  const size_t ranks = in.rows(), slots = in.columns(), experts = amounts.rows();
+  const bool fits = ranks >= 1 && slots >= 1 && experts >= 1 && experts % ranks == 0 && IsDomain(domain, ranks) &&
+                    amounts.columns() == ranks && HasShape(out, ranks, slots) &&
+                    HasShape(new_amounts, experts, ranks) && status->element_count() == 1;
+  if (!fits || !(eps >= 0 && eps <= 1) || min_tokens < 1) return Mismatch(kName);
+  const device::EditCall plan = device::EditOf(in, amounts, domain, out, new_amounts, status->typed_data());
+  const device::UltraEpCall call = device::UltraEpOf(plan, eps, min_tokens);
+  if (!device::Fit(call)) return TooLarge(kName);
+  return LaunchCall(kName, call, stream);
 }
 
 xf::Error RelayKernel(Matrix placement, int64_t num_home, int64_t min_replicas, int64_t max_relays, int64_t min_gain,
@@ -104,9 +73,9 @@ xf::Error RelayKernel(Matrix placement, int64_t num_home, int64_t min_replicas, 
   const bool fits = in.rows() >= 1 && num_home >= 1 && num_home <= static_cast<int64_t>(in.columns()) &&
                     HasShape(out, in.rows(), in.columns()) && status->element_count() == 1;
   if (!fits || min_replicas < 2 || max_relays < 1 || min_gain < 1) return Mismatch(kName);
-  device::RelayCall call =
+  const device::RelayCall call =
       device::RelayOf(in, num_home, {min_replicas, max_relays, min_gain}, out, status->typed_data());
-  if (!device::Fit(&call)) return TooLarge(kName);
+  if (!device::Fit(call)) return TooLarge(kName);
   return LaunchCall(kName, call, stream);
 }
 
@@ -117,9 +86,7 @@ auto OnStream(Binding binding) {
 
 // These only launch on the stream, so a CUDA graph may record them.
 XLA_FFI_DEFINE_HANDLER(kExact, Exact, OnStream(ExactBinding()), {xf::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kGreedy, GreedyKernel, OnStream(GreedyBinding()), {xf::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kUltraEp, UltraEpKernel, OnStream(UltraEpBinding()), {xf::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kFeplb, FeplbKernel, OnStream(FeplbBinding()), {xf::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kRelay, RelayKernel, OnStream(RelayBinding()), {xf::Traits::kCmdBufferCompatible});
 
 }  // namespace
@@ -127,9 +94,7 @@ XLA_FFI_DEFINE_HANDLER(kRelay, RelayKernel, OnStream(RelayBinding()), {xf::Trait
 Registrations PlanningKernelRegistrations() {
   return {{},
           {{"moe_lb_plan_exact_kernel", kExact},
-           {"moe_lb_plan_greedy_kernel", kGreedy},
            {"moe_lb_plan_ultraep_kernel", kUltraEp},
-           {"moe_lb_plan_feplb_kernel", kFeplb},
            {"moe_lb_plan_relay_kernel", kRelay}}};
 }
 
@@ -150,12 +115,9 @@ bool KernelFits(const std::string& planner, int64_t ranks, int64_t experts, int6
   const device::EditCall plan =
       device::EditOf({nullptr, num_ranks, num_slots}, {nullptr, static_cast<size_t>(experts), num_ranks}, domain,
                      {nullptr, num_ranks, num_slots}, {nullptr, 0, 0}, nullptr);
-  const auto fits = [](auto call) { return device::Fit(&call); };
-  if (planner == "greedy") return fits(device::GreedyOf(plan, 1));
-  if (planner == "ultraep") return fits(device::UltraEpOf(plan, 0, 1));
-  if (planner == "feplb") return fits(device::FeplbOf(plan, {domain, 1, 1, 1, false}));
+  if (planner == "ultraep") return device::Fit(device::UltraEpOf(plan, 0, 1));
   if (planner == "relay") {
-    return fits(device::RelayOf({nullptr, num_ranks, num_slots}, experts / ranks, {}, {nullptr, 0, 0}, nullptr));
+    return device::Fit(device::RelayOf({nullptr, num_ranks, num_slots}, experts / ranks, {}, {nullptr, 0, 0}, nullptr));
   }
   return false;
 }

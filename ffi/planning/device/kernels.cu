@@ -1,6 +1,4 @@
 #include "ffi/planning/device/exact.h"
-#include "ffi/planning/device/feplb.h"
-#include "ffi/planning/device/greedy.h"
 #include "ffi/planning/device/launch.h"
 #include "ffi/planning/device/relay.h"
 #include "ffi/planning/device/ultraep.h"
@@ -35,9 +33,7 @@ cudaError_t LaunchPlanner(const Call& call, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t Launch(const ExactCall& call, cudaStream_t stream) { return LaunchPlanner<ExactPlanner>(call, stream); }
-cudaError_t Launch(const GreedyCall& call, cudaStream_t stream) { return LaunchPlanner<GreedyPlanner>(call, stream); }
 cudaError_t Launch(const UltraEpCall& call, cudaStream_t stream) { return LaunchPlanner<UltraEpPlanner>(call, stream); }
-cudaError_t Launch(const FeplbCall& call, cudaStream_t stream) { return LaunchPlanner<FeplbPlanner>(call, stream); }
 cudaError_t Launch(const RelayCall& call, cudaStream_t stream) { return LaunchPlanner<RelayPlanner>(call, stream); }
 
 }  // namespace moe_lb::device

@@ -10,9 +10,7 @@ namespace moe_lb::device {
 
 // Calls that fit into a block, see `Fit`. The arrays of a call are device memory.
 cudaError_t Launch(const ExactCall& call, cudaStream_t stream);
-cudaError_t Launch(const GreedyCall& call, cudaStream_t stream);
 cudaError_t Launch(const UltraEpCall& call, cudaStream_t stream);
-cudaError_t Launch(const FeplbCall& call, cudaStream_t stream);
 cudaError_t Launch(const RelayCall& call, cudaStream_t stream);
 
 }  // namespace moe_lb::device

@@ -1,12 +1,9 @@
 #include "ffi/planning/device/on_fibers.h"
 
 #include "ffi/planning/device/exact.h"
-#include "ffi/planning/device/feplb.h"
-#include "ffi/planning/device/greedy.h"
 #include "ffi/planning/device/relay.h"
 #include "ffi/planning/device/run_on_fibers.h"
 #include "ffi/planning/device/ultraep.h"
-#include "ffi/planning/greedy.h"
 #include "ffi/planning/ultraep.h"
 
 namespace moe_lb::device {
@@ -23,15 +20,6 @@ Status Run(const Call& call, BlockTime* time) {
   return fibers.faults().empty() ? Ok() : Refuse("the block fails: ", fibers.faults()[0]);
 }
 
-// For planners that edit a plan.
-template <template <typename, int> class Planner, typename Call>
-Status RunIfItFits(Call call, BlockTime* time) {
-  int32_t status = 0;
-  call.plan.status = &status;
-  if (!Fit(&call)) return TooLarge("domain", call.plan.num_ranks);
-  return Run<Planner>(call, time);
-}
-
 }  // namespace
 
 // The planner of the CPU checks the arguments, and fills the results with a plan that is overwritten.
@@ -45,35 +33,23 @@ Status ExactOnFibers(MatrixView<const int32_t> counts, int64_t domain, const Exa
   return Run<ExactPlanner>(call, time);
 }
 
-Status GreedyOnFibers(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain,
-                      int64_t min_tokens, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota,
-                      BlockTime* time) {
-  if (Status bad = Greedy(placement, quota, domain, min_tokens, new_placement, new_quota)) return bad;
-  const EditCall plan = EditOf(placement, quota, domain, new_placement, new_quota, nullptr);
-  return RunIfItFits<GreedyPlanner>(GreedyOf(plan, min_tokens), time);
-}
-
 Status UltraEpOnFibers(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, float eps,
                        int64_t min_tokens, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota,
                        BlockTime* time) {
   if (Status bad = UltraEp(placement, quota, domain, eps, min_tokens, new_placement, new_quota)) return bad;
-  const EditCall plan = EditOf(placement, quota, domain, new_placement, new_quota, nullptr);
-  return RunIfItFits<UltraEpPlanner>(UltraEpOf(plan, eps, min_tokens), time);
-}
-
-Status FeplbOnFibers(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, const FeplbOptions& options,
-                     MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota, BlockTime* time) {
-  if (Status bad = Feplb(placement, quota, options, new_placement, new_quota)) return bad;
-  const EditCall plan = EditOf(placement, quota, options.domain, new_placement, new_quota, nullptr);
-  return RunIfItFits<FeplbPlanner>(FeplbOf(plan, options), time);
+  int32_t status = 0;
+  const EditCall plan = EditOf(placement, quota, domain, new_placement, new_quota, &status);
+  const UltraEpCall call = UltraEpOf(plan, eps, min_tokens);
+  if (!Fit(call)) return TooLarge("domain", domain);
+  return Run<UltraEpPlanner>(call, time);
 }
 
 Status RelayOnFibers(MatrixView<const int32_t> placement, int64_t num_home, const RelayOptions& options,
                      MatrixView<int32_t> relay, BlockTime* time) {
   if (Status bad = Relay(placement, num_home, options, relay)) return bad;
   int32_t status = 0;
-  RelayCall call = RelayOf(placement, num_home, options, relay, &status);
-  if (!Fit(&call)) return TooLarge("placement", call.num_ranks);
+  const RelayCall call = RelayOf(placement, num_home, options, relay, &status);
+  if (!Fit(call)) return TooLarge("placement", call.num_ranks);
   return Run<RelayPlanner>(call, time);
 }
 

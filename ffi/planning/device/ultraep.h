@@ -18,7 +18,7 @@ class UltraEpPlanner {
   static MOE_LB_DEVICE void Run(const T& t, const UltraEpCall& call, int domain) {
     const UltraEpLayout at = LayOut(call);
     EditedPlan<T, W> plan(t, call.plan, domain, at.plan);
-    if (!plan.Load(true)) return;
+    if (!plan.Load()) return;
     UltraEpPlanner planner(t, call, plan, at);
     planner.Sort();
     t.SyncBlock();

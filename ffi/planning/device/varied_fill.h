@@ -17,7 +17,7 @@ class VariedFill {
     VariedFill fill(t, flow, home, limit, variation, fan_out);
     t.SyncWarp();
     while (fill.Give()) t.SyncWarp();
-    fill.Finish();
+    flow.Write(t, fill.load_, fill.used_);
   }
 
  private:
@@ -72,7 +72,7 @@ class VariedFill {
     const int expert = ValueOf<W>(t_, hottest_, donor);
     const int32_t hot = ValueOf<W>(t_, hot_tokens_, donor);
     const int32_t tokens = Least(hot, limit_ - ValueOf<W>(t_, load_, receiver));
-    Record(receiver, expert, tokens);
+    flow_.Record(t_, expert, receiver, ValueOf<W>(t_, used_, receiver), tokens);
     int next = expert;
     int32_t next_tokens = 0;
     const uint32_t most = FindHottest(donor, expert, hot - tokens, &next, &next_tokens);
@@ -94,17 +94,6 @@ class VariedFill {
     return true;
   }
 
-  // Writes the replica. The loads are in registers and written at the end.
-  MOE_LB_DEVICE void Record(int receiver, int expert, int32_t tokens) {
-    const int slot = receiver * flow_.shape.slots + ValueOf<W>(t_, used_, receiver);
-    if (t_.lane() == 0) {
-      flow_.slot_of[flow_.num_entries] = static_cast<uint16_t>(slot);
-      flow_.order[slot] = static_cast<uint16_t>(flow_.num_entries);
-      flow_.Put(expert, slot, tokens);
-    }
-    ++flow_.num_entries;
-  }
-
   // The first home expert of a rank with the most tokens, weighted; `expert` is left with `rest`, which lane 0 has just
   // written. Returns its weighted tokens.
   MOE_LB_DEVICE uint32_t FindHottest(int rank, int expert, int32_t rest, int* hottest, int32_t* tokens) const {
@@ -122,17 +111,6 @@ class VariedFill {
       *tokens = t_.From(mine, LowestBit(found));
     }
     return most;
-  }
-
-  // A barrier of the warp must follow.
-  MOE_LB_DEVICE void Finish() {
-    for (int k = 0; k < W; ++k) {
-      const int rank = kLanes * k + t_.lane();
-      if (rank >= flow_.shape.num_ranks) continue;
-      flow_.load[rank] = load_[k];
-      flow_.used[rank] = static_cast<uint16_t>(used_[k]);
-    }
-    t_.SyncWarp();
   }
 
   const T& t_;

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from jax_moe_lb.recordings import device_rates as rates
+from jax_moe_lb.core import device_rates as rates
 
 GPUS = ("a100", "b200", "gb200", "h100", "h200")
 

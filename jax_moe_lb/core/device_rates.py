@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from jax_moe_lb.core.checks import shown
-from jax_moe_lb.recordings.quantities import rate, speed, time
+from jax_moe_lb.core.quantities import rate, speed, time
 
 BASES = ("data sheet", "measured", "assumed")
 """Origins of a value."""
