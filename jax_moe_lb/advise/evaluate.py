@@ -146,6 +146,10 @@ class Evaluator:
         """Simulate one layer of the model with the first layer of a workload."""
         return self._glanced(choice, workload)[0]
 
+    def rounds(self, choice: Choice, workload: Workload) -> int:
+        """Return the rounds of one layer of the model with the first layer of a workload."""
+        return self._glanced(choice, workload)[1]
+
     def least_headroom(self, choice: Choice, workload: Workload) -> Choice:
         """Return the choice with the least headroom that has one round in a simulated layer; else the choice itself."""
         # More headroom than for one round saves no time.
