@@ -277,7 +277,7 @@ def _planner_s(system: System, cluster: Cluster, plans: list[HostPlan]) -> float
         return 0.0
     planner_s, runs, plan = cluster.planner_s, max(one.runs for one in plans), plans[0].plan
     if planner_s is None:
-        planner_s = planning_s(system.balancer, plan.num_ranks, plan.num_experts, cluster.host_wait_s)
+        planner_s = planning_s(system.balancer, plan.num_ranks, plan.domain, plan.num_experts, cluster.host_wait_s)
     # The branch of a planner that does not run waits for the host, as XLA evaluates it there.
     return runs * planner_s if runs else min(planner_s, cluster.host_wait_s)
 
