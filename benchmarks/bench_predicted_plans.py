@@ -113,7 +113,7 @@ def row_of(name: str, rule: str, model: ModelShape, trace: Trace) -> list[Value]
         for step in steps
         for at in range(trace.shape[1])
     ]
-    split_s = planning_s(exact().balancer, num_ranks, model.experts, cluster.host_wait_s)
+    split_s = planning_s(exact().balancer, num_ranks, num_ranks, model.experts, cluster.host_wait_s)
     exact_s = sum(one.exact_s for one in found)
 
     def over_exact(split_s: float) -> float:

@@ -18,6 +18,7 @@ from benchmarks.results import Table
 from jax_moe_lb import TopK
 from jax_moe_lb.aot import ProgramReport, Target, compiler_options
 from jax_moe_lb.aot.compile import read_report
+from jax_moe_lb.aot.operation_time import rates_of
 from jax_moe_lb.layer.systems import system_named
 from tests.layer_cases import Case, sharded_moe, with_gradients
 
@@ -93,9 +94,15 @@ def timeline(name: str) -> Check:
         measured = {op: sum(seconds) / calls for op, seconds in durations.items() if op in spans}
         if not measured:
             return Finding(None, "the profile has no operation of the program")
-        rows = [[spans[op].stage, op, spans[op].bound, 1e6 * spans[op].seconds, 1e6 * s] for op, s in measured.items()]
+        estimated, run = 1e6 * sum(spans[op].seconds for op in measured), 1e6 * sum(measured.values())
+        # The table has times at the whole bandwidth, so that `measured_rates.memory_share` follows from each run.
+        share = {"HBM": rates_of(Target.parse(report.target)).memory_share}
+        rows = [
+            [span.stage, op, span.bound, 1e6 * span.seconds * share.get(span.bound, 1.0), 1e6 * s]
+            for op, s in measured.items()
+            for span in (spans[op],)
+        ]
         rows.sort(key=lambda row: -row[4])
-        estimated, run = sum(row[3] for row in rows), sum(row[4] for row in rows)
         columns = {"stage": "", "operation": "", "bound": "", "estimated us": ".1f", "us": ".1f"}
         ratio = max(estimated, run) / max(min(estimated, run), 1e-9)
         found = f"{estimated:.0f} us estimated, {run:.0f} us in the run, {len(rows)} of {len(spans)} operations"

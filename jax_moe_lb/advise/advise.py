@@ -148,8 +148,8 @@ class Advice:
 
     @property
     def leave_off(self) -> bool:
-        """True if plain suffices: it is as fast on some workload, or the gain is too small."""
-        return self.gain < WORTH_IT or self.plain.is_like(self.best)
+        """True if plain suffices: the gain is too small, or plain is faster by as much on some workload."""
+        return self.gain < WORTH_IT or min(self.gains) < -WORTH_IT
 
     @property
     def alike(self) -> tuple[SearchResult, ...]:

@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.layer.system import with_dispatch
@@ -74,15 +75,7 @@ class Choice:
 
     def build_system(self) -> System:
         """Build the system, without the rule for its dispatch."""
-        system = system_named(self.system)
-        system = replace(system, replica_slots=self.replica_slots, relocates=self.relocated)
-        if self.eps is not None:
-            system = replace(system, balancer=Exact(eps=self.eps))
-        if self.relayed:
-            system = replace(system, replicate=Relay())
-        if self.headroom is not None:
-            system = system.replace(buffers=replace(system.dispatch.buffers, headroom=self.headroom))
-        return with_dispatch(system, "rails") if self.sprayed else system
+        return _system_of(replace(self, domain_sizes=(), ratio=1.0))
 
     def build(self, model: ModelShape, cluster: Cluster, step: Step) -> Candidate:
         """Build the candidate, with the dispatch of `dispatch_by_rule`."""
@@ -100,6 +93,20 @@ class Choice:
             if step.backward and bare <= there < whole:
                 migration = replace(migration, gather_again=True)
         return Candidate(self.name, system, migration)
+
+
+@lru_cache(maxsize=1024)
+def _system_of(choice: Choice) -> System:
+    """Build a system once for all expert domains."""
+    system = system_named(choice.system)
+    system = replace(system, replica_slots=choice.replica_slots, relocates=choice.relocated)
+    if choice.eps is not None:
+        system = replace(system, balancer=Exact(eps=choice.eps))
+    if choice.relayed:
+        system = replace(system, replicate=Relay())
+    if choice.headroom is not None:
+        system = system.replace(buffers=replace(system.dispatch.buffers, headroom=choice.headroom))
+    return with_dispatch(system, "rails") if choice.sprayed else system
 
 
 def with_memory(migration: Migration, model: ModelShape, cluster: Cluster, step: Step) -> Migration:

@@ -3,7 +3,6 @@
 A `Workload` is a step of synthetic counts in one of several shapes, or of a recorded trace.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -146,6 +145,10 @@ class Evaluator:
         """Simulate one layer of the model with the first layer of a workload."""
         return self._glanced(choice, workload)[0]
 
+    def rounds(self, choice: Choice, workload: Workload) -> int:
+        """Return the rounds of one layer of the model with the first layer of a workload."""
+        return self._glanced(choice, workload)[1]
+
     def least_headroom(self, choice: Choice, workload: Workload) -> Choice:
         """Return the choice with the least headroom that has one round in a simulated layer; else the choice itself."""
         # More headroom than for one round saves no time.
@@ -195,8 +198,10 @@ class Evaluator:
         always = needs_counts(one.system.balancer) and choice.system != "exact"
         planner_s = (self.cluster.planner_s or 0.0) if always else 0.0
         if always and self.cluster.planner_s is None:
-            ranks = self.cluster.num_ranks // math.prod(one.migration.sizes(self.cluster))
-            planner_s = planning_s(one.system.balancer, ranks, model.experts, self.cluster.host_wait_s)
+            sizes = zip(self.cluster.levels, one.migration.sizes(self.cluster), strict=True)
+            group = self.cluster.topology(tuple(level.size // size for level, size in sizes))
+            sizes_of_plan = group.num_ranks, group.ranks_per_domain, model.experts
+            planner_s = planning_s(one.system.balancer, *sizes_of_plan, self.cluster.host_wait_s)
         # Experts wait for the gathers before them, and gradients go home after them.
         return planner_s + experts_s + max(before_s, sum(seconds(flow, self.cluster) for flow in flows))
 

@@ -3,6 +3,7 @@
 The search has three stages. On the workload of the first shape, it simulates one layer of the first choices of the
 space. Then it repeatedly simulates all neighbors of the fastest families, until no neighbor is faster. On the other
 shapes it continues from the fastest families of the shapes before, without choices `FAR` slower than the fastest one.
+A choice of several rounds is tried with larger receive buffers, too.
 The second stage simulates one layer of the fastest choices on every shape. The third stage simulates whole steps of the
 best ones on all workloads, without families `FAR` slower than the fastest. A choice with a lower bound above the time
 of others is not simulated. The first two stages are a heuristic: a choice that is slow on the first workloads is not
@@ -103,6 +104,11 @@ class Space:
                     if choice in self:
                         yield choice
 
+    def with_headroom(self, choice: Choice) -> list[Choice]:
+        """List the choices differing in the headroom of the receive buffer alone, ascending."""
+        found = (replace(choice, headroom=headroom) for headroom in HEADROOMS)
+        return [other for other in found if other != choice and other in self]
+
     def near(self, choice: Choice) -> list[Choice]:
         """List the choices differing in one part, or in one level's size of expert domains."""
         slots = choice.replica_slots or min(2, self.most_slots)
@@ -110,7 +116,7 @@ class Space:
         found.append(replace(choice, system="plain", replica_slots=0, eps=None, relayed=False))
         found += [replace(choice, replica_slots=slots) for slots in self.slots if choice.replica_slots]
         found += [replace(choice, eps=eps) for eps in EPS]
-        found += [replace(choice, headroom=headroom) for headroom in HEADROOMS]
+        found += self.with_headroom(choice)
         found.append(replace(choice, relayed=not choice.relayed))
         found += [replace(choice, sprayed=not choice.sprayed), replace(choice, relocated=not choice.relocated)]
         sizes = choice.domain_sizes or (1,) * len(self.cluster.levels)
@@ -272,6 +278,9 @@ def _explored(
             limit = best[-1] if len(best) == FAMILIES else float("inf")
             if bounds[choice] <= limit and judge.least_headroom(choice, workload) == choice:
                 times[choice] = judge.glance(choice, workload)
+                # A further round may take longer than all that balancing saves.
+                if judge.rounds(choice, workload) > 1:
+                    look(space.with_headroom(choice))
 
     look(first)
     for _ in range(MOST_MOVES):

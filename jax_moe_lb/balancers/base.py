@@ -39,6 +39,8 @@ class LayerCost:
             replicas travel beside twice this time.
         slot_copies: time of the products of a slot beyond its tokens, in token copies.
         max_rows: maximum number of token copies that a rank can serve, in all its rounds; `None` for any number.
+        round_rows: token copies that a rank serves in one round; `None` for any number.
+        round_s: seconds of each round after the first beyond its token copies.
         device: kind of the device of the ranks, a file of `core/devices`; `None` if it has no rates.
 
     Examples:
@@ -55,6 +57,8 @@ class LayerCost:
     between_s: float | None = None
     slot_copies: int | None = None
     max_rows: int | None = None
+    round_rows: int | None = None
+    round_s: float | None = None
     device: str | None = None
 
 

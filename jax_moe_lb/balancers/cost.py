@@ -19,6 +19,9 @@ from jax_moe_lb.core.types import AnyArray, Counts, host_iota, namespace
 SIZES = ("expert_bytes", "token_flops", "token_bytes", "gradient_bytes", "overlap_s")
 """Fields of `Cost` derived from the layer."""
 
+OF_LAYER = ("max_rows", "slot_copies", "num_copies", "round_rows", "round_s")
+"""Fields of `Cost` equal to those of the layer."""
+
 TRAINING_PASSES = 4
 """Operations of training relative to the forward pass, which the backward pass repeats."""
 
@@ -40,10 +43,10 @@ class Cost:
     `exact()` uses it by default; pass it to `Exact(cost=...)` with other options. `Exact` then limits the replicas sent
     and received by a rank to the number with the least time, and keeps the old plan if no new one saves time.
 
-    A plan takes `max(load)` times `token_s` seconds, plus the time to transfer `busiest` replicas. `busiest` is the
-    maximum number of replicas sent or received by one rank, because a rank sends and receives at the same time. Times
-    are compared as integers: `scale` gives the time of a transfer in token copies. All ranks, in NumPy and in jitted
-    programs, therefore decide equally.
+    A plan takes `max(load)` times `token_s` seconds, plus the time to transfer `busiest` replicas, plus `round_s` for
+    each further round of the receive buffer. `busiest` is the maximum number of replicas sent or received by one rank,
+    because a rank sends and receives at the same time. Times are compared as integers: `scale` gives the time of a
+    transfer in token copies. All ranks, in NumPy and in jitted programs, therefore decide equally.
 
     The rates come from the topology: `flops_per_s`, and the `bytes_per_s` of its levels. Replicas use the slowest level
     inside a domain.
@@ -68,6 +71,10 @@ class Cost:
         slot_copies: time of the products of a replica beyond its tokens, in token copies: kernels read its weights, and
             fill their last tile. `None` (default) takes that of the layer; 0 if it is unknown.
         num_copies: mean load of a rank. `None` (default) takes that of the layer.
+        round_rows: token copies that a rank serves in one round, at least 1. `None` (default) takes those of the layer;
+            any number if they are unknown.
+        round_s: seconds of each round after the first beyond its token copies. `None` (default) takes those of the
+            layer; 0 if they are unknown.
         device: kind of device whose rates replace missing rates of the topology, such as `"h100"`; a file of
             `core/devices`. `None` (default) takes that of the layer if `required` is False, else no replacement.
         required: if True (default), a missing rate or size is an error. If False, as in `exact()`, `Exact` then plans
@@ -102,6 +109,8 @@ class Cost:
     max_rows: int | None = None
     slot_copies: int | None = None
     num_copies: int | None = None
+    round_rows: int | None = None
+    round_s: float | None = None
     device: str | None = None
     required: bool = True
 
@@ -110,10 +119,12 @@ class Cost:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a finite number above 0")
-        for name in ("planner_s", "token_bytes", "gradient_bytes", "overlap_s"):
+        for name in ("planner_s", "token_bytes", "gradient_bytes", "overlap_s", "round_s"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a finite number, at least 0")
+        if self.round_rows is not None and self.round_rows < 1:
+            raise ValueError(f"round_rows is {self.round_rows}; expected at least 1")
         if self.device is not None and self.device not in rated_devices():
             raise ValueError(f"device is {shown(self.device)}; expected one with rates: {', '.join(rated_devices())}")
 
@@ -135,11 +146,10 @@ class Cost:
             found["token_bytes"] = float(TRAINING_EXCHANGES * facts.token_bytes)
         if found["overlap_s"] is None and facts.between_s is not None:
             found["overlap_s"] = 2 * facts.between_s
-        max_rows = facts.max_rows if self.max_rows is None else self.max_rows
-        slot_copies = facts.slot_copies if self.slot_copies is None else self.slot_copies
+        for name in OF_LAYER:
+            found[name] = getattr(facts, name) if getattr(self, name) is None else getattr(self, name)
         device = facts.device if self.device is None and not self.required else self.device
-        num_copies = facts.num_copies if self.num_copies is None else self.num_copies
-        return replace(self, max_rows=max_rows, slot_copies=slot_copies, num_copies=num_copies, device=device, **found)
+        return replace(self, device=device, **found)
 
     def is_known(self, topology: Topology, domain: int) -> bool:
         """Return whether all sizes and rates are known; always True if `required`, as a missing one is then an error.
@@ -226,6 +236,15 @@ class TimeScale(NamedTuple):
     table: Int[np.ndarray, "N"]
     slot: int  # time of the products of a replica beyond its tokens
     planner: int  # time of the planner
+    round_rows: int  # token copies served by a rank in one round
+    further_round: int  # time of each round after the first
+    most_rounds: int  # number of further rounds that count, so that times fit int32
+
+    def rounds(self, max_load: Int[AnyArray, "N"] | IntScalar) -> Int[AnyArray, "N"] | IntScalar:
+        """Return the time of the further rounds of a maximum load."""
+        xp = namespace(max_load)
+        further = xp.maximum(max_load - np.int32(1), np.int32(0)) // np.int32(self.round_rows)
+        return xp.minimum(further, np.int32(self.most_rounds)) * np.int32(self.further_round)
 
 
 @lru_cache(maxsize=256)
@@ -240,8 +259,15 @@ def _scale(cost: Cost, topology: Topology, domain: int, most: int) -> TimeScale:
         found.append(in_copies(number * _known("expert_bytes", cost.expert_bytes) / rate - hidden_s, token_s))
     table = np.where(np.arange(most + 1) <= cost._most_replicas(most), np.array(found), MOST_COPIES).astype(np.int32)
     table.setflags(write=False)
-    slot_s = (cost.slot_copies or 0) * cost._compute_s(rated)
-    return TimeScale(table, in_copies(slot_s, token_s), in_copies(cost.planner_s, token_s))
+    slot_s, most_rounds = (cost.slot_copies or 0) * cost._compute_s(rated), 2 * topology.num_ranks
+    return TimeScale(
+        table,
+        in_copies(slot_s, token_s),
+        in_copies(cost.planner_s, token_s),
+        cost.round_rows or INT32_MAX,
+        min(in_copies(cost.round_s or 0.0, token_s), MOST_COPIES // most_rounds),
+        most_rounds,
+    )
 
 
 def in_copies(seconds: float, token_s: float) -> int:

@@ -174,13 +174,14 @@ class Exact(Balancer):
 
     def _bounds(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Int[AnyArray, "N"]:
         """Return a lower bound on the time of plans under each limit, in token copies."""
-        limits, table = self._limits(plan), self._scale(cost, plan, topology).table
+        limits, scale = self._limits(plan), self._scale(cost, plan, topology)
         # A plan that moves no more replicas than a lower limit allows is one under that limit.
-        moved = table[[1, *(limit + 1 for limit in limits[:-1])]]
-        times = max_load_bounds(counts, plan, limits) + moved
+        moved = scale.table[[1, *(limit + 1 for limit in limits[:-1])]]
+        loads = max_load_bounds(counts, plan, limits)
+        times = loads + moved + scale.rounds(loads)
         # A plan without replicas serves the loads of the homes.
-        homes = counts.sum(0, dtype=np.int32).reshape(plan.num_ranks, plan.num_home).sum(1, dtype=np.int32)
-        return namespace(times).minimum(times, homes.max())
+        homes = counts.sum(0, dtype=np.int32).reshape(plan.num_ranks, plan.num_home).sum(1, dtype=np.int32).max()
+        return namespace(times).minimum(times, homes + scale.rounds(homes))
 
     def _choice(
         self, cost: Cost, bounds: Int[AnyArray, "N"], plan: Plan, time: IntScalar, planner_copies: int
@@ -198,9 +199,10 @@ class Exact(Balancer):
 
     def _time(self, cost: Cost, plan: Plan, topology: Topology) -> IntScalar:
         """Return the time of a plan in token copies."""
-        scale = self._scale(cost, plan, topology)
-        served = load(plan) + np.int32(scale.slot) * received(plan)
-        return served.max() + namespace(plan.quota).asarray(scale.table)[busiest(plan)]
+        scale, loads = self._scale(cost, plan, topology), load(plan)
+        served = loads + np.int32(scale.slot) * received(plan)
+        moved = namespace(plan.quota).asarray(scale.table)[busiest(plan)]
+        return served.max() + moved + scale.rounds(loads.max())
 
     def _faster(self, cost: Cost, other: Plan, plan: Plan, pays: Any) -> Any:
         """Return whether another plan takes less time (`pays`), or has fewer rows if a rank cannot serve its rows."""

@@ -9,7 +9,7 @@ from jax.extend.backend import get_default_device
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.balancers.base import LayerCost
-from jax_moe_lb.core.device_rates import device_named
+from jax_moe_lb.core.device_rates import GpuRates, TpuRates, device_named, device_rates
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like, varying_axes
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
@@ -323,7 +323,7 @@ def _served(
         experts,
         start,
         state,
-        balancer=system.balancer.sized(_facts(x, weights, experts, system.dispatch.buffers, topology)),
+        balancer=system.balancer.sized(_facts(x, weights, experts, start.slots, system.dispatch.buffers, topology)),
         replicate=system.replicate,
         topology=topology,
     )
@@ -334,22 +334,51 @@ SLOT_COPIES = 256
 of memory, about 180 to 300 on GPUs and TPUs."""
 
 
-def _facts(x: Tokens, weights: RoutingWeights, experts: Experts, buffers: Buffers, topology: Topology) -> LayerCost:
+SUM_BYTES = 16
+"""Bytes read and written for each parameter of a slot to add the gradients of a round to float32 sums."""
+
+ROW_ACCESSES = 9
+"""Reads and writes of rows of both widths by a round: permutations, and operations on empty rows between products."""
+
+
+def _round_s(
+    num_parameters: int, rows_bytes: int, flops_per_s: float | None, rates: GpuRates | TpuRates | None
+) -> float | None:
+    """Return the seconds of a further round in training, beyond its products; None without a rate."""
+    # `num_parameters` is that of all slots, and `rows_bytes` that of all copies, in the model's and the inner width.
+    # Products of `SLOT_COPIES` copies take as long as reading the weights.
+    if isinstance(rates, GpuRates):
+        flops_per_s = flops_per_s or rates.experts_speed
+    if flops_per_s is None:
+        return None
+    moved_s = (SUM_BYTES * num_parameters + ROW_ACCESSES * rows_bytes) * SLOT_COPIES / flops_per_s
+    return moved_s + (rates.small_operations if isinstance(rates, GpuRates) else 0.0)
+
+
+def _facts(
+    x: Tokens, weights: RoutingWeights, experts: Experts, slots: int, buffers: Buffers, topology: Topology
+) -> LayerCost:
     # Static values, derived from shapes and dtypes.
     expert_bytes, (num_tokens, hidden) = experts.nbytes // experts.up.shape[0], x.shape
+    num_parameters, itemsize = expert_bytes // experts.up.dtype.itemsize, x.dtype.itemsize
+    # Plans on CPUs and TPUs are not weighed: their rates have not been measured.
+    device = device_named(get_default_device().device_kind) if topology.platform == "cuda" else None
+    rates = None if device is None else device_rates(device, "cuda")
+    rows_bytes = weights.size * (hidden + experts.up.shape[-1]) * itemsize
     # The layer does not see the attention before the next one, so assume its four projections alone.
     between_flops = 8.0 * num_tokens * hidden**2
     return LayerCost(
         num_copies=weights.size,
         expert_bytes=expert_bytes,
         gradient_bytes=experts.trained.nbytes // experts.up.shape[0],
-        token_bytes=x.shape[1] * x.dtype.itemsize,
-        token_flops=2 * expert_bytes // experts.up.dtype.itemsize,
+        token_bytes=hidden * itemsize,
+        token_flops=2 * num_parameters,
         between_s=None if topology.flops_per_s is None else between_flops / topology.flops_per_s,
         slot_copies=SLOT_COPIES,
         max_rows=None if buffers.max_rounds is None else buffers.max_rounds * buffers.rows(weights.size),
-        # Plans on CPUs and TPUs are not weighed: their rates have not been measured.
-        device=device_named(get_default_device().device_kind) if topology.platform == "cuda" else None,
+        round_rows=buffers.rows(weights.size),
+        round_s=_round_s(slots * num_parameters, rows_bytes, topology.flops_per_s, rates),
+        device=device,
     )
 
 

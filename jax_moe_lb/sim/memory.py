@@ -6,6 +6,7 @@ the largest ones. `benchmarks/compiled/memory_model.py` compares the sum with th
 
 import math
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from jax_moe_lb.layer.systems import System
@@ -128,7 +129,7 @@ class _Layer:
 
     def forward(self) -> Memory:
         """Count the forward pass: the exchange beside the outputs of earlier rounds, or the hidden activations."""
-        rows = self._rows()
+        rows = self._rows
         held = rows.forwarded + rows.carried * self.loops
         exchanging = rows.sent + (rows.received or rows.computed)
         gathering = rows.received + rows.computed
@@ -137,7 +138,7 @@ class _Layer:
 
     def of_hidden(self) -> Memory:
         """Count the gradients of hidden activations: rows, gradients of outputs, and both passes' activations."""
-        rows = self._rows()
+        rows = self._rows
         phase = self._products(2, 2 * rows.computed + 2 * self.model.matrices * rows.hidden + self._held())
         # In a loop, the sums of earlier rounds exist; the gradient of `down` follows.
         return replace(phase, sums=self._sums() * (self.loops + 1 / self.model.matrices))
@@ -145,13 +146,13 @@ class _Layer:
     def of_rows(self) -> Memory:
         """Count the gradients of rows: rows, and a product with each of the inner matrices."""
         # Rows are needed for the gradients of these matrices, which come last. The gradient of `down` is complete.
-        rows, matrices = self._rows(), self.model.matrices
+        rows, matrices = self._rows, self.model.matrices
         phase = self._products(2, matrices * rows.computed + (matrices - 1) * rows.hidden + self._held())
         return replace(phase, sums=self._sums() * (self.loops + 1 / matrices))
 
     def of_weights(self) -> Memory:
         """Count the gradients of the inner matrices, beside the exchange of the gradients of rows."""
-        rows, matrices = self._rows(), self.model.matrices
+        rows, matrices = self._rows, self.model.matrices
         exchanged = rows.computed + (0 if self.loops and not rows.received else rows.sent)
         phase = self._products(0, rows.computed + exchanged + (matrices - 1) * rows.hidden + self._held())
         # A loop adds one kind at a time to the carried sums.
@@ -165,7 +166,7 @@ class _Layer:
         room = self.system.replicate.max_incoming_replicas(self.replica_slots, self.num_home, domain)
         return Memory(
             replicas=float(self.replica_slots * model.expert_bytes),
-            buffers=float(self._rows().sent + self._tokens()),
+            buffers=float(self._rows.sent + self._tokens()),
             sums=self._sums(),
             arriving=float(room * model.expert_bytes + model.expert_bytes / model.itemsize * SUMS_BYTES),
         )
@@ -183,6 +184,7 @@ class _Layer:
             in_use=float(joined + home * (model.layers > 1)),
         )
 
+    @cached_property
     def _rows(self) -> "_RowBytes":
         model = self.model
         rows = self.system.dispatch.cost().row_arrays(
@@ -199,7 +201,7 @@ class _Layer:
 
     def _held(self) -> int:
         """Return the bytes held during a backward round: forwarded rows, and carried gradients of rows."""
-        rows = self._rows()
+        rows = self._rows
         # Tokens are forwarded, and the gradients of their outputs.
         return 2 * rows.forwarded + rows.carried * self.loops
 

@@ -25,8 +25,8 @@ from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.recordings.yaml_file import read_yaml
 from jax_moe_lb.sim.quantity_fields import TimeField
 
-MOST_KERNEL_RANKS = 64
-"""Largest domain whose plan is priced as one of a kernel; the rows of kernels end there."""
+MOST_KERNEL_RANKS = 128
+"""Largest domain that a kernel plans; `ffi/planning/device` has the same limit."""
 
 FILE = "planner_times.yaml"
 
@@ -96,19 +96,22 @@ def needs_counts(balancer: Balancer) -> bool:
     return any(place_of(one) is not Place.NOWHERE for one in _members(balancer))
 
 
-def planning_s(balancer: Balancer, num_ranks: int, num_experts: int, host_wait_s: float) -> float:
+def planning_s(balancer: Balancer, num_ranks: int, domain: int, num_experts: int, host_wait_s: float) -> float:
     """Return the seconds from counts to plan where a balancer plans, by the table."""
-    return sum(_one_s(one, num_ranks, num_experts, host_wait_s) for one in _members(balancer))
+    return sum(_one_s(one, num_ranks, domain, num_experts, host_wait_s) for one in _members(balancer))
 
 
-def _one_s(balancer: Balancer, num_ranks: int, num_experts: int, host_wait_s: float) -> float:
+def _one_s(balancer: Balancer, num_ranks: int, domain: int, num_experts: int, host_wait_s: float) -> float:
     """Return the time of one balancer."""
-    in_kernel = isinstance(balancer, WITH_KERNEL) and num_ranks <= MOST_KERNEL_RANKS
-    place = Place.KERNEL if in_kernel else place_of(balancer)
+    name = type(balancer).__name__
+    if isinstance(balancer, WITH_KERNEL) and domain <= MOST_KERNEL_RANKS:
+        # A block plans each domain, all of them at once. Its time grows with the ranks beyond the largest row.
+        row = planner_time(name, Place.KERNEL, domain, num_experts * domain // num_ranks)
+        return row.time * max(1.0, domain / row.ranks)
+    place = place_of(balancer)
     if place is Place.NOWHERE:
         return 0.0
-    row = planner_time(type(balancer).__name__, place, num_ranks, num_experts)
-    return row.time + host_wait_s * place.waits_for_host
+    return planner_time(name, place, num_ranks, num_experts).time + host_wait_s * place.waits_for_host
 
 
 def _members(balancer: Balancer) -> Sequence[Balancer]:

@@ -15,7 +15,14 @@ from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.plan_on_host import HostPlan, plan_groups
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.hbm import arriving_bytes, joins_weights
+from jax_moe_lb.sim.hbm import (
+    SUMS_BYTES,
+    arriving_bytes,
+    empty_row_bytes,
+    joins_weights,
+    permuted_bytes,
+    summed_in_loop,
+)
 from jax_moe_lb.sim.migration import Migration
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import (
@@ -148,7 +155,7 @@ def layer_work(
 ) -> tuple[LayerWork, list[State]]:
     """Compute the work of one layer under a system, from its own plans."""
     # `simulate` calls it for every layer. Call it directly to inspect flows and rows without times.
-    system = replace(system, balancer=system.balancer.sized(_facts(system, model, cluster)))
+    system = replace(system, balancer=system.balancer.sized(layer_facts(system, model, cluster)))
     found = groups(cluster, migration.sizes(cluster))
     num_home = counts.shape[1] // len(found[0].ranks)
     plans = plan_groups(system, [counts[group.ranks] for group in found], found[0].topology, num_home, states)
@@ -160,14 +167,31 @@ def layer_work(
     return replace(work, planner_s=_planner_s(system, cluster, plans)), [plan.state for plan in plans]
 
 
-def _facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
+def layer_facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCost:
     """Return the sizes of a layer, with the time between layers and the rows of all rounds of a rank."""
     buffers = system.dispatch.buffers
     most = buffers.max_rounds
     max_rows = None if most is None else most * buffers.rows(model.tokens * model.per_token)
-    slot_copies = round(cluster.gemm.slot_rows)
-    between_s = model.before_experts_s(cluster)
-    return replace(model.facts, between_s=between_s, slot_copies=slot_copies, max_rows=max_rows)
+    return replace(
+        model.facts,
+        between_s=model.before_experts_s(cluster),
+        slot_copies=round(cluster.gemm.slot_rows),
+        max_rows=max_rows,
+        round_rows=buffers.rows(model.tokens * model.per_token),
+        round_s=_round_s(system, model, cluster),
+    )
+
+
+def _round_s(system: System, model: ModelShape, cluster: Cluster) -> float:
+    """Return the seconds of a further round in training, beyond its products; see `Scheduler`."""
+    if cluster.hbm_bytes_per_s is None:
+        return cluster.round_s
+    rows, copies = system.dispatch.cost().row_arrays(model.tokens, model.per_token, cluster.topology()), model.tokens
+    slots = model.experts // cluster.num_ranks + system.replica_slots
+    summed = summed_in_loop(float(slots * model.expert_bytes), SUMS_BYTES / model.itemsize)
+    permuted = 3 * permuted_bytes(rows.gathered(float(copies * model.per_token)) * model.row_bytes)
+    empty = rows.computed * empty_row_bytes(model, 3)
+    return cluster.round_s + (summed + permuted + empty) / cluster.hbm_bytes_per_s
 
 
 class _PartOfWave(NamedTuple):
@@ -253,7 +277,7 @@ def _planner_s(system: System, cluster: Cluster, plans: list[HostPlan]) -> float
         return 0.0
     planner_s, runs, plan = cluster.planner_s, max(one.runs for one in plans), plans[0].plan
     if planner_s is None:
-        planner_s = planning_s(system.balancer, plan.num_ranks, plan.num_experts, cluster.host_wait_s)
+        planner_s = planning_s(system.balancer, plan.num_ranks, plan.domain, plan.num_experts, cluster.host_wait_s)
     # The branch of a planner that does not run waits for the host, as XLA evaluates it there.
     return runs * planner_s if runs else min(planner_s, cluster.host_wait_s)
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Candidate, advise, pays_from
+from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Advice, Candidate, advise, pays_from
 from jax_moe_lb.advise.choice import Choice
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, permute_to_homes
-from jax_moe_lb.advise.search import SearchResult, Space, judged
+from jax_moe_lb.advise.search import SearchResult, SearchResults, Space, judged
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
 from jax_moe_lb.sim.loads import LoadShape
@@ -65,6 +65,16 @@ def test_ranges_that_include_one_cannot_be_told_apart():
     assert not outcome(2.1, 2.2).is_like(outcome(2.0, 2.0))
     # Compare the times of both on the same load; slow loads alone do not matter.
     assert not outcome(1.1, 9.1).is_like(outcome(1.0, 9.0))
+
+
+@pytest.mark.parametrize(
+    ("times", "is_off"),
+    [((0.5, 1.005), False), ((0.5, 1.02), True), ((0.995, 0.995), True), ((0.98, 0.98), False)],
+)
+def test_plain_suffices_without_a_gain_or_where_it_is_faster(times, is_off):
+    report = judged(Choice(), Evaluator(MODEL, machine(), Step()), drawn(1.0)).report
+    outcomes = SearchResult(Choice("greedy", 1), report, times), SearchResult(Choice(), report, (1.0, 1.0))
+    assert Advice(SearchResults(outcomes, {}, {}, True), (), None).leave_off == is_off
 
 
 @pytest.mark.slow

@@ -41,6 +41,16 @@ def test_the_winner_is_not_slower_than_any_of_all(monkeypatch):
     assert len(found.glances) < len(choices)
 
 
+def test_a_choice_of_several_rounds_is_tried_with_more_room():
+    judge, (space, _) = Evaluator(MODEL, replace(CLUSTER, round_s=1.0), Step()), everything(0)
+    load = drawn_workloads(MODEL, 4, 1.2, 1, [LoadShape.RANKS], 1, 0)[0]
+    found = search(space, judge, [load], [load])
+    assert judge.rounds(Choice(), load) == 2
+    # One round suffices with the first of them.
+    assert {one.headroom for one in found.glances if one.family == Choice()} == {None, 1.25}
+    assert found.outcomes[0].choice.headroom == 1.25
+
+
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_floors_are_below_what_is_simulated(monkeypatch):

@@ -149,11 +149,16 @@ def host_plans(balancer, topology, num_experts, slots, num_tokens=50, seeds=3):
 @pytest.mark.parametrize("balancer", BALANCERS.values(), ids=lambda b: type(b).__name__)
 def test_planners_in_kernels_of_gpus_do_not_wait_for_the_host(balancer):
     """Kernels take domains of at most 128 ranks; see `tests/planners/test_kernels.py` for their programs."""
-    waits = [planning_s(balancer, ranks, 256, 1.0) - planning_s(balancer, ranks, 256, 0.0) for ranks in (64, 128)]
+    sizes = (64, 64), (128, 128), (256, 256), (256, 8)
+    waits = [planning_s(balancer, *one, 256, 1.0) - planning_s(balancer, *one, 256, 0.0) for one in sizes]
     if isinstance(balancer, WITH_KERNEL):
-        assert waits == pytest.approx([0.0, 1.0])
-        # Kernels have measured rows of their own, slower than C++ on a host.
-        assert planning_s(balancer, 64, 256, 0.0) == planner_time("Exact", Place.KERNEL, 64, 256).time > 1e-4
+        assert waits == pytest.approx([0.0, 0.0, 1.0, 0.0])
+        # Kernels have measured rows of their own, slower than C++ on a host. Larger domains take longer.
+        measured = planner_time("Exact", Place.KERNEL, 64, 256).time
+        assert planning_s(balancer, 64, 64, 256, 0.0) == measured > 1e-4
+        assert planning_s(balancer, 128, 128, 256, 0.0) == 2 * measured
+        # Blocks plan all domains at once.
+        assert planning_s(balancer, 64, 8, 256, 0.0) == planner_time("Exact", Place.KERNEL, 8, 32).time
 
 
 # Other shapes compile the same code with other constants.

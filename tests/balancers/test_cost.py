@@ -49,6 +49,9 @@ def max_loads(cost, counts=COUNTS, **options):
         # Planner and replicas of 1 s against the same, before planning.
         (Cost(100.0, 1000.0, planner_s=3.99), 10),
         (Cost(100.0, 1000.0, planner_s=4.0), 15),
+        # A further round of 2 s beside the saved copies.
+        (Cost(699.0, 1000.0, round_rows=12, round_s=2.0), 10),
+        (Cost(700.0, 1000.0, round_rows=12, round_s=2.0), 15),
     ],
 )
 def test_it_declines_what_does_not_pay(cost, max_load):
@@ -74,6 +77,14 @@ def test_it_declines_what_does_not_pay(cost, max_load):
         # A rank cannot serve more than 14, so replicas have no price.
         (Cost(1e6, 1000.0, max_rows=14), 10),
         (Cost(1e6, 1000.0, max_rows=15), 15),
+        # The plain plan has another round of 2 s, two of them, or as many rounds as the balanced plan.
+        (Cost(600.0, 1000.0, round_rows=14, round_s=2.0), 10),
+        (Cost(600.0, 1000.0, round_rows=15, round_s=2.0), 15),
+        (Cost(800.0, 1000.0, round_rows=7, round_s=4.0), 10),
+        (Cost(900.0, 1000.0, round_rows=7, round_s=4.0), 15),
+        (Cost(600.0, 1000.0, round_rows=8, round_s=2.0), 15),
+        # More seconds than int32 has token copies.
+        (Cost(1e9, 1000.0, round_rows=14, round_s=1e30), 10),
     ],
 )
 def test_what_else_a_plan_costs(cost, max_load):
@@ -238,10 +249,22 @@ def test_by_the_rates_of_the_device_a_plan_is_kept_only_if_it_saves_time(hot, pa
     program = jax.jit(lambda counts: balancer.rebalance(counts, plain_plan(counts, topology, 3), topology, ())[0])
     np.testing.assert_array_equal(program(jnp.asarray(counts)).quota, plan.quota)
     assert "conditional" not in program.lower(jnp.asarray(counts)).as_text("hlo")
-    # A load above the rows of a rank is balanced at any price.
-    few = exact().balancer.sized(dataclasses.replace(MIXTRAL, max_rows=round(8192 * 1.05)))
-    kept, _ = few.rebalance(counts, start, topology, ())
-    assert load(kept).max() <= 8192 * 1.05
+    # A load above the rows of a rank is balanced at any price, and one above those of a round at that of a round.
+    for change in ({"max_rows": 8602}, {"round_rows": 8602, "round_s": 0.02}):
+        few = exact().balancer.sized(dataclasses.replace(MIXTRAL, **change))
+        kept, _ = few.rebalance(counts, start, topology, ())
+        assert load(kept).max() <= 8602
+
+
+def test_a_further_round_is_saved_by_the_rates_of_the_device():
+    counts = np.tile(np.array([1126, *[1009] * 7], np.int32), (8, 1))
+    topology, start = Topology((Level("gpu", 8),), 8), plain_plan(counts, Topology.flat(8), 3)
+    for round_s, pays in ((1e-3, False), (1e-2, True)):
+        balancer = exact().balancer.sized(dataclasses.replace(MIXTRAL, round_rows=8602, round_s=round_s))
+        plan, _ = balancer.rebalance(counts, start, topology, ())
+        assert (load(plan).max() <= 8602) == pays
+    jitted = jax.jit(lambda counts, start: balancer.rebalance(counts, start, topology, ())[0])(counts, start)
+    np.testing.assert_array_equal(jitted.quota, plan.quota)
 
 
 def test_the_device_of_a_layer_is_that_of_the_program():
@@ -274,7 +297,8 @@ def test_no_limit_of_replicas_is_much_faster_than_the_chosen_plan(seed):
     counts = rng.multinomial(4096, heat / heat.sum(), num_ranks).astype(np.int32)
     topology = Topology((Level("gpu", 8, bytes_per_s=1.0),), 8, flops_per_s=1.0)
     # A replica takes the time of 1 to 10 % of the mean load.
-    cost = Cost(expert_bytes=float(rng.integers(40, 400)), token_flops=1.0, slot_copies=int(rng.integers(0, 100)))
+    replica = {"expert_bytes": float(rng.integers(40, 400)), "slot_copies": int(rng.integers(0, 100))}
+    cost = Cost(**replica, token_flops=1.0, round_rows=int(rng.integers(2000, 8000)), round_s=float(seed * 200))
     balancer, start = Exact(cost=cost), plain_plan(counts, topology, num_home + 2)
     chosen, runs = balancer.plan_and_count(counts, start, topology)
     assert runs <= 2
@@ -282,6 +306,11 @@ def test_no_limit_of_replicas_is_much_faster_than_the_chosen_plan(seed):
     plans = [balancer._planned(counts, start, limit) for limit in balancer._limits(start)]
     time, *times = (int(balancer._time(cost, plan, topology)) for plan in (chosen, start, *plans))
     assert time <= min(times[0], 1.02 * min(times))
+
+
+def test_a_round_has_rows():
+    with pytest.raises(ValueError, match=r"^round_rows is 0; expected at least 1$"):
+        dataclasses.replace(FREE, round_rows=0)
 
 
 @pytest.mark.parametrize(("part", "shape"), [("relay", (4, 2)), ("rails", (4, 4, 1))])

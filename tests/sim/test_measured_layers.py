@@ -5,7 +5,11 @@ import yaml
 
 from benchmarks.bench_sim_gpu import rows_of
 from benchmarks.gpu.measured_rates import measured, tables
+from jax_moe_lb import exact
 from jax_moe_lb.core import device_rates as rates
+from jax_moe_lb.layer.moe import _round_s
+from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.work import layer_facts
 
 WITHIN = 10.0
 """Largest deviation of a layer in percent."""
@@ -23,6 +27,19 @@ def test_a_replica_slot_costs_time_at_an_even_load():
     """The measured ratio is 1.20 for Mixtral-8x7B; without the cost of slots it is 1.00."""
     times = {row[2]: row[5] for row in rows_of("mixtral", ("even",))}
     assert 1.1 < times["exact, one round, own kernels"] / times["plain, in rounds"] < 1.2
+
+
+@pytest.mark.parametrize("preset", ["mixtral_8x7b", "qwen3_30b", "deepseek_v3"])
+def test_a_layer_prices_a_further_round_as_the_simulator(preset):
+    model = load_config("model", preset, "model").model.build()
+    cluster = load_config("cluster", "h100_node", "cluster").cluster.build()
+    simulated = layer_facts(exact(2), model, cluster).round_s
+    copies, parameters = model.tokens * model.per_token, model.expert_bytes // 2
+    rows_bytes = copies * (model.hidden + model.inner) * model.itemsize
+    slots = model.experts // cluster.num_ranks + 2
+    priced = _round_s(slots * parameters, rows_bytes, None, rates.device_rates("h100", "cuda"))
+    assert 0.8 < priced / simulated < 1.25
+    assert _round_s(parameters, rows_bytes, None, None) is None
 
 
 def test_the_file_of_the_device_has_the_measured_rates():
