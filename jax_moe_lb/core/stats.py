@@ -134,6 +134,7 @@ class Stats:
         loss: `[*D]`, the weighted sum of the router losses of a group. Add `router_loss` of the statistics to the
             model's loss.
         fault: record for `raise_on_fault`.
+        z_loss: `[*D]`, the part of `loss` from `Losses.z`; `None` (default) if this coefficient is 0.
     """
 
     counts: Int[Array, "*D R E"]
@@ -150,6 +151,7 @@ class Stats:
     weight_bytes_moved: Float[Array, "*D"]
     loss: Float[Array, "*D"]
     fault: Fault
+    z_loss: Float[Array, "*D"] | None = None
 
     @property
     def of_group(self) -> "Stats":

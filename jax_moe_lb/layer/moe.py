@@ -207,7 +207,7 @@ def moe(
     served, balancer = _served(x, routed, experts, start, state.balancer, system, topology)
     max_rounds = system.dispatch.buffers.max_rounds
     y = _outputs(served, homes, is_homed, max_rounds, topology)
-    loss = losses(routing, counted.asked, topology, tokens)
+    loss = losses.with_z(routing, counted.asked, topology, tokens)
     fault = _fault(counted, routed.counts, homes, is_homed, served, system)
     stats = _stats(counted, routed.counts, start, served, experts, loss=loss, fault=fault)
     # All leaves vary over the same mesh axes: one entry of `out_specs` fits all.
@@ -419,7 +419,7 @@ def _stats(
     served: Served,
     experts: Experts,
     *,
-    loss: Float[Array, ""],
+    loss: tuple[Float[Array, ""], Float[Array, ""] | None],
     fault: Fault,
 ) -> Stats:
     after = served.plan
@@ -440,8 +440,9 @@ def _stats(
         rows_moved=moved.rows,
         # In float32: a rack moves more than 2^31 bytes.
         weight_bytes_moved=moved.replicas.astype(jnp.float32) * expert_bytes,
-        loss=loss,
+        loss=loss[0],
         fault=fault,
+        z_loss=loss[1],
     )
 
 

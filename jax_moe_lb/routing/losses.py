@@ -64,6 +64,25 @@ class Losses:
         Raises:
             ValueError: `sequence` is above 0 and `tokens.segments` or `tokens.num_segments` is `None`.
         """
+        return self.with_z(routing, counts, topology, tokens)[0]
+
+    def with_z(
+        self, routing: Routing, counts: Counts, topology: Topology, tokens: TokenInfo = TokenInfo()
+    ) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
+        """Return the weighted sum of the losses, and the part of `z` in it.
+
+        Args:
+            routing: see `__call__`, as for the other arguments.
+            counts: `[R, E]`.
+            topology: topology of the layer.
+            tokens: properties of this rank's tokens.
+
+        Returns:
+            Two scalars; the second is `None` if `z` is 0, so that programs without it have no such output.
+
+        Raises:
+            ValueError: see `__call__`.
+        """
         axes = topology.expert_axes
         total = jnp.zeros((), routing.scores.dtype)
         active = (routing.experts != NO_EXPERT).any(1)
@@ -78,9 +97,10 @@ class Losses:
                 raise ValueError(f"{name} is None; expected the segments of the tokens, for Losses.sequence")
             mean = segment_loss(routing, segments, number, axes, topology.data_axes)
             total += self.sequence * mean
-        if self.z:
-            total += self.z * _group_mean(z_terms(routing.logits), active, axes)[0]
-        return total
+        if not self.z:
+            return total, None
+        z_loss = self.z * _group_mean(z_terms(routing.logits), active, axes)[0]
+        return total + z_loss, z_loss
 
 
 def switch_loss(fraction: Float[Array, "*B E"], probability: Float[Array, "*B E"]) -> Float[Array, ""]:

@@ -14,13 +14,18 @@ HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 """Projections of an expert in `gate_up_proj` by name, and their position."""
 
 
+def renamed(name: str, names: Iterable[tuple[str, str]]) -> str:
+    """Return the name of a tensor of a published file in the modules of `transformers` 5, before experts are packed."""
+    for published, in_memory in names:
+        name = name.replace(published, in_memory)
+    return name
+
+
 def packed_slice(piece: ParameterSlice, config: DecoderConfig, names: Iterable[tuple[str, str]]) -> ParameterSlice:
     """Return the slice of the tensor in memory of `transformers` 5 that has the values of a slice of a file."""
     # `experts.gate_up_proj` is `[E, 2 F, H]`, the gate first, and `experts.down_proj` `[E, H, F]`. GPT-OSS and Llama 4
     # have other orders of the dimensions, which are those of their files.
-    name = piece.name
-    for published, in_memory in names:
-        name = name.replace(published, in_memory)
+    name = renamed(piece.name, names)
     one = EXPERT.fullmatch(name)
     if one is None:
         return replace(piece, name=name)

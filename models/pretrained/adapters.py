@@ -12,8 +12,11 @@ import numpy as np
 from flax import nnx
 
 from jax_moe_lb.core.checks import shown
+from jax_moe_lb.core.file_limits import UNLIMITED
+from models.architectures.config_json import Fields
+from models.architectures.packed import renamed
 from models.architectures.parameter_map import ParameterSlice
-from models.architectures.registry import pieces_of
+from models.architectures.registry import architecture_of, pieces_of
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import ADAPTED
 from models.decoder.stacked import StackedDecoder
@@ -68,7 +71,7 @@ def save_adapters(model: StackedDecoder, folder: Path, lora: LoraConfig, base: s
         return True
     with vacant(folder) as aside:
         write_file(aside / TENSORS, shapes, tensors)
-        write_whole(aside / CONFIG, (json.dumps(_config(pieces, lora, base), indent=2) + "\n").encode())
+        write_whole(aside / CONFIG, (json.dumps(_config(model.config, pieces, lora, base), indent=2) + "\n").encode())
     return True
 
 
@@ -84,9 +87,14 @@ def _tensors(piece: ParameterSlice, values: dict[str, Any]) -> Iterator[np.ndarr
         yield np.ascontiguousarray(stored_slice(piece, values, suffix).T)
 
 
-def _config(pieces: list[ParameterSlice], lora: LoraConfig, base: str) -> dict[str, Any]:
-    # A list of last names would add empty adapters to dense layers and shared experts, too.
-    kinds = {re.sub(r"\\\.\d+", r"\.\\d+", re.escape(piece.name.removesuffix(WEIGHT))) for piece in pieces}
+def _config(config: DecoderConfig, pieces: list[ParameterSlice], lora: LoraConfig, base: str) -> dict[str, Any]:
+    # A list of last names would add empty adapters to dense layers and shared experts, too. PEFT looks for experts of
+    # `transformers` 5, which are one tensor, under the module names there and without their numbers.
+    names = architecture_of(Fields(config.source, UNLIMITED)).names_in_memory
+    modules = {piece.name.removesuffix(WEIGHT) for piece in pieces}
+    modules |= {renamed(module + WEIGHT, names).removesuffix(WEIGHT) for module in modules}
+    kinds = (re.sub(r"\\\.\d+", r"\.\\d+", re.escape(module)) for module in modules)
+    patterns = {kind.replace(r"\.experts\.\d+", r"\.experts(\.\d+)?") for kind in kinds}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -95,6 +103,6 @@ def _config(pieces: list[ParameterSlice], lora: LoraConfig, base: str) -> dict[s
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": "|".join(sorted(kinds)),
+        "target_modules": "|".join(sorted(patterns)),
         "inference_mode": True,
     }

@@ -338,7 +338,7 @@ class Recorder:
     ) -> dict:
         """Record one step, and return its row."""
         row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
-        row |= {"step_time_s": step_time_s, "router_loss": float(np.asarray(stats.loss).sum(0).mean())}
+        row |= {"step_time_s": step_time_s} | router_losses(stats)
         row |= dict(others) | summarised(stats)
         self._append(row)
         self.arrays["steps"] += [np.int32(step)] * accumulate
@@ -399,6 +399,12 @@ def _counts_or_none(folder: RunFolder, segment: int, tell: Callable[[str], None]
     except ValueError as error:
         tell(f"{error}; the counts of earlier steps are lost")
         return None
+
+
+def router_losses(stats: Stats) -> dict[str, float]:
+    """Return the weighted router losses of a step, summed over layers: of balance, of z, and both."""
+    both, z = (0.0 if loss is None else float(np.asarray(loss).sum(0).mean()) for loss in (stats.loss, stats.z_loss))
+    return {"router_loss": both, "aux_loss": both - z, "z_loss": z}
 
 
 def summarised(stats: Stats) -> dict[str, float]:

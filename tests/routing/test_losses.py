@@ -6,11 +6,11 @@ from jax.sharding import PartitionSpec
 
 from jax_moe_lb import Losses, TokenInfo, TopK, Topology
 from jax_moe_lb.core.types import iota
-from jax_moe_lb.routing.losses import segment_loss, switch_loss
+from jax_moe_lb.routing.losses import segment_loss, switch_loss, z_terms
 from jax_moe_lb.routing.routers import mask_tokens, tokens_per_expert
 from tests.layer_cases import make_mesh
 
-MESH = make_mesh((8,), ("expert",))
+MESH, ONE = (make_mesh((size,), ("expert",)) for size in (8, 1))
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
 
 
@@ -49,6 +49,28 @@ def test_the_sequence_loss_leaves_padding_out():
         fraction = np.bincount(np.asarray(routing.experts)[tokens].reshape(-1), minlength=8) / (2 * tokens.size)
         expected.append(8 * (fraction * np.asarray(routing.scores)[tokens].mean(0)).sum())
     assert sequence_loss(routing, 16) == pytest.approx(np.mean(expected), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_part_of_z_in_the_sum_is_its_loss_alone():
+    routing = TopK(2)(LOGITS)
+    counts = tokens_per_expert(routing.experts.reshape(1, -1), 8)
+    tokens = TokenInfo(segments=jnp.zeros(64, jnp.int32), num_segments=1)
+
+    def parts(losses):
+        run = jax.shard_map(
+            lambda: losses.with_z(routing, counts, Topology.from_mesh(ONE), tokens),
+            mesh=ONE,
+            in_specs=(),
+            out_specs=PartitionSpec(),
+        )
+        return jax.jit(run)()
+
+    others = Losses(switch=0.5, sequence=0.25)
+    total, z = parts(Losses(switch=0.5, sequence=0.25, z=0.1))
+    assert z == pytest.approx(float(0.1 * z_terms(routing.logits).mean()), rel=1e-6)
+    assert total == pytest.approx(float(parts(others)[0] + z), rel=1e-6)
+    assert parts(others)[1] is None
 
 
 def group_loss(losses, mask=None):

@@ -15,7 +15,7 @@ from models import config as presets
 from models.mesh import make_mesh, make_system, place_batch
 from models.model_config import ParallelConfig
 from models.run_folder.checkpoints import Checkpoints
-from models.run_folder.metrics import RunFolder
+from models.run_folder.metrics import RunFolder, router_losses
 from models.train import app
 from models.training.loop import prepare
 from models.training.optimizer import make_schedule
@@ -65,13 +65,13 @@ def test_a_step_records_gradient_rate_and_place_in_the_data(trained_run):
         # A part of the text is held out.
         assert row["epoch"] == pytest.approx(row["tokens_seen"] / length / CORPUS.num_sequences(length))
         assert 0 < row["gradient_norm"] < 100
-        assert row["router_loss"] == 0
+        assert row["router_loss"] == row["aux_loss"] == row["z_loss"] == 0
     assert CORPUS.num_sequences(length) == (CORPUS.length(held_out=False) - 1) // length
 
 
 def test_the_recorded_norm_is_that_of_the_gradients():
     parallel = ParallelConfig(1, 2, "plain")
-    model = dataclasses.replace(CONFIG.model, num_layers=1, aux_loss=0.1)
+    model = dataclasses.replace(CONFIG.model, num_layers=1, aux_loss=0.1, z_loss=0.01)
     config = dataclasses.replace(CONFIG, model=model, parallel=parallel)
     mesh = make_mesh(parallel)
     programs = make_programs(config, mesh, make_system(parallel))
@@ -89,7 +89,12 @@ def test_the_recorded_norm_is_that_of_the_gradients():
     squares = [np.square(np.asarray(leaf, np.float64)).sum() for leaf in jax.tree.leaves(gradients(state))]
     _, _, norm, stats = programs.step(state, tokens)
     np.testing.assert_allclose(norm, np.sqrt(sum(squares)), rtol=1e-5)
-    assert float(router_loss(stats)) > 0
+    row = router_losses(stats)
+    assert row["router_loss"] == pytest.approx(float(router_loss(stats)))
+    assert row["aux_loss"] + row["z_loss"] == pytest.approx(row["router_loss"])
+    # If experts are used evenly, the loss is its coefficient.
+    assert 0.09 < row["aux_loss"] < 0.15
+    assert row["z_loss"] == float(np.asarray(stats.z_loss).mean()) > 0.05
 
 
 def test_epochs_give_the_steps(command_line, monkeypatch):
