@@ -24,9 +24,10 @@ from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, rows_at
 from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
+from jax_moe_lb.transport.one_round import SumsT
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import SumsT, backward_pass, overflow_rounds, widened
-from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier
+from jax_moe_lb.transport.rounds import backward_pass, overflow_rounds
+from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier, widened
 
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
 

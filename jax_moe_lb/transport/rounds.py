@@ -15,7 +15,7 @@ from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, Tokens, wide_dtype
+from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, Tokens
 from jax_moe_lb.kernels.grouped_ffn import Products, grouped_ffn, grouped_ffn_with_products
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
@@ -37,14 +37,14 @@ from jax_moe_lb.transport.one_round import (
     OfCopies,
     PullBack,
     Round,
+    SumsT,
     TravellingRows,
     gradient_round,
     serve_round,
 )
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier
+from jax_moe_lb.transport.slot_weights import Slots, narrowed, optimization_barrier, widened
 
-SumsT = TypeVar("SumsT")
 ResidualsT = TypeVar("ResidualsT")
 
 Inputs = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt]
@@ -207,7 +207,7 @@ def _loop(
     def with_wide_sums(_: Array, carry: tuple[Carry, SumsT]) -> tuple[Carry, SumsT]:
         assert wide is not None
         rows, sums = rounds((carry[0], wide(carry[1])))
-        return rows, jax.tree.map(lambda total, like: total.astype(like.dtype), sums, carry[1])
+        return rows, narrowed(sums, carry[1])
 
     if wide is None or _dtypes(jax.eval_shape(wide, carry[1])) == _dtypes(carry[1]):
         return rounds(carry)
@@ -217,11 +217,6 @@ def _loop(
 
 def _dtypes(tree: Any) -> list[DType]:
     return [leaf.dtype for leaf in jax.tree.leaves(tree)]
-
-
-def widened(sums: SumsT) -> SumsT:
-    """Convert gradients of experts to the dtype of sums over rounds, float32 or wider."""
-    return jax.tree.map(lambda leaf: leaf.astype(wide_dtype(leaf)), sums)
 
 
 def _save(

@@ -1,4 +1,4 @@
-"""Weights of a rank's slots as operands of products, and their gradients on the way home.
+"""Weights of a rank's slots as operands of products, and their gradients: sums over rounds, and the way home.
 
 All rounds share them: those of copies (`rounds.py`), of lists (`once_rounds.py`) and of two phases.
 """
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_moe_lb.core.experts import Experts
+from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, wide_dtype
 from jax_moe_lb.kernels.grouped_ffn import ExpertParts, Products, grouped_ffn_gradients, takes_parts
 from jax_moe_lb.transport.exchange import DispatchOptions
-from jax_moe_lb.transport.one_round import RowWeights
+from jax_moe_lb.transport.one_round import RowWeights, SumsT
 from jax_moe_lb.transport.replicate import Replicate, joined
 
 
@@ -70,12 +71,11 @@ class Slots(NamedTuple):
         """Compute the gradients of the rows of a round, of their weights, and of the experts of all slots."""
         at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange, is_first=sums is None)
         fused = fuse_gate_up(at, rows, are_joined=self.are_joined, has_products=products is not None)
-        # Kernels of accelerators do not add to sums: their result has half the bytes in the dtype of the weights.
-        adds_here = sums is not None and _platform() in ("gpu", "tpu")
-        before, dtype = (None, self.home.up.dtype) if adds_here else (sums, dtype)
-        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, before, products
+        # Kernels of accelerators do not add to sums.
+        adds_here = sums is not None and _is_accelerator()
+        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, None if adds_here else sums, products
         of_rows, of_weights, of_slots = gradients_of_round(*args, fused=fused)
-        return of_rows, of_weights, jax.tree.map(jnp.add, sums, of_slots) if adds_here else of_slots
+        return of_rows, of_weights, added(sums, of_slots) if adds_here else of_slots
 
     def gradients_at_home(
         self, of_slots: Experts | ExpertParts, plan: Plan, replicate: Replicate, topology: Topology
@@ -118,7 +118,7 @@ def fuse_gate_up(experts: Experts | ExpertParts, rows: Rows, *, are_joined: bool
     """Return whether a backward round fuses the gate into `up`: on accelerators, if it reduces memory traffic."""
     # The forward pass does not, because both forms at once would raise peak memory.
     parts = experts if isinstance(experts, tuple) else (experts,)
-    if parts[0].gate is None or parts[0].has_adapters or _platform() not in ("gpu", "tpu"):
+    if parts[0].gate is None or parts[0].has_adapters or not _is_accelerator():
         return False
     copied = jax.tree.leaves([(part.up, part.gate) for part in parts])
     copied_bytes = 0 if are_joined else 2 * sum(leaf.nbytes for leaf in copied)
@@ -167,6 +167,10 @@ def _platform() -> Literal["cpu", "tpu", "gpu"] | None:
     return "tpu" if device.device_kind.startswith("TPU") else "gpu"
 
 
+def _is_accelerator() -> bool:
+    return _platform() in ("gpu", "tpu")
+
+
 def in_form_of(experts: Experts, sums: Experts) -> Experts:
     """Convert expert gradients to the form of `experts`, with the gate beside `up` or in it."""
     return sums if experts.is_fused or experts.has_adapters else sums.apart()
@@ -174,8 +178,64 @@ def in_form_of(experts: Experts, sums: Experts) -> Experts:
 
 def dtype_of_sums(experts: Experts, exchange: DispatchOptions, *, is_first: bool) -> DType:
     """Return the dtype of the expert gradients of a round, or of their sums with those of earlier rounds."""
-    # Sums are in float32 or wider, because bfloat16 sums lose small addends. The gradients of a single round, and of
-    # the first one before a loop, have the dtype of the parameters: usually the loop does not run, and its first step
-    # converts them.
+    # The gradients of a single round, and of the first one before a loop, have the dtype of the parameters: usually the
+    # loop does not run, and its first step converts them. So have gradients that are added to sums after the products.
+    if not is_first and _is_accelerator():
+        return experts.up.dtype
     has_sums = exchange.buffers.max_rounds not in (1, None) or not is_first
     return wide_dtype(experts.up) if has_sums else experts.up.dtype
+
+
+class Halves(NamedTuple):
+    """Sum over rounds in two bfloat16 arrays: its value in bfloat16, and the rest."""
+
+    # Together they have 16 binary digits. `high` is the result, in its own memory, so the sum takes half of the memory
+    # of a float32 array.
+    high: Array
+    low: Array
+
+    def plus(self, part: Array) -> "Halves":
+        """Return the sum with the gradients of another round."""
+        high, low, part = (one.astype(jnp.float32) for one in (*self, part))
+        total = high + (low + part)
+        # Not two conversions, which XLA may remove: the rest would be 0.
+        high = jax.lax.reduce_precision(total, BFLOAT16.nexp, BFLOAT16.nmant)
+        return Halves(high.astype(jnp.bfloat16), (total - high).astype(jnp.bfloat16))
+
+
+BFLOAT16 = jnp.finfo(jnp.bfloat16)
+
+
+def widened(sums: SumsT) -> SumsT:
+    """Convert gradients of experts to sums over rounds: in float32 or wider, on accelerators in `Halves`."""
+    # A bfloat16 sum would lose small addends.
+    in_halves = _is_accelerator()
+
+    def wide(leaf: Array) -> Any:
+        if in_halves and leaf.dtype == jnp.bfloat16:
+            return Halves(leaf, vary_like(jnp.zeros_like(leaf), leaf))
+        return leaf.astype(wide_dtype(leaf))
+
+    return jax.tree.map(wide, sums)
+
+
+def added(sums: SumsT, of_round: Any) -> SumsT:
+    """Add the gradients of a round to `widened` sums."""
+
+    def add(total: Any, part: Array) -> Any:
+        return total.plus(part) if isinstance(total, Halves) else total + part
+
+    return _map_sums(add, sums, of_round)
+
+
+def narrowed(sums: SumsT, like: Any) -> SumsT:
+    """Convert `widened` sums to the dtypes of other gradients."""
+
+    def narrow(total: Any, like: Array) -> Array:
+        return total.high if isinstance(total, Halves) else total.astype(like.dtype)
+
+    return _map_sums(narrow, sums, like)
+
+
+def _map_sums(function: Callable[[Any, Any], Any], sums: Any, others: Any) -> Any:
+    return jax.tree.map(function, sums, others, is_leaf=lambda node: isinstance(node, Halves))

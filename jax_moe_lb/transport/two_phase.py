@@ -58,13 +58,15 @@ from jax_moe_lb.transport.exchange import (
 )
 from jax_moe_lb.transport.one_round import Batch, OfCopies
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import no_gradients, overflow_rounds, widened
+from jax_moe_lb.transport.rounds import no_gradients, overflow_rounds
 from jax_moe_lb.transport.slot_weights import (
+    added,
     at_home,
     dtype_of_sums,
     fuse_gate_up,
     gradients_of_round,
     optimization_barrier,
+    widened,
 )
 
 
@@ -627,7 +629,7 @@ def _gradients(
         staying, onward = _start_onward(parts, phases, i, room, by_exchange.ways, by_exchange.staying(i, parts[0]))
         of_rows, of_home = by_exchange.at_home(parts, staying)
         of_copies, of_slots = by_exchange.finish(i, of_rows, _arrived(onward, of_rows), slots, carry[0])
-        return of_copies, jax.tree.map(jnp.add, carry[1], (of_home, of_slots))
+        return of_copies, added(carry[1], (of_home, of_slots))
 
     carry = of_copies, (of_home, of_slots)
     (of_copies, of_weights), (home, of_slots) = overflow_rounds(phases.receipt, ways.direct, one_round, carry, widened)

@@ -136,8 +136,10 @@ def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, in_parts, goe
     assert not slot_weights.fuse_gate_up(form(experts.fused()), rows, are_joined=are_joined)
 
 
-def test_gradients_of_many_rounds_are_summed_in_float32():
-    """The first round has the dtype of the weights; in bfloat16, sums of further rounds would lose small addends."""
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_gradients_of_many_rounds_lose_no_small_addends(platform, monkeypatch):
+    """The first round has the dtype of the weights; further ones are added in float32, or in two halves."""
+    monkeypatch.setattr(slot_weights, "_platform", lambda: platform)
     mesh, case = make_mesh((8,), ("expert",)), Case()
     kernel, experts = case.params("bfloat16")
     x, mask = case.tokens(WORKLOADS[1], 8, "bfloat16")
@@ -154,3 +156,14 @@ def test_gradients_of_many_rounds_are_summed_in_float32():
         # Three roundings: of the first round and of both sums.
         assert np.abs(ours - expected).max() <= 3 * 2**-9 * np.abs(expected).max()
         assert np.abs(ours - expected).mean() <= 2**-9 * np.abs(expected).mean()
+
+
+def test_halves_are_a_wide_sum():
+    """Of 100 addends below half a unit in the last place, a bfloat16 sum would keep none."""
+    first, part = jnp.full(8, 256, jnp.bfloat16), jnp.linspace(0.1, 0.9, 8).astype(jnp.bfloat16)
+    start = slot_weights.Halves(first, jnp.zeros_like(first))
+    add = jax.jit(lambda sums: jax.lax.fori_loop(0, 100, lambda _, sums: sums.plus(part), sums))
+    want = 256 + 100 * np.asarray(part, np.float64)
+    high, low = (np.asarray(one, np.float64) for one in add(start))
+    np.testing.assert_allclose(high + low, want, rtol=2**-10)
+    np.testing.assert_allclose(high, want, rtol=2**-8)
