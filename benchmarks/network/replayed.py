@@ -72,7 +72,7 @@ def fitted(loads: np.ndarray, num_tokens: int, per_token: int) -> np.ndarray:
         )
     counts = np.floor(scaled + 1e-9).astype(np.int32)
     for row, exact in zip(counts, scaled, strict=True):
-        # The largest remainders get the copies that are missing.
+        # The largest remainders get the missing copies.
         short = total - int(row.sum())
         row[np.argsort(row - exact, kind="stable")[:short]] += 1
     return counts.reshape(loads.shape)

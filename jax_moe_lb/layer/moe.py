@@ -345,7 +345,7 @@ def _round_s(
     num_parameters: int, rows_bytes: int, flops_per_s: float | None, rates: GpuRates | TpuRates | None
 ) -> float | None:
     """Return the seconds of a further round in training, beyond its products; None without a rate."""
-    # `num_parameters` is that of all slots, and `rows_bytes` that of all copies, in the model's and the inner width.
+    # `num_parameters` counts all slots, and `rows_bytes` all copies, in the model's and the inner width.
     # Products of `SLOT_COPIES` copies take as long as reading the weights.
     if isinstance(rates, GpuRates):
         flops_per_s = flops_per_s or rates.experts_speed

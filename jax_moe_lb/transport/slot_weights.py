@@ -72,10 +72,12 @@ class Slots(NamedTuple):
         at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange, is_first=sums is None)
         fused = fuse_gate_up(at, rows, are_joined=self.are_joined, has_products=products is not None)
         # Kernels of accelerators do not add to sums.
-        adds_here = sums is not None and _is_accelerator()
-        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, None if adds_here else sums, products
+        before = None if _is_accelerator() else sums
+        args = rows, row_weights, at, self.again, group_sizes, upstream, dtype, before, products
         of_rows, of_weights, of_slots = gradients_of_round(*args, fused=fused)
-        return of_rows, of_weights, added(sums, of_slots) if adds_here else of_slots
+        if sums is not None and before is None:
+            of_slots = added(sums, of_slots)
+        return of_rows, of_weights, of_slots
 
     def gradients_at_home(
         self, of_slots: Experts | ExpertParts, plan: Plan, replicate: Replicate, topology: Topology
