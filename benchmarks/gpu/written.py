@@ -26,7 +26,7 @@ from benchmarks.results import Table, load, save
 from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.kernels.backends import KINDS
 
-DEVICES = ROOT / "jax_moe_lb" / "recordings" / "devices"
+DEVICES = ROOT / "jax_moe_lb" / "core" / "devices"
 
 UNITS = {
     "dense": (1e12, ".4g", " TFLOP/s"),
