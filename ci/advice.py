@@ -1,7 +1,7 @@
 """Run the programs of `jax-moe-lb advise` for presets on virtual CPU devices, each as pasted into a new process.
 
-By default, every cluster and every model has one pair of presets; `--all` takes all pairs. The programs are those of
-the three best choices of each pair that fits into memory; equal programs run once.
+By default, every cluster and every model has one pair of presets, and each pair its best choice that fits into memory;
+`--all` takes all pairs, and the three best choices of each. Equal programs run once.
 """
 
 import itertools
@@ -12,18 +12,17 @@ import sys
 
 from jax_moe_lb.sim.config import preset_names
 
-BEST = 3
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 
 
-def best_programs(model: str, cluster: str) -> list[tuple[str, str]]:
+def best_programs(model: str, cluster: str, number: int) -> list[tuple[str, str]]:
     """Return name and program of the best choices; empty if no choice fits."""
     command = [sys.executable, "-m", "jax_moe_lb.cli", "advise", model, cluster, "--json"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     if done.returncode > 1:
         raise SystemExit(f"{' '.join(command[2:])}: {done.stderr}")
     systems = json.loads(done.stdout).get("systems", [])
-    return [(one["system"], one["usage"]["code"]) for one in systems[:BEST]]
+    return [(one["system"], one["usage"]["code"]) for one in systems[:number]]
 
 
 def chosen(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[tuple[str, str]]]:
@@ -32,7 +31,7 @@ def chosen(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[tuple[str
     clusters, models = set(preset_names("cluster")), set(preset_names("model"))
     # Each cluster's own model fits; other models come first on the smallest machine of accelerators.
     for model, cluster in sorted(pairs, key=lambda pair: (pair[0] != pair[1], pair[1] != "h100_node")):
-        if (cluster in clusters or model in models) and (programs := best_programs(model, cluster)):
+        if (cluster in clusters or model in models) and (programs := best_programs(model, cluster, 1)):
             found[model, cluster] = programs
             clusters.discard(cluster)
             models.discard(model)
@@ -42,7 +41,7 @@ def chosen(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[tuple[str
 def main(arguments: list[str]) -> None:
     """Run all programs, and exit with an error after the first that fails."""
     pairs = list(itertools.product(preset_names("model"), preset_names("cluster")))
-    found = {pair: best_programs(*pair) for pair in pairs} if arguments == ["--all"] else chosen(pairs)
+    found = {pair: best_programs(*pair, 3) for pair in pairs} if arguments == ["--all"] else chosen(pairs)
     done: dict[str, str] = {}
     for pair, programs in found.items():
         for name, code in programs:
