@@ -8,12 +8,11 @@ experts, without further accumulators.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_moe_lb.collectives.exchange_paths import exchange_path
 from jax_moe_lb.collectives.home_slices import HomeSlices
@@ -65,7 +64,7 @@ def accumulate_sequentially(
     # An illegal plan may send more replicas than fit: make their sums NaN.
     is_whole = takes_turns or number.max() < room
 
-    def one_turn(turn: Array, carry: Any) -> Any:
+    def one_turn(turn: Array, carry: PyTree) -> PyTree:
         place = jnp.where(number // room == turn, number % room, -1)
         landed = pull(place)
         mine = (owner == me) & (place >= 0)
@@ -73,7 +72,7 @@ def accumulate_sequentially(
         to = jnp.where(mine, place, room).reshape(-1)
         expert = jnp.full(room, num_home, jnp.int32).at[to].set((wanted % num_home).reshape(-1), mode="drop")
 
-        def add_one(i: Array, carry: Any) -> Any:
+        def add_one(i: Array, carry: PyTree) -> PyTree:
             sums, total, last = carry
             e = expert[i]
             before = [kind[e] for kind in sums]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from jax_moe_lb.collectives.expert_gather import (
     Axes,
@@ -83,7 +83,7 @@ class Pending:
     # operand of `start` must change in each iteration, otherwise XLA hoists the call out of the loop. `join` fails for
     # a ticket that occurs twice, and on a GPU for buffers other than those of `start`.
 
-    incoming: Any  # slots `[P, ...]`, a tree like the home weights; do not read them before `join`
+    incoming: PyTree  # slots `[P, ...]`, a tree like the home weights; do not read them before `join`
     ticket: Int[Array, "2"]  # two integers that pair `join` with its `start`
     # Operands of `start`. Copies read the weights until `join`. Keeping them alive also prevents XLA from reusing their
     # memory for operations in between, which would have to wait.
@@ -203,7 +203,7 @@ def add_reference(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, ro
     return jax.lax.fori_loop(0, flat.shape[0], add, sums)
 
 
-def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Any:
+def copy_expert_weights(home: PyTree, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> PyTree:
     """Copy the wanted experts into slots from the home weights of all ranks."""
     # `PeerCopy` calls it; use it for custom patterns of weight transfers. It is differentiable in `home`: the transpose
     # adds the gradients of all replicas at home; see `add_copies_at_home`.
@@ -214,7 +214,7 @@ def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, 
     return jax.tree.unflatten(tree, _copy(*operands, experts_per_rank(leaves, wanted, route, "home"), route))
 
 
-def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Pending:
+def start(home: PyTree, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Pending:
     """Begin the copies of `copy_expert_weights`, with the same arguments."""
     # Use it with `after_start` and `join` to overlap copies with computation. None of them is differentiable: write one
     # rule for the pair and the operations in between, with `add_copies_at_home`.
@@ -232,7 +232,7 @@ def after_start(pending: Pending, operands: Operands) -> tuple[Operands, Pending
     return operands, replace(pending, ticket=ticket)
 
 
-def join(pending: Pending, after: Any = ()) -> Any:
+def join(pending: Pending, after: PyTree = ()) -> PyTree:
     """Wait for the copies of `start`, and return them."""
     incoming, tree = jax.tree.flatten(pending.incoming)
     # Pass `after` as operands: XLA drops unused results of an optimization barrier, and then calls this too early.

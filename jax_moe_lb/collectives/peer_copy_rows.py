@@ -14,11 +14,11 @@ without the custom calls.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_moe_lb.collectives.peer_copy import Arrays, Pending, Route, attributes, in_domain, native_platforms, place
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer, ragged_all_to_all
@@ -143,8 +143,8 @@ def _landing(size: PerReplica) -> PerReplica:
 
 
 def start_onward(
-    rows: Arrays, room: int, moved: MovedRows, window: CopyWindow, before: Any = (), *, route: Route
-) -> tuple[Any, Pending]:
+    rows: Arrays, room: int, moved: MovedRows, window: CopyWindow, before: PyTree = (), *, route: Route
+) -> tuple[PyTree, Pending]:
     """Begin to send rows to their slots; `join` returns them."""
     # It is not differentiable; `start_back` is its transpose.
     # Returns `before`, unchanged; and the input of `join`, a tuple of `[B, H]`, sorted by slot. Rows after the last
@@ -153,8 +153,8 @@ def start_onward(
 
 
 def start_back(
-    rows: Arrays, into: Arrays, moved: MovedRows, window: CopyWindow, before: Any = (), *, route: Route
-) -> tuple[Any, Pending]:
+    rows: Arrays, into: Arrays, moved: MovedRows, window: CopyWindow, before: PyTree = (), *, route: Route
+) -> tuple[PyTree, Pending]:
     """Begin to write results of moved rows over these rows at home; `join` returns them."""
     if len(rows) != len(into):
         raise ValueError(f"into has {len(into)} arrays; expected {len(rows)}, as many as rows")
@@ -163,8 +163,8 @@ def start_back(
 
 
 def _start(
-    rows: Arrays, into: Arrays, room: int, moved: MovedRows, window: CopyWindow, before: Any, route: Route
-) -> tuple[Any, Pending]:
+    rows: Arrays, into: Arrays, room: int, moved: MovedRows, window: CopyWindow, before: PyTree, route: Route
+) -> tuple[PyTree, Pending]:
     if not rows:
         raise ValueError("rows is empty; expected at least one kind")
     if not route.axis_name:

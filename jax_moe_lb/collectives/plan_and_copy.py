@@ -14,10 +14,9 @@ when the operands of the second call are ready, and users of the plan wait for t
 """
 
 from dataclasses import field
-from typing import Any
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from jax_moe_lb.collectives.peer_copy import (
     Arrays,
@@ -44,10 +43,10 @@ class Posted:
 
     placement: Placement  # initial placement of the planner
     quota: Quota  # initial quota of the planner
-    home: Any  # pytree of home weights, `[L, ...]` each
+    home: PyTree  # home weights, `[L, ...]` each
     # Uninitialized slots. They are allocated since `post`, so operations before `plan_and_copy` do not use their
     # memory.
-    incoming: Any
+    incoming: PyTree
     place: Int[Array, "2"]  # two integers, the participant and the group of this device
     ticket: Int[Array, "2"]  # two integers that pair `plan_and_copy` with its `post`
     route: Route = field(metadata={"static": True})  # ranks and options of the copies
@@ -57,12 +56,12 @@ class Posted:
 def post(
     placement: Placement,
     quota: Quota,
-    home: Any,
-    before: Any,
+    home: PyTree,
+    before: PyTree,
     *,
     planner: NativePlanner,
     route: Route,
-) -> tuple[Any, Posted]:
+) -> tuple[PyTree, Posted]:
     """Register the inputs of `plan_and_copy`, and return without waiting."""
     # `TwoPhase` calls it when the load is known, before rows go home. Call it directly only to overlap custom work.
     placement, quota = alike(placement, quota)
@@ -105,7 +104,7 @@ def post(
     return jax.tree.unflatten(structure, results[len(kinds) :]), posted
 
 
-def plan_and_copy(posted: Posted, after: Any) -> tuple[Any, tuple[Placement, Quota], Pending]:
+def plan_and_copy(posted: Posted, after: PyTree) -> tuple[PyTree, tuple[Placement, Quota], Pending]:
     """Compute the plan, and start its copies."""
     # It is not differentiable: write one rule for both calls and the operations in between, with `add_at_home`.
     # Returns `after`, unchanged; placement and quota of the plan; and the copies, for `join`. Slot `i` receives the

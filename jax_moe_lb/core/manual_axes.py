@@ -6,7 +6,7 @@ make constants agree. `unvarying_call` traces a function as if there were no mes
 or reject the axes of their operands. `first_order` rejects second derivatives of a custom backward pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,10 +16,10 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 
-def vary_like(tree: Any, *others: Any) -> Any:
+def vary_like(tree: PyTree, *others: PyTree) -> PyTree:
     """Return the same values, varying also over all manual mesh axes of `others`."""
     # Use it for constants and callback results before combining them with `others` in a loop or a conditional. It
     # changes types only, not the compiled program.
@@ -30,7 +30,7 @@ def vary_like(tree: Any, *others: Any) -> Any:
     return jax.tree.map(lambda leaf: _cast(jnp.asarray(leaf), axes), tree)
 
 
-def vary_alike(arrays: Any, *others: Array) -> tuple[Array, ...]:
+def vary_alike(arrays: Iterable[Array], *others: Array) -> tuple[Array, ...]:
     """Return the arrays, varying over the union of their mesh axes and the axes of `others`."""
     # Use it for the operands of a custom call and for the carry of a loop.
     return tuple(vary_like(tuple(arrays), *arrays, *others))

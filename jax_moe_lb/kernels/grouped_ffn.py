@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_moe_lb.core.experts import Experts, activate, usual_layout
 from jax_moe_lb.core.manual_axes import vary_like
@@ -267,7 +267,7 @@ def _gradients_in_windows(
     # Round after the sum over all windows.
     sums = jax.tree.map(lambda leaf: leaf.astype(wide), sums)
 
-    def step(window: RowWindow, carry: Any) -> Any:
+    def step(window: RowWindow, carry: PyTree) -> PyTree:
         rows, weights, sums = carry
         of_rows, of_weights, of_experts = _gradients_at_once(
             window.take(rows),

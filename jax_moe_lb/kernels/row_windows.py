@@ -5,11 +5,11 @@ the cache. Kernels on accelerators process all rows at once.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import Carry, GroupSizes, iota
@@ -45,14 +45,14 @@ class RowWindow(NamedTuple):
         before = jax.lax.dynamic_slice_in_dim(rows, self.start, self.inside.shape[0], 0)
         return jax.lax.dynamic_update_slice_in_dim(rows, jnp.where(self.inside[:, None], part, before), self.start, 0)
 
-    def of_groups(self, tree: Any) -> Any:
+    def of_groups(self, tree: PyTree) -> PyTree:
         """Read the entries of its groups from arrays `[S, ...]`."""
         group = self.group
         if group is None:
             return tree
         return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1, 0), tree)
 
-    def put_of_groups(self, part: Any, tree: Any) -> Any:
+    def put_of_groups(self, part: PyTree, tree: PyTree) -> PyTree:
         """Write the entries of its groups in place."""
         group = self.group
         if group is None:

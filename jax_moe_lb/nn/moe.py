@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jax_moe_lb.core.checks import check_integer, check_value, shown
 from jax_moe_lb.core.experts import ADAPTERS, Experts
@@ -169,7 +169,7 @@ class MoE(nnx.Module):
         relocates = self.system.relocates
         everywhere, by_group = PartitionSpec(), PartitionSpec(self.topology.data_axes)
 
-        def on_mesh(tree: Any, spec: PartitionSpec) -> Any:
+        def on_mesh(tree: PyTree, spec: PartitionSpec) -> PyTree:
             # Put the states on the parameters' devices: a checkpoint of both then restores onto any mesh.
             return jax.device_put(tree, NamedSharding(self.mesh, spec))
 

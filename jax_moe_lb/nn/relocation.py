@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Int
+from jax.tree_util import KeyPath
+from jaxtyping import Int, PyTree
 
 from jax_moe_lb.core.experts import LOGICAL_AXES
 from jax_moe_lb.core.types import AnyArray
@@ -84,7 +85,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
             raise ValueError(f"{'.'.join(layer)} has no homes; expected an MoE whose system has relocates=True")
         orders |= {(*layer, name): order for name in (*WEIGHTS, HOMES) if (*layer, name) in shapes}
 
-    def moved_state(key_path: Any, leaf: Any) -> Any:
+    def moved_state(key_path: KeyPath, leaf: Any) -> Any:
         path = _names(key_path)
         # Optimizer state nests copies of the parameter tree: the longest path suffix naming a parameter is its owner.
         owner = next((path[i:] for i in range(len(path)) if path[i:] in orders), None)
@@ -96,7 +97,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
             )
         return leaf[orders[owner]]
 
-    def moved_params(key_path: Any, leaf: Any) -> Any:
+    def moved_params(key_path: KeyPath, leaf: Any) -> Any:
         path = _names(key_path)
         if path not in orders:
             return leaf
@@ -108,7 +109,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     return jax.tree.map_with_path(moved_params, params), jax.tree.map_with_path(moved_state, opt_state)
 
 
-def expert_bytes(params: Any, opt_state: Any) -> int:
+def expert_bytes(params: PyTree, opt_state: PyTree) -> int:
     """Return the bytes of one expert in parameters and optimizer state, averaged over layers.
 
     Multiply it by `moved_experts` for the bytes moved by a relocation.
@@ -138,7 +139,7 @@ def expert_bytes(params: Any, opt_state: Any) -> int:
     return total // max(1, len(layers))
 
 
-def _layers(tree: Any) -> Iterator[Path]:
+def _layers(tree: PyTree) -> Iterator[Path]:
     """Yield the paths of the `MoE` layers in a tree, in its order."""
     shapes = _shapes(tree)
     for path, shape in shapes.items():
@@ -147,11 +148,11 @@ def _layers(tree: Any) -> Iterator[Path]:
             yield layer
 
 
-def _shapes(tree: Any) -> dict[Path, tuple[int, ...]]:
+def _shapes(tree: PyTree) -> dict[Path, tuple[int, ...]]:
     return {_names(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _names(path: Any) -> Path:
+def _names(path: KeyPath) -> Path:
     """Return a key path as strings, without Flax's trailing `value` of a variable."""
     names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
     return names[:-1] if names[-1:] == ("value",) else names

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats
@@ -232,7 +232,7 @@ def sharded_residual(experts: Experts, *, topology: Topology, migrate: GatherExp
     )
 
 
-def _place_by(tree: Any, specs: Any, mesh: Mesh) -> Any:
+def _place_by(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     if isinstance(specs, PartitionSpec):
         return place(tree, NamedSharding(mesh, specs), mesh)
     return jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(mesh, spec), mesh), tree, specs)

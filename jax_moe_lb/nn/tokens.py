@@ -7,12 +7,12 @@ sequences (context parallelism) stay on their rank.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from jax_moe_lb.core.checks import check_integer
 from jax_moe_lb.core.types import Axes, iota
@@ -27,7 +27,7 @@ def axis_names(axes: tuple[str, ...] | str | None) -> Axes:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
+def place(tree: PyTree, sharding: jax.sharding.Sharding, mesh: Mesh) -> PyTree:
     """Reshard a tree on a mesh with Explicit axes; on Auto axes, leave the sharding to the compiler."""
     if AxisType.Explicit not in mesh.axis_types:
         return tree

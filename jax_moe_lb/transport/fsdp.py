@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree
 
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.experts import LOGICAL_AXES, Experts
@@ -67,7 +68,7 @@ class FsdpExperts:
         """
         del packed, residual
 
-        def gather(path: Any, leaf: Array) -> Array:
+        def gather(path: KeyPath, leaf: Array) -> Array:
             for dimension, axes in enumerate((self.exp_axes, *self._gathered(path))):
                 leaf = jax.lax.all_gather(leaf, axes, axis=dimension, tiled=True) if axes else leaf
             return leaf
@@ -93,7 +94,7 @@ class FsdpExperts:
             experts,
         )
 
-    def _gathered(self, path: Any) -> tuple[Axes, ...]:
+    def _gathered(self, path: KeyPath) -> tuple[Axes, ...]:
         axes = {"embed": self.embed_axes, "mlp": self.mlp_axes, None: ()}
         return tuple(axes[name] for name in LOGICAL_AXES[path[0].name])
 
@@ -108,7 +109,7 @@ LayerFunction = Callable[[Carry, Any, Experts], tuple[Carry, Any]]
 def scan_prefetched(
     block: LayerFunction,
     x: Carry,
-    layers: Any,
+    layers: PyTree,
     experts: Experts,
     migrate: GatherExpertDomain | FsdpExperts,
     packed: Packed | None = None,
@@ -158,10 +159,10 @@ def scan_prefetched(
         [15. 15.]
     """
 
-    def part(tree: Any, at: Any) -> Any:
+    def part(tree: PyTree, at: Any) -> PyTree:
         return jax.tree.map(lambda leaf: leaf[at], tree)
 
-    def run(x: Carry, layer: Any, source: GatherArguments, held: Experts) -> tuple[Carry, Any]:
+    def run(x: Carry, layer: PyTree, source: GatherArguments, held: Experts) -> tuple[Carry, Any]:
         return _forgetful(block, migrate, x, layer, *source, held) if gather_again else block(x, layer, held)
 
     def step(carry: tuple[Carry, Experts], now: tuple) -> tuple[tuple, Any]:
@@ -187,7 +188,7 @@ def _forgetful(
     block: LayerFunction,
     migrate: GatherExpertDomain | FsdpExperts,
     x: Carry,
-    layer: Any,
+    layer: PyTree,
     home: Experts,
     sent: Packed | None,
     residual: Experts | None,
@@ -211,7 +212,7 @@ def _through_home(
     # Without the barrier, XLA merges this gather with the equal one of the forward pass and keeps its result.
     home, sent, upstream = jax.lax.optimization_barrier((home, sent, upstream))
 
-    def again(x: Carry, layer: Any, home: Experts, residual: Any) -> tuple[Carry, Any]:
+    def again(x: Carry, layer: PyTree, home: Experts, residual: PyTree) -> tuple[Carry, Any]:
         return block(x, layer, migrate(home, sent, residual))
 
     *gradients, left = jax.vjp(again, x, layer, home, residual)[1](upstream)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.schedule import in_order_on_cuda
@@ -129,7 +129,7 @@ def gradient_round(
     pull_back: PullBack,
     carry: tuple[OfCopies, SumsT],
     saved: Kept,
-    before: Any,
+    before: PyTree,
 ) -> tuple[OfCopies, SumsT]:
     """Write the gradients of the copies of a round."""
     with jax.named_scope("dispatch"):
@@ -145,7 +145,7 @@ def gradient_round(
 
 
 def _received(
-    one: Round, batch: Batch, row_weights: RowWeights, saved: Kept, before: Any
+    one: Round, batch: Batch, row_weights: RowWeights, saved: Kept, before: PyTree
 ) -> tuple[ArrivedRows, RowWeights, Rows]:
     """Return the rows of a backward round, their weights, and the gradients of their outputs."""
     per_token, words, upstream = batch.weights.shape[1], saved.rows, batch.upstream

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from jax_moe_lb.collectives.expert_gather import (
     Wanted,
@@ -63,7 +63,7 @@ class Replicate(abc.ABC):
         """
 
     @abc.abstractmethod
-    def join(self, pending: Any, after: Any) -> Experts:
+    def join(self, pending: Any, after: PyTree) -> Experts:
         """Return the `S - L` replicas of this rank after their copies end.
 
         Args:
@@ -211,7 +211,7 @@ class Gather(Replicate):
         home, tree = jax.tree.flatten(experts)
         return jax.tree.unflatten(tree, fetch_all(tuple(home), wanted, plan.num_home, plan.domain, topology))
 
-    def join(self, pending: Experts, after: Any) -> Experts:
+    def join(self, pending: Experts, after: PyTree) -> Experts:
         """Return the result of `start`."""
         del after
         return pending
@@ -264,7 +264,7 @@ class PeerCopy(Replicate):
         relay = None if plan.relay is None else _of_replicas(plan.relay, plan)
         return start(experts, _of_replicas(plan.placement, plan), relay, route=self.route(topology))
 
-    def join(self, pending: Pending, after: Any) -> Experts:
+    def join(self, pending: Pending, after: PyTree) -> Experts:
         """Wait for the copies, after `after` is computed."""
         return join(pending, after)
 
@@ -361,7 +361,7 @@ class Relay(Replicate):
         """
         return self.copies.start(experts, self.plan(plan), topology)
 
-    def join(self, pending: Pending, after: Any) -> Experts:
+    def join(self, pending: Pending, after: PyTree) -> Experts:
         """Wait for the copies, after `after` is computed."""
         return self.copies.join(pending, after)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_buffer, empty_buffer_after
 from jax_moe_lb.core.experts import Experts
@@ -143,7 +143,7 @@ def gradient_rounds(
     exchange: Exchange,
     topology: Topology,
     saved: Kept = Kept(),
-    before: Any = (),
+    before: PyTree = (),
 ) -> tuple[OfCopies, Any]:
     """Write the gradients of all copies of a receipt into `of_copies`, in the rounds of the forward pass."""
     # Each round sends the copies again, unless they are saved, and the gradients of their outputs.
@@ -215,7 +215,7 @@ def _loop(
     return jax.lax.fori_loop(0, (receipt.rounds > 1).astype(jnp.int32), with_wide_sums, carry)
 
 
-def _dtypes(tree: Any) -> list[DType]:
+def _dtypes(tree: PyTree) -> list[DType]:
     return [leaf.dtype for leaf in jax.tree.leaves(tree)]
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.collectives.peer_copy import Pending, Route, after_start, join
@@ -374,7 +374,7 @@ class _Forward(NamedTuple):
         with jax.named_scope("experts/dynamic_wave"):
             staying = replace(phases.staying, size=jnp.where(self.dynamic, phases.staying.size, 0))
             blocks = Blocks.of(*_here(staying, i, rows, ways), rows.shape[0])
-            returning: Any = (out,)
+            returning: PendingRows = (out,)
             if moved.slots is not None and moved.rows is not None:
                 served = grouped_ffn(moved.rows, moved.slots, _taken(phases, i, rows, ways))
                 # Start the return of moved rows first, to overlap it with the products of rows that stayed.
@@ -457,7 +457,7 @@ def _start(experts: Experts, plan: Plan, ways: PhaseConfig, before: Tokens) -> t
 
 
 @jax.named_scope("replicate")
-def _join(pending: Any, after: Any, ways: PhaseConfig) -> Experts | None:
+def _join(pending: Any, after: PyTree, ways: PhaseConfig) -> Experts | None:
     return None if pending is None else ways.replicate.join(pending, after)
 
 
@@ -466,8 +466,8 @@ PendingRows = tuple[Array | None, ...] | Pending
 
 
 def _start_onward(
-    parts: tuple[Array, ...], phases: Phases, i: Array, room: int, ways: PhaseConfig, before: Any
-) -> tuple[Any, PendingRows]:
+    parts: tuple[Array, ...], phases: Phases, i: Array, room: int, ways: PhaseConfig, before: PyTree
+) -> tuple[PyTree, PendingRows]:
     """Send rows of round `i` on to their takers; return `None`s without replica slots."""
     moved = phases.moved
     if moved.home.shape[1] == 0:
@@ -482,8 +482,8 @@ def _start_onward(
 
 
 def _start_back(
-    parts: tuple[Array, ...], into: tuple[Array, ...], phases: Phases, i: Array, ways: PhaseConfig, before: Any = ()
-) -> tuple[Any, PendingRows]:
+    parts: tuple[Array, ...], into: tuple[Array, ...], phases: Phases, i: Array, ways: PhaseConfig, before: PyTree = ()
+) -> tuple[PyTree, PendingRows]:
     """Return results of moved rows to the home positions in round `i`; the transpose of `_start_onward`."""
     window = _window(i, into[0])
     if ways.route is not None:
@@ -495,11 +495,11 @@ def _start_back(
         return before, tuple(move_back(part, phases.moved, window, out, axes, local) for part, out in pairs)
 
 
-def _arrived(rows: PendingRows, after: Any) -> tuple[Any, ...]:
+def _arrived(rows: PendingRows, after: PyTree) -> tuple[Any, ...]:
     return join(rows, after) if isinstance(rows, Pending) else rows
 
 
-def _window(i: Array, rows: Rows) -> Any:
+def _window(i: Array, rows: Rows) -> CopyWindow:
     return window(i, rows.shape[0])
 
 
@@ -570,7 +570,9 @@ class _Backward(NamedTuple):
             *of_rows, of_experts = self._gradients(taken, self.experts, blocks.sizes, fused)
             return tuple(blocks.put(part, part) for part in of_rows), of_experts
 
-    def finish(self, i: Array, of_rows: tuple[Array, ...], parts: Any, slots: Any, out: OfCopies) -> Any:
+    def finish(
+        self, i: Array, of_rows: tuple[Array, ...], parts: tuple[Any, ...], slots: Experts | None, out: OfCopies
+    ) -> Any:
         """Compute the gradients of moved rows, and send all gradients back."""
         ways, phases, of_slots = self.ways, self.phases, None
         rows = of_rows[0]

@@ -9,8 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_moe_lb import ExpertConfig, Experts, MoE, Precision, TopK, Topology, exact, feplb
 from jax_moe_lb.aot.collectives import collectives
 from jax_moe_lb.aot.hlo import parse_module
-from jax_moe_lb.core.experts import ADAPTERS
-from jax_moe_lb.kernels.grouped_ffn import dense_ffn
+from jax_moe_lb.core.experts import ADAPTERS, dense_ffn
 from jax_moe_lb.transport import FsdpExperts, scan_prefetched
 from tests.adapters import adapters_of, with_adapters
 from tests.layer_cases import assert_close, make_mesh
