@@ -23,6 +23,7 @@ from jax_moe_lb.planners import rebalance_experts
 from jax_moe_lb.sim import ModelShape, mean_report, simulate
 from jax_moe_lb.sim.run import StageTime, States
 from jax_moe_lb.sim.traffic import replicas_between
+from jax_moe_lb.sim.work import layer_facts
 from jax_moe_lb.transport import Relay
 
 NODE = 8
@@ -31,6 +32,7 @@ NODE = 8
 SYSTEMS = {
     "plain": plain(),
     "exact": exact(),
+    "exact, relays": replace(exact(), replicate=Relay()),
     "exact, tokens only": System(Exact()),
     "exact, eps 0": System(Exact(eps=0.0)),
     "exact, tokens only, relays": System(Exact(), replicate=Relay()),
@@ -58,8 +60,9 @@ COLUMNS |= {"layer over plain": ".3f"}
 
 def steps(system: System, model: ModelShape, trace: Trace) -> Iterator[tuple[Trace, list[Plan], States]]:
     """Yield counts and plans of the layers, and the states before, of each step after the history."""
-    topology = machine(trace.shape[2]).topology()
-    sized = replace(system, balancer=system.balancer.sized(model.facts))
+    cluster = machine(trace.shape[2])
+    topology, facts = cluster.topology(), layer_facts(system, model, cluster)
+    sized = replace(system, balancer=system.balancer.sized(facts))
     states: States = [[system.balancer.init(counts.shape)] for counts in trace[0]]
     for step, layers in enumerate(trace):
         found = [

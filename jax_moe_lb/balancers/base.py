@@ -41,6 +41,8 @@ class LayerCost:
         max_rows: maximum number of token copies that a rank can serve, in all its rounds; `None` for any number.
         round_rows: token copies that a rank serves in one round; `None` for any number.
         round_s: seconds of each round after the first beyond its token copies.
+        relays: `min_replicas`, `max_relays` and `min_gain` of `transport.Relay`, which forwards weights of replicas;
+            `None` if all copies come from home.
         device: kind of the device of the ranks, a file of `core/devices`; `None` if it has no rates.
 
     Examples:
@@ -59,6 +61,7 @@ class LayerCost:
     max_rows: int | None = None
     round_rows: int | None = None
     round_s: float | None = None
+    relays: tuple[int, int, int] | None = None
     device: str | None = None
 
 

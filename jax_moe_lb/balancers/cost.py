@@ -19,7 +19,7 @@ from jax_moe_lb.core.types import AnyArray, Counts, host_iota, namespace
 SIZES = ("expert_bytes", "token_flops", "token_bytes", "gradient_bytes", "overlap_s")
 """Fields of `Cost` derived from the layer."""
 
-OF_LAYER = ("max_rows", "slot_copies", "num_copies", "round_rows", "round_s")
+OF_LAYER = ("max_rows", "slot_copies", "num_copies", "round_rows", "round_s", "relays")
 """Fields of `Cost` equal to those of the layer."""
 
 TRAINING_PASSES = 4
@@ -75,6 +75,9 @@ class Cost:
             any number if they are unknown.
         round_s: seconds of each round after the first beyond its token copies. `None` (default) takes those of the
             layer; 0 if they are unknown.
+        relays: `min_replicas`, `max_relays` and `min_gain` of `transport.Relay`: relays then forward the weights of an
+            expert with many replicas, and gradients return to its home directly. `None` (default) takes those of the
+            layer, which has none without `Relay`.
         device: kind of device whose rates replace missing rates of the topology, such as `"h100"`; a file of
             `core/devices`. `None` (default) takes that of the layer if `required` is False, else no replacement.
         required: if True (default), a missing rate or size is an error. If False, as in `exact()`, `Exact` then plans
@@ -111,6 +114,7 @@ class Cost:
     num_copies: int | None = None
     round_rows: int | None = None
     round_s: float | None = None
+    relays: tuple[int, int, int] | None = None
     device: str | None = None
     required: bool = True
 
@@ -178,7 +182,7 @@ class Cost:
         Args:
             scale: result of `scale`.
         """
-        if self.num_copies is None:
+        if self.num_copies is None or scale.relayed is not None:
             return len(scale.table)
         return max(1, math.isqrt(2 * self.num_copies // max(1, int(scale.table[1]))) - 1)
 
@@ -228,17 +232,31 @@ class Cost:
         return replace(topology, levels=levels, flops_per_s=flops)
 
 
+class Relayed(NamedTuple):
+    """Weights of replicas along relays, by the number of copies."""
+
+    table: Int[np.ndarray, "N"]  # time in token copies by the maximum number of copies sent or received by one rank
+    from_home: Int[np.ndarray, "N"]  # copies sent by the home of an expert with some number of replicas
+    from_relay: Int[np.ndarray, "N"]  # copies sent by each of its relays
+
+
 class TimeScale(NamedTuple):
     """Times in token copies; see `Cost.scale`."""
 
     # Time of a transfer by the maximum number of replicas of one rank, ascending from 0. Numbers beyond `max_bytes`
     # have the int32 maximum over 4.
     table: Int[np.ndarray, "N"]
+    relayed: "Relayed | None"  # with relays, the time of weights; `table` is then that of gradients
     slot: int  # time of the products of a replica beyond its tokens
     planner: int  # time of the planner
     round_rows: int  # token copies served by a rank in one round
     further_round: int  # time of each round after the first
     most_rounds: int  # number of further rounds that count, so that times fit int32
+
+    @property
+    def one_copy(self) -> int:
+        """Time of the weights of one copy beside `table`."""
+        return 0 if self.relayed is None else int(self.relayed.table[1])
 
     def rounds(self, max_load: Int[AnyArray, "N"] | IntScalar) -> Int[AnyArray, "N"] | IntScalar:
         """Return the time of the further rounds of a maximum load."""
@@ -252,22 +270,42 @@ def _scale(cost: Cost, topology: Topology, domain: int, most: int) -> TimeScale:
     """Compute `Cost.scale` once for all layers and loads."""
     # Compute the table in Python, once, and look it up in the program. Floating point may round differently on
     # different devices, and ranks deciding differently would deadlock.
-    rated, found = cost._rated(topology), []
+    rated = cost._rated(topology)
     token_s, rate = cost._token_s(rated), slowest_bytes_per_s(rated, domain)
-    for number in range(most + 1):
-        hidden_s = min(number * (cost.gradient_bytes or 0.0) / rate, cost.overlap_s or 0.0)
-        found.append(in_copies(number * _known("expert_bytes", cost.expert_bytes) / rate - hidden_s, token_s))
-    table = np.where(np.arange(most + 1) <= cost._most_replicas(most), np.array(found), MOST_COPIES).astype(np.int32)
-    table.setflags(write=False)
+    expert_bytes, gradient_bytes = _known("expert_bytes", cost.expert_bytes), cost.gradient_bytes or 0.0
+
+    def table_of(nbytes: float, returned: float, most_replicas: int) -> Int[np.ndarray, "N"]:
+        hidden_s = [min(number * returned / rate, cost.overlap_s or 0.0) for number in range(most + 1)]
+        found = [in_copies(number * nbytes / rate - hidden, token_s) for number, hidden in enumerate(hidden_s)]
+        table = np.where(np.arange(most + 1) <= most_replicas, np.array(found), MOST_COPIES).astype(np.int32)
+        table.setflags(write=False)
+        return table
+
+    if cost.relays is None:
+        table, relayed = table_of(expert_bytes, gradient_bytes, cost._most_replicas(most)), None
+    else:
+        weights = table_of(expert_bytes - gradient_bytes, 0.0, cost._most_replicas(most))
+        table, relayed = table_of(gradient_bytes, gradient_bytes, most), Relayed(weights, *_trees(domain, *cost.relays))
     slot_s, most_rounds = (cost.slot_copies or 0) * cost._compute_s(rated), 2 * topology.num_ranks
     return TimeScale(
         table,
+        relayed,
         in_copies(slot_s, token_s),
         in_copies(cost.planner_s, token_s),
         cost.round_rows or INT32_MAX,
         min(in_copies(cost.round_s or 0.0, token_s), MOST_COPIES // most_rounds),
         most_rounds,
     )
+
+
+def _trees(domain: int, min_replicas: int, max_relays: int, min_gain: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the copies sent by the home of an expert and by each of its relays, by its number of replicas."""
+    from_home, from_relay = np.arange(domain + 1, dtype=np.int32), np.zeros(domain + 1, np.int32)
+    for number in range(min_replicas, domain + 1):
+        relays = max(min(math.isqrt(number), max_relays, number - 1), 1)
+        if number - max(relays, (number - 1) // relays) >= min_gain:
+            from_home[number], from_relay[number] = relays, (number - 1) // relays
+    return from_home, from_relay
 
 
 def in_copies(seconds: float, token_s: float) -> int:
@@ -316,6 +354,19 @@ def busiest(plan: Plan) -> IntScalar:
     homes = namespace(plan.quota).where(replicas >= 0, replicas // np.int32(plan.num_home), np.int32(-1))
     sent = (homes[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32).max()
     return namespace(plan.quota).maximum(received(plan).max(), sent)
+
+
+def moved_copies(plan: Plan, scale: TimeScale) -> IntScalar:
+    """Return the time to transfer the replicas of a plan, in token copies."""
+    xp, number = namespace(plan.quota), busiest(plan)
+    time = xp.asarray(scale.table)[number]
+    if scale.relayed is None:
+        return time
+    replicas = plan.placement[:, plan.num_home :]
+    of_expert = (replicas[..., None] == host_iota(plan.num_experts)[None, None]).sum((0, 1), dtype=np.int32)
+    homes = xp.asarray(scale.relayed.from_home)[of_expert].reshape(-1, plan.num_home).sum(1, dtype=np.int32).max()
+    relays = xp.asarray(scale.relayed.from_relay)[of_expert].max()
+    return time + xp.asarray(scale.relayed.table)[xp.maximum(xp.maximum(homes, relays), received(plan).max())]
 
 
 def lowest_max_load(plan: Plan) -> IntScalar:

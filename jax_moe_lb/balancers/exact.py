@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jax_moe_lb.balancers.base import Balancer, LayerCost
-from jax_moe_lb.balancers.cost import MOST_COPIES, Cost, TimeScale, busiest, max_load_bounds, received
+from jax_moe_lb.balancers.cost import MOST_COPIES, Cost, TimeScale, max_load_bounds, moved_copies, received
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.native_planner import alike
 from jax_moe_lb.core.plan import IntScalar, Plan, load
@@ -176,7 +176,7 @@ class Exact(Balancer):
         """Return a lower bound on the time of plans under each limit, in token copies."""
         limits, scale = self._limits(plan), self._scale(cost, plan, topology)
         # A plan that moves no more replicas than a lower limit allows is one under that limit.
-        moved = scale.table[[1, *(limit + 1 for limit in limits[:-1])]]
+        moved = scale.table[[1, *(limit + 1 for limit in limits[:-1])]] + np.int32(scale.one_copy)
         loads = max_load_bounds(counts, plan, limits)
         times = loads + moved + scale.rounds(loads)
         # A plan without replicas serves the loads of the homes.
@@ -201,8 +201,7 @@ class Exact(Balancer):
         """Return the time of a plan in token copies."""
         scale, loads = self._scale(cost, plan, topology), load(plan)
         served = loads + np.int32(scale.slot) * received(plan)
-        moved = namespace(plan.quota).asarray(scale.table)[busiest(plan)]
-        return served.max() + moved + scale.rounds(loads.max())
+        return served.max() + moved_copies(plan, scale) + scale.rounds(loads.max())
 
     def _faster(self, cost: Cost, other: Plan, plan: Plan, pays: Any) -> Any:
         """Return whether another plan takes less time (`pays`), or has fewer rows if a rank cannot serve its rows."""

@@ -32,7 +32,7 @@ from jax_moe_lb.routing.routers import (
     tokens_per_expert,
 )
 from jax_moe_lb.transport.dispatch import Routed, Served
-from jax_moe_lb.transport.exchange import Buffers, RoutingWeights
+from jax_moe_lb.transport.exchange import RoutingWeights
 
 CHECKPOINT_NAMES = ("moe_routing", "moe_plan")
 """Names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with the destination of each copy.
@@ -323,7 +323,7 @@ def _served(
         experts,
         start,
         state,
-        balancer=system.balancer.sized(_facts(x, weights, experts, start.slots, system.dispatch.buffers, topology)),
+        balancer=system.balancer.sized(_facts(x, weights, experts, start.slots, system, topology)),
         replicate=system.replicate,
         topology=topology,
     )
@@ -356,9 +356,10 @@ def _round_s(
 
 
 def _facts(
-    x: Tokens, weights: RoutingWeights, experts: Experts, slots: int, buffers: Buffers, topology: Topology
+    x: Tokens, weights: RoutingWeights, experts: Experts, slots: int, system: System, topology: Topology
 ) -> LayerCost:
     # Static values, derived from shapes and dtypes.
+    buffers = system.dispatch.buffers
     expert_bytes, (num_tokens, hidden) = experts.nbytes // experts.up.shape[0], x.shape
     num_parameters, itemsize = expert_bytes // experts.up.dtype.itemsize, x.dtype.itemsize
     # Plans on CPUs and TPUs are not weighed: their rates have not been measured.
@@ -378,6 +379,7 @@ def _facts(
         max_rows=None if buffers.max_rounds is None else buffers.max_rounds * buffers.rows(weights.size),
         round_rows=buffers.rows(weights.size),
         round_s=_round_s(slots * num_parameters, rows_bytes, topology.flops_per_s, rates),
+        relays=system.replicate.relay_options,
         device=device,
     )
 

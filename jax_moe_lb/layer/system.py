@@ -169,7 +169,7 @@ class System:
 
         Examples:
             >>> from jax_moe_lb import Topology, exact
-            >>> [type(exact().by_rule(Topology.flat(8), 64, k).dispatch).__name__ for k in (2, 8)]
+            >>> [type(exact().by_rule(Topology.flat(4), 64, k).dispatch).__name__ for k in (2, 8)]
             ['Direct', 'Once']
         """
         return replace(self, dispatch=dispatch_by_rule(topology, num_experts, per_token, self.dispatch).dispatch)

@@ -179,6 +179,7 @@ def layer_facts(system: System, model: ModelShape, cluster: Cluster) -> LayerCos
         max_rows=max_rows,
         round_rows=buffers.rows(model.tokens * model.per_token),
         round_s=_round_s(system, model, cluster),
+        relays=system.replicate.relay_options,
     )
 
 

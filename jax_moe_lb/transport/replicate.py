@@ -146,6 +146,11 @@ class Replicate(abc.ABC):
         return max_incoming_replicas(replica_slots, num_home, domain)
 
     @property
+    def relay_options(self) -> tuple[int, int, int] | None:
+        """`min_replicas`, `max_relays` and `min_gain` of relays, for the cost of plans; `None` (default) without."""
+        return None
+
+    @property
     def uses_copy_engines(self) -> bool:
         """Whether copy engines move the weights, concurrently with products; False by default.
 
@@ -380,8 +385,12 @@ class Relay(Replicate):
         """
         if plan.relay is not None:
             raise ValueError("plan.relay is set; expected None, as Relay plans them. Use PeerCopy to keep them.")
-        options = self.min_replicas, self.max_relays, self.min_gain
-        return replace(plan, relay=relay(plan.placement, plan.num_home, *options))
+        return replace(plan, relay=relay(plan.placement, plan.num_home, *self.relay_options))
+
+    @property
+    def relay_options(self) -> tuple[int, int, int]:
+        """`min_replicas`, `max_relays` and `min_gain`."""
+        return self.min_replicas, self.max_relays, self.min_gain
 
     @property
     def uses_copy_engines(self) -> bool:

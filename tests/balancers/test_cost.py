@@ -10,14 +10,25 @@ from jax.sharding import AxisType, PartitionSpec
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Chain, Cost, Plan, System, TopK, Topology, exact
 from jax_moe_lb.balancers import Exact, Greedy, LayerCost
-from jax_moe_lb.balancers.cost import busiest, lowest_max_load, max_load_bounds, min_saved, slowest_bytes_per_s
-from jax_moe_lb.core import Level, check_plan, load, plain_plan
+from jax_moe_lb.balancers.cost import (
+    busiest,
+    lowest_max_load,
+    max_load_bounds,
+    min_saved,
+    moved_copies,
+    slowest_bytes_per_s,
+)
+from jax_moe_lb.core import Level, check_plan, load, plain_plan, traffic
+from jax_moe_lb.sim import Cluster, Links, ModelShape
+from jax_moe_lb.sim.work import layer_facts
+from jax_moe_lb.transport import Relay
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 # The example of docs/systems/exact.md. Rank 1 falls from 15 token copies to the mean, 10, with one replica from each of
 # three ranks. At 100 bytes and 1000 operations per second, a replica takes `expert_bytes / 100` seconds and a
 # token copy one.
 COUNTS = np.diag([12, 15, 7, 6]).astype(np.int32)
+MODEL, CLUSTER = ModelShape(1, 64, 64, 8, 2, 64), Cluster((Links("gpu", 8, 1e9),))
 TOPOLOGY = Topology((Level("gpu", 4, bytes_per_s=100.0),), 4, flops_per_s=1000.0)
 FREE = Cost(expert_bytes=1.0, token_flops=1000.0)
 
@@ -306,6 +317,49 @@ def test_no_limit_of_replicas_is_much_faster_than_the_chosen_plan(seed):
     plans = [balancer._planned(counts, start, limit) for limit in balancer._limits(start)]
     time, *times = (int(balancer._time(cost, plan, topology)) for plan in (chosen, start, *plans))
     assert time <= min(times[0], 1.02 * min(times))
+
+
+def one_hot(num_ranks):
+    """Return counts of 8 ranks and more, where the expert of rank 0 is hot, with copies from all ranks."""
+    counts = np.full((num_ranks, num_ranks), 8, np.int32)
+    counts[:, 0] *= 10
+    return counts
+
+
+@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_relays_pay_for_more_replicas_of_a_hot_expert(jitted):
+    """The home of the expert sends two copies in place of eight, and gets all gradients."""
+    counts = one_hot(16)
+    topology = dataclasses.replace(TOPOLOGY, levels=(Level("gpu", 16, 100.0),), ranks_per_domain=16)
+    found = {}
+    for relays in (None, (4, 8, 2)):
+        balancer = Exact(cost=Cost(3000.0, 1000.0, gradient_bytes=500.0, relays=relays))
+
+        def plan_of(counts, balancer=balancer):
+            return balancer.rebalance(counts, plain_plan(counts, topology, 2), topology, ())[0]
+
+        plan = (jax.jit(plan_of) if jitted else plan_of)(counts)
+        found[relays] = int((plan.placement[:, 1] == 0).sum()), int(load(plan).max())
+    # Of the mean load of 200, four replicas leave 256.
+    assert found == {None: (4, 256), (4, 8, 2): (8, 200)}
+
+
+def test_copies_along_relays_are_those_of_the_planned_trees():
+    topology = Topology((Level("gpu", 16, 1.0),), 16, flops_per_s=1.0)
+    scale = Cost(1.0, 1.0, gradient_bytes=0.0, relays=(4, 8, 2)).scale(topology, 16, 16)
+    for number in range(16):
+        placement = np.full((16, 2), -1, np.int32)
+        placement[:, 0], placement[1 : number + 1, 1] = np.arange(16), 0
+        plan = Plan(placement, np.zeros((16, 16), np.int32), domain=16)
+        sent = traffic(Relay().plan(plan), np.zeros((16, 16), np.int32)).fan_out
+        assert moved_copies(plan, scale) == sent.max(), number
+
+
+def test_a_system_with_relays_prices_them():
+    facts = layer_facts(System(exact().balancer, Relay(max_relays=4), replica_slots=2), MODEL, CLUSTER)
+    assert facts.relays == (4, 4, 2)
+    assert exact().balancer.sized(facts).cost.relays == (4, 4, 2)
+    assert layer_facts(exact(), MODEL, CLUSTER).relays is None
 
 
 def test_a_round_has_rows():

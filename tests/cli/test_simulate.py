@@ -109,7 +109,7 @@ def test_domain_sizes_can_be_given(capsys, config):
 
 
 SENT = {"exact": "Once", "exact+direct": "Direct", "exact:dispatch=forward": "Forward", "feplb": "TwoPhase"}
-"""Dispatches of 8 experts per token on 8 ranks: the one of a layer, unless the name has another."""
+"""Dispatches of 8 experts per token on 4 ranks: the one of a layer, unless the name has another."""
 
 
 def test_every_system_can_be_composed():
@@ -118,7 +118,7 @@ def test_every_system_can_be_composed():
     for name in system_names():
         assert compose(name, model, cluster, Step()).system is not None
     many = ModelShape(2, 64, 128, 32, 8, 512)
-    ranks = Cluster((Links("gpu", 8, 1e10),))
+    ranks = Cluster((Links("gpu", 4, 1e10),))
     found = {name: type(compose(name, many, ranks, Step()).system.dispatch).__name__ for name in SENT}
     assert found == SENT
     chosen = compose("hybridep+exact", model, cluster, Step(), 1, Migration((2, 1)))

@@ -36,9 +36,11 @@ NODES = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
         (replace(NODES, ranks_per_domain=32), 256, 64, Once),
         # Nodes of one rank each are one level.
         (Topology((Level("node", 8), Level("gpu", 1)), ranks_per_domain=1), 256, 2, Direct),
-        (Topology((Level("node", 1), Level("gpu", 8)), ranks_per_domain=8), 256, 8, Once),
-        # 5.3 of 8 rows, 3.3 of 4, and 7.3 of 8.
-        (Topology.flat(8), 256, 8, Once),
+        (Topology((Level("node", 8), Level("gpu", 1)), ranks_per_domain=1), 256, 8, Once),
+        (Topology((Level("node", 1), Level("gpu", 4)), ranks_per_domain=4), 256, 8, Once),
+        # 3.6 of 8 rows, 5.3 of 8, 3.3 of 4, and 7.3 of 8.
+        (Topology.flat(4), 256, 8, Once),
+        (Topology.flat(8), 256, 8, Direct),
         (Topology.flat(8), 256, 4, Direct),
         (Topology.flat(32), 256, 8, Direct),
         (Topology.flat(8), 256, None, Direct),
