@@ -32,5 +32,5 @@ install --no-deps trl
 install "$older"
 # The older version lacks some architectures, whose cases are thorough.
 run_tests -k saved -m 'not thorough'
-install --upgrade transformers peft
+install --upgrade transformers peft compressed-tensors
 run_tests
