@@ -99,7 +99,8 @@ def compressed(kind, **weights):
 
 
 CHANNELS = compressed("float-quantized", num_bits=8, type="float", strategy="channel", group_size=None)
-INTEGERS = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16)
+NUMBERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+INTEGERS = compressed("pack-quantized", **NUMBERS)
 CASES = {"deepseek_v3": (in_fp8, FP8), "gpt_oss": (in_mxfp4, MXFP4)}
 CASES |= {"glm4_moe": (in_channels, CHANNELS), "kimi_k2": (in_integers, INTEGERS)}
 
@@ -215,6 +216,9 @@ def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
         ({"quant_method": "fp8"}, "weight_block_size is None; expected [rows, columns]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
         (None, "has dtype F8_E4M3"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is None; expected weights equal in all groups"),
+        (compressed("pack-quantized", **NUMBERS, symmetric=False), "expected float-quantized with 8 bits per channel"),
+        (compressed("nvfp4-pack-quantized", **NUMBERS), "quantization_config is 'nvfp4-pack-quantized' of"),
     ],
 )
 def test_other_formats_are_refused(tmp_path, settings, expected):
