@@ -32,5 +32,7 @@ install --no-deps trl
 install "$older"
 # The older version lacks some architectures, whose cases are thorough.
 run_tests -k saved -m 'not thorough'
-install --upgrade transformers peft
+install --upgrade transformers peft compressed-tensors
 run_tests
+# The page of the recipe: answers of a tuned model, with reasoning and tool calls.
+JAX_PLATFORMS=cpu "$venv/bin/python" -m tests.parity.recipe

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "Tunix": "ci/adoption.sh",
     "MaxText": "ci/adoption.sh",
     "EasyDeL": "ci/adoption.sh",
+    "the files of the recipe": "tests/parity/recipe.py",
 }
 """Needs beyond the environment of these tests, and the files that run their blocks."""
 

@@ -1,11 +1,44 @@
 """Mapping between checkpoint tensors and model parameters."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from models.decoder.config import DecoderConfig, HeadNorm
 
 Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Tensors with the experts of a layer, by names inside of their module."""
+
+    both: str  # gate and up projections
+    down: str  # down projections
+    transposed: bool = (
+        False  # if True, an expert is `[2 F, H]` and `[H, F]`, as in `torch`; else `[H, 2 F]` and `[F, H]`
+    )
+    interleaved: bool = False  # if True, gate and up alternate; else the gate comes first
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the tensors of a layer in published files, by part."""
+
+    moe: str = "mlp"  # module of router and experts
+    router: str = "gate.weight"  # router weights in it
+    bias: str = "gate.e_score_correction_bias"  # selection bias in it
+    bias_rows: int = 0  # leading dimension of the selection bias; 0 for none
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up and down of an expert
+    stack: Stack | None = None  # tensors with all experts of a layer; `None` for three per expert
+    shared: str = "mlp.shared_experts"  # module of the shared expert
+    shared_both: str = ""  # tensor in it with its gate and up projections; empty for two tensors
+    shared_down: str = "down_proj.weight"
+    dense: str = "mlp"  # module of a dense layer
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # of attention, and of experts
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # of queries, and of keys
+    # Parts of the names, each with its replacement in the modules of `transformers` 5, in this order
+    in_memory: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,42 +99,74 @@ def outside(config: DecoderConfig) -> Iterator[ParameterSlice]:
         yield from linear("lm_head", "head", config.embed_dim, config.vocab_size, config.head_bias)
 
 
-def layer_norms(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Yield the norms before attention and before the experts."""
+def pieces(config: DecoderConfig, names: Names) -> Iterator[ParameterSlice]:
+    """Yield the slices of all checkpoint tensors of a model."""
+    yield from outside(config)
+    for layer in range(config.num_layers):
+        yield from _layer(config, layer, names)
+    yield from _further(config, names)
+
+
+def _layer(config: DecoderConfig, layer: int, names: Names) -> Iterator[ParameterSlice]:
     theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
-    yield from stream_norm(config, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
-    yield from stream_norm(config, f"{theirs}.post_attention_layernorm", f"{ours}.moe_norm")
+    for name, path in zip(names.norms, ("attention_norm", "moe_norm"), strict=True):
+        yield from stream_norm(config, f"{theirs}.{name}", f"{ours}.{path}")
+    attention = _grouped_attention if config.latent is None else _latent_attention
+    yield from attention(config, f"{theirs}.self_attn", f"{ours}.attention", names)
+    if layer in config.dense_layers:
+        yield from _dense(config, f"{theirs}.{names.dense}", f"{ours}.dense")
+        return
+    experts = _experts if names.stack is None else _stacked_experts
+    yield from _router(config, f"{theirs}.{names.moe}", f"{ours}.moe", names)
+    yield from experts(config, f"{theirs}.{names.moe}", f"{ours}.moe", names)
+    if config.shared_mlp_dim:
+        yield from _shared_expert(config, f"{theirs}.{names.shared}", f"{ours}.moe", names)
 
 
-def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Yield the weights of `GroupedAttention`."""
-    theirs, ours = f"model.layers.{layer}.self_attn", f"blocks.{layer}.attention"
+def _grouped_attention(config: DecoderConfig, theirs: str, ours: str, names: Names) -> Iterator[ParameterSlice]:
     width, queries, keys = config.embed_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield from linear(f"{theirs}.q_proj", f"{ours}.q", width, queries, config.qkv_bias)
     yield from linear(f"{theirs}.k_proj", f"{ours}.k", width, keys, config.qkv_bias)
     yield from linear(f"{theirs}.v_proj", f"{ours}.v", width, keys, config.qkv_bias)
     yield from linear(f"{theirs}.o_proj", f"{ours}.out", queries, width, config.out_bias)
     if config.qk_norm not in (None, HeadNorm.UNWEIGHTED):
-        is_full = config.qk_norm is HeadNorm.FULL_WIDTH
-        yield scale(f"{theirs}.q_norm", f"{ours}.q_norm", queries if is_full else config.head_dim)
-        yield scale(f"{theirs}.k_norm", f"{ours}.k_norm", keys if is_full else config.head_dim)
+        is_full, (q_norm, k_norm) = config.qk_norm is HeadNorm.FULL_WIDTH, names.head_norms
+        yield scale(f"{theirs}.{q_norm}", f"{ours}.q_norm", queries if is_full else config.head_dim)
+        yield scale(f"{theirs}.{k_norm}", f"{ours}.k_norm", keys if is_full else config.head_dim)
     if config.sinks:
         yield ParameterSlice(f"{theirs}.sinks", (config.num_heads,), f"{ours}.sinks")
 
 
-def experts(
-    config: DecoderConfig,
-    layer: int,
-    inside: str,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    bias: str = "gate.e_score_correction_bias",
-) -> Iterator[ParameterSlice]:
-    """Yield the weights of the router and of experts stored in one tensor each."""
-    theirs, ours = f"model.layers.{layer}.{inside}", f"blocks.{layer}.moe"
-    width, inner, (gate, up, down) = config.embed_dim, config.mlp_dim, names
-    yield ParameterSlice(f"{theirs}.gate.weight", (config.num_experts, width), f"{ours}.kernel", transposed=True)
+def _latent_attention(config: DecoderConfig, theirs: str, ours: str, names: Names) -> Iterator[ParameterSlice]:
+    latent, width, heads = config.latent, config.embed_dim, config.num_heads
+    assert latent is not None
+    if latent.query_rank is None:
+        yield from linear(f"{theirs}.q_proj", f"{ours}.q_up", width, heads * config.head_dim)
+    else:
+        yield from linear(f"{theirs}.q_a_proj", f"{ours}.q_down", width, latent.query_rank, config.qkv_bias)
+        yield scale(f"{theirs}.q_a_layernorm", f"{ours}.q_norm", latent.query_rank)
+        yield from linear(f"{theirs}.q_b_proj", f"{ours}.q_up", latent.query_rank, heads * config.head_dim)
+    down = latent.kv_rank + latent.rotated_dim
+    yield from linear(f"{theirs}.kv_a_proj_with_mqa", f"{ours}.kv_down", width, down, config.qkv_bias)
+    yield scale(f"{theirs}.kv_a_layernorm", f"{ours}.kv_norm", latent.kv_rank)
+    up = heads * (latent.plain_dim + latent.value_dim)
+    yield from linear(f"{theirs}.kv_b_proj", f"{ours}.kv_up", latent.kv_rank, up)
+    yield from linear(f"{theirs}.o_proj", f"{ours}.out", heads * latent.value_dim, width, config.out_bias)
+
+
+def _router(config: DecoderConfig, theirs: str, ours: str, names: Names) -> Iterator[ParameterSlice]:
+    experts = (config.num_experts,)
+    yield ParameterSlice(f"{theirs}.{names.router}", (*experts, config.embed_dim), f"{ours}.kernel", transposed=True)
+    if config.router.logit_bias:
+        yield ParameterSlice(f"{theirs}.{names.router.replace('weight', 'bias')}", experts, f"{ours}.kernel_bias")
     if config.router.selection_bias:
-        yield ParameterSlice(f"{theirs}.{bias}", (config.num_experts,), f"{ours}.bias")
+        leading, index = ((names.bias_rows,), (0,)) if names.bias_rows else ((), ())
+        yield ParameterSlice(f"{theirs}.{names.bias}", (*leading, *experts), f"{ours}.bias", index=index)
+
+
+def _experts(config: DecoderConfig, theirs: str, ours: str, names: Names) -> Iterator[ParameterSlice]:
+    """Yield the weights of experts stored in one tensor each."""
+    width, inner, (gate, up, down) = config.embed_dim, config.mlp_dim, names.projections
     for expert in range(config.num_experts):
         one = f"{theirs}.experts.{expert}"
         for name, path in ((gate, "gate"), (up, "up")):
@@ -111,54 +176,51 @@ def experts(
         yield ParameterSlice(f"{one}.{down}.weight", (width, inner), f"{ours}.down", expert=expert, transposed=True)
 
 
-def shared_expert(
-    config: DecoderConfig, layer: int, name: str = "shared_experts", inside: str = "mlp"
-) -> Iterator[ParameterSlice]:
-    """Yield the weights of the shared expert, the checkpoint module `name` inside of `inside`."""
-    if config.shared_mlp_dim:
-        theirs, ours = f"model.layers.{layer}.{inside}.{name}", f"blocks.{layer}.moe"
-        wide, narrow = (config.shared_mlp_dim, config.embed_dim), (config.embed_dim, config.shared_mlp_dim)
-        yield ParameterSlice(f"{theirs}.gate_proj.weight", wide, f"{ours}.shared_gate", transposed=True)
-        yield ParameterSlice(f"{theirs}.up_proj.weight", wide, f"{ours}.shared_up", transposed=True)
-        yield ParameterSlice(f"{theirs}.down_proj.weight", narrow, f"{ours}.shared_down", transposed=True)
-        if config.shared_is_gated:
-            gate = (1, config.embed_dim)
-            yield ParameterSlice(f"{theirs}_gate.weight", gate, f"{ours}.shared_kernel", transposed=True)
+def _stacked_experts(config: DecoderConfig, theirs: str, ours: str, names: Names) -> Iterator[ParameterSlice]:
+    """Yield the weights and biases of experts stored together."""
+    stack, experts, width, inner = names.stack, config.num_experts, config.embed_dim, config.mlp_dim
+    assert stack is not None
+    turned, both, down = stack.transposed, f"{theirs}.{stack.both}", f"{theirs}.{stack.down}"
+    shapes = [(experts, 2 * inner, width), (experts, width, inner)]
+    if not turned:
+        shapes = [(one, columns, rows) for one, rows, columns in shapes]
+    for expert in range(experts):
+        for half, path in enumerate(("gate", "up")):
+            part = slice(half, None, 2) if stack.interleaved else slice(half * inner, (half + 1) * inner)
+            index = (expert, part) if turned else (expert, slice(None), part)
+            yield ParameterSlice(both, shapes[0], f"{ours}.{path}", index, expert, turned)
+            if config.expert_bias:
+                wide = (experts, 2 * inner)
+                yield ParameterSlice(f"{both}_bias", wide, f"{ours}.{path}_bias", (expert, part), expert)
+        yield ParameterSlice(down, shapes[1], f"{ours}.down", (expert,), expert, turned)
+        if config.expert_bias:
+            yield ParameterSlice(f"{down}_bias", (experts, width), f"{ours}.down_bias", (expert,), expert)
 
 
-def dense(config: DecoderConfig, layer: int, inside: str = "mlp") -> Iterator[ParameterSlice]:
-    """Yield the weights of a dense feed-forward layer, the checkpoint module `inside`."""
-    theirs, ours = f"model.layers.{layer}.{inside}", f"blocks.{layer}.dense"
+def _shared_expert(config: DecoderConfig, theirs: str, ours: str, names: Names) -> Iterator[ParameterSlice]:
+    width, inner = config.embed_dim, config.shared_mlp_dim
+    for half, path in enumerate(("gate", "up")):
+        index: Index = (slice(half * inner, (half + 1) * inner),) if names.shared_both else ()
+        name, rows = names.shared_both or f"{path}_proj.weight", 2 * inner if index else inner
+        yield ParameterSlice(f"{theirs}.{name}", (rows, width), f"{ours}.shared_{path}", index, transposed=True)
+    yield ParameterSlice(f"{theirs}.{names.shared_down}", (width, inner), f"{ours}.shared_down", transposed=True)
+    if config.shared_is_gated:
+        yield ParameterSlice(f"{theirs}_gate.weight", (1, width), f"{ours}.shared_kernel", transposed=True)
+
+
+def _dense(config: DecoderConfig, theirs: str, ours: str) -> Iterator[ParameterSlice]:
     yield from linear(f"{theirs}.gate_proj", f"{ours}.gate", config.embed_dim, config.dense_mlp_dim)
     yield from linear(f"{theirs}.up_proj", f"{ours}.up", config.embed_dim, config.dense_mlp_dim)
     yield from linear(f"{theirs}.down_proj", f"{ours}.down", config.dense_mlp_dim, config.embed_dim)
 
 
-def usual_pieces(
-    config: DecoderConfig, shared: str = "shared_experts", bias: str = "gate.e_score_correction_bias"
-) -> Iterator[ParameterSlice]:
-    """Yield all slices of a model with grouped attention and per-expert tensors under `mlp`."""
-
-    def layer_pieces(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-        yield from layer_norms(config, layer)
-        yield from grouped_attention(config, layer)
-        yield from feed_forward(config, layer, shared, bias)
-
-    yield from outside(config)
-    for layer in range(config.num_layers):
-        yield from layer_pieces(config, layer)
-    yield from further(config, layer_pieces)
-
-
-def further(
-    config: DecoderConfig, layer_pieces: Callable[[DecoderConfig, int], Iterator[ParameterSlice]]
-) -> Iterator[ParameterSlice]:
+def _further(config: DecoderConfig, names: Names) -> Iterator[ParameterSlice]:
     """Yield the slices of the multi-token prediction layers and of the modules joining their inputs."""
     width, words = config.embed_dim, (config.vocab_size, config.embed_dim)
     for i in range(config.num_further):
         layer = config.num_layers + i
         theirs, ours = f"model.layers.{layer}", f"further.{i}"
-        for piece in layer_pieces(config, layer):
+        for piece in _layer(config, layer, names):
             yield replace(piece, path=piece.path.replace(f"blocks.{layer}", f"{ours}.block", 1))
         yield scale(f"{theirs}.enorm", f"{ours}.embed_norm", width)
         yield scale(f"{theirs}.hnorm", f"{ours}.stream_norm", width)
@@ -172,15 +234,32 @@ def further(
         )
 
 
-def feed_forward(
-    config: DecoderConfig,
-    layer: int,
-    shared: str = "shared_experts",
-    bias: str = "gate.e_score_correction_bias",
-) -> Iterator[ParameterSlice]:
-    """Yield the weights of a layer's experts, or of its dense network."""
-    if layer in config.dense_layers:
-        yield from dense(config, layer)
-    else:
-        yield from experts(config, layer, "mlp", bias=bias)
-        yield from shared_expert(config, layer, shared)
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+"""Name of a tensor of one expert: module, index and projection."""
+
+HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
+"""Projections of an expert in `gate_up_proj` by name, and their position."""
+
+
+def renamed(name: str, names: Names) -> str:
+    """Return the name of a tensor of a published file in the modules of `transformers` 5, before experts are packed."""
+    for published, in_memory in names.in_memory:
+        name = name.replace(published, in_memory)
+    return name
+
+
+def packed_slice(piece: ParameterSlice, config: DecoderConfig, names: Names) -> ParameterSlice:
+    """Return the slice of the tensor in memory of `transformers` 5 that has the values of a slice of a file."""
+    # `experts.gate_up_proj` is `[E, 2 F, H]`, the gate first, and `experts.down_proj` `[E, H, F]`. Files with a `Stack`
+    # have the order of the dimensions in memory.
+    name = renamed(piece.name, names)
+    one = EXPERT.fullmatch(name)
+    if one is None:
+        return replace(piece, name=name)
+    (module, _, projection), (rows, columns), expert = one.groups(), piece.shape, piece.expert
+    assert expert is not None
+    if projection not in HALVES:
+        shape = (config.num_experts, rows, columns)
+        return replace(piece, name=f"{module}.down_proj", shape=shape, index=(expert,))
+    first, shape = HALVES[projection] * rows, (config.num_experts, 2 * rows, columns)
+    return replace(piece, name=f"{module}.gate_up_proj", shape=shape, index=(expert, slice(first, first + rows)))

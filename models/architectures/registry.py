@@ -1,28 +1,18 @@
 """Registry of architectures by the `model_type` of a `config.json`."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import UNLIMITED
-from models.architectures import (
-    deepseek_v3,
-    ernie4_5_moe,
-    glm4_moe,
-    gpt_oss,
-    granitemoe,
-    llama4,
-    minimax_m2,
-    mixtral,
-    phimoe,
-    qwen3_moe,
-)
-from models.architectures.config_json import Fields
-from models.architectures.packed import packed_slice
-from models.architectures.parameter_map import ParameterSlice
+from models.architectures import configs
+from models.architectures.config_json import ROPE_OBJECTS, Fields
+from models.architectures.parameter_map import Names, ParameterSlice, Stack, packed_slice, pieces
 from models.decoder.config import DecoderConfig
+
+USUAL = Names()
 
 
 @dataclass(frozen=True)
@@ -30,45 +20,122 @@ class Architecture:
     """Reader of one architecture."""
 
     config: Callable[[Fields], DecoderConfig]  # function from the `config.json` fields to the `DecoderConfig`
-    # Function from the `DecoderConfig` to the slices of all checkpoint tensors
-    pieces: Callable[[DecoderConfig], Iterable[ParameterSlice]]
-    defaults: Mapping[str, Any]  # values of absent fields, those of `transformers`. Sizes have none.
+    defaults: configs.Defaults  # values of absent fields
+    names: Names = USUAL  # names of the checkpoint tensors
     has_further: bool = False  # if True, multi-token prediction layers are supported
-    # Parts of tensor names in published files, each with its replacement in the modules of `transformers` 5, in this
-    # order
-    names_in_memory: tuple[tuple[str, str], ...] = ()
 
 
-_MLP = (".block_sparse_moe.", ".mlp.")
+SHARED = Names(shared="mlp.shared_expert")
+SPARSE_BLOCK = Names(
+    moe="block_sparse_moe",
+    bias="e_score_correction_bias",
+    projections=("w1", "w3", "w2"),
+    in_memory=((".block_sparse_moe.", ".mlp."),),
+)
+ERNIE = Names(
+    bias="moe_statics.e_score_correction_bias",
+    bias_rows=1,
+    in_memory=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+)
+GRANITE = Names(
+    moe="block_sparse_moe",
+    router="router.layer.weight",
+    stack=Stack("input_linear.weight", "output_linear.weight", transposed=True),
+    shared="shared_mlp",
+    shared_both="input_linear.weight",
+    shared_down="output_linear.weight",
+    in_memory=(
+        (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+        (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+        (".router.layer.weight", ".router.weight"),
+    ),
+)
+HUNYUAN = Names(router="gate.wg.weight", shared="mlp.shared_mlp", head_norms=("query_layernorm", "key_layernorm"))
+BOTH, DOWN = "experts.gate_up_proj", "experts.down_proj"
+LLAMA = Names(
+    moe="feed_forward",
+    router="router.weight",
+    stack=Stack(BOTH, DOWN),
+    shared="feed_forward.shared_expert",
+    dense="feed_forward",
+)
+GPT_OSS = Names(router="router.weight", stack=Stack(BOTH, DOWN, interleaved=True))
+PHI = replace(SPARSE_BLOCK, in_memory=(*SPARSE_BLOCK.in_memory, (".gate.weight", ".router.weight")))
 
 ARCHITECTURES = {
-    "deepseek_v3": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.DEFAULTS, has_further=True),
-    "dots1": Architecture(glm4_moe.dots1_config, glm4_moe.pieces, glm4_moe.DOTS1_DEFAULTS),
-    "ernie4_5_moe": Architecture(
-        ernie4_5_moe.config,
-        ernie4_5_moe.pieces,
-        ernie4_5_moe.DEFAULTS,
-        names_in_memory=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+    "deepseek_v2": Architecture(configs.deepseek_v2, configs.DEEPSEEK_V2),
+    "deepseek_v3": Architecture(configs.deepseek_v3, configs.DEEPSEEK_V3, has_further=True),
+    "dots1": Architecture(configs.dots1, configs.DOTS1),
+    "ernie4_5_moe": Architecture(configs.ernie4_5_moe, configs.ERNIE4_5, ERNIE),
+    "flex_olmo": Architecture(
+        configs.flex_olmo,
+        configs.FLEX_OLMO,
+        Names(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
     ),
-    "glm4_moe": Architecture(glm4_moe.config, glm4_moe.pieces, glm4_moe.DEFAULTS, has_further=True),
-    "glm4_moe_lite": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.GLM_LITE_DEFAULTS),
-    "gpt_oss": Architecture(gpt_oss.config, gpt_oss.pieces, gpt_oss.DEFAULTS),
-    "granitemoe": Architecture(
-        granitemoe.config, granitemoe.pieces, granitemoe.DEFAULTS, names_in_memory=granitemoe.NAMES_IN_MEMORY
-    ),
-    "kimi_k2": Architecture(deepseek_v3.config, deepseek_v3.pieces, deepseek_v3.KIMI_DEFAULTS),
-    "llama4_text": Architecture(llama4.config, llama4.pieces, llama4.DEFAULTS),
-    "minimax_m2": Architecture(minimax_m2.config, minimax_m2.pieces, minimax_m2.DEFAULTS, names_in_memory=(_MLP,)),
-    "mixtral": Architecture(mixtral.config, mixtral.pieces, mixtral.DEFAULTS, names_in_memory=(_MLP,)),
-    "olmoe": Architecture(qwen3_moe.olmoe_config, qwen3_moe.pieces, qwen3_moe.OLMOE_DEFAULTS),
-    "phimoe": Architecture(
-        phimoe.config, phimoe.pieces, phimoe.DEFAULTS, names_in_memory=(_MLP, (".gate.weight", ".router.weight"))
-    ),
-    "qwen2_moe": Architecture(qwen3_moe.qwen2_config, qwen3_moe.pieces, qwen3_moe.QWEN2_DEFAULTS),
-    "qwen3_moe": Architecture(qwen3_moe.config, qwen3_moe.pieces, qwen3_moe.DEFAULTS),
-    "solar_open": Architecture(glm4_moe.config, glm4_moe.pieces, glm4_moe.SOLAR_DEFAULTS),
+    "glm4_moe": Architecture(configs.glm4_moe, configs.GLM4, has_further=True),
+    "glm4_moe_lite": Architecture(configs.deepseek_v3, configs.GLM4_LITE),
+    "gpt_oss": Architecture(configs.gpt_oss, configs.GPT_OSS, GPT_OSS),
+    "granitemoe": Architecture(configs.granitemoe, configs.GRANITE, GRANITE),
+    "granitemoeshared": Architecture(configs.granitemoeshared, configs.GRANITE_SHARED, GRANITE),
+    "hunyuan_v1_moe": Architecture(configs.hunyuan_v1_moe, configs.HUNYUAN, HUNYUAN),
+    "kimi_k2": Architecture(configs.deepseek_v3, configs.KIMI),
+    "llama4_text": Architecture(configs.llama4, configs.LLAMA4, LLAMA),
+    "minimax_m2": Architecture(configs.minimax_m2, configs.MINIMAX_M2, SPARSE_BLOCK),
+    "mistral4": Architecture(configs.mistral4, configs.MISTRAL4, Names(stack=Stack(BOTH, DOWN, transposed=True))),
+    "mixtral": Architecture(configs.mixtral, configs.MIXTRAL, SPARSE_BLOCK),
+    "olmoe": Architecture(configs.olmoe, configs.OLMOE),
+    "phimoe": Architecture(configs.phimoe, configs.PHIMOE, PHI),
+    "qwen2_moe": Architecture(configs.qwen2_moe, configs.QWEN2, SHARED),
+    "qwen3_moe": Architecture(configs.qwen3_moe, configs.QWEN3),
+    "solar_open": Architecture(configs.glm4_moe, configs.SOLAR),
 }
 """Supported architectures by `model_type`."""
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Text model of a multimodal architecture, whose tensors are inside of `language_model`."""
+
+    kind: str  # `model_type` of the same model as a checkpoint of its own
+    class_name: str  # its class in `transformers`
+    text_kind: str  # `model_type` of its `text_config`
+    defaults: configs.Defaults  # values of absent fields that differ from those of `kind`
+    # Names of the tensors in files, in one of two layouts, if they differ from those of `kind`
+    names: tuple[Names, Names] | None = None
+    are_tied: bool = False  # value of an absent `tie_word_embeddings`
+
+
+QWEN3_VL = {"norm_topk_prob": True, "num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 5e5}
+# The published tensors are those of `transformers` 5 with swapped dimensions; both have the same names.
+QWEN3_VL_NAMES = Names(stack=Stack(BOTH, DOWN, transposed=True)), Names(stack=Stack(BOTH, DOWN))
+TEXT_PARTS = {
+    "glm4v_moe": TextPart("glm4_moe", "Glm4MoeForCausalLM", "glm4v_moe_text", {"attention_bias": True}),
+    "llama4": TextPart("llama4_text", "Llama4ForCausalLM", "llama4_text", {}),
+    "mistral3": TextPart("mistral4", "Mistral4ForCausalLM", "mistral4", {}, are_tied=True),
+    "qwen3_vl_moe": TextPart("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_vl_moe_text", QWEN3_VL, QWEN3_VL_NAMES),
+}
+"""Text parts of multimodal checkpoints by `model_type`."""
+
+IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
+"""Rotary settings of images: the three positions of a token of text are equal."""
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Return the fields of the text part of a multimodal checkpoint, as of a checkpoint of its own."""
+    kind, text = fields.raw.get("model_type"), fields.raw.get("text_config")
+    if kind not in TEXT_PARTS:
+        return fields
+    part = TEXT_PARTS[kind]
+    if not isinstance(text, dict) or text.get("model_type", part.text_kind) != part.text_kind:
+        raise ValueError(f"config.json: text_config is {shown(text)}; expected an object of {part.text_kind}")
+    text = {name: value for name, value in text.items() if value is not None}
+    for name in ROPE_OBJECTS:
+        if isinstance(text.get(name), dict):
+            text[name] = {key: value for key, value in text[name].items() if key not in IMAGE_POSITIONS}
+    above = {"tie_word_embeddings": part.are_tied} | fields.raw
+    shared = {name: above[name] for name in ("tie_word_embeddings", "dtype", "quantization_config") if name in above}
+    named = {"model_type": part.kind, "architectures": [part.class_name]}
+    return Fields(json.dumps({**part.defaults, **text, **shared, **named}), fields.limits)
 
 
 def architecture_of(fields: Fields) -> Architecture:
@@ -76,7 +143,8 @@ def architecture_of(fields: Fields) -> Architecture:
     kind = fields.raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(
-            f"config.json: model_type is {shown(kind)}; expected one of {', '.join(sorted(ARCHITECTURES))}"
+            f"config.json: model_type is {shown(kind)}; "
+            f"expected one of {', '.join(sorted([*ARCHITECTURES, *TEXT_PARTS]))}"
         )
     return ARCHITECTURES[kind]
 
@@ -90,6 +158,7 @@ def configured(
     predict_further: bool = False,
 ) -> DecoderConfig:
     """Return the `DecoderConfig` of a `config.json`."""
+    kind, fields = fields.raw.get("model_type"), text_fields(fields)
     architecture = architecture_of(fields)
     num_further = fields.num_further() if predict_further and architecture.has_further else 0
     if predict_further and not num_further:
@@ -110,6 +179,7 @@ def configured(
         param_dtype=param_dtype,
         scan_layers=scan_layers,
         num_further=num_further,
+        text_of=kind if kind in TEXT_PARTS else "",
         max_positions=known.integer("max_position_embeddings", 0) or None,
     )
 
@@ -117,7 +187,15 @@ def configured(
 def pieces_of(config: DecoderConfig, *, packed: bool = False) -> list[ParameterSlice]:
     """Return the slices of all checkpoint tensors of a model."""
     # The limits have been checked when the file was read.
-    architecture = architecture_of(Fields(config.source, UNLIMITED))
+    names = architecture_of(Fields(config.source, UNLIMITED)).names
     if not packed:
-        return list(architecture.pieces(config))
-    return [packed_slice(piece, config, architecture.names_in_memory) for piece in architecture.pieces(config)]
+        return list(pieces(config, names))
+    return [packed_slice(piece, config, names) for piece in pieces(config, names)]
+
+
+def layouts_in_file(config: DecoderConfig) -> list[list[ParameterSlice]]:
+    """Return the slices in the two layouts that a file may have, usually of published files and packed."""
+    part = TEXT_PARTS.get(config.text_of)
+    if part is not None and part.names is not None:
+        return [list(pieces(config, names)) for names in part.names]
+    return [pieces_of(config), pieces_of(config, packed=True)]

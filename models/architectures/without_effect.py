@@ -28,6 +28,7 @@ _ANY_VALUE = (
     "torch_dtype",
     "bos_token_id",
     "decoder_start_token_id",
+    "eod_token_id",
     "eos_token_id",
     "pad_token_id",
     "sep_token_id",

@@ -282,12 +282,16 @@ class GroupedAttention(nnx.Module):
         self, x: Array, positions: Array, cache: Cache | None, segments: Array | None = None
     ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
-        q, k, v = self._heads(x)
+        q, k, v = (part(x).reshape(*x.shape[:2], -1, self.config.head_dim) for part in (self.q, self.k, self.v))
+        if not self.config.norm_after_rope:
+            q, k = self._normed(q, k)
         if self.rotates:
-            # A rotation keeps the norm of a head, so that norms before and after it are equal.
+            # A rotation keeps the norm of a head, so that norms without weights before and after it are equal.
             q, k = self.config.rope(q, positions), self.config.rope(k, positions)
         elif self.temperature is not None:
             q = (q * self.temperature(positions)[:, :, None, None]).astype(x.dtype)
+        if self.config.norm_after_rope:
+            q, k = self._normed(q, k)
         q, k, v = checkpoint_name((q, k, v), "attention")
         if cache is not None:
             cache = k, v = remember(cache, (k, v), positions)
@@ -303,15 +307,14 @@ class GroupedAttention(nnx.Module):
         y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 
-    def _heads(self, x: Array) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values `[B, T, heads, C]` before rotation."""
-        flat = [self.q(x), self.k(x), self.v(x)]
-        heads = [part.reshape(*x.shape[:2], -1, self.config.head_dim) for part in flat]
+    def _normed(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """Normalize queries and keys `[B, T, heads, C]`, each head or all together."""
         if self.q_norm is None or self.k_norm is None:
-            return heads[0], heads[1], heads[2]
-        parts = flat if self.config.qk_norm is HeadNorm.FULL_WIDTH else heads
-        q, k = self.q_norm(parts[0]).astype(x.dtype), self.k_norm(parts[1]).astype(x.dtype)
-        return q.reshape(heads[0].shape), k.reshape(heads[1].shape), heads[2]
+            return q, k
+        is_full, parts = self.config.qk_norm is HeadNorm.FULL_WIDTH, ((self.q_norm, q), (self.k_norm, k))
+        flat = ((norm, x.reshape(*x.shape[:2], -1) if is_full else x, x) for norm, x in parts)
+        q, k = (norm(given).astype(x.dtype).reshape(x.shape) for norm, given, x in flat)
+        return q, k
 
     def empty_cache(self, batch_size: int, length: int) -> Cache:
         """Return an empty cache for `batch_size` sequences of `length` tokens."""
@@ -373,6 +376,8 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Array, Cache | None]:
         """Apply attention to tokens `[B, T, H]` at `positions`; return outputs and the updated cache."""
         q = self._queries(x, positions)
+        if self.config.temperature is not None:
+            q = (q * self.config.temperature(positions)[:, :, None, None]).astype(x.dtype)
         small, turning = jnp.split(self.kv_down(x), [self.latent.kv_rank], -1)
         # The rotated part is a single head, shared by all query heads, without a norm.
         turned = self.config.rope(turning[:, :, None], positions)[:, :, 0]

@@ -36,14 +36,15 @@ class HeadNorm(Enum):
 
 @dataclass(frozen=True)
 class Temperature:
-    """Factor on the queries of layers without rotary positions, growing with the position (arXiv 2501.19399)."""
+    """Factor on the queries of some layers, growing with the position (arXiv 2501.19399)."""
 
     floor: float  # tokens between two steps of the factor
     scale: float  # factor on the logarithm of the number of steps
+    first: int = 1  # number of the first position: 1 in Llama 4, 0 in Mistral-Small-4
 
     def __call__(self, positions: Array) -> Array:
         """Return the float32 factors of int32 positions."""
-        return jnp.log1p(jnp.floor((positions + 1).astype(jnp.float32) / self.floor)) * self.scale + 1
+        return jnp.log1p(jnp.floor((positions + self.first).astype(jnp.float32) / self.floor)) * self.scale + 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class DecoderConfig:
     norm_eps: float  # epsilon of the RMS norms
     rope: Rope  # rotary embedding
     attention_scale: float  # factor on attention scores
-    source: str  # text of the `config.json`, copied by `save_pretrained`
+    source: str  # text of the `config.json`, copied by `save_pretrained`; of a multimodal model that of its text part
     dense_mlp_dim: int = 0  # inner width of layers without experts
     dense_layers: tuple[int, ...] = ()  # indices of the layers without experts
     shared_mlp_dim: int = 0  # inner width of the shared expert; 0 for none
@@ -71,6 +72,7 @@ class DecoderConfig:
     qkv_bias: bool = False  # if True, the query, key and value projections have biases
     out_bias: bool = False  # if True, the output projection of attention has a bias
     qk_norm: HeadNorm | None = None  # norm of queries and keys; `None` for none
+    norm_after_rope: bool = False  # if True, this norm follows the rotary embedding
     sinks: bool = False  # if True, each head has an attention-sink logit
     # Number of keys visible to a query, per layer, including its own; `None` is unlimited. Empty for no limit in any
     # layer.
@@ -79,12 +81,16 @@ class DecoderConfig:
     # any layer.
     chunks: tuple[int | None, ...] = ()
     unrotated_layers: tuple[int, ...] = ()  # indices of the layers without rotary positions
-    temperature: Temperature | None = None  # factor on the queries of these layers; `None` for none
+    # Factor on the queries of these layers, and of all layers with latent attention; `None` for none
+    temperature: Temperature | None = None
     latent: Latent | None = None  # sizes of latent attention; `None` uses grouped-query attention
     embed_scale: float = 1.0  # factor on embeddings
     residual_scale: float = 1.0  # factor on what attention and experts add to the residual stream
     logit_scale: float = 1.0  # factor on logits
     tie_embeddings: bool = False  # if True, the output layer is the transposed embedding
+    norm_after: bool = (
+        False  # if True, the norms of a block are applied to outputs of attention and experts, not inputs
+    )
     # If True, the norms of the residual stream are layer norms with biases instead of RMS norms
     layer_norm: bool = False
     head_bias: bool = False  # if True, the output layer has a bias
@@ -95,6 +101,8 @@ class DecoderConfig:
     param_dtype: str = "float32"  # dtype of parameters
     # If True, run layers of equal structure as one `jax.lax.scan`, for training; see `models.decoder.layers.scanned`
     scan_layers: bool = False
+    # `model_type` of the multimodal checkpoint whose text part this is; empty for a checkpoint of text alone
+    text_of: str = ""
     # Positions that the model was made for, for a warning alone; `None` if unknown
     max_positions: int | None = field(default=None, compare=False)
 

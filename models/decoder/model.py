@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax_moe_lb import ExpertConfig, Losses, MoE, Precision, SharedExpert, Stats, System, Topology
 from jax_moe_lb.nn import SharedMix
 from models.data.marks import positions_in
-from models.decoder.attention import Cache, GroupedAttention, LatentAttention, norm, stream_norm
+from models.decoder.attention import Cache, GroupedAttention, LatentAttention, StreamNorm, norm, stream_norm
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import Rules, scanned
 from models.mesh import batch_sharding, topology_of
@@ -31,6 +31,16 @@ def first_layers(experts: Array | None, number: int) -> tuple[Array | None, Arra
 def scaled(x: Array, factor: float) -> Array:
     """Return `x * factor` in the dtype of `x`; 1 adds no operation."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+def _normed(norm: StreamNorm, x: Array) -> Array:
+    # Norms compute in float32; their outputs are cast to the dtype of the stream.
+    return norm(x).astype(x.dtype)
+
+
+def _same(norm: StreamNorm, x: Array) -> Array:
+    del norm
+    return x
 
 
 class MultiTokenPrediction(nnx.Module):
@@ -85,7 +95,7 @@ class DecoderBlock(nnx.Module):
         rules: Rules | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.residual_scale = config.residual_scale
+        self.residual_scale, self.norm_after = config.residual_scale, config.norm_after
         self.attention_norm = stream_norm(config, rngs)
         self.attention: GroupedAttention | LatentAttention
         if config.latent is None:
@@ -110,17 +120,18 @@ class DecoderBlock(nnx.Module):
         """Apply the block to the residual stream `[B, T, H]`."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
-        # Norms compute in float32; their outputs are cast to the dtype of the stream.
-        y, new = self.attention(self.attention_norm(x).astype(x.dtype), positions, cache, segments)
+        before, after = (_same, _normed) if self.norm_after else (_normed, _same)
+        y, new = self.attention(before(self.attention_norm, x), positions, cache, segments)
+        y = after(self.attention_norm, y)
         x = checkpoint_name(x + scaled(y, self.residual_scale), "stream")
-        between = self.moe_norm(x).astype(x.dtype)
+        between = before(self.moe_norm, x)
         stats: Any = None
         if self.moe is not None:
             y, *found = self.moe(between, mask, experts=experts, return_routing=return_routing)
             stats = tuple(found) if return_routing else found[0]
         elif self.dense is not None:
             y = self.dense(between)
-        x = x + scaled(y, self.residual_scale)
+        x = x + scaled(after(self.moe_norm, y), self.residual_scale)
         return (x, stats) if cache is None else (x, stats, new)
 
 

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_moe_lb import ExpertConfig, Losses, MoE, Precision, Stats, System, TopK, Topology
 from jax_moe_lb.nn import logical_axis_rules
 from jax_moe_lb.routing import ForceBalanced
-from models.decoder import tiny as fsdp
 from models.decoder.attention import causal_attention
 from models.decoder.layers import one_by_one, scanned
 from models.mesh import batch_sharding
@@ -72,7 +71,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, mesh: Mesh, split: bool = False, rngs: nnx.Rngs) -> None:
         self.num_heads, self.mesh, width = config.num_heads, mesh, config.embed_dim
-        options: dict[str, Any] = fsdp.linear_options(mesh) if split else {}
+        options: dict[str, Any] = linear_options(mesh) if split else {}
         options |= {"use_bias": False, "dtype": config.compute_dtype, "rngs": rngs}
         # One fused product is faster than three.
         self.qkv = nnx.Linear(width, 3 * width, **options)
@@ -114,7 +113,7 @@ class Block(nnx.Module):
             system=system,
             experts=ExpertConfig(config.mlp_dim),
             losses=Losses(switch=config.aux_loss, z=config.z_loss),
-            rules=fsdp.expert_rules(topology) if split else None,
+            rules=expert_rules(topology) if split else None,
             precision=Precision(config.compute_dtype),
             rngs=rngs,
         )
@@ -142,8 +141,8 @@ class LanguageModel(nnx.Module):
     ) -> None:
         self.mesh, self.scan_layers = mesh, config.scan_layers
         self.remat: dict[str, Any] = {} if config.remat is None else {"remat": config.remat}
-        table: dict[str, Any] = fsdp.embed_options(mesh) if split else {}
-        kernel: dict[str, Any] = fsdp.linear_options(mesh) if split else {}
+        table: dict[str, Any] = embed_options(mesh) if split else {}
+        kernel: dict[str, Any] = linear_options(mesh) if split else {}
         words, width = config.vocab_size, config.embed_dim
         self.embed = nnx.Embed(words, width, dtype=config.compute_dtype, rngs=rngs, **table)
         options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system}

@@ -14,8 +14,7 @@ from flax import nnx
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import UNLIMITED
 from models.architectures.config_json import Fields
-from models.architectures.packed import renamed
-from models.architectures.parameter_map import ParameterSlice
+from models.architectures.parameter_map import ParameterSlice, renamed
 from models.architectures.registry import architecture_of, pieces_of
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import ADAPTED
@@ -90,7 +89,7 @@ def _tensors(piece: ParameterSlice, values: dict[str, Any]) -> Iterator[np.ndarr
 def _config(config: DecoderConfig, pieces: list[ParameterSlice], lora: LoraConfig, base: str) -> dict[str, Any]:
     # A list of last names would add empty adapters to dense layers and shared experts, too. PEFT looks for experts of
     # `transformers` 5, which are one tensor, under the module names there and without their numbers.
-    names = architecture_of(Fields(config.source, UNLIMITED)).names_in_memory
+    names = architecture_of(Fields(config.source, UNLIMITED)).names
     modules = {piece.name.removesuffix(WEIGHT) for piece in pieces}
     modules |= {renamed(module + WEIGHT, names).removesuffix(WEIGHT) for module in modules}
     kinds = (re.sub(r"\\\.\d+", r"\.\\d+", re.escape(module)) for module in modules)

@@ -18,12 +18,12 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import UNLIMITED
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.parameter_map import ParameterSlice
-from models.architectures.registry import configured, pieces_of
+from models.architectures.registry import configured, layouts_in_file
 from models.decoder.config import DecoderConfig
 from models.decoder.model import Decoder
 from models.mesh import placed_shapes, state_shardings
 from models.pretrained.quantized import CheckpointWeights, Weights
-from models.pretrained.safetensors import READ_BYTES, TensorFolder, copy_blocks, short
+from models.pretrained.safetensors import READ_BYTES, TensorFolder, copy_blocks, short, text_name
 
 COMPARED_LINES = 4096
 """Rows of two tensors to compare at a time."""
@@ -91,8 +91,9 @@ def load_state(
     # next.
     wanted = by_path(placed_shapes(shapes, state_shardings(shapes, mesh)))
     with_fields = Fields(config.source, limits)
-    weights = CheckpointWeights(TensorFolder(folder, limits), with_fields)
-    pieces = checked_pieces(weights, config)
+    tensors = TensorFolder(folder, limits, text_name if config.text_of else None)
+    weights = CheckpointWeights(tensors, with_fields)
+    pieces = checked_pieces(weights, config, layouts_in_file(config))
     parts = grouped(piece.in_stack(stacks, config.num_layers) if stacks else piece for piece in pieces)
     # XLA drops the unused parameters of this program.
     others = {path: shape.sharding for path, shape in wanted.items() if _parameter(path) not in parts}
@@ -135,14 +136,21 @@ def _passed_over(fields: Fields, num_further: int, are_tied: bool) -> tuple[str,
     return (*layers, "lm_head.weight") if are_tied else layers
 
 
-def checked_pieces(weights: Weights, config: DecoderConfig) -> list[ParameterSlice]:
-    """Return the slices of a model in the layout of the tensors' names: of published files, or packed."""
-    published, packed = pieces_of(config), pieces_of(config, packed=True)
-    in_memory = {piece.name for piece in packed} - {piece.name for piece in published}
-    pieces = published if in_memory.isdisjoint(weights.shapes) else packed
+def checked_pieces(
+    weights: Weights, config: DecoderConfig, layouts: list[list[ParameterSlice]]
+) -> list[ParameterSlice]:
+    """Return the slices of a model in the one of two layouts with the tensors' names, or else their shapes."""
+    first, last = layouts
+    own = {piece.name for piece in last} - {piece.name for piece in first}
+    has_own = not own.isdisjoint(weights.shapes)
+    pieces = last if has_own or (not own and not _fit(weights, first)) else first
     fields = Fields(config.source, UNLIMITED)
     _check(weights, pieces, _passed_over(fields, config.num_further, config.tie_embeddings))
     return pieces
+
+
+def _fit(weights: Weights, pieces: list[ParameterSlice]) -> bool:
+    return all(weights.shapes.get(piece.name) == piece.shape for piece in pieces)
 
 
 def _check(weights: Weights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:

@@ -1,7 +1,8 @@
 """Reader of quantized checkpoint weights, converted to floats.
 
-Two published formats are supported: DeepSeek's `fp8` (one scale per block of 128 x 128 weights) and GPT-OSS's `mxfp4`
-(OCP Microscaling: a power-of-two scale per 32 weights of 4 bits).
+Published formats are supported: DeepSeek's `fp8` (one scale per block of 128 x 128 weights), GPT-OSS's `mxfp4` (OCP
+Microscaling: a power-of-two scale per 32 weights of 4 bits), and two of `compressed-tensors`: `float-quantized` (8-bit
+floats with a scale per row or block) and `pack-quantized` (integers of 4 or 8 bits with a scale per group of a row).
 """
 
 import abc
@@ -15,8 +16,11 @@ from models.architectures.config_json import Fields
 from models.architectures.parameter_map import Index
 from models.pretrained.safetensors import FLOATS, FP8, TensorFolder, short
 
-SCALE = "_scale_inv"
-"""Suffix of the scale of an `fp8` weight."""
+PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
+"""Suffixes of packed integers, of the scales of `compressed-tensors`, and of the shape of packed weights."""
+
+WORD_BITS = 32
+"""Bits of a word of packed integers."""
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the values and scales of an `mxfp4` tensor."""
@@ -60,9 +64,10 @@ class Format(abc.ABC):
 
 @dataclass(frozen=True)
 class Fp8(Format):
-    """8-bit floats with a scale per block, the published format of DeepSeek-V3."""
+    """8-bit floats with a scale per block, the published format of DeepSeek-V3, or per row, that of GLM-4.5-FP8."""
 
-    block: tuple[int, int]  # rows and columns per scale; blocks at the edges may be smaller
+    block: tuple[int, int | None]  # rows and columns per scale, `None` for all; blocks at the edges may be smaller
+    suffix: str  # suffix of the names of scales
 
     def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
         """Return the 8-bit matrices."""
@@ -74,22 +79,61 @@ class Fp8(Format):
                     raise ValueError(
                         f"{header.path}: {short(name)} has shape {shown(list(shape))}; expected a matrix of {FP8}"
                     )
-                blocks = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
-                _require(tensors, name, name + SCALE, blocks, FLOATS)
+                rows, columns = self.block
+                blocks = -(-shape[0] // rows), 1 if columns is None else -(-shape[1] // columns)
+                _require(tensors, name, name + self.suffix, blocks, FLOATS)
                 found[name] = shape
-        return found, found.keys() | {name + SCALE for name in found}
+        return found, found.keys() | {name + self.suffix for name in found}
 
     def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
         """Multiply each row of blocks by its scales."""
-        narrow, scales = tensors.read(name), tensors.read(name + SCALE).astype(np.float32)
-        wide = np.empty(narrow.shape, np.float32)
+        narrow, scales = tensors.read(name), tensors.read(name + self.suffix).astype(np.float32)
         rows, columns = self.block
+        if columns is None:
+            return (narrow.astype(np.float32) * np.repeat(scales, rows, 0)[: narrow.shape[0]])[index]
+        wide = np.empty(narrow.shape, np.float32)
         for line, factors in enumerate(scales):
             at = slice(line * rows, (line + 1) * rows)
             wide[at] = narrow[at]
             # A block may declare more columns than the matrix has.
             wide[at] *= np.repeat(factors, min(columns, wide.shape[1]))[: wide.shape[1]]
         return wide[index]
+
+
+@dataclass(frozen=True)
+class PackedIntegers(Format):
+    """Symmetric integers of a row in words of 32 bits, the first in the lowest bits; used by Kimi-K2-Thinking."""
+
+    bits: int  # bits of an integer, stored plus half of its range
+    group: int | None  # columns per scale; `None` for a scale per row
+
+    def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+        """Return the matrices with packed integers."""
+        found: dict[str, tuple[int, ...]] = {}
+        for packed in [name for name in tensors.home if name.endswith(PACKED)]:
+            header, name = tensors.home[packed], packed.removesuffix(PACKED)
+            shape = header.shapes[packed]
+            if len(shape) != 2 or header.dtypes[packed] != "I32":
+                what = f"{header.dtypes[packed]} {shown(list(shape))}"
+                raise ValueError(f"{header.path}: {short(packed)} is {what}; expected a matrix of I32")
+            columns = shape[1] * WORD_BITS // self.bits
+            scales = shape[0], 1 if self.group is None else -(-columns // self.group)
+            _require(tensors, packed, name + SCALE, scales, FLOATS)
+            _require(tensors, packed, name + SHAPE, (2,), ("I32", "I64"))
+            found[name] = (shape[0], columns)
+        return found, {name + part for name in found for part in (PACKED, SCALE, SHAPE)}
+
+    def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
+        """Read whole rows, unpack them and multiply them by their scales."""
+        packed, scales = (tensors.read(name + part, index[:1]) for part in (PACKED, SCALE))
+        columns = packed.shape[1] * WORD_BITS // self.bits
+        if (given := tensors.read(name + SHAPE).tolist())[1] != columns:
+            raise ValueError(f"{tensors.folder}: {short(name + SHAPE)} is {given}; expected {columns} columns")
+        shifts = np.arange(0, WORD_BITS, self.bits, dtype=np.uint32)
+        stored = (packed.view(np.uint32)[..., None] >> shifts) & np.uint32(2**self.bits - 1)
+        wide = stored.reshape(len(packed), columns).astype(np.float32) - 2 ** (self.bits - 1)
+        wide *= np.repeat(scales.astype(np.float32), self.group or columns, 1)[:, :columns]
+        return wide[(slice(None), *index[1:])]
 
 
 @dataclass(frozen=True)
@@ -152,17 +196,48 @@ def format_of(fields: Fields) -> Format | None:
     kind = settings.get("quant_method")
     if kind == "mxfp4":
         return Mxfp4()
+    if kind == "compressed-tensors":
+        return _compressed(settings)
     if kind != "fp8":
         raise ValueError(
-            f"config.json: quantization_config.quant_method is {shown(kind)}; expected fp8 or mxfp4, or no "
-            f"quantization_config"
+            f"config.json: quantization_config.quant_method is {shown(kind)}; expected fp8, mxfp4 or "
+            f"compressed-tensors, or no quantization_config"
         )
-    sizes = settings.get("weight_block_size")
+    return Fp8(_block("weight_block_size", settings.get("weight_block_size")), "_scale_inv")
+
+
+def _block(name: str, sizes: Any) -> tuple[int, int]:
     if not isinstance(sizes, list) or len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"config.json: quantization_config.{name} is {shown(sizes)}; expected [rows, columns]")
+    return sizes[0], sizes[1]
+
+
+def _compressed(settings: dict[str, Any]) -> Format:
+    """Return the format of the weights of `compressed-tensors`, equal in all groups of modules."""
+    groups, kind = settings.get("config_groups"), settings.get("format")
+    listed = list(groups.values()) if isinstance(groups, dict) else []
+    found = [group.get("weights") for group in listed if isinstance(group, dict)]
+    names = ("type", "num_bits", "strategy", "group_size", "symmetric", "block_structure")
+    schemes: list[dict[str, Any]] = [{name: one.get(name) for name in names} for one in found if isinstance(one, dict)]
+    if not schemes or len(schemes) != len(listed) or any(scheme != schemes[0] for scheme in schemes):
         raise ValueError(
-            f"config.json: quantization_config.weight_block_size is {shown(sizes)}; expected [rows, columns]"
+            f"config.json: quantization_config.config_groups is {shown(groups)}; expected weights equal in all groups"
         )
-    return Fp8((sizes[0], sizes[1]))
+    scheme = schemes[0]
+    numbers, strategy, group = (scheme["type"], scheme["num_bits"]), scheme["strategy"], scheme["group_size"]
+    if kind == "float-quantized" and numbers == ("float", 8):
+        if strategy == "channel":
+            return Fp8((1, None), SCALE)
+        if strategy == "block":
+            return Fp8(_block("block_structure", scheme["block_structure"]), SCALE)
+    is_group = strategy == "group" and type(group) is int and group > 0
+    is_packed = kind == "pack-quantized" and numbers in (("int", 4), ("int", 8)) and scheme["symmetric"] is not False
+    if is_packed and (is_group or strategy == "channel"):
+        return PackedIntegers(numbers[1], group if is_group else None)
+    raise ValueError(
+        f"config.json: quantization_config is {shown(kind)} of {shown(scheme)}; expected float-quantized with 8 bits "
+        "per channel or block, or pack-quantized with symmetric integers of 4 or 8 bits per group or channel"
+    )
 
 
 class Weights(Protocol):
@@ -191,7 +266,9 @@ class CheckpointWeights:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise `ValueError` unless a weight has the given shape and a supported dtype."""
-        header = self.tensors.home[name + BLOCKS if name not in self.tensors.home else name]
+        header = next(
+            self.tensors.home[name + part] for part in ("", BLOCKS, PACKED) if name + part in self.tensors.home
+        )
         if self.shapes[name] != shape:
             raise ValueError(f"{header.path}: {name} has shape {list(self.shapes[name])}; expected {list(shape)}")
         if name not in self.quantized and header.dtypes[name] not in FLOATS:

@@ -5,6 +5,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -40,6 +41,28 @@ class Header:
     shapes: dict[str, tuple[int, ...]]  # shape of each tensor
     dtypes: dict[str, str]  # dtype of each tensor, in the notation of the format
     starts: dict[str, int]  # byte offset of each tensor in the file
+
+    def renamed(self, name_of: Callable[[str], str | None]) -> "Header":
+        """Return the header with other names, without the tensors named `None`."""
+        names = {name: new for name in self.shapes if (new := name_of(name)) is not None}
+        shapes = {new: self.shapes[name] for name, new in names.items()}
+        dtypes = {new: self.dtypes[name] for name, new in names.items()}
+        return Header(self.path, shapes, dtypes, {new: self.starts[name] for name, new in names.items()})
+
+
+TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+"""Prefixes of the tensors of the text part of a multimodal checkpoint, and those of a checkpoint of its own."""
+
+
+def text_name(name: str) -> str | None:
+    """Return the name of a tensor of the text part in a checkpoint of its own; `None` for another tensor."""
+    found = (own + name.removeprefix(prefix) for prefix, own in TEXT_PREFIXES.items() if name.startswith(prefix))
+    return next(found, None)
 
 
 def read_header(path: Path, limits: FileLimits = FileLimits()) -> Header:
@@ -152,7 +175,10 @@ class TensorFolder:
     # The constructor validates the header of every file. Only safetensors are read, as loading a pickle can execute
     # arbitrary code.
 
-    def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
+    def __init__(
+        self, folder: Path, limits: FileLimits = FileLimits(), name_of: Callable[[str], str | None] | None = None
+    ) -> None:
+        # `name_of` renames tensors, and leaves those with the name `None` out.
         self.folder, self.limits = folder, limits
         self.headers = [read_header(path, limits) for path in self._files()]
         self.home: dict[str, Header] = {}
@@ -164,6 +190,9 @@ class TensorFolder:
                     )
                 self.home[name] = header
         self._check_index()
+        if name_of is not None:
+            headers = [header.renamed(name_of) for header in self.headers]
+            self.home = {name: header for header in headers for name in header.shapes}
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Read a tensor, or only the part of it given by an index with positive steps."""

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from models.architectures.parameter_map import Index, ParameterSlice
+from models.architectures.registry import pieces_of
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.pretrained.loading import by_path, checked_pieces, grouped, placed
@@ -40,7 +41,8 @@ def update_weights(model: Decoder | StackedDecoder, tensors: Mapping[str, np.nda
     if isinstance(model, StackedDecoder) and model.adapter_scale:
         raise ValueError("model has adapters; expected a model without")
     weights, state = HeldTensors(tensors), nnx.state(model)
-    pieces, values = checked_pieces(weights, model.config), by_path(state)
+    layouts = [pieces_of(model.config), pieces_of(model.config, packed=True)]
+    pieces, values = checked_pieces(weights, model.config, layouts), by_path(state)
     if isinstance(model, StackedDecoder):
         pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces]
     for path, parts in grouped(_at_home(piece, values) for piece in pieces).items():

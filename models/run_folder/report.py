@@ -8,6 +8,7 @@ import io
 import math
 import time
 from html import escape
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -213,68 +214,7 @@ def replay_baselines(counts: np.ndarray, ranks_per_domain: int | None, replica_s
     return found
 
 
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; --ink: #18262e; --muted: #546570; --line: #dfe6ea; --accent: #0f5b73; --page: #f4f7f8;
-  --card: #fff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #dde6ea; --muted: #9fb0b9; --line: #2a3a43; --accent: #63c5dd; --page: #0f181d; --card: #18242b; }
-  img { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); -webkit-text-size-adjust: 100%;
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 40px 24px 64px; }
-.kicker { display: flex; align-items: center; gap: 10px; margin: 0 0 12px; color: var(--accent); font-weight: 600;
-  font-size: 14px; overflow-wrap: anywhere; }
-.kicker svg { flex: none; width: 28px; height: 28px; }
-h1 { max-width: 800px; margin: 0 0 28px; font-size: 25px; line-height: 1.34; font-weight: 600;
-  letter-spacing: -0.01em; }
-h2 { margin: 0 0 2px; font-size: 17px; }
-p.caption { margin: 0 0 auto; padding-bottom: 14px; color: var(--muted); font-size: 14.5px; }
-.cards { display: grid; grid-template-columns: repeat(4, 1fr); gap: 16px; margin: 0 0 16px; }
-.card, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.card { padding: 14px 16px; }
-.card b { display: block; font-size: 22px; font-weight: 650; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.card span { display: block; color: var(--muted); font-size: 13.5px; line-height: 1.4; }
-.figures { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; margin: 0 0 16px; }
-section { display: flex; flex-direction: column; padding: 20px 22px; }
-img { display: block; width: 100%; height: auto; }
-.tables { columns: 2; column-gap: 36px; }
-table { width: 100%; border-collapse: collapse; font-size: 14px; margin-bottom: 22px; break-inside: avoid; }
-caption { text-align: left; font-weight: 650; font-size: 15px; padding: 0 0 6px; }
-th { text-align: left; font-weight: 400; color: var(--muted); padding-right: 12px; white-space: nowrap; }
-td { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-th, td { padding-top: 4px; padding-bottom: 4px; border-bottom: 1px solid var(--line); vertical-align: top; }
-@media (max-width: 720px) {
-  main { padding: 20px 12px 40px; }
-  h1 { font-size: 20px; margin-bottom: 20px; }
-  section { padding: 16px 14px; }
-  .cards { grid-template-columns: 1fr 1fr; gap: 10px; }
-  .figures { grid-template-columns: minmax(0, 1fr); gap: 12px; }
-  .card { padding: 12px 14px; }
-  .card b { font-size: 19px; }
-  .tables { columns: 1; }
-}
-</style>
-</head>
-<body><main>
-<p class="kicker"><svg viewBox="0 0 64 64" aria-hidden="true"><rect width="64" height="64" rx="14" fill="#0f5b73"/>
-<path d="M10 9.5h10V21H10z" fill="none" stroke="#ffa564" stroke-width="4"/>
-<path d="M8 27h14v29H8zM25 27h14v29H25zM42 43h14v13H42z" fill="#fff"/><path d="M42 27h14v13H42z" fill="#ffa564"/></svg>
-$kicker</p>
-<h1>$headline</h1>
-<div class="cards">$cards</div>
-<div class="figures">$sections</div>
-<section><div class="tables">$tables</div></section>
-</main></body>
-</html>
-""")
+PAGE = Template(Path(__file__).with_suffix(".html").read_text())
 
 
 UNITS = ("nats", "bits", "tokens", "bytes", "s")

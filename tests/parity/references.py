@@ -13,6 +13,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from models.tiny_checkpoint import CLASSES
+
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 warnings.filterwarnings("ignore", module="torch|transformers")
@@ -130,6 +132,54 @@ CONFIGS = {
             "logits_scaling": 2.0,
         },
     ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {
+            "num_local_experts": 8,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 20,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        {
+            "num_experts": 8,
+            "moe_topk": 2,
+            "intermediate_size": 24,
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "flex_olmo": ("FlexOlmoConfig", {"num_experts": 8, "intermediate_size": 24, "attention_bias": True}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {name: value for name, value in LATENT.items() if name != "norm_topk_prob"}
+        | {
+            "topk_method": "group_limited_greedy",
+            "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        LATENT
+        | {
+            "head_dim": 20,
+            "rope_parameters": YARN
+            | {
+                "partial_rotary_factor": 0.4,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 4,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     "dots1": (
         "Dots1Config",
         SIGMOID | {"attention_bias": True, "num_hidden_layers": 3, "sliding_window": 5, "max_window_layers": 2},
@@ -234,7 +284,7 @@ def make_model(name: str) -> torch.nn.Module:
     kind, sizes = CONFIGS[name]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**(USUAL | sizes))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = getattr(transformers, CLASSES[name])._from_config(config, attn_implementation="eager").eval()
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if path.endswith("e_score_correction_bias"):
             tensor.data.uniform_(-0.2, 0.2)
@@ -267,9 +317,9 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """Return the logits of a checkpoint not written by `transformers`."""
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", output_loading_info=True
-    )
+    (kind,) = raw_config(folder)["architectures"]
+    options = {"attn_implementation": "eager", "output_loading_info": True}
+    model, told = getattr(transformers, kind).from_pretrained(folder, **options)
     assert not told["missing_keys"], told
     assert not told["unexpected_keys"], told
     with torch.no_grad():

@@ -17,6 +17,7 @@ SIZES = {
     "kv_lora_rank",
     "moe_intermediate_size",
     "moe_num_experts",
+    "n_group",
     "n_routed_experts",
     "n_shared_experts",
     "num_attention_heads",
@@ -28,6 +29,7 @@ SIZES = {
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "shared_expert_intermediate_size",
+    "topk_group",
     "v_head_dim",
     "vocab_size",
 }
@@ -40,6 +42,7 @@ WITHOUT_EFFECT = {
     "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
+    "eod_token_id",
     "eos_token_id",
     "id2label",
     "initializer_range",
@@ -57,6 +60,7 @@ WITHOUT_EFFECT = {
     "pretraining_tp",
     "problem_type",
     "return_dict",
+    "sep_token_id",
     "router_aux_loss_coef",
     "router_jitter_noise",
     "transformers_version",
@@ -74,7 +78,8 @@ DERIVED = {
 }
 """Fields that repeat others: `transformers` ignores them, or they only matter for a refused feature."""
 
-REPEATED_HEADS = {"deepseek_v3": {"num_key_value_heads": 8}, "glm4_moe_lite": {"num_key_value_heads": 8}}
+LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+REPEATED_HEADS = {kind: {"num_key_value_heads": 8} for kind in LATENT_KINDS}
 """Fields of latent attention that repeat the eight heads of a test; another value is refused."""
 
 REQUIRED_ROPE = {

@@ -1,5 +1,6 @@
 """Values, gradients and generated tokens equal `transformers`, for every system and mesh."""
 
+import json
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import torch
 from flax import nnx
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jax_moe_lb import raise_on_fault
@@ -127,6 +129,25 @@ def test_mxfp4_is_read_as_transformers_does(tmp_path):
     np.testing.assert_array_equal(weights.read("w"), expected)
     gate = (1, slice(None), slice(0, None, 2))
     np.testing.assert_array_equal(weights.read("w", gate), expected[gate])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_compressed_integers_are_read_as_by_their_library(bits, tmp_path):
+    # The run with an older transformers collects this file, too.
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    half, rng = 2 ** (bits - 1), torch.Generator().manual_seed(0)
+    integers = torch.randint(-half, half, (6, 64), generator=rng, dtype=torch.int8)
+    scales = torch.rand(6, 2, generator=rng).bfloat16()
+    packed = {"w_packed": pack_to_int32(integers, bits), "w_scale": scales, "w_shape": torch.tensor([6, 64])}
+    save_torch(packed, tmp_path / "model.safetensors")
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    settings["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    found = CheckpointWeights(TensorFolder(tmp_path), Fields(json.dumps({"quantization_config": settings})))
+    expected = (integers.float() * scales.float().repeat_interleave(32, 1)).numpy()
+    np.testing.assert_array_equal(found.read("w"), expected)
+    np.testing.assert_array_equal(found.read("w", (slice(1, 4), slice(3, 40, 2))), expected[1:4, 3:40:2])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -23,13 +23,15 @@ from models.pretrained.saving import named_tensors, save_pretrained
 from models.pretrained.weight_sync import update_weights
 from models.tiny_checkpoint import tiny_config, write_tiny
 
+GRANITE = [
+    ("moe.input_linear.weight", "moe.experts.gate_up_proj"),
+    ("moe.output_linear.weight", "moe.experts.down_proj"),
+    ("router.layer", "router"),
+]
 RENAMED = {
     "ernie4_5_moe": [("moe_statics", "gate.moe_statics")],
-    "granitemoe": [
-        ("input_linear.weight", "experts.gate_up_proj"),
-        ("output_linear.weight", "experts.down_proj"),
-        ("router.layer", "router"),
-    ],
+    "granitemoe": GRANITE,
+    "granitemoeshared": GRANITE,
     "minimax_m2": [("block_sparse_moe", "mlp")],
     "mixtral": [("block_sparse_moe", "mlp")],
     "phimoe": [("block_sparse_moe.gate", "mlp.router"), ("block_sparse_moe", "mlp")],

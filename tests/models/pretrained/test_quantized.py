@@ -56,7 +56,53 @@ def in_mxfp4(tensors, rng):
     return floats
 
 
+def linear_maps(tensors):
+    return [name for name in tensors if ".layers." in name and tensors[name].ndim == 2 and ".gate." not in name]
+
+
+def in_channels(tensors, rng):
+    """Quantize as GLM-4.5-FP8: a scale per row; return the dequantized weights from plain loops."""
+    floats = dict(tensors)
+    for name in linear_maps(tensors):
+        bits = rng.standard_normal(tensors[name].shape, np.float32).astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.uniform(0.01, 0.1, (len(bits), 1)).astype(ml_dtypes.bfloat16)
+        tensors |= {name: bits, f"{name}_scale": scales}
+        floats[name] = np.array([[np.float32(x) * np.float32(scales[i, 0]) for x in bits[i]] for i in range(len(bits))])
+    return floats
+
+
+def in_integers(tensors, rng):
+    """Quantize as Kimi-K2-Thinking: eight integers in a word; return the dequantized weights from plain loops."""
+    floats = dict(tensors)
+    for name in linear_maps(tensors):
+        rows, columns = tensors.pop(name).shape
+        integers = rng.integers(-8, 8, (rows, columns))
+        scales = rng.uniform(0.01, 0.1, (rows, columns // 16)).astype(ml_dtypes.bfloat16)
+        words = np.zeros((rows, columns // 8), np.uint32)
+        floats[name] = np.empty((rows, columns), np.float32)
+        for i, j in np.ndindex(rows, columns):
+            words[i, j // 8] |= np.uint32((int(integers[i, j]) + 8) << 4 * (j % 8))
+            floats[name][i, j] = np.float32(integers[i, j]) * np.float32(scales[i, j // 16])
+        tensors |= {f"{name}_packed": words.view(np.int32), f"{name}_scale": scales}
+        tensors[f"{name}_shape"] = np.array([rows, columns], np.int32)
+    return floats
+
+
+def compressed(kind, **weights):
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+CHANNELS = compressed("float-quantized", num_bits=8, type="float", strategy="channel", group_size=None)
+NUMBERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+INTEGERS = compressed("pack-quantized", **NUMBERS)
 CASES = {"deepseek_v3": (in_fp8, FP8), "gpt_oss": (in_mxfp4, MXFP4)}
+CASES |= {"glm4_moe": (in_channels, CHANNELS), "kimi_k2": (in_integers, INTEGERS)}
 
 
 def write(folder, tensors, config, settings):
@@ -121,6 +167,23 @@ FP4_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
         ("deepseek_v3", lambda t: t.update({FP8_NAME: t[FP8_NAME][None]}), f"{FP8_NAME} has shape [1, 64, 64]"),
         ("deepseek_v3", lambda t: t.pop(FP8_NAME), f"missing: {FP8_NAME}"),
         ("deepseek_v3", lambda t: t.update({FP8_NAME: t[FP8_NAME][:20], SCALES: t[SCALES][:1]}), "has shape [20, 64]"),
+        (
+            "glm4_moe",
+            lambda t: t.pop(f"{FP8_NAME}_scale"),
+            f"{FP8_NAME} has no scales; expected {FP8_NAME}_scale [64, 1]",
+        ),
+        ("kimi_k2", lambda t: t.pop(f"{FP8_NAME}_scale"), f"_packed has no scales; expected {FP8_NAME}_scale [64, 4]"),
+        ("kimi_k2", lambda t: t.pop(f"{FP8_NAME}_packed"), f"missing: {FP8_NAME}"),
+        (
+            "kimi_k2",
+            lambda t: t.update({f"{FP8_NAME}_packed": t[f"{FP8_NAME}_packed"].astype(np.int64)}),
+            f"{FP8_NAME}_packed is I64 [64, 8]; expected a matrix of I32",
+        ),
+        (
+            "kimi_k2",
+            lambda t: t.update({f"{FP8_NAME}_shape": np.array([64, 63])}),
+            f"{FP8_NAME}_shape is [64, 63]; expected 64 columns",
+        ),
         ("gpt_oss", lambda t: t.pop(FP4_SCALES), f"{BLOCKS} has no scales; expected {FP4_SCALES} [16, 64, 2]"),
         ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES][1:]}), f"{FP4_SCALES} is U8 [15, 64, 2]; expected"),
         ("gpt_oss", lambda t: t.update({BLOCKS: t[BLOCKS][..., :8]}), f"{BLOCKS} is U8 [16, 64, 2, 8]; expected"),
@@ -146,13 +209,16 @@ def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"quant_method": "awq"}, "quant_method is 'awq'; expected fp8 or mxfp4"),
+        ({"quant_method": "awq"}, "quant_method is 'awq'; expected fp8, mxfp4 or compressed-tensors"),
         ({}, "quant_method is None"),
         ("fp8", "weight_block_size"),
         ([8], "quant_method is [8]"),
         ({"quant_method": "fp8"}, "weight_block_size is None; expected [rows, columns]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
         (None, "has dtype F8_E4M3"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is None; expected weights equal in all groups"),
+        (compressed("pack-quantized", **NUMBERS, symmetric=False), "expected float-quantized with 8 bits per channel"),
+        (compressed("nvfp4-pack-quantized", **NUMBERS), "quantization_config is 'nvfp4-pack-quantized' of"),
     ],
 )
 def test_other_formats_are_refused(tmp_path, settings, expected):

@@ -1,0 +1,650 @@
+"""Functions from the fields of a `config.json` to a `DecoderConfig`, one per architecture, and defaults of fields."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jax_moe_lb import TopK
+from jax_moe_lb.core.checks import shown
+from jax_moe_lb.kernels import ClampedSwiGLU
+from jax_moe_lb.routing import GroupLimit
+from models.architectures.config_json import LAYER_TYPES, MOST_LAYERS, Fields, checked_number
+from models.decoder.config import DecoderConfig, HeadNorm, Latent, Temperature
+from models.decoder.rope import LongRope, Rope, yarn_scale
+from models.decoder.sparse_mixer import SparseMixer
+
+Defaults = Mapping[str, Any]
+"""Values of absent fields, those of `transformers`. Sizes have none."""
+
+
+def _decoder(
+    fields: Fields,
+    router: TopK,
+    experts: str,
+    mlp_dim: str,
+    *,
+    rope: Rope | None = None,
+    head_dim: int | None = None,
+) -> DecoderConfig:
+    """Return the sizes that all architectures have, with fields named `experts` and `mlp_dim`."""
+    fields.require("hidden_act", "silu")
+    num_heads, head_dim = fields.integer("num_attention_heads"), fields.head_dim() if head_dim is None else head_dim
+    return DecoderConfig(
+        vocab_size=fields.integer("vocab_size"),
+        embed_dim=fields.integer("hidden_size"),
+        num_layers=fields.num_layers(),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        mlp_dim=fields.integer(mlp_dim),
+        num_experts=fields.num_experts(experts),
+        router=router,
+        norm_eps=fields.number("rms_norm_eps"),
+        rope=fields.rope(head_dim) if rope is None else rope,
+        attention_scale=head_dim**-0.5,
+        source=fields.text,
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+    )
+
+
+def _biased(fields: Fields, config: DecoderConfig) -> DecoderConfig:
+    """Return a config with biases of all attention projections if `attention_bias` is set."""
+    has_bias = fields.flag("attention_bias", False)
+    return replace(config, qkv_bias=has_bias, out_bias=has_bias)
+
+
+def _with_dense(fields: Fields, config: DecoderConfig, layers: tuple[int, ...]) -> DecoderConfig:
+    """Return a config with dense layers of `intermediate_size`."""
+    return replace(config, dense_layers=layers, dense_mlp_dim=fields.integer_if(bool(layers), "intermediate_size"))
+
+
+def _top_k(fields: Fields) -> int:
+    return fields.integer("num_experts_per_tok")
+
+
+def _first_dense(fields: Fields) -> tuple[int, ...]:
+    return tuple(range(min(fields.num_layers(), fields.integer("first_k_dense_replace"))))
+
+
+def _windows(fields: Fields) -> tuple[int | None, ...]:
+    """Return the window of all layers, empty without `sliding_window`."""
+    window = fields.integer("sliding_window", 0)
+    return (window,) * fields.num_layers() if window else ()
+
+
+MIXTRAL = {
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+
+
+def mixtral(fields: Fields) -> DecoderConfig:
+    """Mixtral: softmax top-k routing, grouped-query attention, an optional sliding window."""
+    fields.require("norm_topk_prob", True)
+    router = TopK(_top_k(fields), renormalise=True)
+    config = _decoder(fields, router, "num_local_experts", "intermediate_size")
+    return replace(config, windows=_windows(fields))
+
+
+QWEN3 = {"max_position_embeddings": 32768, "num_experts_per_tok": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}
+QWEN2 = QWEN3 | {"num_experts_per_tok": 4, "num_key_value_heads": 16, "qkv_bias": True}
+OLMOE = QWEN3 | {"max_position_embeddings": 4096, "num_key_value_heads": None, "rms_norm_eps": 1e-5}
+FLEX_OLMO = OLMOE | {"num_experts_per_tok": 5, "rms_norm_eps": 1e-6, "rope_theta": 5e5}
+
+
+def _softmax(fields: Fields, mlp_dim: str) -> DecoderConfig:
+    router = TopK(_top_k(fields), renormalise=fields.flag("norm_topk_prob", False))
+    return _decoder(fields, router, "num_experts", mlp_dim)
+
+
+def _qwen(fields: Fields) -> DecoderConfig:
+    fields.require("use_sliding_window", False)
+    fields.ignore("max_window_layers", "sliding_window")
+    step, without = max(fields.integer("decoder_sparse_step", 1), 1), fields.integers("mlp_only_layers")
+    dense = tuple(i for i in range(fields.num_layers()) if i in without or (i + 1) % step)
+    return _with_dense(fields, _softmax(fields, "moe_intermediate_size"), dense)
+
+
+def qwen3_moe(fields: Fields) -> DecoderConfig:
+    """Qwen3-MoE: normalized heads, interleaved dense layers."""
+    fields.require("use_qk_norm", True)
+    return replace(_biased(fields, _qwen(fields)), qk_norm=HeadNorm.PER_HEAD)
+
+
+def qwen2_moe(fields: Fields) -> DecoderConfig:
+    """Qwen2-MoE: a shared expert weighted by a sigmoid."""
+    shared = fields.integer("shared_expert_intermediate_size")
+    has_bias = fields.flag("qkv_bias", True)
+    return replace(_qwen(fields), qkv_bias=has_bias, shared_mlp_dim=shared, shared_is_gated=True)
+
+
+def olmoe(fields: Fields) -> DecoderConfig:
+    """OLMoE: norms over the full width of queries and keys."""
+    return replace(_biased(fields, _softmax(fields, "intermediate_size")), qk_norm=HeadNorm.FULL_WIDTH)
+
+
+def flex_olmo(fields: Fields) -> DecoderConfig:
+    """FlexOlmo: as OLMoE, with norms after attention and experts in place of before."""
+    return replace(olmoe(fields), norm_after=True)
+
+
+GLM4 = {
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "use_qk_norm": False,
+}
+SOLAR = GLM4 | {"first_k_dense_replace": 0, "head_dim": 128, "partial_rotary_factor": 1.0, "rope_theta": 1e6}
+DOTS1 = GLM4 | {
+    "first_k_dense_replace": 0,
+    "max_position_embeddings": 2048,
+    "max_window_layers": 62,
+    "n_shared_experts": None,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": None,
+    "num_key_value_heads": 32,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "use_qk_norm": True,
+}
+
+
+def _grouped_router(fields: Fields, score: Any, num_groups: int, per_group: int = 2) -> TopK:
+    """Return a router limited to `topk_group` groups, scored by their `per_group` best experts."""
+    limit = GroupLimit(num_groups, fields.integer("topk_group"), per_group) if num_groups > 1 else None
+    return TopK(
+        _top_k(fields),
+        score=score,
+        renormalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor"),
+        group_limit=limit,
+        selection_bias=score is jax.nn.sigmoid,
+    )
+
+
+def _sigmoid_router(fields: Fields) -> TopK:
+    fields.require("scoring_func", "sigmoid")
+    fields.require("topk_method", "noaux_tc")
+    return _grouped_router(fields, jax.nn.sigmoid, fields.integer("n_group"))
+
+
+def glm4_moe(fields: Fields) -> DecoderConfig:
+    """GLM-4.5 and Solar-Open: sigmoid routing with a bias, a shared expert, dense first layers."""
+    rope, router = fields.rope(int(fields.head_dim() * fields.partial_rotary_factor())), _sigmoid_router(fields)
+    config = _decoder(fields, router, "n_routed_experts", "moe_intermediate_size", rope=rope)
+    return replace(
+        _with_dense(fields, config, _first_dense(fields)),
+        shared_mlp_dim=config.mlp_dim * fields.integer("n_shared_experts"),
+        qkv_bias=fields.flag("attention_bias", False),
+        qk_norm=HeadNorm.PER_HEAD if fields.flag("use_qk_norm", False) else None,
+    )
+
+
+def dots1(fields: Fields) -> DecoderConfig:
+    """dots.llm1: as GLM-4.5, with a sliding window in the last layers."""
+    with_window = fields.get("sliding_window") is not None
+    before = fields.integer_if(with_window, "max_window_layers")
+    first = before if with_window else MOST_LAYERS
+    kinds = [LAYER_TYPES[layer < first] for layer in range(fields.num_layers())]
+    config = glm4_moe(fields)
+    return replace(config, out_bias=config.qkv_bias, windows=fields.windows(kinds))
+
+
+DEEPSEEK_V3 = {
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 4096,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 1536,
+    "rms_norm_eps": 1e-6,
+    "rope_interleave": True,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+GLM4_LITE = DEEPSEEK_V3 | {
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 202752,
+    "n_group": 1,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 768,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+}
+# Published files have all others.
+KIMI = {"max_position_embeddings": 131072, "rope_interleave": True}
+DEEPSEEK_V2 = {
+    "first_k_dense_replace": 0,
+    "max_position_embeddings": 2048,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "q_lora_rank": 1536,
+    "rms_norm_eps": 1e-6,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+}
+MISTRAL4 = DEEPSEEK_V3 | {
+    "first_k_dense_replace": 0,
+    "max_position_embeddings": 1048576,
+    "n_group": 1,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 1024,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 128.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 1e4,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
+
+
+def _latent(fields: Fields, router: TopK, pairs: bool, head_dim: int | None = None) -> DecoderConfig:
+    """Return the config of a model with latent attention; `head_dim` is the value of this field, if it is another."""
+    latent = Latent(
+        query_rank=fields.integer("q_lora_rank", 0) or None,
+        kv_rank=fields.integer("kv_lora_rank"),
+        plain_dim=fields.integer("qk_nope_head_dim"),
+        rotated_dim=fields.integer("qk_rope_head_dim"),
+        value_dim=fields.integer("v_head_dim"),
+    )
+    width = latent.plain_dim + latent.rotated_dim
+    # Fields of `transformers` that repeat other sizes.
+    fields.require("head_dim", latent.rotated_dim if head_dim is None else head_dim)
+    fields.require("qk_head_dim", width)
+    fields.require("num_key_value_heads", fields.integer("num_attention_heads"))
+    rope = fields.rope(latent.rotated_dim, interleaved=pairs)
+    config = _decoder(fields, router, "n_routed_experts", "moe_intermediate_size", rope=rope, head_dim=width)
+    return replace(
+        _biased(fields, _with_dense(fields, config, _dense_kinds(fields))),
+        attention_scale=width**-0.5 * _yarn_temperature(fields),
+        shared_mlp_dim=config.mlp_dim * fields.integer("n_shared_experts"),
+        latent=latent,
+    )
+
+
+def deepseek_v3(fields: Fields) -> DecoderConfig:
+    """DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, sigmoid routing with a bias and groups."""
+    fields.require("moe_layer_freq", 1)
+    return _latent(fields, _sigmoid_router(fields), fields.flag("rope_interleave", True))
+
+
+def deepseek_v2(fields: Fields) -> DecoderConfig:
+    """DeepSeek-V2: latent attention, softmax routing, limited to the groups with the best expert or not."""
+    fields.require("moe_layer_freq", 1)
+    fields.require("scoring_func", "softmax")
+    # Its weights are never normalized, in `transformers` and in published files.
+    fields.require("norm_topk_prob", False)
+    method, num_groups = fields.get("topk_method"), 1
+    if method == "group_limited_greedy":
+        num_groups = fields.integer("n_group")
+    elif method == "greedy":
+        fields.ignore("n_group", "topk_group")
+    else:
+        raise ValueError(f"config.json: topk_method is {shown(method)}; expected greedy or group_limited_greedy")
+    return _latent(fields, _grouped_router(fields, jax.nn.softmax, num_groups, 1), pairs=True)
+
+
+def mistral4(fields: Fields) -> DecoderConfig:
+    """Mistral-Small-4: latent attention, softmax routing with groups, queries scaled with the position."""
+    rotated_dim = fields.integer("qk_rope_head_dim")
+    width = fields.integer("qk_nope_head_dim") + rotated_dim
+    _check_share(fields.partial_rotary_factor(rotated_dim / max(width, 1)), rotated_dim, width)
+    settings, router = fields.rope_settings(), _grouped_router(fields, jax.nn.softmax, fields.integer("n_group"))
+    fields.read.update(f"rope_parameters.{name}" for name in ("llama_4_scaling_beta", "max_position_embeddings"))
+    config = _latent(fields, router, fields.flag("rope_interleave", True), head_dim=width)
+    scale = checked_number("rope_parameters.llama_4_scaling_beta", settings.get("llama_4_scaling_beta"))
+    return replace(config, temperature=Temperature(float(config.rope.original_positions), scale, first=0))
+
+
+def _dense_kinds(fields: Fields) -> tuple[int, ...]:
+    """Return the layers of the kind "dense" in `mlp_layer_types`, or else the first ones."""
+    num_layers, kinds, known = fields.num_layers(), fields.get("mlp_layer_types"), ("dense", "sparse")
+    if kinds is None:
+        return _first_dense(fields)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise ValueError(f"config.json: mlp_layer_types is {str(kinds)[:80]}; expected {num_layers} of {known}")
+    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    if dense == tuple(range(len(dense))):
+        fields.require("first_k_dense_replace", len(dense))
+    return dense
+
+
+def _yarn_temperature(fields: Fields) -> float:
+    """Return YaRN's `mscale` squared: queries and keys are each scaled by it for longer contexts."""
+    settings = fields.rope_settings()
+    if settings["rope_type"] == "default" or not settings.get("mscale_all_dim"):
+        return 1.0
+    return yarn_scale(settings.get("factor", 1.0), settings["mscale_all_dim"]) ** 2
+
+
+MINIMAX_M2 = {
+    "head_dim": 128,
+    "max_position_embeddings": 196608,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e6,
+}
+
+
+def minimax_m2(fields: Fields) -> DecoderConfig:
+    """MiniMax-M2: sigmoid routing with a bias, norms over the full width, partial rotary embedding."""
+    fields.require("scoring_func", "sigmoid")
+    fields.require("use_qk_norm", True)
+    fields.require("qk_norm_type", "per_layer")
+    fields.require("use_routing_bias", True)
+    fields.require("attn_type_list", [1] * fields.num_layers())
+    fields.require("shared_intermediate_size", 0)
+    # Published files have these fields of MiniMax-Text-01: of dense layers, shared experts and windows.
+    fields.ignore("mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta")
+    router = TopK(_top_k(fields), score=jax.nn.sigmoid, renormalise=True, selection_bias=True)
+    rope = fields.rope(_rotated_dim(fields, fields.head_dim()))
+    config = _decoder(fields, router, "num_local_experts", "intermediate_size", rope=rope)
+    return replace(config, qk_norm=HeadNorm.FULL_WIDTH)
+
+
+def _rotated_dim(fields: Fields, head_dim: int) -> int:
+    """Return the rotated channels per head: published files have `rotary_dim`, `transformers` a factor."""
+    if fields.get("rotary_dim") is None:
+        return int(head_dim * fields.partial_rotary_factor(1.0))
+    dim = fields.integer("rotary_dim")
+    _check_share(fields.partial_rotary_factor(dim / max(head_dim, 1)), dim, head_dim)
+    return dim
+
+
+def _check_share(share: float, rotated_dim: int, head_dim: int) -> None:
+    if round(head_dim * share) != rotated_dim:
+        raise ValueError(
+            f"config.json: partial_rotary_factor is {share}; expected rotary channels {rotated_dim} / {head_dim}"
+        )
+
+
+ERNIE4_5 = {
+    "max_position_embeddings": 131072,
+    "moe_k": 6,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_num_shared_experts": 2,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+}
+
+
+def ernie4_5_moe(fields: Fields) -> DecoderConfig:
+    """ERNIE-4.5 for text: a bias for the selection, shared experts, dense layers around the sparse ones."""
+    required = {"use_bias": False, "moe_gate": "topk", "moe_norm_min": 1e-12, "moe_use_aux_free": True}
+    for name, value in (required | {"use_rmsnorm": True}).items():
+        fields.require(name, value)
+    per_token = fields.integer("moe_k")
+    fields.require("num_experts_per_tok", per_token)
+    router = TopK(per_token, renormalise=True, selection_bias=True)
+    rope = fields.rope(fields.head_dim(), interleaved=True)
+    config = _decoder(fields, router, "moe_num_experts", "moe_intermediate_size", rope=rope)
+    last = fields.get("moe_layer_end_index")
+    last = config.num_layers - 1 if last == -1 else fields.integer("moe_layer_end_index")
+    inside = range(fields.integer("moe_layer_start_index"), last + 1)
+    step = max(fields.integer("moe_layer_interval"), 1)
+    dense = tuple(layer for layer in range(config.num_layers) if layer not in inside or (layer + 1) % step)
+    shared = config.mlp_dim * fields.integer("moe_num_shared_experts")
+    return replace(_with_dense(fields, config, dense), shared_mlp_dim=shared)
+
+
+GRANITE = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "max_position_embeddings": 2048,
+    "num_experts_per_tok": 2,
+    "residual_multiplier": 1.0,
+    "rms_norm_eps": 1e-6,
+}
+GRANITE_SHARED = GRANITE | {"shared_intermediate_size": 0}
+
+
+def granitemoe(fields: Fields) -> DecoderConfig:
+    """Granite-MoE: multipliers of embeddings, attention, residuals and logits."""
+    # A softmax over the chosen logits equals the renormalised softmax over all logits.
+    router = TopK(_top_k(fields), renormalise=True)
+    config = _biased(fields, _decoder(fields, router, "num_local_experts", "intermediate_size"))
+    return replace(
+        config,
+        attention_scale=fields.number("attention_multiplier"),
+        embed_scale=fields.number("embedding_multiplier"),
+        residual_scale=fields.number("residual_multiplier"),
+        logit_scale=1 / fields.number("logits_scaling"),
+    )
+
+
+def granitemoeshared(fields: Fields) -> DecoderConfig:
+    """Granite-MoE with a shared expert."""
+    return replace(granitemoe(fields), shared_mlp_dim=fields.integer("shared_intermediate_size"))
+
+
+HUNYUAN = {"max_position_embeddings": 2048, "moe_topk": 1, "num_experts": 1, "rms_norm_eps": 1e-5}
+
+
+def hunyuan_v1_moe(fields: Fields) -> DecoderConfig:
+    """Hunyuan-A13B: head norms after the rotary embedding, one shared expert, a base of frequencies by `alpha`."""
+    for name, value in {"use_qk_norm": True, "use_cla": False, "use_mla": False, "norm_topk_prob": True}.items():
+        fields.require(name, value)
+    width = fields.integer("intermediate_size")
+    # Published files have a number per layer.
+    _equal_in_layers(fields, "moe_intermediate_size", width)
+    _equal_in_layers(fields, "num_shared_expert", 1)
+    fields.require("moe_layer_num_skipped", 0)
+    per_token = _equal_in_layers(fields, "moe_topk")
+    fields.require("num_experts_per_tok", per_token)
+    fields.require("attention_head_dim", fields.head_dim())
+    router = TopK(per_token, renormalise=True)
+    config = _decoder(fields, router, "num_experts", "intermediate_size", rope=_alpha_rope(fields, fields.head_dim()))
+    config = replace(_biased(fields, config), shared_mlp_dim=width)
+    return replace(config, qk_norm=HeadNorm.PER_HEAD, norm_after_rope=True)
+
+
+def _equal_in_layers(fields: Fields, name: str, expected: int | None = None) -> int:
+    """Return a number that may be a list of equal numbers, one per layer."""
+    value = fields.get(name)
+    one = value[0] if isinstance(value, list) and value and value == value[:1] * fields.num_layers() else value
+    if (one is None and expected is not None) or (type(one) is int and one == (one if expected is None else expected)):
+        return 0 if one is None else one
+    what = "a number" if expected is None else str(expected)
+    raise ValueError(f"config.json: {name} is {shown(value)}; expected {what} in all layers")
+
+
+def _alpha_rope(fields: Fields, dim: int) -> Rope:
+    """Return the rotary embedding, whose type "dynamic" has a fixed factor `alpha` of the base here."""
+    settings = fields.rope_settings()
+    if settings["rope_type"] != "dynamic":
+        return fields.rope(dim)
+    alpha = checked_number("rope_parameters.alpha", settings.get("alpha"))
+    base = checked_number("rope_parameters.rope_theta", settings.get("rope_theta"), 1e4)
+    return Rope(dim, base * alpha ** (dim / max(dim - 2, 1)))
+
+
+LLAMA4: dict[str, Any] = {
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "head_dim": 128,
+    "interleave_moe_layer_step": 1,
+    "max_position_embeddings": 131072,
+    "no_rope_layer_interval": 4,
+    "num_experts_per_tok": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "use_qk_norm": True,
+}
+CHUNKED, FULL = "chunked_attention", "full_attention"
+"""Kinds of attention in `layer_types`."""
+
+
+def llama4(fields: Fields) -> DecoderConfig:
+    """Llama 4: top-1 sigmoid routing that scales inputs, a shared expert, chunked attention, unrotated layers."""
+    # With several experts a token has a different input for each.
+    fields.require("num_experts_per_tok", 1)
+    router = TopK(1, score=jax.nn.sigmoid, renormalise=False, scale_inputs=True)
+    rope = fields.rope(fields.head_dim(), interleaved=True)
+    config = _biased(fields, _decoder(fields, router, "num_local_experts", "intermediate_size", rope=rope))
+    unrotated, dense, tunes = _unrotated(fields), _llama_dense(fields), fields.get("attn_temperature_tuning")
+    if not tunes:
+        fields.ignore("attn_scale", "floor_scale")
+    return replace(
+        config,
+        dense_mlp_dim=fields.integer_if(bool(dense), "intermediate_size_mlp"),
+        dense_layers=dense,
+        shared_mlp_dim=config.mlp_dim,
+        qk_norm=HeadNorm.UNWEIGHTED if fields.flag("use_qk_norm", True) else None,
+        chunks=_chunks(fields, unrotated),
+        unrotated_layers=unrotated,
+        temperature=Temperature(fields.number("floor_scale"), fields.number("attn_scale")) if tunes else None,
+    )
+
+
+def _unrotated(fields: Fields) -> tuple[int, ...]:
+    """Return the layers without rotary positions: those with 0 in `no_rope_layers`."""
+    num_layers, rotated = fields.num_layers(), fields.integers("no_rope_layers")
+    interval = max(fields.integer("no_rope_layer_interval"), 1)
+    if not rotated:
+        return tuple(range(interval - 1, num_layers, interval))
+    if len(rotated) != num_layers:
+        raise ValueError(f"config.json: no_rope_layers has {len(rotated)} entries; expected {num_layers}")
+    return tuple(layer for layer, is_rotated in enumerate(rotated) if not is_rotated)
+
+
+def _llama_dense(fields: Fields) -> tuple[int, ...]:
+    """Return the layers without experts."""
+    num_layers, step = fields.num_layers(), max(fields.integer("interleave_moe_layer_step"), 1)
+    sparse: Any = range(step - 1, num_layers, step)
+    if fields.get("moe_layers") is not None:
+        sparse = fields.integers("moe_layers")
+    return tuple(layer for layer in range(num_layers) if layer not in sparse)
+
+
+def _chunks(fields: Fields, unrotated: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Return the chunk of each layer, `None` for full attention; empty if all layers are full."""
+    num_layers, size = fields.num_layers(), fields.integer("attention_chunk_size", 0) or None
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        kinds = [FULL if size is None or layer in unrotated else CHUNKED for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (CHUNKED, FULL) for kind in kinds):
+        raise ValueError(f"config.json: layer_types is {str(kinds)[:80]}; expected {num_layers} of {CHUNKED}, {FULL}")
+    if CHUNKED not in kinds:
+        return ()
+    if size is None:
+        raise ValueError(f"config.json: attention_chunk_size is {shown(size)}; expected a number for {CHUNKED}")
+    return tuple(size if kind == CHUNKED else None for kind in kinds)
+
+
+PHIMOE = {
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "router_jitter_noise": 0.01,
+}
+
+
+def phimoe(fields: Fields) -> DecoderConfig:
+    """Phi-3.5-MoE: SparseMixer routing, layer norms with biases, LongRoPE; inference alone."""
+    fields.require("num_experts_per_tok", 2)
+    router = SparseMixer(2, renormalise=False, jitter=fields.number("router_jitter_noise"))
+    rope = _long_rope(fields, fields.head_dim())
+    config = _biased(fields, _decoder(fields, router, "num_local_experts", "intermediate_size", rope=rope))
+    has_bias = fields.flag("lm_head_bias", False)
+    return replace(config, rope=rope, windows=_windows(fields), layer_norm=True, head_bias=has_bias)
+
+
+def _long_rope(fields: Fields, head_dim: int) -> Rope:
+    settings = fields.rope_settings()
+    if settings["rope_type"] != "longrope":
+        fields.ignore("original_max_position_embeddings")
+        return fields.rope(head_dim)
+
+    def number(name: str) -> float:
+        return checked_number(f"rope_parameters.{name}", settings.get(name))
+
+    def numbers(name: str) -> tuple[float, ...]:
+        given = settings.get(name)
+        if not isinstance(given, list):
+            raise ValueError(f"config.json: rope_parameters.{name} is {shown(given)}; expected a list of numbers")
+        return tuple(checked_number(f"rope_parameters.{name}", value) for value in given)
+
+    settings.setdefault("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
+    fields.require("original_max_position_embeddings", settings["original_max_position_embeddings"])
+    return LongRope(
+        dim=head_dim,
+        base=number("rope_theta"),
+        original_positions=int(number("original_max_position_embeddings")),
+        short_factors=numbers("short_factor"),
+        long_factors=numbers("long_factor"),
+        short_scale=number("short_mscale"),
+        long_scale=number("long_mscale"),
+    )
+
+
+GPT_OSS: dict[str, Any] = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+
+
+def gpt_oss(fields: Fields) -> DecoderConfig:
+    """GPT-OSS: clamped SwiGLU and router with biases, attention sinks, a window in every other layer, YaRN."""
+    # A softmax over the chosen logits equals the renormalised softmax over all logits.
+    router = TopK(_top_k(fields), renormalise=True, logit_bias=True)
+    config = _biased(fields, _decoder(fields, router, "num_local_experts", "intermediate_size"))
+    # Published files have these names, too.
+    fields.require("experts_per_token", router.num_experts_per_tok)
+    fields.require("initial_context_length", config.rope.original_positions)
+    return replace(
+        config,
+        expert_bias=True,
+        sinks=True,
+        windows=fields.windows([LAYER_TYPES[layer % 2] for layer in range(config.num_layers)]),
+        activation=ClampedSwiGLU(fields.number("swiglu_limit"), fields.number("swiglu_alpha")),
+    )
