@@ -99,11 +99,7 @@ MEASURED = "stays as it was measured"
 CODECS = ("ratio 50, remembered", "ratio 50, shared")
 RUNS = (
     Run("papers.ultraep", quick=("--tokens", "512")),
-    Run(
-        "papers.feplb",
-        quick=("--number", "200"),
-        unread=("dynamic", "dynamic_skip", "tau", "fastermoe", "times"),
-    ),
+    Run("papers.feplb", quick=("--number", "200")),
     Run(
         "papers.feplb_readings",
         quick=("--number", "20"),
@@ -130,7 +126,7 @@ RUNS = (
     Run(
         "papers.sim_rails",
         quick=("--domains", "4", "--seeds", "1"),
-        unread=("times_4", "times_16", "rounds"),
+        unread=("times_4", "times_16"),
     ),
     Run("papers.sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="sim_rails_iteration"),
     Run("plans.relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
@@ -227,12 +223,6 @@ RUNS = (
         aside=MEASURED,
     ),
     Run("network.training_speed", ("table",), refusal=_network, aside=MEASURED),
-    Run(
-        "network.train_across",
-        ("--wan-bits-per-s", "300e6"),
-        refusal=_network,
-        aside=MEASURED,
-    ),
 )
 
 
