@@ -106,21 +106,21 @@ RUNS = (
         unread=("fastermoe", "best", "best_without_tau", "points_zipf_16384", "points_zipf_32768"),
     ),
     *(
-        Run("bench_plans", (command,), (command, "--quick"), result=f"bench_plans_{command}")
+        Run("plans.plans", (command,), (command, "--quick"), result=f"plans_{command}")
         for command in ("families", "balancers", "planners", "settings")
     ),
-    Run("bench_plans", ("balancers", "--loads", "LOADS"), None, _loads, "bench_plans_served"),
-    Run("bench_plans", ("exact", "--loads", "LOADS"), ("exact", "--step", "29"), _loads, "bench_plans_exact"),
-    Run("bench_plans", ("times", "--loads", "LOADS"), ("times", "--step", "29"), _loads, "bench_plans_times"),
-    Run("bench_predicted_plans", quick=("--quick",)),
-    Run("bench_predicted_plans", ("--loads", "LOADS"), None, _loads, "bench_predicted_plans_served"),
-    Run("bench_advice_regret", quick=("--quick",), aside=LONG),
-    Run("bench_advice_time", quick=("--quick",)),
+    Run("plans.plans", ("balancers", "--loads", "LOADS"), None, _loads, "plans_served"),
+    Run("plans.plans", ("exact", "--loads", "LOADS"), ("exact", "--step", "29"), _loads, "plans_exact"),
+    Run("plans.plans", ("times", "--loads", "LOADS"), ("times", "--step", "29"), _loads, "plans_times"),
+    Run("plans.predicted_plans", quick=("--quick",)),
+    Run("plans.predicted_plans", ("--loads", "LOADS"), None, _loads, "predicted_plans_served"),
+    Run("plans.advice_regret", quick=("--quick",), aside=LONG),
+    Run("plans.advice_time", quick=("--quick",)),
     Run("papers.rails", quick=()),
     Run("papers.sim_hybridep", quick=()),
     Run("papers.sim_ultraep", quick=("--tokens", "512")),
     Run("papers.sim_feplb", quick=("--number", "10")),
-    Run("bench_sim_gpu"),
+    Run("compiled.sim_gpu"),
     Run("papers.sim_networks", quick=()),
     Run("plans.stale_plans"),
     Run(
@@ -130,7 +130,7 @@ RUNS = (
     ),
     Run("papers.sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="sim_rails_iteration"),
     Run("plans.relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
-    Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
+    Run("plans.break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
     Run("papers.sim_once"),
     Run("layer.memory", quick=(), unread=("peak_plain",)),
     Run("layer.systems"),
@@ -156,10 +156,10 @@ RUNS = (
     Run("training.generate"),
     Run("training.loading", ("--layers", "4")),
     Run("compiled.memory_model", refusal=_compilers),
-    Run("bench_timeline", refusal=_compilers),
-    Run("bench_timeline_options", refusal=_compilers),
-    Run("bench_timeline_tpu", refusal=_compilers),
-    Run("bench_timeline_simulator", refusal=_compilers),
+    Run("compiled.timeline", refusal=_compilers),
+    Run("compiled.timeline_options", refusal=_compilers),
+    Run("compiled.timeline_tpu", refusal=_compilers),
+    Run("compiled.timeline_simulator", refusal=_compilers),
     *(
         Run("compiled.predicted_steps", (case,), None, _compilers, f"predicted_steps_{case}")
         for case in ("qwen3", "deepseek", "gpt-oss", "qwen3-plain")

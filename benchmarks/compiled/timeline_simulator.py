@@ -6,17 +6,14 @@ runs. Requires the compiler of the extra `cuda`, as installed by `ci/accelerator
 """
 
 import argparse
-import multiprocessing
 import pickle
-import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
 from pathlib import Path
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.compiled.timeline import each, keep_option
+from benchmarks.results import Table, Value
 from jax_moe_lb import exact
-from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.core.types import Counts
 from jax_moe_lb.sim import Cluster, ModelShape, simulate
@@ -101,24 +98,12 @@ def row(name: str, folder: Path) -> list[Value]:
     return [name, total, found_ms, 100 * (found_ms / total - 1), *parts]
 
 
-def main() -> None:
-    """Report the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES), help="Models of the table.")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
-    out_option(parser)
-    given = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        ProcessPoolExecutor(1, context, use_no_accelerators, max_tasks_per_child=1) as pool,
-    ):
-        folder = given.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = list(pool.map(row, given.models, repeat(folder)))
+    keep_option(parser)
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    found = each(row, given.models, given.keep)
     title = "A layer of `exact` with gradients at Zipf 1.0: simulated, and estimated from the compiled program"
-    report({"layers": Table(COLUMNS, found, title)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"layers": Table(COLUMNS, found, title)}

@@ -1,7 +1,5 @@
 """Plans of `Exact` and of every other balancer: level, replicas, bytes, gap to the optimum, and times.
 
-    python -m benchmarks.bench_plans COMMAND [--quick] [--loads FILE.npy ...] [--step N] [--out FILE.json]
-
     families   `Exact` beside every other balancer on loads that are hard to level, 8 to 256 ranks
     balancers  every balancer on the same loads: maximum, bytes, rows that stay, planning times, simulated layers
     exact      `Exact` on recorded loads: maximum, optimum, jnp beside C++, maximum against replicas
@@ -17,7 +15,7 @@ each plan, are left out.
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -25,11 +23,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import plan_balancers, plan_loads, plan_times
-from benchmarks.plans import recorded
+from benchmarks.plans import balancers, loads, recorded, times
 from benchmarks.plans.load_families import families, spread
 from benchmarks.plans.optimum import optimum
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb import Balancer, System, Topology, _planning, exact, plain
 from jax_moe_lb.balancers import FEPLB, EPLBPlus, Exact, Greedy, UltraEP
 from jax_moe_lb.balancers.exact import SEARCH_ENDS
@@ -109,7 +106,7 @@ def family_row(num_ranks: int, num_home: int, slots: int, seeds: int) -> list[Va
         others = [outcome(balancer, counts, slots) for balancer in OTHERS.values()]
         best = Exact(eps=0.0, localize=False)
         own = outcome(best, counts, slots)
-        times_us.append(1e6 * plan_times.least_s(partial(plan, best, counts, slots), 3))
+        times_us.append(1e6 * times.least_s(partial(plan, best, counts, slots), 3))
         enough = int(counts.sum() / num_ranks * (1 + SEARCH_ENDS))
         leads.append(max(min(other.most for other in others), enough) / max(own.most, enough) - 1)
         default = outcome(Exact(), counts, slots)
@@ -135,9 +132,9 @@ def of_families(given: argparse.Namespace) -> Tables:
 def of_balancers(given: argparse.Namespace) -> Tables:
     """Return every balancer on the same loads: of recordings, if given, or of all others."""
     if given.loads:
-        return plan_balancers.tables(plan_loads.served(recorded.read(given)))
-    others = {} if given.quick else {"popular": plan_balancers.popular()}
-    return plan_balancers.tables(plan_loads.loads(given.quick)) | others
+        return balancers.tables(loads.served(recorded.read(given)))
+    others = {} if given.quick else {"popular": balancers.popular()}
+    return balancers.tables(loads.loads(given.quick)) | others
 
 
 # ---- exact on recorded loads -----------------------------------------------------------
@@ -272,16 +269,16 @@ def of_exact(given: argparse.Namespace) -> Tables:
 def of_times(given: argparse.Namespace) -> Tables:
     """Return the planning times of `Exact` for every fourth layer, and of ways to call a planner."""
     layers = np.concatenate(list(recorded.read(given).values()))[::4]
-    return {"times": plan_times.exact_times(layers), "program": plan_times.program_table()}
+    return {"times": times.exact_times(layers), "program": times.program_table()}
 
 
 def of_planners(given: argparse.Namespace) -> Tables:
     """Return the planning times of all balancers, and the time of the simulator."""
-    sizes, ranks = (plan_times.SIZES[1:2], (8, 16)) if given.quick else (plan_times.SIZES, (64, 128, 256, 512))
-    rows = list(plan_times.planner_rows(sizes))
+    sizes, ranks = (times.SIZES[1:2], (8, 16)) if given.quick else (times.SIZES, (64, 128, 256, 512))
+    rows = list(times.planner_rows(sizes))
     if given.write:
-        plan_times.write(rows)
-    return {"planners": plan_times.planner_table(rows), "simulator": plan_times.simulator_growth(ranks)}
+        times.write(rows)
+    return {"planners": times.planner_table(rows), "simulator": times.simulator_growth(ranks)}
 
 
 # ---- settings ----------------------------------------------------------------------------
@@ -345,17 +342,12 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], Tables]] = {
 }
 
 
-def main() -> None:
-    """Report the tables of a command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--quick", action="store_true", help="Use few sizes and loads.")
     parser.add_argument("--write", action="store_true", help="Write the times of `planners` to the package.")
     recorded.add_arguments(parser)
-    out_option(parser)
-    given = parser.parse_args()
-    report(COMMANDS[given.command](given), given.out)
 
 
-if __name__ == "__main__":
-    main()
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    return COMMANDS[given.command](given)

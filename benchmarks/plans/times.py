@@ -171,7 +171,7 @@ def planner_rows(sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
 
 def write(found: list[Row]) -> None:
     """Write the rows to the package."""
-    head = "# Written by `python -m benchmarks.bench_plans planners --write`; see sim/planner_times.py.\nrows:\n"
+    head = "# Written by `python -m benchmarks.plans plans planners --write`; see sim/planner_times.py.\nrows:\n"
     lines = (
         f"  - {{planner: {name}, place: {place}, ranks: {ranks}, experts: {experts}, "
         f"slots: {SLOTS}, time: {seconds * 1e6:.3g} us}}\n"

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.gpu.comparison import LAYERS, Layer, Served, variants
 from benchmarks.gpu.measured_rates import tables
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb.sim import Cluster, ModelShape, Step, simulate
 from jax_moe_lb.sim.config import load_config
 
@@ -83,16 +83,8 @@ def rows_of(name: str, skews: tuple[str, ...] = ()) -> Iterator[list[Value]]:
         yield [name, row["skew"], row["system"], row["load / mean"], row["ms"], ms, deviation]
 
 
-def main() -> None:
-    """Report the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out_option(parser)
-    given = parser.parse_args()
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     rows = [row for name in LAYERS for row in rows_of(name)]
     worst = float(np.max(np.abs([row[-1] for row in rows])))
     summary = Table({"rows": "d", "largest deviation %": ".1f"}, [[len(rows), worst]])
-    report({"summary": summary, "layers": Table(COLUMNS, rows)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"summary": summary, "layers": Table(COLUMNS, rows)}

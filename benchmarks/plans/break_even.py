@@ -1,23 +1,21 @@
 """Break-even of balancing: tokens per rank, expert size and skew, simulated.
 
-    python -m benchmarks.bench_break_even [--quick] [--plot docs/how-to/break_even.png] [--out FILE.json]
-
 The simulation is of one layer, forward and backward, on the preset `h100_node` (8 H100, assumed rates), with 64
 experts, top-4, width 4096 and bfloat16. It gives the time of `exact` with two replica slots relative to plain, the
 median over the four load shapes. The same is given for `exact` with `Cost()`, which keeps the plain plan if balancing
 does not pay. `advise` gets workloads of the same skew with one seed, and its recommendation is evaluated on another
-seed. `bench_break_even_two_ranks` measures some points.
+seed.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.results import Table, Value, out_option, picture_file, report
+from benchmarks.results import Table, Value, picture_file
 from jax_moe_lb import Cost, exact, plain
 from jax_moe_lb.advise.advise import WORTH_IT, advise
 from jax_moe_lb.advise.choice import Candidate, Choice
@@ -155,13 +153,12 @@ def draw(found: Surface, tokens: tuple[int, ...], path: Path) -> None:
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
-def main() -> None:
-    """Print the tables and write the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="Use few points.")
     parser.add_argument("--plot", type=picture_file, help="Output PNG of the plot.")
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     cluster = cluster_of("h100_node")
     tokens = TOKENS[::4] if given.quick else TOKENS
     found, guarded = (surface(candidate, cluster, tokens) for candidate in (EXACT, GUARDED))
@@ -172,8 +169,4 @@ def main() -> None:
     ends = {"advised / plain": ".3f", "exact / plain": ".3f"}
     tables = {"break_even": break_even(found, guarded, tokens), "advice": Table(columns | ends, advised)}
     tables["agreement"] = agreement(advised)
-    report(tables, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return tables

@@ -1,7 +1,5 @@
 """Regret of the advice: time of the recommended choice over that of the best of all choices, simulated.
 
-    python -m benchmarks.bench_advice_regret [--pairs 200] [--large 50] [--first 2000] [--log FILE] [--quick]
-
 Each pair is a model and a cluster with sizes between those of published ones, and three routings, each of another load
 shape. The last pairs have more than 64 ranks. The search of `advise` runs on two of the routings. Then every choice of
 its space that fits into memory is simulated on all three. The regret of a pair is the time of the recommended choice
@@ -14,14 +12,14 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb.advise.advise import Advice
 from jax_moe_lb.advise.choice import Choice
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads
@@ -222,21 +220,16 @@ def tables(found: list[Found]) -> dict[str, Table]:
     return {"regret": summary, "worst": Table(sizes | ends, lines, "pairs with the largest regret")}
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=PAIRS, help="Number of pairs.")
     parser.add_argument("--large", type=int, default=LARGE, help="Number of pairs with more than 64 ranks among them.")
     parser.add_argument("--first", type=int, default=FIRST, help="Seed of the first pair.")
     parser.add_argument("--log", type=Path, help="File of finished pairs; a later run continues from it.")
     parser.add_argument("--quick", action="store_true", help="Use few pairs.")
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     pairs, large = (2, 0) if given.quick else (given.pairs, given.large)
     found = list(all_pairs(given.first, pairs - large, given.log, large=False))
     found += all_pairs(given.first + FIRST_LARGE, large, given.log, large=True)
-    report(tables(found), given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return tables(found)

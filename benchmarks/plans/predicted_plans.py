@@ -1,7 +1,5 @@
 """Plans of predicted counts, with a return to the exact plan: how often they hold, and a bound on their gain.
 
-    python -m benchmarks.bench_predicted_plans [--quick] [--loads FILE.npy ...] [--out FILE.json]
-
 The predicted counts of a microbatch are those of the one before. Their plan fixes the replicas, two slots per rank. The
 true counts then split the tokens over these copies by the linear program of `spread`, with the least maximum load that
 the replicas allow. If it exceeds 1.05 times the mean, the layer returns to the plan of `exact`, without a charge for
@@ -10,21 +8,21 @@ the weights fetched in vain. So no predictor with these counts and replicas gain
 Replicas are those of `Exact`, or fill all slots by the rule of `EPLBPlus`, which is more robust. Times are those of one
 layer, forward and backward, on the rates of `h100_node`, simulated. Weights travel before the counts if the plan holds.
 The split takes no time, or as long as `exact` plans. With `--loads`, the loads are those of the files alone, as in
-`bench_plans balancers`.
+`plans balancers`.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
-from benchmarks.plan_loads import DRIFT, HISTORY, MODEL, SLOTS, STEPS, Trace, drawn, machine, served
 from benchmarks.plans import recorded
+from benchmarks.plans.loads import DRIFT, HISTORY, MODEL, SLOTS, STEPS, Trace, drawn, machine, served
 from benchmarks.plans.stale_plans import KINDS, PHASES
 from benchmarks.plans.stale_plans import recorded as recorded_counts
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb import System, exact
 from jax_moe_lb.balancers import EPLBPlus, Exact, Given
 from jax_moe_lb.balancers.base import Balancer
@@ -126,13 +124,12 @@ def row_of(name: str, rule: str, model: ModelShape, trace: Trace) -> list[Value]
     return [name, rule, held, imbalances[1], imbalances[0], kept, over_exact(0.0), over_exact(split_s)]
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="Use the recorded trainings only.")
     recorded.add_arguments(parser)
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     columns = {
         "load": "",
         "replicas by": "",
@@ -146,8 +143,4 @@ def main() -> None:
     files = served(recorded.read(given)) if given.loads else {}
     found = [(f"{name.replace('_', ' ')} ranks", *one) for name, one in files.items()] or loads(given.quick)
     rows = [row_of(name, rule, model, trace) for name, model, trace in found for rule in RULES]
-    report({"predicted": Table(columns, rows)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"predicted": Table(columns, rows)}

@@ -1,21 +1,19 @@
 """Estimated step of one layer by options of XLA and of the layer, with the terms of its exposed communication.
 
-The layer is that of `bench_timeline`: `exact` with fused gates on one node of H100, at Zipf 1.0.
+The layer is that of `timeline`: `exact` with fused gates on one node of H100, at Zipf 1.0.
 Times are estimated from the compiled program; nothing runs. Requires the compiler of the extra `cuda`, as installed by
 `ci/accelerators.sh` into `.venv-accelerators`.
 """
 
 import argparse
-import multiprocessing
 import pickle
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
+from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.compiled.timeline import each, keep_option
+from benchmarks.results import Table, Value
 from jax_moe_lb import Buffers, exact
-from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr
 from jax_moe_lb.aot.compiler_options import LATENCY_HIDING
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.layer.systems import System
@@ -77,23 +75,11 @@ def row(name: str, folder: Path) -> list[Value]:
     return [name, program.temp_bytes / 1e6, *(1e3 * seconds for seconds in times)]
 
 
-def main() -> None:
-    """Report the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
-    out_option(parser)
-    given = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        ProcessPoolExecutor(1, context, use_no_accelerators, max_tasks_per_child=1) as pool,
-    ):
-        folder = given.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = list(pool.map(row, PROGRAMS, repeat(folder)))
+def options(parser: argparse.ArgumentParser) -> None:
+    keep_option(parser)
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    found = each(row, PROGRAMS, given.keep)
     title = "`exact` with fused gates on `h100:1x8`, forward and gradients, estimated from the compiled program"
-    report({"options": Table(COLUMNS, found, title)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"options": Table(COLUMNS, found, title)}

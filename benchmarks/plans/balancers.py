@@ -7,9 +7,9 @@ from unittest import mock
 import jax
 import numpy as np
 
-from benchmarks.plan_loads import HISTORY, SLOTS, Load, Trace, machine, steady
-from benchmarks.plan_times import CLOCK_GHZ, least_s
 from benchmarks.plans import popular_ranks
+from benchmarks.plans.loads import HISTORY, SLOTS, Load, Trace, machine, steady
+from benchmarks.plans.times import CLOCK_GHZ, least_s
 from benchmarks.results import Table, Value
 from jax_moe_lb import System, _planning, exact, plain
 from jax_moe_lb.balancers import Exact, Given, plan_all

@@ -1,7 +1,5 @@
 """CPU time of `jax-moe-lb advise` for every model preset on 16 nodes of 8 H100, on one core.
 
-    python -m benchmarks.bench_advice_time [--quick] [--out FILE.json]
-
 Each search is a new process, so its time includes the imports. A model that does not fit has no search: `advise` prints
 the changes with which it does.
 """
@@ -12,8 +10,9 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Mapping
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb.cli.advise import NOTHING_FITS
 from jax_moe_lb.sim.config import preset_names
 
@@ -39,20 +38,15 @@ def searched(model: str) -> list[Value]:
     return [model, len(found["glances_s"]), found["best"], took_s]
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="Search for one model.")
-    out_option(parser)
-    given = parser.parse_args()
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     # Child processes inherit the affinity.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     # Presets of clusters have a model, too.
     models = [name for name in preset_names("model") if name not in preset_names("cluster")]
     rows = [searched(model) for model in models[: 1 if given.quick else None]]
     columns = {"model": "", "choices simulated": "d", "best": "", "CPU s": ".1f"}
-    report({"searches": Table(columns, rows)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"searches": Table(columns, rows)}

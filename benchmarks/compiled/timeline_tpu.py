@@ -1,25 +1,24 @@
 """Estimated step of one layer on TPUs by form: chunks and saved arrays, with their memory.
 
-The layer is the one of `bench_timeline`: `exact` in one round, forward and gradients, at Zipf 1.0. Times are estimated
+The layer is the one of `timeline`: `exact` in one round, forward and gradients, at Zipf 1.0. Times are estimated
 from the compiled program; nothing runs. Requires the compiler of the extra `tpu`, as installed by `ci/accelerators.sh`
 into `.venv-accelerators`.
 """
 
 import argparse
-import multiprocessing
 import pickle
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from itertools import product, repeat
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.compiled.timeline import each, keep_option
+from benchmarks.results import Table, Value
 from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, TopK, exact
-from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr
 from jax_moe_lb.aot.layer_program import LayerProgram
 from jax_moe_lb.aot.load import DEFAULT_LOAD, LayerLoad, counts_of
 from jax_moe_lb.layer.systems import System
@@ -87,24 +86,12 @@ def row(program: tuple[str, str], folder: Path) -> list[Value]:
     return [f"`{target.name}`", form, *memory, *(1e3 * seconds for seconds in times)]
 
 
-def main() -> None:
-    """Report the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
+def options(parser: argparse.ArgumentParser) -> None:
+    keep_option(parser)
     parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, help="Targets to compile for.")
-    out_option(parser)
-    given = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        ProcessPoolExecutor(1, context, use_no_accelerators) as pool,
-    ):
-        folder = given.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = list(pool.map(row, product(given.targets, FORMS), repeat(folder)))
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    found = each(row, product(given.targets, FORMS), given.keep)
     title = "`exact` in one round on TPUs, forward and gradients, estimated from the compiled program"
-    report({"forms": Table(COLUMNS, found, title)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"forms": Table(COLUMNS, found, title)}

@@ -12,19 +12,22 @@ import argparse
 import multiprocessing
 import pickle
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
+from typing import Any, TypeVar
 
 from benchmarks.layer.dispatches import sending_copies
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.load import LayerLoad, counts_of
 from jax_moe_lb.aot.schedule import Kind, ScheduledOperation
 from jax_moe_lb.aot.timeline import Timeline, timeline
 from jax_moe_lb.layer.systems import system_named
+
+T = TypeVar("T")
 
 SIZES = LayerSizes()
 SKEWS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.2")
@@ -117,27 +120,32 @@ def rows_of(program: tuple[str, str], folder: Path) -> list[list[Value]]:
     return [row(Target.parse(name), system_name, report, skew) for skew in SKEWS]
 
 
-def main() -> None:
-    """Report the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, help="Parallel compilations.")
-    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, help="Targets to compile for.")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
-    out_option(parser)
-    given = parser.parse_args()
-    programs = [program for program in PROGRAMS if program[0] in given.targets]
+def each(task: Callable[..., T], programs: Iterable[Any], keep: Path | None, processes: int = 1) -> list[T]:
+    """Return `task(program, folder)` of all programs, in a process for each."""
     # Kernel compilers keep the architecture of the first program in a process and reject others.
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as temporary,
-        ProcessPoolExecutor(given.processes, context, use_no_accelerators, max_tasks_per_child=1) as pool,
+        ProcessPoolExecutor(processes, context, use_no_accelerators, max_tasks_per_child=1) as pool,
     ):
-        folder = given.keep or Path(temporary)
+        folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        found = [row for rows in pool.map(rows_of, programs, repeat(folder)) for row in rows]
+        return list(pool.map(task, programs, repeat(folder)))
+
+
+def keep_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--keep`."""
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Folder of compiled programs, kept and read again.")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--processes", type=int, default=2, help="Parallel compilations.")
+    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, help="Targets to compile for.")
+    keep_option(parser)
+
+
+def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
+    programs = [program for program in PROGRAMS if program[0] in given.targets]
+    found = [row for rows in each(rows_of, programs, given.keep, given.processes) for row in rows]
     title = "Step of a layer, forward and gradients, estimated from the compiled program"
-    report({"steps": Table(COLUMNS, found, title)}, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    return {"steps": Table(COLUMNS, found, title)}
