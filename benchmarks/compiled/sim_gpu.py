@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.gpu.comparison import LAYERS, Layer, Served, variants
 from benchmarks.gpu.measured_rates import tables
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.sim import Cluster, ModelShape, Step, simulate
 from jax_moe_lb.sim.config import load_config
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.layer.dispatches import sending_copies
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.load import LayerLoad, counts_of
 from jax_moe_lb.aot.schedule import Kind, ScheduledOperation

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.compiled.timeline import each, keep_option
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, exact
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr
 from jax_moe_lb.aot.compiler_options import LATENCY_HIDING

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.compiled.timeline import each, keep_option
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, ExpertConfig, MoE, Precision, TopK, exact
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr
 from jax_moe_lb.aot.layer_program import LayerProgram

@@ -10,9 +10,9 @@ import numpy as np
 from benchmarks.gpu.device import custom_call_seconds
 from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.gpu.plans import random_counts
-from benchmarks.layer.timing import interleaved_s
-from benchmarks.render import RESULTS
-from benchmarks.results import Table, read
+from benchmarks.render.documents import RESULTS
+from benchmarks.render.results import Table, read
+from benchmarks.render.timing import interleaved_s
 from jax_moe_lb.core.custom_calls import like
 from jax_moe_lb.planners.base import plan_call
 from jax_moe_lb.planners.exact import UNBOUNDED, exact

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from benchmarks.papers.stragglers import CASES, Case, counts
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Topology, _planning
 from jax_moe_lb.balancers import FEPLB, FasterMoE
 

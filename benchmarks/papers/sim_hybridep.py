@@ -28,7 +28,7 @@ from benchmarks.papers.hybridep_clusters import (
     step,
 )
 from benchmarks.papers.published import Comparison, tables_of
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate_uniform
 from jax_moe_lb.transport import Codec
 

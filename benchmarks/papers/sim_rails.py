@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.papers.flows import Flows, Policy, simulate
 from benchmarks.papers.paths import Fabric, PathsOf, rail_paths, spine_paths
 from benchmarks.papers.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.balancers import RailS
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.plan import rows_between

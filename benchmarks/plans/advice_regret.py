@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.advise.advise import Advice
 from jax_moe_lb.advise.choice import Choice
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.cli.advise import NOTHING_FITS
 from jax_moe_lb.sim.config import preset_names
 

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.plans import popular_ranks
 from benchmarks.plans.loads import HISTORY, SLOTS, Load, Trace, machine, steady
 from benchmarks.plans.times import CLOCK_GHZ, least_s
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import System, _planning, exact, plain
 from jax_moe_lb.balancers import Exact, Given, plan_all
 from jax_moe_lb.balancers.base import Balancer

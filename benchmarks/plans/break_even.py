@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.results import Table, Value, picture_file
+from benchmarks.render.results import Table, Value, picture_file
 from jax_moe_lb import Cost, exact, plain
 from jax_moe_lb.advise.advise import WORTH_IT, advise
 from jax_moe_lb.advise.choice import Candidate, Choice

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.plans import balancers, loads, recorded, times
 from benchmarks.plans.load_families import families, spread
 from benchmarks.plans.optimum import optimum
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Balancer, System, Topology, _planning, exact, plain
 from jax_moe_lb.balancers import FEPLB, EPLBPlus, Exact, Greedy, UltraEP
 from jax_moe_lb.balancers.exact import SEARCH_ENDS

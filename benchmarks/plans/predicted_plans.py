@@ -22,7 +22,7 @@ from benchmarks.plans import recorded
 from benchmarks.plans.loads import DRIFT, HISTORY, MODEL, SLOTS, STEPS, Trace, drawn, machine, served
 from benchmarks.plans.stale_plans import KINDS, PHASES
 from benchmarks.plans.stale_plans import recorded as recorded_counts
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import System, exact
 from jax_moe_lb.balancers import EPLBPlus, Exact, Given
 from jax_moe_lb.balancers.base import Balancer

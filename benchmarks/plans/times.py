@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.layer.timing import interleaved_s
 from benchmarks.plans import recorded
-from benchmarks.render import RESULTS
-from benchmarks.results import Table, Value, load, spread
+from benchmarks.render.documents import RESULTS
+from benchmarks.render.results import Table, Value, load, spread
+from benchmarks.render.timing import interleaved_s
 from jax_moe_lb import Topology, _planning, exact, plain
 from jax_moe_lb.balancers import EPLB, FEPLB, EPLBPlus, Exact, FasterMoE, Greedy, RailS, UltraEP
 from jax_moe_lb.balancers.base import Balancer, LayerCost

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 
 FILE = Path(__file__).parent / "seconds.json"
 """Times of the last run of each benchmark, by size."""

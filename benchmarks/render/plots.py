@@ -8,7 +8,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 
 BARS = {
     "systems": (("zipf", "imbalance"), ("zipf", "step ms"), ("popular_ranks", "imbalance")),

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.page_numbers import replace_numbers, table_at
-from benchmarks.results import Record, Table
+from benchmarks.render.numbers import replace_numbers, table_at
+from benchmarks.render.results import Record, Table
 
 MARK = re.compile(r"<!-- (?P<kind>table|include|answers): (?P<given>[^\n]+?) -->\n.*?<!-- end -->", re.DOTALL)
 TITLE_OR_COMMENT = re.compile(r"\A# [^\n]*\n|<!--.*?-->\n?", re.DOTALL)

@@ -8,7 +8,7 @@
     python -m benchmarks.reproduce --only ultraep rails
 
 Unavailable benchmarks are listed with the reason; their last results keep their date. A bar shows the progress and an
-estimate of the time left, from the times of earlier runs in `benchmarks/seconds.json`. `--list` prints these times.
+estimate of the time left, from the times of earlier runs in `seconds.json` here. `--list` prints these times.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.html_report import write_report
 from benchmarks.network import sandbox
-from benchmarks.progress import Pace, Seconds, shown_progress
-from benchmarks.render import RESULTS, ROOT, write_documents
-from benchmarks.results import merge
+from benchmarks.render.documents import RESULTS, ROOT, write_documents
+from benchmarks.render.html_report import write_report
+from benchmarks.render.results import merge
+from benchmarks.reproduce.progress import Pace, Seconds, shown_progress
 
 LIMIT_S = 3600
 """Default time limit of a benchmark in seconds."""
@@ -301,7 +301,3 @@ def main() -> None:
         write_documents()
     print(write_report(folder if given.quick else RESULTS, folder / "report.html", ended))
     sys.exit(any(how.startswith("FAILED") for how in ended.values()))
-
-
-if __name__ == "__main__":
-    main()

@@ -45,10 +45,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.page_marks import Page
-from benchmarks.results import read
+from benchmarks.render.marks import Page
+from benchmarks.render.results import read
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "results" / "plots"
 PLOT = re.compile(r"plots/(?P<name>[\w-]+)\.(?P<plot>[\w-]+)\.svg")
@@ -88,7 +88,7 @@ def old_plots() -> Iterator[tuple[Path, str]]:
 
 def draw(path: Path, drawn: str) -> None:
     """Write one plot."""
-    from benchmarks.plots import figures_of, svg
+    from benchmarks.render.plots import figures_of, svg
 
     name, plot, _ = path.name.split(".")
     path.parent.mkdir(exist_ok=True)
@@ -114,7 +114,3 @@ def main() -> None:
         write_documents()
     elif old := [str(path.relative_to(ROOT)) for path, _ in (*changed(), *old_plots())]:
         sys.exit(f"{', '.join(old)}: out of date; run python -m benchmarks.render")
-
-
-if __name__ == "__main__":
-    main()

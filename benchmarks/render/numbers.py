@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.results import Record, Table, Value, cell
+from benchmarks.render.results import Record, Table, Value, cell
 
 BLOCK = re.compile(r"(?<=<!-- numbers\n).*?(?=-->)", re.DOTALL)
 NOT_PROSE = re.compile(r"<!-- (table|include|answers): .*?<!-- end -->|<!--.*?-->", re.DOTALL)

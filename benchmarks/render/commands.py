@@ -1,7 +1,7 @@
 """Benchmarks of one subject as subcommands: `python -m benchmarks.SUBJECT NAME [options]`.
 
 A benchmark is a module of the subject's folder with `benchmark(given)`, which returns its tables by name, and with
-`options(parser)` if it has options. `--out FILE.json` saves the tables, see `benchmarks.results`.
+`options(parser)` if it has options. `--out FILE.json` saves the tables, see `benchmarks.render.results`.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from benchmarks.results import out_option, report
+from benchmarks.render.results import out_option, report
 
 
 def names_of(folder: Path) -> dict[str, str]:
@@ -29,7 +29,7 @@ def run(subject: str) -> None:
     Args:
         subject: name of a folder of `benchmarks`.
     """
-    names = names_of(Path(__file__).parent / subject)
+    names = names_of(Path(__file__).parents[1] / subject)
     width = max(map(len, names))
     shown = "\n".join(f"  {name:{width}}  {line}" for name, line in names.items())
     prog = f"python -m benchmarks.{subject}"

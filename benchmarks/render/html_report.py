@@ -4,8 +4,8 @@ import html
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.plots import figures_of, svg
-from benchmarks.results import Record, Table, read
+from benchmarks.render.plots import figures_of, svg
+from benchmarks.render.results import Record, Table, read
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: auto; padding: 1rem; color: #222; }
