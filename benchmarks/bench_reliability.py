@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reliability_tries import calls, mutants, signatures, stops, summary
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.render.results import Table, Value, out_option, report
 from tests.fuzz.run import by_kind, failures, fuzzed
 from tests.fuzz.worker import HELD, MOST_BYTES, MOST_S
 

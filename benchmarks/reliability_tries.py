@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"input or fault": "", "tried": "d", "held": "d", "condition": ""}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page_numbers import NOT_PROSE
+from benchmarks.render.numbers import NOT_PROSE
 from ci.words import texts
 
 ROOT = Path(__file__).parents[1]

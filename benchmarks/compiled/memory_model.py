@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.layer.dispatches import sending_copies
-from benchmarks.results import Table, load
+from benchmarks.render.results import Table, load
 from jax_moe_lb import Experts, MoEParams, System, TopK, Topology, moe
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
 from jax_moe_lb.layer import CHECKPOINT_NAMES

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.compiled.peer_layers import Layer, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
 from benchmarks.layer.skewed_layer import Sizes
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, Experts, exact, plain, ultraep
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
 

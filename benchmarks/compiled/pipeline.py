@@ -8,7 +8,7 @@ counts all collectives but ragged exchanges at the rate of NVLink, also between 
 import argparse
 from collections.abc import Mapping
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot import Target, quiet_stderr, use_no_accelerators
 from models.dry_run.step import PublishedRun
 from models.settings import Given, layered

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Mapping
 
 from benchmarks.gpu.step_cases import CASES, StepCase, compile_step, seconds_by_class
-from benchmarks.results import Table, Value, report
+from benchmarks.render.results import Table, Value, report
 from jax_moe_lb.aot import Target, quiet_stderr, use_no_accelerators
 
 COLUMNS = {"case": "", "what": "", "name": "", "unit": "", "estimated": ".4g"}

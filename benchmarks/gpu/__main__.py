@@ -37,8 +37,8 @@ from benchmarks.gpu.findings import (
 )
 from benchmarks.gpu.overview import overview
 from benchmarks.gpu.worker import RUNNING
-from benchmarks.render import RESULTS
-from benchmarks.results import Table, load, save
+from benchmarks.render.documents import RESULTS
+from benchmarks.render.results import Table, load, save
 
 LIMIT_S = 480.0
 """Time limit of a part."""

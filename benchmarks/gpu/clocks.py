@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.gpu import constants
 from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.gpu.steps import target_here
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 
 QUERY = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 PERIOD_MS = 100

@@ -26,7 +26,7 @@ from benchmarks.gpu.kit import compile_all, in_words
 from benchmarks.gpu.layers import mesh_of
 from benchmarks.gpu.one_rank import LocalExchange, RankInputs, rank_step
 from benchmarks.plans.popular_ranks import Case, popularity
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, Experts, Plan, System, Topology, exact, plain
 from jax_moe_lb.aot import compiler_options
 from jax_moe_lb.core.plan import load

@@ -14,7 +14,7 @@ from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.layers import mesh_of
 from benchmarks.layer.dispatches import sending_copies
 from benchmarks.layer.workloads import WORKLOADS
-from benchmarks.results import Table
+from benchmarks.render.results import Table
 from jax_moe_lb import TopK
 from jax_moe_lb.aot import ProgramReport, Target, compiler_options
 from jax_moe_lb.aot.compile import read_report

@@ -15,7 +15,7 @@ from jax.stages import Compiled
 from benchmarks.gpu.compiled import WITHOUT_GRAPHS
 from benchmarks.gpu.device import gpu_kind, kernel_seconds
 from benchmarks.gpu.findings import Scale
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot import Target
 from jax_moe_lb.aot.operation_time import OperationTime, rates_of
 from jax_moe_lb.aot.product_form import ProductForm

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import compile_all
 from benchmarks.gpu.tiles import DENSE, MODELS, OPERANDS, TABLE, TINY, Model, group_sizes, loads, model_programs
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 
 METRICS = {
     "gpu__time_duration.sum": "us",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.findings import Finding, Scale
-from benchmarks.results import Table
+from benchmarks.render.results import Table
 from jax_moe_lb.collectives.peer_copy import Route, after_start, copy_expert_weights, join, start
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.planners.greedy import greedy, greedy_planner

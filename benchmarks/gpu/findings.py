@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.results import Table, circumstances, load, save
+from benchmarks.render.results import Table, circumstances, load, save
 
 TRUE, FALSE, NOT_REACHED = "true", "false", "not reached"
 DRY_RUN_FAILED = "the check fails: "

@@ -12,7 +12,7 @@ from benchmarks.gpu import kit
 from benchmarks.gpu.comparison import LAYERS, TINY, Layer
 from benchmarks.gpu.device import kernel_seconds
 from benchmarks.gpu.findings import Finding, Scale
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.core.manual_axes import unvarying_call
 from jax_moe_lb.transport.exchange import Receipt, combine, to_sending_order
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.gpu.rank_kernels import HIGHEST
 from benchmarks.gpu.tiles import MODELS
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 
 PRODUCTS = {
     "default": ("Triton kernel", "of the table"),

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.gpu.device import kernel_seconds
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import Program, Programs, compile_all
-from benchmarks.results import Table
+from benchmarks.render.results import Table
 from jax_moe_lb.core.device_rates import recorded_tflops
 from jax_moe_lb.kernels.backends import BACKENDS, KINDS, Backend, Kind, Product, choose_backend
 from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks

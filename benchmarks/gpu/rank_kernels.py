@@ -10,7 +10,7 @@ from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.comparison import EVEN, LAYERS, ONE_ROUND, PEAK_FLOPS, PROFILED, SKEWS, TINY, Layer, Prepared
 from benchmarks.gpu.device import kernel_seconds
 from benchmarks.gpu.findings import Check, Finding, Scale
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 
 PRODUCTS, EXCHANGE = "products", "copies of rows in place of the exchange"
 GATHERS, SUMS = "gathers of rows into sending order", "sums of a token's copies"

@@ -28,7 +28,7 @@ from benchmarks.gpu import kit, written
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.comparison import LAYERS
 from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, read_rows
-from benchmarks.render import RESULTS
+from benchmarks.render.documents import RESULTS
 
 DRY_RUN_LIMIT_S = 600.0
 

@@ -37,8 +37,8 @@ from benchmarks.gpu.step_cases import (
     spans_of,
     works_of,
 )
-from benchmarks.render import RESULTS
-from benchmarks.results import Table, Value, read
+from benchmarks.render.documents import RESULTS
+from benchmarks.render.results import Table, Value, read
 from jax_moe_lb.aot import ProgramReport, Target
 
 TIME_WITHIN = 1.25

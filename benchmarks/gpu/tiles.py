@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.gpu.clocks import Clocks
 from benchmarks.gpu.findings import Check, Finding, Scale
 from benchmarks.gpu.kit import Program, Programs, compile_all
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.kernels import triton_product
 from jax_moe_lb.kernels.backends import BACKENDS, DIMENSIONS, KINDS, Backend, Kind, Product, choose_backend

@@ -10,15 +10,15 @@ import numpy as np
 from benchmarks.gpu.device import custom_call_seconds
 from benchmarks.gpu.findings import Finding, Scale
 from benchmarks.gpu.plans import random_counts
-from benchmarks.layer.timing import interleaved_s
-from benchmarks.render import RESULTS
-from benchmarks.results import Table, read
+from benchmarks.render.documents import RESULTS
+from benchmarks.render.results import Table, read
+from benchmarks.render.timing import interleaved_s
 from jax_moe_lb.core.custom_calls import like
 from jax_moe_lb.planners.base import plan_call
 from jax_moe_lb.planners.exact import UNBOUNDED, exact
 
 SIZES = ((8, 128, 20), (32, 256, 10), (64, 256, 6))
-"""Ranks, experts and slots, as in `benchmarks.plan_times`."""
+"""Ranks, experts and slots, as in `benchmarks.plans.times`."""
 
 OPTIONS = {"eps = 0": (0.0, False), "eps = 0.01, localize": (0.01, True)}
 
@@ -26,7 +26,7 @@ OPTIONS = {"eps = 0": (0.0, False), "eps = 0.01, localize": (0.01, True)}
 def estimates() -> dict[tuple[str, str], tuple[float, float]]:
     """Return the least and the largest estimated us of a kernel over the recorded loads, by size and options."""
     found: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in read(RESULTS / "bench_plans.json")["bench_plans_times"].tables["times"].rows:
+    for row in read(RESULTS / "plans.json")["plans_times"].tables["times"].rows:
         if row[6] is None or row[7] is None:
             continue
         key, low, high = (str(row[0]), str(row[2])), min(row[6]), max(row[7])  # type: ignore[arg-type,type-var]

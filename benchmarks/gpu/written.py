@@ -21,8 +21,8 @@ from benchmarks.gpu.measured_rates import tables as tables_of
 from benchmarks.gpu.overview import overview
 from benchmarks.gpu.products import named
 from benchmarks.gpu.tiles import TABLE
-from benchmarks.render import RESULTS, ROOT, rendered, write_documents
-from benchmarks.results import Table, load, save
+from benchmarks.render.documents import RESULTS, ROOT, rendered, write_documents
+from benchmarks.render.results import Table, load, save
 from jax_moe_lb.aot.targets import GPUS
 from jax_moe_lb.kernels.backends import KINDS
 

@@ -1,6 +1,6 @@
 """Commands: `python -m benchmarks.layer NAME`."""
 
-from benchmarks.commands import run
+from benchmarks.render.commands import run
 
 if __name__ == "__main__":
     run("layer")

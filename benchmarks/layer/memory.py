@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Wrapped
 
-from benchmarks.layer.timing import interleaved_s
-from benchmarks.results import Table, spread
+from benchmarks.render.results import Table, spread
+from benchmarks.render.timing import interleaved_s
 from jax_moe_lb import Buffers, Experts, MoEParams, System, TopK, Topology, greedy, moe, plain, use_virtual_cpu_devices
 from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.aot.memory import Buffer, peak_buffers

@@ -21,10 +21,10 @@ from jax.sharding import AxisType, Mesh
 from jax.stages import Compiled
 
 from benchmarks.layer.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
-from benchmarks.layer.timing import interleaved_s
 from benchmarks.layer.workloads import WORKLOADS
 from benchmarks.plans.popular_ranks import Case, popularity
-from benchmarks.results import Table, spread
+from benchmarks.render.results import Table, spread
+from benchmarks.render.timing import interleaved_s
 from jax_moe_lb import Stats, System, plain, use_virtual_cpu_devices
 from jax_moe_lb.core.types import State
 from jax_moe_lb.layer.systems import system_named, system_names

@@ -18,7 +18,7 @@ from benchmarks.network import sandbox
 from benchmarks.network.launch import Rank
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.topologies import TwoDatacenters
-from benchmarks.results import Table, Value, spread
+from benchmarks.render.results import Table, Value, spread
 
 RATES_BITS_PER_S = (100e6, 300e6, 1000e6)
 

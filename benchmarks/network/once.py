@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.network import sandbox
 from benchmarks.network.launch import Rank
 from benchmarks.network.topologies import TwoDatacenters
-from benchmarks.results import Table, Value, spread
+from benchmarks.render.results import Table, Value, spread
 
 NODES, MEMBERS = 2, 2
 RANKS = NODES * MEMBERS

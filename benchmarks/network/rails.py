@@ -33,7 +33,7 @@ from benchmarks.network.rail_cases import NODES, RAILS, RANKS, busiest_node, by_
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.topologies import Multipath, Rails
 from benchmarks.network.ways import ROW_BYTES, Ways, contents, expected
-from benchmarks.results import Table, Value, spread
+from benchmarks.render.results import Table, Value, spread
 
 NIC_BITS_PER_S = 50e6
 NODE_ROWS = 6000

@@ -48,7 +48,7 @@ from benchmarks.network.training_rounds import (
     records,
     relocation,
 )
-from benchmarks.results import Table, Value, merge, read, save, spread
+from benchmarks.render.results import Table, Value, merge, read, save, spread
 from jax_moe_lb import System
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all

@@ -54,7 +54,7 @@ from benchmarks.network.training_runs import (
     runs,
     timed_counts,
 )
-from benchmarks.results import Table, Value, spread
+from benchmarks.render.results import Table, Value, spread
 
 SPEEDS = {
     "run": "",

@@ -1,17 +1,15 @@
-"""FEPLB and FasterMoE on loads with the stragglers published in FEPLB's paper, and planning times on a CPU.
+"""FEPLB and FasterMoE on loads with the stragglers published in FEPLB's paper.
 
 `feplb_readings` compares further interpretations of the paper, beyond the options of `FEPLB`.
 """
 
 import argparse
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import numpy as np
 
-from benchmarks.layer.timing import interleaved_s
 from benchmarks.papers.stragglers import CASES, Case, counts
-from benchmarks.results import Table, Value, spread
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Topology, _planning
 from jax_moe_lb.balancers import FEPLB, FasterMoE
 
@@ -78,28 +76,6 @@ def by_ranks(loads: dict[Case, np.ndarray]) -> Table:
     return Table(columns, rows)
 
 
-def sweep(name: str, loads: dict[Case, np.ndarray], plans: Mapping[str, Callable[[np.ndarray], Plans]]) -> Table:
-    """Return a table of reductions by number of ranks, with one row per option."""
-    columns = {name: ""} | {f"{case.num_ranks} ranks, % less": ".1f" for case in loads}
-    cuts = {way: [reduction(plan(drawn), plain(drawn)) for drawn in loads.values()] for way, plan in plans.items()}
-    return Table(columns, [[way, *cut] for way, cut in cuts.items()])
-
-
-def times(loads: dict[Case, np.ndarray]) -> Table:
-    """Return the time of one plan in C++, from many plans in one call."""
-    rows: list[list[Value]] = []
-    for case, drawn in loads.items():
-        start, ranks = plain(drawn), case.num_ranks
-        ways: dict[str, Callable[[], object]] = {
-            "FEPLB us": partial(_planning.feplb, *start, ranks),
-            "FEPLB, skip us": partial(_planning.feplb, *start, ranks, skip=True),
-            "FasterMoE us": partial(_planning.fastermoe, *start, drawn, ranks, worth(FasterMoE())),
-        }
-        times_s = interleaved_s(ways, 20)
-        rows.append([ranks, *(spread(times_s[way] / len(drawn) * 1e6) for way in ways)])
-    return Table({"ranks": "d"} | dict.fromkeys(ways, ".1f"), rows)
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=int, default=2000, help="Microbatches per row.")
     parser.add_argument("--seed", type=int, default=0)
@@ -107,15 +83,4 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     loads = {case: counts(case, given.seed, given.number) for case in CASES}
-    tables = {"ranks": by_ranks(loads)}
-    for skip in (False, True):
-        plans = {str(n): partial(feplb, balancer=FEPLB(num_dynamic=n, skip=skip)) for n in (2, 4, 8)}
-        mark = "_skip" * skip
-        tables[f"dynamic{mark}"] = sweep(f"dynamic experts{', skip' if skip else ''}", loads, plans)
-    taus = (1, 1024, 1536, 2048, 2304, 2560, 3072)
-    tables["tau"] = sweep("tau", loads, {str(tau): partial(feplb, balancer=FEPLB(tau=tau)) for tau in taus})
-    shadows = [FasterMoE(bytes_per_s=rate * 1e9) for rate in (450, 400, 360, 300, 200)]
-    names = [f"{b.bytes_per_s / 1e9:.0f} (worth {worth(b)} tokens)" for b in shadows]
-    by_rate = {n: partial(fastermoe, balancer=b) for n, b in zip(names, shadows, strict=True)}
-    tables["fastermoe"] = sweep("FasterMoE, GB/s", loads, by_rate)
-    return tables | {"times": times(loads)}
+    return {"ranks": by_ranks(loads)}

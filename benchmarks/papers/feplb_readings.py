@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.papers.feplb import fastermoe, plain, reduction, straggler
 from benchmarks.papers.feplb_rules import Reading, readings, straggler_after
 from benchmarks.papers.stragglers import CASES, DYNAMIC, Shape, counts, lognormal, zipf
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 
 KINDS: dict[str, tuple[Shape, int]] = {
     f"{shape.__name__}, {copies}": (shape, copies) for shape in (lognormal, zipf) for copies in (16384, 32768)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.papers.codec import train_from
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, Topology, plain, use_virtual_cpu_devices
 from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from models.config import TrainConfig, preset

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 
 
 @dataclass(frozen=True)

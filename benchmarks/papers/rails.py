@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from benchmarks.layer.timing import interleaved_s
-from benchmarks.results import Table, Value, spread
+from benchmarks.render.results import Table, Value, spread
+from benchmarks.render.timing import interleaved_s
 from jax_moe_lb.balancers.rails import ticks_of
 from jax_moe_lb.planners.spray import spray
 

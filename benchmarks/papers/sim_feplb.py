@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks import results
 from benchmarks.papers import feplb
 from benchmarks.papers.published import Comparison, tables_of
 from benchmarks.papers.stragglers import CASES, DYNAMIC, NUM_EXPERTS, counts
-from benchmarks.results import Table
+from benchmarks.render import results
+from benchmarks.render.results import Table
 from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import FEPLB, Exact, FasterMoE, UltraEP
 from jax_moe_lb.layer import systems

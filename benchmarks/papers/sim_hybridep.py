@@ -26,14 +26,10 @@ from benchmarks.papers.hybridep_clusters import (
     in_library,
     migration,
     step,
-    under,
 )
 from benchmarks.papers.published import Comparison, tables_of
-from benchmarks.results import Table, Value
-from jax_moe_lb import Buffers
-from jax_moe_lb.layer import systems
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate_uniform
-from jax_moe_lb.sim.loads import skewed_counts
 from jax_moe_lb.transport import Codec
 
 HYBRIDEP = {
@@ -332,39 +328,8 @@ def figure_16(setting: Setting) -> Comparison:
     return table
 
 
-def compositions(setting: Setting, imbalance: float) -> Comparison:
-    """Return HybridEP with and without `Exact` inside for uneven gates, which the paper does not cover."""
-    table = Comparison(
-        f"uneven_gates_{imbalance:g}",
-        f"Ours: L, 24 & 8 MB, gates with max/mean {imbalance:g}; seconds of a step's MoE blocks",
-    )
-    setting = replace(setting, reduced_bytes=0.0)
-    machine = setting.cluster(4)
-    shape = setting.model(24 * MIB, 8 * MIB, EXPERTS, 4)
-    counts = skewed_counts(shape, machine.num_ranks, imbalance, 2)
-    plain, exact, ultraep = (
-        systems.plain(Buffers(1e3)),
-        systems.exact(2, Buffers(1e3)),
-        systems.ultraep(2, Buffers(1e3)),
-    )
-    ways = {
-        "domains (4, 1)": migration(shape, machine, NO_CODEC, (4, 1)),
-        "domains (4, 1), gradients home": Migration((4, 1)),
-        "domains (4, 1), compressed": migration(shape, machine, SR, (4, 1)),
-        "domains (4, 8), compressed": migration(shape, machine, SR, (4, 8)),
-    }
-    for name, way in {"plain": Migration(), **ways}.items():
-        for balancer, system in {"": plain, " + Exact": exact, " + UltraEP": ultraep}.items():
-            if way.domain_sizes == (4, 8) and balancer:
-                continue
-            report = under(system, shape, machine, counts, way)
-            table.add(f"{name}{balancer}: max/mean {report.imbalance_after:.2f}", report.step_s, None, "s")
-    return table
-
-
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     setting = fitted()
     tables = [*table_v(setting), table_v_forms(setting), sensitivity(), table_vi(setting), table_iv()]
-    tables += [figure_13(setting), *figure_17()]
-    tables += [figure_16(setting), *(compositions(setting, imbalance) for imbalance in (2.0, 4.0))]
+    tables += [figure_13(setting), *figure_17(), figure_16(setting)]
     return tables_of(tables) | {"table_vi_terms": table_vi_terms(setting)}

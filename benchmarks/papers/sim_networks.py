@@ -26,7 +26,7 @@ from benchmarks.network.ways import ROW_BYTES
 from benchmarks.papers.flows import simulate as flow_simulation
 from benchmarks.papers.paths import Fabric, spine_paths
 from benchmarks.papers.policies import hashed_flows, planned_flows
-from benchmarks.results import Table, Value, load
+from benchmarks.render.results import Table, Value, load
 from jax_moe_lb import Buffers, plain
 from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, System, exact, plain
 from jax_moe_lb.sim import Cluster, Communication, Links, ModelShape, Step, simulate, skewed_counts
 from jax_moe_lb.sim.config import load_config

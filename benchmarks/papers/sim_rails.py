@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.papers.flows import Flows, Policy, simulate
 from benchmarks.papers.paths import Fabric, PathsOf, rail_paths, spine_paths
 from benchmarks.papers.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb.balancers import RailS
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.plan import rows_between
@@ -40,7 +40,7 @@ LANES, LANES_BY_RAIL = 4, GPUS
 PEAK_FLOPS_PER_S, UTILISATION = 989e12, 0.4
 """Published bf16 peak of an H100, and the assumed utilisation of a training step."""
 
-PUBLISHED_TIME, PUBLISHED_BUS, PUBLISHED_ITERATION = (-17, -78), (20, 78), (-18, -40)
+PUBLISHED_TIME, PUBLISHED_BUS = (-17, -78), (20, 78)
 """Ranges in the paper, in percent, from minimum to maximum."""
 
 
@@ -226,30 +226,6 @@ def changes(num_nodes: int, all_results: dict[str, Results]) -> Table:
     return Table(columns, rows, f"{num_nodes} domains: RailS against others, time and bus bandwidth, %")
 
 
-def layer(all_results: dict[int, dict[str, Results]]) -> Table:
-    """Return the time of Mixtral's layer, for three compute rates."""
-    utilisations = UTILISATION / 2, UTILISATION, 2 * UTILISATION
-    rows: list[list[Value]] = []
-    for num_nodes, by_traffic in all_results.items():
-        for name in MIXTRAL:
-            results = by_traffic[name]
-            cells: list[Value] = [f"{num_nodes}, {name}"]
-            for utilisation in utilisations:
-                compute = layer_s(results.busiest_rows, utilisation)
-                ours, theirs = (compute + 4 * results.seconds[way] for way in (RAILS, ECMP))
-                cells += [float(100 * ((ours / theirs).mean() - 1))]
-                cells += [float(100 * (4 * results.seconds[ECMP] / theirs).mean())]
-            saved = 1 - (results.seconds[RAILS] / results.seconds[ECMP]).mean()
-            rows.append([*cells, *(float(-wanted / saved) for wanted in PUBLISHED_ITERATION)])
-    columns = {"domains, traffic": ""}
-    for share in utilisations:
-        columns |= {f"time, %, {100 * share:.0f} % of peak": "+.1f", f"exchanges, %, {100 * share:.0f} %": ".0f"}
-    least, most = PUBLISHED_ITERATION
-    columns |= {f"exchanges for {least} %": ".0f", f"for {most} %": ".0f"}
-    title = "Mixtral's layer, RailS against ECMP, and the share of exchanges with ECMP, simulated and required, %"
-    return Table(columns, rows, title)
-
-
 def iteration(seeds: int) -> Table:
     """Return the time of an iteration of Mixtral 8x7B, RailS over ECMP, by the rate of a NIC and of the spines."""
     rows: list[list[Value]] = []
@@ -305,7 +281,6 @@ def _beside(ours: tuple[float, float], published: tuple[int, int]) -> list[str]:
 def measure(domains: list[int], seeds: int) -> dict[str, Table]:
     """Return all tables."""
     spines, rails = PLANNED | transports(spine_paths), PLANNED | transports(rail_paths, LANES_BY_RAIL)
-    by_rail = {f"{name}, by rail": rails[name] for name in transports(rail_paths)}
     middle = 8
     one = TRAFFIC["sparsity 0.8"]
     found = {d: {name: run(draw, spines, fabric_of(d), seeds) for name, draw in TRAFFIC.items()} for d in domains}
@@ -315,13 +290,10 @@ def measure(domains: list[int], seeds: int) -> dict[str, Table]:
         tables[f"changes_{num_nodes}"] = changes(num_nodes, all_results)
     by_ways = {name: run(TRAFFIC[name], rails, fabric_of(middle), seeds) for name in BY_RAIL}
     narrow = {f"{k}:1": run(one, spines, fabric_of(middle, k), seeds) for k in (1, 2, 4)}
-    rounds = {f"{us} us": run(one, spines | by_rail, fabric_of(4), seeds, us * 1e-6) for us in (20, 40, 80)}
     return tables | {
         "published": published(found),
-        "layer": layer(found),
         "by_rail": times("8 domains, transports that choose the rail", by_ways),
         "over_subscribed": times("8 domains, sparsity 0.8, spine links over-subscribed by", narrow),
-        "rounds": times("4 domains, sparsity 0.8, by the length of a round", rounds),
     }
 
 

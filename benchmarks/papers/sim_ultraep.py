@@ -31,7 +31,7 @@ from benchmarks.papers.ultraep_rack import (
     planned,
 )
 from benchmarks.plans.popular_ranks import CASES, TOKENS_PER_RANK, Case
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import EPLBPlus, Exact, UltraEP
 from jax_moe_lb.core import imbalance, load

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.plans.popular_ranks import CASES, TOKENS_PER_RANK, Case, counts
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Plan, Topology, _planning
 from jax_moe_lb.core import Split, imbalance, load, nearest_first, plain_plan, traffic
 from jax_moe_lb.transport import Relay

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import Topology, _planning
 from jax_moe_lb.planners import apply_relocation, domain_lower_bound, plan_relocation
 

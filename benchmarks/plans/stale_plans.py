@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.results import Table, spread
+from benchmarks.render.results import Table, spread
 from jax_moe_lb import Topology
 from jax_moe_lb.balancers import EPLB, EPLBPlus, Exact, Plain
 from jax_moe_lb.balancers.base import Balancer

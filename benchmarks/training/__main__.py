@@ -1,6 +1,6 @@
 """Commands: `python -m benchmarks.training NAME`."""
 
-from benchmarks.commands import run
+from benchmarks.render.commands import run
 
 if __name__ == "__main__":
     run("training")

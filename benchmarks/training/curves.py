@@ -30,7 +30,7 @@ from benchmarks.network.training_runs import (
     runs,
     save_curves,
 )
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import use_virtual_cpu_devices
 from models.config import BatchConfig
 from models.data.sources import default_corpus

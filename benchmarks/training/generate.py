@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from jax_moe_lb import exact, use_virtual_cpu_devices
 from models.mesh import make_mesh
 from models.model_config import ParallelConfig

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.results import Table, Value
+from benchmarks.render.results import Table, Value
 from models.architectures.config_json import Fields
 from models.architectures.published import MIXTRAL_8X7B
 from models.architectures.registry import configured, pieces_of

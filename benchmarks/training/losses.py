@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.results import Table, spread
+from benchmarks.render.results import Table, spread
 from jax_moe_lb import System, use_virtual_cpu_devices
 from jax_moe_lb.layer.systems import system_named, system_names
 from jax_moe_lb.transport import QuantizedTransfer

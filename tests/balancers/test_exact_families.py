@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.bench_plans import OTHERS, outcome, plan
 from benchmarks.plans.load_families import families, spread
 from benchmarks.plans.optimum import optimum
+from benchmarks.plans.plans import OTHERS, outcome, plan
 from jax_moe_lb import _planning
 from jax_moe_lb.balancers import Exact
 from jax_moe_lb.balancers.exact import SEARCH_ENDS

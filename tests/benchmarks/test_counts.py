@@ -7,8 +7,8 @@ from benchmarks.papers.stragglers import CASES as STRAGGLERS
 from benchmarks.papers.stragglers import counts as straggler_counts
 from benchmarks.plans.popular_ranks import CASES
 from benchmarks.plans.popular_ranks import counts as ultraep_counts
-from benchmarks.render import RESULTS
-from benchmarks.results import load
+from benchmarks.render.documents import RESULTS
+from benchmarks.render.results import load
 
 
 def kept(name, table, *first):

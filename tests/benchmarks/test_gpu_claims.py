@@ -12,7 +12,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import worker
 from benchmarks.gpu.claims import PARTS
 from benchmarks.gpu.findings import DRY_RUN_FAILED, FALSE, NOT_REACHED, TRUE, Claim, Finding, Row, read_rows, write_row
-from benchmarks.results import Table, load
+from benchmarks.render.results import Table, load
 
 ROOT = Path(__file__).parents[2]
 

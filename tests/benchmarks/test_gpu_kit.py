@@ -15,7 +15,7 @@ from benchmarks.gpu.counters import read_counters
 from benchmarks.gpu.findings import CLAIMS, FALSE, NOT_REACHED, TRUE, Finding, Row, Scale, read_rows, write_row
 from benchmarks.gpu.kit import Program
 from benchmarks.gpu.tiles import COLUMNS, DENSE, TABLE, Load, group_sizes
-from benchmarks.results import Table, load, save
+from benchmarks.render.results import Table, load, save
 
 TWICE = Program(lambda x: 2 * x, (jax.ShapeDtypeStruct((4,), "float32"),))
 

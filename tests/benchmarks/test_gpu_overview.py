@@ -2,7 +2,7 @@
 
 from benchmarks.gpu import tiles
 from benchmarks.gpu.overview import PRODUCTS, overview
-from benchmarks.results import Table
+from benchmarks.render.results import Table
 
 
 def row(kernel, tflops, skew="even"):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.bench_break_even import INNER, SKEWS, agreement, break_even
 from benchmarks.compiled.peer_layers import dense_one_hot, gshard, over_ranks, ragged_dot_ring
 from benchmarks.layer.workloads import WORKLOADS
-from benchmarks.plan_times import exponent
+from benchmarks.plans.break_even import INNER, SKEWS, agreement, break_even
+from benchmarks.plans.times import exponent
 from jax_moe_lb import TopK
 from tests.layer_cases import Case, make_mesh
 from tests.oracle import dense_moe

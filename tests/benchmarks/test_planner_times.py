@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from benchmarks.plan_balancers import SYSTEMS
-from benchmarks.plan_times import PLANNERS
 from benchmarks.plans import recorded
+from benchmarks.plans.balancers import SYSTEMS
+from benchmarks.plans.times import PLANNERS
 from jax_moe_lb.sim.planner_times import place_of, planner_times
 
 

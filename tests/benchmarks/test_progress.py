@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.progress import Pace, Seconds, shown_progress
+from benchmarks.reproduce.progress import Pace, Seconds, shown_progress
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from benchmarks.gpu.step_cases import CASES
-from benchmarks.page_marks import MARK, made_by, table_names
-from benchmarks.page_numbers import BLOCK
-from benchmarks.render import RESULTS, ROOT, changed, documents, old_plots, rendered
-from benchmarks.results import Table, read, save
+from benchmarks.render.documents import RESULTS, ROOT, changed, documents, old_plots, rendered
+from benchmarks.render.marks import MARK, made_by, table_names
+from benchmarks.render.numbers import BLOCK
+from benchmarks.render.results import Table, read, save
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.render import RESULTS
-from benchmarks.results import Table, load, merge, picture_file, read, save, spread, tables_file
+from benchmarks.render.documents import RESULTS
+from benchmarks.render.results import Table, load, merge, picture_file, read, save, spread, tables_file
 
 
 def test_a_median_has_its_range_behind_it():

@@ -23,7 +23,7 @@ from benchmarks.network.training_runs import (
     with_dropped,
 )
 from benchmarks.network.training_speed import elapsed_s, memory, speeds
-from benchmarks.results import Table
+from benchmarks.render.results import Table
 from benchmarks.training.curves import table
 from jax_moe_lb.routing.more_routers import within_capacity
 

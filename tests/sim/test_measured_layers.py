@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from benchmarks.bench_sim_gpu import rows_of
+from benchmarks.compiled.sim_gpu import rows_of
 from benchmarks.gpu.measured_rates import measured, tables
 from jax_moe_lb import exact
 from jax_moe_lb.core import device_rates as rates

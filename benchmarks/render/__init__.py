@@ -1,0 +1,1 @@
+"""Tables of benchmarks, their commands, and documents with the tables; see `documents`."""

@@ -1,0 +1,1 @@
+"""Run every benchmark; see `runs`."""

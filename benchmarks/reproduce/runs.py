@@ -1,0 +1,303 @@
+"""Run every available benchmark, store its results, and update the documents and a report.
+
+    make reproduce                                # all benchmarks in sequence
+    make reproduce ARGS="--loads DIR"             # including those of recorded expert loads: .npy files [layers,
+    experts]
+    make reproduce ARGS=--quick                   # smaller sizes, synthetic loads, results in a separate folder
+    make reproduce ARGS="--minutes 600"           # without leaving out what does not end in 40 minutes
+    python -m benchmarks.reproduce --only ultraep rails
+
+Unavailable benchmarks are listed with the reason; their last results keep their date. A bar shows the progress and an
+estimate of the time left, from the times of earlier runs in `seconds.json` here. `--list` prints these times.
+"""
+
+import argparse
+import importlib.util
+import math
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.network import sandbox
+from benchmarks.render.documents import RESULTS, ROOT, write_documents
+from benchmarks.render.html_report import write_report
+from benchmarks.render.results import merge
+from benchmarks.reproduce.progress import Pace, Seconds, shown_progress
+
+LIMIT_S = 3600
+"""Default time limit of a benchmark in seconds."""
+
+Refusal = Callable[[argparse.Namespace], str | None]
+"""Function returning the reason why a benchmark is unavailable, or `None`."""
+
+
+def _loads(given: argparse.Namespace) -> str | None:
+    return None if given.loads or given.quick else "recorded loads are not in the tree; --loads names their folder"
+
+
+def _compilers(given: argparse.Namespace) -> str | None:
+    found = importlib.util.find_spec("tokamax") and importlib.util.find_spec("libtpu")
+    return None if found else "compilers of accelerators are not installed; ci/accelerators.sh does"
+
+
+def _maxtext(given: argparse.Namespace) -> str | None:
+    return None if importlib.util.find_spec("maxtext") else "install MaxText as in benchmarks/compiled/peer_maxtext.py"
+
+
+def _network(given: argparse.Namespace) -> str | None:
+    return sandbox.missing()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One benchmark."""
+
+    module: str
+    options: tuple[str, ...] = ()
+    quick: tuple[str, ...] | None = None
+    refusal: Refusal = field(default=lambda given: None)
+    result: str = ""
+    aside: str = ""
+    unread: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the run in the results."""
+        return self.result or self.file
+
+    @property
+    def file(self) -> str:
+        """Name of the results file, one per module."""
+        subject, _, name = self.module.rpartition(".")
+        return f"network_{name}" if subject == "network" else name
+
+    def why_not(self, given: argparse.Namespace) -> str | None:
+        """Return the reason for not running, `None` if it will run."""
+        if why_not := self.refusal(given):
+            return why_not
+        if given.quick and self.quick is None:
+            return "not in --quick"
+        return f"{self.aside}; --only runs it" if self.aside and not (given.only or given.quick) else None
+
+    def command(self, given: argparse.Namespace) -> list[str]:
+        """Return the command without the output option."""
+        chosen = self.quick if given.quick else self.options
+        assert chosen is not None, self.name
+        files = sorted(map(str, given.loads.glob("*.npy"))) if given.loads else []
+        expanded = [
+            part for option in chosen for part in {"LOADS": files, "DIR": [str(given.loads)]}.get(option, [option])
+        ]
+        return [sys.executable, "-m", *f"benchmarks.{self.module}".rsplit(".", self.module.count(".")), *expanded]
+
+
+LONG = "takes five minutes or more"
+MEASURED = "stays as it was measured"
+CODECS = ("ratio 50, remembered", "ratio 50, shared")
+RUNS = (
+    Run("papers.ultraep", quick=("--tokens", "512")),
+    Run("papers.feplb", quick=("--number", "200")),
+    Run(
+        "papers.feplb_readings",
+        quick=("--number", "20"),
+        unread=("fastermoe", "best", "best_without_tau", "points_zipf_16384", "points_zipf_32768"),
+    ),
+    *(
+        Run("plans.plans", (command,), (command, "--quick"), result=f"plans_{command}")
+        for command in ("families", "balancers", "planners", "settings")
+    ),
+    Run("plans.plans", ("balancers", "--loads", "LOADS"), None, _loads, "plans_served"),
+    Run("plans.plans", ("exact", "--loads", "LOADS"), ("exact", "--step", "29"), _loads, "plans_exact"),
+    Run("plans.plans", ("times", "--loads", "LOADS"), ("times", "--step", "29"), _loads, "plans_times"),
+    Run("plans.predicted_plans", quick=("--quick",)),
+    Run("plans.predicted_plans", ("--loads", "LOADS"), None, _loads, "predicted_plans_served"),
+    Run("plans.advice_regret", quick=("--quick",), aside=LONG),
+    Run("plans.advice_time", quick=("--quick",)),
+    Run("papers.rails", quick=()),
+    Run("papers.sim_hybridep", quick=()),
+    Run("papers.sim_ultraep", quick=("--tokens", "512")),
+    Run("papers.sim_feplb", quick=("--number", "10")),
+    Run("compiled.sim_gpu"),
+    Run("papers.sim_networks", quick=()),
+    Run("plans.stale_plans"),
+    Run(
+        "papers.sim_rails",
+        quick=("--domains", "4", "--seeds", "1"),
+        unread=("times_4", "times_16"),
+    ),
+    Run("papers.sim_rails", ("--iteration",), ("--iteration", "--seeds", "1"), result="sim_rails_iteration"),
+    Run("plans.relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
+    Run("plans.break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
+    Run("papers.sim_once"),
+    Run("layer.memory", quick=(), unread=("peak_plain",)),
+    Run("layer.systems"),
+    Run("training.losses", aside=LONG),
+    Run("papers.codec", ("--steps", "200"), aside=LONG),
+    Run(
+        "papers.codec",
+        ("--steps", "200", "--upcycled", "--codecs", "ratio 1", *CODECS),
+        result="codec_upcycled",
+        aside=LONG,
+    ),
+    Run(
+        "papers.codec",
+        ("--steps", "800", "--seeds", "2", "--codecs", "ratio 1", *CODECS),
+        result="codec_long",
+        aside=LONG,
+    ),
+    Run("papers.gradient_codec", quick=("--steps", "20", "--seeds", "1"), aside=LONG),
+    Run("training.curves", aside=LONG),
+    Run("compiled.peers", refusal=_compilers),
+    Run("compiled.peers", ("--maxtext",), None, _maxtext, "peers_maxtext"),
+    Run("compiled.pipeline", refusal=_compilers),
+    Run("training.generate"),
+    Run("training.loading", ("--layers", "4")),
+    Run("compiled.memory_model", refusal=_compilers),
+    Run("compiled.timeline", refusal=_compilers),
+    Run("compiled.timeline_options", refusal=_compilers),
+    Run("compiled.timeline_tpu", refusal=_compilers),
+    Run("compiled.timeline_simulator", refusal=_compilers),
+    *(
+        Run("compiled.predicted_steps", (case,), None, _compilers, f"predicted_steps_{case}")
+        for case in ("qwen3", "deepseek", "gpt-oss", "qwen3-plain")
+    ),
+    Run("bench_reliability", ("files", "--number", "100000"), ("files",), result="reliability_files"),
+    Run(
+        "bench_reliability",
+        ("files", "--number", "20000", "--seed", "1"),
+        ("files", "--seed", "1"),
+        result="reliability_files_again",
+        unread=("kinds",),
+    ),
+    Run("bench_reliability", ("plans", "--number", "20000"), ("plans",), result="reliability_plans"),
+    Run(
+        "bench_reliability",
+        ("layers", "--number", "10000", "--per-program", "250"),
+        ("layers", "--number", "8", "--per-program", "4"),
+        result="reliability_layers",
+        aside=LONG,
+    ),
+    Run(
+        "bench_reliability",
+        ("kills", "--number", "200", "--per-run", "10"),
+        result="reliability_kills",
+        aside=LONG,
+    ),
+    Run(
+        "bench_reliability",
+        ("signatures", "--number", "160"),
+        ("signatures", "--number", "1"),
+        result="reliability_signatures",
+        aside=LONG,
+    ),
+    Run("bench_reliability", ("calls", "--number", "40"), result="reliability_calls", aside=LONG),
+    Run("bench_reliability", ("interrupts",), result="reliability_interrupts", aside=LONG),
+    Run("bench_reliability", ("writers",), result="reliability_writers", aside=LONG),
+    Run("bench_reliability", ("mutants",), result="reliability_mutants", aside="lists recorded mutants"),
+    Run(
+        "bench_reliability",
+        ("soak",),
+        ("soak", "--steps", "300", "--devices", "8"),
+        result="reliability_soak",
+        aside=LONG,
+    ),
+    Run("network.hybridep", refusal=_network, aside=MEASURED),
+    Run(
+        "network.hybridep",
+        ("--near",),
+        refusal=_network,
+        result="network_hybridep_near",
+        aside=MEASURED,
+        unread=("measured",),
+    ),
+    Run("network.once", refusal=_network, aside=MEASURED),
+    Run("network.rails", refusal=_network, aside=MEASURED),
+    Run(
+        "network.training",
+        ("compare", "3"),
+        refusal=_network,
+        result="network_training_measured_3",
+        aside=MEASURED,
+    ),
+    Run("network.training_speed", ("table",), refusal=_network, aside=MEASURED),
+)
+
+
+def run(one: Run, given: argparse.Namespace, folder: Path, tick: Callable[[float], None]) -> tuple[str, Seconds | None]:
+    """Run a benchmark and return its status, and its times if it succeeded; results are replaced only then."""
+    log, found = folder / "logs" / f"{one.name}.log", folder / "logs" / f"{one.name}.json"
+    found.unlink(missing_ok=True)
+    start_s, start_cpu_s = time.monotonic(), _cpu_s()
+    with log.open("w") as file:
+        command = [*one.command(given), "--out", str(found)]
+        code = _exit_code(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file), tick)
+    seconds = Seconds(round(time.monotonic() - start_s, 1), round(_cpu_s() - start_cpu_s, 1))
+    if code:
+        return f"FAILED with {code} after {seconds.wall:.0f} s: {log}", None
+    merge(found, (folder if given.quick else RESULTS) / f"{one.file}.json", one.unread)
+    return f"{seconds.wall:.0f} s", seconds
+
+
+def _exit_code(process: subprocess.Popen, tick: Callable[[float], None]) -> int:
+    start_s = time.monotonic()
+    try:
+        while (elapsed_s := time.monotonic() - start_s) < LIMIT_S:
+            try:
+                return process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                tick(elapsed_s)
+        return -1
+    finally:
+        process.kill()
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def options() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="Use smaller sizes, with results in a separate folder.")
+    parser.add_argument("--loads", type=Path, help="Folder of recorded loads.")
+    parser.add_argument("--only", nargs="+", default=[], choices=[one.name for one in RUNS], metavar="NAME")
+    parser.add_argument("--folder", type=Path, help="Folder of logs and report; runs/reproduce by default.")
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="Time limit; benchmarks that would end later are left out."
+    )
+    parser.add_argument("--list", action="store_true", help="Print the runs with their last times, and run none.")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run all benchmarks; exit with 1 if one failed."""
+    given = options()
+    folder = (given.folder or ROOT / "runs" / ("reproduce-quick" if given.quick else "reproduce")).resolve()
+    chosen = [one for one in RUNS if not given.only or one.name in given.only]
+    ended = {one.name: f"left out: {why_not}" for one in chosen if (why_not := one.why_not(given))}
+    pace = Pace("quick" if given.quick else "full", [one.name for one in chosen if one.name not in ended])
+    for name, how in ended.items():
+        print(f"{name}: {how}", flush=True)
+    if given.list:
+        print(pace.table())
+        return
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    end_s = math.inf if given.only else time.monotonic() + 60 * given.minutes
+    with shown_progress(pace) as progress:
+        for one in chosen:
+            if one.name in ended:
+                continue
+            if pace.will_take_s(one.name) > end_s - time.monotonic():
+                ended[one.name] = f"left out: it would end after {given.minutes:.0f} minutes; --minutes allows more"
+                progress.leave_out(one.name, ended[one.name])
+                continue
+            ended[one.name], seconds = run(one, given, folder, progress.during(one.name))
+            progress.end(one.name, ended[one.name], seconds)
+    if not given.quick:
+        write_documents()
+    print(write_report(folder if given.quick else RESULTS, folder / "report.html", ended))
+    sys.exit(any(how.startswith("FAILED") for how in ended.values()))
