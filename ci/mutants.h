@@ -39,10 +39,10 @@ inline bool Keep(int mutant) { return !Is(mutant); }
 inline int One(int mutant) { return Is(mutant) ? 0 : 1; }
 inline int None(int mutant) { return Is(mutant) ? 1 : 0; }
 
-// f(Either(7, a, b), Either(7, b, a)); of one type alone
-template <typename T>
-const T& Either(int mutant, const T& a, const T& b) {
-  return Is(mutant) ? b : a;
+// f(Either<7>(a, b), Either<7>(b, a)); of one type alone, and an error names the number
+template <int kMutant, typename T>
+const T& Either(const T& a, const T& b) {
+  return Is(kMutant) ? b : a;
 }
 
 // a < Swap{7} < b: comparisons associate to the left, so this needs no parser of the operands.

@@ -123,7 +123,7 @@ OPERATORS: dict[str, Operator] = {
     "arguments exchanged": Operator(
         # The types must be equal: otherwise the mutant does not compile.
         re.compile(rf"(?<=[(, ])((?P<a>{VALUE}), (?P<b>{VALUE}))(?=[,)])"),
-        "mutants::Either({0}, {a}, {b}), mutants::Either({0}, {b}, {a})",
+        "mutants::Either<{0}>({a}, {b}), mutants::Either<{0}>({b}, {a})",
         "",
     ),
     "off by one element": Operator(
@@ -220,10 +220,7 @@ class Build:
             failed, errors = self._build()
             if not failed:
                 break
-            places = {(file, int(line)) for file, line in re.findall(r"source/(ffi/[\w/.]+):(\d+):", errors)}
-            culprits = {one for one in self.mutants if (one.file, one.line) in places} - self.alone
-            # Mutants of equal types only, before others of the same line.
-            culprits = {one for one in culprits if not OPERATORS[one.operator].alone} or culprits
+            culprits = self._named_by(errors) - self.alone
             if not culprits:
                 raise SystemExit("the sources do not build:\n" + errors[-3000:])
             self.alone |= culprits
@@ -245,6 +242,15 @@ class Build:
                 names = _output(*command, "--parts").splitlines()
             parts += [[*command, *words.split()] for words in names]
         return parts
+
+    def _named_by(self, errors: str) -> set[Mutant]:
+        """Return the mutants named by compiler errors: exchanges by their numbers, or else all of a line."""
+        if numbers := {int(number) for number in re.findall(r"(?<!mutants::)Either<(\d+)>", errors)}:
+            return {self.mutants[number - 1] for number in numbers}
+        places = {(file, int(line)) for file, line in re.findall(r"source/(ffi/[\w/.]+):(\d+):", errors)}
+        culprits = {one for one in self.mutants if (one.file, one.line) in places}
+        # Mutants of equal types only, before others of the same line.
+        return {one for one in culprits if not OPERATORS[one.operator].alone} - self.alone or culprits
 
     def _together(self) -> dict[str, list[tuple[Mutant, str]]]:
         changes: dict[str, list[tuple[Mutant, str]]] = {}

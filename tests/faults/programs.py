@@ -1,7 +1,7 @@
-"""Commands forked from one process with the imports: `python -m tests.faults.programs`.
+"""Process that runs commands one after another, with imports and compiled programs of its own: a `Worker` starts it.
 
-Each line of the input is a JSON object: `name`, `folder`, the `number` of commands that run at once, and the seconds
-`interrupt_s` before an interrupt, or null. Each line of the output lists their exit codes, negative for a signal.
+Each line of the input is a JSON object with the `name` of a command, its `folder`, and a folder for its `output`. Each
+line of the output is an exit code. Training traces, compiles and draws figures once.
 """
 
 import contextlib
@@ -10,10 +10,15 @@ import os
 import pickle
 import signal
 import sys
-import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import jax_moe_lb.sim.measure
+import models.run_folder.report
+import models.training.loop
 import tests.models.tiny_training
 from jax_moe_lb.cli import main as moe_main
 from jax_moe_lb.sim import machine_profile
@@ -21,6 +26,18 @@ from jax_moe_lb.sim import machine_profile
 RECORDING = Path(__file__).parents[1] / "cli" / "recorded" / "stat.pt"
 STEPS = 4
 """Steps of a training run, with a checkpoint every two."""
+
+
+def make_once(module: ModuleType, name: str) -> None:
+    """Replace a function of a module by its first result."""
+    function, results = getattr(module, name), []
+
+    def first(*arguments: Any, **options: Any) -> Any:
+        if not results:
+            results.append(function(*arguments, **options))
+        return results[0]
+
+    setattr(module, name, first)
 
 
 def train(folder: Path) -> None:
@@ -45,44 +62,44 @@ def measure(folder: Path) -> None:
     (folder.parent / "measured").write_bytes(pickle.dumps(jax_moe_lb.sim.measure.measure(2)))
 
 
-PROGRAMS = {function.__name__: function for function in (train, convert, calibrate, measure)}
+PROGRAMS: dict[str, Callable[[Path], None]] = {one.__name__: one for one in (train, convert, calibrate, measure)}
 
 
-def run(name: str, folder: Path, number: int, interrupt_s: float | None) -> list[int]:
-    """Run commands in child processes; the output of the n-th is in the file `stderr-N` beside the folder."""
-    children = [start(name, folder, at) for at in range(number)]
-    if interrupt_s is not None:
-        time.sleep(interrupt_s)
-        for child in children:
-            os.kill(child, signal.SIGINT)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-
-
-def start(name: str, folder: Path, number: int) -> int:
-    """Run a command in a child process, and return its identifier."""
-    if child := os.fork():
-        return child
+def run(name: str, folder: Path, output: Path) -> int:
+    """Run a command, and return its exit code; its output is in the files `stdout` and `stderr`."""
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
-        path = folder.parent / f"{stream}-{number}"
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    machine_profile.warnings = lambda found: []
+        file = os.open(output / stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+        os.close(file)
     code = 70
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         PROGRAMS[name](folder)
         code = 0
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    # An interrupt may arrive after the command.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    return code
+
+
+def main() -> None:
+    for name in ("make_programs", "_traced", "_compiled", "_commit"):
+        make_once(models.training.loop, name)
+    for name in ("loss", "imbalance", "speed", "counts", "served", "load"):
+        make_once(models.run_folder.report, f"{name}_png")
+    machine_profile.warnings = lambda found: []
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        given = json.loads(line)
+        code = run(given["name"], Path(given["folder"]), Path(given["output"]))
+        print(code, file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        given = json.loads(line)
-        print(json.dumps(run(**given | {"folder": Path(given["folder"])})), flush=True)
+    main()

@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.run import Faults, result
+from tests.faults.run import result
+from tests.faults.workers import Faults
 
 PER_RUN = 5
-"""Interrupts of a run before it may end."""
+"""Maximum number of interrupts of a run."""
 
 
 def interrupts(number: int, seed: int, folder: Path) -> Iterator[list[str]]:
@@ -23,23 +24,25 @@ def interrupts(number: int, seed: int, folder: Path) -> Iterator[list[str]]:
     generator = random.Random(seed)
     with Faults(folder) as faults:
         expected, seconds = straight(faults)
-        for at in range(number):
-            if at % PER_RUN == 0:
-                faults.clear()
-            ((code, lines),) = faults.commands("train", 1, generator.uniform(0, seconds))
+        faults.clear()
+        for at in range(1, number + 1):
+            code, lines = faults.interrupted("train", generator.uniform(0, seconds))
             found = [] if code in (0, 130) and len(lines) <= 1 else [f"exit code {code}: {' '.join(lines)[-300:]}"]
-            if at % PER_RUN == PER_RUN - 1:
+            if code == 0 or at % PER_RUN == 0:
                 found += wrong_end(faults, expected)
+                faults.clear()
             yield found
 
 
-def writers(number: int, folder: Path) -> Iterator[list[str]]:
-    """Start two runs in one folder; yield the faults of each try, one line each."""
+def writers(number: int, seed: int, folder: Path) -> Iterator[list[str]]:
+    """Start two runs in one folder, at once or one after the other; yield the faults of each try, one line each."""
+    generator = random.Random(seed)
     with Faults(folder) as faults:
-        expected, _ = straight(faults)
+        expected, seconds = straight(faults)
+        faults.run_two("train")
         for _ in range(number):
             faults.clear()
-            both = sorted(faults.commands("train", 2))
+            both = sorted(faults.run_two("train", max(0.0, generator.uniform(-seconds, seconds))))
             codes, lines = [code for code, _ in both], both[1][1]
             # The second run may start after the end of the first, and then has nothing left to do.
             refused = len(lines) == 1 and "another training run uses" in lines[0]
@@ -70,8 +73,7 @@ def wrong_end(faults: Faults, expected: object) -> list[str]:
 def main(kind: str, number: int, seed: int = 0) -> None:
     """Print the results."""
     with tempfile.TemporaryDirectory() as folder:
-        # Two writers need no seed.
-        tries = interrupts(number, seed, Path(folder)) if kind == "interrupts" else writers(number, Path(folder))
+        tries = {"interrupts": interrupts, "writers": writers}[kind](number, seed, Path(folder))
         for found in tries:
             print(json.dumps({"path": kind, "faults": found}), flush=True)
 

@@ -13,4 +13,4 @@ def test_interrupted_runs_continue(tmp_path):
 
 
 def test_two_writers_of_one_folder(tmp_path):
-    assert list(writers(2, tmp_path)) == [[], []]
+    assert list(writers(2, 0, tmp_path)) == [[], []]

@@ -5,7 +5,8 @@
 
 import pytest
 
-from tests.faults.run import ERRORS, KINDS, Faults, failures
+from tests.faults.run import ERRORS, failures
+from tests.faults.workers import KINDS, Faults
 
 pytestmark = pytest.mark.slow
 

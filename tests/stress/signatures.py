@@ -131,7 +131,8 @@ EXPERT_CHOICES = {"hidden_dim": [2, 8, 12], "gated": [True, False], "fuse_gate_u
 COSTS = {"bytes_per_s": [None], "latency_s": [None], "flops_per_s": [1e12]}
 TRANSPORT_CHOICES = {
     "headroom": [0.5, 2.0],
-    "max_rounds": [64],
+    # Each round is in the compiled program.
+    "max_rounds": [16],
     "chunks": [2],
     "moved_headroom": [2.0],
     "max_nodes": [2],

@@ -29,10 +29,10 @@ Attributes OptionsOf(const LayerShape& shape, Planner planner) {
           {"skip", Bool(true)}};
 }
 
-Attributes PostSiteOf(const LayerShape& shape, Planner planner) {
+Attributes PostSiteOf(const LayerShape& shape, Planner planner, int64_t more) {
   Attributes attributes = SiteOf(shape);
   const int64_t columns = shape.home + shape.slots;
-  attributes["plan_size"] = Int(shape.ranks * columns + shape.experts() * shape.ranks);
+  attributes["plan_size"] = Int(shape.ranks * columns + shape.experts() * shape.ranks + more);
   attributes["num_kinds"] = Int(static_cast<int64_t>(shape.widths.size()));
   attributes["planner"] = Text(NameOf(planner));
   attributes["options"] = Dictionary(OptionsOf(shape, planner));
@@ -78,10 +78,10 @@ Plan PlanOf(const LayerShape& shape, const Plan& start, Planner planner = Planne
 
 }  // namespace
 
-PlannedLayer::PlannedLayer(LayerShape shape, Planner planner)
+PlannedLayer::PlannedLayer(LayerShape shape, Planner planner, int64_t more)
     : shape_(std::move(shape)),
       planner_(planner),
-      post_(CudaXla(), CudaHandler("moe_lb_copy_post"), PostSiteOf(shape_, planner)),
+      post_(CudaXla(), CudaHandler("moe_lb_copy_post"), PostSiteOf(shape_, planner, more)),
       plan_(CudaXla(), CudaHandler(std::string("moe_lb_plan_") + NameOf(planner) + "_and_copy"),
             OptionsOf(shape_, planner)),
       join_(CudaXla(), CudaHandler("moe_lb_copy_join"), {}) {}

@@ -15,7 +15,8 @@ class PlannedLayer {
  public:
   enum class Planner { kGreedy, kFeplb };
 
-  explicit PlannedLayer(LayerShape shape, Planner planner = Planner::kGreedy);
+  // more: added to the size of the plan, for a wrong one.
+  explicit PlannedLayer(LayerShape shape, Planner planner = Planner::kGreedy, int64_t more = 0);
 
   Ending Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between = {});
 

@@ -58,6 +58,21 @@ void AnotherHomeIsRefused() {
   ExpectGoodRun(layer, gpus, 2);
 }
 
+// The planner would write behind the end of its results.
+void APlanOfAnotherSizeIsRefused() {
+  const auto gpus = Gpus(4);
+  const LayerShape shape;
+  const int64_t size = shape.ranks * (shape.home + shape.slots + shape.experts());
+  for (const int64_t more : {-1, 1}) {
+    PlannedLayer layer(shape, PlannedLayer::Planner::kGreedy, more);
+    for (const Ending& ending : RunOnce(layer, gpus, 1, Between())) {
+      EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
+      const std::string got = std::to_string(size + more) + " numbers of the plan";
+      EXPECT(Has(ending.message, "got " + got + "; expected " + std::to_string(size)));
+    }
+  }
+}
+
 // A ticket is good for all slots of its start, not for the first alone.
 void OtherSlotsAreRefused() {
   const auto gpus = Gpus(4);
@@ -262,6 +277,7 @@ int main(int argc, char** argv) {
   const moe_lb::TestParts parts = {
       {"no_writes", NoWritesAfterAnyFailure},
       {"other_home", AnotherHomeIsRefused},
+      {"other_size", APlanOfAnotherSizeIsRefused},
       {"other_slots", OtherSlotsAreRefused},
       {"reused_home", HomeIsReusedAfterAllCopies},
       {"failed_copies", AnyFailureEndsAllCopies},
