@@ -4,10 +4,12 @@ A rank receives a row once, with the slots of all its copies there. A running su
 every copy in the operand of the grouped products, without a sort.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.backend import get_default_device
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
@@ -19,6 +21,13 @@ class SlotPlaces(NamedTuple):
     place: Int[Array, "B K"]  # place of each copy; `A` for none
     copy: Int[Array, "A"]  # copy `row * K + k` at each place; 0 beyond the copies
     group_sizes: GroupSizes  # copies of each slot
+
+    def owners(self, weights: Float[Array, "B K"] | None) -> "RowOwners":
+        """Return the received row of each copy, for sums of outputs in the order of slots."""
+        num_rows, per_row = self.place.shape
+        is_copy = iota(self.copy.shape[0]) < self.group_sizes.sum(dtype=jnp.int32)
+        entry = jnp.where(is_copy, self.copy // per_row, num_rows)
+        return RowOwners(entry, None if weights is None else weights.reshape(-1)[self.copy])
 
 
 def slot_places(codes: Int[Array, "B K"], num_slots: int, num_places: int) -> SlotPlaces:
@@ -35,11 +44,49 @@ def slot_places(codes: Int[Array, "B K"], num_slots: int, num_places: int) -> Sl
     return SlotPlaces(place, copy, copies.sum(1, dtype=jnp.int32))
 
 
-def sum_rows(rows: Rows, place: Int[Array, "B K"], weights: Float[Array, "B K"] | None = None) -> Float[Array, "B H"]:
+class RowOwners(NamedTuple):
+    """Entry of each row: the inverse of places, for kernels that read rows in any order."""
+
+    entry: Int[Array, "A"]  # entry of each row; `B` for rows of no entry
+    weights: Float[Array, "A"] | None = None  # weight of each row; `None` for 1
+
+
+def sum_rows(
+    rows: Rows,
+    place: Int[Array, "B K"],
+    weights: Float[Array, "B K"] | None = None,
+    owners: RowOwners | None = None,
+) -> Float[Array, "B H"]:
     """Sum the rows at the places of each entry, in float32 or wider and in the order of choices."""
     # XLA compiles a reduction over gathered rows into one kernel on NVIDIA GPUs, and into an array of all of them
-    # elsewhere.
-    return jax.lax.platform_dependent(rows, place, weights, cuda=_in_one_kernel, default=_by_choice)
+    # elsewhere. A kernel of Pallas reads rows once on TPUs, and rounds their sums to the dtype of rows.
+    forms: dict[str, Any] = {"cuda": _in_one_kernel, "default": _by_choice}
+    if owners is None or not _is_on_tpu():
+        return jax.lax.platform_dependent(rows, place, weights, **forms)
+    # Other platforms do not import Mosaic.
+    from jax_moe_lb.kernels.tpu_rows import sum_rows_of_entries, why_not_sum
+
+    def in_tpu_kernel(rows: Rows, *_: Any) -> Float[Array, "B H"]:
+        return sum_rows_of_entries(rows, *owners, place.shape[0]).astype(_sum_dtype(rows, weights))
+
+    if why_not_sum(rows, owners.weights is not None) is None:
+        forms["tpu"] = in_tpu_kernel
+    return jax.lax.platform_dependent(rows, place, weights, **forms)
+
+
+def take_rows(rows: Rows, at: Int[Array, "B"], otherwise: Callable[[Rows, Int[Array, "B"]], Rows]) -> Rows:
+    """Return `rows[at]` for grouped products, by a kernel on TPUs if it can take them."""
+    if not _is_on_tpu():
+        return otherwise(rows, at)
+    from jax_moe_lb.kernels.tpu_rows import gather_rows, why_not_gather
+
+    if why_not_gather(rows, at) is not None:
+        return otherwise(rows, at)
+    return jax.lax.platform_dependent(rows, at, tpu=gather_rows, default=otherwise)
+
+
+def _is_on_tpu() -> bool:
+    return bool(get_default_device().platform == "tpu")
 
 
 def _in_one_kernel(

@@ -14,10 +14,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jax_moe_lb.collectives.ragged_all_to_all import concatenated, empty_buffer, ragged_all_to_all, starts
+from jax_moe_lb.collectives.ragged_all_to_all import (
+    concatenated,
+    empty_buffer,
+    empty_buffer_after,
+    ragged_all_to_all,
+    starts,
+)
 from jax_moe_lb.core.topology import INT32_MAX, Topology
 from jax_moe_lb.core.types import Axes, iota, pytree
-from jax_moe_lb.kernels.slot_places import sum_rows
+from jax_moe_lb.kernels.slot_places import RowOwners, sum_rows
 from jax_moe_lb.transport.exchange import TILE_ROWS, Buffers, rows_at
 
 GroupMatrix = Int[Array, "G G"]
@@ -249,8 +255,11 @@ class Step:
         num_received = self.table[:, jax.lax.axis_index(self.group.axes)].sum(dtype=jnp.int32)
         return jnp.where((iota(received.shape[0]) < num_received)[:, None], received, 0)
 
-    def sum_back(self, rows: Float[Array, "A W"], site: str) -> Float[Array, "N W"]:
+    def sum_back(self, rows: Float[Array, "A W"], site: str, *, is_peak: bool = False) -> Float[Array, "N W"]:
         """Return rows to their sources and sum those of each entry; the transpose of `send`."""
+        # At the peak of memory the buffer is initialized, so that it does not exist before.
+        empty = empty_buffer_after if is_peak else empty_buffer
+        back = self._hop().back(rows, empty(rows, self.num_sent), site)
         lists, num_ranks = self.lists, self.size.shape[0]
         row = lists.row if self.entries is None else lists.row[slice(*self.entries)]
         at = jnp.append(self.position, -1)[row]
@@ -259,17 +268,20 @@ class Step:
             at = jnp.stack([jnp.where(ranks == rank, at, -1).max(1) for rank in range(num_ranks)], 1)
         else:
             at = jnp.where(is_first(row, lists.rank.shape[0]), at, -1)
-        return sum_rows(self._back(rows, site), at)
+        return sum_rows(back, at, owners=self._owners())
+
+    def _owners(self) -> RowOwners:
+        """Return the entry of each returned row."""
+        first, last = (0, self.lists.row.shape[0]) if self.entries is None else self.entries
+        is_sent = iota(self.num_sent) < self.size.sum(dtype=jnp.int32)
+        return RowOwners(jnp.where(is_sent, self.lists.entry[self.sent] - first, last - first))
 
     def choices_back(self, values: Float[Array, "A K"], site: str) -> Float[Array, "N K"]:
         """Return one number for each choice from the rank that serves it; the transpose of `send_choices`."""
-        back = self._back(values, site)
+        back = self._hop().back(values, empty_buffer(values, self.num_sent), site)
         at = jnp.append(self.position, -1)[self.lists.row]
         choice = iota(values.shape[1])[None]
         return jnp.where(at >= 0, back[jnp.maximum(at, 0), choice], 0)
-
-    def _back(self, rows: Array, site: str) -> Array:
-        return self._hop().back(rows, empty_buffer(rows, self.num_sent), site)
 
 
 def is_first(row: PerChoice, none: int) -> Bool[Array, "N K"]:

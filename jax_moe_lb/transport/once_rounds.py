@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int, Shaped
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.schedule import in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens, pytree
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
-from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows
+from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows, take_rows
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, rows_at
 from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
@@ -149,7 +150,7 @@ class _Round:
 
     def copies(self, rows: Float[Array, "A H"]) -> Rows:
         """Return the copies of received rows, in the order of slots."""
-        return rows_at(rows, self.places.copy // self.weights.shape[1])
+        return take_rows(rows, self.places.copy // self.weights.shape[1], rows_at)
 
     def copy_weights(self) -> Float[Array, "A 1"]:
         return self.weights.reshape(-1, 1)[self.places.copy]
@@ -157,8 +158,8 @@ class _Round:
     @jax.named_scope("combine")
     def sum_back(self, outputs: Rows, weights: RoutingWeights | None) -> Entries:
         """Sum the outputs of each row, then those of each entry."""
-        sums = sum_rows(outputs, self.places.place, weights).astype(outputs.dtype)
-        return tuple(step.sum_back(sums, "combine") for step in self.steps)
+        sums = sum_rows(outputs, self.places.place, weights, self.places.owners(weights)).astype(outputs.dtype)
+        return tuple(step.sum_back(sums, "combine", is_peak=weights is None) for step in self.steps)
 
     @jax.named_scope("combine")
     def weights_back(self, of_copies: Float[Array, "A 1"]) -> Float[Array, "N K"]:
@@ -262,6 +263,8 @@ def _gradients(
         now, upstream_now = (tuple(part) for part in zip(*pairs, strict=True))
         one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(entries))
         rows = one.copies(unpacked(transfer, one.send(now), tokens))
+        # The upstream gradients then travel beside the products that rematerialize the hidden activations.
+        rows, upstream_now = in_order_on_tpu(rows, upstream_now)
         row_upstream = one.copies(one.send(upstream_now))
         before = None if sums is None else sums[2]
         of_rows, of_weights, of_slots = slots.pull_back(
