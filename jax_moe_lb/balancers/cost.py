@@ -327,7 +327,7 @@ def slowest_share_s(topology: Topology) -> float:
     found, outer = [0.0], 1
     for level in topology.levels:
         if level.size > 1:
-            # The share of rows that come from another member of this level, but from the same member of outer levels.
+            # The share of rows from another member of this level and the same member of outer levels.
             found.append((1 / outer - 1 / (outer * level.size)) / _rate(_name(level), level.bytes_per_s))
         outer *= level.size
     return max(found)

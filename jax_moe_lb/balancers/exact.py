@@ -175,7 +175,7 @@ class Exact(Balancer):
     def _bounds(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Int[AnyArray, "N"]:
         """Return a lower bound on the time of plans under each limit, in token copies."""
         limits, scale = self._limits(plan), self._scale(cost, plan, topology)
-        # A plan that moves no more replicas than a lower limit allows is one under that limit.
+        # A plan within the replicas of a lower limit is one under this limit.
         moved = scale.table[[1, *(limit + 1 for limit in limits[:-1])]] + np.int32(scale.one_copy)
         loads = max_load_bounds(counts, plan, limits)
         times = loads + moved + scale.rounds(loads)

@@ -246,7 +246,8 @@ def _for_each(begin: Any, end: Any, run: Any) -> None:
 
 def _halves(words: Any) -> tuple[Any, Any]:
     """Return the bfloat16 numbers in the lower and upper halves of words, as float32."""
-    return tuple(jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in (words << 16, words & jnp.uint32(HIGH)))
+    low, high = words << 16, words & jnp.uint32(HIGH)
+    return jax.lax.bitcast_convert_type(low, jnp.float32), jax.lax.bitcast_convert_type(high, jnp.float32)
 
 
 def _rounded_bits(values: Any) -> Any:

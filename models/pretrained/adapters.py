@@ -55,7 +55,7 @@ def target_paths(config: DecoderConfig, targets: str | None) -> frozenset[str]:
 
 def save_adapters(model: StackedDecoder, folder: Path, lora: LoraConfig, base: str) -> bool:
     """Write the adapters of a model as `adapter_config.json` and `adapter_model.safetensors`, in the format of PEFT."""
-    # Tensors have the names of the modules in published files, where each expert is a module of its own. All processes
+    # Tensors have the names of the modules in published files, with a module for each expert. All processes
     # call this function, and process 0 writes.
     values = by_path(nnx.state(model))
     pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces_of(model.config)]

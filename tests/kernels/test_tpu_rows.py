@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, System, TopK, Topology
 from jax_moe_lb.balancers import Greedy
 from jax_moe_lb.kernels import slot_places, tpu_rows
