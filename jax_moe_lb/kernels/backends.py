@@ -223,7 +223,7 @@ def products_are_by_group() -> bool:
     return not is_built("cpu")
 
 
-def _name(device: jax.Device) -> str:
+def _name(device: Any) -> str:
     return f"{device.platform} {getattr(device, 'compute_capability', '')}".rstrip()
 
 
