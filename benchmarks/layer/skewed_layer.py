@@ -15,11 +15,6 @@ from jax_moe_lb.routing.routers import Router
 LOGIT_SCALE = 20.0
 """Scale of the logits stored in tokens, which keeps the experts' inputs near 1."""
 
-FLOP_PER_WEIGHT = 22
-"""Operations of a SwiGLU expert per row and `H x F`: three products forward and eight backward, with rematerialization;
-two operations each.
-"""
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -36,11 +31,6 @@ class Sizes:
     def router(self) -> TopK:
         """Top-k router of the layer."""
         return TopK(self.per_tok)
-
-    @property
-    def flops_per_rank(self) -> int:
-        """Operations of the experts' products in one step, forward and backward, at the mean load."""
-        return FLOP_PER_WEIGHT * self.width * self.inner * self.num_tokens * self.per_tok
 
     @property
     def expert_bytes(self) -> int:

@@ -47,10 +47,6 @@ class Round:
     parts: tuple[Points, ...]
     steps: int = STEPS
 
-    def part_of(self, rate: float) -> Points:
-        """Return the points with a rate."""
-        return next(part for part in self.parts if rate in part.rates)
-
 
 FLAT_CASES = {name: Case(system) for name, system in SYSTEMS.items()}
 

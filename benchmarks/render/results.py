@@ -121,13 +121,6 @@ def tables_file(text: str) -> Path:
     return path
 
 
-def out_alone(what: str | None) -> Path | None:
-    """Parse `--out` for a benchmark without other options."""
-    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out_option(parser)
-    return parser.parse_args().out
-
-
 def report(tables: Mapping[str, Table], out: Path | None) -> None:
     """Print all tables, and save them if `out` is given."""
     for name, table in tables.items():
