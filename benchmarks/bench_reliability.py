@@ -5,9 +5,13 @@
     python -m benchmarks.bench_reliability files --number 100000   # mutated files of every kind
     python -m benchmarks.bench_reliability kills --number 200      # SIGKILL at random times, then --resume
     python -m benchmarks.bench_reliability signatures --number 160 # layers drawn from signatures, 64 inputs each
-    python -m benchmarks.bench_reliability calls --number 40       # failed system calls, every 40th of training
+    python -m benchmarks.bench_reliability calls --number 1        # failed system calls of commands, every one
+    python -m benchmarks.bench_reliability sockets --log PROGRAM   # the same of peer copies, by the C++ sockets_test
     python -m benchmarks.bench_reliability interrupts              # SIGINT at random times, then --resume
     python -m benchmarks.bench_reliability writers                 # two training runs of one folder
+    python -m benchmarks.bench_reliability process_kills --number 100  # SIGKILL of one of two and of four processes
+    python -m benchmarks.bench_reliability training_kills --number 20  # the same of training, then --resume
+    python -m benchmarks.bench_reliability stalls --number 1       # SIGSTOP of each of two and of four processes
     python -m benchmarks.bench_reliability mutants --log FILE      # mutants with wrong operands, recorded in a file
     python -m benchmarks.bench_reliability soak --steps 2000       # memory, threads and files of a layer on 64 devices
 
@@ -28,7 +32,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reliability_tries import calls, mutants, signatures, stops, summary
+from benchmarks.reliability_tries import (
+    calls,
+    mutants,
+    process_kills,
+    signatures,
+    sockets,
+    stalls,
+    stops,
+    summary,
+    training_kills,
+)
 from benchmarks.render.results import Table, Value, out_option, report
 from tests.fuzz.run import by_kind, failures, fuzzed
 from tests.fuzz.worker import HELD, MOST_BYTES, MOST_S
@@ -258,6 +272,7 @@ def soak(num_steps: int, num_devices: int) -> dict[str, Table]:
 
 
 PARTS = ("plans", "layers", "files", "kills", "soak", "signatures", "calls", "interrupts", "writers", "mutants")
+PARTS += ("sockets", "process_kills", "training_kills", "stalls")
 
 
 def main() -> None:
@@ -283,6 +298,10 @@ def main() -> None:
         "calls": lambda: calls(given.number, given.log),
         "interrupts": lambda: stops("interrupts", given.number, given.log),
         "writers": lambda: stops("writers", given.number, given.log),
+        "sockets": lambda: sockets(given.log or ROOT / "build" / "cpp" / "sockets_test"),
+        "process_kills": lambda: process_kills(given.number, given.log),
+        "training_kills": lambda: training_kills(given.number, given.log),
+        "stalls": lambda: stalls(given.number, given.log),
         "mutants": lambda: mutants(given.log or ROOT / "tests" / "mutation" / "operands.json"),
     }
     report(parts[given.part](), given.out)

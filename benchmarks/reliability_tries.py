@@ -1,6 +1,7 @@
 """Parts of `bench_reliability` that are programs of the tests printing one JSON object per try."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -22,11 +23,11 @@ def summary(name: str, tried: int, held: int, condition: str, notes: Sequence[st
 
 def run_into(log: Path | None, *command: str) -> list[dict[str, Any]]:
     """Run a module, append its output to a log, and return all objects; without a log, return its own."""
-    process = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    whole = [sys.executable, "-m", *command]
     if log is None:
-        return _objects(process.stdout)
+        return _objects(subprocess.run(whole, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout)
     with log.open("a") as file:
-        file.write(process.stdout)
+        subprocess.run(whole, cwd=ROOT, stdout=file)
     return logged(log)
 
 
@@ -56,26 +57,29 @@ def signatures(number: int, inputs: int, log: Path | None) -> dict[str, Table]:
     return {"summary": summary("inputs of layers drawn from signatures", tried, held, condition, notes)}
 
 
-PATHS = ("convert", "calibrate", "train")
+PATHS = ("convert", "calibrate", "train", "resume")
 """Commands whose system calls fail."""
 
 
 def calls(step: int, log: Path | None) -> dict[str, Table]:
-    """Fail system calls of commands; every `step`-th call of training, and all of others."""
+    """Fail every `step`-th system call of commands, with each error."""
     tries = logged(log)
     for path in PATHS:
         if path not in {one["path"] for one in tries}:
-            new = run_into(log, "tests.faults.run", path, str(step if path == "train" else 1))
+            new = run_into(log, "tests.faults.run", path, str(step))
             tries = new if log is not None else tries + new
     tried = Counter((one["path"], one["kind"]) for one in tries)
+    numbers = {key: {one["number"] for one in tries if (one["path"], one["kind"]) == key} for key in tried}
     held = Counter((one["path"], one["kind"]) for one in tries if not one["faults"])
-    rows: list[list[Value]] = [[path, kind, tried[path, kind], held[path, kind]] for path, kind in tried]
+    rows: list[list[Value]] = [[*key, len(numbers[key]), tried[key], held[key]] for key in tried]
     condition = "nothing lost, one line, and the next command has the right result"
     bad = [f"{one['path']}, {one['kind']} {one['number']}: {one['faults'][0][:200]}." for one in tries if one["faults"]]
-    notes = [f"Every {step}th call of training, every call of others.", *bad[:9]]
+    which = "Every call" if step == 1 else f"Every {step}th call"
     return {
-        "summary": summary("failed system calls", tried.total(), held.total(), condition, notes),
-        "paths": Table({"command": "", "call": "", "tried": "d", "held": "d"}, rows),
+        "summary": summary(
+            "failed system calls", tried.total(), held.total(), condition, [f"{which}, with five errors.", *bad[:9]]
+        ),
+        "paths": Table({"command": "", "call": "", "calls": "d", "tried": "d", "held": "d"}, rows),
     }
 
 
@@ -94,6 +98,78 @@ def stops(kind: str, number: int, log: Path | None) -> dict[str, Table]:
     bad = [one for one in tries if one["faults"]]
     notes = [f"Try {at}: {one['faults'][0][:200]}." for at, one in enumerate(tries) if one["faults"]]
     return {"summary": summary(NAMES[kind], len(tries), len(tries) - len(bad), CONDITIONS[kind], notes[:9])}
+
+
+def process_kills(number: int, log: Path | None) -> dict[str, Table]:
+    """Kill one of two and of four processes, `number` times each."""
+    tries = by_processes("kills", number, log)
+    name, condition = "SIGKILL of one process of several", "all others end in one line that names it"
+    return {"summary": summary_of(tries, name, condition), "processes": longest(tries, ("processes",))}
+
+
+def training_kills(number: int, log: Path | None) -> dict[str, Table]:
+    """Kill one of two training processes, and resume."""
+    tries = logged(log) or run_into(log, "tests.faults.processes", "trainings", "2", str(number))
+    condition = "the other names it in one line, and the resumed run has the losses of an uninterrupted one"
+    name = "SIGKILL of one of two training processes"
+    return {"summary": summary_of(tries, name, condition), "processes": longest(tries, ("processes",))}
+
+
+def stalls(number: int, log: Path | None) -> dict[str, Table]:
+    """Stop each of two and of four processes, `number` times."""
+    tries = by_processes("stalls", number, log)
+    condition = "all others name it in 30 s, and the run continues"
+    return {
+        "summary": summary_of(tries, "SIGSTOP of one process of several", condition),
+        "processes": longest(tries, ("processes", "phase", "stopped")),
+    }
+
+
+def by_processes(kind: str, number: int, log: Path | None) -> list[dict[str, Any]]:
+    """Run a program of `tests.faults.processes` with two and with four processes."""
+    tries = logged(log)
+    for processes in (2, 4):
+        if processes not in {one["processes"] for one in tries}:
+            new = run_into(log, "tests.faults.processes", kind, str(processes), str(number))
+            tries = new if log is not None else tries + new
+    return tries
+
+
+def summary_of(tries: list[dict[str, Any]], name: str, condition: str) -> Table:
+    """Return the summary of tries."""
+    bad = [f"Try {at}: {one['faults'][0][:200]}." for at, one in enumerate(tries) if one["faults"]]
+    return summary(name, len(tries), len(tries) - len(bad), condition, bad[:9])
+
+
+def longest(tries: list[dict[str, Any]], keys: Sequence[str]) -> Table:
+    """Return the longest time until the others have named a process, for each value of some keys."""
+    rows: list[list[Value]] = []
+    for key in sorted({tuple(str(one[name]) for name in keys) for one in tries}):
+        of_key = [one for one in tries if tuple(str(one[name]) for name in keys) == key]
+        rows.append([*key, len(of_key), max(one["seconds"] for one in of_key)])
+    return Table({**dict.fromkeys(keys, ""), "tried": "d", "longest until named, s": ".1f"}, rows)
+
+
+def sockets(program: Path) -> dict[str, Table]:
+    """Fail or kill at each send and receive of peer copies, with the C++ test `sockets_test`."""
+    rows: list[list[Value]] = []
+    for part, pattern in (("fail 1", r"failed (\d+) calls"), ("die 0", r"killed before each of (\d+) sends")):
+        done = subprocess.run([program, *part.split()], stderr=subprocess.PIPE, text=True)
+        found = re.search(pattern, done.stderr)
+        if found is None:
+            raise RuntimeError(f"{program} {part} printed {done.stderr[-200:]!r}; expected a number of calls")
+        number = int(found[1])
+        rows.append([FAULTS[part], number, number * (done.returncode == 0)])
+    tried, held = (sum(int(str(row[at])) for row in rows) for at in (1, 2))
+    condition = "all four processes continue, or all end in one line that names the error or the process"
+    return {
+        "summary": summary("faults of sockets of peer copies", tried, held, condition),
+        "faults": Table({"fault in one of four processes": "", "tried": "d", "held": "d"}, rows),
+    }
+
+
+FAULTS = {"fail 1": "a send or a receive fails, with each of five errors", "die 0": "SIGKILL before a send"}
+"""Faults of the parts of `sockets_test`."""
 
 
 def mutants(file: Path) -> dict[str, Table]:

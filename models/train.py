@@ -32,7 +32,7 @@ from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_
 from models.multi_process.rendezvous import Place, detect_process, join
 from models.multi_process.stalls import Progress
 from models.run_folder.checkpoints import steps_in
-from models.run_folder.files import in_words
+from models.run_folder.files import RESUMING, in_words
 from models.run_folder.metrics import RunFolder
 from models.run_folder.trackers import MetricLoggerConfig
 from models.settings import (
@@ -272,9 +272,12 @@ def _carry_out(
     """Prepare and execute a run, and print its progress."""
     if hidden := shadowed_installation():
         _print(console, f"this folder shadows {hidden} and has no custom calls; run pip install -e .")
-    with _user_errors():
-        watching = watched()
-        run = prepared(partial(_print, console))
+    try:
+        with _user_errors():
+            watching = watched()
+            run = prepared(partial(_print, console))
+    except OSError as error:
+        raise UserError(f"{error.filename!r} cannot be read or written: {error.strerror}; {RESUMING}") from error
     try:
         _introduce(console, run)
         summary = execute(run, console, stop, watching, progress)

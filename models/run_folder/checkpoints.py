@@ -57,8 +57,11 @@ def system_errors() -> Iterator[None]:
     """Convert TensorStore errors, which have another type and contain the system's error code, into `OSError`."""
     try:
         yield
-    except ValueError as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))
+    except OSError:
+        raise
+    except Exception as error:
+        # Orbax wraps some of them.
+        code = re.search(r"os_error_code='(\d+)'", f"{error} {error.__cause__}")
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
@@ -179,7 +182,8 @@ class Checkpoints:
         if not (self.folder / str(step) / "run").exists():
             where = f"the checkpoint of step {step} in {str(self.folder)!r}"
             raise ValueError(f"{where} is of an older version; expected one with an item 'run'")
-        found = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        with naming(self.folder / str(step)), system_errors():
+            found = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         return CheckpointMetadata(**{name: value for name, value in found.items() if name not in RECORD})
 
     def restore(
@@ -193,10 +197,11 @@ class Checkpoints:
         if missing and init is None:
             raise ValueError(f"the checkpoint of step {step} in {str(self.folder)!r} lacks {missing[0]}")
         named = _only(missing, init()) if missing and init else {}
-        for item in fits:
-            check_arrays(self.folder / str(step) / item, wanted[item], self.limits)
         arrays = {item: ocp.args.StandardRestore(wanted[item]) for item in fits}
-        restored = self.manager.restore(step, args=ocp.args.Composite(**arrays))
+        with naming(self.folder / str(step)), system_errors():
+            for item in fits:
+                check_arrays(self.folder / str(step) / item, wanted[item], self.limits)
+            restored = self.manager.restore(step, args=ocp.args.Composite(**arrays))
         for item in fits:
             named |= restored[item]
         return jax.tree.unflatten(jax.tree.structure(shapes), [named[name] for name, _ in _named(shapes)])

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
         ("convert", 4),
         pytest.param("convert", 1, marks=pytest.mark.thorough),
         pytest.param("calibrate", 1, marks=pytest.mark.thorough),
-        pytest.param("train", 40, marks=pytest.mark.thorough),
+        pytest.param("train", 60, marks=pytest.mark.thorough),
+        pytest.param("resume", 60, marks=pytest.mark.thorough),
     ],
 )
 def test_failed_calls(name, step, tmp_path):

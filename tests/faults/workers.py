@@ -18,7 +18,7 @@ KINDS = ("write", "sync", "rename", "open", "send", "receive")
 CONTROL = struct.Struct("9q")
 """Counts of the kinds of calls; kind, number and error of the failed one."""
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 """Time limit of a command."""
 
 SETTLED_S = 0.2

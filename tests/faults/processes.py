@@ -1,0 +1,257 @@
+"""Kill one process of several, or stop it: the others name it, and training continues.
+
+    python -m tests.faults.processes kills 2 100     # kill one of two processes that have joined
+    python -m tests.faults.processes trainings 2 10  # kill one of two training processes, and resume
+    python -m tests.faults.processes stalls 4 1      # stop each of four processes once
+
+Each prints one JSON object per try; a third number is the seed. Processes are forked from one with the imports.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from benchmarks.local_gloo import bind_gloo
+
+import tests.models.tiny_training
+from models.run_folder.metrics import RunFolder
+from tests.models import processes
+from tests.models.kill_training import losses
+from tests.models.processes import free_port
+
+STEPS = 16
+"""Steps of a training run, with a checkpoint every two."""
+
+PER_RUN = 4
+"""Maximum number of kills of a training run."""
+
+NAMED_S = 30.0
+"""Time in which the other processes name a killed or a stopped process."""
+
+START_S = 400.0
+"""Time limit of the start, and of the end of a run."""
+
+
+class Member:
+    """Process forked from this one, which has the imports but no devices.
+
+    Args:
+        program: function called in the process.
+        output: prefix of the files of its output.
+    """
+
+    def __init__(self, program: Callable[[], None], output: Path) -> None:
+        self.output, self.code = output, None
+        self.pid = os.fork()
+        if not self.pid:
+            _run(program, output)
+
+    def ended(self) -> bool:
+        """Return whether the process has ended, and keep its exit code."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is not None
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if not self.ended():
+            os.kill(self.pid, signal.SIGKILL)
+            wait_until(self.ended, START_S)
+
+    def lines(self, stream: str = "stderr") -> list[str]:
+        """Return the lines of a stream."""
+        path = self.output.with_suffix(f".{stream}")
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def _run(program: Callable[[], None], output: Path) -> None:
+    """Run a program in a new process, which ends here."""
+    for descriptor, stream in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output.with_suffix(f".{stream}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    code = 70
+    try:
+        bind_gloo()
+        program()
+    except SystemExit as exit:
+        code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def train(number: int, folder: Path) -> list[Member]:
+    """Start or resume a training run of processes with one device each."""
+    port = free_port()
+
+    def program(at: int) -> None:
+        place = {"coordinator": f"127.0.0.1:{port}", "num_processes": number, "process_id": at}
+        words = [word for key, value in place.items() for word in ("--set", f"multi_process.{key}={value}")]
+        run = ["--run-dir", str(folder / "run"), "--resume=auto", "--steps", str(STEPS)]
+        sys.argv = ["train", *run, "--distributed", "--mesh", f"expert={number}", *words]
+        tests.models.tiny_training.main()
+
+    folder.mkdir(exist_ok=True)
+    return [Member(lambda at=at: program(at), folder / str(at)) for at in range(number)]
+
+
+def join(number: int, folder: Path) -> list[Member]:
+    """Start processes that join each other and wait; return once all have joined."""
+    port = str(free_port())
+    folder.mkdir(exist_ok=True)
+
+    def member(at: int) -> Member:
+        return Member(lambda: processes.main(port, str(number), str(at), "wait"), folder / str(at))
+
+    members = [member(at) for at in range(number)]
+    wait_until(lambda: all(one.lines("stdout") for one in members), START_S)
+    return members
+
+
+def wait_until(condition: Callable[[], Any], within_s: float) -> Any:
+    """Return the result of a condition once it is true, or its last one."""
+    until = time.monotonic() + within_s
+    while not (found := condition()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
+
+
+def wait_for_end(members: list[Member], within_s: float) -> list[int | None]:
+    """Wait for the end of processes, kill the others, and return the exit codes, `None` for killed ones."""
+    wait_until(lambda: all(member.ended() for member in members), within_s)
+    codes = [member.code for member in members]
+    for member in members:
+        member.kill()
+    return codes
+
+
+def train_and_wait(number: int, folder: Path) -> list[Member]:
+    """Start or resume a training run, and wait for its first step."""
+    metrics = RunFolder(folder / "run").metrics
+    before = metrics.stat().st_ino if metrics.exists() else None
+    members, sizes = train(number, folder), []
+
+    def stepped() -> bool:
+        # A resumed run replaces the file, and then appends to it.
+        if metrics.exists() and metrics.stat().st_ino != before:
+            sizes.append(metrics.stat().st_size)
+        return bool(sizes) and sizes[-1] > sizes[0]
+
+    wait_until(lambda: stepped() or members[0].ended(), START_S)
+    return members
+
+
+def finish(number: int, folder: Path) -> tuple[list[str], float]:
+    """Run to the end; return one line per fault, and the seconds from the first step on."""
+    members, began = train_and_wait(number, folder), time.monotonic()
+    codes = wait_for_end(members, START_S)
+    faults = [f"a run ends with exit codes {codes}: {' '.join(members[0].lines())[-300:]}"]
+    return faults if any(codes) or None in codes else [], time.monotonic() - began
+
+
+def after_kill(members: list[Member], victim: int) -> dict:
+    """Kill a process; return the seconds until the others have ended, and one line per fault."""
+    members[victim].kill()
+    began, faults = time.monotonic(), []
+    others = [member for member in members if member is not members[victim]]
+    codes = wait_for_end(others, NAMED_S)
+    seconds = time.monotonic() - began
+    for member, code in zip(others, codes, strict=True):
+        lines = member.lines()
+        named = re.fullmatch(rf"error: lost connection to process {victim} \(pid .*", lines[-1])
+        if not (code == 1 and named and len(lines) == 2):
+            faults.append(f"exit code {code}: {' '.join(lines)[-300:]}")
+    return {"processes": len(members), "killed": victim, "seconds": round(seconds, 2), "faults": faults}
+
+
+def kills(number: int, tries: int, seed: int, folder: Path) -> Iterator[dict]:
+    """Kill one process of several that wait; yield the outcomes."""
+    generator = random.Random(seed)
+    for at in range(tries):
+        members = join(number, folder / str(at))
+        time.sleep(generator.uniform(0, 0.5))
+        yield after_kill(members, generator.randrange(number))
+
+
+def trainings(number: int, tries: int, seed: int, folder: Path) -> Iterator[dict]:
+    """Kill one process of a training run at random times, and resume; yield the outcomes."""
+    generator = random.Random(seed)
+    faults, seconds = finish(number, folder / "straight")
+    assert not faults, faults
+    expected, run = losses(folder / "straight" / "run"), 0
+    for at in range(tries):
+        of_run, victim = folder / str(run), generator.randrange(number)
+        members = train_and_wait(number, of_run)
+        time.sleep(generator.uniform(0, seconds / PER_RUN))
+        if has_ended := members[victim].ended():
+            wait_for_end(members, START_S)
+        found = after_kill(members, victim) if not has_ended else {}
+        if has_ended or at % PER_RUN == PER_RUN - 1 or at == tries - 1:
+            found = {"faults": []} | found
+            found["faults"] += finish(number, of_run)[0] or differing(of_run, expected)
+            run += 1
+        if not has_ended:
+            yield found
+
+
+def differing(folder: Path, expected: object) -> list[str]:
+    """Return one line if the losses of a run differ."""
+    return [] if losses(folder / "run") == expected else ["the losses differ"]
+
+
+def stalls(number: int, tries: int, seed: int, folder: Path) -> Iterator[dict]:
+    """Stop each process that waits, and each training one; yield the outcomes."""
+    for at in range(tries * number):
+        members = join(number, folder / str(at))
+        yield {"phase": "before step 1"} | after_stop(members, at % number)
+        for member in members:
+            member.kill()
+    for at in range(tries * number):
+        members = train_and_wait(number, folder / f"train-{at}")
+        found = {"phase": "training"} | after_stop(members, at % number)
+        codes = wait_for_end(members, START_S)
+        if any(codes) or None in codes:
+            found["faults"].append(f"exit codes {codes}: {' '.join(members[0].lines())[-300:]}")
+        yield found
+
+
+def after_stop(members: list[Member], victim: int) -> dict:
+    """Stop a process until all others have named it; return the seconds, and one line per fault."""
+    os.kill(members[victim].pid, signal.SIGSTOP)
+    began, others = time.monotonic(), [member for member in members if member is not members[victim]]
+    pattern = re.compile(rf"waiting for process {victim} \(pid {members[victim].pid} on \S+\) for \d+ s, .*")
+    named = wait_until(lambda: all(pattern.fullmatch(one.lines()[-1]) for one in others), NAMED_S)
+    seconds = time.monotonic() - began
+    os.kill(members[victim].pid, signal.SIGCONT)
+    faults = [] if named else [f"not named: {[one.lines()[-1][:200] for one in others]}"]
+    return {"processes": len(members), "stopped": victim, "seconds": round(seconds, 2), "faults": faults}
+
+
+def main(kind: str, number: int, tries: int, seed: int = 0) -> None:
+    """Print the results."""
+    with tempfile.TemporaryDirectory() as folder:
+        if jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_platforms", "cpu")
+        for found in {"kills": kills, "trainings": trainings, "stalls": stalls}[kind](
+            number, tries, seed, Path(folder)
+        ):
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
