@@ -1,4 +1,4 @@
-"""Estimated step of one layer on TPUs by form: chunks and saved arrays, with their memory.
+"""Estimated step of one layer on TPUs by form: dispatch, chunks and saved arrays, with their memory.
 
 The layer is the one of `timeline`: `exact` in one round, forward and gradients, at Zipf 1.0. Times are estimated
 from the compiled program; nothing runs. Requires the compiler of the extra `tpu`, as installed by `ci/accelerators.sh`
@@ -27,13 +27,14 @@ from jax_moe_lb.transport import Saved
 SIZES = LayerSizes()
 TARGETS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 FORMS = {
-    "default": exact(max_rounds=1),
-    "two chunks": exact(buffers=Buffers(max_rounds=1, chunks=2)),
-    "two chunks, saved rows and replicas": exact(buffers=Buffers(max_rounds=1, chunks=2)).replace(
+    "once": exact(max_rounds=1, dispatch="once"),
+    "direct": exact(max_rounds=1, dispatch="direct"),
+    "direct, two chunks": exact(buffers=Buffers(max_rounds=1, chunks=2)),
+    "direct, two chunks, saved rows and replicas": exact(buffers=Buffers(max_rounds=1, chunks=2)).replace(
         saved=Saved(rows=True, replicas=True)
     ),
 }
-"""System of each form."""
+"""System of each form. By default `dispatch_by_rule` chooses `Once` on v5e and `Direct` on other TPUs."""
 
 COLUMNS = {
     "target": "",
@@ -44,6 +45,7 @@ COLUMNS = {
     "step ms": ".2f",
     "exposed ms": ".2f",
     "memory-bound ms": ".2f",
+    "rows ms": ".2f",
     "FLOPs-bound ms": ".2f",
 }
 
@@ -82,16 +84,17 @@ def row(program: tuple[str, str], folder: Path) -> list[Value]:
     timeline = found.timeline(load)
     bounds = timeline.bounds()
     memory = found.temp_bytes / 1e6, found.peak_bytes / 1e6, residual_bytes(target, FORMS[form]) / 1e6
-    times = timeline.total_s, timeline.exposed_s, bounds.get("HBM", 0.0), bounds.get("FLOPs", 0.0)
+    times = timeline.total_s, timeline.exposed_s, *(bounds.get(name, 0.0) for name in ("HBM", "rows", "FLOPs"))
     return [f"`{target.name}`", form, *memory, *(1e3 * seconds for seconds in times)]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     keep_option(parser)
     parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, help="Targets to compile for.")
+    parser.add_argument("--forms", nargs="+", default=tuple(FORMS), choices=FORMS, help="Forms to compile.")
 
 
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
-    found = each(row, product(given.targets, FORMS), given.keep)
+    found = each(row, product(given.targets, given.forms), given.keep)
     title = "`exact` in one round on TPUs, forward and gradients, estimated from the compiled program"
     return {"forms": Table(COLUMNS, found, title)}

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -85,7 +87,8 @@ class LayerLoad:
             )
         facts = LayerCost(copies, 6 * sizes.hidden * sizes.inner, token_bytes=2 * sizes.hidden)
         system = replace(system, balancer=system.balancer.sized(facts))
-        system = system.by_rule(topology, sizes.experts, sizes.per_token)
+        tokens = jax.ShapeDtypeStruct((sizes.tokens, sizes.hidden), jnp.bfloat16)
+        system = system.by_rule(topology, sizes.experts, sizes.per_token, tokens)
         found = plan_on_host(system, counts, topology)
         waves = tuple(slices(wave_counts, plan) for wave_counts, plan in found.waves)
         moved_on = None

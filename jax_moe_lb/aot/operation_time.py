@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_moe_lb.aot.load import LayerLoad
 from jax_moe_lb.aot.product_form import ProductForm
-from jax_moe_lb.aot.schedule import ExchangeShape, Kind, ScheduledOperation
+from jax_moe_lb.aot.schedule import ROW_KERNELS, ExchangeShape, Kind, ScheduledOperation
 from jax_moe_lb.aot.targets import Gpu, Target
 from jax_moe_lb.collectives.exchange_paths import ExchangePath
 from jax_moe_lb.collectives.exchange_time import (
@@ -29,6 +29,9 @@ LEAST_FILLED = 0.5
 
 RECORDED: dict[str, RecordedKernel] = {"mosaic": "Mosaic", "triton": "Triton", "hopper": "Hopper"}
 """Kernels with recorded rates, by their names in `ProductForm`."""
+
+GATHER = ROW_KERNELS[0]
+"""Kernel that gathers rows; the other one also sums them."""
 
 COMMUNICATION = frozenset({Kind.EXCHANGE, Kind.COLLECTIVE, Kind.COPIES})
 """Kinds of operations that move data between devices."""
@@ -79,6 +82,9 @@ class OperationTime:
             raise ValueError(f"target is {self.target.name}; expected a device with known memory bandwidth")
         flops, nbytes = self._work(one, i)
         works = [Estimate(nbytes / (device.bytes_per_s * rates.memory_share), "HBM")]
+        if one.copied_rows and isinstance(rates, TpuRates):
+            a_row = rates.gathered_row if one.name.startswith(GATHER) else rates.summed_row
+            works.append(Estimate(one.copied_rows * a_row, "rows"))
         if one.product is not None:
             works.append(Estimate(flops / self._speed(one, one.product, i), "FLOPs"))
         found = max(works, key=lambda estimate: estimate.seconds)

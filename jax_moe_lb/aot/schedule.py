@@ -43,6 +43,9 @@ STREAM = re.compile(r'_xla_stream_annotation="?(\w+)')
 PEER_COPIES = "peer copies"
 """Kind of copies by copy engines, whose rows are weights of experts or token copies."""
 
+ROW_KERNELS = ("moe_gather_rows", "moe_sum_rows")
+"""Kernels for TPUs that copy rows by index; see `kernels/tpu_rows.py`."""
+
 
 class Kind(StrEnum):
     """Kind of an operation."""
@@ -98,6 +101,7 @@ class ScheduledOperation:
     awaits: str = ""  # name of the operation that a `WAIT` ends
     in_graph: bool = False  # whether it is launched inside of a CUDA graph
     launches: int = 1  # number of its kernels
+    copied_rows: int = 0  # rows of a kernel of `ROW_KERNELS`; 0 for other operations
     loop: Loop | None = None  # kind of a loop; None for other operations
     trips: int = 1  # iterations of a counted loop
     waits_for_host: bool = False  # whether the host reads the condition of a loop or branch
@@ -233,6 +237,7 @@ class _Reader:
             stream=stream,
             in_graph=in_graph,
             launches=max(1, self.launches.kernels.get(one.name, 1)),
+            copied_rows=_copied_rows(computation, one),
         )
 
     def _own_call(self, computation: Computation, one: Instruction, stage: str) -> Iterator[ScheduledOperation]:
@@ -313,6 +318,14 @@ def _copied(computation: Computation, one: Instruction) -> ExchangeShape:
     rows = arrays[0].dims[0] if arrays else 1
     nbytes = sum(shape.nbytes for shape in arrays)
     return ExchangeShape(PEER_COPIES, None, 1, nbytes, one.nbytes, rows, 0, "")
+
+
+def _copied_rows(computation: Computation, one: Instruction) -> int:
+    """Return the rows that a kernel copies by index: the entries of its longest list."""
+    if not one.name.startswith(ROW_KERNELS):
+        return 0
+    lists = (shape for operand in computation.operands(one) for shape in operand.shapes if shape.dtype == "s32")
+    return max((shape.dims[0] for shape in lists), default=0)
 
 
 def _is_float(shape: ArrayShape) -> bool:

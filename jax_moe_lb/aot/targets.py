@@ -221,7 +221,8 @@ class Target:
         domains = self.num_domains
         inside = self.num_devices // domains
         levels = (Level("node", domains), Level("gpu", inside)) if domains > 1 else (Level("gpu", inside),)
-        return Topology(levels, inside, rails_per_node=inside, platform=self.platform)
+        device_kind = TPUS[self.kind].descriptions[0] if self.kind in TPUS else None
+        return Topology(levels, inside, rails_per_node=inside, platform=self.platform, device_kind=device_kind)
 
     def require_compiler(self) -> None:
         """Raise an error if the compiler of the platform is not installed.

@@ -37,7 +37,8 @@ class Span:
         stream: Stream on which it runs.
         start_s: Start in seconds.
         end_s: End in seconds; for a loop of `times` iterations, of all of them.
-        bound: Bottleneck: `FLOPs`, `HBM`, `launch`, `blocks`, `link`, `network`, `updates`, `latency` or `host`.
+        bound: Bottleneck: `FLOPs`, `HBM`, `launch`, `blocks`, `link`, `network`, `updates`, `rows`, `latency`
+            or `host`.
         times: Number of executions.
     """
 

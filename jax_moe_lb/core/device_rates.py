@@ -148,6 +148,8 @@ class TpuRates(DeviceRates):
 
     links: Count  # number of links of a chip
     hop: Time  # latency of one hop between neighbors
+    gathered_row: Time  # time of a row in the gather kernel for rows, by its instructions
+    summed_row: Time  # time of a row in the kernel for sums of rows, by its instructions
 
 
 MODELS: dict[Literal["cuda", "tpu"], type[GpuRates] | type[TpuRates]] = {"cuda": GpuRates, "tpu": TpuRates}

@@ -4,6 +4,7 @@ The module also holds the size checks shared by several modules, so each has one
 """
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_moe_lb.core.checks import checked_fields, shown
+from jax_moe_lb.core.torus import torus_warning
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -106,6 +108,7 @@ class Topology:
         processes: process index of each rank, group by group, if every device of the mesh belongs to a process of its
             own; else empty (default). Processes of one machine can copy from each other's memory.
         platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`, the platform of the mesh's devices; None (default) if unknown.
+        device_kind: JAX's `device_kind` of TPUs, such as `"TPU v5 lite"`; None (default) for other devices.
 
     Raises:
         ValueError: levels are missing or out of order, `ranks_per_domain` does not divide `R`, or a number is not
@@ -132,6 +135,7 @@ class Topology:
     ranks_per_process: int | None = None
     processes: tuple[int, ...] = ()
     platform: str | None = None
+    device_kind: str | None = None
 
     def __post_init__(self) -> None:
         # The mesh numbers ranks outermost level first, so levels must have this order.
@@ -213,7 +217,7 @@ class Topology:
         latency_s: tuple[float, ...] | None = None,
         flops_per_s: float | None = None,
     ) -> "Topology":
-        """Return the topology of a mesh, for `nn.MoE` or `moe`.
+        """Return the topology of a mesh, for `nn.MoE` or `moe`; warn of TPU chips that are no box of a torus.
 
         Args:
             mesh: device mesh or abstract mesh.
@@ -260,12 +264,12 @@ class Topology:
             raise ValueError(
                 f"tensor_axes is {tensor_axes!r}; expected distinct axes of {beside}, excluding expert_axis"
             )
+        _warn_of_torus(mesh, axes)
         rates = _per_axis("bytes_per_s", bytes_per_s, axes)
         latencies = _per_axis("latency_s", latency_s, axes)
         # The innermost axis is the fastest level, so the one axis of a flat mesh is the gpu level.
         names = LEVEL_NAMES[-len(axes) :]
-        sizes = [mesh.shape[axis] for axis in axes]
-        levels = tuple(map(Level, names, sizes, rates, latencies))
+        levels = tuple(map(Level, names, (mesh.shape[axis] for axis in axes), rates, latencies))
         return cls(
             levels=levels,
             ranks_per_domain=levels[-1].size if ranks_per_domain is None else ranks_per_domain,
@@ -279,6 +283,7 @@ class Topology:
             ),
             processes=_own_processes(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else (),
             platform=_platform(mesh.devices) if isinstance(mesh, Mesh) else None,
+            device_kind=_tpu_kind(mesh.devices) if isinstance(mesh, Mesh) else None,
         )
 
 
@@ -289,6 +294,11 @@ def _platform(devices: np.ndarray) -> str:
         return device.platform
     version = getattr(getattr(device, "client", None), "platform_version", "")
     return "rocm" if "rocm" in version.lower() else "cuda"
+
+
+def _tpu_kind(devices: np.ndarray) -> str | None:
+    device = devices.flat[0]
+    return device.device_kind if device.platform == "tpu" else None
 
 
 def _ranks_per_process(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> int:
@@ -326,3 +336,13 @@ def _per_axis(name: str, values: tuple[float, ...] | None, axes: tuple[str, ...]
 def _require_positive(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name} is {value}; expected at least 1")
+
+
+def _warn_of_torus(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:
+    """Warn if the first group of a mesh is no line, plane or box of a torus."""
+    if not isinstance(mesh, Mesh):
+        return
+    index = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
+    if message := torus_warning(list(mesh.devices[index].flat), axes):
+        # At the caller of `from_mesh`.
+        warnings.warn(message, stacklevel=3)

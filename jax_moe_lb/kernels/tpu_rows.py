@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jax_moe_lb.core.types import Rows, iota
+from jax_moe_lb.core.types import DType, Rows, iota
 
 OLDEST_JAX = (0, 12)
 """Oldest JAX by which the kernel was compiled."""
@@ -47,21 +47,22 @@ HIGH = 0xFFFF0000
 
 def why_not_sum(rows: Rows, is_weighted: bool) -> str | None:
     """Return the reason why `sum_rows_of_entries` cannot sum rows, or `None`."""
-    return _misfit(rows, 2 * LANES, rows.shape[0] * (1 + is_weighted))
+    return why_not(rows.dtype, rows.shape[1], rows.shape[0] * (1 + is_weighted), 2 * LANES)
 
 
 def why_not_gather(rows: Rows, at: Int[Array, "B"]) -> str | None:
     """Return the reason why `gather_rows` cannot take rows, or `None`."""
-    return _misfit(rows, 2 * LANES * SUBLANES, at.shape[0])
+    return why_not(rows.dtype, rows.shape[1], at.shape[0])
 
 
-def _misfit(rows: Rows, multiple: int, num_items: int) -> str | None:
+def why_not(dtype: DType, width: int, num_items: int, multiple: int = 2 * LANES * SUBLANES) -> str | None:
+    """Return the reason why a kernel cannot copy rows of a dtype and width by lists of so many items, or `None`."""
     if jax.__version_info__ < OLDEST_JAX:
         return f"JAX is {jax.__version__}; expected at least {'.'.join(map(str, OLDEST_JAX))}"
-    if rows.dtype != jnp.bfloat16:
-        return f"rows are {rows.dtype}; expected bfloat16"
-    if rows.shape[1] % multiple:
-        return f"width is {rows.shape[1]}; expected a multiple of {multiple}"
+    if dtype != jnp.bfloat16:
+        return f"rows are {dtype}; expected bfloat16"
+    if width % multiple:
+        return f"width is {width}; expected a multiple of {multiple}"
     if 4 * num_items > MOST_LIST_BYTES:
         return f"lists have {4 * num_items} bytes; expected at most {MOST_LIST_BYTES}"
     return None

@@ -196,7 +196,7 @@ def moe(
     limit = None if factor is None else capacity(factor, routing.experts.size, kernel.shape[1])
     # Here, because the routing of a function gives `K`.
     per_token = getattr(router, "num_experts_per_tok", routing.experts.shape[1])
-    system = system.by_rule(topology, kernel.shape[1], per_token)
+    system = system.by_rule(topology, kernel.shape[1], per_token, jax.ShapeDtypeStruct(x.shape, x.dtype))
     system = _for_router(system, router, homes, kernel.shape[1], topology)
     excess = system.dispatch.excess_nodes(_places(routing.experts, homes), kernel.shape[1], topology)
     counted = count(routing, kernel.shape[1], topology, limit, excess)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+
 from jax_moe_lb import balancers, transport
 from jax_moe_lb.balancers.base import Balancer, Chain, Plain
 from jax_moe_lb.core.checks import check_value, checked_fields, shown
@@ -156,23 +158,32 @@ class System:
         system: Any = {name: value for name, value in of_system.items() if value is not None}
         return replace(self, dispatch=replace(self.dispatch, **dispatch), **system)
 
-    def by_rule(self, topology: Topology, num_experts: int, per_token: int | None) -> "System":
+    def by_rule(
+        self,
+        topology: Topology,
+        num_experts: int,
+        per_token: int | None,
+        tokens: jax.ShapeDtypeStruct | None = None,
+    ) -> "System":
         """Return a copy of the system with the dispatch of `dispatch_by_rule`.
 
         Args:
             topology: topology of the layer.
             num_experts: `E`.
             per_token: `K`; `None` if unknown.
+            tokens: `[T, H]`, shape and dtype of the tokens of a rank; `None` (default) if unknown.
 
         Returns:
-            The system, with `Direct`, `Once` or `Forward` in place of `AutoDispatch`.
+            The system, with `Direct`, `Once` or `Forward` in place of `AutoDispatch`. It stays on TPUs if the tokens
+            are unknown; `moe` then decides.
 
         Examples:
             >>> from jax_moe_lb import Topology, exact
             >>> [type(exact().by_rule(Topology.flat(4), 64, k).dispatch).__name__ for k in (2, 8)]
             ['Direct', 'Once']
         """
-        return replace(self, dispatch=dispatch_by_rule(topology, num_experts, per_token, self.dispatch).dispatch)
+        found = dispatch_by_rule(topology, num_experts, per_token, self.dispatch, tokens)
+        return replace(self, dispatch=found.dispatch)
 
 
 def with_dispatch(system: System, name: str) -> System:

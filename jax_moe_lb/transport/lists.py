@@ -255,11 +255,8 @@ class Step:
         num_received = self.table[:, jax.lax.axis_index(self.group.axes)].sum(dtype=jnp.int32)
         return jnp.where((iota(received.shape[0]) < num_received)[:, None], received, 0)
 
-    def sum_back(self, rows: Float[Array, "A W"], site: str, *, is_peak: bool = False) -> Float[Array, "N W"]:
+    def sum_back(self, rows: Float[Array, "A W"], site: str) -> Float[Array, "N W"]:
         """Return rows to their sources and sum those of each entry; the transpose of `send`."""
-        # At the peak of memory the buffer is initialized, so that it does not exist before.
-        empty = empty_buffer_after if is_peak else empty_buffer
-        back = self._hop().back(rows, empty(rows, self.num_sent), site)
         lists, num_ranks = self.lists, self.size.shape[0]
         row = lists.row if self.entries is None else lists.row[slice(*self.entries)]
         at = jnp.append(self.position, -1)[row]
@@ -268,7 +265,7 @@ class Step:
             at = jnp.stack([jnp.where(ranks == rank, at, -1).max(1) for rank in range(num_ranks)], 1)
         else:
             at = jnp.where(is_first(row, lists.rank.shape[0]), at, -1)
-        return sum_rows(back, at, owners=self._owners())
+        return sum_rows(self._back(rows, site), at, owners=self._owners())
 
     def _owners(self) -> RowOwners:
         """Return the entry of each returned row."""
@@ -278,10 +275,14 @@ class Step:
 
     def choices_back(self, values: Float[Array, "A K"], site: str) -> Float[Array, "N K"]:
         """Return one number for each choice from the rank that serves it; the transpose of `send_choices`."""
-        back = self._hop().back(values, empty_buffer(values, self.num_sent), site)
+        back = self._back(values, site)
         at = jnp.append(self.position, -1)[self.lists.row]
         choice = iota(values.shape[1])[None]
         return jnp.where(at >= 0, back[jnp.maximum(at, 0), choice], 0)
+
+    def _back(self, rows: Array, site: str) -> Array:
+        # Allocated for use now: on TPUs, an uninitialized buffer would exist at the peak of memory before.
+        return self._hop().back(rows, empty_buffer_after(rows, self.num_sent), site)
 
 
 def is_first(row: PerChoice, none: int) -> Bool[Array, "N K"]:

@@ -159,7 +159,7 @@ class _Round:
     def sum_back(self, outputs: Rows, weights: RoutingWeights | None) -> Entries:
         """Sum the outputs of each row, then those of each entry."""
         sums = sum_rows(outputs, self.places.place, weights, self.places.owners(weights)).astype(outputs.dtype)
-        return tuple(step.sum_back(sums, "combine", is_peak=weights is None) for step in self.steps)
+        return tuple(step.sum_back(sums, "combine") for step in self.steps)
 
     @jax.named_scope("combine")
     def weights_back(self, of_copies: Float[Array, "A 1"]) -> Float[Array, "N K"]:

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
+
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import Saved
 from jax_moe_lb.transport.forward import Forward
+from jax_moe_lb.transport.lists import rows_with_padding
 from jax_moe_lb.transport.once import Once
 from jax_moe_lb.transport.wave_rows import share_in_member
 
@@ -19,6 +22,9 @@ LEAST_SAVED_INSIDE = 0.4
 """The same share inside one node. With 8 H100 and 8 experts per token it saves a third of the rows. The step estimated
 from the compiled program is then shorter with `Direct`, whose exchanges run beside more of the products.
 """
+
+TPUS_OF_ONCE = ("TPU v5 lite", "TPU v5e")
+"""Kinds of TPUs on which `Once` is faster than `Direct`: copies of rows take less time there than the links save."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +59,25 @@ class DispatchChoice(NamedTuple):
 
 
 def dispatch_by_rule(
-    topology: Topology, num_experts: int, per_token: int | None, given: Dispatch = AutoDispatch()
+    topology: Topology,
+    num_experts: int,
+    per_token: int | None,
+    given: Dispatch = AutoDispatch(),
+    tokens: jax.ShapeDtypeStruct | None = None,
 ) -> DispatchChoice:
     """Choose the dispatch of a layer.
 
     The first rule that holds decides:
 
     1. Another dispatch than `AutoDispatch`: the given dispatch.
-    2. Chunks, saved arrays, or a TPU: `Direct`.
-    3. Several nodes of several ranks, and domains inside nodes: `Forward`.
-    4. Under uniform routing a token visits so few ranks that `Once` sends 25 % less rows or more, inside one node 40 %:
-       `Once`.
-    5. `Direct`.
+    2. Chunks or saved arrays: `Direct`.
+    3. A TPU other than v5e: `Direct`.
+    4. A TPU v5e: the given dispatch if `tokens` are unknown; else the next rules without `Forward`, and `Direct` if no
+       kernel copies rows of these tokens.
+    5. Several nodes of several ranks, and domains inside nodes: `Forward`.
+    6. Under uniform routing a token visits so few ranks that `Once` sends 25 % less rows or more, inside one node of
+       GPUs 40 %: `Once`.
+    7. `Direct`.
 
     `moe` applies it to the systems of `jax_moe_lb.systems`, named or called. Pass `dispatch=` to decide otherwise.
 
@@ -73,6 +86,8 @@ def dispatch_by_rule(
         num_experts: `E`.
         per_token: `K`; `None` if unknown, which rules out `Once`.
         given: dispatch of the system; `AutoDispatch()` by default.
+        tokens: `[T, H]`, shape and dtype of the tokens of a rank. They decide on TPUs only, whose kernels copy rows in
+            bfloat16 of a width that is a multiple of 2,048. `None` (default) if unknown.
 
     Examples:
         >>> from jax_moe_lb.core import Level
@@ -88,19 +103,34 @@ def dispatch_by_rule(
     direct = Direct(*options, given.saved)
     if given.buffers.chunks > 1 or given.saved != Saved():
         return DispatchChoice(direct, "Direct: chunks or saved arrays")
-    if topology.platform == "tpu":
-        # Continuous integration compiles `Once` and `Forward` for GPUs only.
-        return DispatchChoice(direct, "Direct: a TPU")
+    is_tpu = topology.platform == "tpu"
+    if is_tpu and topology.device_kind not in TPUS_OF_ONCE:
+        return DispatchChoice(direct, "Direct: a TPU other than v5e")
+    if is_tpu and tokens is None:
+        return DispatchChoice(given, "AutoDispatch: the tokens of a rank decide on a TPU v5e")
     members, ranks = topology.levels[-1].size, topology.num_ranks
     nodes = ranks // members
-    if nodes > 1 and members > 1 and topology.ranks_per_domain <= members:
+    if not is_tpu and nodes > 1 and members > 1 and topology.ranks_per_domain <= members:
         return DispatchChoice(Forward(*options), f"Forward: {nodes} nodes of {members} ranks, and domains inside nodes")
     if per_token is None or ranks == 1:
         return DispatchChoice(direct, "Direct: one rank, or an unknown number of experts per token")
     # A function may return more choices than there are experts, some without an expert.
     rows = ranks * share_in_member(num_experts, min(per_token, num_experts), ranks)
     of_all = f"{rows:.1f} of {per_token} rows per token"
-    least = LEAST_SAVED_INSIDE if nodes == 1 else LEAST_SAVED
+    if is_tpu and (reason := _without_kernel(tokens, per_token, ranks, given)):
+        return DispatchChoice(direct, f"Direct: no kernel copies rows, {reason}")
+    least = LEAST_SAVED_INSIDE if nodes == 1 and not is_tpu else LEAST_SAVED
     if rows < (1 - least) * per_token:
         return DispatchChoice(Once(*options), f"Once: {of_all}, uniformly routed")
     return DispatchChoice(direct, f"Direct: Once would send {of_all}")
+
+
+def _without_kernel(tokens: jax.ShapeDtypeStruct | None, per_token: int, num_ranks: int, given: Dispatch) -> str | None:
+    """Return the reason why no kernel for TPUs copies the rows of `Once`, or `None`."""
+    # Only for TPUs, since it imports Mosaic.
+    from jax_moe_lb.kernels.tpu_rows import why_not
+
+    assert tokens is not None
+    num_rows = rows_with_padding(given.buffers, tokens.shape[0] * per_token, per_token, num_ranks)
+    # The row and the weight of each copy.
+    return why_not(tokens.dtype, tokens.shape[1], 2 * num_rows)

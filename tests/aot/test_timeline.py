@@ -293,3 +293,20 @@ def test_targets_have_a_price(target):
     path = ExchangePath.NATIVE if target.startswith("v") else ExchangePath.ONE_SHOT
     found = timeline(schedule(path=path), Target.parse(target), load_of(even_counts()))
     assert 0 < found.exposed_s < found.total_s < 1e-2
+
+
+@pytest.mark.parametrize(("kernel", "rate"), [("moe_gather_rows", "gathered_row"), ("moe_sum_rows", "summed_row")])
+def test_kernels_of_tpus_take_a_time_for_each_row(kernel, rate):
+    """Instructions of the kernel bound it, unless the rows are wide."""
+    text = TEXT.replace("%w, %n), custom_call", "%w, %gathered), custom_call").replace("%hidden =", f"%{kernel}.1 =")
+    (one,) = (each for each in schedule(text.replace("(%hidden,", f"(%{kernel}.1,")) if each.name == f"{kernel}.1")
+    assert one.copied_rows == 128
+    target = Target.parse("v5e:2x4")
+    time = OperationTime(target)
+    wide, narrow = (time.of(replace(one, product=None, flops=0, nbytes=nbytes), 0) for nbytes in (10**9, 128))
+    many = replace(one, product=None, flops=0, nbytes=128, copied_rows=10**6)
+    a_row = getattr(device_rates("v5e", "tpu"), rate)
+    assert time.of(many, 0).seconds == pytest.approx(10**6 * a_row, rel=1e-2)
+    assert (time.of(many, 0).bound, wide.bound) == ("rows", "HBM")
+    assert wide.seconds > narrow.seconds
+    assert not any(each.copied_rows for each in schedule())

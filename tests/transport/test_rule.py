@@ -46,6 +46,7 @@ NODES = Topology((Level("node", 4), Level("gpu", 8)), ranks_per_domain=8)
         (Topology.flat(8), 256, None, Direct),
         (Topology.flat(1), 256, 8, Direct),
         (replace(NODES, platform="tpu"), 256, 8, Direct),
+        (replace(NODES, platform="tpu", device_kind="TPU v5e"), 256, 8, AutoDispatch),
         (replace(NODES, platform="cuda"), 256, 8, Forward),
     ],
 )
@@ -53,6 +54,32 @@ def test_nodes_and_expected_rows_decide(topology, experts, per_token, kind):
     found = dispatch_by_rule(topology, experts, per_token)
     assert type(found.dispatch) is kind
     assert found.reason.startswith(f"{kind.__name__}: ")
+
+
+TPU = replace(Topology.flat(8), platform="tpu", device_kind="TPU v5 lite")
+
+
+@pytest.mark.parametrize(
+    ("topology", "shape", "dtype", "reason"),
+    [
+        (TPU, (4096, 2048), "bfloat16", "Once: 5.3 of 8 rows"),
+        (TPU, (4096, 2048), "float32", "Direct: no kernel copies rows, rows are float32; expected bfloat16"),
+        (TPU, (4096, 2304), "bfloat16", "Direct: no kernel copies rows, width is 2304"),
+        (TPU, (32768, 2048), "bfloat16", "Direct: no kernel copies rows, lists have"),
+        (
+            replace(NODES, platform="tpu", device_kind="TPU v5e"),
+            (4096, 2048),
+            "bfloat16",
+            "Direct: Once would send 7.3",
+        ),
+        (replace(TPU, device_kind="TPU v5"), (4096, 2048), "bfloat16", "Direct: a TPU other than v5e"),
+        (Topology.flat(8), (4096, 2048), "float32", "Once: 5.3 of 8 rows"),
+    ],
+)
+def test_tokens_decide_on_tpus_alone(topology, shape, dtype, reason):
+    found = dispatch_by_rule(topology, 256, 8, AutoDispatch(), jax.ShapeDtypeStruct(shape, dtype))
+    assert found.reason.startswith(reason)
+    assert found.reason.startswith(type(found.dispatch).__name__)
 
 
 @pytest.mark.parametrize("given", [Once(), TwoPhase(), rails().dispatch, Direct(), Direct(Buffers(chunks=2))])

@@ -1,0 +1,68 @@
+"""Warnings of groups that are no line, plane or box of a torus."""
+
+import warnings
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jax_moe_lb import Topology
+from jax_moe_lb.core.torus import torus_warning
+
+
+def chips(*places):
+    return [SimpleNamespace(coords=list(place), slice_index=0) for place in places]
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(0, 0, 0)],
+        [(x, 1, 0) for x in range(4)],
+        [(x, y, 0) for x in range(2) for y in range(4)],
+        [(x, y, z) for x in range(2) for y in range(2) for z in range(2)],
+        # Two devices of each chip.
+        [(0, y, 0) for y in range(2) for _ in range(2)],
+    ],
+)
+def test_lines_planes_and_boxes_have_no_warning(places):
+    assert torus_warning(chips(*places), ("expert",)) is None
+
+
+@pytest.mark.parametrize(
+    ("places", "cost"),
+    [
+        ([(0, 0, 0), (1, 1, 0)], "2 chips in a box of 4 .* up to 2 times"),
+        ([(x, 0, 0) for x in range(0, 8, 2)], "4 chips in a box of 7 .* up to 1.8 times"),
+        ([(0, 0, 0), (0, 1, 0), (1, 0, 0)], "3 chips in a box of 4 .* up to 1.3 times"),
+    ],
+)
+def test_other_groups_have_a_warning_with_their_cost(places, cost):
+    found = torus_warning(chips(*places), ("expert",))
+    assert found is not None
+    assert "\n" not in found
+    with pytest.warns(UserWarning, match=cost):
+        warnings.warn(found, stacklevel=1)
+
+
+def test_gpus_and_several_slices_have_no_warning():
+    assert torus_warning([object(), object()], ("expert",)) is None
+    two = [SimpleNamespace(coords=(x, x, 0), slice_index=x) for x in range(2)]
+    assert torus_warning(two, ("expert",)) is None
+
+
+def test_the_topology_of_a_mesh_warns(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "expert"))
+    asked = []
+
+    def warning(devices, axes):
+        asked.append([device.id for device in devices])
+        return f"{axes[0]} is bent"
+
+    monkeypatch.setattr("jax_moe_lb.core.topology.torus_warning", warning)
+    with pytest.warns(UserWarning, match="expert is bent"):
+        Topology.from_mesh(mesh, "expert")
+    # The devices of one group.
+    assert asked == [[device.id for device in mesh.devices[0]]]
