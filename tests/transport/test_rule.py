@@ -73,7 +73,7 @@ TPU = replace(Topology.flat(8), platform="tpu", device_kind="TPU v5 lite")
             "Direct: Once would send 7.3",
         ),
         (replace(TPU, device_kind="TPU v5"), (4096, 2048), "bfloat16", "Direct: a TPU other than v5e"),
-        (Topology.flat(8), (4096, 2048), "float32", "Once: 5.3 of 8 rows"),
+        (Topology.flat(4), (4096, 2048), "float32", "Once: 3.6 of 8 rows"),
     ],
 )
 def test_tokens_decide_on_tpus_alone(topology, shape, dtype, reason):
