@@ -35,4 +35,4 @@ run_tests -k saved -m 'not thorough'
 install --upgrade transformers peft compressed-tensors
 run_tests
 # The page of the recipe: answers of a tuned model, with reasoning and tool calls.
-JAX_PLATFORMS=cpu "$venv/bin/python" -m tests.parity.recipe
+JAX_PLATFORMS=cpu "$venv/bin/python" -m tests.parity.recipe .venv/bin/python

@@ -1,5 +1,6 @@
-"""Run the page `docs/how-to/recipe.md` in an empty folder: `python -m tests.parity.recipe`.
+"""Run the page `docs/how-to/recipe.md` in an empty folder: `python -m tests.parity.recipe .venv/bin/python`.
 
+The argument is the Python for all but `transformers`: planners are slow in an environment without binaries.
 The answers of `models.generate` and `transformers` are equal, with the reasoning and the tool call that were learned.
 """
 
@@ -26,13 +27,14 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, trainer: str) -> None:
     """Run the blocks of the page in order, and compare the answers."""
     printed = {"": "", "python": ""}
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
         lines = [["python", "-c", block]] if language else map(shlex.split, block.splitlines())
         for line in lines:
-            output = run([sys.executable, *line[1:]], folder)
+            python = sys.executable if "from transformers" in block else trainer
+            output = run([python, *line[1:]], folder)
             printed[language] += "" if "models.train" in line else output
     print(printed[""])
     assert printed[""] == printed["python"], printed
@@ -41,4 +43,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        main(Path(scratch))
+        main(Path(scratch), str(Path(sys.argv[1]).absolute()))
