@@ -1,5 +1,6 @@
 """Files of a run are complete, are never deleted, and belong to one training run at a time."""
 
+import errno
 import json
 import os
 import signal
@@ -9,9 +10,12 @@ import time
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from models.run_folder.checkpoints import system_errors
 from models.run_folder.files import FolderLock, free_sibling, part, write_whole
 from models.run_folder.metrics import PER_STEP, Recorder, RunFolder
+from models.train import TrainArgs, app
 from models.training.faults import StopRequest
 
 
@@ -140,3 +144,23 @@ def test_second_signal_ends_at_once_whatever_the_main_thread_does():
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 128 + signal.SIGTERM
+
+
+def test_a_failed_read_ends_resume_in_one_line(tmp_path, monkeypatch):
+    def failing(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "run/checkpoint/2")
+
+    monkeypatch.setattr(TrainArgs, "prepare", failing)
+    result = CliRunner().invoke(app, ["tiny", "--run-dir", str(tmp_path), "--resume"])
+    line = "error: 'run/checkpoint/2' cannot be read or written: Input/output error; after a fix, --resume continues"
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert result.stderr.startswith(line)
+
+
+def test_an_error_of_a_library_contains_the_error_of_the_system():
+    """Orbax wraps an error of TensorStore."""
+    with pytest.raises(OSError, match="No space left on device") as found, system_errors():
+        raise Exception("Encountered error while reading array index") from ValueError("[os_error_code='28']")
+    assert found.value.errno == errno.ENOSPC
+    with pytest.raises(ValueError, match="other"), system_errors():
+        raise ValueError("other")
