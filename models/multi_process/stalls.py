@@ -106,5 +106,8 @@ class StallLines:
             return f"the run continues: {shown.cause} took more than {shown.age_s:.0f} s"
         if stall is None or stall.age_s < self.due_s:
             return None
-        self.due_s, self.shown = 2 * self.due_s, stall
+        # A stall among responding processes is detected late, after several intervals.
+        while self.due_s <= stall.age_s:
+            self.due_s *= 2
+        self.shown = stall
         return str(stall)

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from benchmarks.local_gloo import bind_gloo
 
 import tests.models.tiny_training
+from benchmarks.training.local_gloo import bind_gloo
 from models.run_folder.metrics import RunFolder
 from tests.models import processes
 from tests.models.kill_training import losses

@@ -12,7 +12,7 @@ import pytest
 
 from models.config import MultiProcessConfig
 from models.multi_process.relay import relay_to
-from models.multi_process.stalls import BEAT_S, SILENT_S, StallDetector, StallLines
+from models.multi_process.stalls import BEAT_S, SILENT_S, Stall, StallDetector, StallLines
 from models.run_folder.metrics import RunFolder
 from tests.models.kill_training import MAX_WAIT_S, losses, wait_for_steps
 from tests.models.processes import end, free_port, start
@@ -101,6 +101,12 @@ def test_lines_come_at_increasing_intervals_and_once_at_the_end():
     assert lines.line(run.go_on(1)) == f"the run continues: waiting for {B} took more than 80 s"
     assert lines.line(run.go_on(1)) is None
     assert StallLines(12).first_s == 6
+
+
+def test_a_stall_that_is_detected_late_has_one_line():
+    lines = StallLines(None)
+    shown = [age for age in range(300, 700) if lines.line(Stall("waiting", age, 1))]
+    assert shown == [300, 320, 640]
 
 
 @pytest.mark.parametrize("value", [0, 9, float("inf"), float("nan")])
