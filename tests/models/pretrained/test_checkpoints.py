@@ -233,7 +233,8 @@ def test_an_index_that_lies(mixtral, tmp_path, places, expected):
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("model_type", "llama4", "model_type is 'llama4'; expected one of"),
+        ("model_type", "mamba2", "model_type is 'mamba2'; expected one of"),
+        ("model_type", "llama4", "text_config is None; expected an object of llama4_text"),
         ("hidden_size", "64", "hidden_size is '64'; expected an integer, 0 to"),
         ("num_key_value_heads", 3, "num_kv_heads is 3; expected a divisor"),
         ("rope_scaling", {"rope_type": "longrope"}, "rope_type is 'longrope'"),
