@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from jax_moe_lb import Buffers, ExpertConfig, MoE, System, TopK, Topology, exact, rails
 from jax_moe_lb.core import Level
+from jax_moe_lb.kernels import tpu_rows
 from jax_moe_lb.transport import (
     AutoDispatch,
     Direct,
@@ -76,7 +77,8 @@ TPU = replace(Topology.flat(8), platform="tpu", device_kind="TPU v5 lite")
         (Topology.flat(4), (4096, 2048), "float32", "Once: 3.6 of 8 rows"),
     ],
 )
-def test_tokens_decide_on_tpus_alone(topology, shape, dtype, reason):
+def test_tokens_decide_on_tpus_alone(topology, shape, dtype, reason, monkeypatch):
+    monkeypatch.setattr(tpu_rows, "OLDEST_JAX", (0,))
     found = dispatch_by_rule(topology, 256, 8, AutoDispatch(), jax.ShapeDtypeStruct(shape, dtype))
     assert found.reason.startswith(reason)
     assert found.reason.startswith(type(found.dispatch).__name__)
