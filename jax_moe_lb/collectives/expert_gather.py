@@ -354,30 +354,18 @@ def ragged_add(
     in_place: bool = False,
 ) -> Kinds:
     """Compute `add_at_home` by exchanges of exact sizes."""
-    add = partial(_ragged_add, wanted=wanted, num_home=num_home, domain=domain, axis_name=axis_name)
-    if not in_place:
-        return add(sums, upstream, in_one_process=in_one_process, in_place=False)
-    done: list[WeightsOfKind] = []
-    for total, kind in zip(sums, upstream, strict=True):
-        if len(done) >= 2:
-            # The buffer of an array is as large as all replicas of a home. An exchange overlaps with the sums of one
-            # earlier array, so two buffers serve all.
-            _, kind = jax.lax.optimization_barrier((done[-2], kind))
-        done += add((total,), (kind,), in_one_process=in_one_process, in_place=True)
-    return tuple(done)
-
-
-def _ragged_add(
-    sums: Kinds,
-    upstream: Kinds,
-    *,
-    wanted: Wanted,
-    num_home: int,
-    domain: int,
-    axis_name: Axes,
-    in_one_process: bool,
-    in_place: bool,
-) -> Kinds:
+    if in_place and len(sums) > 1:
+        alone = partial(
+            ragged_add, num_home=num_home, domain=domain, axis_name=axis_name, in_one_process=in_one_process
+        )
+        done: list[WeightsOfKind] = []
+        for total, kind in zip(sums, upstream, strict=True):
+            if len(done) > 1:
+                # A buffer has room for all replicas of a home. An exchange overlaps with the sums of one earlier array,
+                # so two buffers serve all.
+                done[-2], kind = jax.lax.optimization_barrier((done[-2], kind))
+            done += alone((total,), (kind,), wanted, in_place=True)
+        return tuple(done)
     num_replicas = wanted.shape[1]
     me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
     room = max_incoming_replicas(num_replicas, num_home, domain)

@@ -188,6 +188,10 @@ def dtype_of_sums(experts: Experts, exchange: DispatchOptions, *, is_first: bool
     return wide_dtype(experts.up) if has_sums else experts.up.dtype
 
 
+BFLOAT16 = jnp.finfo(jnp.bfloat16)
+"""Widths of the exponent and the mantissa."""
+
+
 class Halves(NamedTuple):
     """Sum over rounds in two bfloat16 arrays: its value in bfloat16, and the rest."""
 
@@ -203,9 +207,6 @@ class Halves(NamedTuple):
         # Not two conversions, which XLA may remove: the rest would be 0.
         high = jax.lax.reduce_precision(total, BFLOAT16.nexp, BFLOAT16.nmant)
         return Halves(high.astype(jnp.bfloat16), (total - high).astype(jnp.bfloat16))
-
-
-BFLOAT16 = jnp.finfo(jnp.bfloat16)
 
 
 def widened(sums: SumsT) -> SumsT:
