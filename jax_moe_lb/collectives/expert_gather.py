@@ -25,6 +25,7 @@ from jax_moe_lb.collectives.ragged_all_to_all import (
 )
 from jax_moe_lb.core.experts import usual_layout
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
+from jax_moe_lb.core.schedule import in_order_on_cuda
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Axes, add_to_first, iota, wide_dtype
 
@@ -363,7 +364,7 @@ def ragged_add(
             if len(done) > 1:
                 # A buffer has room for all replicas of a home. An exchange overlaps with the sums of one earlier array,
                 # so two buffers serve all.
-                done[-2], kind = jax.lax.optimization_barrier((done[-2], kind))
+                done[-2], kind = in_order_on_cuda(done[-2], kind)
             done += alone((total,), (kind,), wanted, in_place=True)
         return tuple(done)
     num_replicas = wanted.shape[1]
