@@ -43,7 +43,7 @@ class Between {
   // Makes a stream wait until a rank has completed all its copies of this call.
   Status WaitForReader(cudaStream_t stream, uint32_t number, size_t rank) const;
 
-  Status WhyReleased(const std::string& site, uint32_t number) const { return group_->WhyReleased(site, number); }
+  Outcome WhyReleased(const std::string& site, uint32_t number) const { return group_->WhyReleased(site, number); }
 
  private:
   Between(ProcessGroup* group, int device);

@@ -188,10 +188,9 @@ Outcome Join(cudaStream_t stream, int64_t run_id, int32_t device, const Addresse
   }
   // The rendezvous has usually ended by now. Its last device sets the events to wait for.
   if (const Outcome outcome = pending->Wait(); outcome.failure) return outcome;
-  Status bad = pending->JoinOn(stream);
-  if (!bad && pending->between != nullptr)
-    bad = pending->between->WhyReleased("copies of expert weights", pending->number);
-  return {bad, false};
+  if (Status bad = pending->JoinOn(stream)) return {bad, false};
+  if (pending->between == nullptr) return {};
+  return pending->between->WhyReleased("copies of expert weights", pending->number);
 }
 
 xf::Error JoinHandler(cudaStream_t stream, xf::RunId run, int32_t device, PeerIntegers ticket,

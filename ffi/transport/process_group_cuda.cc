@@ -21,6 +21,11 @@ uint64_t IdOf(const std::vector<int64_t>& processes) {
   return id;
 }
 
+// The failure that a process has published in its page.
+Outcome ShownFailure(const SharedCall& call) {
+  return {Problem(call.message, call.is_internal != 0), call.timed_out != 0};
+}
+
 }  // namespace
 
 Outcome ProcessGroup::Of(Neighbours* neighbours, const std::vector<int64_t>& processes, const std::string& site,
@@ -131,7 +136,7 @@ Outcome ProcessGroup::WaitForAll(const std::string& site, uint32_t number, doubl
     if (outcome.failure) return outcome;
     // Sequentially consistent with `announced` on all processes: see ShowFailure.
     if (other.failed.load() == number) {
-      return {Problem(other.message, other.is_internal != 0), other.timed_out != 0};
+      return ShownFailure(other);
     }
     if (other.request_hash == call(own_, number).request_hash) continue;
     return {Refuse(site, ": rank ", rank, " requests other copies than rank ", own_,
@@ -150,7 +155,7 @@ Outcome ProcessGroup::WaitForQueued(const std::string& site, uint32_t number, si
   };
   const Outcome outcome = Until(site, "queued", timeout_s, rank, is_queued);
   if (outcome.failure || other.failed.load(std::memory_order_acquire) != number) return outcome;
-  return {Problem(other.message, other.is_internal != 0), other.timed_out != 0};
+  return ShownFailure(other);
 }
 
 void ProcessGroup::ShowQueued(uint32_t number, size_t tasks) const {
@@ -177,12 +182,12 @@ void ProcessGroup::ShowCopied(uint32_t number) const {
   call(own_, number).copied.store(number, std::memory_order_release);
 }
 
-Status ProcessGroup::WhyReleased(const std::string& site, uint32_t number) const {
+Outcome ProcessGroup::WhyReleased(const std::string& site, uint32_t number) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [broken, rank] : broken_) {
     if (broken == number) return Ended(site, rank);
   }
-  return Ok();
+  return {};
 }
 
 // Called on the watching thread of the sockets. Only words of the ended process are written: it has only read the
@@ -224,21 +229,22 @@ size_t ProcessGroup::FirstEnded(size_t rank) const {
   return rank;
 }
 
-Status ProcessGroup::Ended(const std::string& site, size_t rank) const {
+Outcome ProcessGroup::Ended(const std::string& site, size_t rank) const {
   const auto name = [&] { return site + ": rank " + std::to_string(rank) + " of " + std::to_string(size()); };
   const SocketResult end = neighbours_->WhyGone(processes_[rank]);
-  if (end.outcome == SocketOutcome::kBroken) return Problem(name() + " cannot be reached: " + *end.problem, true);
+  if (end.outcome == SocketOutcome::kBroken) return {Problem(name() + " cannot be reached: " + *end.problem, true), false};
   rank = FirstEnded(rank);
   // A process ends after a failed call, with the reason in its page.
   const uint32_t failed = pages_[rank] == nullptr ? 0 : pages_[rank]->last_failed.load(std::memory_order_acquire);
-  if (failed != 0) return Problem(call(rank, failed).message, call(rank, failed).is_internal != 0);
-  return Problem(name() + " has ended (process " + std::to_string(processes_[rank]) +
-                     "); expected all to run until the program ends",
-                 true);
+  if (failed != 0) return ShownFailure(call(rank, failed));
+  return {Problem(name() + " has ended (process " + std::to_string(processes_[rank]) +
+                      "); expected all to run until the program ends",
+                  true),
+          false};
 }
 
 Outcome ProcessGroup::Unsent(const std::string& site, const SocketResult& sent) const {
-  if (sent.outcome == SocketOutcome::kEnded) return {Ended(site, RankOf(sent.process)), false};
+  if (sent.outcome == SocketOutcome::kEnded) return Ended(site, RankOf(sent.process));
   return {At(site, *sent.problem), sent.outcome == SocketOutcome::kStalled};
 }
 
@@ -250,7 +256,7 @@ Outcome ProcessGroup::Until(const std::string& site, const char* what, double ti
     // Test for the end first: words written before the end are valid.
     const bool is_gone = neighbours_->IsGone(processes_[rank]);
     if (is_so()) return {};
-    if (is_gone) return {Ended(site, rank), false};
+    if (is_gone) return Ended(site, rank);
     const Clock::duration waited = Clock::now() - begin;
     if (std::chrono::duration<double>(waited).count() > timeout_s) {
       return {Refuse(site, ": rank ", rank, " of ", size(), " did not arrive within ", timeout_s, " s (process ",

@@ -69,7 +69,7 @@ class ProcessGroup {
 
   // Returns a failure if the streams' waits of this call were released because a process had ended: the copies are then
   // invalid.
-  Status WhyReleased(const std::string& site, uint32_t number) const;
+  Outcome WhyReleased(const std::string& site, uint32_t number) const;
 
   // Disables the host's waits of one kind, "ring", "all" or "queued", to test that each is needed.
   void LeaveOut(const std::string& waits) { left_out_ = waits; }
@@ -82,7 +82,7 @@ class ProcessGroup {
   void Release(int64_t process);
   Outcome Until(const std::string& site, const char* what, double timeout_s, size_t rank,
                 const std::function<bool()>& is_so) const;
-  Status Ended(const std::string& site, size_t rank) const;
+  Outcome Ended(const std::string& site, size_t rank) const;
   size_t FirstEnded(size_t rank) const;
   size_t RankOf(int64_t process) const;
 
