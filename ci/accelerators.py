@@ -159,7 +159,7 @@ LIMITS = {
     Case("v5e:2x4", "exact", train=True, max_rounds=1): Limits(990, 9.98, 1.29, 0),
     Case("v5e:2x4", "exact", train=True, max_rounds=1, by_rule=True): Limits(1044, 10.7, 1.29, 0),
     Case("v6e:2x4", "exact", train=True): Limits(1687, 11.9, 1.29, 0),
-    Case("v6e:2x4", "exact", train=True, max_rounds=1): Limits(917, 10.8, 1.29, 0),
+    Case("v6e:2x4", "exact", train=True, max_rounds=1): Limits(1000, 10.8, 1.29, 0),
     Case("v5p:2x2x2", "exact", train=True, max_rounds=1): Limits(1108, 11.5, 1.29, 0),
     Case("gb200:1x4x1", "exact", train=True, sizes=TILED): Limits(14.3, 0.104, 1.36, 0),
     Case("v6e:2x4", "exact", train=True, sizes=SMALL): Limits(8.5, 0.018, 7.9, 0),
