@@ -28,6 +28,9 @@ SIZES = LayerSizes()
 TARGETS = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2")
 FORMS = {
     "once": exact(max_rounds=1, dispatch="once"),
+    "once, saved rows and replicas": exact(max_rounds=1, dispatch="once").replace(
+        saved=Saved(rows=True, replicas=True)
+    ),
     "direct": exact(max_rounds=1, dispatch="direct"),
     "direct, two chunks": exact(buffers=Buffers(max_rounds=1, chunks=2)),
     "direct, two chunks, saved rows and replicas": exact(buffers=Buffers(max_rounds=1, chunks=2)).replace(

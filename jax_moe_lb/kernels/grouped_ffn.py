@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jax_moe_lb.core.experts import Experts, activate, usual_layout
 from jax_moe_lb.core.manual_axes import vary_like
-from jax_moe_lb.core.schedule import in_order_on_cuda
+from jax_moe_lb.core.schedule import in_order, in_order_on_cuda
 from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
 from jax_moe_lb.kernels.backends import (
     KINDS,
@@ -356,7 +356,7 @@ def _gradients_at_once(
     ]
     of_rows = sum(back[1:], start=back[0])
     # The other gradients of weights come last: the gradients of the rows travel meanwhile.
-    of_rows, (rows, upstreams) = in_order_on_cuda(of_rows, (rows, upstreams))
+    of_rows, (rows, upstreams) = in_order(of_rows, (rows, upstreams))
     for kind, part in zip(inner, upstreams, strict=True):
         of_kinds |= outers(kind, rows, part)
         if _first(experts).trained.up_bias is not None:

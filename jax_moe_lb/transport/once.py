@@ -8,6 +8,7 @@ of all ranks. Partial sums are computed in float32 or wider and travel in the dt
 import abc
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, s
 @dataclass(frozen=True)
 class ListDispatch(Dispatch[ListReceipt]):
     """Base class of dispatches whose rows are tokens in lists: `Once` and `Forward`."""
+
+    takes_saved: ClassVar[bool] = True
 
     @abc.abstractmethod
     def groups(self, domain: int, topology: Topology) -> tuple[Group, Group | None]:

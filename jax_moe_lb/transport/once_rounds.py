@@ -1,12 +1,12 @@
 """`serve_lists`: expert computation in rounds of lists, forward and backward, in the memory of one round.
 
 It is `in_rounds` for dispatches whose rows are entries instead of copies: `Once` and `Forward`. The residuals are the
-layer inputs, the plan and the lists, which are integers. Each backward round sends the entries and the gradients of
-their outputs again.
+layer inputs, the plan, the lists, which are integers, and the arrays of `Saved`. Each backward round sends the entries
+again, unless they are saved, and the gradients of their outputs.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,21 +16,23 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
 from jax_moe_lb.core.experts import Experts
+from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.schedule import in_order_on_tpu
+from jax_moe_lb.core.schedule import in_order, in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens, pytree
-from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
 from jax_moe_lb.kernels.slot_places import SlotPlaces, slot_places, sum_rows, take_rows
 from jax_moe_lb.transport.compression import packed, unpacked
-from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, rows_at
+from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceipt, RoutingWeights, Saved, rows_at
 from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
-from jax_moe_lb.transport.one_round import SumsT
+from jax_moe_lb.transport.one_round import Kept, SumsT
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import backward_pass, overflow_rounds
+from jax_moe_lb.transport.rounds import backward_pass, named, overflow_rounds
 from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier, widened
 
-Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
+Inputs = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
+
+Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt", Kept]
 
 Entries = tuple[Float[Array, "_ W"], ...]
 """Entries of a rank by chunk; one chunk without a first hop."""
@@ -180,48 +182,58 @@ def serve_lists(
 ) -> Tokens:
     """Send every token once to each rank that serves it, apply its experts there, and sum their weighted outputs."""
     # Reverse mode runs the same rounds, by a handwritten backward pass, as in `in_rounds`.
+    route = route._replace(options=replace(route.options, saved=Saved()))
+    return _served((tokens, weights, experts, plan, receipt), replicate, route, topology)[0]
+
+
+def _served(inputs: Inputs, replicate: Replicate, route: Route, topology: Topology) -> tuple[Tokens, Kept]:
+    """Compute `serve_lists`; also return the arrays to save."""
 
     # Under `vmap`, microbatches run sequentially, each with the number of rounds of its own plan.
     @jax.custom_batching.sequential_vmap
-    def serve(tokens: Tokens, weights: RoutingWeights, experts: Experts, plan: Plan, receipt: ListReceipt) -> Tokens:
-        transfer = route.options.transfer
+    def serve(inputs: Inputs) -> tuple[Tokens, Kept]:
+        tokens, weights, experts, plan, receipt = inputs
+        transfer, saved = route.options.transfer, route.options.saved
         slots = Slots.of(experts, plan, replicate, topology)
         with jax.named_scope("dispatch"):
             # Encode tokens before the first hop, once per token.
             entries = route.to_entries(packed(transfer, tokens), receipt)
             entry_weights = route.choices_to_entries(weights, receipt)
 
-        def one_round(i: Array | int, total: Entries | None) -> Entries:
+        def one_round(i: Array | int, total: Entries | None, saved: Saved = Saved()) -> tuple[Entries, Kept]:
             # The barrier makes every round gather its rows, as in `in_rounds`. A chunk does not wait for the others.
             now = tuple(optimization_barrier(jnp.int32(i), part) for part in entries)
             one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(entries))
-            sizes = one.places.group_sizes
-            rows = one.copies(unpacked(transfer, one.send(now), tokens))
-            with jax.named_scope("experts"):
-                outputs = grouped_ffn(rows, slots.weights(sizes), sizes)
+            words = one.send(now)
+            rows = one.copies(unpacked(transfer, words, tokens))
+            outputs, products = slots.ffn(rows, one.places.group_sizes, keeps_products=saved.hidden)
             sums = one.sum_back(outputs, one.weights)
-            return sums if total is None else jax.tree.map(jnp.add, total, sums)
+            kept = Kept(rows=words if saved.rows else None, products=products if saved.hidden else None)
+            return (sums if total is None else jax.tree.map(jnp.add, total, sums)), kept
 
-        total = _rounds(receipt, route, one_round)
+        # The first round has the static index 0: the sizes of its lists are known.
+        first, kept = one_round(0, None, saved)
+        kept = kept._replace(replicas=slots.replicas if saved.replicas else None)
+        total = _further_rounds(receipt, route, lambda i, total: one_round(i, total)[0], first)
         with jax.named_scope("combine"):
-            return route.to_tokens(total, receipt, tokens)
+            return route.to_tokens(total, receipt, tokens), kept
 
-    return serve(tokens, weights, experts, plan, receipt)
+    return serve(inputs)
 
 
-def _rounds(
+def _further_rounds(
     receipt: ListReceipt,
     route: Route,
-    one_round: Callable[[Array | int, Any], SumsT],
+    one_round: Callable[[Array, SumsT], SumsT],
+    first: SumsT,
     wide: Callable[[SumsT], SumsT] | None = None,
 ) -> SumsT:
-    """Run all rounds of a function from round index and sums to sums; the sums are `None` at first."""
+    """Run the rounds after the first one, from round index and sums to sums."""
 
     def further(i: Array, carry: tuple[None, SumsT]) -> tuple[None, SumsT]:
         return None, one_round(i, carry[1])
 
-    # The first round has the static index 0: the sizes of its lists are known.
-    return overflow_rounds(receipt, route.options, further, (None, one_round(0, None)), wide)[1]
+    return overflow_rounds(receipt, route.options, further, (None, first), wide)[1]
 
 
 def _save(
@@ -235,7 +247,9 @@ def _save(
     topology: Topology,
 ) -> tuple[Tokens, Residuals]:
     saved = tokens, weights, experts, plan, receipt
-    return serve_lists(*saved, replicate, route, topology), saved
+    # A second derivative differentiates this pass, too.
+    outputs, kept = first_order(partial(_served, replicate=replicate, route=route, topology=topology))(saved)
+    return outputs, (*saved, named(kept))
 
 
 def _backward(
@@ -249,28 +263,37 @@ def _gradients(
     replicate: Replicate, route: Route, topology: Topology, saved: Residuals, upstream: Tokens
 ) -> tuple[Tokens, RoutingWeights, Experts]:
     """Compute the gradients of tokens, weights and home experts, in the rounds of the forward pass."""
-    tokens, weights, experts, plan, receipt = saved
+    tokens, weights, experts, plan, receipt, kept = saved
     # As in `rounds._gradients`: rematerialize replicas and rows in the backward pass.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     again, transfer = replicate.again(), route.options.transfer
-    slots = Slots.of(experts, plan, again, topology)
+    is_saved = route.options.saved
+    slots = Slots(experts, kept.replicas) if is_saved.replicas else Slots.of(experts, plan, again, topology)
+
+    def to_entries() -> Entries:
+        return route.to_entries(packed(transfer, tokens), receipt)
+
     with jax.named_scope("dispatch"):
-        entries, upstreams = (route.to_entries(part, receipt) for part in (packed(transfer, tokens), upstream))
+        # Saved rows replace the first round only; further rounds, usually none, then send their entries again.
+        entries = None if is_saved.rows else to_entries()
+        upstreams = route.to_entries(upstream, receipt)
         entry_weights = route.choices_to_entries(weights, receipt)
 
-    def one_round(i: Array | int, sums: tuple[Entries, Array, Any] | None) -> tuple[Entries, Array, Any]:
-        pairs = [optimization_barrier(jnp.int32(i), pair) for pair in zip(entries, upstreams, strict=True)]
-        now, upstream_now = (tuple(part) for part in zip(*pairs, strict=True))
-        one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(entries))
-        rows = one.copies(unpacked(transfer, one.send(now), tokens))
-        # The upstream gradients then travel beside the products that rematerialize the hidden activations.
-        rows, upstream_now = in_order_on_tpu(rows, upstream_now)
-        row_upstream = one.copies(one.send(upstream_now))
+    def one_round(
+        i: Array | int, sums: tuple[Entries, Array, Any] | None, kept: Kept = Kept()
+    ) -> tuple[Entries, Array, Any]:
+        sent = () if kept.rows is not None else (to_entries() if entries is None else entries,)
+        parts = [optimization_barrier(jnp.int32(i), part) for part in zip(upstreams, *sent, strict=True)]
+        now = [tuple(part) for part in zip(*parts, strict=True)]
+        one = _Round.of(i, entry_weights, plan.slots, route.room(weights), receipt.lists, route, len(upstreams))
+        rows, row_upstream = _received(one, now, kept, lambda words: unpacked(transfer, words, tokens))
         before = None if sums is None else sums[2]
-        of_rows, of_weights, of_slots = slots.pull_back(
-            rows, one.copy_weights(), one.places.group_sizes, row_upstream, before, exchange=route.options
-        )
-        of_entries, of_choices = one.sum_back(of_rows, None), one.weights_back(of_weights)
+        args = rows, one.copy_weights(), one.places.group_sizes, row_upstream, before, kept.products
+        of_rows, of_weights, of_slots = slots.pull_back(*args, exchange=route.options)
+        # Gradients of weights travel beside the products for gradients of rows, these beside the products for gradients
+        # of weights.
+        of_choices, of_rows = in_order(one.weights_back(of_weights), of_rows)
+        of_entries = one.sum_back(of_rows, None)
         if sums is not None:
             of_entries, of_choices = jax.tree.map(jnp.add, sums[:2], (of_entries, of_choices))
         return of_entries, of_choices, of_slots
@@ -278,11 +301,31 @@ def _gradients(
     def wide(sums: tuple[Entries, Array, Any]) -> tuple[Entries, Array, Any]:
         return *sums[:2], widened(sums[2])
 
-    of_entries, of_choices, of_slots = _rounds(receipt, route, one_round, wide)
+    of_entries, of_choices, of_slots = _further_rounds(receipt, route, one_round, one_round(0, None, kept), wide)
+    # Gradients of replicas otherwise travel first, beside the products that hide those of rows.
+    of_entries, of_slots = in_order_on_tpu(of_entries, of_slots)
     of_experts = slots.gradients_at_home(of_slots, plan, again, topology)
     with jax.named_scope("combine"):
         of_tokens = route.to_tokens(of_entries, receipt, tokens)
         return of_tokens, route.choices_to_tokens(of_choices, receipt), of_experts
+
+
+def _received(
+    one: _Round, upstream_and_sent: Sequence[tuple[Array, ...]], kept: Kept, decode: Callable[[Array], Array]
+) -> tuple[Rows, Rows]:
+    """Return the copies of a backward round, and the gradients of their outputs."""
+    upstream, *sent = upstream_and_sent
+    if kept.rows is not None:
+        return one.copies(decode(kept.rows)), one.copies(one.send(upstream))
+    if kept.products is not None:
+        row_upstream = one.copies(one.send(upstream))
+        # The rows then travel beside the products that read none of them.
+        row_upstream, sent = in_order(row_upstream, sent)
+        return one.copies(decode(one.send(sent[0]))), row_upstream
+    rows = one.copies(decode(one.send(sent[0])))
+    # The upstream gradients then travel beside the products that rematerialize the hidden activations.
+    rows, upstream = in_order(rows, upstream)
+    return rows, one.copies(one.send(upstream))
 
 
 serve_lists.defvjp(_save, _backward)

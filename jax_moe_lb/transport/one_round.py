@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jax_moe_lb.core.experts import Experts
-from jax_moe_lb.core.schedule import in_order_on_cuda
+from jax_moe_lb.core.schedule import in_order, in_order_on_cuda
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import GroupSizes, Rows, Tokens
 from jax_moe_lb.kernels.grouped_ffn import Products
@@ -139,7 +139,7 @@ def gradient_round(
     args = one.decoded(words), row_weights, group_sizes, row_upstream, sums, saved.products
     of_rows, of_row_weights, sums = pull_back(*args)
     with jax.named_scope("combine"):
-        of_weights, of_rows = in_order_on_cuda(one.send_back(of_row_weights, 0, of_weights), of_rows)
+        of_weights, of_rows = in_order(one.send_back(of_row_weights, 0, of_weights), of_rows)
         of_copies = one.send_back(of_rows, 0, of_copies)
     return (of_copies, of_weights), sums
 

@@ -14,9 +14,10 @@ from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_bu
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.schedule import in_order_on_tpu
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, Tokens
-from jax_moe_lb.kernels.grouped_ffn import Products, grouped_ffn, grouped_ffn_with_products
+from jax_moe_lb.kernels.grouped_ffn import Products
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
     DispatchOptions,
@@ -86,16 +87,8 @@ def _served(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: 
     def serve(inputs: Inputs) -> tuple[Tokens, Kept]:
         tokens, weights, experts, plan, receipt = inputs
         slots = Slots.of(experts, plan, replicate, topology)
-
-        @jax.named_scope("experts")
-        def ffn(rows: Rows, group_sizes: GroupSizes, keeps_products: bool) -> tuple[Rows, Products]:
-            at = slots.weights(group_sizes)
-            if keeps_products:
-                return grouped_ffn_with_products(rows, at, group_sizes)
-            return grouped_ffn(rows, at, group_sizes), ()
-
         nothing = empty_buffer_after(packed(exchange.transfer, tokens), weights.size)
-        out, kept = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
+        out, kept = serve_rounds(tokens, weights.shape[1], receipt, slots.ffn, nothing, exchange, topology)
         kept = kept._replace(replicas=slots.replicas if exchange.saved.replicas else None)
         with jax.named_scope("combine"):
             return combine(unpacked(exchange.transfer, out, tokens), weights, receipt), kept
@@ -232,8 +225,13 @@ def _save(
     saved = tokens, weights, experts, plan, receipt
     # A second derivative differentiates this pass, too.
     outputs, kept = first_order(partial(_served, replicate=replicate, exchange=exchange, topology=topology))(saved)
+    return outputs, (*saved, named(kept))
+
+
+def named(kept: Kept) -> Kept:
+    """Name saved arrays for policies of `jax.checkpoint`."""
     # If a policy does not save a name, the forward pass runs again for its array.
-    return outputs, (*saved, Kept(*map(checkpoint_name, kept, KEPT_NAMES)))
+    return Kept(*map(checkpoint_name, kept, KEPT_NAMES))
 
 
 def _backward(
@@ -272,6 +270,8 @@ def _gradients(
     (of_copies, of_weights), of_slots = gradient_rounds(
         batch, receipt, pull_back, no_gradients(tokens, weights), exchange, topology, kept, before
     )
+    # Gradients of replicas otherwise travel first, beside the products that hide those of rows.
+    of_copies, of_slots = in_order_on_tpu(of_copies, of_slots)
     of_experts = slots.gradients_at_home(of_slots, plan, again, topology)
     with jax.named_scope("combine"):
         of_tokens = sum_of_copies(of_copies, receipt, per_token)

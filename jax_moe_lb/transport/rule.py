@@ -9,7 +9,6 @@ from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.exchange import Saved
 from jax_moe_lb.transport.forward import Forward
 from jax_moe_lb.transport.lists import rows_with_padding
 from jax_moe_lb.transport.once import Once
@@ -70,7 +69,7 @@ def dispatch_by_rule(
     The first rule that holds decides:
 
     1. Another dispatch than `AutoDispatch`: the given dispatch.
-    2. Chunks or saved arrays: `Direct`.
+    2. Chunks: `Direct`.
     3. A TPU other than v5e: `Direct`.
     4. A TPU v5e: the given dispatch if `tokens` are unknown; else the next rules without `Forward`, and `Direct` if no
        kernel copies rows of these tokens.
@@ -99,10 +98,10 @@ def dispatch_by_rule(
     """
     if type(given) is not AutoDispatch:
         return DispatchChoice(given, f"{type(given).__name__}: requested")
-    options = given.buffers, given.transfer
-    direct = Direct(*options, given.saved)
-    if given.buffers.chunks > 1 or given.saved != Saved():
-        return DispatchChoice(direct, "Direct: chunks or saved arrays")
+    options = given.buffers, given.transfer, given.saved
+    direct = Direct(*options)
+    if given.buffers.chunks > 1:
+        return DispatchChoice(direct, "Direct: chunks")
     is_tpu = topology.platform == "tpu"
     if is_tpu and topology.device_kind not in TPUS_OF_ONCE:
         return DispatchChoice(direct, "Direct: a TPU other than v5e")

@@ -15,7 +15,14 @@ from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, wide_dtype
-from jax_moe_lb.kernels.grouped_ffn import ExpertParts, Products, grouped_ffn_gradients, takes_parts
+from jax_moe_lb.kernels.grouped_ffn import (
+    ExpertParts,
+    Products,
+    grouped_ffn,
+    grouped_ffn_gradients,
+    grouped_ffn_with_products,
+    takes_parts,
+)
 from jax_moe_lb.transport.exchange import DispatchOptions
 from jax_moe_lb.transport.one_round import RowWeights, SumsT
 from jax_moe_lb.transport.replicate import Replicate, joined
@@ -55,6 +62,14 @@ class Slots(NamedTuple):
         """Return the same weights, built after `after` is computed."""
         home, replicas = optimization_barrier(after, (self.home, self.replicas))
         return Slots(home, replicas).weights(after)
+
+    @jax.named_scope("experts")
+    def ffn(self, rows: Rows, group_sizes: GroupSizes, keeps_products: bool) -> tuple[Rows, Products]:
+        """Return the outputs of rows, and the products if they are saved."""
+        at = self.weights(group_sizes)
+        if keeps_products:
+            return grouped_ffn_with_products(rows, at, group_sizes)
+        return grouped_ffn(rows, at, group_sizes), ()
 
     @jax.named_scope("experts")
     def pull_back(

@@ -13,10 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.layer.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Topology, exact, feplb, rails
-from jax_moe_lb.core.schedule import in_order_on_cuda
+from jax_moe_lb.core.schedule import in_order, in_order_on_cuda, in_order_on_tpu
 from jax_moe_lb.kernels import grouped_ffn
 from jax_moe_lb.layer import CHECKPOINT_NAMES
-from jax_moe_lb.transport import Direct, MultiRailDispatch, Saved, TwoPhase, one_round
+from jax_moe_lb.transport import Direct, MultiRailDispatch, QuantizedTransfer, Saved, TwoPhase, one_round
 from jax_moe_lb.transport.exchange import Exchange, Receipt
 from jax_moe_lb.transport.one_round import Batch, Kept, Round, gradient_round, serve_round
 from tests.kernels.test_grouped_ffn import case as rows_of_groups
@@ -51,15 +51,25 @@ class Graph:
         return {one.params["name"] for one in every.values() if one.primitive.name == "name"}
 
 
-def test_only_cuda_programs_have_the_barrier():
-    traced = jax.jit(in_order_on_cuda).trace(jnp.zeros(3), jnp.ones(3))
+def order(monkeypatch, module):
+    """Order the operations of a module on CPUs, too."""
+    for name in ("in_order", "in_order_on_cuda"):
+        monkeypatch.setattr(module, name, barrier)
+
+
+@pytest.mark.parametrize(
+    ("ordered", "platforms"),
+    [(in_order, ["cuda", "tpu"]), (in_order_on_cuda, ["cuda"]), (in_order_on_tpu, ["tpu"])],
+)
+def test_programs_of_these_platforms_have_the_barrier(ordered, platforms):
+    traced = jax.jit(ordered).trace(jnp.zeros(3), jnp.ones(3))
     text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "tpu", "cpu")}
-    assert ["optimization_barrier" in text[name] for name in ("cuda", "tpu", "cpu")] == [True, False, False]
+    assert [name for name in text if "optimization_barrier" in text[name]] == platforms
 
 
 def test_gradients_of_rows_come_between_gradients_of_weights(monkeypatch):
     """Gradients of `down` come first, then those of rows, which travel during the products for `up`."""
-    monkeypatch.setattr(grouped_ffn, "in_order_on_cuda", barrier)
+    order(monkeypatch, grouped_ffn)
     rows, experts, upstream = rows_of_groups(jnp.float32, fused=True)
     sizes, weights = jnp.full(8, 50, jnp.int32), jnp.ones((len(rows), 1))
 
@@ -111,7 +121,7 @@ def named_round(chunks):
 
 
 def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
-    monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
+    order(monkeypatch, one_round)
     graph = Graph(
         lambda copies, out: serve_round(named_round(2), copies, lambda rows, _: (rows, ()), out)[0], ones(2), ones(2)
     )
@@ -120,7 +130,7 @@ def test_the_next_chunk_arrives_before_outputs_return(monkeypatch):
 
 
 def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
-    monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
+    order(monkeypatch, one_round)
 
     def pull_back(rows, weights, sizes, upstream, sums, products):
         return checkpoint_name(rows, "arrived") + upstream, weights + upstream[:, :1], None
@@ -144,7 +154,7 @@ def test_exchanges_of_a_backward_round_have_an_order(monkeypatch):
 
 def test_gradients_of_outputs_travel_after_weights_if_rows_are_saved(monkeypatch):
     """They travel beside the products of the rows; the weights of rows arrive before, beside the gather."""
-    monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
+    order(monkeypatch, one_round)
 
     def backward(tokens, weights, upstream, of_copies, of_weights, rows, replicas):
         carry, batch = ((of_copies, of_weights), None), Batch(tokens, weights, upstream)
@@ -158,7 +168,7 @@ def test_gradients_of_outputs_travel_after_weights_if_rows_are_saved(monkeypatch
 
 def test_rows_travel_last_if_hidden_activations_are_saved(monkeypatch):
     """Only gradients of `up` and gate need rows, so the rows travel beside the other products."""
-    monkeypatch.setattr(one_round, "in_order_on_cuda", barrier)
+    order(monkeypatch, one_round)
 
     def pull_back(rows, weights, sizes, upstream, sums, products):
         return checkpoint_name(upstream, "products need") + rows + products[0], weights, None
@@ -175,9 +185,10 @@ def test_rows_travel_last_if_hidden_activations_are_saved(monkeypatch):
 
 
 # ---- chunks and saved arrays --------------------------------------------------------
-def layer_of(system):
-    mesh = make_mesh((8,), ("expert",))
-    return sharded_moe(mesh, Topology.from_mesh(mesh), system)
+def layer_of(system, *sizes):
+    sizes = sizes or (8,)
+    mesh = make_mesh(sizes, ("node", "expert")[-len(sizes) :])
+    return sharded_moe(mesh, Topology.from_mesh(mesh, mesh.axis_names), system)
 
 
 def arguments():
@@ -208,6 +219,44 @@ def test_chunks_and_saved_arrays_leave_values_unchanged(name):
         np.testing.assert_array_equal(one, want)
     # Rounds of other sizes cut the sums over the rows of an expert in other places.
     assert_close(of[2], of_experts, 1e-6)
+
+
+LISTS = {"once": (8,), "forward": (2, 4)}
+"""Mesh of each dispatch of lists."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [Saved(True, True, True), Saved(rows=True), Saved(hidden=True)], ids=str)
+@pytest.mark.parametrize("dispatch", LISTS)
+def test_saved_arrays_leave_values_of_lists_unchanged(dispatch, saved):
+    """Also in overflow rounds, which send their entries again, and with a quantized transfer."""
+    usual, args = exact(2, Buffers(headroom=0.4), dispatch=dispatch), arguments()
+    usual = usual.replace(transfer=QuantizedTransfer(block=4) if saved == Saved(rows=True) else None)
+    base, ours = (layer_of(system, *LISTS[dispatch]) for system in (usual, usual.replace(saved=saved)))
+    (y, stats), of = with_gradients(base)(*args)
+    (got, got_stats), of_ours = with_gradients(ours)(*args)
+    assert int(got_stats.rounds[0]) == int(stats.rounds[0]) > 1
+    jax.tree.map(np.testing.assert_array_equal, (got, of_ours), (y, of))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dispatch", "saved", "fewer"),
+    [
+        ("once", Saved(rows=True), 1),
+        ("once", Saved(rows=True, replicas=True), 4),
+        # On both hops.
+        ("forward", Saved(rows=True), 2),
+    ],
+)
+def test_saved_arrays_of_lists_are_not_transferred_again(dispatch, saved, fewer):
+    def exchanges(system):
+        layer = layer_of(system, *LISTS[dispatch])
+        traced = jax.jit(with_gradients(layer)).trace(*arguments())
+        return traced.lower().as_text().count("@moe_lb_ragged_exchange(")
+
+    system = exact(2, Buffers(max_rounds=1), dispatch=dispatch)
+    assert exchanges(system.replace(saved=saved)) == exchanges(system) - fewer
 
 
 @pytest.mark.parametrize(

@@ -89,15 +89,14 @@ def test_requested_dispatches_and_options_stay(given):
     assert dispatch_by_rule(NODES, 256, 8, given).dispatch == given
 
 
-@pytest.mark.parametrize("options", [{"buffers": Buffers(chunks=2)}, {"saved": Saved(replicas=True)}])
-def test_options_of_direct_alone_choose_it(options):
-    assert dispatch_by_rule(NODES, 256, 8, AutoDispatch(**options)).dispatch == Direct(**options)
+def test_chunks_choose_direct():
+    assert dispatch_by_rule(NODES, 256, 8, AutoDispatch(Buffers(chunks=2))).dispatch == Direct(Buffers(chunks=2))
 
 
 def test_options_carry_over():
-    given = AutoDispatch(Buffers(1.3, max_rounds=1), QuantizedTransfer(block=32))
+    given = AutoDispatch(Buffers(1.3, max_rounds=1), QuantizedTransfer(block=32), Saved(replicas=True))
     found = dispatch_by_rule(NODES, 256, 8, given).dispatch
-    assert found == Forward(given.buffers, given.transfer)
+    assert found == Forward(given.buffers, given.transfer, given.saved)
 
 
 def test_a_layer_follows_the_rule_unless_its_dispatch_is_given():
