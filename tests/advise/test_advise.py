@@ -92,8 +92,10 @@ def test_what_does_not_fit_says_why_by_name():
     _, short = advice(machine(memory_bytes=least + 1), drawn(2.0))
     assert short.best.choice == Choice()
     assert short.found.fits
-    why = short.found.refused[answer.best.choice]
-    assert f"needs {judge.memory(answer.best.choice).total / 1e9:.1f} GB of {least / 1e9:.1f}: weights 0.0" in why
+    # Larger buffers are tried for choices that fit.
+    best = replace(answer.best.choice, headroom=None)
+    why = short.found.refused[best]
+    assert f"needs {judge.memory(best).total / 1e9:.1f} GB of {least / 1e9:.1f}: weights 0.0" in why
     assert "optimizer" in why
     assert "sums of gradients" in why
     # If plain does not fit either, nothing is recommended; tests/advise/test_fit.py has the changes named instead.
