@@ -2,7 +2,7 @@
 
 It is `in_rounds` for dispatches whose rows are entries instead of copies: `Once` and `Forward`. The residuals are the
 layer inputs, the plan and the lists, which are integers. Each backward round sends the entries and the gradients of
-their outputs again.
+the outputs again.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,11 @@ from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceip
 from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
 from jax_moe_lb.transport.one_round import SumsT
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import backward_pass, overflow_rounds
+from jax_moe_lb.transport.rounds import InputGradients, backward_pass, overflow_rounds
 from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier, widened
 
-Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
+Inputs = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
+"""Inputs of `serve_lists`, which are its residuals."""
 
 Entries = tuple[Float[Array, "_ W"], ...]
 """Entries of a rank by chunk; one chunk without a first hop."""
@@ -75,7 +76,7 @@ class Route(NamedTuple):
         return tuple(step.send(_of_step(tokens, step), empty_buffer(tokens, rows), site) for step in steps)
 
     def choices_to_entries(self, values: Shaped[Array, "T K"], receipt: ListReceipt) -> Shaped[Array, "N K"]:
-        """Return one number for each choice of the entries."""
+        """Return one number per choice of the entries."""
         if (steps := self.first_hop(receipt)) is None:
             return values
         site, rows = "dispatch of weights, between nodes", receipt.lists.row.shape[0] // len(steps)
@@ -90,7 +91,7 @@ class Route(NamedTuple):
         return jnp.concatenate([part.astype(like.dtype) for part in parts])
 
     def choices_to_tokens(self, values: Float[Array, "N K"], receipt: ListReceipt) -> RoutingWeights:
-        """Return one number for each choice of the tokens; the transpose of `choices_to_entries`."""
+        """Return one number per choice of the tokens; the transpose of `choices_to_entries`."""
         if (steps := self.first_hop(receipt)) is None:
             return values
         site, parts = "combine of weights, between nodes", jnp.split(values, len(steps))
@@ -167,24 +168,15 @@ class _Round:
         return self.whole.choices_back(of_rows, "combine of weights")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def serve_lists(
-    tokens: Tokens,
-    weights: RoutingWeights,
-    experts: Experts,
-    plan: Plan,
-    receipt: ListReceipt,
-    replicate: Replicate,
-    route: Route,
-    topology: Topology,
-) -> Tokens:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def serve_lists(inputs: Inputs, replicate: Replicate, route: Route, topology: Topology) -> Tokens:
     """Send every token once to each rank that serves it, apply its experts there, and sum their weighted outputs."""
     # Reverse mode runs the same rounds, by a handwritten backward pass, as in `in_rounds`.
 
     # Under `vmap`, microbatches run sequentially, each with the number of rounds of its own plan.
     @jax.custom_batching.sequential_vmap
-    def serve(tokens: Tokens, weights: RoutingWeights, experts: Experts, plan: Plan, receipt: ListReceipt) -> Tokens:
-        transfer = route.options.transfer
+    def serve(inputs: Inputs) -> Tokens:
+        (tokens, weights, experts, plan, receipt), transfer = inputs, route.options.transfer
         slots = Slots.of(experts, plan, replicate, topology)
         with jax.named_scope("dispatch"):
             # Encode tokens before the first hop, once per token.
@@ -206,7 +198,7 @@ def serve_lists(
         with jax.named_scope("combine"):
             return route.to_tokens(total, receipt, tokens)
 
-    return serve(tokens, weights, experts, plan, receipt)
+    return serve(inputs)
 
 
 def _rounds(
@@ -224,29 +216,19 @@ def _rounds(
     return overflow_rounds(receipt, route.options, further, (None, one_round(0, None)), wide)[1]
 
 
-def _save(
-    tokens: Tokens,
-    weights: RoutingWeights,
-    experts: Experts,
-    plan: Plan,
-    receipt: ListReceipt,
-    replicate: Replicate,
-    route: Route,
-    topology: Topology,
-) -> tuple[Tokens, Residuals]:
-    saved = tokens, weights, experts, plan, receipt
-    return serve_lists(*saved, replicate, route, topology), saved
+def _save(inputs: Inputs, replicate: Replicate, route: Route, topology: Topology) -> tuple[Tokens, Inputs]:
+    return serve_lists(inputs, replicate, route, topology), inputs
 
 
 def _backward(
-    replicate: Replicate, route: Route, topology: Topology, saved: Residuals, upstream: Tokens
-) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
+    replicate: Replicate, route: Route, topology: Topology, saved: Inputs, upstream: Tokens
+) -> tuple[InputGradients]:
     return backward_pass(partial(_gradients, replicate, route, topology), saved, upstream)
 
 
 @jax.named_scope("backward")
 def _gradients(
-    replicate: Replicate, route: Route, topology: Topology, saved: Residuals, upstream: Tokens
+    replicate: Replicate, route: Route, topology: Topology, saved: Inputs, upstream: Tokens
 ) -> tuple[Tokens, RoutingWeights, Experts]:
     """Compute the gradients of tokens, weights and home experts, in the rounds of the forward pass."""
     tokens, weights, experts, plan, receipt = saved
