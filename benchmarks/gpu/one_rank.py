@@ -299,4 +299,4 @@ def _serve(
     weights: RoutingWeights,
     experts: Experts,
 ) -> Tokens:
-    return in_rounds(x, weights, experts, plan, receipt, LocalReplicas(), exchange, topology)
+    return in_rounds((x, weights, experts, plan, receipt), LocalReplicas(), exchange, topology)

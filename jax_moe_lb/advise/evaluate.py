@@ -235,7 +235,7 @@ class Evaluator:
     def _routed(
         self, one: Candidate, workload: Workload, counts: Int[np.ndarray, "X R E"]
     ) -> tuple[Int[np.ndarray, "X R E"], States | None]:
-        """Return the counts with experts in the order of a candidate's homes, and the states of its balancer."""
+        """Return the counts with experts in the order of a candidate's homes, and the states of the balancer."""
         if one.system.relocates:
             # Cache the homes: all relocating choices share them, and planning them takes longer than most simulations.
             key = workload.name, len(counts)

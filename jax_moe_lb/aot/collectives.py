@@ -121,7 +121,7 @@ class ProgramCollective:
 
     Args:
         kind: XLA's name, such as `all-gather`.
-        axes: Mesh axes; `()` if every device is alone in its group, None if the groups match no axes.
+        axes: Mesh axes; `()` if every device is alone in the group, None if the groups match no axes.
         count: Number of executions.
         nbytes: Bytes sent or received by one device over all executions, whichever is larger. For a ragged all-to-all,
             the whole buffer, of which only the filled rows travel.

@@ -1,6 +1,6 @@
 """Number of executions of each instruction of a program, and waits between host and device.
 
-The trip count of a loop comes from the compiler or from its condition, and is 1 if neither gives it. Loops in
+The trip count of a loop comes from the compiler or from the condition, and is 1 if neither gives it. Loops in
 `IDLE_SCOPE` count 0. TPU compilers state no trip count, but their loops count from one constant to another. For a
 conditional, the most expensive branch counts.
 

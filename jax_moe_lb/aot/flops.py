@@ -1,7 +1,7 @@
 """Floating-point operations of a program's products: two per multiply-add.
 
-The operations of kernels in custom calls follow from the shapes of their operands. A grouped kernel counts every row of
-its buffer once, regardless of its group and of whether a token fills it.
+The operations of kernels in custom calls follow from the shapes of the operands. A grouped kernel counts every row of
+its buffer once, regardless of the group and of whether a token fills it.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Compilation of one mixture-of-experts layer for a target."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax_moe_lb.aot.targets import Target
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.stats import Stats
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import State, Tokens
+from jax_moe_lb.core.types import DType, State, Tokens
 from jax_moe_lb.layer.moe import MoEParams, MoEState, moe
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing.routers import TopK
@@ -33,7 +33,7 @@ def compile_layer(
     *,
     gradients: bool = False,
     fused: bool = False,
-    dtype: Any = jnp.bfloat16,
+    dtype: DType = jnp.bfloat16,
     options: Mapping[str, str | bool] | None = None,
 ) -> ProgramReport:
     """Compile a layer for a target, with all of its devices as one expert-parallel group.
@@ -90,7 +90,7 @@ def _layer(
     return y, stats, after.balancer
 
 
-def _with_gradients(run: Any) -> Any:
+def _with_gradients(run: Callable[..., Any]) -> Callable[..., Any]:
     def loss(x: Tokens, kernel: Float[Array, "H E"], experts: Experts, state: State) -> Any:
         y, *others = run(x, kernel, experts, state)
         # Squared, so that the output gradient depends on the outputs and is not a constant.
@@ -102,7 +102,7 @@ def _with_gradients(run: Any) -> Any:
 
 
 def _arguments(
-    sizes: LayerSizes, system: System, mesh: Mesh, specs: tuple[PartitionSpec, ...], dtype: Any, fused: bool
+    sizes: LayerSizes, system: System, mesh: Mesh, specs: tuple[PartitionSpec, ...], dtype: DType, fused: bool
 ) -> tuple[Any, ...]:
     def make() -> tuple[Array, Array, Experts, State]:
         up = jnp.zeros((sizes.experts, sizes.hidden, sizes.inner), dtype)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jax_moe_lb.aot.compile import compile_for, quiet_stderr
 from jax_moe_lb.aot.load import LayerLoad, counts_of
@@ -63,7 +63,7 @@ class LayerProgram:
         """Compile a form of the layer."""
         run = self._run(system)
 
-        def loss(params: Any, others: Any, x: Array) -> Any:
+        def loss(params: PyTree, others: PyTree, x: Array) -> Any:
             y, others = run(params, others, x)
             # Squared: a sum would have a constant gradient.
             return jnp.square(y.astype(jnp.float32)).sum(), others
@@ -82,7 +82,7 @@ class LayerProgram:
         params, others, x = self._arguments
         run = self._run(system)
 
-        def residuals(params: Any, others: Any, x: Array) -> Any:
+        def residuals(params: PyTree, others: PyTree, x: Array) -> Any:
             return jax.vjp(lambda params, x: run(params, others, x)[0], params, x)[1]
 
         saved = jax.tree.leaves(jax.eval_shape(residuals, params, others, x))
@@ -111,7 +111,7 @@ class LayerProgram:
         """Return the layer as a function of `_arguments`, to outputs and others."""
         graph = nnx.split(self.layer, nnx.Param, ...)[0]
 
-        def run(params: Any, others: Any, x: Array) -> Any:
+        def run(params: PyTree, others: PyTree, x: Array) -> Any:
             layer = nnx.merge(graph, params, others)
             layer.system = system
             y, stats = layer(x)
@@ -120,7 +120,7 @@ class LayerProgram:
         return run
 
 
-def _abstract(mesh: Mesh, like: Any, spec: PartitionSpec = PartitionSpec()) -> Abstract:
+def _abstract(mesh: Mesh, like: PyTree, spec: PartitionSpec = PartitionSpec()) -> Abstract:
     sharding = getattr(like, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         sharding = NamedSharding(mesh, spec)

@@ -38,7 +38,7 @@ class ListLoad:
     def of(
         cls, dispatch: Dispatch, sizes: LayerSizes, topology: Topology, counts: Counts, plan: Plan
     ) -> "ListLoad | None":
-        """Count the rows of a dispatch; None if its rows are copies."""
+        """Count the rows of a dispatch; None if the rows are copies."""
         cost, (tokens, per_token) = dispatch.cost(), (sizes.tokens, sizes.per_token)
         if not cost.once_per_member:
             return None

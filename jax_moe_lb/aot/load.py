@@ -166,7 +166,7 @@ class LayerLoad:
 
     @cached_property
     def replica_gradients(self) -> Slices:
-        """Gradients from the replica slots (third) of a rank (first) to the homes of their experts (second)."""
+        """Gradients from the replica slots (third) of a rank (first) to the homes of the experts (second)."""
         return self._from(self._homes).transpose(1, 0, 2)
 
     @property

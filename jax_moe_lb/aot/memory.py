@@ -144,7 +144,7 @@ FREE = {
 }
 FREE_TARGETS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "GatherScatterIndices", "moe_lb_")
 """Prefixes of custom calls without traffic: calls of compilers move no bytes. Calls of this package plan, and start and
-await copies; most of their operands only enforce order."""
+await copies; most of the operands only enforce order."""
 
 PASSES_ON = {"bitcast", "convert", "copy", "reshape", "transpose"}
 """Operations inside a fusion that pass on their operand element by element."""

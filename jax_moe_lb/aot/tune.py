@@ -59,7 +59,7 @@ class TunedForm:
         step_s: Estimated seconds of a layer, forward and gradients.
         exposed_s: Seconds in which the compute stream runs or awaits communication.
         memory_bytes: Temporaries of a layer, and residuals of the other layers, of one device.
-        residual_bytes: Residuals of one layer on one device in bytes, without its parameters.
+        residual_bytes: Residuals of one layer on one device in bytes, without the parameters.
         reason: Why the search kept or rejected it.
     """
 

@@ -34,7 +34,7 @@ class LayerCost:
         expert_bytes: bytes of the transferred weights of one expert.
         gradient_bytes: bytes of the gradients of one expert.
         token_bytes: bytes of one transferred token copy.
-        token_flops: forward floating-point operations per token copy in its expert, twice the parameters of the expert.
+        token_flops: forward floating-point operations per token copy in the expert, twice the parameters of the expert.
         between_s: seconds of the forward pass between the experts of two layers, such as attention. Gradients of
             replicas travel beside twice this time.
         slot_copies: time of the products of a slot beyond its tokens, in token copies.
@@ -147,7 +147,7 @@ class Balancer(abc.ABC):
             counts: `[R, E]` int32, the token copies routed from each rank to each expert; a NumPy array on the host,
                 traced in a program.
             plan: plan legal for `counts`; plain expert parallelism unless another balancer came first.
-            topology: topology of the group, with its domains and nodes.
+            topology: topology of the group, with the domains and nodes.
             state: result of `init` or of the previous call.
 
         Returns:
@@ -188,7 +188,7 @@ class Balancer(abc.ABC):
 @dataclass(frozen=True)
 @checked_fields
 class Chain(Balancer):
-    """Sequence of balancers, each editing the plan of its predecessor.
+    """Sequence of balancers, each editing the plan of the predecessor.
 
     Use it to combine papers, such as `HybridEP` between datacenters, `UltraEP` inside them and `RailS` for the rails.
 
@@ -220,12 +220,12 @@ class Chain(Balancer):
         return Chain(tuple(balancer.sized(facts) for balancer in self.balancers))
 
     def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
-        """Return the first reason of its balancers; `None` if there is none."""
+        """Return the first reason of the balancers; `None` if there is none."""
         reasons = (balancer.no_op_reason(topology, num_home, slots) for balancer in self.balancers)
         return next((reason for reason in reasons if reason), None)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Apply the balancers in order, each to the plan of its predecessor; see `Balancer.rebalance`.
+        """Apply the balancers in order, each to the plan of the predecessor; see `Balancer.rebalance`.
 
         In a program, an illegal plan of a balancer is the result, and the later ones get the plain plan.
         """
@@ -245,7 +245,7 @@ class Chain(Balancer):
 
     @property
     def host_errors(self) -> tuple[HostErrors, ...]:
-        """Those of its balancers."""
+        """Errors of all balancers, in order."""
         return tuple(planner for balancer in self.balancers for planner in balancer.host_errors)
 
 

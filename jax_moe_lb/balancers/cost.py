@@ -48,7 +48,7 @@ class Cost:
     because a rank sends and receives at the same time. Times are compared as integers: `scale` gives the time of a
     transfer in token copies. All ranks, in NumPy and in jitted programs, therefore decide equally.
 
-    The rates come from the topology: `flops_per_s`, and the `bytes_per_s` of its levels. Replicas use the slowest level
+    The rates come from the topology: `flops_per_s`, and the `bytes_per_s` of the levels. Replicas use the slowest level
     inside a domain.
 
     Args:
@@ -76,7 +76,7 @@ class Cost:
         round_s: seconds of each round after the first beyond its token copies. `None` (default) takes those of the
             layer; 0 if they are unknown.
         relays: `min_replicas`, `max_relays` and `min_gain` of `transport.Relay`: relays then forward the weights of an
-            expert with many replicas, and gradients return to its home directly. `None` (default) takes those of the
+            expert with many replicas, and gradients return to the home directly. `None` (default) takes those of the
             layer, which has none without `Relay`.
         device: kind of device whose rates replace missing rates of the topology, such as `"h100"`; a file of
             `core/devices`. `None` (default) takes that of the layer if `required` is False, else no replacement.
@@ -207,12 +207,12 @@ class Cost:
         return math.floor(min(self.max_bytes / max(weights, 1.0), most))
 
     def _token_s(self, topology: Topology) -> float:
-        """Return the seconds of a token copy on the busiest rank: in its expert, and in the exchanges."""
+        """Return the seconds of a token copy on the busiest rank: in the expert, and in the exchanges."""
         exchange_s = self.token_bytes * slowest_share_s(topology) if self.token_bytes else 0.0
         return self._compute_s(topology) + exchange_s
 
     def _compute_s(self, topology: Topology) -> float:
-        """Return the seconds of a token copy in its expert."""
+        """Return the seconds of a token copy in the expert."""
         return _known("token_flops", self.token_flops) / _rate("Topology.flops_per_s", topology.flops_per_s)
 
     def _rated(self, topology: Topology) -> Topology:
@@ -323,7 +323,7 @@ def min_saved(cost_s: float, token_s: float) -> int:
 
 
 def slowest_share_s(topology: Topology) -> float:
-    """Return the seconds per byte of an even exchange on its slowest level, which a served copy adds to its rank."""
+    """Return the seconds per byte of an even exchange on the slowest level, which a served copy adds to the rank."""
     found, outer = [0.0], 1
     for level in topology.levels:
         if level.size > 1:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.core.checks import checked_fields
 from jax_moe_lb.core.manual_axes import vary_like
-from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.plan import BoolScalar, Plan
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota, namespace, pytree
 from jax_moe_lb.planners.eplb import eplb_plus, holds, round_robin
@@ -62,7 +62,7 @@ def observe(history: History, tokens: Int[AnyArray, "E"], every: int) -> History
     return History(steps, whole + tokens // every, rest + tokens % every)
 
 
-def checked(state: State, expected: Any, counts: Counts) -> State:
+def checked(state: State, expected: State, counts: Counts) -> State:
     """Check the state of a balancer, and make it vary over the mesh axes of `counts`."""
     kinds: list[Any] = [jax.tree.structure(tree) for tree in (state, expected)]
     if kinds[0] != kinds[1]:
@@ -164,7 +164,7 @@ class EPLB(Balancer):
         return after, _State(observe(state.history, tokens, self.every), held)
 
 
-def _cond(choose: Any, replan: Callable[[], AnyArray], keep: Callable[[], AnyArray]) -> AnyArray:
+def _cond(choose: BoolScalar, replan: Callable[[], AnyArray], keep: Callable[[], AnyArray]) -> AnyArray:
     """Call `jax.lax.cond`, or the selected branch on the host."""
     if namespace(choose) is np:
         return replan() if choose else keep()
@@ -172,7 +172,7 @@ def _cond(choose: Any, replan: Callable[[], AnyArray], keep: Callable[[], AnyArr
 
 
 def fill(placement: Placement, held: Bool[AnyArray, "R E"], domain: int) -> Placement:
-    """Fill the empty slots of each rank with its replicas, in the order of experts."""
+    """Fill the empty slots of each rank with the replicas, in the order of experts."""
     num_ranks, num_experts = held.shape
     xp = namespace(placement)
     home_domain = host_iota(num_experts) // (num_experts // num_ranks) // domain

@@ -12,7 +12,7 @@ from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners.fastermoe import fastermoe
 
 GLM5_WIDTH, GLM5_NUMBERS = 6144, 3 * 6144 * 2048
-"""Model width of GLM-5, and number of parameters of one of its experts."""
+"""Model width of GLM-5, and number of parameters of one of the experts."""
 
 NVLINK_BYTES_PER_S, H100_FLOPS_PER_S = 360e9, 500e12
 
@@ -23,7 +23,7 @@ class FasterMoE(Balancer):
     """FasterMoE: replicas of hot experts on every rank of the domain, each serving its own tokens.
 
     Use it as FEPLB's baseline, or if few experts are hot on all ranks and dispatch is slow: tokens of a replicated
-    expert stay on their rank. In a layer it takes the sizes of the experts and the rates of the topology.
+    expert stay on the rank. In a layer it takes the sizes of the experts and the rates of the topology.
 
     It copies the busiest expert of the busiest rank as long as this saves time. In the model of FasterMoE, a step takes
     the time of the rank with the highest load. Its tokens take three grouped FFNs (one forward, two backward) and four
@@ -46,7 +46,7 @@ class FasterMoE(Balancer):
         expert_bytes: bytes of the weights of one expert; `None` (default) as above, also for all others.
         gradient_bytes: bytes of the gradients of one expert.
         token_bytes: bytes of one transferred token copy: the model width times the bytes of a number.
-        token_flops: forward floating-point operations per token copy in its expert, twice the parameters of the expert.
+        token_flops: forward floating-point operations per token copy in the expert, twice the parameters of the expert.
         bytes_per_s: one-way rate of a rank, in bytes per second.
         flops_per_s: floating-point operations per second of a rank in the grouped FFN, usually well below its peak.
 
@@ -102,7 +102,7 @@ class FasterMoE(Balancer):
         return (weights + gradients) / self._bytes_per_s(topology, domain)
 
     def token_s(self, topology: Topology, domain: int) -> float:
-        """Return the seconds per token copy on its serving rank, forward and backward; see `copy_s`."""
+        """Return the seconds per token copy on the serving rank, forward and backward; see `copy_s`."""
         flops = 2 * GLM5_NUMBERS if self.token_flops is None else self.token_flops
         nbytes = 2 * GLM5_WIDTH if self.token_bytes is None else self.token_bytes
         flops_per_s = _first(self.flops_per_s, topology.flops_per_s) or H100_FLOPS_PER_S

@@ -1,4 +1,4 @@
-"""FEPLB (arXiv 2604.19654): whole busy experts of overloaded ranks move to idle ranks of their domain."""
+"""FEPLB (arXiv 2604.19654): whole busy experts of overloaded ranks move to idle ranks of the domain."""
 
 from dataclasses import dataclass, replace
 

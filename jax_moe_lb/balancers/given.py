@@ -67,7 +67,7 @@ class Given(Balancer):
     `follow(plans)` as the state of the layer.
 
     Each call follows the next plan, and the first one again after the last. An expert whose tokens are not those of
-    the plan, or whose replicas find no slot, splits its tokens evenly over its copies. Replicas of another balancer
+    the plan, or whose replicas find no slot, splits its tokens evenly over the copies. Replicas of another balancer
     (`Chain`) are kept and count as copies; its quotas are replaced. Relays and rails of the plans are not followed.
 
     Args:

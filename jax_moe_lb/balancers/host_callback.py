@@ -147,7 +147,7 @@ def _asked(planner: HostPlanner, counts: Counts, plan: Plan, topology: Topology)
         raise ValueError(f"planner raised {type(error).__name__} in {where}: {why}") from own
 
 
-def _checked(answer: Any, counts: Counts, plan: Plan) -> Plan:
+def _checked(answer: object, counts: Counts, plan: Plan) -> Plan:
     """Check the planner's plan and return it with the shapes and dtypes of the input plan."""
     if not isinstance(answer, Plan):
         raise ValueError(f"planner returned {type(answer).__name__}; expected a Plan")

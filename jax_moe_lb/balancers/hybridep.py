@@ -15,7 +15,7 @@ from jax_moe_lb.core.types import AnyArray, Counts, State
 @dataclass(frozen=True)
 @checked_fields
 class HybridEP(Balancer):
-    """HybridEP: tokens move between ranks of equal offset, experts inside their expert domain.
+    """HybridEP: tokens move between ranks of equal offset, experts inside the expert domain.
 
     Use it on slow links, such as between datacenters, if a rank sends more bytes of tokens than of experts. It saves
     bytes; the load may become more or less balanced. `GatherExpertDomain` does the same with mesh axes and can encode

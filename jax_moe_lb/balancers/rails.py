@@ -19,7 +19,7 @@ from jax_moe_lb.planners.spray import MAX_CHUNKS, MAX_TICKS, spray
 class RailS(Balancer):
     """RailS: assignment of token copies between nodes to rails; placement and quota stay unchanged.
 
-    Use it with `MultiRailDispatch`, last in a `Chain`, if a node has several network interfaces and its ranks send or
+    Use it with `MultiRailDispatch`, last in a `Chain`, if a node has several network interfaces and the ranks send or
     receive different amounts. If all ranks send equal amounts to equally distributed experts, the sender's own
     interfaces are already evenly loaded.
 

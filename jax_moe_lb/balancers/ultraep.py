@@ -20,13 +20,13 @@ COPIES_PER_MIN = 64
 @dataclass(frozen=True)
 @checked_fields
 class UltraEP(Balancer):
-    """UltraEP: load of every rank limited to a search result near the mean of its domain.
+    """UltraEP: load of every rank limited to a search result near the mean of the domain.
 
     Use it in large domains with fast links and two or more replica slots per rank, and on platforms without `Exact`. Do
     not use its defaults with few slots, few ranks or small microbatches: if the first attempts fail, `min_tokens` is a
     hard minimum.
 
-    Ranks above the limit give tokens of their busiest experts to new replicas on the ranks furthest below it. The limit
+    Ranks above the limit give tokens of the busiest experts to new replicas on the ranks furthest below it. The limit
     starts at `1 + eps` times the mean. If the surplus does not fit into the empty slots, it is raised twice, by a
     hundredth of the largest load each. Then a search follows, with replicas of at least `min_tokens`.
 
@@ -37,7 +37,7 @@ class UltraEP(Balancer):
     Tokens are split as in the authors' code, up to rounding: here quotas are met exactly. Deviation: the destinations
     of a source's tokens of one expert are not interleaved, since the tokens are sorted by destination before dispatch.
 
-    After another balancer (`Chain`), existing replicas keep their slots and quota and count in the load of their ranks.
+    After another balancer (`Chain`), existing replicas keep their slots and quota and count in the load of the ranks.
 
     Args:
         eps: first limit above the mean, as a fraction of the mean, 0 to 1; 0.01 by default.

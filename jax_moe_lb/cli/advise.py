@@ -1,4 +1,4 @@
-"""Command `advise`, with its JSON, table and text."""
+"""Command `advise`, with JSON, table and text."""
 
 import math
 from collections.abc import Sequence
@@ -176,7 +176,7 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
 
 
 def summary_lines(answer: Advice, judge: Evaluator) -> list[str]:
-    """Return five lines: the best choice, its certainty, its memory, its code, and the next best choice."""
+    """Return five lines: the best choice, certainty, memory, code, and the next best choice."""
     one = recommended(answer)
     faster, number = sum(ratio < 1 for ratio in one.ratios(answer.plain)), len(one.times_s)
     sure = f"faster than plain on {faster} of {number} workloads, by {answer.gain:.1%} of a step at the median"
@@ -329,7 +329,7 @@ def _how(answer: Advice, judge: Evaluator) -> list[str]:
 
 
 def _tune(answer: Advice, judge: Evaluator) -> list[str]:
-    """Return the command that compiles the recommended system and chooses its chunks, saved arrays and scheduler."""
+    """Return the command that compiles the recommended system and chooses chunks, saved arrays and scheduler."""
     system, model = system_text(recommended(answer).choice), judge.model
     if system is None:
         return []

@@ -47,7 +47,7 @@ from jax_moe_lb.recordings.counts_files import read_counts, read_trace, write_pl
 
 INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__mro__[1]
-"""`UsageError` of click, which typer imports or vendors, depending on its version."""
+"""`UsageError` of click, which typer imports or vendors, depending on the version."""
 
 # Without markup, because rich would parse the [R, E] of a help text as a style.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)

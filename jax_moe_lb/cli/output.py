@@ -1,7 +1,7 @@
 """Output, errors and shared options of the commands.
 
 Commands print a table or one JSON object. Bad input prints one line on stderr and sets the exit code. Numeric options
-are parsed from text here, because the messages of typer depend on its version.
+are parsed from text here, because the messages of typer depend on the version.
 """
 
 import inspect
@@ -87,7 +87,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class OutputPath:
-    """Mark of an option with the path of an output, in its annotation; all other options are inputs."""
+    """Mark of an option with the path of an output, in the annotation; all other options are inputs."""
 
     suffix: str = ""  # suffix of the file; empty (default) for a folder
 
@@ -258,7 +258,7 @@ def print_effects(
     expert_bytes: int | None,
     as_json: bool,
 ) -> None:
-    """Print one row per layer or step, and their mean."""
+    """Print one row per layer or step, and the mean."""
     mean = mean_effect(effects)
     if as_json:
         rows = [_effect_json(effect, expert_bytes) for effect in effects]

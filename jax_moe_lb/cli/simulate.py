@@ -1,4 +1,4 @@
-"""Commands `simulate` and `calibrate`, with their arguments and tables."""
+"""Commands `simulate` and `calibrate`, with arguments and tables."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -157,7 +157,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the numbers of a report, without its timeline, as JSON."""
+    """Return the numbers of a report, without the timeline, as JSON."""
     stages = {name: asdict(stage) | {"hidden_s": stage.hidden_s} for name, stage in report.stages.items()}
     return {
         "step_s": report.step_s,

@@ -39,7 +39,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks of an exchange and their links."""
+    """Ranks of an exchange and the links."""
 
     rates: GpuRates | TpuRates  # rates of a device
     ranks_per_domain: int  # consecutive ranks with the fastest links to each other: an NVLink domain of GPUs

@@ -1,4 +1,4 @@
-"""Replicas gathered from the home weights of all ranks, and their gradients summed at home.
+"""Replicas gathered from the home weights of all ranks, and the gradients summed at home.
 
 With `ragged_all_to_all` each replica travels once. The fallback, for CPUs without the custom call and between
 processes, circulates blocks of `L` experts on a ring of ranks. It copies more bytes in the same memory: in both forms a
@@ -36,7 +36,7 @@ Kinds = tuple[WeightsOfKind, ...]
 """All weight arrays of the same experts."""
 
 Wanted = Int[Array, "R P"]
-"""Expert of each of the `P = S - L` replica slots of each rank, -1 for empty slots."""
+"""Expert per rank and replica slot, of `P = S - L` slots; -1 for empty ones."""
 
 Pull = Callable[[Wanted], Callable[[Int[Array, ""]], Kinds]]
 """Transport of replicas home.
@@ -48,7 +48,7 @@ arrays of the replica there. Callers pass occupied positions only."""
 def accumulate_sequentially(
     sums: Kinds, wanted: Wanted, num_home: int, domain: int, me: Int[Array, ""], pull: Pull, like: Kinds
 ) -> Kinds:
-    """Add the gradients of all replicas to the gradients of their home experts."""
+    """Add the gradients of all replicas to the gradients of the home experts."""
     # The number of replicas that return at once is limited by `max_incoming_replicas`. In small groups this is all of
     # them; otherwise they return in several turns. The gradients of an expert are added by rank, then by slot, in
     # float32 or wider, and rounded once.
@@ -240,7 +240,7 @@ def add_at_home(
     in_one_process: bool = False,
     in_place: bool = False,
 ) -> Kinds:
-    """Add the gradients of all replicas to those of their home experts, in an order that depends on `wanted` only."""
+    """Add the gradients of all replicas to those of the home experts, in an order that depends on `wanted` only."""
 
     def by_ring(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
         def add(total: WeightsOfKind, kind: WeightsOfKind) -> WeightsOfKind:

@@ -77,7 +77,7 @@ class Probe:
 def no_peer_access_reason(
     own: int, processes: Sequence[int], domain: int, store: JobStore, calls: Calls, probe: Probe
 ) -> str | None:
-    """Connect this process with those of its domain; return why some cannot copy from each other, or `None`."""
+    """Connect this process with those of the domain; return why some cannot copy from each other, or `None`."""
     if own not in processes or len(set(processes)) < len(processes):
         return "ranks are not processes of their own"
     said = {process: json.loads(_ask(store, f"{PREFIX}/{process}", process)) for process in processes}

@@ -241,7 +241,7 @@ def join(pending: Pending, after: PyTree = ()) -> PyTree:
 
 
 def add_copies_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Add the arrays of all replicas to those of their home experts; the transpose of `copy_expert_weights`."""
+    """Add the arrays of all replicas to those of the home experts; the transpose of `copy_expert_weights`."""
     # Use it in a handwritten backward pass, for the gradients of replicas. It adds by rank, then by slot, in float32 or
     # wider, so equal inputs give equal bits. On a CPU, the thread of each home device reads the slots in place, and
     # rounds their sum once before adding it. On a GPU, see `add_pulled`. Without custom calls, the order is the one of
@@ -272,7 +272,7 @@ def add_copies_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: in
 
 
 def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Compute `add_copies_at_home` by copies: every rank fetches the replicas of its home experts and adds them."""
+    """Compute `add_copies_at_home` by copies: every rank fetches the replicas of the home experts and adds them."""
     # It is used on GPUs, whose copy engines cannot add. All ranks derive the same copies from `wanted`, usually in one
     # turn; see `accumulate_sequentially`.
     if wanted.size == 0:

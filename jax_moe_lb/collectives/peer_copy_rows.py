@@ -27,7 +27,7 @@ from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import Axes, Placement, Quota, Rows, iota, pytree
 
 PerReplica = Int[Array, "R P"]
-"""One number for each replica slot of each rank."""
+"""One number per rank and replica slot."""
 
 Taken = Float[Array, "B H"]
 """Rows taken from other ranks, sorted by slot, in a buffer of `B` rows."""
@@ -89,7 +89,7 @@ def served_quota(quota: Quota, moved: MovedRows) -> Quota:
 def move(
     rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, axis_name: Axes, in_one_process: bool = False
 ) -> Taken:
-    """Send rows at home to their slots."""
+    """Send rows at home to the slots."""
     # It is not differentiable; `move_back` is its transpose.
     me = jax.lax.axis_index(axis_name)
     first, size = window.of(moved.first, moved.size)
@@ -138,14 +138,14 @@ def _of(which: Bool[Array, "R P"], size: Int[Array, "*N"]) -> Int[Array, "U"]:
 
 
 def _landing(size: PerReplica) -> PerReplica:
-    """Return the offset of each slot's rows among the rows taken by its rank."""
+    """Return the offset of each slot's rows among the rows taken by the rank."""
     return size.cumsum(1, dtype=jnp.int32) - size
 
 
 def start_onward(
     rows: Arrays, room: int, moved: MovedRows, window: CopyWindow, before: PyTree = (), *, route: Route
 ) -> tuple[PyTree, Pending]:
-    """Begin to send rows to their slots; `join` returns them."""
+    """Begin to send rows to the slots; `join` returns them."""
     # It is not differentiable; `start_back` is its transpose.
     # Returns `before`, unchanged; and the input of `join`, a tuple of `[B, H]`, sorted by slot. Rows after the last
     # slot are uninitialized.

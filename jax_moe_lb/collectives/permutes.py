@@ -77,7 +77,7 @@ def ring_direction(x: Shaped[Array, "*X"], axes: Axes) -> str | None:
 
 
 def is_one_of(ranks: list[int], axes: Axes) -> Bool[Array, ""]:
-    """Return whether the index of this rank in its group is in `ranks`."""
+    """Return whether the index of this rank in the group is in `ranks`."""
     table = jnp.zeros((jax.lax.axis_size(axes),), bool).at[jnp.asarray(ranks, jnp.int32)].set(True)
     return table[jax.lax.axis_index(axes)]
 

@@ -10,6 +10,7 @@ the largest pair of ranks. The steps are `all_to_all`s, one per group of ranks, 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -54,44 +55,9 @@ def starts(sizes: Int[Array, "N"]) -> Int[Array, "N"]:
 
 
 Sizes = Int[Array, "U"]
-"""One number for each of the `U` slices to send or to receive."""
+"""One number per slice to send or to receive, of `U`."""
 PerPeer = Int[Array, "R"]
-"""One number for each of the `R` ranks of the group."""
-
-
-def padded_all_to_all(
-    operand: Shaped[Array, "P *X"],
-    output: Shaped[Array, "Q *X"],
-    input_offsets: Sizes,
-    send_sizes: Sizes,
-    output_offsets: Sizes,
-    recv_sizes: Sizes,
-    *,
-    axis_name: Axes,
-    disjoint: bool = False,
-) -> Shaped[Array, "Q *X"]:
-    """Compute `ragged_all_to_all` from `all_to_all` steps, with the same arguments."""
-    # It is used on CPUs in one process without the custom call.
-    where = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    return _by_pairs(_all_to_all_steps, operand, output, where, axis_name, disjoint)
-
-
-def one_way_all_to_all(
-    operand: Shaped[Array, "P *X"],
-    output: Shaped[Array, "Q *X"],
-    input_offsets: Sizes,
-    send_sizes: Sizes,
-    output_offsets: Sizes,
-    recv_sizes: Sizes,
-    *,
-    axis_name: Axes,
-    disjoint: bool = False,
-) -> Shaped[Array, "Q *X"]:
-    """Compute `ragged_all_to_all` from permutes, with the same arguments."""
-    # It is used between processes on CPUs. A permute is one operation of all devices of the mesh. So all devices must
-    # call this function equally often, including those of other groups.
-    where = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    return _by_pairs(_permute_steps, operand, output, where, axis_name, disjoint)
+"""One number per rank of the group, of `R`."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +74,11 @@ def _by_pairs(
     steps: Callable[[Array, Array, _Pairs, Axes], Array],
     operand: Array,
     output: Array,
-    where: tuple[Sizes, Sizes, Sizes, Sizes],
+    *where: Sizes,
     axis_name: Axes,
-    disjoint: bool,
+    disjoint: bool = False,
 ) -> Array:
+    """Compute `ragged_all_to_all` by steps between pairs of ranks."""
     first, sizes, output_offsets, arriving = where
     # Senders have the landing offsets, but here receivers place the rows, so exchange them. This precedes the early
     # return below, because all ranks of a group must take part.
@@ -215,6 +182,15 @@ def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> 
     # Clipped if no rows are kept, and then not selected.
     rows = operand.at[pairs.starts[me] + place].get(mode="clip")
     return jnp.where(kept.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
+
+
+padded_all_to_all = partial(_by_pairs, _all_to_all_steps)
+"""`ragged_all_to_all` from `all_to_all` steps, with the same arguments: on CPUs in one process."""
+
+# A permute is one operation of all devices of the mesh. So all devices must call this function equally often, including
+# those of other groups.
+one_way_all_to_all = partial(_by_pairs, _permute_steps)
+"""`ragged_all_to_all` from permutes, with the same arguments: between processes on CPUs."""
 
 
 LANES = 128

@@ -17,7 +17,7 @@ def slots_by_layer(
     per slot gets its slots, until the budget is used or no slot reduces a maximum load. A gain may need several slots.
 
     Args:
-        balancer: balancer that plans each layer, from its initial state.
+        balancer: balancer that plans each layer, from the initial state.
         counts: `[X, R, E]` int32, recorded token copies of `X` layers.
         topology: topology of the group.
         budget: replica slots per rank, summed over layers; at least 0.
@@ -39,7 +39,7 @@ def slots_by_layer(
         (0, 1, 1)
 
     Reference:
-        CRAFT, arXiv 2603.28768, by its abstract: replicas per layer by their estimated benefit. There each replica has
+        CRAFT, arXiv 2603.28768, by its abstract: replicas per layer by estimated benefit. There each replica has
         memory of its own. Here layers share the memory of slots, so fewer slots save transfers of weights.
     """
     num_home = counts.shape[2] // counts.shape[1]

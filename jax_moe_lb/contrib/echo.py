@@ -1,7 +1,6 @@
 """ECHO: tokens beyond the mean spill to clones of hot experts, by one pass over sorted spills and rooms."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from jax_moe_lb.core.plan import Plan
 class ECHO(PlannedOnHost):
     """Elastic cloning for hot experts: spilled tokens of the hottest experts fill the emptiest ranks.
 
-    Use it as a baseline. A rank above the mean of its domain keeps its coldest experts, as far as the mean allows; the
-    rest of its tokens spill. The largest spills fill the largest rooms, one after another. A rank then clones the
+    Use it as a baseline. A rank above the mean of the domain keeps its coldest experts, as far as the mean allows; the
+    rest of the tokens spill. The largest spills fill the largest rooms, one after another. A rank then clones the
     experts with the most tokens for it, as many as it has replica slots. All other tokens stay at home.
 
     The original plans on the GPU, without a wait for the host. This one plans in Python on the host.
@@ -42,10 +41,10 @@ class ECHO(PlannedOnHost):
         tokens, num_home = counts.sum(0).astype(np.int64), plan.num_home
         placement, quota = served_at_home(counts, plan)
         for first in range(0, plan.num_ranks, plan.domain):
-            own: Any = np.arange(first * num_home, (first + plan.domain) * num_home)
+            own: np.ndarray = np.arange(first * num_home, (first + plan.domain) * num_home)
             moved = spilled_tokens(tokens[own].reshape(plan.domain, num_home))
             for rank in range(plan.domain):
-                hottest: Any = np.argsort(-moved[:, rank], kind="stable")[: plan.slots - num_home]
+                hottest: np.ndarray = np.argsort(-moved[:, rank], kind="stable")[: plan.slots - num_home]
                 hottest = hottest[moved[hottest, rank] > 0]
                 placement[first + rank, num_home : num_home + len(hottest)] = own[hottest]
                 quota[own[hottest], first + rank] += moved[hottest, rank]

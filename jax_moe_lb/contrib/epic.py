@@ -15,7 +15,7 @@ class EPIC(PlannedOnHost):
     """EPIC's swaps of expert pairs between the ranks of a domain.
 
     Use it as a baseline; one replica slot is enough. Ranks are paired by load, the busiest with the idlest, the second
-    busiest with the second idlest, and so on. A pair swaps the two experts that reduce the maximum of its loads most,
+    busiest with the second idlest, and so on. A pair swaps the two experts that reduce the maximum of the loads most,
     if it falls by at least `min_saved` token copies.
 
     The original moves both experts and keeps them until the next swap, without slots. In a plan home experts stay, so
@@ -42,7 +42,7 @@ class EPIC(PlannedOnHost):
 
     Reference:
         Balancing and Beyond: Communication-Centric Optimizations in Expert Parallelism, SIGCOMM 2026,
-        doi 10.1145/3789240.3829201, by its summary in AI-Infra-Team/awesome-papers, issue 228.
+        doi 10.1145/3789240.3829201, by the summary in AI-Infra-Team/awesome-papers, issue 228.
     """
 
     min_saved: int = 1

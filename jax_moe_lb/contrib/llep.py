@@ -70,7 +70,7 @@ class LLEP(PlannedOnHost):
 
 
 def _spill_domain(ranks: np.ndarray, most: int, min_tokens: int, placement: np.ndarray, quota: np.ndarray) -> None:
-    num_home = len(quota) // len(placement)
+    num_home, slots = len(quota) // len(placement), placement[ranks[0] : ranks[-1] + 1]
     own = np.arange(ranks[0] * num_home, (ranks[-1] + 1) * num_home)
     tokens = quota[own].sum(1)
     # Load of a rank: assigned tokens, and those of its experts that are not assigned yet.
@@ -79,7 +79,7 @@ def _spill_domain(ranks: np.ndarray, most: int, min_tokens: int, placement: np.n
         expert, home = int(own[at]), int(at) // num_home
         left = int(min(max(load[home] - most, 0), tokens[at]))
         while left:
-            part, helper = _helper(expert, home, left, ranks, most, min_tokens, load, placement)
+            part, helper = _helper(expert, home, left, most - load, min_tokens, slots)
             if not part:
                 break
             quota[expert, ranks[home]] -= part
@@ -89,24 +89,15 @@ def _spill_domain(ranks: np.ndarray, most: int, min_tokens: int, placement: np.n
             left -= part
 
 
-def _helper(
-    expert: int,
-    home: int,
-    left: int,
-    ranks: np.ndarray,
-    most: int,
-    min_tokens: int,
-    load: np.ndarray,
-    placement: np.ndarray,
-) -> tuple[int, int]:
+def _helper(expert: int, home: int, left: int, room: np.ndarray, min_tokens: int, slots: np.ndarray) -> tuple[int, int]:
     """Return the tokens for the least loaded rank with room and a slot, and this rank; 0 tokens if there is none."""
-    for helper in np.argsort(load, kind="stable").tolist():
-        part, slots = int(min(left, most - load[helper])), placement[ranks[helper]]
+    for helper in np.argsort(-room, kind="stable").tolist():
+        part, held = int(min(left, room[helper])), slots[helper]
         if helper == home or part <= 0 or (part < min_tokens and part < left):
             continue
-        free = np.flatnonzero(slots < 0)
-        if expert in slots or len(free):
-            if expert not in slots:
-                slots[free[0]] = expert
+        free = np.flatnonzero(held < 0)
+        if expert in held or len(free):
+            if expert not in held:
+                held[free[0]] = expert
             return part, helper
     return 0, home

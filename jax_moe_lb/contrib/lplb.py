@@ -31,10 +31,10 @@ class _State:
 class LPLB(Balancer):
     """LPLB: replicas on a fixed graph of ranks, with the split of the lowest maximum load.
 
-    Use it as a baseline. A host callback solves its linear program, which takes milliseconds. An expert has at most one
+    Use it as a baseline. A host callback solves the linear program, which takes milliseconds. An expert has at most one
     replica, so under extreme skew balancers with several replicas per expert balance better.
 
-    It follows DeepSeek's LPLB. The k-th replica slot of a rank copies from the rank at the k-th distance in its domain.
+    It follows DeepSeek's LPLB. The k-th replica slot of a rank copies from the rank at the k-th distance in the domain.
     It holds the k-th heaviest home expert of this source rank, by the load of the steps before the last plan (before
     the first plan, its k-th expert). The graph has one edge per replicated expert. For every microbatch, a linear
     program splits the tokens of each expert between home and replica, with the lowest maximum load of each domain.
@@ -43,7 +43,7 @@ class LPLB(Balancer):
 
     Args:
         every: steps between rankings of the experts, and steps of history; 1 to 46340, 3 by default.
-        distances: the k-th replica slot of rank `r` copies from the rank `distances[k]` after it in its domain,
+        distances: the k-th replica slot of rank `r` copies from the rank `distances[k]` after it in the domain,
             cyclically. Further slots, and those with a multiple of the domain size, stay empty. `None` (default): 1, 2,
             4, ... below the domain size, then the rest of 1, 2, 3, ...
 
@@ -129,7 +129,7 @@ def _add_edges(
 
 
 def spread(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """Return the plan with the quota of the lowest maximum load of every domain for its placement."""
+    """Return the plan with the quota of the lowest maximum load of every domain for the placement."""
     # Use it as the planner of a `HostCallback`, after any balancer whose placement should get its optimal quota. It
     # solves two linear programs per domain. The first finds the lowest maximum load. The second fixes this load,
     # rounded up, and maximizes the tokens served at home. It is a flow from experts to ranks with integer bounds, so

@@ -1,7 +1,6 @@
 """MoonEP: every rank serves exactly the mean load, with the most overloaded rank filling the emptiest one."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ class MoonEP(PlannedOnHost):
     """MoonEP's plan: each rank of a domain serves the mean load exactly.
 
     Use it as a baseline. The most overloaded home rank fills the rank with the most room, even beyond its own surplus,
-    until no rank is above the mean. It then gives its hottest experts first, to its largest receivers first. With as
+    until no rank is above the mean. It then gives the hottest experts first, to the largest receivers first. With as
     many replica slots as home experts, every rank serves the mean load.
 
     The original plans in a kernel and needs `E / R` replica slots. This one plans in Python on the host. With fewer
@@ -51,10 +50,10 @@ class MoonEP(PlannedOnHost):
 def receive_quotas(load: np.ndarray) -> np.ndarray:
     """Return the tokens that each rank gives to each other one, so that all have the mean load."""
     ranks = np.arange(len(load))
-    balance: Any = load - (load.sum() + len(load) - 1 - ranks) // len(load)
+    balance: np.ndarray = load - (load.sum() + len(load) - 1 - ranks) // len(load)
     moved = np.zeros((len(load), len(load)), np.int64)
     while balance.max() > 0:
-        giver, taker = int(balance.argmax()), int(balance.argmin())
+        giver, taker = int(np.argmax(balance)), int(np.argmin(balance))
         moved[giver, taker] = -balance[taker]
         balance[giver] += balance[taker]
         balance[taker] = 0
@@ -62,13 +61,13 @@ def receive_quotas(load: np.ndarray) -> np.ndarray:
 
 
 def _give(home: int, wanted: np.ndarray, first: int, placement: np.ndarray, quota: np.ndarray) -> None:
-    """Give tokens of the hottest experts of a rank to its receivers, the largest first, as far as slots allow."""
+    """Give tokens of the hottest experts of a rank to the receivers, the largest first, as far as slots allow."""
     num_home = len(quota) // len(placement)
-    own: Any = np.arange(home * num_home, (home + 1) * num_home)
-    to_give: Any = wanted.copy()
+    own: np.ndarray = np.arange(home * num_home, (home + 1) * num_home)
+    to_give: np.ndarray = wanted.copy()
     while to_give.max() > 0:
-        left: Any = quota[own, home]
-        taker, expert = int(to_give.argmax()), int(own[left.argmax()])
+        left: np.ndarray = quota[own, home]
+        taker, expert = int(np.argmax(to_give)), int(own[np.argmax(left)])
         slots = placement[first + taker]
         if expert not in slots:
             free = np.flatnonzero(slots < 0)

@@ -57,7 +57,7 @@ def checked_fields(cls: ClassT) -> ClassT:
     return cls
 
 
-def check_value(argument: str, value: Any, kind: Any) -> None:
+def check_value(argument: str, value: object, kind: Any) -> None:
     """Check an argument by an annotation."""
     if _matches(value, kind):
         return
@@ -72,8 +72,8 @@ def check_integer(argument: str, value: Any, least: int = 1, most: int = 2**31 -
         raise ValueError(f"{argument} is {value}; expected an integer from {least} to {most}")
 
 
-def check_array(argument: str, value: Any, shape: tuple[Any, ...], kind: Any) -> None:
-    """Check the shape of an array and the kind of its dtype."""
+def check_array(argument: str, value: object, shape: tuple[Any, ...], kind: Any) -> None:
+    """Check the shape of an array and the kind of the dtype."""
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{argument} is {shown(value)}; expected an array")
     sizes = shape[1:] if shape[:1] == (...,) else shape
@@ -104,7 +104,7 @@ def checked_dtype(argument: str, value: Any, allowed: tuple[Any, ...], remedy: s
     return dtype
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return `repr(value)` on one line, without its middle if it is long."""
     if isinstance(value, int) and abs(value) > 10**MOST_SHOWN:
         # Python refuses to print integers of thousands of digits.
@@ -171,15 +171,15 @@ def _matches(value: Any, kind: Any) -> bool:
     return isinstance(value, cls) if is_known else True
 
 
-def _is_infinite_number(value: Any, kind: Any) -> bool:
+def _is_infinite_number(value: object, kind: Any) -> bool:
     return float in _options(kind) and isinstance(value, float) and not abs(value) <= MOST_FLOAT
 
 
-def _is_number(value: Any, kind: type) -> bool:
+def _is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool | np.bool_)
 
 
-def _matches_but_for_value(value: Any, kind: Any) -> bool:
+def _matches_but_for_value(value: object, kind: Any) -> bool:
     """Return whether only the range of a number, or the choice among literals, is wrong."""
     for option in _options(kind):
         if get_origin(option) is Literal and type(value) in {type(literal) for literal in get_args(option)}:

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jaxlib
 
+from jax_moe_lb.core.types import DType
+
 MODULES = {"cpu": "jax_moe_lb._ffi", "cuda": "jax_moe_lb._ffi_cuda"}
 """Extension module with the custom calls of each platform."""
 
@@ -136,7 +138,7 @@ def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None =
     return bound(*args, **attributes)
 
 
-def like(array: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
+def like(array: jax.Array, shape: tuple[int, ...] | None = None, dtype: DType | None = None) -> Any:
     """Return the type of a result with the varying mesh axes and sharding of `array`."""
     # Use it for the results of `call`: inside `jax.shard_map` they would otherwise vary over no axis.
     aval = jax.typeof(array)

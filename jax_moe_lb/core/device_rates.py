@@ -31,7 +31,7 @@ RecordedKernel = Literal["Mosaic", "Triton", "Hopper"]
 def _figure(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a parser of a mapping with `value`, `basis` and `source` that keeps the parsed value."""
 
-    def read(figure: Any) -> Any:
+    def read(figure: object) -> Any:
         if not isinstance(figure, Mapping) or set(figure) != {"value", "basis", "source"}:
             raise ValueError(f"is {shown(figure)}; expected value, basis and source")
         if figure["basis"] not in BASES:
@@ -43,31 +43,31 @@ def _figure(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return read
 
 
-def _share(value: Any) -> float:
+def _share(value: object) -> float:
     if not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError(f"is {shown(value)}; expected a share above 0 and at most 1")
     return float(value)
 
 
-def _shares(value: Any) -> dict[int, float]:
+def _shares(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping) or not value:
         raise ValueError(f"is {shown(value)}; expected shares by updates per peer")
     return {int(updates): _share(share) for updates, share in value.items()}
 
 
-def _times(value: Any) -> dict[int, float]:
+def _times(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping) or not value:
         raise ValueError(f"is {shown(value)}; expected times by ranks of a domain")
     return {int(ranks): time(one) for ranks, one in value.items()}
 
 
-def _speeds(value: Any) -> dict[str, float]:
+def _speeds(value: object) -> dict[str, float]:
     if not isinstance(value, Mapping) or set(value) != set(PRODUCTS):
         raise ValueError(f"is {shown(value)}; expected product, transposed and outer")
     return {kind: speed(one) for kind, one in value.items()}
 
 
-def _by_rows(value: Any) -> dict[int, float]:
+def _by_rows(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping) or not value or list(value) != sorted(value, key=int):
         raise ValueError(f"is {shown(value)}; expected speeds by rows, ascending")
     return {int(rows): speed(one) for rows, one in value.items()}

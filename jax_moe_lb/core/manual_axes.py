@@ -3,7 +3,7 @@
 The type of a value records the mesh axes over which it varies. The branches of a conditional, the carry of a loop and
 the operands of a custom call must agree in these axes, but a constant varies over none. `vary_like` and `vary_alike`
 make constants agree. `unvarying_call` traces a function as if there were no mesh, because some third-party kernels drop
-or reject the axes of their operands. `first_order` rejects second derivatives of a custom backward pass.
+or reject the axes of the operands. `first_order` rejects second derivatives of a custom backward pass.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ def vary_like(tree: PyTree, *others: PyTree) -> PyTree:
 
 
 def vary_alike(arrays: Iterable[Array], *others: Array) -> tuple[Array, ...]:
-    """Return the arrays, varying over the union of their mesh axes and the axes of `others`."""
+    """Return the arrays, varying over the union of the mesh axes and the axes of `others`."""
     # Use it for the operands of a custom call and for the carry of a loop.
     return tuple(vary_like(tuple(arrays), *arrays, *others))
 
@@ -91,7 +91,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function, raising a one-line error if it is differentiated."""
     # Without it, a second derivative fails inside the first operation without a derivative rule, such as a custom call.
 
-    def refuse(*args: Any) -> NoReturn:
+    def refuse(*args: object) -> NoReturn:
         del args
         raise NotImplementedError("moe has no second derivatives; expected first-order differentiation only")
 

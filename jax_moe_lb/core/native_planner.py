@@ -1,4 +1,4 @@
-"""`NativePlanner`, a rule that C++ applies to a plan, and its operands."""
+"""`NativePlanner`, a rule that C++ applies to a plan, and the operands."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +37,6 @@ class NativePlanner:
 
 
 def alike(*arrays: Any) -> tuple[jax.Array, ...]:
-    """Return the arrays as int32, varying over the union of their mesh axes."""
+    """Return the arrays as int32, varying over the union of the mesh axes."""
     # Operands of a custom call and the carry of a loop require equal axes.
     return vary_alike([jnp.asarray(saturated(array), jnp.int32) for array in arrays])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jax_moe_lb.core.checks import check_array
 from jax_moe_lb.core.file_limits import FileLimits
@@ -21,10 +21,12 @@ from jax_moe_lb.core.types import AnyArray, Counts, Load, host_iota, iota, names
 if TYPE_CHECKING:
     Scalar = Any
     IntScalar = Any
+    BoolScalar = Any
 else:
     Scalar = Float[AnyArray, ""] | float
     IntScalar = Int[AnyArray, ""] | np.integer
-    """Scalar array in a jitted program, NumPy integer on the host."""
+    BoolScalar = Bool[AnyArray, ""] | np.bool_
+    """Scalar array in a jitted program, NumPy scalar on the host."""
 
 
 @pytree
@@ -317,7 +319,7 @@ def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
         plan: plan legal for `counts`.
 
     Returns:
-        `[R, R]` int32, from source (row) to destination (column); the diagonal holds the copies served by their source.
+        `[R, R]` int32, from source (row) to destination (column); the diagonal holds the copies served by the source.
 
     Examples:
         >>> import numpy as np

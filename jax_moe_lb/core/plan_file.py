@@ -26,7 +26,7 @@ _SETTINGS = {
     "split_tier": (np.str_, "a word"),
     "split_locality": (np.bool_, "a bool"),
 }
-"""Scalar fields of a plan file, each with its dtype and the description for error messages."""
+"""Scalar fields of a plan file, each with the dtype and the description for error messages."""
 
 
 def write_arrays(path: Path, parts: dict[str, Any]) -> None:

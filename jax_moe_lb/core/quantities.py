@@ -6,7 +6,6 @@ A number without a unit is an error. Prefixes are decimal, except the binary `Ki
 import math
 import re
 from fractions import Fraction
-from typing import Any
 
 from jax_moe_lb.core.checks import shown
 
@@ -38,27 +37,27 @@ LEAST, MOST = 1e-15, 1e30
 """Bounds of nonzero quantities in base units, so that their sums and quotients stay finite."""
 
 
-def rate(value: Any) -> float:
+def rate(value: object) -> float:
     """Parse a rate such as `400 Gbit/s` into bytes per second; raise `ValueError` if it is invalid."""
     return _parsed(value, RATES, "a rate above 0 with its unit, such as '400 Gbit/s' or '50 GB/s'", least=0.0)
 
 
-def size(value: Any) -> float:
+def size(value: object) -> float:
     """Parse a size such as `80 GB` into bytes; raise `ValueError` if it is invalid."""
     return _parsed(value, SIZES, "a size above 0 with its unit, such as '80 GB'", least=0.0)
 
 
-def time(value: Any) -> float:
+def time(value: object) -> float:
     """Parse a time such as `5 us` into seconds; raise `ValueError` if it is invalid."""
     return _parsed(value, TIMES, "a time with its unit, such as '5 us'")
 
 
-def speed(value: Any) -> float:
+def speed(value: object) -> float:
     """Parse a speed such as `600 TFLOP/s` into operations per second; raise `ValueError` if it is invalid."""
     return _parsed(value, SPEEDS, "a speed above 0 with its unit, such as '600 TFLOP/s'", least=0.0)
 
 
-def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float | None = None) -> float:
+def _parsed(value: object, units: dict[str, Fraction], expected: str, least: float | None = None) -> float:
     """Parse a quantity into its base unit."""
     # It must be above `least`, or at least 0 if `least` is None.
     # -1 marks unreadable values, so that all mistakes end in the one message below.

@@ -102,7 +102,7 @@ class Split:
             `"proportional"` splits every source over all ranks in proportion to their quota, as UltraEP does, which
             spreads the traffic.
         locality: if True (default), tokens go to their own rank first. Otherwise their own rank is an ordinary rank of
-            its domain.
+            the domain.
 
     Raises:
         ValueError: `tier` is neither `"nearest"` nor `"proportional"`.
@@ -137,7 +137,7 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
     With `"nearest"` this is the northwest-corner rule: the first tokens in the queue go to the lowest rank. With
     `"proportional"`, if a tier cannot match all tokens or all demand, every rank takes part in proportion to its supply
     or demand. A binary tree over the ranks then splits the queue. Of the first `a` tokens of a node, `floor(a * left /
-    total)` go to the left half, with `left` of the node's demand `total`. A source is split in proportion to its
+    total)` go to the left half, with `left` of the node's demand `total`. A source is split in proportion to the
     tokens, with an error below one token per level of the tree.
 
     Args:
@@ -151,7 +151,7 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
         `[E, R]` int32; its sum over ranks is `counts[rank]`.
 
     Examples:
-        Of rank 0's six copies one stays, two go to rank 1 of its domain, two to rank 2 of equal offset, one to rank 3:
+        Of rank 0's six copies one stays, two go to rank 1 of the domain, two to rank 2 of equal offset, one to rank 3:
 
         >>> import numpy as np
         >>> from jax_moe_lb.core import nearest_first
@@ -246,7 +246,7 @@ def arrivals(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split
 
 
 def kept(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Quota:
-    """Return the token copies of each expert served by their source, `[E, R]`: the diagonal of the split."""
+    """Return the token copies of each expert served by the source, `[E, R]`: the diagonal of the split."""
     if split.locality:
         # Later tiers add none: after this one, a rank has either no tokens or no demand left for an expert.
         return namespace(quota).minimum(counts.T, quota)
@@ -264,7 +264,7 @@ def kept(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Q
 def _of_one_rank(
     counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split, line: Callable[..., Line]
 ) -> Quota:
-    """Compute the entries of one rank: `line(supply, demand, member, rule)` of its group in every tier."""
+    """Compute the entries of one rank: `line(supply, demand, member, rule)` of the group in every tier."""
     xp = namespace(quota)
 
     def grid(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:

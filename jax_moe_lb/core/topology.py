@@ -6,13 +6,13 @@ The module also holds the size checks shared by several modules, so each has one
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_moe_lb.core.checks import checked_fields, shown
 from jax_moe_lb.core.torus import torus_warning
+from jax_moe_lb.core.types import AnyArray
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -31,7 +31,7 @@ def check_domain(domain: int, num_ranks: int, argument: str = "domain") -> None:
         raise ValueError(f"{argument} is {domain}; expected a divisor of the {num_ranks} ranks")
 
 
-def check_total(counts: Any) -> None:
+def check_total(counts: AnyArray) -> None:
     """Check that the sum of host counts fits int32, the integer type of planning."""
     # A larger sum would wrap around in int32. Traced counts are not checked.
     # A sum of unsigned 64-bit counts can wrap around, too. float64 is exact far beyond int32.

@@ -67,6 +67,9 @@ TokenMask = Bool[Array, "T"]
 DType = Any
 """Any dtype accepted by JAX."""
 
+Ref = Any
+"""Reference to memory in a Pallas kernel, for which the oldest supported JAX has no public class."""
+
 State = Any
 """State of a balancer between steps: any pytree, `()` for stateless balancers."""
 

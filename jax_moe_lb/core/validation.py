@@ -37,7 +37,7 @@ def check_counts(counts: AnyArray) -> None:
 def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) -> None:
     """Check that a plan is legal for some counts.
 
-    A legal plan serves every routed token copy, from occupied slots only. Replicas stay inside their domain and static
+    A legal plan serves every routed token copy, from occupied slots only. Replicas stay inside the domain and static
     experts are served at home. Call it on plans of a custom balancer or from a file; `moe` checks every plan itself.
 
     Args:
@@ -283,7 +283,7 @@ def _relay_rules(plan: Plan, relay: AnyArray, copies: AnyArray) -> Iterator[tupl
 
 
 def _reaches_home(plan: Plan, source: AnyArray) -> AnyArray:
-    """Return whether the relays of each slot lead to the home of its expert, `[R, S]`."""
+    """Return whether the relays of each slot lead to the home of the expert, `[R, S]`."""
     num_ranks, num_experts = plan.num_ranks, plan.num_experts
     rank, home = host_iota(num_ranks)[:, None], host_iota(num_experts) // plan.num_home
     expert = plan.placement.clip(-1, num_experts - 1)

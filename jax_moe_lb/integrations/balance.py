@@ -37,14 +37,14 @@ def balance(
     """Replace the MoE blocks of a Flax NNX model of another library by balanced ones.
 
     Supported blocks: MaxText's `RoutedMoE`, EasyDeL's subclasses of `BaseMoeModule` and Tunix' `MoELayer`. The blocks
-    are changed in place: each gets a subclass of its class, and keeps its parameters and their paths. So checkpoints,
+    are changed in place: each gets a subclass of its class, with the same parameters and paths. So checkpoints,
     optimizers and references to the model stay valid. The library still computes routing and router losses; outputs
     and gradients equal those of the unchanged block.
 
     Args:
         model: model, or one block.
         mesh: mesh of the model, with Auto axes.
-        system: balancer, weight transport and token dispatch: a `System`, or its text as in `MoE`; "exact" by default.
+        system: balancer, weight transport and token dispatch: a `System`, or the text as in `MoE`; "exact" by default.
             Its balancer must have no state between steps.
         topology: expert, data and tensor axes of the blocks; by default those over which the library shards experts.
         record_stats: if True, each call sets the attributes `moe_stats` of a block, its `Stats`, for `raise_on_fault`,
@@ -123,7 +123,7 @@ def _adapter(cls: type) -> Adapter | None:
 
 
 def _holds_experts(block: nnx.Module) -> bool:
-    """Return True if a module is, by its name and the shapes of its own variables, an MoE block."""
+    """Return True if a module is, by name and the shapes of its variables, an MoE block."""
     if type(block).__module__.startswith("jax_moe_lb.") or not _BLOCK_NAME.search(type(block).__name__):
         return False
     own = (value for value in vars(block).values() if isinstance(value, nnx.Variable))

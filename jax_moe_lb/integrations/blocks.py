@@ -23,7 +23,7 @@ from jax_moe_lb.routing.routers import Routing, TokenInfo
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Static configuration of a balanced block, its attribute `balance_config`; see `balance` for the fields."""
+    """Static configuration of a balanced block, the attribute `balance_config`; see `balance` for the fields."""
 
     mesh: Mesh
     topology: Topology

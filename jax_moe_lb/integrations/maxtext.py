@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import DType
 from jax_moe_lb.integrations.blocks import Adapter, refuse, serve, topology_of
 from jax_moe_lb.routing.routers import NO_EXPERT
 
@@ -27,7 +28,7 @@ class FfnActivation:
 
     original: Any  # class of the block
     activation_fn: Callable[[jax.Array], jax.Array]  # function of the gate
-    dtype: Any  # dtype of the block
+    dtype: DType  # dtype of the block
     decoder_block: str  # decoder of the configuration, which selects the form
     limit: float  # bound of the products; none if it is not positive
     config: Any = field(compare=False)  # the configuration, which the other fields represent in comparisons

@@ -87,7 +87,7 @@ Products = tuple[Float[Array, "A _"], ...]
 
 @jax.custom_vjp
 def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
-    """Apply the expert of its group to each row."""
+    """Apply the expert of the group to each row."""
     # `moe` calls it for the received rows of a rank; use it in custom transports. The residuals are `rows` and
     # `experts`: the backward pass recomputes the hidden activations.
     return _by_platform(_network(rows, experts), _in_windows, rows, experts, group_sizes)[0]

@@ -1,6 +1,6 @@
-"""Products of groups of rows with one matrix each, and their gradients.
+"""Products of groups of rows with one matrix each, and the gradients.
 
-Every backend multiplies each row with the matrix of its group only. `backends.py` chooses the backend for each
+Every backend multiplies each row with the matrix of the group only. `backends.py` chooses the backend for each
 platform.
 """
 
@@ -26,7 +26,7 @@ Sums = Float[Array, "S I O"]
 def grouped_matmul(
     rows: Inputs, weights: GroupWeights | WeightParts, group_sizes: GroupSizes, transposed: bool = False
 ) -> Outputs:
-    """Multiply each row with the matrix of its group."""
+    """Multiply each row with the matrix of the group."""
     # It is differentiable in `rows` and `weights`, and accumulates in float32 or wider.
     # Returns the products, `[A, O]` in the dtype of `rows`. Rows beyond `group_sizes.sum()` are undefined and may be
     # NaN.

@@ -13,6 +13,8 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.extend.backend import get_default_device
 from jaxtyping import Array
 
+from jax_moe_lb.core.types import DType, Ref
+
 CONSUMERS = 2
 """Warpgroups that multiply; the producer is the warpgroup after them."""
 
@@ -31,14 +33,14 @@ def multiprocessors() -> int:
     return getattr(get_default_device(), "core_count", None) or HOPPER_MULTIPROCESSORS
 
 
-def swizzled(dtype: Any) -> tuple[Any, Any]:
+def swizzled(dtype: DType) -> tuple[Any, Any]:
     """Return the transforms of an array in shared memory for the tensor cores, free of bank conflicts."""
     transforms: Any = mosaic_gpu
     columns = SWIZZLE_BYTES // jax.numpy.dtype(dtype).itemsize
     return transforms.TilingTransform((8, columns)), transforms.SwizzleTransform(SWIZZLE_BYTES)
 
 
-def load(ref: Any, layout: Any) -> Array:
+def load(ref: Ref, layout: Any) -> Array:
     """Load a tile from global memory into registers of the given layout."""
     # In JAX 0.11 the second argument is an index.
     index = ((),) if "idx" in inspect.signature(mosaic_gpu.load).parameters else ()

@@ -72,7 +72,7 @@ def hidden_and_products(
     """Return the hidden activations and, if they are kept, the products before the activation."""
     activation, count = _activation(experts[0]), _num_products(experts[0])
 
-    def activate(tiles: list[Array], operands: list[Array], weights: Any) -> tuple[list[Array], Any]:
+    def activate(tiles: list[Array], operands: list[Array], weights: Array | None) -> tuple[list[Array], Any]:
         return [activation(*tiles), *(tiles if keeps_products else ())], None
 
     def compute(rows: Rows, experts: Parts, group_sizes: GroupSizes) -> tuple[Array, ...]:
@@ -100,7 +100,7 @@ def activation_gradients(
     """Return the gradients of the products, the weighted hidden activations and the gradients of the row weights."""
     activation, count = _activation(experts[0]), _num_products(experts[0])
 
-    def pull_back(tiles: list[Array], operands: list[Array], weights: Any) -> tuple[list[Array], Any]:
+    def pull_back(tiles: list[Array], operands: list[Array], weights: Array) -> tuple[list[Array], Any]:
         hidden, *gradients = _evaluate(
             _with_gradients(activation, tiles[0].shape, count), tiles[0] * weights, *operands
         )
@@ -161,7 +161,7 @@ def _inner_factors(experts: Parts) -> tuple[Factor, ...]:
 
 
 def _with_gradients(activation: Callable[..., Array], shape: tuple[int, ...], count: int) -> ClosedJaxpr:
-    """Trace the activation and its gradients as a function of the upstream gradient and `count` products."""
+    """Trace the activation and the gradients as a function of the upstream gradient and `count` products."""
 
     def with_gradients(upstream: Array, *operands: Array) -> tuple[Array, ...]:
         hidden, pull_back = jax.vjp(activation, *operands)

@@ -4,10 +4,10 @@ It reads rows without a transposed copy, and writes sums in parts, such as those
 without rows are cleared, or not written at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int
 
-from jax_moe_lb.core.types import DType, GroupSizes, iota
+from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
 from jax_moe_lb.kernels.mosaic_api import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -103,22 +103,22 @@ def _written(has_result: Array) -> tuple[Array, Array]:
 class _Place(NamedTuple):
     """Tile of a result: its group, first row and column, and its steps over rows of the operands from `begin` on."""
 
-    group: Any
-    row: Any
-    column: Any
-    begin: Any
-    steps: Any
+    group: Array
+    row: Array
+    column: Array
+    begin: Array
+    steps: Array
 
 
 class _Scratch(NamedTuple):
     """Shared memory of a program, and its barriers."""
 
-    rows: Any
-    others: Any
-    results: Any
-    full: Any
-    empty: Any
-    masked: Any
+    rows: Ref
+    others: Ref
+    results: Ref
+    full: Ref
+    empty: Ref
+    masked: Ref
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,13 +131,13 @@ class _Kernel:
     tile: tuple[int, int]
     stages: int
     programs: int
-    dtypes: tuple[Any, Any]
+    dtypes: tuple[np.dtype, np.dtype]
 
     @property
     def consumer_columns(self) -> int:
         return self.tile[1] // CONSUMERS
 
-    def run(self, rows: Any, *refs: Any) -> None:
+    def run(self, rows: Ref, *refs: Ref) -> None:
         others, refs = refs[: self.num_others], refs[self.num_others :]
         groups, outs = _Groups(*refs[:4]), refs[4:]
         transforms, barrier = swizzled(self.dtypes[0]), mosaic_gpu.Barrier
@@ -154,13 +154,13 @@ class _Kernel:
         )
 
     def _run_warpgroup(
-        self, operands: tuple[Any, Any], groups: _Groups, outs: Sequence[Any], scratch: _Scratch
+        self, operands: tuple[Ref, Sequence[Ref]], groups: _Groups, outs: Sequence[Ref], scratch: _Scratch
     ) -> None:
         program, warpgroup = (jax.lax.axis_index(name) for name in ("program", "warpgroup"))
         of_group = pl.cdiv(self.widths[0], self.tile[0]) * pl.cdiv(self.widths[1], self.tile[1])
         mine = jax.lax.div(groups.total[0] * of_group - program + self.programs - 1, self.programs)
 
-        def each_tile(run: Any) -> Array:
+        def each_tile(run: Callable[[_Place, Array], None]) -> Array:
             """Run a function of the place and the number of earlier steps for each tile; return all steps."""
 
             def one(t: Array, before: Array) -> Array:
@@ -198,11 +198,11 @@ class _Kernel:
         column = jnp.minimum(jax.lax.div(inside, across) * width, outer - width)
         return _Place(group, pl.multiple_of(row, 64), pl.multiple_of(column, 64), begin, steps)
 
-    def _first_row(self, place: _Place, k: Array) -> Any:
+    def _first_row(self, place: _Place, k: Array) -> Array:
         # The last step starts earlier if it would exceed the operands.
         return pl.multiple_of(jnp.minimum(place.begin + k * DEPTH, self.num_rows - DEPTH), ALIGNMENT)
 
-    def _produce(self, place: _Place, before: Array, operands: tuple[Any, Sequence[Any]], scratch: _Scratch) -> None:
+    def _produce(self, place: _Place, before: Array, operands: tuple[Ref, Sequence[Ref]], scratch: _Scratch) -> None:
         def step(k: Array, _: None) -> None:
             stage = jax.lax.rem(before + k, self.stages)
             pl.when(before + k >= self.stages)(lambda: mosaic_gpu.barrier_wait(scratch.empty.at[stage]))
@@ -210,7 +210,7 @@ class _Kernel:
             left = operands[0].at[rows, pl.ds(place.row, self.tile[0])]
             mosaic_gpu.copy_gmem_to_smem(left, scratch.rows.at[stage], full)
 
-            def copy(others: Any, column: Array) -> None:
+            def copy(others: Ref, column: Array) -> None:
                 right = others.at[rows, pl.ds(pl.multiple_of(column, 64), self.tile[1])]
                 mosaic_gpu.copy_gmem_to_smem(right, scratch.others.at[stage], full)
 
@@ -219,7 +219,7 @@ class _Kernel:
         jax.lax.fori_loop(0, place.steps, step, None)
 
     def _consume(
-        self, place: _Place, before: Array, warpgroup: Array, groups: _Groups, outs: Sequence[Any], scratch: _Scratch
+        self, place: _Place, before: Array, warpgroup: Array, groups: _Groups, outs: Sequence[Ref], scratch: _Scratch
     ) -> None:
         start, end = groups.start[place.group], groups.end[place.group]
         columns = pl.ds(warpgroup * self.consumer_columns, self.consumer_columns)
@@ -228,7 +228,7 @@ class _Kernel:
         def stage_of(k: Array) -> Array:
             return jax.lax.rem(before + k, self.stages)
 
-        def multiply(accumulator: Any) -> Array:
+        def multiply(accumulator: Ref) -> Array:
             def step(k: Array, _: None) -> None:
                 stage, first = stage_of(k), self._first_row(place, k)
                 mosaic_gpu.barrier_wait(scratch.full.at[stage])
@@ -262,7 +262,7 @@ class _Kernel:
         value = pl.run_scoped(multiply, mosaic_gpu.ACC(shape, jnp.float32))
         self._store(value, place, warpgroup, outs, scratch.results.at[warpgroup])
 
-    def _store(self, value: Array, place: _Place, warpgroup: Array, outs: Sequence[Any], shared: Any) -> None:
+    def _store(self, value: Array, place: _Place, warpgroup: Array, outs: Sequence[Ref], shared: Ref) -> None:
         size = shared.shape[1]
         for chunk in range(self.consumer_columns // size):
             mosaic_gpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -271,13 +271,13 @@ class _Kernel:
             column = place.column + warpgroup * self.consumer_columns + chunk * size
             where = pl.ds(place.row, self.tile[0]), pl.ds(pl.multiple_of(column, size), size)
 
-            def copy(out: Any, index: Array, where: Any = where) -> None:
+            def copy(out: Ref, index: Array, where: tuple[pl.Slice, pl.Slice] = where) -> None:
                 mosaic_gpu.copy_smem_to_gmem(shared, out.at[(index, *where)])
 
             for_part_of(place.group, outs, copy)
 
 
-def _clear_rows(shared: Any, begin: Array, end: Array) -> None:
+def _clear_rows(shared: Ref, begin: Array, end: Array) -> None:
     """Set the rows before `begin` and from `end` on to 0, without a product, as 0 times NaN is NaN."""
     row = mosaic_gpu.broadcasted_iota(jnp.int32, shared.shape, 0, layout=mosaic_gpu.Layout.WGMMA)
     tile = shared[...]

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.types import GroupSizes
+from jax_moe_lb.core.types import DType, GroupSizes, Ref
 from jax_moe_lb.kernels.mosaic_api import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -76,7 +77,7 @@ class Epilogue(NamedTuple):
     has_sums: bool = False  # if True, the function returns a tile to sum
 
 
-def _store_products(products: list[Array], operands: list[Array], weights: Any) -> tuple[list[Array], Any]:
+def _store_products(products: list[Array], operands: list[Array], weights: Array | None) -> tuple[list[Array], Any]:
     return products, None
 
 
@@ -144,7 +145,7 @@ def product(
     return products([Term(rows, (Factor(parts),))], width, group_sizes, transposed=transposed).arrays[0]
 
 
-def _result_bytes(dtype: Any, has_sums: bool) -> int:
+def _result_bytes(dtype: DType, has_sums: bool) -> int:
     """Return the bytes of two buffers for stored columns of each consumer, and of sums over columns."""
     return 2 * CONSUMERS * CONSUMER_ROWS * STORED * jnp.dtype(dtype).itemsize + SUM_BYTES * has_sums
 
@@ -152,28 +153,28 @@ def _result_bytes(dtype: Any, has_sums: bool) -> int:
 class _Operands(NamedTuple):
     """References of all operands."""
 
-    terms: Any
-    extras: Any
-    weights: Any
+    terms: list[tuple[Ref, Sequence[Sequence[Ref]]]]
+    extras: list[Ref]
+    weights: Ref | None
     tiles: RowTiles
 
 
 class _Scratch(NamedTuple):
     """Shared memory of a program, and its barriers."""
 
-    rows: Any
-    matrices: Any
-    results: Any
-    sums: Any
-    full: Any
-    empty: Any
+    rows: Ref
+    matrices: list[Ref]
+    results: Ref
+    sums: Ref
+    full: Ref
+    empty: Ref
 
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
     """Static description of a kernel, and the programs of its warpgroups."""
 
-    form: Any
+    form: PyTreeDef
     num_operands: int
     offsets: tuple[tuple[int, ...], ...]
     depths: tuple[int, ...]
@@ -182,7 +183,7 @@ class _Kernel:
     stored: int
     stages: int
     programs: int
-    dtype: Any
+    dtype: DType
     transposed: bool
     epilogue: Epilogue
 
@@ -200,7 +201,7 @@ class _Kernel:
         """Number of steps of a tile."""
         return sum(self.depths) // DEPTH
 
-    def run(self, *refs: Any) -> None:
+    def run(self, *refs: Ref) -> None:
         operands = _Operands(*jax.tree.unflatten(self.form, refs[: self.num_operands]))
         matrix = (self.columns, DEPTH) if self.transposed else (DEPTH, self.columns)
         transforms, barrier = swizzled(self.dtype), mosaic_gpu.Barrier
@@ -216,7 +217,7 @@ class _Kernel:
             collective_axes="warpgroup",
         )
 
-    def _run_warpgroup(self, operands: _Operands, outs: Sequence[Any], scratch: _Scratch) -> None:
+    def _run_warpgroup(self, operands: _Operands, outs: Sequence[Ref], scratch: _Scratch) -> None:
         program, warpgroup = (jax.lax.axis_index(name) for name in ("program", "warpgroup"))
         num_rows = operands.tiles.total[0]
         mine = jax.lax.div(num_rows * self.num_columns - program + self.programs - 1, self.programs)
@@ -256,7 +257,15 @@ class _Kernel:
             before += depth // DEPTH
 
     def _produce_step(
-        self, rows: Any, factors: Any, offsets: Any, at: Any, before: Array, scratch: _Scratch, k: Array, _: None
+        self,
+        rows: Ref,
+        factors: Sequence[Sequence[Ref]],
+        offsets: tuple[int, ...],
+        at: tuple[Array, pl.Slice],
+        before: Array,
+        scratch: _Scratch,
+        k: Array,
+        _: None,
     ) -> None:
         """Copy the rows and the matrices of one step."""
         stage = jax.lax.rem(before + k, self.stages)
@@ -266,14 +275,16 @@ class _Kernel:
         for parts, offset, shared in zip(factors, offsets, scratch.matrices, strict=True):
             self._copy_matrix(parts, offset, (at[0], depth, at[1]), shared.at[stage], full)
 
-    def _copy_matrix(self, parts: Any, offset: int, at: tuple[Any, Any, Any], shared: Any, full: Any) -> None:
+    def _copy_matrix(
+        self, parts: Sequence[Ref], offset: int, at: tuple[Array, Array, pl.Slice], shared: Ref, full: Ref
+    ) -> None:
         group, depth, columns = at
         if self.transposed:
             where = columns, pl.ds(depth + offset, DEPTH)
         else:
             where = pl.ds(depth, DEPTH), pl.ds(columns.start + offset, columns.size)
 
-        def copy(part: Any, index: Array) -> None:
+        def copy(part: Ref, index: Array) -> None:
             mosaic_gpu.copy_gmem_to_smem(part.at[(index, *where)], shared, full)
 
         for_part_of(group, parts, copy)
@@ -284,16 +295,16 @@ class _Kernel:
         at: tuple[Array, Array],
         warpgroup: Array,
         operands: _Operands,
-        outs: Sequence[Any],
-        scratch: Any,
+        outs: Sequence[Ref],
+        scratch: _Scratch,
     ) -> None:
         rows = pl.ds(warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
         before = t * self.steps
 
-        def stage_of(k: Any) -> Array:
+        def stage_of(k: Array | int) -> Array:
             return jax.lax.rem(before + k, self.stages)
 
-        def multiply(*accumulators: Any) -> list[Array]:
+        def multiply(*accumulators: Ref) -> list[Array]:
             def step(k: Array, _: None) -> None:
                 stage = stage_of(k)
                 mosaic_gpu.barrier_wait(scratch.full.at[stage])
@@ -320,8 +331,8 @@ class _Kernel:
         at: tuple[Array, Array],
         warpgroup: Array,
         operands: _Operands,
-        outs: Any,
-        scratch: Any,
+        outs: Sequence[Ref],
+        scratch: _Scratch,
     ) -> None:
         """Apply the epilogue to the products of one consumer, some columns at a time."""
         layout, size = mosaic_gpu.Layout.WGMMA, self.stored
@@ -370,7 +381,7 @@ def for_part_of(index: Array, parts: Sequence[Any], run: Callable[[Any, Array], 
         before += size
 
 
-def _store_rows(shared: Any, out: Any, row: Array, column: Array, begin: Array, end: Array) -> None:
+def _store_rows(shared: Ref, out: Ref, row: Array, column: Array, begin: Array, end: Array) -> None:
     """Store the rows from `begin` to `end`, by bulk copies of powers of two rows, as one copy has a static size."""
     size, count = CONSUMER_ROWS, end - begin
     while size:

@@ -1,6 +1,6 @@
 """Windows of the rows of all groups, to store the hidden activations of one window at a time.
 
-CPUs compute in windows: a product of a few hundred rows is as fast per row as one of all rows, and its operands stay in
+CPUs compute in windows: a product of a few hundred rows is as fast per row as one of all rows, and the operands stay in
 the cache. Kernels on accelerators process all rows at once.
 """
 

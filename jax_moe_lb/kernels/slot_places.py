@@ -1,4 +1,4 @@
-"""Places of token copies in the order of their slots, and weighted sums of rows at these places.
+"""Places of token copies in the order of the slots, and weighted sums of rows at these places.
 
 A rank receives a row once, with the slots of all its copies there. A running sum over slots and rows gives the place of
 every copy in the operand of the grouped products, without a sort.
@@ -66,7 +66,7 @@ def sum_rows(
     # Other platforms do not import Mosaic.
     from jax_moe_lb.kernels.tpu_rows import sum_rows_of_entries, why_not_sum
 
-    def in_tpu_kernel(rows: Rows, *_: Any) -> Float[Array, "B H"]:
+    def in_tpu_kernel(rows: Rows, *_: object) -> Float[Array, "B H"]:
         return sum_rows_of_entries(rows, *owners, place.shape[0]).astype(_sum_dtype(rows, weights))
 
     if why_not_sum(rows, owners.weights is not None) is None:

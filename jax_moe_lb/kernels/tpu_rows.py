@@ -5,6 +5,7 @@ rows of each choice into an array of its own, in float32; the kernel adds each r
 gather, XLA would copy all rows into the layout of products; the kernel writes them in this layout.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jax_moe_lb.core.types import DType, Rows, iota
+from jax_moe_lb.core.types import DType, Ref, Rows, iota
 
 OLDEST_JAX = (0, 12)
 """Oldest JAX by which the kernel was compiled."""
@@ -96,20 +97,20 @@ def gather_rows(rows: Rows, at: Int[Array, "B"], *, interpret: bool = False) -> 
     return run(items, rows.reshape(num_rows, 2, half))
 
 
-def _gather_block(items: Any, rows: Any, out: Any, buffers: Any, semaphores: Any, *, num_blocks: int) -> None:
+def _gather_block(items: Ref, rows: Ref, out: Ref, buffers: Ref, semaphores: Ref, *, num_blocks: int) -> None:
     """Write the rows of one block in the layout of products, while those of the next one arrive."""
     block, tile = pl.program_id(0), buffers.shape[2:]
     words = rows.bitcast(jnp.uint32).reshape(rows.shape[0], *tile)
     mine = block & 1
 
-    def start(block: Any) -> None:
+    def start(block: Array) -> None:
         at = block & 1
 
-        def one(i: Any) -> None:
+        def one(i: Array) -> None:
             row = words.at[items[block * GATHERED + i]]
             pltpu.make_async_copy(row, buffers.at[at, i], semaphores.at[at]).start()
 
-        def some(i: Any) -> None:
+        def some(i: Array) -> None:
             for j in range(UNROLLED):
                 one(i * UNROLLED + j)
 
@@ -122,7 +123,7 @@ def _gather_block(items: Any, rows: Any, out: Any, buffers: Any, semaphores: Any
     lines = buffers.reshape(2 * GATHERED * tile[0], LANES)
     half = tile[0] * LANES
 
-    def write(i: Any) -> None:
+    def write(i: Array) -> None:
         into = pl.ds(i * PACKED, PACKED)
         for column in range(tile[0]):
             # The same words of consecutive rows.
@@ -188,13 +189,13 @@ def _by_entry(entry: Int[Array, "A"], num_entries: int) -> tuple[Int[Array, "A"]
     return order, sorted_entry
 
 
-def _sum_block(first: Any, items: Any, *refs: Any, tile: tuple[int, int], is_weighted: bool) -> None:
+def _sum_block(first: Ref, items: Ref, *refs: Ref, tile: tuple[int, int], is_weighted: bool) -> None:
     """Sum the rows of the entries of one block, while the rows of later items arrive."""
     rows, out, sums, ring, semaphores = refs[is_weighted:]
     block, words = pl.program_id(0), rows.bitcast(jnp.uint32).reshape(rows.shape[0], *tile)
     begin, end = first[block], first[block + 1]
 
-    def copy(item: Any) -> Any:
+    def copy(item: Array) -> Any:
         place = item & (IN_FLIGHT - 1)
         return pltpu.make_async_copy(words.at[items[item] >> BLOCK_BITS], ring.at[place], semaphores.at[place])
 
@@ -202,7 +203,7 @@ def _sum_block(first: Any, items: Any, *refs: Any, tile: tuple[int, int], is_wei
     def _() -> None:
         _for_each(0, IN_FLIGHT, lambda item: copy(item).start())
 
-    def add(item: Any) -> None:
+    def add(item: Array) -> None:
         low, high = _halves(ring[item & (IN_FLIGHT - 1)])
         if is_weighted:
             weight = refs[0][items[item] >> BLOCK_BITS]
@@ -211,7 +212,7 @@ def _sum_block(first: Any, items: Any, *refs: Any, tile: tuple[int, int], is_wei
         sums[0, entry] += low
         sums[1, entry] += high
 
-    def add_some(item: Any, count: int) -> None:
+    def add_some(item: Array, count: int) -> None:
         for i in range(count):
             copy(item + i).wait()
         for i in range(count):
@@ -226,7 +227,7 @@ def _sum_block(first: Any, items: Any, *refs: Any, tile: tuple[int, int], is_wei
     _for_each(begin + whole * UNROLLED, end, lambda item: add_some(item, 1))
     into = out.bitcast(jnp.uint32).reshape(BLOCK, *tile)
 
-    def write(i: Any) -> None:
+    def write(i: Array) -> None:
         at = pl.ds(i * SUBLANES, SUBLANES)
         into[at] = _rounded_bits(sums[0, at]) >> 16 | _rounded_bits(sums[1, at]) & jnp.uint32(HIGH)
 
@@ -237,21 +238,21 @@ def _sum_block(first: Any, items: Any, *refs: Any, tile: tuple[int, int], is_wei
         _for_each(end, end + IN_FLIGHT, lambda item: copy(item).wait())
 
 
-def _for_each(begin: Any, end: Any, run: Any) -> None:
-    def step(i: Any, carry: Any) -> Any:
+def _for_each(begin: Array | int, end: Array | int, run: Callable[[Array], None]) -> None:
+    def step(i: Array, carry: Array) -> Array:
         run(i)
         return carry
 
     jax.lax.fori_loop(begin, end, step, 0)
 
 
-def _halves(words: Any) -> tuple[Any, Any]:
+def _halves(words: Array) -> tuple[Array, Array]:
     """Return the bfloat16 numbers in the lower and upper halves of words, as float32."""
     low, high = words << 16, words & jnp.uint32(HIGH)
     return jax.lax.bitcast_convert_type(low, jnp.float32), jax.lax.bitcast_convert_type(high, jnp.float32)
 
 
-def _rounded_bits(values: Any) -> Any:
+def _rounded_bits(values: Array) -> Array:
     """Return the bits of float32 values rounded to bfloat16, to nearest even, in the upper halves of words."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     near = bits + jnp.uint32(0x7FFF) + (bits >> 16 & jnp.uint32(1))

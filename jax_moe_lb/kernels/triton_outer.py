@@ -4,6 +4,7 @@ It takes rows without a transposed copy, widths that are no multiples of its til
 those of home experts and replicas.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.types import DType, GroupSizes, iota
+from jax_moe_lb.core.types import DType, GroupSizes, Ref, iota
 
 TILE = 128
 """Least width of operands and results."""
@@ -76,7 +77,7 @@ def outer(
     return kernel(ends - group_sizes, ends, rows, others)
 
 
-def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any, tile: Tile) -> None:
+def _sum_of_tile(starts: Ref, ends: Ref, rows: Ref, others: Ref, *outs: Ref, tile: Tile) -> None:
     """Sum `rows.T @ others` over the rows of one group, for a tile of the result."""
     i, j, group = (pl.program_id(axis) for axis in range(3))
     start, end = starts[group], ends[group]
@@ -95,13 +96,13 @@ def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any, til
     zeros = jnp.zeros((tile.rows, columns), jnp.float32)
     total = jax.lax.fori_loop(0, pl.cdiv(end - start, tile.depth), add_rows, zeros)
 
-    def write(out: Any, at: Array) -> None:
+    def write(out: Ref, at: Array) -> None:
         triton.store(out.at[at, of_rows, of_others], total.astype(out.dtype))
 
     for_part_of(group, outs, write)
 
 
-def for_part_of(group: Array, parts: tuple[Any, ...], run: Any) -> None:
+def for_part_of(group: Array, parts: tuple[Ref, ...], run: Callable[[Ref, Array], None]) -> None:
     """Run a function of the array of a group and of the group's index in it."""
     if len(parts) == 1:
         run(parts[0], group)

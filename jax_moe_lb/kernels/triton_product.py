@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.types import GroupSizes, iota
+from jax_moe_lb.core.types import GroupSizes, Ref, iota
 from jax_moe_lb.kernels.triton_outer import TILE, Tile, for_part_of, tile_of
 
 PRODUCT = Tile(TILE, 256, 64, 8, 3)
@@ -55,9 +55,9 @@ def product(
 
 
 def _multiply_tile(
-    groups: Any, firsts: Any, ends: Any, rows: Any, *parts_and_out: Any, tile: Tile, transposed: bool
+    groups: Ref, firsts: Ref, ends: Ref, rows: Ref, *parts_and_out: Ref, tile: Tile, transposed: bool
 ) -> None:
-    """Multiply the rows of one tile with some columns of the matrix of their group."""
+    """Multiply the rows of one tile with some columns of the matrix of the group."""
     *parts, out = parts_and_out
     inner, width = rows.shape[1], out.shape[1]
     columns = tile.columns_of(width)
@@ -68,7 +68,7 @@ def _multiply_tile(
     group, first, end = groups[index], firsts[index], ends[index]
     these, inside = pl.ds(first, tile.rows), (first + iota(tile.rows) < end)[:, None]
 
-    def multiply(matrices: Any, at: Array) -> None:
+    def multiply(matrices: Ref, at: Array) -> None:
         def add(n: Array, total: Array) -> Array:
             step = pl.ds(n * tile.depth, tile.depth)
             of_right = (at, column, step) if transposed else (at, step, column)

@@ -264,7 +264,7 @@ def count(
 def _for_router(
     system: System, router: RouterFunction, homes: Int[Array, "E"] | None, num_experts: int, topology: Topology
 ) -> System:
-    """Return the system with a dispatch for the groups of its router, if these are at home in order."""
+    """Return the system with a dispatch for the groups of the router, if these are at home in order."""
     # Other routers may choose experts outside of the groups, such as `ForceBalanced`.
     limit = router.group_limit if type(router) is TopK and homes is None else None
     if limit is None:

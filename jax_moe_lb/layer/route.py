@@ -1,4 +1,4 @@
-"""Routing of one rank: properties of its tokens, logits, and the experts of each token."""
+"""Routing of one rank: properties of the tokens, logits, and the experts of each token."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from jax_moe_lb.routing.routers import NO_EXPERT, Logits, RouterFunction, Routin
 
 
 def rank_tokens(tokens: TokenInfo, num_tokens: int, topology: Topology) -> TokenInfo:
-    """Return the properties of this rank's tokens for its router."""
+    """Return the properties of this rank's tokens for the router."""
     key, position = tokens.key, tokens.position
     rank = jax.lax.axis_index(topology.data_axes + topology.expert_axes)
     if key is not None:

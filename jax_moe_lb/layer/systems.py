@@ -226,10 +226,10 @@ def feplb(
     max_rounds: int | None = None,
     dispatch: Dispatch | str | None = None,
 ) -> System:
-    """Return FEPLB: move the busiest experts, whole, to idle ranks of their domain during the static phase.
+    """Return FEPLB: move the busiest experts, whole, to idle ranks of the domain during the static phase.
 
     Use it inside one NVLink domain, with copy engines for the weights. To save memory, create the system with
-    `Direct()` instead: its receive buffer is sized for the balanced load, but its copies are not overlapped.
+    `Direct()` instead: its receive buffer is sized for the balanced load, but the copies are not overlapped.
 
     Args:
         replica_slots: replica slots per rank, the maximum number of experts a rank can take; 4 by default.
@@ -255,7 +255,7 @@ def fastermoe(
     max_rounds: int | None = None,
     dispatch: Dispatch | str | None = None,
 ) -> System:
-    """Return FasterMoE: copy hot experts to every rank of their domain if its cost model predicts a gain.
+    """Return FasterMoE: copy hot experts to every rank of the domain if its cost model predicts a gain.
 
     Use it to reproduce the baseline.
 

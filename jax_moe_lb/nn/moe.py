@@ -75,7 +75,7 @@ class MoE(nnx.Module):
         rngs: random number generators for the parameters.
 
     Warns:
-        UserWarning: the system cannot balance this layer, or its router kernel has no gradient (`HashRouter`).
+        UserWarning: the system cannot balance this layer, or the router kernel has no gradient (`HashRouter`).
 
     Raises:
         ValueError: `num_experts` is no multiple of the number of ranks, the topology does not match the mesh, or the
@@ -316,7 +316,7 @@ class MoE(nnx.Module):
         )
 
     def tell_domains(self) -> None:
-        """Send the uncompressed experts to all ranks of their expert domain, to reset the codec state.
+        """Send the uncompressed experts to all ranks of the expert domain, to reset the codec state.
 
         A new layer starts in this state. Call it after loading other weights or moving experts. Without it, later calls
         correct the codec state gradually. It also sets the residual of encoded gradients to zero. It has no effect

@@ -1,6 +1,6 @@
 """Parameters and calls of the Flax layer over the arrays of all ranks.
 
-It creates parameters with their sharding, and runs `moe` and the gather of expert domains in `jax.shard_map`.
+It creates parameters with the sharding, and runs `moe` and the gather of expert domains in `jax.shard_map`.
 """
 
 import functools
@@ -34,7 +34,7 @@ LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Factory of the parameters of a layer, with their sharding."""
+    """Factory of the parameters of a layer, with the sharding."""
 
     mesh: Mesh  # mesh of the parameters
     rules: LogicalAxisRules  # table from logical to mesh axes
@@ -79,7 +79,7 @@ def logical_axis_rules(topology: Topology, migrate: GatherExpertDomain | None = 
 
     For FSDP, replace the rule of `embed` by data axes, such as `("embed", "fsdp")`, or add them to the rule of `exp`,
     such as `("exp", ("expert", "fsdp"))`, and pass the table as `rules` of `MoE`. Parameters, gradients and optimizer
-    state are then sharded over these axes, too; the layer all-gathers the weights of its experts. See `FsdpExperts`.
+    state are then sharded over these axes, too; the layer all-gathers the weights of the experts. See `FsdpExperts`.
 
     A pair of `length` names the mesh axes of sequences in the tokens `[..., S, H]`, such as `("length",
     "context")`. Explicit axes carry their sharding. On Auto axes without the pair, the layer assumes that its data and
@@ -90,7 +90,7 @@ def logical_axis_rules(topology: Topology, migrate: GatherExpertDomain | None = 
         migrate: `GatherExpertDomain` of the layer; `None` (default) if it has none.
 
     Returns:
-        Pairs of a logical axis (`"exp"`, `"embed"` or `"mlp"`) and its mesh axes; `None` replicates.
+        Pairs of a logical axis (`"exp"`, `"embed"` or `"mlp"`) and the mesh axes; `None` replicates.
 
     Examples:
         >>> from jax.sharding import AbstractMesh
@@ -239,7 +239,7 @@ def _place_by(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def explicit_sharding(array: Array) -> NamedSharding | None:
-    """Return the sharding of an array over Explicit axes; `None` if its mesh has no such axes."""
+    """Return the sharding of an array over Explicit axes; `None` if the mesh has no such axes."""
     sharding = jax.typeof(array).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 

@@ -1,7 +1,7 @@
 """Layout of the tokens of all ranks: dimensions of `x` split by mesh axes, and padding.
 
 Routing does not depend on the order of tokens. Each rank therefore flattens its own block of `x`, and shards of
-sequences (context parallelism) stay on their rank.
+sequences (context parallelism) stay on the rank.
 """
 
 import math

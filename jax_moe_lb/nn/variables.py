@@ -1,4 +1,4 @@
-"""Variables of the Flax layer beside its parameters; optimizers do not update them, as they are no `nnx.Param`."""
+"""Variables of the Flax layer beside the parameters; optimizers do not update them, as they are no `nnx.Param`."""
 
 from flax import nnx
 

@@ -81,7 +81,7 @@ def run_planner(
     in_kernel: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Run a planner on its operands."""
+    """Run a planner on the operands."""
     # The function of a new planner checks its arguments and calls this function.
     # NumPy arrays are planned immediately, without compiling a program.
     if is_on_host(*operands):
@@ -105,7 +105,7 @@ def run_planner(
 
 
 def _results(shapes: tuple[Shape, ...], operands: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    """Return the types of the results, each with the sharding of the operand of its shape, if any."""
+    """Return the types of the results, each with the sharding of the operand of the shape, if any."""
     return tuple(like(next((o for o in operands if o.shape == shape), operands[0]), shape) for shape in shapes)
 
 
@@ -113,7 +113,7 @@ def _as_tuple(planned: Any) -> tuple[Any, ...]:
     return planned if isinstance(planned, tuple) else (planned,)
 
 
-def is_on_host(*arrays: Any) -> bool:
+def is_on_host(*arrays: object) -> bool:
     """Return whether `plan_on_host` can plan these arrays: all are NumPy arrays and the planning module is built."""
     return all(isinstance(array, np.ndarray) for array in arrays) and has_planning_module()
 
@@ -143,7 +143,7 @@ def illegal_if_failed(status: jax.Array, *planned: jax.Array) -> tuple[jax.Array
 
 
 def check_plan_shapes(placement: Shape, quota: Shape, domain: int) -> None:
-    """Check the shapes of a plan and its domain."""
+    """Check the shapes of a plan and the domain."""
     num_experts, num_ranks = quota
     home = home_experts_per_rank(num_experts, num_ranks, "quota")
     if placement[0] != num_ranks or placement[1] < home:
@@ -174,7 +174,7 @@ def check_tokens(name: str, tokens: int) -> None:
 
 
 def of_domains(placement: Placement, quota: Quota, members: int) -> PlanByDomain:
-    """Split a plan into its domains."""
+    """Split a plan into the domains."""
     num_experts, num_ranks = quota.shape
     num_domains, num_local = num_ranks // members, num_experts // num_ranks * members
     placement = placement.reshape(num_domains, members, -1)
@@ -196,7 +196,7 @@ def domain_iota(served: Int[Array, "B P"]) -> Int[Array, "B P"]:
 
 
 def lowest(load: Int[Array, "B #P M"], able: Bool[Array, "B P M"]) -> tuple[Int[Array, "B P"], Int[Array, "B P"]]:
-    """Return the least loaded eligible rank for each expert, and its load."""
+    """Return the least loaded eligible rank for each expert, and the load."""
     # Shapes are fixed, so ineligible ranks get the load `NO_LOAD`. argmin takes the first of equal values, like the C++
     # planners.
     load = jnp.where(able, load, NO_LOAD)

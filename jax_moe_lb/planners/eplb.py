@@ -20,7 +20,7 @@ TokensOfExperts = Int[AnyArray, "E"]
 
 
 def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tuple[Placement, Quota]:
-    """Fill the empty slots with replicas and split the tokens of every expert evenly over its copies."""
+    """Fill the empty slots with replicas and split the tokens of every expert evenly over the copies."""
     # `EPLBPlus` calls it. `ffi/planning/eplb_plus.h` specifies the same rule.
     # Occupied slots keep their experts. The share of an expert is its number of tokens divided by its copies (the ranks
     # holding it), rounded up. Each domain is planned separately:
@@ -166,7 +166,7 @@ def rebalance_experts(
     experts, too, so its result is not a `Plan`; the balancer `EPLB` keeps homes.
 
     The policy is hierarchical if `num_groups` is a multiple of `num_nodes`. Groups are packed onto nodes, each node's
-    experts are replicated inside it, and its copies are packed onto its GPUs. Otherwise the policy is global: all
+    experts are replicated inside it, and the copies are packed onto its GPUs. Otherwise the policy is global: all
     experts form one group on one node. Packing puts items, heaviest first, into the lightest bin with space; bins of
     one item keep the order of items. Replication gives one more copy to the expert of the highest load per copy. The
     arithmetic is float32, and ties go to the lower index.
@@ -178,7 +178,7 @@ def rebalance_experts(
         num_nodes: number of nodes.
         num_gpus: number of GPUs of all nodes; a multiple of `num_nodes` in the hierarchical policy.
         distinct: if True, no GPU gets two copies of one expert; False (default) as in EPLB, although the second copy is
-            wasted. An expert then has at most one copy per GPU of its node. If only GPUs with the expert have space,
+            wasted. An expert then has at most one copy per GPU of the node. If only GPUs with the expert have space,
             its copy is exchanged for the item of a full GPU nearest in load.
 
     Returns:

@@ -2,7 +2,7 @@
 
 `fill` places the replicas of one domain under a limit on the load of a rank. One pass is short, so the search
 (`exact_search.py`) runs many of them side by side, with different limits and search orders. `localize` then swaps
-replicas to keep more tokens on their rank.
+replicas to keep more tokens on the rank.
 """
 
 import jax
@@ -171,7 +171,7 @@ class _Places:
 
 
 def localize(plan: Filled, counts: Int[Array, "M P"], limit: Int[Array, ""]) -> Filled:
-    """Exchange the contents of pairs of slots while more tokens then stay on their rank."""
+    """Exchange the contents of pairs of slots while more tokens then stay on the rank."""
     # One slot of a pair may be empty. Each step makes the exchange of the largest gain, with at most as many steps as
     # slots; `ffi/planning/localize.h` instead visits all pairs once. With more than `MOST_SLOTS` slots the plan is
     # unchanged, because the pairs would need too much memory.
@@ -200,7 +200,7 @@ def _exchange(p: _Places, counts: Array, limit: Array, num_home: int) -> _Places
 
 
 def _gain(p: _Places, counts: Array) -> Int[Array, "n n"]:
-    """Return the further tokens staying on their rank if two slots exchange their contents, `[n, n]`."""
+    """Return the further tokens staying on the rank if two slots exchange their contents, `[n, n]`."""
     rank = host_iota(p.expert.size) // (p.expert.size // p.load.size)
     # Tokens of each source rank that each slot's replica could serve locally; 0 for an empty slot.
     stays = jnp.minimum(counts.T[jnp.maximum(p.expert, 0)], p.tokens[:, None])

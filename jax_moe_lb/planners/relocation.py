@@ -43,7 +43,7 @@ def plan_relocation(
     Args:
         loads: `[layers, E]`, the load of each *expert*, or `[X, layers, E]` for several workloads, balanced together.
             Usually the running loads of the layer, `MoE.loads`.
-        topology: topology of the group, with its domains.
+        topology: topology of the group, with the domains.
         homes: `[layers, E]` integers, the current place of each expert; `None` (default) puts expert `e` at place `e`.
         num_groups: number of equal, contiguous expert groups of the router's group limit; 1 (default) for none.
         min_gain: minimum relative reduction of the busiest domain's load over the mean; with one domain, of the busiest
@@ -111,7 +111,7 @@ def apply_relocation(homes: Any, permutation: Any) -> Any:
 
 
 def moved_experts(permutation: Any, topology: Topology) -> Int[np.ndarray, "layers"]:
-    """Count the experts of each layer changing ranks, with their parameters and optimizer state.
+    """Count the experts of each layer changing ranks, with the parameters and optimizer state.
 
     Multiply by `nn.expert_bytes` for the cost of a relocation. If all counts are 0, there is no relocation.
 
@@ -143,7 +143,7 @@ def domain_lower_bound(loads: Any, homes: Any, topology: Topology) -> Float[np.n
     Args:
         loads: `[layers, E]`, the load of each expert.
         homes: `[layers, E]` integers, the place of each expert.
-        topology: topology of the group, with its domains.
+        topology: topology of the group, with the domains.
 
     Returns:
         `[layers]`, an imbalance from 1 to the number of domains.

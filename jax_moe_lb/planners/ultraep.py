@@ -271,7 +271,7 @@ def _place(placement: Placement, given: Int[Array, "B P M"], d: Queues) -> Place
 
 
 def _share(quota: Quota, given: Int[Array, "B P M"]) -> Quota:
-    """Move quota from homes to replicas; each home gives the sum of its replicas' tokens."""
+    """Move quota from homes to replicas; each home gives the sum of the replicas' tokens."""
     num_domains, num_local, members = given.shape
     home = (iota(num_local) // (num_local // members))[:, None] == iota(members)[None]
     change = given - jnp.where(home[None], given.sum(2, dtype=jnp.int32, keepdims=True), 0)

@@ -46,7 +46,7 @@ def read_counts(path: Path, limits: FileLimits = FileLimits()) -> Int[np.ndarray
 
 
 def read_trace(path: Path, limits: FileLimits = FileLimits()) -> Trace:
-    """Read the counts of several steps, `[steps, layers, R, E]`, and their step numbers."""
+    """Read the counts of several steps, `[steps, layers, R, E]`, and the step numbers."""
     # Returns the trace. Without `steps`, steps are numbered from 0.
     arrays = _load("TRACE", path, limits)
     counts = arrays["counts"]

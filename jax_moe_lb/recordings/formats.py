@@ -20,7 +20,7 @@ MEGATRON, SGLANG = "router_trace_rank*.jsonl", "*.pt"
 """File name patterns of a recording folder, with one file per rank."""
 
 RECORD_BYTES = 1024
-"""Upper bound of the bytes of a record besides its counts."""
+"""Upper bound of the bytes of a record besides the counts."""
 
 RecordedCounts = Int[np.ndarray, "steps layers R E"]
 
@@ -54,7 +54,7 @@ def read_recording(
 
 # ---- SGLang ------------------------------------------------------------------------
 def _sglang(files: list[Path], num_ranks: int | None, limits: FileLimits) -> tuple[list[int], RecordedCounts]:
-    """Read dumps of the recorder: sums over ranks (`stat`), or the passes of each rank (`per_pass`, `per_token`)."""
+    """Read dumps of the recorder: sums over ranks (`stat`), or the passes of a rank (`per_pass`, `per_token`)."""
     first = _named(files[0], read_torch(files[0], limits))
     if "logical_count" in first:
         if len(files) > 1:
@@ -143,7 +143,7 @@ def _integers(name: str, tensor: Any, num_dimensions: int) -> np.ndarray:
     return numbers
 
 
-def _is_int64(value: Any) -> bool:
+def _is_int64(value: object) -> bool:
     return type(value) is int and abs(value) < 2**63
 
 
@@ -159,11 +159,11 @@ def _spread(total: Int[np.ndarray, "steps layers E"], num_ranks: int | None, lim
 
 # ---- Megatron-LM -------------------------------------------------------------------
 LayerRecord = tuple[str, int, int]
-"""Block of a layer, its multi-token-prediction module and its index."""
+"""Block of a layer, the multi-token-prediction module and the index."""
 
 
 def _megatron(files: list[Path], num_experts: int | None, limits: FileLimits) -> tuple[list[int], RecordedCounts]:
-    """Read router traces: each line has the experts chosen by the tokens of a microbatch in one layer on one rank."""
+    """Read router traces: a line has the experts chosen by the tokens of a microbatch in one layer on one rank."""
     if num_experts is None:
         raise ValueError("--experts is missing; expected the number of experts, absent from this recording")
     found: dict[LayerRecord, dict[int, dict[tuple[int, int], np.ndarray]]] = defaultdict(lambda: defaultdict(dict))

@@ -1,6 +1,6 @@
-"""Reader of `torch.save` files, without torch and without executing their contents.
+"""Reader of `torch.save` files, without torch and without executing the contents.
 
-Such a file is an archive of a pickle and the bytes of its tensors. A pickle is a program. This reader does not execute
+Such a file is an archive of a pickle and the bytes of the tensors. A pickle is a program. This reader does not execute
 it by `pickle`. Its own interpreter has only the instructions for lists, dictionaries, text, numbers and tensors.
 """
 
@@ -36,7 +36,7 @@ DTYPES = {
 
 
 class Archive:
-    """Members of an uncompressed archive; their bytes are read on request, up to the limit."""
+    """Members of an uncompressed archive; bytes are read on request, up to the limit."""
 
     def __init__(self, path: Path, limits: FileLimits) -> None:
         self.path, self.limits, self.num_bytes = path, limits, 0
@@ -85,7 +85,7 @@ class Storage:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """Tensor with its bytes in the file; `array` reads them."""
+    """Tensor with a place in the file; `array` reads them."""
 
     storage: Storage  # storage of the elements
     offset: int  # index of the first element in the storage
@@ -208,14 +208,14 @@ class _Interpreter:
         self.stack.append(GLOBALS[name])
 
     def call(self, _: None) -> None:
-        """Replace a function and its arguments by the result."""
+        """Replace a function and arguments by the result."""
         function, arguments = self.stack[-2:]
         if function not in (_tensor, dict) or type(arguments) is not tuple or (function is dict and arguments):
             raise ValueError("its pickle calls data; expected a tensor or an empty dictionary")
         self.stack[-2:] = [function(*arguments)]
 
     def load_storage(self, _: None) -> None:
-        """Replace a reference by its storage."""
+        """Replace a reference by the storage."""
         kind, dtype, key, _, size = self.stack.pop()
         if kind != "storage" or dtype not in DTYPES.values() or not isinstance(key, str) or not _is_size(size):
             raise ValueError("a storage reference is malformed; expected dtype, name and size")
@@ -234,7 +234,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Ten
     return Tensor(storage, offset, shape, strides)
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**48
 
 
@@ -248,7 +248,7 @@ GLOBALS = {f"torch {name}": dtype for name, dtype in DTYPES.items()} | {
     "torch._utils _rebuild_tensor_v2": _tensor,
     "collections OrderedDict": dict,
 }
-"""Names that a pickle may use. A dictionary keeps the order of its items."""
+"""Names that a pickle may use. A dictionary keeps the order of items."""
 
 CALLS: dict[str, Callable[[_Interpreter, Any], None]] = {
     "PROTO": lambda machine, version: None,

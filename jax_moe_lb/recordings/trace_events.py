@@ -5,7 +5,7 @@ from typing import Any
 
 
 def name_event(process: int, name: str, thread: int | None = None) -> dict[str, Any]:
-    """Return the event that names a process, or one of its threads."""
+    """Return the event that names a process, or one of the threads."""
     of = {"name": "process_name"} if thread is None else {"name": "thread_name", "tid": thread}
     return {"ph": "M", "pid": process, "args": {"name": name}} | of
 
@@ -13,7 +13,7 @@ def name_event(process: int, name: str, thread: int | None = None) -> dict[str, 
 def complete_event(
     name: str, category: str, place: tuple[int, int], start_s: float, end_s: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the event of an operation with its start and end."""
+    """Return the event of an operation with start and end."""
     return {
         "ph": "X",
         "name": name,

@@ -76,6 +76,6 @@ def _line(event: Any) -> int:
     return event.start_mark.line + 1
 
 
-def _shortened(value: Any) -> str:
+def _shortened(value: object) -> str:
     # PyYAML's messages contain names of any length; `shown` adds quotes, removed here.
     return shown(str(value))[1:-1]

@@ -1,4 +1,4 @@
-"""Product of tokens and router kernel in float32 or wider, at full precision, and its gradients.
+"""Product of tokens and router kernel in float32 or wider, at full precision, and the gradients.
 
 cuBLAS computes a float32 product at full precision without tensor cores. On NVIDIA GPUs, XLA therefore splits both
 operands into bfloat16 terms inside a Triton kernel and multiplies the terms on tensor cores. Three terms have the 24

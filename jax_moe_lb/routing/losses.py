@@ -49,14 +49,14 @@ class Losses:
     def __call__(
         self, routing: Routing, counts: Counts, topology: Topology, tokens: TokenInfo = TokenInfo()
     ) -> Float[Array, ""]:
-        """Return the weighted sum of the losses over the group, equal on all its ranks.
+        """Return the weighted sum of the losses over the group, equal on all ranks.
 
         Args:
             routing: routing of this rank's tokens.
             counts: `[R, E]`, the token copies routed from each rank of the group to each expert.
             topology: topology of the layer.
             tokens: properties of this rank's tokens, with `segments` and `num_segments` for `sequence`. A segment may
-                span ranks and groups; its loss covers all its tokens.
+                span ranks and groups; its loss covers all tokens.
 
         Returns:
             Scalar of the dtype of `routing.scores`; 0 if all coefficients are 0.
@@ -148,7 +148,7 @@ def _summed(array: Array, axes: tuple[str, ...]) -> Array:
 
 
 def z_terms(logits: Logits) -> Float[Array, "T 1"]:
-    """Return the squared log-partition function of each token, `[T, 1]`; the z-loss is its mean."""
+    """Return the squared log-partition function of each token, `[T, 1]`; the z-loss is the mean."""
     return jnp.square(jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 

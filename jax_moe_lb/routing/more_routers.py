@@ -40,7 +40,7 @@ def within_capacity(experts: Int[Array, "T K"], num_experts: int, capacity: int)
 @dataclass(frozen=True)
 @checked_fields
 class ExpertChoice(Router):
-    """Expert-choice router: every expert selects an equal number of its highest-scoring tokens.
+    """Expert-choice router: every expert selects an equal number of the highest-scoring tokens.
 
     Experts are balanced by construction, but the number of experts per token varies. Use it in encoders: in a language
     model the selection depends on later tokens. Each rank selects among its own tokens, so ranks are balanced, too.
@@ -108,7 +108,7 @@ class ExpertChoice(Router):
     def with_experts(
         self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
     ) -> Routing:
-        """Return the routing to given experts, with their scores as weights; see `TopK.with_experts`."""
+        """Return the routing to given experts, with the scores as weights; see `TopK.with_experts`."""
         del chosen
         scores = jax.nn.softmax(logits, -1)
         return Routing(experts, jnp.take_along_axis(scores, experts, axis=1), logits, scores)
@@ -117,10 +117,10 @@ class ExpertChoice(Router):
 @dataclass(frozen=True)
 @checked_fields
 class HashRouter(Router):
-    """Hash router: the experts of a token depend on a hash of its id.
+    """Hash router: the experts of a token depend on a hash of the id.
 
     It has no learned routing, as a baseline for learned routers; frequent tokens make its load uneven. Pass `token_ids`
-    to the layer. All weights are equal. `nn.MoE` warns that its kernel has no gradient without router losses.
+    to the layer. All weights are equal. `nn.MoE` warns that the kernel has no gradient without router losses.
 
     Args:
         num_experts_per_tok: `K`, number of distinct experts per token; 1 in the paper.
@@ -141,7 +141,7 @@ class HashRouter(Router):
         (True, [0.5, 0.5])
 
     Reference:
-        Roller et al. 2021, Hash Layers, arXiv 2106.04426. Deviation: the paper also balances its hash table by token
+        Roller et al. 2021, Hash Layers, arXiv 2106.04426. Deviation: the paper also balances the hash table by token
         frequency.
     """
 
@@ -156,7 +156,7 @@ class HashRouter(Router):
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route tokens by the hash of their ids.
+        """Route tokens by the hash of ids.
 
         Args:
             logits: `[T, E]`, used by the losses only.

@@ -53,7 +53,7 @@ class Routing:
 
 @pytree
 class TokenInfo:
-    """Properties of a rank's tokens besides their embeddings, an argument of `moe` and of routers.
+    """Properties of a rank's tokens besides the embeddings, an argument of `moe` and of routers.
 
     Args:
         mask: `[T]` bool, False for padding tokens, which are not routed and have output 0; `None` (default) without
@@ -101,17 +101,17 @@ RouterFunction = Callable[[Logits, Float[Array, "E"] | None, TokenInfo], Routing
 class Router:
     """Base class of the built-in routers, with routing options of the layer.
 
-    A plain function is a router, too; these options then have their defaults. For a custom router with options, derive
+    A plain function is a router, too; these options then have the defaults. For a custom router with options, derive
     a frozen dataclass and define `__call__(logits, bias, info)`.
 
     Args:
         selection_bias: if True, `nn.MoE` adds a bias without gradients to the scores for expert selection. Call
             `MoE.update_bias` in each step (balancing without auxiliary loss, DeepSeek-V3). False by default.
         logit_bias: if True, add a learned bias to the router logits, as in GPT-OSS; False by default.
-        capacity_factor: if set, drop copies as in GShard: the capacity of an expert is `capacity_factor` times its mean
+        capacity_factor: if set, drop copies as in GShard: the capacity of an expert is `capacity_factor` times the mean
             number of copies from each rank, and first choices take precedence. `None` (default) for a dropless layer.
-        scale_inputs: if True, multiply tokens by their routing weight before their expert, as in Llama 4, instead of
-            its output. It requires one expert per token. False by default.
+        scale_inputs: if True, multiply tokens by the routing weight before the expert, as in Llama 4, instead of
+            the output. It requires one expert per token. False by default.
 
     Raises:
         ValueError: `capacity_factor` is not positive and finite.
@@ -157,7 +157,7 @@ def router_options(router: RouterFunction) -> Router:
 @dataclass(frozen=True)
 @checked_fields
 class GroupLimit:
-    """Restriction of each token to the experts of its best groups (DeepSeek-V2/V3 node-limited routing).
+    """Restriction of each token to the experts of the best groups (DeepSeek-V2/V3 node-limited routing).
 
     Pass it to `TopK` if the experts of each group are at home on one node, so that a token is sent to few nodes.
 
@@ -245,8 +245,8 @@ class TopK(Router):
     Args:
         num_experts_per_tok: `K`, usually 1 to 8.
         score: function from logits to scores: `jax.nn.softmax` (default) or `jax.nn.sigmoid`.
-        renormalise: if True, divide the `K` weights by their sum; if False, keep the scores as weights. `None`
-            (default) is True for `K` above 1. A single weight divided by its sum is 1, and its router has no gradient.
+        renormalise: if True, divide the `K` weights by the sum; if False, keep the scores as weights. `None`
+            (default) is True for `K` above 1. A single weight divided by its sum is 1, and the router has no gradient.
         scale: factor of the weights after renormalization; 1 by default, 2.5 in DeepSeek-V3.
         group_limit: restriction of the experts per token; `None` (default) for no restriction.
         selection_bias: see `Router`.
@@ -317,7 +317,7 @@ class TopK(Router):
     def with_experts(
         self, logits: Logits, experts: Int[Array, "T K"], chosen: Bool[Array, "T K"] | None = None
     ) -> Routing:
-        """Return the routing to given experts, with the weights of their scores.
+        """Return the routing to given experts, with the weights of the scores.
 
         Use it to force a selection, as in `ForceBalanced`. `moe` calls it for `TokenInfo.experts`.
 
@@ -392,7 +392,7 @@ class ForceBalanced(Router):
         return self.router.num_experts_per_tok
 
     def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
-        """Route token copies round robin by the position of their token.
+        """Route token copies round robin by the position of the token.
 
         Args:
             logits: `[T, E]`, float32 or wider.
@@ -423,7 +423,7 @@ class ForceBalanced(Router):
 
 
 def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
-    """Set the expert of tokens with `mask` False to `NO_EXPERT`, and their weights, logits and scores to 0."""
+    """Set the expert of tokens with `mask` False to `NO_EXPERT`, and the weights, logits and scores to 0."""
     # `moe` calls it for padding tokens, for which a router may return NaN.
     weights, logits, scores = (
         jnp.where(mask[:, None], array, 0) for array in (routing.weights, routing.logits, routing.scores)
@@ -445,7 +445,7 @@ def scale_inputs(x: Tokens, routing: Routing) -> tuple[Tokens, Routing]:
 def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1e-3) -> Float[Array, "E"]:
     """Return the selection bias after one step of balancing without auxiliary loss (DeepSeek-V3).
 
-    The bias of an expert rises by `rate` if its load is below the mean, and falls by `rate` if it is above. Call it
+    The bias of an expert rises by `rate` if the load is below the mean, and falls by `rate` if it is above. Call it
     once per step, after the optimizer; `MoE.update_bias` does so for a layer.
 
     Args:

@@ -1,7 +1,7 @@
 """Simulated cluster: levels of links, rates of compute and copies, and collective algorithms.
 
 `Communication` holds the algorithms of the communication library. `AnalyticGemm` and `MeasuredGemm` compute the seconds
-of a rank from the rows of its slots.
+of a rank from the rows of the slots.
 """
 
 import math
@@ -51,7 +51,7 @@ class Communication:
 
     Args:
         collectives: Algorithm of all-gathers, reduce-scatters and all-reduces; `RING` by default. It applies to counts,
-            gathered experts and their gradients, and the shared expert of a codec.
+            gathered experts and the gradients, and the shared expert of a codec.
         by_pairs: If True, an exchange of tokens pays one latency per pair of ranks in sequence, as in MPI's pairwise
             exchange. If False (default), all messages overlap.
         dispatch_bytes: Bytes per element of rows sent to experts: tokens, and gradients of outputs. None (default) is
@@ -285,7 +285,7 @@ class Cluster:
         flops_per_s: Compute rate of one rank outside the experts, in floating-point operations per second; 400e12 by
             default. Usually a half to two thirds of the experts' peak.
         copy_bytes_per_s: Rate of a rank's copy engines in each direction, in bytes per second. None (default) is the
-            rate of its links.
+            rate of the links.
         planner_s: Seconds from counts to plan, for every planner that reads the counts; 0 by default. None is the time
             of each planner by `sim/planner_times.yaml`, and `host_wait_s` if GPUs plan on the host.
         host_wait_s: Seconds in which a device copies a few numbers to its host and waits for it; 20e-6 by default. A
@@ -300,7 +300,7 @@ class Cluster:
         joins_weights: If True, home experts and replicas are copied into one array for the products, as on CPUs and
             TPUs. If False (default), kernels of NVIDIA GPUs read both in place; see `sim/hbm.py`.
         communication: Algorithms and formats of the communication library; XLA's by default.
-        backward_factor: Time of the experts' backward pass over that of their forward pass, with rematerialized hidden
+        backward_factor: Time of the experts' backward pass over that of the forward pass, with rematerialized hidden
             activations; 3 by default, the ratio of the floating-point operations.
         jitter: Standard deviation of the logarithm of a task's duration; 0 by default. Each rank and task samples a
             factor with mean 1. At 0.02, ranks differ by 2 %. Exchanges wait for the slowest rank.

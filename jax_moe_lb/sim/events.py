@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -70,7 +69,7 @@ class Task:
     stage: str  # name in reports
     layer: int  # index of its layer; -1 for none
     streams: tuple[str, ...]  # occupied streams and used links
-    seconds_each: Any  # duration without link sharing, in seconds: one number, or one per rank
+    seconds_each: PerRank | float  # duration without link sharing, in seconds: one number, or one per rank
     # Tasks to wait for: its dependencies, and the previous tasks of its streams
     before: tuple["Task", ...] = field(repr=False)
     together: bool  # if True, all ranks start at the same time, as in an exchange
@@ -109,7 +108,7 @@ class Timeline:
         self,
         stage: str,
         streams: tuple[str, ...],
-        seconds: Any,
+        seconds: PerRank | float,
         after: tuple[Task, ...] = (),
         *,
         layer: int = -1,
@@ -167,7 +166,7 @@ class Timeline:
         return dict(exposed)
 
     def busy_s(self) -> dict[str, float]:
-        """Sum the seconds of each stage's tasks, each on its slowest rank."""
+        """Sum the seconds of each stage's tasks, each on the slowest rank."""
         busy: dict[str, float] = defaultdict(float)
         for task in self.tasks:
             busy[task.stage] += task.seconds

@@ -149,7 +149,7 @@ def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
 
 
 def arriving_bytes(replica_slots: int, model: ModelShape) -> float:
-    """Count the bytes read and written for the gradients of replica slots on their way home, also of empty slots."""
+    """Count the bytes read and written for the gradients of replica slots on the way home, also of empty slots."""
     # Each gradient reads itself and the sum of its home expert; a wide sum is read, written and rounded.
     added = (3 + 4 * SUMS_BYTES / model.itemsize) * (replica_slots > 0)
     return (4 * replica_slots + added) * model.expert_bytes

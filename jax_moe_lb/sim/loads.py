@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -30,7 +29,7 @@ class LoadShape(StrEnum):
         HOT: One hot expert per rank: as `RANKS`, but inside a rank popularity falls as the fourth power of the
             position, as in UltraEP's simulations.
         LOGNORMAL: The logarithm of each expert's popularity is normal.
-        ZIPF: Popularity falls as a power of the expert's random order, independent of its home.
+        ZIPF: Popularity falls as a power of the expert's random order, independent of the home.
 
     Examples:
         >>> from jax_moe_lb.sim import LoadShape
@@ -220,9 +219,9 @@ def _logs(
     shape: LoadShape, power: float, places: Float[np.ndarray, "..."], model: ModelShape
 ) -> Float[np.ndarray, "E"]:
     """Compute the log popularity of each expert; at power 0 all are equal."""
-    logs: Any = power * places
+    logs: np.ndarray = power * places
     if shape in (LoadShape.RANKS, LoadShape.HOT):
-        inside: Any = -np.log(np.arange(1.0, model.experts // len(places) + 1))
+        inside: np.ndarray = -np.log(np.arange(1.0, model.experts // len(places) + 1))
         falls = 4.0 if shape is LoadShape.HOT else 1.0
         logs = (logs[:, None] + (falls * inside if power else 0.0 * inside)).reshape(-1)
     return logs
@@ -259,7 +258,7 @@ def _whole(expected: Float[np.ndarray, "N E"], model: ModelShape) -> Int[np.ndar
     """Round to integers of at most `T` that sum to `T * K` in every row."""
     copies, (_, experts) = model.tokens * model.per_token, expected.shape
     counts = np.floor(expected * copies / expected.sum(1, keepdims=True)).clip(0, model.tokens).astype(np.int64)
-    missing: Any = copies - counts.sum(1)
+    missing: np.ndarray = copies - counts.sum(1)
     rows = np.arange(len(counts))
     # Assign the remainder to the most popular experts below the limit first, as it changes their share least.
     for column in np.argsort(-expected, axis=1, kind="stable").T:

@@ -206,7 +206,7 @@ class _Layer:
         return 2 * rows.forwarded + rows.carried * self.loops
 
     def _tokens(self) -> int:
-        """Return the bytes of a layer's tokens and outputs, or of their gradients."""
+        """Return the bytes of a layer's tokens and outputs, or of the gradients."""
         return 2 * self.model.tokens * self.model.row_bytes
 
     def _sums(self) -> float:

@@ -21,9 +21,9 @@ class Migration:
     Args:
         domain_sizes: Expert-domain size `S` of every level, outermost first. `()` (default) is plain expert parallelism
             without a gather. `choose_expert_domains` computes the fastest sizes.
-        codec: Encoding of the gathered experts and of their gradients; uncompressed by default.
+        codec: Encoding of the gathered experts and of the gradients; uncompressed by default.
         gather_again: If True, the backward pass gathers again. If False (default), the gathered experts are kept.
-        gradients_home: If True (default, as in this library), gradients of gathered experts return to their homes.
+        gradients_home: If True (default, as in this library), gradients of gathered experts return to the homes.
             HybridEP's paper does not count these bytes.
         mean_travels: If True (default, as in this library), the shared expert of `codec` is all-reduced before every
             gather. HybridEP's paper does this in parallel with the backward pass and does not count it.
@@ -91,7 +91,7 @@ class Migration:
         return tuple(one for each, sizes in levels for one in all_gather(each, sizes, cluster))
 
     def gather_home(self, num_bytes: float, cluster: Cluster) -> tuple[Flow, ...]:
-        """Reduce-scatter the gradients of gathered experts to their homes, from the innermost level outwards.
+        """Reduce-scatter the gradients of gathered experts to the homes, from the innermost level outwards.
 
         Encoded gradients take an all-to-all of as many bytes at each level.
 

@@ -105,7 +105,7 @@ class ModelShape:
 
     @property
     def row_flops(self) -> int:
-        """Floating-point operations of one token copy in the forward pass of its expert."""
+        """Floating-point operations of one token copy in the forward pass of the expert."""
         return 2 * self.matrices * self.hidden * self.inner
 
     @property
@@ -125,7 +125,7 @@ class ModelShape:
 
     @property
     def facts(self) -> LayerCost:
-        """Cost of one layer, as input of its balancer."""
+        """Cost of one layer, as input of the balancer."""
         return LayerCost(
             num_copies=self.tokens * self.per_token,
             expert_bytes=self.expert_bytes,
@@ -135,7 +135,7 @@ class ModelShape:
         )
 
     def encoded_bytes(self, codec: Codec, num_experts: int) -> int:
-        """Count the bytes of encoded experts from their shapes alone.
+        """Count the bytes of encoded experts from the shapes alone.
 
         Args:
             codec: Codec that encodes the experts.
@@ -147,7 +147,7 @@ class ModelShape:
         return _encoded_bytes(codec, (num_experts, self.hidden, self.inner), self.itemsize, self.gated)
 
     def encoded_gradient_bytes(self, codec: Codec, num_experts: int) -> int:
-        """Count the bytes of the gradients of experts on their way home, encoded if the codec has a `gradient_ratio`.
+        """Count the bytes of the gradients of experts on the way home, encoded if the codec has a `gradient_ratio`.
 
         Args:
             codec: Codec that encodes the gradients.

@@ -3,9 +3,9 @@
 A byte between two ranks uses the links of the outermost level on which the ranks differ, at both ends. It also uses the
 links of every level inside it, except the innermost: to leave its datacenter, it must leave its node. The innermost
 level is the fabric between neighbors and carries only their bytes. A rank uses the link of its offset among the links
-of its node or datacenter.
+of the node or datacenter.
 
-Links are fluid: all bytes of a stage share them at once. A stage takes the time of its busiest link plus the latency of
+Links are fluid: all bytes of a stage share them at once. A stage takes the time of the busiest link plus the latency of
 its hops, a lower bound approached by good schedules. The model ignores congestion inside switches, protocol overhead
 and unfair sharing.
 
@@ -56,7 +56,7 @@ class Flow:
 
     @cached_property
     def most(self) -> tuple[float, ...]:
-        """Per level, the bytes of its busiest link."""
+        """Per level, the bytes of the busiest link."""
         sides = zip(self.sent, self.received, strict=True)
         return tuple(float(max(sent.max(initial=0), received.max(initial=0))) for sent, received in sides)
 
@@ -111,7 +111,7 @@ def all_to_all(rank_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> F
 
 
 def seconds(flow: Flow, cluster: Cluster, *, messages: int = 1, copy_engine: bool = False) -> float:
-    """Compute the seconds of a stage: the time of its busiest link plus the latency of its hops, a lower bound."""
+    """Compute the seconds of a stage: the time of the busiest link plus the latency of its hops, a lower bound."""
     return busy_s(flow, cluster, copy_engine=copy_engine) + messages * latency_s(flow, cluster)
 
 

@@ -20,7 +20,7 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.transport.wave_rows import RowsBetween, WaveRows
 
 RowsByRound = Int[np.ndarray, "N R R"]
-"""Rows from rank to rank in each round; rows on the diagonal stay on their rank."""
+"""Rows from rank to rank in each round; rows on the diagonal stay on the rank."""
 
 TurnRows = Int[np.ndarray, "N R S"]
 """Rows of each slot served in turns: no rank starts a turn before all ranks ended the one before."""
@@ -36,7 +36,7 @@ class PaddedHop(NamedTuple):
 
     @classmethod
     def of(cls, rows: RowsByRound, rows_out: int, rows_back: int) -> "PaddedHop":
-        """Return the padded rows of an exchange and of its way back."""
+        """Return the padded rows of an exchange and of the way back."""
         (out, permutes_out), (back, permutes_back) = (
             padded_rows(rows, rows_out),
             padded_rows(rows.swapaxes(1, 2), rows_back),

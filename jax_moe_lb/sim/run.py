@@ -362,7 +362,7 @@ def simulate_sample(
     migration: Migration = Migration(),
     step: Step = Step(),
 ) -> Report:
-    """Simulate a step on a machine with too many ranks for the planner, from a sample of its ranks."""
+    """Simulate a step on a machine with too many ranks for the planner, from a sample of the ranks."""
     # `sim/uniform.py` describes the method.
     part = replace(model, experts=experts_of(model, cluster, sample))
     counts = _checked(counts, part, sample)

@@ -13,12 +13,12 @@ A layer's forward pass has these stages:
 
 `gather`, the gather of expert domains, starts with the layer and overlaps with attention. With two waves, the first
 wave starts without plan and weights and overlaps with both. In two phases, `dispatch` brings all copies to the homes of
-their experts without a plan. `rows` sends some of them on from there, in parallel with weights and the first wave's
-experts. `return` brings their outputs to the homes, and `combine` brings all outputs to their tokens.
+the experts without a plan. `rows` sends some of them on from there, in parallel with weights and the first wave's
+experts. `return` brings their outputs to the homes, and `combine` brings all outputs to the tokens.
 
 The backward pass runs from the last layer to the first, and its stage names end with ` (backward)`. It exchanges
 weights again, sends output gradients to the experts' ranks, runs the experts, and returns the gradients of tokens.
-Attention follows, and overlaps with `gradients`: gradients of replicas and of gathered experts on their way home. If
+Attention follows, and overlaps with `gradients`: gradients of replicas and of gathered experts on the way home. If
 the memory bandwidth is given, `permutation`, `sums of copies`, `joined weights`, `sums of replicas` (the gradients of
 all replica slots) and `sums of rounds` (gradients of overflow rounds) take time as well; see `hbm.py`. `small
 operations` are sorts and addresses.
@@ -30,12 +30,12 @@ Tasks run on the streams `compute`, `host` (the planner) and `copy` (copy engine
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.events import Task, Timeline, Transfer
+from jax_moe_lb.sim.events import PerRank, Task, Timeline, Transfer
 from jax_moe_lb.sim.hbm import (
     SUMS_BYTES,
     empty_row_bytes,
@@ -174,7 +174,7 @@ class Scheduler:
         return (factor, 2) if self.step.recompute else (factor - 1, 1)
 
     def _home_and_back(self, mark: str, work: LayerWork, at: int, served: tuple[Task, ...]) -> tuple[Task, ...]:
-        """Add the return of moved rows to their homes, and of all rows to their tokens."""
+        """Add the return of moved rows to the homes, and of all rows to the tokens."""
         first, second = work.waves
         home = second.gradients_back if mark else second.back
         messages = self._messages(mark, second, 1)
@@ -228,7 +228,7 @@ class Scheduler:
         return routed
 
     def _from_stage(self, mark: str, at: int, ready: tuple[Task, ...], begins: bool) -> tuple[Task, ...]:
-        """Add the transfer of activations, or of their gradients, to the start of a pipeline part."""
+        """Add the transfer of activations, or of the gradients, to the start of a pipeline part."""
         peers, num_bytes = self.step.parallel.pipeline, float(self.model.tokens * self.model.row_bytes)
         if peers.size == 1 or not begins:
             return ready
@@ -317,7 +317,7 @@ class Scheduler:
         return done
 
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
-        """Add the experts of a wave and the combine of their outputs."""
+        """Add the experts of a wave and the combine of the outputs."""
         computed = self._experts(mark, wave, at, after, factor)
         flows = wave.gradients_back if mark else wave.back
         messages = self._messages(mark, wave, 1)
@@ -329,7 +329,7 @@ class Scheduler:
         return self._in_memory("sums of copies" + mark, summed, at, after)
 
     def _permute(self, mark: str, wave: Wave, sends: int, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
-        """Add the small operations of a wave, and the gathers of its rows, which every round repeats."""
+        """Add the small operations of a wave, and the gathers of the rows, which every round repeats."""
         rounds, share = max(wave.rounds, 1), 2 / 3 if mark else 1 / 3
         if self.cluster.round_s and after:
             after = (self._compute("small operations" + mark, share * rounds * self.cluster.round_s, at, after),)
@@ -349,7 +349,7 @@ class Scheduler:
         return (self._compute("experts" + mark, experts_s, at, after, wave.rows.sum(1)),)
 
     def _compute(
-        self, stage: str, seconds: Any, at: int, after: tuple[Task, ...], rows: np.ndarray | None = None
+        self, stage: str, seconds: PerRank | float, at: int, after: tuple[Task, ...], rows: np.ndarray | None = None
     ) -> Task:
         """Add a compute task; jitter scales its duration on each rank, with mean 1."""
         deviation = self.cluster.jitter

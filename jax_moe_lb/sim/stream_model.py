@@ -30,7 +30,7 @@ class Work:
         expert_bytes: Bytes of the rank's home experts in transfer, after compression; see `Codec.encoded_bytes`.
         pre_expert_s: Seconds of compute between the previous layer and the experts of this one, which overlap with a
             gather. Usually measured by `benchmark_seconds`.
-        gradient_bytes: Bytes of these experts' gradients on their way home in the backward pass. At 0 (default), as in
+        gradient_bytes: Bytes of these experts' gradients on the way home in the backward pass. At 0 (default), as in
             the paper, only the forward pass counts.
         backward_s: Seconds of compute in the backward pass that overlap with the gradients' way home, usually twice
             `pre_expert_s`; 0 by default.

@@ -17,7 +17,7 @@ ExpertMatrix = Int[np.ndarray, "R R"]
 
 
 def replicas_between(plan: Plan) -> ExpertMatrix:
-    """Count the experts whose weights each rank copies to each rank, from their home or from the plan's relay."""
+    """Count the experts whose weights each rank copies to each rank, from the home or from the plan's relay."""
     sender = _homes(plan)
     if plan.relay is not None:
         relay = plan.relay[:, plan.num_home :]
@@ -55,7 +55,7 @@ def _between(sender: Int[np.ndarray, "R X"], plan: Plan) -> ExpertMatrix:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange tokens: the ranks of equal offset in their expert domains, or all ranks."""
+    """Ranks that exchange tokens: the ranks of equal offset in the expert domains, or all ranks."""
 
     ranks: Int[np.ndarray, "R"]  # ranks of the cluster in the order of their expert domains
     cluster: Cluster  # machine of these ranks

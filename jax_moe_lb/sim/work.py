@@ -90,12 +90,12 @@ class Wave:
 
     @cached_property
     def back(self) -> tuple[Flow, ...]:
-        """Exchanges that return outputs to the ranks of their tokens."""
+        """Exchanges that return outputs to the ranks of the tokens."""
         return self._returned(self.widths.back)
 
     @cached_property
     def gradients_back(self) -> tuple[Flow, ...]:
-        """Exchanges that return the gradients of tokens to their ranks."""
+        """Exchanges that return the gradients of tokens to the ranks."""
         return self._returned(self.widths.gradients_back)
 
     def gradients_out(self, copies: int) -> tuple[Flow, ...]:
@@ -196,22 +196,20 @@ def _round_s(system: System, model: ModelShape, cluster: Cluster) -> float:
 
 
 class _PartOfWave(NamedTuple):
-    """Rows of a wave of one group: between its ranks in each hop, by slot, and gathered; rounds, and rows of the
-    products of one round; the hops with their padding and the turns if exchanges are padded.
-    """
+    """Rows of a wave of one group; the hops have the padding and the turns if exchanges are padded."""
 
-    hops: tuple[RowsBetween, ...]
-    rows: np.ndarray
+    hops: tuple[RowsBetween, ...]  # between the ranks
+    rows: np.ndarray  # by slot
     gathered: float
     rounds: int
-    computed: int
+    computed: int  # rows of the products of one round
     padded: tuple[PaddedHop, ...] = ()
     turns: TurnRows | None = None
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Work of one group of ranks, in matrices over its ranks."""
+    """Work of one group of ranks, in matrices over the ranks."""
 
     group: Group
     waves: list[_PartOfWave]

@@ -10,7 +10,6 @@ So the base can also be the last decoded weights, with error feedback as in EF21
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +98,7 @@ class Codec:
             paper's maximum is 50. An index takes 2 or 4 bytes per entry: for float32, a ratio just above 1 keeps only
             two thirds or half of the entries.
         base: base of the differences; `CodecBase.SHARED` by default.
-        gradient_ratio: the same for the gradients of gathered experts on their way home, which carry their largest
+        gradient_ratio: the same for the gradients of gathered experts on the way home, which carry their largest
             entries and an error feedback. 1.0 (default) does not compress them. Above 1, `GatherExpertDomain` requires
             a residual.
 
@@ -168,7 +167,7 @@ class Codec:
         """Return the encoded bytes of experts, values and indices, without the shared expert.
 
         Args:
-            experts: weights, or their shapes and dtypes, `[G, ...]` each.
+            experts: weights, or the shapes and dtypes, `[G, ...]` each.
         """
         return sum(self._leaf_bytes(leaf) for leaf in jax.tree.leaves(experts))
 
@@ -299,7 +298,7 @@ class QuantizedTransfer:
         (7392, 14336)
     """
 
-    dtype: Any = jnp.float8_e4m3fn
+    dtype: DType = jnp.float8_e4m3fn
     block: int = 128
 
     def __post_init__(self) -> None:

@@ -48,14 +48,14 @@ class TransportCost:
     buffers: Buffers
 
     passes_home: ClassVar[bool] = False
-    """True if rows of the second wave come from the homes of their experts, and their outputs return there first.
+    """True if rows of the second wave come from the homes of the experts, and the outputs return there first.
 
     The first exchange then sends all rows to the homes. The second counts of `waves` are by home."""
 
     once_per_member: ClassVar[bool] = False
     """True if rows are tokens, each sent once to a member, and sums of outputs return.
 
-    The receiver gathers the copies from its rows. A transfer then quantizes tokens only."""
+    The receiver gathers the copies from the rows. A transfer then quantizes tokens only."""
 
     by_level: ClassVar[bool] = False
     """True if each hop uses the links of one level: between nodes, or inside a node."""
@@ -89,7 +89,7 @@ class TransportCost:
             topology: ranks of a node and its rails.
 
         Returns:
-            `[R, R]` for each exchange; rows on the diagonal stay on their rank.
+            `[R, R]` for each exchange; rows on the diagonal stay on the rank.
 
         Raises:
             ValueError: the dispatch does not support the plan.

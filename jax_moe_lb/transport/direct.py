@@ -1,4 +1,4 @@
-"""`Direct`: token copies travel straight to the ranks that serve them, and their outputs back.
+"""`Direct`: token copies travel straight to the ranks that serve them, and the outputs back.
 
 The sender sorts its copies by destination rank and slot. Round `i` takes `A` rows of each receiver's stream, so a
 receive buffer of `A` rows fits any load.

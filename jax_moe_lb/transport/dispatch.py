@@ -1,4 +1,4 @@
-"""Base class of dispatches: token copies to their serving ranks, expert networks, and outputs back."""
+"""Base class of dispatches: token copies to the serving ranks, expert networks, and outputs back."""
 
 import abc
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Served(NamedTuple):
 @dataclass(frozen=True)
 @checked_fields
 class Dispatch(DispatchOptions[ReceiptT]):
-    """Transport of tokens to their experts and back.
+    """Transport of tokens to the experts and back.
 
     Use `Direct`, `Once`, `Forward`, `MultiRailDispatch` or `TwoPhase`. To transport copies in another way, write a
     subclass of `CopyDispatch`. For rows that are not copies, define `serve_plan`, as `Once` does. To compute before the
@@ -70,7 +70,7 @@ class Dispatch(DispatchOptions[ReceiptT]):
         replicate: Replicate,
         topology: Topology,
     ) -> tuple[Served, State]:
-        """Send every token copy to its expert and return the outputs.
+        """Send every token copy to the expert and return the outputs.
 
         The base class computes the plan first, then runs all rounds.
 
@@ -184,5 +184,5 @@ class CopyDispatch(Dispatch[ReceiptT], Exchange[ReceiptT]):
         replicate: Replicate,
         topology: Topology,
     ) -> Tokens:
-        """Serve all copies of a legal plan by `in_rounds`, whose arguments these are."""
-        return in_rounds(x, weights, experts, plan, receipt, replicate, self, topology)
+        """Serve all copies of a legal plan by `in_rounds`, whose inputs these are."""
+        return in_rounds((x, weights, experts, plan, receipt), replicate, self, topology)

@@ -1,4 +1,4 @@
-"""Interface of exchanges: token copies to their serving ranks, and outputs back.
+"""Interface of exchanges: token copies to the serving ranks, and outputs back.
 
 An exchange moves at most one receive buffer of rows per round. This module also contains the sending order of a rank's
 copies, and the gathers between tokens and copies. All of these are gathers and sums along an axis: the scatters of
@@ -127,7 +127,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Saved:
-    """Arrays that a layer saves for its backward pass, instead of transferring or computing them again.
+    """Arrays that a layer saves for the backward pass, instead of transferring or computing them again.
 
     Inside `jax.checkpoint`, they are saved if the policy contains their names, and transferred or computed again
     otherwise.
@@ -156,7 +156,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class DispatchOptions(abc.ABC, Generic[ReceiptT]):
-    """Options of a dispatch, and the addresses of its rows."""
+    """Options of a dispatch, and the addresses of the rows."""
 
     # Base class of `Exchange` and `Dispatch`.
 
@@ -188,7 +188,7 @@ class DispatchOptions(abc.ABC, Generic[ReceiptT]):
             experts: `[T, K]` int32, expert of each copy; `NO_EXPERT` for unrouted copies.
             counts: `[R, E]` int32, copies routed by each rank to each expert.
             plan: plan, legal for `counts` and equal on all ranks.
-            topology: topology of the layer; copies travel between the ranks of its expert axes.
+            topology: topology of the layer; copies travel between the ranks of the expert axes.
 
         Returns:
             A receipt of this exchange, for `send` and `send_back`.
@@ -210,7 +210,7 @@ class Exchange(DispatchOptions[ReceiptT]):
         """Send the copies of round `i`.
 
         Args:
-            copies: `[C, H]`, copies of this rank in sending order, or gradients of their outputs.
+            copies: `[C, H]`, copies of this rank in sending order, or output gradients.
             receipt: return value of `address`.
             i: int32, index of the round, from 0; with chunks, index of the exchange.
             topology: the topology passed to `address`.
@@ -254,7 +254,7 @@ def inverse_order(order: Int[Array, "C"]) -> Int[Array, "C"]:
 
 
 def sent_to_slots(going: Int[Array, "E R"], plan: Plan) -> Int[Array, "R S"]:
-    """Count the copies of this rank to each slot of each rank, `[R, S]` int32."""
+    """Count the copies of this rank per receiving rank and slot, `[R, S]` int32."""
     return jnp.where(plan.placement >= 0, going[_held(plan)], 0)
 
 
@@ -265,7 +265,7 @@ def _held(plan: Plan) -> tuple[Int[Array, "R S"], Int[Array, "R 1"]]:
 
 
 def arriving_rows(counts: Counts, plan: Plan, me: Int[Array, ""]) -> Int[Array, "R S"]:
-    """Count the copies from each rank to each slot of this rank, `[R, S]` int32."""
+    """Count the copies to this rank per sending rank and slot, `[R, S]` int32."""
     # Every rank computes its own counts from the shared counts and plan, for the experts in its slots only.
     slots = plan.placement[me]
     # Empty slots read expert 0; their counts are masked below.
@@ -275,7 +275,7 @@ def arriving_rows(counts: Counts, plan: Plan, me: Int[Array, ""]) -> Int[Array, 
 
 
 def landings(arriving: Int[Array, "R S"], i: Int[Array, ""], capacity: int) -> Int[Array, "R S"]:
-    """Count the copies from each rank to each slot in round `i`, `[R, S]` int32."""
+    """Count the copies of round `i` per sending rank and slot, `[R, S]` int32."""
     sizes = arriving.reshape(-1)
     ends = sizes.cumsum(dtype=jnp.int32)
     # Intersect each block of the stream with the round by clipping both of its ends.
@@ -289,7 +289,7 @@ def by_slot(coming: Int[Array, "R S"], num_rows: int) -> Int[Array, "A"]:
 
 
 RoutingWeights = Float[Array, "T K"]
-"""Router weight of each choice of each token, float32 or wider."""
+"""Router weight per token and choice, float32 or wider."""
 
 CopyWeights = Float[Array, "C 1"]
 """Router weights in sending order, as rows of width 1, which travel like copies."""

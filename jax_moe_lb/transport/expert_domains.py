@@ -202,7 +202,7 @@ class GatherExpertDomain:
     transpose returns the gradients home by a reduce-scatter over the same axes. With a codec, gradients are
     straight-through: they equal the gradients of the decoded experts.
 
-    A codec with base `CodecBase.REMEMBERED` has a state, the decoded experts of the domain on all of its ranks.
+    A codec with base `CodecBase.REMEMBERED` has a state, the decoded experts of the domain on all of the ranks.
     Initialize it with `known` and call `update`. With other codecs, call the object.
 
     With `codec.gradient_ratio` above 1, gradients of other ranks' experts go home encoded, in one exchange per level.
@@ -324,7 +324,7 @@ class GatherExpertDomain:
 
         Args:
             experts: the `L` home experts of this rank, used without compression on this rank.
-            known: state of the expert domain, equal on its ranks: return value of `known` or second result of the last
+            known: state of the expert domain, equal on the ranks: return value of `known` or second result of the last
                 call. Its dtype may be wider than the dtype of `experts`. Later calls correct its errors.
             residual: as in `__call__`.
 
@@ -387,7 +387,7 @@ def _reduce_scatter(leaf: Array, axes: tuple[str, ...]) -> Array:
 
 
 def _place_home(home: Array, others: Array, axes: tuple[str, ...]) -> Array:
-    """Replace this rank's decoded experts by its exact ones; gradients of all experts go to their homes."""
+    """Replace this rank's decoded experts by its exact ones; gradients of all experts go to the homes."""
 
     @jax.custom_vjp
     def place(home: Array, others: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Encoded gradients of gathered experts on their way home, with error feedback.
+"""Encoded gradients of gathered experts on the way home, with error feedback.
 
 The way is the reverse of the gather: level by level from the innermost to the outermost, with one exchange per level.
 At each level a rank has gradients of the experts of all members. It sends to every other member the largest entries of

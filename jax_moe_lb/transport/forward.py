@@ -1,7 +1,7 @@
 """`Forward`: a token travels once to each node with its experts, and from there once to each rank.
 
 The first hop leads along the outer expert axes to the rank of equal offset in the other node, its *rail rank*. Replicas
-stay in their node, so this hop follows from the routing alone. It needs no plan: the planner and the copies of weights
+stay in the node, so this hop follows from the routing alone. It needs no plan: the planner and the copies of weights
 can run beside it. Inside a node the rail ranks are the sources of the tokens, and the rest is `Once` on one node.
 """
 
@@ -30,8 +30,8 @@ from jax_moe_lb.transport.wave_rows import EvenRouting, RowsBetween, WaveRows, s
 class Forward(ListDispatch):
     """Dispatch of each token once to every node with its experts, and then once to every rank that serves it.
 
-    Use it for several nodes: a row between nodes has all copies of a token in a node, and the sum of their outputs
-    returns. The expert axes are outermost first, and the innermost axis is a node. Replicas must stay in their node:
+    Use it for several nodes: a row between nodes has all copies of a token in a node, and the sum of the outputs
+    returns. The expert axes are outermost first, and the innermost axis is a node. Replicas must stay in the node:
     `ranks_per_domain` is at most the size of the innermost axis, which is its default.
 
     A rail rank stores the tokens of its offset in all nodes, at most `N T` rows for `N` nodes. Inside a node the rounds
@@ -178,7 +178,7 @@ def axes_of_nodes(topology: Topology, domain: int) -> tuple[Axes, Axes]:
 
 
 def check_domain_in_node(domain: int, members: int) -> None:
-    """Check that replicas stay in their node."""
+    """Check that replicas stay in the node."""
     if domain > members:
         raise ValueError(
             f"plan.domain is {domain}; expected at most {members}, the ranks of a node, as Forward plans inside nodes"

@@ -1,4 +1,4 @@
-"""Fully sharded experts: matrices split over further mesh axes, gathered for their layer.
+"""Fully sharded experts: matrices split over further mesh axes, gathered for the layer.
 
 `scan_prefetched` scans over layers and gathers the experts of each layer during the previous one.
 """
@@ -79,7 +79,7 @@ class FsdpExperts:
         """Return the `PartitionSpec` of each weight array.
 
         Args:
-            experts: experts of this kind, or their shapes.
+            experts: experts of this kind, or the shapes.
             expert_axes: mesh axes that shard the experts; `()` (default) for none.
             tensor_axes: mesh axes that shard `F` and are not gathered, inside `mlp_axes`; `()` (default) for none.
 

@@ -27,10 +27,10 @@ from jax_moe_lb.kernels.slot_places import RowOwners, sum_rows
 from jax_moe_lb.transport.exchange import TILE_ROWS, Buffers, rows_at
 
 GroupMatrix = Int[Array, "G G"]
-"""One number for each sender and receiver of a group of `G` ranks."""
+"""One number per sender and receiver of a group of `G` ranks."""
 
 PerChoice = Int[Array, "N K"]
-"""One integer for each choice of each entry."""
+"""One integer per entry and choice."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Hop:
     in_one_process: bool  # as in `ragged_all_to_all`
 
     def there(self, rows: Shaped[Array, "P H"], into: Shaped[Array, "Q H"], site: str) -> Shaped[Array, "Q H"]:
-        """Send rows to their receivers."""
+        """Send rows to the receivers."""
         me = jax.lax.axis_index(self.axes)
         return ragged_all_to_all(
             rows,
@@ -61,7 +61,7 @@ class Hop:
         )
 
     def back(self, rows: Shaped[Array, "Q H"], into: Shaped[Array, "P H"], site: str) -> Shaped[Array, "P H"]:
-        """Return rows to their senders; the transpose of `there`."""
+        """Return rows to the senders; the transpose of `there`."""
         me = jax.lax.axis_index(self.axes)
         return ragged_all_to_all(
             rows,
@@ -94,7 +94,7 @@ class Group(NamedTuple):
 
 @pytree
 class Lists:
-    """Lists of a rank for all ranks of its group."""
+    """Lists of a rank for all ranks of the group."""
 
     # A *row* is an entry in the list of one rank. `Q = N * min(K, P)` bounds their number, or a limit of `P`.
 
@@ -232,7 +232,7 @@ class Step:
         return Hop(self.group.axes, table, first, lands, self.group.in_one_process)
 
     def send(self, entries: Float[Array, "N W"], into: Float[Array, "A W"], site: str) -> Float[Array, "A W"]:
-        """Send each entry once to the ranks of its rows in this step."""
+        """Send each entry once to the ranks of the rows in this step."""
         first = 0 if self.entries is None else self.entries[0]
         rows = rows_at(entries, self.lists.entry[self.sent] - first)
         return self._hop().there(rows, into, site)
@@ -256,7 +256,7 @@ class Step:
         return jnp.where((iota(received.shape[0]) < num_received)[:, None], received, 0)
 
     def sum_back(self, rows: Float[Array, "A W"], site: str) -> Float[Array, "N W"]:
-        """Return rows to their sources and sum those of each entry; the transpose of `send`."""
+        """Return rows to the sources and sum those of each entry; the transpose of `send`."""
         lists, num_ranks = self.lists, self.size.shape[0]
         row = lists.row if self.entries is None else lists.row[slice(*self.entries)]
         at = jnp.append(self.position, -1)[row]

@@ -1,6 +1,6 @@
-"""`Once`: a token travels once to each rank that serves copies of it, and one sum of their outputs returns.
+"""`Once`: a token travels once to each rank that serves copies of it, and one sum of the outputs returns.
 
-A row carries the token, the slots of its copies on the receiving rank, and their weights. The receiver gathers the
+A row carries the token, the slots of the copies on the receiving rank, and the weights. The receiver gathers the
 copies in the order of slots, multiplies their outputs by the weights, and sums them per row. The source adds the sums
 of all ranks. Partial sums are computed in float32 or wider and travel in the dtype of the tokens.
 """
@@ -60,7 +60,7 @@ class ListDispatch(Dispatch[ListReceipt]):
     ) -> Tokens:
         """Serve all copies of a plan, in rounds of lists; see `Dispatch.serve_plan`."""
         route = Route(self, *self.groups(plan.domain, topology))
-        outputs = serve_lists(x, weights, experts, plan, receipt, replicate, route, topology)
+        outputs = serve_lists((x, weights, experts, plan, receipt), replicate, route, topology)
         # Choices with invalid routing are in no list: without NaN, their loss would be silent.
         return jnp.where(jnp.isfinite(weights).all(1, keepdims=True), outputs, jnp.nan)
 

@@ -27,10 +27,11 @@ from jax_moe_lb.transport.exchange import Buffers, DispatchOptions, RoundsReceip
 from jax_moe_lb.transport.lists import Group, Lists, Step, rows_with_padding
 from jax_moe_lb.transport.one_round import Kept, SumsT
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import backward_pass, named, overflow_rounds
+from jax_moe_lb.transport.rounds import InputGradients, backward_pass, named, overflow_rounds
 from jax_moe_lb.transport.slot_weights import Slots, optimization_barrier, widened
 
 Inputs = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt"]
+"""Inputs of `serve_lists`."""
 
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, "ListReceipt", Kept]
 
@@ -77,7 +78,7 @@ class Route(NamedTuple):
         return tuple(step.send(_of_step(tokens, step), empty_buffer(tokens, rows), site) for step in steps)
 
     def choices_to_entries(self, values: Shaped[Array, "T K"], receipt: ListReceipt) -> Shaped[Array, "N K"]:
-        """Return one number for each choice of the entries."""
+        """Return one number per choice of the entries."""
         if (steps := self.first_hop(receipt)) is None:
             return values
         site, rows = "dispatch of weights, between nodes", receipt.lists.row.shape[0] // len(steps)
@@ -92,7 +93,7 @@ class Route(NamedTuple):
         return jnp.concatenate([part.astype(like.dtype) for part in parts])
 
     def choices_to_tokens(self, values: Float[Array, "N K"], receipt: ListReceipt) -> RoutingWeights:
-        """Return one number for each choice of the tokens; the transpose of `choices_to_entries`."""
+        """Return one number per choice of the tokens; the transpose of `choices_to_entries`."""
         if (steps := self.first_hop(receipt)) is None:
             return values
         site, parts = "combine of weights, between nodes", jnp.split(values, len(steps))
@@ -169,21 +170,12 @@ class _Round:
         return self.whole.choices_back(of_rows, "combine of weights")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def serve_lists(
-    tokens: Tokens,
-    weights: RoutingWeights,
-    experts: Experts,
-    plan: Plan,
-    receipt: ListReceipt,
-    replicate: Replicate,
-    route: Route,
-    topology: Topology,
-) -> Tokens:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def serve_lists(inputs: Inputs, replicate: Replicate, route: Route, topology: Topology) -> Tokens:
     """Send every token once to each rank that serves it, apply its experts there, and sum their weighted outputs."""
     # Reverse mode runs the same rounds, by a handwritten backward pass, as in `in_rounds`.
     route = route._replace(options=replace(route.options, saved=Saved()))
-    return _served((tokens, weights, experts, plan, receipt), replicate, route, topology)[0]
+    return _served(inputs, replicate, route, topology)[0]
 
 
 def _served(inputs: Inputs, replicate: Replicate, route: Route, topology: Topology) -> tuple[Tokens, Kept]:
@@ -236,25 +228,15 @@ def _further_rounds(
     return overflow_rounds(receipt, route.options, further, (None, first), wide)[1]
 
 
-def _save(
-    tokens: Tokens,
-    weights: RoutingWeights,
-    experts: Experts,
-    plan: Plan,
-    receipt: ListReceipt,
-    replicate: Replicate,
-    route: Route,
-    topology: Topology,
-) -> tuple[Tokens, Residuals]:
-    saved = tokens, weights, experts, plan, receipt
+def _save(inputs: Inputs, replicate: Replicate, route: Route, topology: Topology) -> tuple[Tokens, Residuals]:
     # A second derivative differentiates this pass, too.
-    outputs, kept = first_order(partial(_served, replicate=replicate, route=route, topology=topology))(saved)
-    return outputs, (*saved, named(kept))
+    outputs, kept = first_order(partial(_served, replicate=replicate, route=route, topology=topology))(inputs)
+    return outputs, (*inputs, named(kept))
 
 
 def _backward(
     replicate: Replicate, route: Route, topology: Topology, saved: Residuals, upstream: Tokens
-) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
+) -> tuple[InputGradients]:
     return backward_pass(partial(_gradients, replicate, route, topology), saved, upstream)
 
 

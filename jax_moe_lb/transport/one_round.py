@@ -1,9 +1,9 @@
-"""One round: copies to their ranks, the experts' products, and results back.
+"""One round: copies to the ranks, the experts' products, and results back.
 
 On NVIDIA GPUs XLA runs one exchange at a time, beside products that do not read its result. The order of the exchanges
 is therefore part of the design. A forward round may have several chunks. Chunk `c + 1` then travels beside the products
 of chunk `c`, and arrives before the outputs of chunk `c` return. In a backward round routing weights arrive first, then
-the rows. Gradients of their outputs travel beside the products that rematerialize the hidden activations. Gradients of
+the rows. Gradients of the outputs travel beside the products that rematerialize the hidden activations. Gradients of
 routing weights return first, and gradients of rows beside the products for gradients of weights.
 
 With saved hidden activations, the gradients of outputs arrive first, and the rows travel beside the products that need
@@ -42,7 +42,7 @@ ArrivedRows = Float[Array, "_ W"]
 """Received rows, as transferred."""
 
 OfCopies = tuple[Copies, CopyWeights]
-"""Gradients of copies and of their weights, in sending order."""
+"""Gradients of copies and of the weights, in sending order."""
 
 RowWeights = Float[Array, "A 1"]
 """Factor of the output of each row."""
@@ -51,11 +51,11 @@ PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows, Any, Products | None], 
 """Backward function of the rows of one round.
 
 It takes rows, row weights, group sizes, gradients of the outputs, gradient sums of the experts (`None` at first), and
-saved products. It returns gradients of the rows and of their weights, and the new sums."""
+saved products. It returns gradients of the rows and of the weights, and the new sums."""
 
 
 class Batch(NamedTuple):
-    """Layer inputs and the gradients of its outputs."""
+    """Layer inputs and the gradients of the outputs."""
 
     tokens: Tokens  # tokens of this rank
     weights: RoutingWeights  # weights of the outputs of a token's copies
@@ -147,7 +147,7 @@ def gradient_round(
 def _received(
     one: Round, batch: Batch, row_weights: RowWeights, saved: Kept, before: PyTree
 ) -> tuple[ArrivedRows, RowWeights, Rows]:
-    """Return the rows of a backward round, their weights, and the gradients of their outputs."""
+    """Return the rows of a backward round, their weights, and the output gradients."""
     per_token, words, upstream = batch.weights.shape[1], saved.rows, batch.upstream
     if saved.rows is None and saved.products is None:
         copies = to_sending_order(batch.tokens, one.receipt, per_token)

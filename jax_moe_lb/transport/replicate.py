@@ -1,6 +1,6 @@
 """Replications: weights of other ranks' experts into slots, and sums of gradients at home.
 
-`Gather` copies weights from their homes with XLA collectives. `PeerCopy` copies them without compute on the source
+`Gather` copies weights from the homes with XLA collectives. `PeerCopy` copies them without compute on the source
 ranks. `Relay` forwards copies through relays, which reduces the fan-out of the home of a hot expert.
 """
 
@@ -31,7 +31,7 @@ from jax_moe_lb.planners.relay import check_relay, relay
 
 
 class Replicate(abc.ABC):
-    """Transport of expert weights into slots, and of their gradients home.
+    """Transport of expert weights into slots, and of the gradients home.
 
     Write a subclass to transport weights in another way. It is a frozen dataclass, because it is a static argument of
     `jax.jit`, with three methods. `start` begins the copies, `join` waits for them, and `add_at_home` is the transpose
@@ -53,7 +53,7 @@ class Replicate(abc.ABC):
         Args:
             experts: the `L` home experts of this rank.
             plan: plan, equal on all ranks.
-            topology: topology of the layer; weights travel between the ranks of its expert axes.
+            topology: topology of the layer; weights travel between the ranks of the expert axes.
 
         Returns:
             Input of `join`; copies may still be in progress.
@@ -64,7 +64,7 @@ class Replicate(abc.ABC):
 
     @abc.abstractmethod
     def join(self, pending: Any, after: PyTree) -> Experts:
-        """Return the `S - L` replicas of this rank after their copies end.
+        """Return the `S - L` replicas of this rank after the copies end.
 
         Args:
             pending: return value of `start`.
@@ -76,7 +76,7 @@ class Replicate(abc.ABC):
 
     @abc.abstractmethod
     def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Add the gradients of all replicas to those of their home experts; the transpose of `start` and `join`.
+        """Add the gradients of all replicas to those of the home experts; the transpose of `start` and `join`.
 
         Args:
             sums: gradients of the `L` home experts of this rank, in the dtype of the sums. Further rows may follow and
@@ -97,7 +97,7 @@ class Replicate(abc.ABC):
         Args:
             experts: the `L` home experts of this rank.
             plan: plan, equal on all ranks.
-            topology: topology of the layer; weights travel between the ranks of its expert axes.
+            topology: topology of the layer; weights travel between the ranks of the expert axes.
         """
         # Without replica slots, skip the exchange on all ranks.
         if plan.slots == plan.num_home:
@@ -117,7 +117,7 @@ class Replicate(abc.ABC):
     def again(self) -> "Replicate":
         """Return the replication for the copies of the same weights in the backward pass; this one by default.
 
-        If `start` is a custom call, return one with another name of its copies. The compiler may merge two equal calls,
+        If `start` is a custom call, return one with another name of the copies. The compiler may merge two equal calls,
         and the second `join` would then find its copies already joined.
         """
         return self
@@ -128,7 +128,7 @@ class Replicate(abc.ABC):
         `TwoPhase` uses it to plan and copy concurrently with its static wave.
 
         Args:
-            topology: topology of the layer; weights travel between the ranks of its expert axes.
+            topology: topology of the layer; weights travel between the ranks of the expert axes.
         """
         del topology
         return None
@@ -192,7 +192,7 @@ _replicas.defvjp(_save, _backward)
 @dataclass(frozen=True)
 @checked_fields
 class Gather(Replicate):
-    """Replication by XLA collectives: every slot is copied from the home of its expert.
+    """Replication by XLA collectives: every slot is copied from the home of the expert.
 
     It is the default and runs on all platforms, also between processes; see `collectives/expert_gather.py`. Use
     `PeerCopy` to overlap copies with the experts' products, and `Relay` for experts with many replicas.
@@ -234,7 +234,7 @@ class Gather(Replicate):
 @dataclass(frozen=True)
 @checked_fields
 class PeerCopy(Replicate):
-    """Replication by copy engines: every slot is copied from the expert's home, or from its rank in `plan.relay`.
+    """Replication by copy engines: every slot is copied from the expert's home, or from the rank in `plan.relay`.
 
     Use it inside one NVLink domain, ideally with `TwoPhase`, whose static wave overlaps the copies. All weight arrays
     travel in one call; see `collectives/peer_copy.py`. The replicas equal those of `Gather`. Gradients are added by

@@ -50,24 +50,17 @@ ResidualsT = TypeVar("ResidualsT")
 
 Inputs = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt]
 
+InputGradients = tuple[Tokens, RoutingWeights, Experts, None, None]
+
 Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt, Kept]
 
 KEPT_NAMES = ("moe_dispatched_rows", "moe_replicas", "moe_hidden")
 """Names of the fields of `Kept` for policies of `jax.checkpoint`."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def in_rounds(
-    tokens: Tokens,
-    weights: RoutingWeights,
-    experts: Experts,
-    plan: Plan,
-    receipt: Receipt,
-    replicate: Replicate,
-    exchange: Exchange,
-    topology: Topology,
-) -> Tokens:
-    """Send every token copy to its serving rank, apply its expert, and sum the outputs of each token."""
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def in_rounds(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: Topology) -> Tokens:
+    """Send every token copy to the serving rank, apply its expert, and sum the outputs of each token."""
     # `Dispatch.serve` calls it. A custom `serve` can call it if plan and receipt exist before the first transfer.
     # Reverse mode cannot differentiate a loop of unknown length, so the backward pass is handwritten and runs the same
     # rounds. Each round sends the copies and the gradients of their outputs, and returns the gradients of the copies.
@@ -75,8 +68,7 @@ def in_rounds(
     # The residuals are the inputs and the arrays chosen by `exchange.saved`. Outputs, and arrays that are not saved,
     # are rematerialized by the same plan. The rank of the expert computes the gradient of a copy's weight, because the
     # output is not saved.
-    inputs, exchange = (tokens, weights, experts, plan, receipt), replace(exchange, saved=Saved())
-    return _served(inputs, replicate, exchange, topology)[0]
+    return _served(inputs, replicate, replace(exchange, saved=Saved()), topology)[0]
 
 
 def _served(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: Topology) -> tuple[Tokens, Kept]:
@@ -154,7 +146,7 @@ def gradient_rounds(
 
 
 def no_gradients(tokens: Tokens, weights: RoutingWeights) -> OfCopies:
-    """Allocate uninitialized gradients of all copies and of their weights."""
+    """Allocate uninitialized gradients of all copies and of the weights."""
     return empty_buffer_after(tokens, weights.size), empty_buffer(weights.reshape(-1, 1), weights.size)
 
 
@@ -212,20 +204,10 @@ def _dtypes(tree: PyTree) -> list[DType]:
     return [leaf.dtype for leaf in jax.tree.leaves(tree)]
 
 
-def _save(
-    tokens: Tokens,
-    weights: RoutingWeights,
-    experts: Experts,
-    plan: Plan,
-    receipt: Receipt,
-    replicate: Replicate,
-    exchange: Exchange,
-    topology: Topology,
-) -> tuple[Tokens, Residuals]:
-    saved = tokens, weights, experts, plan, receipt
+def _save(inputs: Inputs, replicate: Replicate, exchange: Exchange, topology: Topology) -> tuple[Tokens, Residuals]:
     # A second derivative differentiates this pass, too.
-    outputs, kept = first_order(partial(_served, replicate=replicate, exchange=exchange, topology=topology))(saved)
-    return outputs, (*saved, named(kept))
+    outputs, kept = first_order(partial(_served, replicate=replicate, exchange=exchange, topology=topology))(inputs)
+    return outputs, (*inputs, named(kept))
 
 
 def named(kept: Kept) -> Kept:
@@ -236,7 +218,7 @@ def named(kept: Kept) -> Kept:
 
 def _backward(
     replicate: Replicate, exchange: Exchange, topology: Topology, saved: Residuals, upstream: Tokens
-) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
+) -> tuple[InputGradients]:
     return backward_pass(partial(_gradients, replicate, exchange, topology), saved, upstream)
 
 
@@ -244,11 +226,11 @@ def backward_pass(
     gradients: Callable[[ResidualsT, Tokens], tuple[Tokens, RoutingWeights, Experts]],
     saved: ResidualsT,
     upstream: Tokens,
-) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
+) -> tuple[InputGradients]:
     """Run a handwritten backward pass of tokens, weights, experts, plan and receipt."""
     # Under `vmap`, microbatches run sequentially. The pass itself is not differentiated.
     pull_back = first_order(jax.custom_batching.sequential_vmap(gradients))
-    return *pull_back(saved, upstream), None, None
+    return ((*pull_back(saved, upstream), None, None),)
 
 
 @jax.named_scope("backward")

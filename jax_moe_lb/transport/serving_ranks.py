@@ -11,10 +11,10 @@ from jaxtyping import Array, Int
 from jax_moe_lb.core.types import iota
 
 Choices = Int[Array, "N K"]
-"""Expert of each choice of each entry; negative for none."""
+"""Expert per entry and choice; negative for none."""
 
 Going = Int[Array, "E P"]
-"""Copies of each expert to each rank."""
+"""Copies per expert and rank."""
 
 PASSES = 2
 """Passes of `preferring`: the second sees the ranks chosen by the first."""

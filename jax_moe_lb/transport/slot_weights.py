@@ -1,4 +1,4 @@
-"""Weights of a rank's slots as operands of products, and their gradients: sums over rounds, and the way home.
+"""Weights of a rank's slots as operands of products, and the gradients: sums over rounds, and the way home.
 
 All rounds share them: those of copies (`rounds.py`), of lists (`once_rounds.py`) and of two phases.
 """
@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jax_moe_lb.core.experts import Experts
 from jax_moe_lb.core.manual_axes import vary_like
@@ -83,7 +83,7 @@ class Slots(NamedTuple):
         *,
         exchange: DispatchOptions,
     ) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
-        """Compute the gradients of the rows of a round, of their weights, and of the experts of all slots."""
+        """Compute the gradients of the rows of a round, of the weights, and of the experts of all slots."""
         at, dtype = self.weights(group_sizes), dtype_of_sums(self.home, exchange, is_first=sums is None)
         fused = fuse_gate_up(at, rows, are_joined=self.are_joined, has_products=products is not None)
         # Kernels of accelerators do not add to sums.
@@ -110,7 +110,7 @@ def at_home(
     replicate: Replicate,
     topology: Topology,
 ) -> Experts:
-    """Add the gradients of replicas to those of their home experts, in the form and dtypes of the experts."""
+    """Add the gradients of replicas to those of the home experts, in the form and dtypes of the experts."""
     if of_replicas is not None:
         of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_replicas)
         with jax.named_scope("replicate"):
@@ -170,7 +170,7 @@ def gradients_of_round(
     return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last, products)
 
 
-def _are_experts(node: Any) -> bool:
+def _are_experts(node: object) -> bool:
     return isinstance(node, Experts)
 
 
@@ -229,7 +229,7 @@ def widened(sums: SumsT) -> SumsT:
     # A bfloat16 sum would lose small addends.
     in_halves = _is_accelerator()
 
-    def wide(leaf: Array) -> Any:
+    def wide(leaf: Array) -> Halves | Array:
         if in_halves and leaf.dtype == jnp.bfloat16:
             return Halves(leaf, vary_like(jnp.zeros_like(leaf), leaf))
         return leaf.astype(wide_dtype(leaf))
@@ -237,23 +237,23 @@ def widened(sums: SumsT) -> SumsT:
     return jax.tree.map(wide, sums)
 
 
-def added(sums: SumsT, of_round: Any) -> SumsT:
+def added(sums: SumsT, of_round: PyTree) -> SumsT:
     """Add the gradients of a round to `widened` sums."""
 
-    def add(total: Any, part: Array) -> Any:
+    def add(total: Halves | Array, part: Array) -> Halves | Array:
         return total.plus(part) if isinstance(total, Halves) else total + part
 
     return _map_sums(add, sums, of_round)
 
 
-def narrowed(sums: SumsT, like: Any) -> SumsT:
+def narrowed(sums: SumsT, like: PyTree) -> SumsT:
     """Convert `widened` sums to the dtypes of other gradients."""
 
-    def narrow(total: Any, like: Array) -> Array:
+    def narrow(total: Halves | Array, like: Array) -> Array:
         return total.high if isinstance(total, Halves) else total.astype(like.dtype)
 
     return _map_sums(narrow, sums, like)
 
 
-def _map_sums(function: Callable[[Any, Any], Any], sums: Any, others: Any) -> Any:
+def _map_sums(function: Callable[[Any, Any], Any], sums: SumsT, others: PyTree) -> SumsT:
     return jax.tree.map(function, sums, others, is_leaf=lambda node: isinstance(node, Halves))

@@ -110,7 +110,7 @@ class RowRanges:
 
 @pytree
 class RailRows:
-    """Ranges of a rank as sender, receiver and rail rank, including those inside its node."""
+    """Ranges of a rank as sender, receiver and rail rank, including those inside the node."""
 
     leaving: RowRanges  # from each rank of this node to each rank, through the rail ranks of each offset
     entering: RowRanges  # from each rank to each rank of this node, through the rail ranks of each offset
@@ -311,7 +311,7 @@ class MultiRailDispatch(CopyDispatch[SprayReceipt]):
     """Dispatch of token copies between nodes over all rails, by `plan.rails`.
 
     Use it with a plan of `RailS`, on nodes with several network interfaces and unequal traffic per rank. Without
-    `plan.rails`, copies take the rail of their serving rank. On one node it equals `Direct` at a higher cost.
+    `plan.rails`, copies take the rail of the serving rank. On one node it equals `Direct` at a higher cost.
 
     A rail rank buffers at most `max(A, R)` rows. This suffices for one step per round if the plan loads ranks and rails
     evenly. More rows take more steps; none are dropped.
@@ -422,7 +422,7 @@ class _MultiRailCost(TransportCost):
 def _rows_by_rail_rank(
     sent: Int[Array, "R"], plan: Plan, topology: Topology
 ) -> tuple[Int[Array, "R R M"], Bool[Array, ""] | None]:
-    """Return rows by rail rank, after each rank compares the rails of the plan with its rows by the split rule."""
+    """Return rows by rail rank, after each rank compares the rails of the plan with the rows by the split rule."""
     axes = topology.expert_axes
     own = by_own_rail(jax.lax.all_gather(sent, axes, to="invarying"), topology)
     if plan.rails is None:

@@ -1,9 +1,9 @@
-"""`TwoPhase`: all tokens to the homes of their experts without a plan, then rows of moved experts on from there.
+"""`TwoPhase`: all tokens to the homes of the experts without a plan, then rows of moved experts on from there.
 
 FEPLB's Two-Phase Dispatch (arXiv 2604.19654, section 3.3), forward and backward, overlapped with planning and weight
 copies. The exchange home depends only on the counts, as does the planner, which runs concurrently. Rows and weights of
-moved experts travel during the static wave. Then the dynamic wave runs. Its outputs return to the homes of their
-experts during the products of the rows that stayed. From the homes, all outputs return to their tokens.
+moved experts travel during the static wave. Then the dynamic wave runs. Its outputs return to the homes of the
+experts during the products of the rows that stayed. From the homes, all outputs return to the tokens.
 
 In a rank's stream, rows of static experts come first. The static wave then consists of products of the first rows,
 before the plan decides which other rows stay.
@@ -80,8 +80,8 @@ class TwoPhase(Direct):
 
     Phase 1 is the exchange of plain expert parallelism, which needs no plan. Each home then serves its static experts.
     Concurrently, in phase 2, rows and weights of moved experts go to their *takers*, in one copy each. The takers and
-    homes then serve the dynamic experts. Outputs return to the home of their expert, and from there, with all others,
-    to their tokens. Partly moved experts, as those of `Greedy`, send on a part of their rows.
+    homes then serve the dynamic experts. Outputs return to the home of the expert, and from there, with all others,
+    to the tokens. Partly moved experts, as those of `Greedy`, send on a part of the rows.
 
     Phase 1 receives the load *before* balancing: a rank whose home load is `m` times the mean runs
     `ceil(m / headroom)` rounds. So use a larger headroom than elsewhere. `Direct` receives the balanced load in less
@@ -206,7 +206,7 @@ Dynamic = Bool[Array, "E"]
 
 @pytree
 class Streams:
-    """Positions of the rows of each expert in the stream of its home."""
+    """Positions of the rows of each expert in the stream of the home."""
 
     first: Int[Array, "X"]  # first row of each expert; `[L]` for one rank
     size: Int[Array, "X"]  # number of rows of each expert; `[L]` for one rank
@@ -549,7 +549,7 @@ class _Backward(NamedTuple):
 
     @jax.named_scope("dispatch")
     def come_home(self, i: Array) -> tuple[Array, ...]:
-        """Send copies, their weights and the gradients of their outputs home, in round `i`."""
+        """Send copies, their weights and the output gradients home, in round `i`."""
         (tokens, weights, upstream), receipt = self.batch, self.phases.receipt
         per_token = weights.shape[1]
         copies = (

@@ -65,7 +65,7 @@ class WaveRows:
 
     @property
     def by_expert(self) -> Int[np.ndarray, "R E R"]:
-        """Copies of each rank for each expert by serving rank."""
+        """Copies per rank and expert by serving rank."""
         return self._batch.by_expert[:, self.at]
 
     @cached_property
@@ -104,7 +104,7 @@ class Batch:
 
     @cached_property
     def by_expert(self) -> Int[np.ndarray, "R G E R"]:
-        """Copies of each rank for each expert by serving rank."""
+        """Copies per rank and expert by serving rank."""
         num_ranks, groups, num_experts = self.counts.shape
         # The split rule treats each expert separately, so experts of several groups are further experts.
         counts, quota = self.counts.reshape(num_ranks, -1), self.quota.reshape(-1, num_ranks)

@@ -1,6 +1,5 @@
 """Rules of every balancer and system, on every workload."""
 
-import inspect
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +22,6 @@ from jax_moe_lb import (
     TokenInfo,
     TopK,
     Topology,
-    balancers,
     exact,
     greedy,
     hybridep,
@@ -36,6 +34,7 @@ from jax_moe_lb.contrib import LPLB
 from jax_moe_lb.core import check_plan, load, plain_plan, traffic
 from jax_moe_lb.sim.planner_times import WITH_KERNEL, Place, planner_time, planning_s
 from jax_moe_lb.transport import Forward, MultiRailDispatch, Once, PeerCopy, Relay, TwoPhase
+from tests.balancers.fields import kinds, made
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 
@@ -52,27 +51,11 @@ def swap_halves(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
     return Plan(placement, quota, domain=plan.domain)
 
 
-# Low copy costs, as the loads of these tests are small.
-SHADOWS = FasterMoE(expert_bytes=1.0, gradient_bytes=1.0, token_bytes=1.0, token_flops=1.0)
-OPTIONS = {
-    EPLB: EPLB(every=2),
-    LPLB: LPLB(every=2),
-    FEPLB: FEPLB(num_dynamic=2),
-    FasterMoE: SHADOWS,
-    UltraEP: UltraEP(min_tokens=4),
+BALANCERS = {kind: made(kind) for kind in kinds()} | {
     HostCallback: HostCallback(swap_halves),
-    Given: Given(2),
     Chain: Chain((HostCallback(swap_halves), Greedy(min_tokens=2))),
 }
-"""Options of balancers that require arguments, or need other than default values at these sizes."""
-
-EXPORTED = [getattr(balancers, name) for name in balancers.__all__]
-BALANCERS = {
-    kind: OPTIONS[kind] if kind in OPTIONS else kind()
-    for kind in EXPORTED
-    if inspect.isclass(kind) and issubclass(kind, Balancer) and not inspect.isabstract(kind)
-}
-"""All balancers exported by the package; a new one is tested with its defaults."""
+"""All exported balancers, with options for small loads; a new one is tested with its defaults."""
 
 SYSTEMS = {
     "plain": plain(),

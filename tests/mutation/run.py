@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -50,9 +50,6 @@ class Mutant:
         text: correct text; occurs once in `file`.
         new_text: wrong text.
         tests: test files that may kill the mutant.
-        old_file: `file` before the rooms were restructured.
-        old_text: `text` before, if it differs.
-        old_new_text: `new_text` before, if it differs.
     """
 
     name: str
@@ -62,9 +59,6 @@ class Mutant:
     text: str
     new_text: str
     tests: list[str]
-    old_file: str | None = None
-    old_text: str | None = None
-    old_new_text: str | None = None
 
     @property
     def digest(self) -> str:
@@ -82,26 +76,9 @@ class Mutant:
         return source.replace(self.text, self.new_text)
 
 
-def load_mutants(before: bool = False) -> list[Mutant]:
-    """Read `mutants.yaml`.
-
-    Args:
-        before: if True, return files and texts of the tree before the rooms were restructured.
-    """
-    data = yaml.safe_load(MUTANTS.read_text())
-    mutants = [Mutant(**entry) for entry in data["mutants"]]
-    if not before:
-        return mutants
-    return [
-        replace(
-            one,
-            file=one.old_file or one.file,
-            text=one.old_text or one.text,
-            new_text=one.old_new_text or one.new_text,
-            tests=[data["old_tests"].get(test, test) for test in one.tests],
-        )
-        for one in mutants
-    ]
+def load_mutants() -> list[Mutant]:
+    """Read `mutants.yaml`."""
+    return [Mutant(**entry) for entry in yaml.safe_load(MUTANTS.read_text())["mutants"]]
 
 
 class Copy:
@@ -117,8 +94,6 @@ class Copy:
     def __init__(self, checkout: Path, python: str, folder: Path, timeout_s: float) -> None:
         self.root, self.python, self.timeout_s = folder / "tree", python, timeout_s
         self.log = folder / "pytest.log"
-        # Earlier checkouts have one set of tests.
-        self.has_thorough = '"thorough:' in (checkout / "pyproject.toml").read_text()
         self.broken: list[str] = []
         """Tests that fail without a mutant; they are deselected."""
         # A file that changes twice in a second keeps its bytecode unless its time differs.
@@ -232,10 +207,10 @@ def run_one(copy: Copy, mutant: Mutant, result: dict, everything: bool) -> dict:
     """
     begin_s, begin_cpu_s = time.monotonic(), sum(os.times()[2:4])
     result = {"digest": mutant.digest, "by": "", "seconds": 0.0, "cpu_s": 0.0, **result}
-    for name, markers in (("default", DEFAULT if copy.has_thorough else "not gpu"), ("all", FURTHER)):
+    for name, markers in (("default", DEFAULT), ("all", FURTHER)):
         if name in result or (name == "all" and not everything):
             continue
-        if name == "all" and (result["default"] != "survived" or not copy.has_thorough):
+        if name == "all" and result["default"] != "survived":
             result["all"] = result["default"]
             continue
         try:
@@ -266,10 +241,9 @@ def main() -> None:
     parser.add_argument("--set", choices=("default", "all"), default="default", help="tests of make test or test-all")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="results, read first and then extended")
     parser.add_argument("--tree", type=Path, default=ROOT, metavar="FOLDER", help="checkout; this one by default")
-    parser.add_argument("--before", action="store_true", help="the checkout precedes the restructured rooms")
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="limit of one pytest run in seconds")
     args = parser.parse_args()
-    mutants = load_mutants(args.before)
+    mutants = load_mutants()
     known = {one.name for one in mutants} | {one.name.partition("-")[0] for one in mutants}
     if unknown := set(args.names) - known:
         parser.error(f"NAME is {', '.join(sorted(unknown))}; expected a name or a room of {MUTANTS.name}")

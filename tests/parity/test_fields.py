@@ -8,64 +8,12 @@ import transformers
 
 from models.architectures.config_json import Fields
 from models.architectures.registry import ARCHITECTURES, configured
-from tests.parity.references import CONFIGS, USUAL
+from tests.parity.references import CONFIGS, TINY, USUAL
 
-SIZES = {
-    "hidden_size",
-    "intermediate_size",
-    "intermediate_size_mlp",
-    "kv_lora_rank",
-    "moe_intermediate_size",
-    "moe_num_experts",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_attention_heads",
-    "num_experts",
-    "num_experts_per_tok",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "num_local_experts",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "shared_expert_intermediate_size",
-    "topk_group",
-    "v_head_dim",
-    "vocab_size",
-}
+SIZES = set(TINY["sizes"])
 """Fields without which a file is refused, although `transformers` has a default."""
 
-WITHOUT_EFFECT = {
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eod_token_id",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "input_jitter_noise",
-    "is_encoder_decoder",
-    "label2id",
-    "max_position_embeddings",
-    "moe_norm_min",
-    "num_mtp_layers",
-    "num_nextn_predict_layers",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "pad_token_id",
-    "pretraining_tp",
-    "problem_type",
-    "return_dict",
-    "sep_token_id",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "transformers_version",
-    "use_cache",
-}
+WITHOUT_EFFECT = set(TINY["without_effect"])
 """Fields that do not change logits: training, generation, and lengths, as rotary settings have their own."""
 
 DERIVED = {

@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_moe_lb import Balancer, Chain, Topology
-from jax_moe_lb.balancers import EPLB, FEPLB, EPLBPlus, Exact, FasterMoE, Given, Greedy, HybridEP, Plain, RailS, UltraEP
-from jax_moe_lb.contrib import ECHO, EPIC, LLEP, LPLB, MoonEP
+from jax_moe_lb import Topology
 from jax_moe_lb.core import check_plan, plain_plan
+from tests.balancers.fields import draw_balancer
 
 STEPS = 4
 """Plans of one case, for balancers with a history."""
+
+OF_TOPOLOGY = ("domain_size", "speeds")
+"""Fields whose values must fit the topology."""
 
 DENSEST = 2**31 - 1
 """Largest sum of counts."""
@@ -27,31 +29,6 @@ class PlanCase(NamedTuple):
 
     balancer: str
     fault: str
-
-
-def draw_balancer(rng: np.random.Generator, num_home: int) -> Balancer:
-    """Return a balancer with random options."""
-    every, few = int(rng.integers(1, 4)), int(rng.integers(1, 20))
-    options = [
-        Plain(),
-        Greedy(min_tokens=few),
-        UltraEP(min_tokens=few),
-        Exact(eps=float(rng.choice([0.0, 0.01, 0.3]))),
-        HybridEP(),
-        FEPLB(num_dynamic=int(rng.integers(1, num_home + 1)), skip=bool(rng.integers(2))),
-        FasterMoE(expert_bytes=1.0, gradient_bytes=1.0, token_bytes=1.0, token_flops=1.0),
-        EPLB(every=every),
-        EPLBPlus(),
-        LPLB(every=every),
-        RailS(),
-        MoonEP(),
-        ECHO(),
-        EPIC(min_saved=few),
-        Given(2),
-        LLEP(min_tokens=few, min_imbalance=float(rng.choice([1.0, 1.3]))),
-        Chain((Greedy(min_tokens=few), Exact())),
-    ]
-    return options[rng.integers(len(options))]
 
 
 def draw_counts(rng: np.random.Generator, num_ranks: int, num_experts: int) -> np.ndarray:
@@ -76,7 +53,7 @@ def random_plans(seed: int, number: int) -> Iterator[PlanCase]:
         domain = int(rng.choice([size for size in range(1, num_ranks + 1) if num_ranks % size == 0]))
         num_experts = num_home * num_ranks
         slots = num_home + int(rng.integers(0, min(4, num_experts - num_home) + 1))
-        topology, balancer = Topology.flat(num_ranks, domain), draw_balancer(rng, num_home)
+        topology, balancer = Topology.flat(num_ranks, domain), draw_balancer(rng, OF_TOPOLOGY)
         state = balancer.init((num_ranks, num_experts))
         for _ in range(STEPS):
             counts, fault = draw_counts(rng, num_ranks, num_experts), ""
