@@ -275,9 +275,6 @@ def after_stop(members: list[Member], victim: int) -> dict:
 def main(kind: str, number: int, tries: int, seed: int = 0) -> None:
     """Print the results."""
     with tempfile.TemporaryDirectory() as folder:
-        if jax.config.jax_compilation_cache_dir is None:
-            jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_platforms", "cpu")
         for found in {"kills": kills, "trainings": trainings, "stalls": stalls}[kind](
             number, tries, seed, Path(folder)
