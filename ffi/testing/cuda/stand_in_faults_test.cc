@@ -223,6 +223,24 @@ void AnAbandonedFetchEndsFirst() {
   ExpectGoodRun(layer, gpus, 3);
 }
 
+// The copies of an earlier call take longer than the time limit of a fetch.
+void AFetchDoesNotWaitForCopies() {
+  LayerShape shape;
+  CopyLayer slow(shape, false);
+  shape.timeout_s = 1;
+  CopyLayer quick(shape, false);
+  const auto gpus = Gpus(4);
+  TheStandIn().copy_us = 1500000;
+  OnAll(4, [&](int64_t device) {
+    Gpu& gpu = *gpus[static_cast<size_t>(device)];
+    // The slow copies are queued in the pause.
+    EXPECT_EQ(CopyLayer::RunAll({&slow, &quick}, gpu, device, 2, 200000).message, std::string());
+    Synchronize(gpu.stream());
+  });
+  TheStandIn().copy_us = 0;
+  EXPECT_EQ(slow.num_wrong() + quick.num_wrong(), 0);
+}
+
 // The end of the work on a slot whose event was not recorded is unknown: it is not used again, and its memory not
 // freed.
 void AFailedRecordRetiresItsSlot() {
@@ -327,6 +345,7 @@ int main(int argc, char** argv) {
       {"stuck", ADeviceThatIsStuckIsNamed<CopyLayer>},
       {"stuck_planned", ADeviceThatIsStuckIsNamed<PlannedLayer>},
       {"abandoned", AnAbandonedFetchEndsFirst},
+      {"fetch", AFetchDoesNotWaitForCopies},
   };
   const moe_lb::TestParts alone = {
       {"retired", AFailedRecordRetiresItsSlot},
