@@ -3,10 +3,10 @@
     python ci/mutants.py [--files GLOB ...] [--operators GLOB ...] [--sample N --seed S] [--again] [--record FILE]
         [--list]
 
-All mutants are compiled at once, in copies of the sources in `--build`: each mutated place tests a number from the
-environment of a test (ci/mutants.h). A mutant without such a form is compiled alone. A first run of each part of each
-test records its time and the places it reaches. Each mutant then runs the parts reaching it, the fastest first, until
-one fails. A second run continues the first; `--again` repeats the survivors.
+All chosen mutants are compiled at once, in copies of the sources in `--build`: each mutated place tests a number from
+the environment of a test (ci/mutants.h). A mutant without such a form is compiled alone. A first run of each part of
+each test records its time and the places it reaches. Each mutant then runs the parts reaching it, the fastest first,
+until one fails. A second run continues the first; `--again` repeats the survivors.
 """
 
 import argparse
@@ -224,7 +224,7 @@ class Build:
             if not culprits:
                 raise SystemExit("the sources do not build:\n" + errors[-3000:])
             self.alone |= culprits
-        memory.write_text(json.dumps(sorted(one.key for one in self.alone), indent=1))
+        memory.write_text(json.dumps(sorted(known | {one.key for one in self.alone}), indent=1))
 
     def make_alone(self, mutant: Mutant) -> bool:
         """Build with one mutant and no other; return whether it builds."""
@@ -419,7 +419,7 @@ def main() -> int:
     if given.list:
         print(*(f"{one.file}:{one.line}: {one.operator}: {one.code}" for one in chosen), sep="\n")
         return 0
-    build = Build(given.build, mutants)
+    build = Build(given.build, chosen)
     build.make()
     memory = given.build / "outcomes.json"
     outcomes: dict[str, str] = json.loads(memory.read_text()) if memory.exists() else {}

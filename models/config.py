@@ -184,8 +184,9 @@ class MultiProcessConfig:
         num_processes: number of processes of the run; `None` detects it.
         process_id: index of this process, from 0; `None` detects it.
         join_timeout_s: timeout for all processes to join, in seconds.
-        stall_timeout_s: seconds without progress after which the run ends, as if a process were lost; `None` for never.
-            Choose it longer than the longest step, validation and checkpoint.
+        stall_timeout_s: seconds without progress after which the run ends, as if a process were lost. Choose it longer
+            than the longest step, validation and checkpoint. `None`: never if a process is stopped; if all respond,
+            1800 s, or 10 times the longest interval between two steps if that is longer.
 
     Raises:
         ValueError: `stall_timeout_s` is not a finite number of at least 10.

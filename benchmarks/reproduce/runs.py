@@ -73,7 +73,7 @@ class Run:
     def file(self) -> str:
         """Name of the results file, one per module."""
         subject, _, name = self.module.rpartition(".")
-        return f"network_{name}" if subject == "network" else name
+        return f"{subject}_{name}" if subject in ("network", "reliability") else name
 
     def why_not(self, given: argparse.Namespace) -> str | None:
         """Return the reason for not running, `None` if it will run."""
@@ -164,50 +164,32 @@ RUNS = (
         Run("compiled.predicted_steps", (case,), None, _compilers, f"predicted_steps_{case}")
         for case in ("qwen3", "deepseek", "gpt-oss", "qwen3-plain")
     ),
-    Run("bench_reliability", ("files", "--number", "100000"), ("files",), result="reliability_files"),
+    Run("reliability.files", ("--number", "100000"), ()),
     Run(
-        "bench_reliability",
-        ("files", "--number", "20000", "--seed", "1"),
-        ("files", "--seed", "1"),
+        "reliability.files",
+        ("--number", "20000", "--seed", "1"),
+        ("--seed", "1"),
         result="reliability_files_again",
         unread=("kinds",),
     ),
-    Run("bench_reliability", ("plans", "--number", "20000"), ("plans",), result="reliability_plans"),
+    Run("reliability.plans", ("--number", "20000"), ()),
     Run(
-        "bench_reliability",
-        ("layers", "--number", "10000", "--per-program", "250"),
-        ("layers", "--number", "8", "--per-program", "4"),
-        result="reliability_layers",
+        "reliability.layers",
+        ("--number", "10000", "--per-program", "250"),
+        ("--number", "8", "--per-program", "4"),
         aside=LONG,
     ),
-    Run(
-        "bench_reliability",
-        ("kills", "--number", "200", "--per-run", "10"),
-        result="reliability_kills",
-        aside=LONG,
-    ),
-    Run(
-        "bench_reliability",
-        ("signatures", "--number", "160"),
-        ("signatures", "--number", "1"),
-        result="reliability_signatures",
-        aside=LONG,
-    ),
-    Run("bench_reliability", ("calls", "--number", "1"), result="reliability_calls", aside=LONG),
-    Run("bench_reliability", ("interrupts",), result="reliability_interrupts", aside=LONG),
-    Run("bench_reliability", ("writers",), result="reliability_writers", aside=LONG),
-    Run("bench_reliability", ("sockets",), result="reliability_sockets", aside="runs a C++ test"),
-    Run("bench_reliability", ("process_kills", "--number", "100"), result="reliability_process_kills", aside=LONG),
-    Run("bench_reliability", ("training_kills", "--number", "20"), result="reliability_training_kills", aside=LONG),
-    Run("bench_reliability", ("stalls", "--number", "1"), result="reliability_stalls", aside=LONG),
-    Run("bench_reliability", ("mutants",), result="reliability_mutants", aside="lists recorded mutants"),
-    Run(
-        "bench_reliability",
-        ("soak",),
-        ("soak", "--steps", "300", "--devices", "8"),
-        result="reliability_soak",
-        aside=LONG,
-    ),
+    Run("reliability.kills", ("--number", "200", "--per-run", "10"), aside=LONG),
+    Run("reliability.signatures", ("--number", "160"), ("--number", "1"), aside=LONG),
+    Run("reliability.calls", aside=LONG),
+    Run("reliability.interrupts", aside=LONG),
+    Run("reliability.writers", aside=LONG),
+    Run("reliability.sockets", aside="runs a C++ test"),
+    Run("reliability.process_kills", aside=LONG),
+    Run("reliability.training_kills", aside=LONG),
+    Run("reliability.stalls", aside=LONG),
+    Run("reliability.mutants", aside="lists recorded mutants"),
+    Run("reliability.soak", quick=("--steps", "300", "--devices", "8"), aside=LONG),
     Run("network.hybridep", refusal=_network, aside=MEASURED),
     Run(
         "network.hybridep",

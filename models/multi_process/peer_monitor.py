@@ -220,7 +220,8 @@ class PeerMonitor:
         """Send the step of this process, report stalls, and end the run after the timeout, in a thread."""
         while not self.left.wait(BEAT_S):
             stall = self._look()
-            if stall and self.stall_timeout_s and stall.age_s >= self.stall_timeout_s:
+            limit_s = stall and (self.stall_timeout_s or stall.limit_s)
+            if stall and limit_s and stall.age_s >= limit_s:
                 self._give_up(stall)
             if (line := self.stall_lines.line(stall)) is not None:
                 say(line)

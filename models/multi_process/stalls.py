@@ -2,7 +2,9 @@
 
 Each process sends its step every `BEAT_S` seconds from a thread, even while its main thread compiles or waits for a
 collective. A process without these messages is stopped, suspended or blocked; one with an earlier step than the others
-is late.
+is late. A stopped process may return, so by default the run waits for it without limit. If all processes respond, and
+none begins a step for `LIMIT_S` seconds or for `LIMIT_INTERVALS` of the longest intervals, no step will end: the run
+then ends, and can be resumed.
 """
 
 import time
@@ -17,6 +19,12 @@ SILENT_S = 5.0
 
 REPORT_S = 20.0
 """Seconds without progress before the first line; each further line comes after twice the time."""
+
+LIMIT_S = 1800.0
+"""Minimum seconds without progress after which a run ends by default, if all processes respond."""
+
+LIMIT_INTERVALS = 10
+"""The same as a multiple of the longest interval between two steps so far, compilation before step 1 included."""
 
 
 @dataclass
@@ -33,6 +41,7 @@ class Stall:
     cause: str  # description of the awaited processes
     age_s: float  # seconds without progress
     step: int  # step of the foremost process
+    limit_s: float | None = None  # seconds without progress after which the run ends by default; `None` for never
 
     def __str__(self) -> str:
         return f"{self.cause} for {self.age_s:.0f} s, " + (f"at step {self.step}" if self.step else "before step 1")
@@ -46,13 +55,14 @@ class StallDetector:
         self.looked = self.moved = clock()
         self.heard = dict.fromkeys(names, self.moved)
         self.steps = dict.fromkeys(self.heard, 0)
-        self.gap_s = 0.0
+        self.gap_s = self.longest_s = 0.0
 
     def hear(self, name: str, step: int) -> None:
         """Record a message of a process."""
         now, before = self.clock(), self.heard[name]
         if step > self.step:
             self.gap_s, self.moved = now - self.moved, now
+            self.longest_s = max(self.longest_s, self.gap_s)
         elif now - before > SILENT_S:
             # The return of a stopped process is progress.
             self.moved = now
@@ -80,12 +90,12 @@ class StallDetector:
         if silent := self.silent():
             since = max(self.moved, *(self.heard[name] for name in silent))
             return Stall(f"waiting for {_several(silent)}", now - since, self.step)
-        age_s = now - self.moved
+        age_s, limit_s = now - self.moved, max(LIMIT_S, LIMIT_INTERVALS * self.longest_s)
         if late := [name for name, step in self.steps.items() if step < self.step]:
-            return Stall(f"waiting for {_several(late)}", age_s, self.step)
+            return Stall(f"waiting for {_several(late)}", age_s, self.step, limit_s)
         if not self.step or age_s < 3 * self.gap_s:
             return None
-        return Stall(f"waiting, although all {len(self.steps)} processes respond,", age_s, self.step)
+        return Stall(f"waiting, although all {len(self.steps)} processes respond,", age_s, self.step, limit_s)
 
 
 def _several(names: list[str]) -> str:

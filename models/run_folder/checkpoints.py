@@ -6,6 +6,7 @@ They are written asynchronously. A checkpoint has four items, and another mesh o
 TensorStore are reported once, with the message of the operating system.
 """
 
+import inspect
 import logging
 import os
 import re
@@ -47,14 +48,15 @@ def keep_quiet() -> None:
 
 
 def _tell_unraisable(before: Callable[[Any], None], unraisable: Any) -> None:
-    # After one file has failed, TensorStore threads report their other errors to a closed event loop.
-    if str(unraisable.exc_value) != "Event loop is closed":
+    # After one file has failed, Orbax drops the coroutines of the others, and TensorStore threads report errors to a
+    # closed event loop. This program has no coroutines of its own.
+    if not inspect.iscoroutine(unraisable.object) and str(unraisable.exc_value) != "Event loop is closed":
         before(unraisable)
 
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """Convert TensorStore errors, which have another type and contain the system's error code, into `OSError`."""
+    """Convert TensorStore errors with the system's error code into `OSError`, and shorten others to one line."""
     try:
         yield
     except OSError:
@@ -62,9 +64,12 @@ def system_errors() -> Iterator[None]:
     except Exception as error:
         # Orbax wraps some of them.
         code = re.search(r"os_error_code='(\d+)'", f"{error} {error.__cause__}")
-        if code is None:
+        if code is not None:
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        if "\n" not in str(error):
             raise
-        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        # The further lines describe the array.
+        raise ValueError(str(error.__cause__ or error).partition("\n")[0]) from error
 
 
 ITEMS = ("state", "homes", "mesh")

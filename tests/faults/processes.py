@@ -2,9 +2,10 @@
 
     python -m tests.faults.processes kills 2 100     # kill one of two processes that have joined
     python -m tests.faults.processes trainings 2 10  # kill one of two training processes, and resume
-    python -m tests.faults.processes stalls 4 1      # stop each of four processes once
+    python -m tests.faults.processes stalls 4 8      # stop each of four processes once before step 1 and once later
 
-Each prints one JSON object per try; a third number is the seed. Processes are forked from one with the imports.
+Each prints one JSON object per try; a third number is the seed, and of stalls the first try. Processes are forked from
+one with the imports.
 """
 
 import contextlib
@@ -41,6 +42,12 @@ NAMED_S = 30.0
 
 START_S = 400.0
 """Time limit of the start, and of the end of a run."""
+
+STALL_S = 60
+"""`multi_process.stall_timeout_s` of training runs."""
+
+MOST_STALLS = 3
+"""Maximum number of stalls of a run that are resumed."""
 
 
 class Member:
@@ -99,6 +106,7 @@ def train(number: int, folder: Path) -> list[Member]:
 
     def program(at: int) -> None:
         place = {"coordinator": f"127.0.0.1:{port}", "num_processes": number, "process_id": at}
+        place |= {"stall_timeout_s": STALL_S}
         words = [word for key, value in place.items() for word in ("--set", f"multi_process.{key}={value}")]
         run = ["--run-dir", str(folder / "run"), "--resume=auto", "--steps", str(STEPS)]
         sys.argv = ["train", *run, "--distributed", "--mesh", f"expert={number}", *words]
@@ -154,12 +162,27 @@ def train_and_wait(number: int, folder: Path) -> list[Member]:
     return members
 
 
-def finish(number: int, folder: Path) -> tuple[list[str], float]:
-    """Run to the end; return one line per fault, and the seconds from the first step on."""
-    members, began = train_and_wait(number, folder), time.monotonic()
-    codes = wait_for_end(members, START_S)
-    faults = [f"a run ends with exit codes {codes}: {' '.join(members[0].lines())[-300:]}"]
-    return faults if any(codes) or None in codes else [], time.monotonic() - began
+def finish(number: int, folder: Path, members: list[Member] | None = None) -> tuple[dict, float]:
+    """Run to the end, and resume after a stall; return faults and stalls, and the seconds from the first step on."""
+    found: dict[str, Any] = {"faults": [], "stalls": 0}
+    while True:
+        members, began = members or train_and_wait(number, folder), time.monotonic()
+        codes = wait_for_end(members, START_S)
+        if not any(codes) and None not in codes:
+            return found, time.monotonic() - began
+        found["stalls"] += (stalled := has_stalled(members, codes))
+        if not stalled or found["stalls"] > MOST_STALLS:
+            found["faults"].append(f"a run ends with exit codes {codes}: {' '.join(members[0].lines())[-300:]}")
+            return found, time.monotonic() - began
+        members = None
+
+
+def has_stalled(members: list[Member], codes: list[int | None]) -> bool:
+    """Return whether all processes have ended in the line about a wait although all of them respond."""
+    line = (
+        rf"error: waiting, although all {len(members)} processes respond, for \d+ s, at step \d+; --resume continues .*"
+    )
+    return codes == [1] * len(codes) and all(re.fullmatch(line, member.lines()[-1]) for member in members)
 
 
 def after_kill(members: list[Member], victim: int) -> dict:
@@ -189,42 +212,51 @@ def kills(number: int, tries: int, seed: int, folder: Path) -> Iterator[dict]:
 def trainings(number: int, tries: int, seed: int, folder: Path) -> Iterator[dict]:
     """Kill one process of a training run at random times, and resume; yield the outcomes."""
     generator = random.Random(seed)
-    faults, seconds = finish(number, folder / "straight")
-    assert not faults, faults
-    expected, run = losses(folder / "straight" / "run"), 0
-    for at in range(tries):
+    expected, seconds = straight(number, folder)
+    run = killed = 0
+    while killed < tries:
         of_run, victim = folder / str(run), generator.randrange(number)
         members = train_and_wait(number, of_run)
         time.sleep(generator.uniform(0, seconds / PER_RUN))
         if has_ended := members[victim].ended():
             wait_for_end(members, START_S)
-        found = after_kill(members, victim) if not has_ended else {}
-        if has_ended or at % PER_RUN == PER_RUN - 1 or at == tries - 1:
-            found = {"faults": []} | found
-            found["faults"] += finish(number, of_run)[0] or differing(of_run, expected)
+            found: dict[str, Any] = {"processes": number, "killed": None, "seconds": 0.0, "faults": []}
+        else:
+            found, killed = after_kill(members, victim), killed + 1
+        if has_ended or killed % PER_RUN == 0 or killed == tries:
+            found = checked(found, finish(number, of_run)[0], of_run, expected)
             run += 1
-        if not has_ended:
+        # A run that ended before its kill counts only with a fault.
+        if not has_ended or found["faults"]:
             yield found
 
 
-def differing(folder: Path, expected: object) -> list[str]:
-    """Return one line if the losses of a run differ."""
-    return [] if losses(folder / "run") == expected else ["the losses differ"]
+def checked(found: dict, end: dict, folder: Path, expected: object) -> dict:
+    """Add the end of a run to an outcome: its faults, its stalls, and whether its losses differ."""
+    differ = [] if end["faults"] or losses(folder / "run") == expected else ["the losses differ"]
+    return found | {"faults": [*found["faults"], *end["faults"], *differ], "stalls": end["stalls"]}
 
 
-def stalls(number: int, tries: int, seed: int, folder: Path) -> Iterator[dict]:
-    """Stop each process that waits, and each training one; yield the outcomes."""
-    for at in range(tries * number):
-        members = join(number, folder / str(at))
-        yield {"phase": "before step 1"} | after_stop(members, at % number)
+def straight(number: int, folder: Path) -> tuple[object, float]:
+    """Train without a fault; return the losses, and the seconds from the first step on."""
+    found, seconds = finish(number, folder / "straight")
+    assert not found["faults"], found
+    return losses(folder / "straight" / "run"), seconds
+
+
+def stalls(number: int, tries: int, first: int, folder: Path) -> Iterator[dict]:
+    """Stop each process that waits, then each training one; yield the outcomes from a first try on."""
+    expected = None
+    for at in range(first, first + tries):
+        is_training, of_try = at // number % 2 == 1, folder / str(at)
+        if is_training and expected is None:
+            expected, _ = straight(number, folder)
+        members = (train_and_wait if is_training else join)(number, of_try)
+        found = {"phase": "training" if is_training else "before step 1"} | after_stop(members, at % number)
+        if is_training:
+            found = checked(found, finish(number, of_try, members)[0], of_try, expected)
         for member in members:
             member.kill()
-    for at in range(tries * number):
-        members = train_and_wait(number, folder / f"train-{at}")
-        found = {"phase": "training"} | after_stop(members, at % number)
-        codes = wait_for_end(members, START_S)
-        if any(codes) or None in codes:
-            found["faults"].append(f"exit codes {codes}: {' '.join(members[0].lines())[-300:]}")
         yield found
 
 
@@ -243,9 +275,6 @@ def after_stop(members: list[Member], victim: int) -> dict:
 def main(kind: str, number: int, tries: int, seed: int = 0) -> None:
     """Print the results."""
     with tempfile.TemporaryDirectory() as folder:
-        if jax.config.jax_compilation_cache_dir is None:
-            jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_platforms", "cpu")
         for found in {"kills": kills, "trainings": trainings, "stalls": stalls}[kind](
             number, tries, seed, Path(folder)

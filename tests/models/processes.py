@@ -1,6 +1,7 @@
 """Start training processes on this machine; `python -m tests.models.processes` is a process that only waits.
 
-Its arguments select its behavior: wait for a minute (`wait`), or fail (`fail`); and the seconds until a stall ends it.
+Its arguments select its behavior: wait for a minute (`wait`), also in a step that never ends (`stuck`), or fail
+(`fail`); and the seconds until a stall ends it.
 """
 
 import os
@@ -10,12 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+from models.multi_process import stalls
 from models.multi_process.peer_monitor import PeerMonitor, Store
 from models.multi_process.rendezvous import Place, join
 
 ROOT = Path(__file__).parents[2]
 JOIN_TIMEOUT_S = 120
 WAIT_S = 60.0
+STUCK_S = 5.0
+"""Limit of a stall among responding processes, in place of `stalls.LIMIT_S`."""
 
 
 def free_port() -> int:
@@ -50,10 +54,13 @@ def end(processes: list[subprocess.Popen], within_s: float) -> list[tuple[int, s
 def main(port: str, num_processes: str, process_id: str, what: str, stall_timeout_s: str = "0") -> None:
     place = Place("127.0.0.1", int(port), int(num_processes), int(process_id))
     join(place, JOIN_TIMEOUT_S)
-    with PeerMonitor(place, Store(), stall_timeout_s=float(stall_timeout_s)):
+    progress = stalls.Progress()
+    with PeerMonitor(place, Store(), progress, stall_timeout_s=float(stall_timeout_s)):
         print("joined", flush=True)
         if what == "fail":
             raise OSError("no space left")
+        if what == "stuck":
+            stalls.LIMIT_S, progress.step = STUCK_S, 1
         time.sleep(WAIT_S)
 
 

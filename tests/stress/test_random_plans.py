@@ -1,4 +1,4 @@
-"""Random plans are legal; `python -m benchmarks.bench_reliability plans` makes more of them."""
+"""Random plans are legal; `python -m benchmarks.reliability plans` makes more of them."""
 
 import numpy as np
 

@@ -31,6 +31,6 @@ cudaError_t Forbidden(cudaError_t error, const std::string& what);
 
 // Registers host memory for access by the device. The caller keeps ownership of `memory`.
 void AddPinned(void* memory, size_t size);
-bool IsPinned(const void* memory);
+bool IsPinned(const void* memory, size_t size = 1);
 
 }  // namespace moe_lb::testing

@@ -1,8 +1,10 @@
 #include "ffi/testing/cuda/copy_layer.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <random>
+#include <thread>
 #include <utility>
 
 namespace moe_lb::testing {
@@ -101,11 +103,14 @@ Ending CopyLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& betwee
   return ending;
 }
 
-Ending CopyLayer::RunAll(const std::vector<CopyLayer*>& layers, Gpu& gpu, int64_t rank, int64_t run) {
+Ending CopyLayer::RunAll(const std::vector<CopyLayer*>& layers, Gpu& gpu, int64_t rank, int64_t run, int64_t pause_us) {
   Program program(gpu, run);
   std::vector<Copies> all;
   for (CopyLayer* const layer : layers) all.push_back(layer->Add(program, rank, run));
-  for (const Copies& copies : all) program.Execute(*copies.start);
+  for (const Copies& copies : all) {
+    program.Execute(*copies.start);
+    std::this_thread::sleep_for(std::chrono::microseconds(pause_us));
+  }
   for (size_t i = 0; i < layers.size(); ++i) layers[i]->Join(program, all[i]);
   return program.ending();
 }

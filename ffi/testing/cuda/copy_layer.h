@@ -16,8 +16,10 @@ class CopyLayer {
 
   // Runs one execution on one device and returns its ending. Values are compared on the GPU's stream.
   Ending Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between = {});
-  // One execution of a program with several layers, starting all copies before the first join.
-  static Ending RunAll(const std::vector<CopyLayer*>& layers, Gpu& gpu, int64_t rank, int64_t run);
+  // One execution of a program with several layers, starting all copies before the first join, with a pause of the host
+  // after each start.
+  static Ending RunAll(const std::vector<CopyLayer*>& layers, Gpu& gpu, int64_t rank, int64_t run,
+                       int64_t pause_us = 0);
 
   int64_t num_wrong() const { return wrong_; }
 

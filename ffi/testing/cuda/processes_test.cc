@@ -98,6 +98,20 @@ void CopyVisible(int64_t rank, int64_t count) {
   CopyAll(rank, count, MemoryKind::kMapped, 0);
 }
 
+// Two groups of one program: each copies other weights by other tables, and maps no memory of the other group.
+void CopyInGroups(int64_t rank, int64_t count) {
+  LayerShape shape = ShapeOf(count);
+  shape.ranks = count / 2;
+  CopyLayer copies(shape, true);
+  Gpu gpu(0, 0, MemoryKind::kMapped);
+  for (int64_t run = 1; run <= 4; ++run) {
+    ExpectOk(copies.Run(gpu, rank % shape.ranks, run + 10 * (rank / shape.ranks)));
+    Synchronize(gpu.stream());
+    EXPECT_EQ(copies.num_wrong(), 0);
+    EXPECT(NumMapped() <= shape.ranks - 1);
+  }
+}
+
 // More copies in flight than the pages have entries, the first in many more chunks than the last, and one rank with a
 // slow stream.
 void BeginMany(int64_t rank, int64_t count) {
@@ -329,6 +343,7 @@ const ProcessParts kParts = {
     {"reallocate", Reallocate},  {"end", RunUntilFailure},    {"never", NeverCome},     {"one_fails", OneFails},
     {"other", AskForOther},      {"many", BeginMany},         {"kinds", CopyKinds},     {"move", Move},
     {"die_copies", DieInCopies}, {"die_relays", DieInRelays}, {"die_plan", DieInPlan},  {"die_rows", DieInRows},
+    {"groups", CopyInGroups},
 };
 
 // ---- the test ----------------------------------------------------------------------
@@ -382,7 +397,7 @@ int main(int argc, char** argv) {
   const std::vector<std::pair<std::string, int64_t>> parts = {
       {"mapped", 2},   {"classic", 4},   {"mapped", 8},  {"reallocate", 3},  {"move", 3},       {"many", 3},
       {"never", 3},    {"one_fails", 3}, {"other", 3},   {"die_copies", 3},  {"die_relays", 3}, {"die_plan", 3},
-      {"die_rows", 3}, {"end", 4},       {"visible", 3}, {"fail_kernel", 3}, {"kinds", 2},
+      {"die_rows", 3}, {"end", 4},       {"visible", 3}, {"fail_kernel", 3}, {"kinds", 2},      {"groups", 4},
   };
   const auto before = std::make_pair(FilesIn("/dev/shm"), FilesIn("/tmp"));
   for (const auto& [part, count] : parts) {

@@ -193,11 +193,12 @@ bool IsIgnored(const char* function, const void* returns_to) {
   return TheState().ignored.load(std::memory_order_relaxed) == returns_to;
 }
 
-bool IsPinned(const void* memory) {
+bool IsPinned(const void* memory, size_t size) {
   const char* const at = static_cast<const char*>(memory);
   for (const Pinned& pinned : TheState().pinned) {
     const char* const begin = pinned.begin.load(std::memory_order_relaxed);
-    if (begin != nullptr && begin <= at && at < begin + pinned.size.load(std::memory_order_relaxed)) return true;
+    if (begin != nullptr && begin <= at && at + size <= begin + pinned.size.load(std::memory_order_relaxed))
+      return true;
   }
   return false;
 }
@@ -441,9 +442,14 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
   MOE_LB_ENTER("cudaMemcpyAsync");
   // CUDA would block the host until the stream completes it.
-  if (kind == cudaMemcpyDeviceToHost && !IsPinned(to)) return Forbidden(cudaSuccess, "copy to memory not pinned");
-  if (kind == cudaMemcpyHostToDevice && !IsPinned(from)) return Forbidden(cudaSuccess, "copy from memory not pinned");
-  const int64_t us = kind == cudaMemcpyDefault ? TheStandIn().copy_us : 0;
+  if (kind == cudaMemcpyDeviceToHost && !IsPinned(to, size)) return Forbidden(cudaSuccess, "copy to memory not pinned");
+  if (kind == cudaMemcpyHostToDevice && !IsPinned(from, size)) {
+    return Forbidden(cudaSuccess, "copy from memory not pinned");
+  }
+  const StandIn& options = TheStandIn();
+  const int64_t us = kind == cudaMemcpyDefault        ? options.copy_us
+                     : kind == cudaMemcpyDeviceToHost ? options.fetch_us
+                                                      : 0;
   const DriverLock lock(false);
   stream->Push([=] {
     Sleep(us);

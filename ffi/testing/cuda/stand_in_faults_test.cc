@@ -73,6 +73,22 @@ void APlanOfAnotherSizeIsRefused() {
   }
 }
 
+// A refusal names the attribute of the call site.
+void RefusedAttributesAreNamed() {
+  for (const std::string name : {"moe_lb_copy_start", "moe_lb_copy_rows"}) {
+    for (const std::string attribute : {"num_lanes", "num_home", "chunk_bytes"}) {
+      Attributes attributes = SiteOf(LayerShape());
+      if (name == "moe_lb_copy_rows") {
+        attributes["back"] = Bool(false);
+        attributes["num_kinds"] = Int(1);
+      }
+      attributes[attribute] = Int(0);
+      CallSite site(CudaXla(), CudaHandler(name), attributes);
+      EXPECT(Has(site.instantiated().message, attribute + " is 0; expected at least 1"));
+    }
+  }
+}
+
 // A ticket is good for all slots of its start, not for the first alone.
 void OtherSlotsAreRefused() {
   const auto gpus = Gpus(4);
@@ -183,6 +199,48 @@ void ADeviceThatIsStuckIsNamed() {
   ExpectGoodRun(layer, gpus, 3);
 }
 
+// An abandoned fetch still reads the tables, so XLA's stream waits for it before it reuses their memory.
+void AnAbandonedFetchEndsFirst() {
+  LayerShape shape;
+  shape.timeout_s = 1;
+  CopyLayer layer(shape, false);
+  const auto gpus = Gpus(4);
+  ExpectGoodRun(layer, gpus, 1);
+  TheStandIn().fetch_us = 50000;
+  std::atomic<bool> stuck{true};
+  Launch(gpus[2]->stream(), [&] {
+    while (stuck) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  OnAll(4, [&](int64_t device) { EXPECT(!layer.Run(*gpus[static_cast<size_t>(device)], device, 2).ok); });
+  double seconds = 0;
+  const Clock::time_point begin = Clock::now();
+  Launch(gpus[2]->stream(), [&] { seconds = SecondsSince(begin); });
+  stuck = false;
+  for (const auto& gpu : gpus) Synchronize(gpu->stream());
+  // Place, wanted and relay.
+  EXPECT(seconds > 3 * 0.05);
+  TheStandIn().fetch_us = 0;
+  ExpectGoodRun(layer, gpus, 3);
+}
+
+// The copies of an earlier call take longer than the time limit of a fetch.
+void AFetchDoesNotWaitForCopies() {
+  LayerShape shape;
+  CopyLayer slow(shape, false);
+  shape.timeout_s = 1;
+  CopyLayer quick(shape, false);
+  const auto gpus = Gpus(4);
+  TheStandIn().copy_us = 1500000;
+  OnAll(4, [&](int64_t device) {
+    Gpu& gpu = *gpus[static_cast<size_t>(device)];
+    // The slow copies are queued in the pause.
+    EXPECT_EQ(CopyLayer::RunAll({&slow, &quick}, gpu, device, 2, 200000).message, std::string());
+    Synchronize(gpu.stream());
+  });
+  TheStandIn().copy_us = 0;
+  EXPECT_EQ(slow.num_wrong() + quick.num_wrong(), 0);
+}
+
 // The end of the work on a slot whose event was not recorded is unknown: it is not used again, and its memory not
 // freed.
 void AFailedRecordRetiresItsSlot() {
@@ -279,12 +337,15 @@ int main(int argc, char** argv) {
       {"other_home", AnotherHomeIsRefused},
       {"other_size", APlanOfAnotherSizeIsRefused},
       {"other_slots", OtherSlotsAreRefused},
+      {"attributes", RefusedAttributesAreNamed},
       {"reused_home", HomeIsReusedAfterAllCopies},
       {"failed_copies", AnyFailureEndsAllCopies},
       {"failed_planned", AnyFailureEndsAllPlannedCopies},
       {"failed_rows", AnyFailureEndsAllRows},
       {"stuck", ADeviceThatIsStuckIsNamed<CopyLayer>},
       {"stuck_planned", ADeviceThatIsStuckIsNamed<PlannedLayer>},
+      {"abandoned", AnAbandonedFetchEndsFirst},
+      {"fetch", AFetchDoesNotWaitForCopies},
   };
   const moe_lb::TestParts alone = {
       {"retired", AFailedRecordRetiresItsSlot},

@@ -18,6 +18,7 @@
 #include "ffi/testing/cuda/planned_layer.h"
 #include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
+#include "ffi/transport/peer_site_cuda.h"
 
 namespace {
 
@@ -97,6 +98,33 @@ void SlotsDoNotOverlap() {
   });
   TheStandIn().longest_delay_us = 0;
   EXPECT_EQ(plan.num_wrong(), 0);
+}
+
+// Tables of a copy that fill the pinned memory of their launch resources: the stand-in records a copy beyond it.
+void TablesFillTheirMemory() {
+  const auto gpus = Gpus(1);
+  LayerShape shape;
+  shape.ranks = 1;
+  shape.slots = (256 - static_cast<int64_t>(moe_lb::peer_cuda::kPlaceWords)) / 2;
+  CopyLayer copies(shape, false);
+  ExpectGoodRun(copies, gpus, 1);
+  ExpectNoViolations();
+}
+
+// Programs that fail before their join leave no open ticket.
+void FailedProgramsKeepNoTicket() {
+  const auto gpus = Gpus(2);
+  LayerShape shape;
+  shape.ranks = 2;
+  CopyLayer copies(shape, false);
+  RowsLayer rows(shape, false);
+  Between between;
+  between.fails = true;
+  for (int64_t run = 1; run <= 4; ++run) {
+    for (const Ending& ending : RunOnce(copies, gpus, 2 * run, between)) EXPECT_EQ(ending.message, std::string());
+    for (const Ending& ending : RunOnce(rows, gpus, 2 * run + 1, between)) EXPECT_EQ(ending.message, std::string());
+    EXPECT_EQ(moe_lb::peer_cuda::OpenTickets().num_open(), size_t{0});
+  }
 }
 
 // Programs that fail between two calls leave no open post, which would hold pinned memory.
@@ -261,6 +289,8 @@ int main(int argc, char** argv) {
       {"no_allocation", NoAllocationWhileAProgramRuns},
       {"collective", AllocationDoesNotStopACollective},
       {"slots", SlotsDoNotOverlap},
+      {"filled", TablesFillTheirMemory},
+      {"tickets", FailedProgramsKeepNoTicket},
       {"failed", FailedProgramsKeepNoMemory},
       {"freed", APlannerFreesItsMemory},
       {"streams", CallSitesShareStreams},

@@ -5,11 +5,16 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from typer.testing import CliRunner
 
+from models import mesh
 from models.console import UserError
+from models.model_config import ParallelConfig
 from models.multi_process.peer_monitor import agree
 from models.multi_process.rendezvous import KEEPALIVE, Link, Place, detect_process, gather, listen, wait_for_processes
 from models.run_folder.checkpoints import steps_in
@@ -340,3 +345,20 @@ def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
     assert steps_in(folder.checkpoints)[0] == last
     assert [row["step"] for row in folder.rows("step")] == list(range(1, last + 1))
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["tiny", "tiny-2"]
+
+
+@pytest.mark.parametrize(("processes", "platform", "is_used"), [(1, "cpu", True), (2, "cpu", False), (2, "gpu", True)])
+def test_processes_on_cpus_read_no_compiled_programs(processes, platform, is_used, monkeypatch):
+    """XLA stores programs for CPUs without the order of collectives inside of loops to those outside."""
+    devices = [SimpleNamespace(platform=platform, process_index=i) for i in range(2)]
+    before = jax.config.jax_enable_compilation_cache
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(mesh, "mesh_from", lambda devices, parallel: devices)
+    try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        assert mesh.make_mesh(ParallelConfig(1, 2)) == devices
+        assert jax.config.jax_enable_compilation_cache == is_used
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

@@ -12,7 +12,15 @@ import pytest
 
 from models.config import MultiProcessConfig
 from models.multi_process.relay import relay_to
-from models.multi_process.stalls import BEAT_S, SILENT_S, Stall, StallDetector, StallLines
+from models.multi_process.stalls import (
+    BEAT_S,
+    LIMIT_INTERVALS,
+    LIMIT_S,
+    SILENT_S,
+    Stall,
+    StallDetector,
+    StallLines,
+)
 from models.run_folder.metrics import RunFolder
 from tests.models.kill_training import MAX_WAIT_S, losses, wait_for_steps
 from tests.models.processes import end, free_port, start
@@ -81,6 +89,28 @@ def test_without_a_late_process_three_steps_pass_first():
     assert str(run.go_on(1)) == "waiting, although all 3 processes respond, for 90 s, at step 3"
 
 
+def test_a_run_of_responding_processes_has_a_limit():
+    run = Run()
+    assert run.go_on(10 * LIMIT_S) is None
+    for step in (1, 2, 3):
+        run.step(step)
+        run.go_on(1)
+    # The longest interval has compiled.
+    assert run.go_on(600).limit_s == LIMIT_INTERVALS * (10 * LIMIT_S + BEAT_S)
+    assert run.go_on(LIMIT_S, B).limit_s is None
+
+
+def test_the_limit_of_short_steps_is_half_an_hour():
+    run = Run()
+    for step in (1, 2):
+        run.step(step)
+        run.go_on(60)
+    assert run.go_on(600).limit_s == LIMIT_S == 1800
+    run.step(3, A, C)
+    run.go_on(1)
+    assert (run.go_on(9).cause, run.go_on(1).limit_s) == (f"waiting for {B}", LIMIT_INTERVALS * 660)
+
+
 def test_a_process_that_was_stopped_accuses_no_other():
     run = Run()
     run.step(3)
@@ -143,9 +173,9 @@ def wait_until(condition, within_s=PROMISED_S):
     return found
 
 
-def joined(num_processes, timeout_s):
+def joined(num_processes, timeout_s, what="wait"):
     port = str(free_port())
-    arguments = [(port, str(num_processes), str(i), "wait", str(timeout_s)) for i in range(num_processes)]
+    arguments = [(port, str(num_processes), str(i), what, str(timeout_s)) for i in range(num_processes)]
     processes = [start("tests.models.processes", *each) for each in arguments]
     for process in processes:
         assert process.stdout.readline() == "joined\n", process.communicate()
@@ -171,6 +201,15 @@ def test_a_stopped_process_ends_the_run_after_the_timeout(stopped):
     assert code == 1
     assert len(errors.splitlines()) == 2
     assert re.fullmatch(f"error: {cause}; --resume .*", errors.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_step_that_never_ends_ends_the_run_by_default():
+    line = r"error: waiting, although all 2 processes respond, for \d+ s, at step 1; --resume continues .*"
+    for code, _, errors in end(joined(2, 0, "stuck"), PROMISED_S):
+        assert code == 1
+        assert re.fullmatch(line, errors.splitlines()[-1])
+        assert len(errors.splitlines()) == 2
 
 
 def train(folder, *options):

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from models.run_folder.checkpoints import system_errors
+from models.run_folder.checkpoints import keep_quiet, system_errors
 from models.run_folder.files import FolderLock, free_sibling, part, write_whole
 from models.run_folder.metrics import PER_STEP, Recorder, RunFolder
 from models.train import TrainArgs, app
@@ -164,3 +165,41 @@ def test_an_error_of_a_library_contains_the_error_of_the_system():
     assert found.value.errno == errno.ENOSPC
     with pytest.raises(ValueError, match="other"), system_errors():
         raise ValueError("other")
+
+
+def test_an_error_of_a_library_has_one_line():
+    with pytest.raises(ValueError, match=r"\Achunk 3 is damaged\Z"), system_errors():
+        raise Exception("Encountered error while reading TensorStore({\n  'base': {},\n})") from ValueError(
+            "chunk 3 is damaged\nspec: {}"
+        )
+    with pytest.raises(ValueError, match=r"\Aone array differs\Z"), system_errors():
+        raise RuntimeError("one array differs\n[spec='{}']")
+
+
+def test_dropped_coroutines_print_nothing(monkeypatch):
+    """Orbax drops the coroutines of other arrays after a failed one, and each of them raises again."""
+
+    @types.coroutine
+    def pending():
+        yield
+
+    async def read():
+        try:
+            await pending()
+        except GeneratorExit:
+            raise Exception("Encountered error while reading TensorStore({\n})") from None
+
+    class Held:
+        def __del__(self):
+            raise Exception("reported")
+
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(str(unraisable.exc_value)))
+    keep_quiet()
+    dropped = read()
+    dropped.send(None)
+    del dropped
+    assert shown == []
+    held = Held()
+    del held
+    assert shown == ["reported"]

@@ -1,0 +1,6 @@
+"""Commands: `python -m benchmarks.reliability NAME`."""
+
+from benchmarks.render.commands import run
+
+if __name__ == "__main__":
+    run("reliability")
