@@ -11,7 +11,7 @@ import time
 import pytest
 
 from models.config import MultiProcessConfig
-from models.multi_process.relay import relay_to
+from models.multi_process.rendezvous import relay_to
 from models.multi_process.stalls import BEAT_S, SILENT_S, Stall, StallDetector, StallLines
 from models.run_folder.metrics import RunFolder
 from tests.models.kill_training import MAX_WAIT_S, losses, wait_for_steps
