@@ -307,17 +307,9 @@ class TrainConfig:
         return self.batch.size * self.batch.sequence_length
 
 
+QWEN3_30B: dict[str, Any] = {"embed_dim": 2048, "num_heads": 16, "mlp_dim": 768, "num_experts": 128}
 REFERENCE = TrainConfig(
-    model=ModelConfig(
-        num_layers=4,
-        embed_dim=2048,
-        num_heads=16,
-        mlp_dim=768,
-        num_experts=128,
-        experts_per_token=8,
-        compute_dtype="bfloat16",
-        scan_layers=True,
-    ),
+    model=ModelConfig(4, **QWEN3_30B, experts_per_token=8, compute_dtype="bfloat16", scan_layers=True),
     batch=BatchConfig(size=8, sequence_length=4096),
     optimizer=OptimizerConfig(learning_rate=3e-4),
 )

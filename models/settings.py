@@ -25,12 +25,7 @@ Given = dict[str, Any]  # given fields by name; a section is a nested dictionary
 ConfigT = TypeVar("ConfigT")
 
 # Keys of the section `parallel` by their name in `--mesh`.
-MESH_AXES = {
-    "data": "data_parallel",
-    "expert": "expert_parallel",
-    "domain": "ranks_per_domain",
-    "stage": "stages",
-}
+MESH_AXES = {"data": "data_parallel", "expert": "expert_parallel", "domain": "ranks_per_domain", "stage": "stages"}
 
 LIST = "list"  # value of `--set` to print all keys
 KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}

@@ -16,13 +16,7 @@ from models.decoder.sparse_mixer import SparseMixer
 
 
 def _decoder(
-    fields: Fields,
-    router: TopK,
-    experts: str,
-    mlp_dim: str,
-    *,
-    rope: Rope | None = None,
-    head_dim: int | None = None,
+    fields: Fields, router: TopK, experts: str, mlp_dim: str, *, rope: Rope | None = None, head_dim: int | None = None
 ) -> DecoderConfig:
     """Return the sizes that all architectures have, with fields named `experts` and `mlp_dim`."""
     fields.require("hidden_act", "silu")

@@ -203,8 +203,7 @@ def sums_of(value: Array) -> Array:
 
 
 sums_of.defvjp(
-    lambda value: (sums_of(value), jnp.zeros((), value.dtype)),
-    lambda like, sums: (sums.astype(like.dtype),),
+    lambda value: (sums_of(value), jnp.zeros((), value.dtype)), lambda like, sums: (sums.astype(like.dtype),)
 )
 
 
@@ -223,8 +222,7 @@ def _part(sums: Array, at: Array) -> tuple[Array, Array]:
 
 
 _part.defvjp(
-    lambda sums, at: (_part(sums, at), at),
-    lambda at, gradients: (gradients[0].at[at].add(gradients[1]), None),
+    lambda sums, at: (_part(sums, at), at), lambda at, gradients: (gradients[0].at[at].add(gradients[1]), None)
 )
 
 

@@ -168,11 +168,7 @@ class Decoder(nnx.Module):
         self.further = nnx.List([MultiTokenPrediction(config, block, rngs=rngs) for block in blocks])
 
     def __call__(
-        self,
-        tokens: Array,
-        mask: Array | None = None,
-        segments: Array | None = None,
-        experts: Array | None = None,
+        self, tokens: Array, mask: Array | None = None, segments: Array | None = None, experts: Array | None = None
     ) -> tuple[Array, Stats]:
         """Compute the logits of whole sequences, for training."""
         x, stats = self._stream(tokens, mask, segments, experts)

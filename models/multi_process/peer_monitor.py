@@ -25,7 +25,7 @@ import jax
 from jax._src import distributed
 
 from models.console import USER_ERRORS, UserError, say
-from models.multi_process.rendezvous import Link, Place
+from models.multi_process.rendezvous import Link, Links, Place
 from models.multi_process.stalls import BEAT_S, Progress, Stall, StallDetector, StallLines
 
 AGREE_TIMEOUT_S = 600  # maximum difference between processes in the time to read their data, in seconds
@@ -107,11 +107,7 @@ class PeerMonitor:
     # here: otherwise JAX would wait at interpreter exit for processes that never arrive.
 
     def __init__(
-        self,
-        place: Place,
-        links: dict[str, Link],
-        progress: Progress | None = None,
-        stall_timeout_s: float | None = None,
+        self, place: Place, links: Links, progress: Progress | None = None, stall_timeout_s: float | None = None
     ) -> None:
         self.place, self.progress, self.stall_timeout_s = place, progress or Progress(), stall_timeout_s
         # The thread holding this lock ends the process, and only it prints the reason.

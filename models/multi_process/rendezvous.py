@@ -67,6 +67,7 @@ class Link:
         return message if isinstance(message, dict) else None
 
 
+Links = dict[str, Link]  # connections by the names of the processes at their other ends
 PORTS = range(1, 65_536)
 
 
@@ -171,7 +172,7 @@ IDS_SHOWN = 8
 HELLO = "jax_moe_lb"
 
 
-def gather(place: Place, until: float, timeout_s: float) -> dict[str, Link]:
+def gather(place: Place, until: float, timeout_s: float) -> Links:
     """Wait for all other processes, on process 0; return the connections by the names of the processes."""
     try:
         # Check the port here: JAX's service would share a port in use and mix two training runs.
@@ -241,7 +242,7 @@ def _missing(place: Place, hosts: Collection[int], timeout_s: float) -> str:
     )
 
 
-def wait_for_processes(place: Place, until: float, timeout_s: float) -> dict[str, Link]:
+def wait_for_processes(place: Place, until: float, timeout_s: float) -> Links:
     """Connect to process 0, and wait until all processes are connected; return the connection by its name."""
     connection = _connected(place, until, timeout_s)
     # Process 0 enforces the timeout, and keepalive detects its failure.
@@ -276,13 +277,11 @@ def _connected(place: Place, until: float, timeout_s: float) -> socket.socket:
 
 JAX_TIMEOUT_S = 120  # timeout for JAX to connect the processes, all of which have started, in seconds
 NEVER_S = 10**6  # timeout of JAX and XLA for processes that do not respond, in seconds: 11 days
-
 XLA_TIMEOUTS = [f"xla_cpu_collective_{name}timeout_seconds" for name in ("", "call_terminate_", "call_warn_stuck_")]
-
 MARGIN_S = 60  # margin of JAX's own timeout over ours in seconds, as reaching it aborts the process
 
 
-def join(place: Place, timeout_s: float) -> dict[str, Link]:
+def join(place: Place, timeout_s: float) -> Links:
     """Initialize `jax.distributed` before any other use of JAX; return the connections for `PeerMonitor`."""
     # If a timeout is reached, this process exits with a message.
     if not 0 < timeout_s < math.inf:

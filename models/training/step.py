@@ -127,12 +127,7 @@ class Programs:
 
 
 def make_programs(
-    config: TrainConfig,
-    mesh: Mesh,
-    system: System,
-    decoder: DecoderConfig | None = None,
-    *,
-    has_padding: bool = False,
+    config: TrainConfig, mesh: Mesh, system: System, decoder: DecoderConfig | None = None, *, has_padding: bool = False
 ) -> Programs:
     """Build the programs, without compiling."""
     if system.migrate is None:
