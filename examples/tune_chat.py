@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 from jax_moe_lb import exact, use_virtual_cpu_devices
+from models.config import ParallelConfig
 from models.data.chat import ChatTemplate
 from models.data.tokenizers import CheckpointTokenizer
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 from models.pretrained.generation import Generator
 from models.pretrained.loading import from_pretrained
 from models.tiny_checkpoint import byte_tokenizer, write_tiny

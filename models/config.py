@@ -2,71 +2,178 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Any
 
-from models.model_config import (
-    COMPUTE_DTYPES,
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    require_finite,
-    require_one_of,
-    require_positive,
-)
+from jax_moe_lb.layer import CHECKPOINT_NAMES
+from jax_moe_lb.layer.system import DISPATCHES
 
+NUM_BYTES = 256  # vocabulary size of the byte tokenizer
+COMPUTE_DTYPES = ("float32", "bfloat16")
+REMAT = ("none", "full")
 OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 ANSWERS = ("all", "last")
 
 
+def require_positive(config: Any, *names: str) -> None:
+    """Raise `ValueError` unless fields are at least 1, or `None`."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
+
+
+def require_finite(config: Any, *names: str) -> None:
+    """Raise `ValueError` unless fields are finite and at least 0."""
+    for name in names:
+        if not 0 <= (value := getattr(config, name)) < math.inf:
+            raise ValueError(f"{name} is {value}; expected a finite number of at least 0")
+
+
+def require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
+    """Raise `ValueError` unless `value` is one of the names."""
+    if value not in names:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(names)}")
+
+
 @dataclass(frozen=True)
-class BatchConfig:
-    """Batch of one optimizer step.
+class ModelConfig:
+    """Sizes of a decoder with a mixture of experts in every layer, or a checkpoint with its sizes."""
 
-    Args:
-        size: sequences per step, over all devices.
-        sequence_length: tokens per sequence.
-        accumulate: microbatches per step. Each is routed and planned on its own, and gradients are summed, which saves
-            memory. Use 1 (default) if the batch fits.
-
-    Raises:
-        ValueError: a number is below 1.
-    """
-
-    size: int = 32
-    sequence_length: int = 128
-    accumulate: int = 1
+    num_layers: Annotated[int, "Transformer blocks"] = 4
+    embed_dim: Annotated[int, "`H`, the width of the model"] = 128
+    num_heads: Annotated[int, "attention heads; `embed_dim` must be a multiple of `2 * num_heads`"] = 4
+    mlp_dim: Annotated[int, "`F`, the inner width of an expert"] = 128
+    num_experts: Annotated[int, "`E`, experts per layer"] = 16
+    experts_per_token: Annotated[int, "`K`, experts per token"] = 2
+    force_balanced: Annotated[bool, "route round robin, as an upper bound on speed"] = False
+    compute_dtype: Annotated[str, "dtype of activations and matrix products, float32 or bfloat16"] = "float32"
+    scan_layers: Annotated[bool, "run the blocks as one `jax.lax.scan`, which compiles once"] = False
+    vocab_size: Annotated[int, "vocabulary size (default 256, for bytes, or that of `data.tokenizer`)"] = NUM_BYTES
+    remat: Annotated[str | None, 'residuals of a block: "none" for all, "full" for the input, or names to keep'] = None
+    z_loss: Annotated[float, "weight of the router z-loss (ST-MoE), usually 1e-3; 0 omits it"] = 0.0
+    aux_loss: Annotated[float, "weight of the load-balancing loss (Switch Transformer), usually 1e-2; 0 omits it"] = 0.0
+    bias_rate: Annotated[float, "step size of the routing biases (DeepSeek-V3), usually 1e-3; 0 keeps them"] = 0.0
+    checkpoint: Annotated[str | None, "folder to tune, or a published model with random parameters"] = None
+    param_dtype: Annotated[str, "dtype of the parameters of a checkpoint, float32 or bfloat16"] = "float32"
+    further_weight: Annotated[float, "weight of the multi-token prediction loss, usually 0.3; 0 for none"] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("size", "sequence_length", "accumulate"):
-            require_positive(name, getattr(self, name))
+        require_positive(self, "num_layers", "embed_dim", "num_heads", "mlp_dim", "num_experts", "experts_per_token")
+        require_positive(self, "vocab_size")
+        require_finite(self, "z_loss", "aux_loss", "bias_rate", "further_weight")
+        # Rotary embeddings rotate the channels of a head in pairs.
+        if self.checkpoint is None and self.embed_dim % (2 * self.num_heads):
+            raise ValueError(f"num_heads is {self.num_heads}; expected to divide embed_dim {self.embed_dim} evenly")
+        for name in ("compute_dtype", "param_dtype"):
+            require_one_of(name, getattr(self, name), COMPUTE_DTYPES)
+        for name, usual in {"param_dtype": "float32", "further_weight": 0.0}.items():
+            if self.checkpoint is None and getattr(self, name) != usual:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {usual!r} without a checkpoint")
+        names = (*CHECKPOINT_NAMES, "attention", "stream")
+        if self.remat not in (None, *REMAT) and not set(self.remat.split(",")) <= set(names):
+            raise ValueError(f"remat is {self.remat!r}; expected none, full, or names out of {','.join(names)}")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of a checkpoint's attention and experts, which alone are trained (LoRA)."""
+
+    rank: Annotated[int, "rank of the adapters; 0 trains all parameters"] = 0
+    alpha: Annotated[float, "factor on an adapter's product, x rank"] = 16.0
+    targets: Annotated[str | None, "modules with adapters, as `q_proj,v_proj`; `None`: attention and experts"] = None
+
+    def __post_init__(self) -> None:
+        require_finite(self, "rank")
+        if self.targets is not None and not self.rank:
+            raise ValueError(f"targets is {self.targets!r} with rank 0; expected none. Set lora.rank")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha is {self.alpha}; expected a finite number above 0")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Mesh and load-balancing system."""
+
+    data_parallel: Annotated[int, "data-parallel groups, each with all experts"] = 1
+    expert_parallel: Annotated[int, "`R`, ranks per group"] = 8
+    system: Annotated[str, "text `NAME[:OPTION=VALUE,...][+DISPATCH]`; see `jax_moe_lb.systems.system_named`"] = "exact"
+    replica_slots: Annotated[int | None, "replica slots per rank; `None` takes the default of the system"] = None
+    headroom: Annotated[float | None, "receive buffer size, x mean load; `None` takes the default of the system"] = None
+    ranks_per_domain: Annotated[int | None, "ranks among which expert weights move; `None` takes the whole group"] = (
+        None
+    )
+    max_rounds: Annotated[int | None, "maximum rounds compiled into a step; `None` for no limit"] = None
+    dispatch: Annotated[str | None, '"direct" or "once"; `None` chooses by `dispatch_by_rule`'] = None
+    fsdp: Annotated[bool, "split matrices and their optimizer state over `data_parallel`, too"] = False
+    stages: Annotated[int, "pipeline stages of a checkpoint's layers with experts; 1 for no pipeline"] = 1
+    repeats: Annotated[int, "times a microbatch passes each stage; a stage then has this many blocks of layers"] = 1
+    microbatches: Annotated[int | None, "microbatches in the pipeline, a multiple of `stages`, the default"] = None
+    layers_before: Annotated[int, "layers with experts before the pipeline, if it cannot divide all of them"] = 0
+
+    def __post_init__(self) -> None:
+        self._check_pipeline()
+        require_positive(self, "data_parallel", "expert_parallel", "max_rounds", "ranks_per_domain")
+        if self.dispatch is not None:
+            require_one_of("dispatch", self.dispatch, tuple(DISPATCHES))
+        if self.fsdp and self.data_parallel == 1:
+            raise ValueError("fsdp is set, but data_parallel is 1; expected at least 2 groups to split over")
+        if self.ranks_per_domain is not None and self.expert_parallel % self.ranks_per_domain:
+            expected = f"a divisor of expert_parallel {self.expert_parallel}"
+            raise ValueError(f"ranks_per_domain is {self.ranks_per_domain}; expected {expected}")
+
+    def _check_pipeline(self) -> None:
+        require_positive(self, "stages", "repeats")
+        require_finite(self, "layers_before")
+        if self.num_microbatches < 1 or self.num_microbatches % self.stages:
+            raise ValueError(f"microbatches is {self.microbatches}; expected a multiple of stages {self.stages}")
+        for name, usual in {"repeats": 1, "microbatches": None, "layers_before": 0}.items():
+            if self.stages == 1 and getattr(self, name) != usual:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {usual} without a pipeline. Set stages")
+
+    @property
+    def num_shards(self) -> int:
+        """Number of devices of the mesh, over which the batch is split."""
+        return self.data_parallel * self.expert_parallel * self.stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches in the pipeline, 1 without one."""
+        return self.stages if self.microbatches is None else self.microbatches
+
+    @property
+    def axes(self) -> str:
+        """Names of the fields with the sizes of the mesh, for messages."""
+        return "data_parallel x expert_parallel" + " x stages" * (self.stages > 1)
+
+    @property
+    def sizes(self) -> str:
+        """Sizes of the mesh, in the order of `axes`."""
+        return f"{self.data_parallel} x {self.expert_parallel}" + f" x {self.stages}" * (self.stages > 1)
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Batch of one optimizer step."""
+
+    size: Annotated[int, "sequences per step, over all devices"] = 32
+    sequence_length: Annotated[int, "tokens per sequence"] = 128
+    accumulate: Annotated[int, "microbatches per step, routed and planned on their own"] = 1
+
+    def __post_init__(self) -> None:
+        require_positive(self, "size", "sequence_length", "accumulate")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer and its learning rate schedule.
+    """Optimizer and its learning rate schedule."""
 
-    Args:
-        learning_rate: peak learning rate.
-        schedule: "cosine" (default) and "linear" decay to a tenth of the peak; "constant" stays at the peak; "wsd"
-            stays there for the first four fifths of the steps, then decays linearly.
-        warmup_steps: steps until the peak, at most a fifth of all steps.
-        weight_decay: weight decay, of matrices alone; x learning rate.
-        clip_norm: maximum global gradient norm.
-        name: "adamw" (default); "muon" for matrices of layers, with "adamw" for the rest; "adafactor", with factored
-            second moments; or "sgd", with momentum.
-        state_dtype: dtype of the optimizer's state, float32 or bfloat16, which is rounded stochastically.
-
-    Raises:
-        ValueError: a number is out of range, or a name is unknown.
-    """
-
-    learning_rate: float = 3e-3
-    schedule: str = "cosine"
-    warmup_steps: int = 20
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    name: str = "adamw"
-    state_dtype: str = "float32"
+    learning_rate: Annotated[float, "peak learning rate"] = 3e-3
+    schedule: Annotated[str, 'decay after the warm-up: "cosine", "linear", "wsd", or "constant" for none'] = "cosine"
+    warmup_steps: Annotated[int, "steps until the peak, at most a fifth of all steps"] = 20
+    weight_decay: Annotated[float, "weight decay, of matrices alone; x learning rate"] = 0.1
+    clip_norm: Annotated[float, "maximum global gradient norm"] = 1.0
+    name: Annotated[str, '"adamw", "muon" for matrices of layers, "adafactor" or "sgd"'] = "adamw"
+    state_dtype: Annotated[str, "dtype of the state of the optimizer, float32 or bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         require_one_of("name", self.name, OPTIMIZERS)
@@ -74,129 +181,76 @@ class OptimizerConfig:
         for name in ("learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number above 0")
-        for name in ("warmup_steps", "weight_decay"):
-            require_finite(name, getattr(self, name))
+        require_finite(self, "warmup_steps", "weight_decay")
         require_one_of("schedule", self.schedule, SCHEDULES)
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text and tokenizer.
+    """Text and tokenizer."""
 
-    Args:
-        text_field: JSON field containing the document in each line of a `.jsonl` file.
-        tokenizer: path of a `tokenizer.json`; `None` tokenizes into bytes, or as the checkpoint does.
-        max_corpus_bytes: size of the default text in bytes, used if no data are given.
-        validation: path of held-out data; `None` holds out a part of the training data.
-        within_documents: if True, attention of a checkpoint's model stays within a document, and positions count from
-            its start. Models without a checkpoint attend to earlier documents.
-        answers: answers of a conversation to learn: "all", or "last" for those after the last message of a user.
-
-    Raises:
-        ValueError: `max_corpus_bytes` is below 1, or `answers` has another value.
-    """
-
-    text_field: str = "text"
-    tokenizer: str | None = None
-    max_corpus_bytes: int = 4_000_000
-    validation: str | None = None
-    within_documents: bool = True
-    answers: str = "all"
+    text_field: Annotated[str, "JSON field containing the document in each line of a `.jsonl` file"] = "text"
+    tokenizer: Annotated[str | None, "path of a `tokenizer.json`; `None`: bytes, or that of the checkpoint"] = None
+    max_corpus_bytes: Annotated[int, "size of the default text in bytes, used if no data are given"] = 4_000_000
+    validation: Annotated[str | None, "path of held-out data; `None` holds out a part of the training data"] = None
+    within_documents: Annotated[bool, "attention of a checkpoint's model stays within a document"] = True
+    answers: Annotated[str, 'answers of a conversation to learn: "all", or "last" after the last user message'] = "all"
 
     def __post_init__(self) -> None:
         require_one_of("answers", self.answers, ANSWERS)
-        require_positive("max_corpus_bytes", self.max_corpus_bytes)
+        require_positive(self, "max_corpus_bytes")
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Validation during the run.
+    """Validation during the run."""
 
-    Args:
-        interval: steps between validations.
-        batches: batches per validation; each validation uses the same ones.
-
-    Raises:
-        ValueError: a number is below 1.
-    """
-
-    interval: int = 25
-    batches: int = 4
+    interval: Annotated[int, "steps between validations"] = 25
+    batches: Annotated[int, "batches per validation; each validation uses the same ones"] = 4
 
     def __post_init__(self) -> None:
-        for name in ("interval", "batches"):
-            require_positive(name, getattr(self, name))
+        require_positive(self, "interval", "batches")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints and their retention.
+    """Checkpoints and their retention."""
 
-    Args:
-        interval: steps between checkpoints.
-        keep: number of newest checkpoints to keep (default 2, in case the newest is damaged). Older ones are deleted.
-        keep_every_s: seconds between checkpoints to keep permanently; `None` keeps none permanently.
-
-    Raises:
-        ValueError: a number is below 1.
-    """
-
-    interval: int = 100
-    keep: int = 2
-    keep_every_s: int | None = None
+    interval: Annotated[int, "steps between checkpoints"] = 100
+    keep: Annotated[int, "number of newest checkpoints to keep"] = 2
+    keep_every_s: Annotated[int | None, "seconds between checkpoints to keep for ever; `None` for none"] = None
 
     def __post_init__(self) -> None:
-        for name in ("interval", "keep"):
-            require_positive(name, getattr(self, name))
-        if self.keep_every_s is not None:
-            require_positive("keep_every_s", self.keep_every_s)
+        require_positive(self, "interval", "keep", "keep_every_s")
 
 
 @dataclass(frozen=True)
 class RelocationConfig:
-    """Relocation of home experts to other ranks.
+    """Relocation of home experts to other ranks."""
 
-    Args:
-        interval: steps between relocations; `None` disables relocation.
-        min_gain: minimum relative reduction of the load of a layer's busiest domain for its experts to move, as a
-            fraction.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-
-    interval: int | None = None
-    min_gain: float = 0.02
+    interval: Annotated[int | None, "steps between relocations; `None` disables relocation"] = None
+    min_gain: Annotated[float, "least reduction of a layer's highest domain load to move experts, a fraction"] = 0.02
 
     def __post_init__(self) -> None:
-        if self.interval is not None:
-            require_positive("interval", self.interval)
+        require_positive(self, "interval")
         if not 0 <= self.min_gain < 1:
             raise ValueError(f"min_gain is {self.min_gain}; expected at least 0 and less than 1")
 
 
 @dataclass(frozen=True)
 class MultiProcessConfig:
-    """Coordinates of this process in a multi-process run; `models.multi_process.rendezvous` detects each `None`.
+    """Coordinates of this process in a multi-process run; `models.multi_process.rendezvous` detects each `None`."""
 
-    Args:
-        coordinator: HOST:PORT of process 0; `None` detects it as `jax.distributed` does.
-        num_processes: number of processes of the run; `None` detects it.
-        process_id: index of this process, from 0; `None` detects it.
-        join_timeout_s: timeout for all processes to join, in seconds.
-        stall_timeout_s: seconds without progress after which the run ends, as if a process were lost. Choose it longer
-            than the longest step, validation and checkpoint. `None`: never if a process is stopped; if all respond,
-            1800 s, or 10 times the longest interval between two steps if that is longer.
-
-    Raises:
-        ValueError: `stall_timeout_s` is not a finite number of at least 10.
-    """
-
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    join_timeout_s: float = 60.0
-    stall_timeout_s: float | None = None
+    coordinator: Annotated[str | None, "HOST:PORT of process 0; `None` detects it as `jax.distributed` does"] = None
+    num_processes: Annotated[int | None, "number of processes of the run; `None` detects it"] = None
+    process_id: Annotated[int | None, "index of this process, from 0; `None` detects it"] = None
+    join_timeout_s: Annotated[float, "timeout for all processes to join, in seconds"] = 60.0
+    stall_timeout_s: Annotated[
+        float | None,
+        "seconds without progress after which the run ends, as if a process were lost; longer than the longest step, "
+        "validation and checkpoint. `None`: never if a process is stopped; if all respond, 1800 s, or 10 times the "
+        "longest interval between two steps if that is longer",
+    ] = None
 
     def __post_init__(self) -> None:
         if self.stall_timeout_s is not None and not 10 <= self.stall_timeout_s < math.inf:
@@ -207,41 +261,23 @@ class MultiProcessConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Configuration of a training run; the defaults are the preset `tiny`.
+    """Configuration of a training run; the defaults are the preset `tiny`."""
 
-    Args:
-        model: sizes of the model.
-        parallel: mesh and load-balancing system.
-        batch: batch of one step.
-        optimizer: optimizer and learning rate schedule.
-        lora: low-rank adapters of a checkpoint.
-        data: text and tokenizer.
-        validation: validation during the run.
-        checkpoints: checkpoints and their retention.
-        relocation: relocation of home experts.
-        multi_process: coordinates of this process.
-        steps: optimizer steps, over which the learning rate decays.
-        seed: seed of parameters and batches.
-
-    Raises:
-        ValueError: a number is out of range, or the batch size is not a multiple of microbatches x devices.
-    """
-
-    model: ModelConfig = ModelConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    batch: BatchConfig = BatchConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    lora: LoraConfig = LoraConfig()
-    data: DataConfig = DataConfig()
-    validation: ValidationConfig = ValidationConfig()
-    checkpoints: CheckpointConfig = CheckpointConfig()
-    relocation: RelocationConfig = RelocationConfig()
-    multi_process: MultiProcessConfig = MultiProcessConfig()
-    steps: int = 200
-    seed: int = 0
+    model: ModelConfig = ModelConfig()  # sizes of the model
+    parallel: ParallelConfig = ParallelConfig()  # mesh and load-balancing system
+    batch: BatchConfig = BatchConfig()  # batch of one step
+    optimizer: OptimizerConfig = OptimizerConfig()  # optimizer and learning rate schedule
+    lora: LoraConfig = LoraConfig()  # low-rank adapters of a checkpoint
+    data: DataConfig = DataConfig()  # text and tokenizer
+    validation: ValidationConfig = ValidationConfig()  # validation during the run
+    checkpoints: CheckpointConfig = CheckpointConfig()  # checkpoints and their retention
+    relocation: RelocationConfig = RelocationConfig()  # relocation of home experts
+    multi_process: MultiProcessConfig = MultiProcessConfig()  # coordinates of this process
+    steps: int = 200  # optimizer steps, over which the learning rate decays
+    seed: int = 0  # seed of parameters and batches
 
     def __post_init__(self) -> None:
-        require_positive("steps", self.steps)
+        require_positive(self, "steps")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; expected at least 0")
         parallel, batch = self.parallel, self.batch
@@ -274,17 +310,9 @@ class TrainConfig:
         return self.batch.size * self.batch.sequence_length
 
 
+QWEN3_30B: dict[str, Any] = {"embed_dim": 2048, "num_heads": 16, "mlp_dim": 768, "num_experts": 128}
 REFERENCE = TrainConfig(
-    model=ModelConfig(
-        num_layers=4,
-        embed_dim=2048,
-        num_heads=16,
-        mlp_dim=768,
-        num_experts=128,
-        experts_per_token=8,
-        compute_dtype="bfloat16",
-        scan_layers=True,
-    ),
+    model=ModelConfig(4, **QWEN3_30B, experts_per_token=8, compute_dtype="bfloat16", scan_layers=True),
     batch=BatchConfig(size=8, sequence_length=4096),
     optimizer=OptimizerConfig(learning_rate=3e-4),
 )
@@ -297,18 +325,15 @@ SMALL = TrainConfig(
     data=DataConfig(max_corpus_bytes=8_000_000),
 )
 
+# Defaults for a checkpoint.
 TUNING = TrainConfig(
     steps=100, batch=BatchConfig(size=8, sequence_length=512), optimizer=OptimizerConfig(learning_rate=1e-5)
 )
-"""Defaults for a checkpoint."""
 
+# Presets by name. `tiny` learns English and Python from bytes in minutes on two CPU cores. `small` has 20 million
+# parameters and trains on twice as much text. `reference` has four layers with the sizes of Qwen3-30B-A3B, for eight
+# accelerators with 4096 tokens each; most measurements of compiled programs use it.
 PRESETS = {"tiny": TrainConfig(), "small": SMALL, "reference": REFERENCE}
-"""Presets by name.
-
-`tiny` learns English and Python from bytes in minutes on two CPU cores. `small` has 20 million parameters and trains on
-twice as much text. `reference` has four layers with the sizes of Qwen3-30B-A3B,
-for eight accelerators with 4096 tokens each; most measurements of compiled programs use it.
-"""
 
 
 def preset(name: str) -> TrainConfig:

@@ -4,11 +4,11 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from jax_moe_lb.core.file_limits import MOST_FACTOR
 
-USER_ERRORS = 2
-"""Exit code of a process ended by a `UserError`."""
+USER_ERRORS = 2  # exit code of a process ended by a `UserError`
 
 
 class UserError(Exception):
@@ -18,6 +18,11 @@ class UserError(Exception):
 FileLimitsOption = Annotated[
     int, typer.Option("--file-limits", min=1, max=MOST_FACTOR, help="Factor on the size limits of input files.")
 ]
+
+
+def show(console: Console, text: str) -> None:
+    """Print a line to standard output as it is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def say(line: str) -> None:

@@ -12,17 +12,16 @@ from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import parse_json, read_bytes
 from jax_moe_lb.layer.systems import system_names
+from models.config import ParallelConfig
 from models.console import USER_ERRORS, FileLimitsOption, say
 from models.data.chat import MESSAGES_FIELD, ChatTemplate, conversation_in, read_variables
 from models.data.tokenizers import CheckpointTokenizer
 from models.mesh import make_mesh, make_system, offer_cpu_devices
-from models.model_config import ParallelConfig
 from models.pretrained.generation import Generator, Sampling
 from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import CountsTrace
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Last character of a text whose last character has further tokens."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # last character of a text whose last character has further tokens
 
 
 def _text(words: CheckpointTokenizer, stop: list[str], tokens: list[int]) -> str:

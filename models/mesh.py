@@ -14,12 +14,10 @@ from jax_moe_lb import System, Topology, use_virtual_cpu_devices
 from jax_moe_lb.layer import systems
 from jax_moe_lb.layer.system import OPTIONS, parse_system
 from jax_moe_lb.nn.variables import BalancerState
-from models.model_config import ParallelConfig
+from models.config import ParallelConfig
 
 MESH_AXES = ("data", "expert")
-
-STAGE = "stage"
-"""Mesh axis of pipeline stages, outside the other axes; a mesh without a pipeline lacks it."""
+STAGE = "stage"  # mesh axis of pipeline stages, outside the other axes; a mesh without a pipeline lacks it
 
 
 def offer_cpu_devices(num_devices: int) -> None:
@@ -30,14 +28,7 @@ def offer_cpu_devices(num_devices: int) -> None:
 
 
 def make_mesh(parallel: ParallelConfig) -> Mesh:
-    """Return the mesh `(data, expert)` of the first devices, or `(stage, data, expert)` with several stages.
-
-    Args:
-        parallel: sizes of the axes.
-
-    Raises:
-        ValueError: there are too few devices, or more devices than shards in a multi-process run.
-    """
+    """Return the mesh `(data, expert)` of the first devices, or `(stage, data, expert)` with several stages."""
     devices = jax.devices()
     enough = len(devices) == parallel.num_shards if jax.process_count() > 1 else len(devices) >= parallel.num_shards
     if not enough:

@@ -5,8 +5,6 @@ All functions iterate over dataclass fields, so a new field of a section becomes
 
 import dataclasses
 import difflib
-import inspect
-import re
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,29 +18,19 @@ from jax_moe_lb.core.checks import shown
 from jax_moe_lb.layer.system import parse_system
 from jax_moe_lb.layer.systems import make_system
 from jax_moe_lb.recordings.yaml_file import read_yaml
-from models.config import TrainConfig
-from models.model_config import ParallelConfig
+from models.config import ParallelConfig, TrainConfig
 
-Given = dict[str, Any]
-"""Given fields by name; a section is a nested dictionary."""
+Given = dict[str, Any]  # given fields by name; a section is a nested dictionary
 
 ConfigT = TypeVar("ConfigT")
 
-MESH_AXES = {
-    "data": "data_parallel",
-    "expert": "expert_parallel",
-    "domain": "ranks_per_domain",
-    "stage": "stages",
-}
-"""Keys of the section `parallel` by their name in `--mesh`."""
+# Keys of the section `parallel` by their name in `--mesh`.
+MESH_AXES = {"data": "data_parallel", "expert": "expert_parallel", "domain": "ranks_per_domain", "stage": "stages"}
 
-LIST = "list"
-"""Value of `--set` to print all keys."""
-
+LIST = "list"  # value of `--set` to print all keys
 KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 WORDS = {"true": True, "false": False}
-MAX_MATCHES, CUTOFF = 3, 0.7
-"""Maximum number of suggested keys in a message, and their minimum similarity."""
+MAX_MATCHES, CUTOFF = 3, 0.7  # maximum number of suggested keys in a message, and their minimum similarity
 
 
 def read_assignments(texts: Iterable[str]) -> Given:
@@ -140,11 +128,11 @@ def list_keys(config: TrainConfig) -> str:
     """Return all keys of `--set` as lines, with type, value and meaning."""
     rows = []
     for section, kind in _sections().items():
-        meanings, values = _meanings(kind), getattr(config, section)
+        meanings, values = typing.get_type_hints(kind, include_extras=True), getattr(config, section)
         for key, hint in _kinds(kind).items():
-            value = getattr(values, key)
+            value, meaning = getattr(values, key), meanings[key].__metadata__[0]
             shown_value = "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-            rows.append((f"{section}.{key}", _expected(hint), shown_value, meanings.get(key, "")))
+            rows.append((f"{section}.{key}", _expected(hint), shown_value, meaning))
     rows = [("key", "type", "value", ""), *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
@@ -153,15 +141,8 @@ def list_keys(config: TrainConfig) -> str:
 def describe_sections() -> str:
     """Return the sections and their keys, as the end of `--help`."""
     width = max(map(len, _sections())) + 4
-    lines = [
-        textwrap.fill(
-            f"  {section:<{width - 2}}{' '.join(_kinds(kind))}",
-            78,
-            subsequent_indent=" " * width,
-            break_on_hyphens=False,
-        )
-        for section, kind in _sections().items()
-    ]
+    rows = ((f"  {section:<{width - 2}}{' '.join(_kinds(kind))}") for section, kind in _sections().items())
+    lines = [textwrap.fill(row, 78, subsequent_indent=" " * width, break_on_hyphens=False) for row in rows]
     # The escape \b keeps click from rewrapping the lines.
     return "\b\nSections and keys of --set (types, values and meanings: --set list):\n" + "\n".join(lines)
 
@@ -248,10 +229,3 @@ def _matches(path: str) -> str:
     if close := same or difflib.get_close_matches(path, here or paths, MAX_MATCHES, CUTOFF):
         return " or ".join(close[:MAX_MATCHES])
     return f"one of {', '.join(here)}" if here else f"section.key=value; --set {LIST} prints all keys"
-
-
-def _meanings(kind: type) -> dict[str, str]:
-    """Return the first sentence about each field in the docstring of a dataclass."""
-    text = inspect.getdoc(kind) or ""
-    found = re.findall(r"^    (\w+): (.*?)(?=^    \w|^\S|\Z)", text, re.MULTILINE | re.DOTALL)
-    return {name: re.split(r"(?<=[^.])[.;](?= |$)", " ".join(said.split()))[0] for name, said in found}

@@ -19,15 +19,15 @@ from jax_moe_lb.cli.output import CheckedCommand, OutputPath
 from jax_moe_lb.core import FileLimits, shadowed_installation
 from jax_moe_lb.layer.system import OPTIONS
 from jax_moe_lb.layer.systems import system_named, system_names
-from models.config import PRESETS, TUNING, MultiProcessConfig, TrainConfig
-from models.console import USER_ERRORS, FileLimitsOption, UserError, say
+from models import settings
+from models.config import PRESETS, TUNING, ModelConfig, MultiProcessConfig, TrainConfig
+from models.console import USER_ERRORS, FileLimitsOption, UserError, say, show
 from models.data.chat import ChatTemplate, Variables, has_chat_template, read_variables
 from models.data.corpus import Corpus
 from models.data.sources import corpus_from, default_corpus
 from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile, end_tokens
 from models.dry_run import step as dry_run
 from models.mesh import offer_cpu_devices
-from models.model_config import ModelConfig
 from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_number
 from models.multi_process.rendezvous import Place, detect_process, join
 from models.multi_process.stalls import Progress
@@ -35,28 +35,13 @@ from models.run_folder.checkpoints import steps_in
 from models.run_folder.files import RESUMING, in_words
 from models.run_folder.metrics import RunFolder
 from models.run_folder.trackers import MetricLoggerConfig
-from models.settings import (
-    LIST,
-    Given,
-    combined,
-    describe_sections,
-    in_section,
-    layered,
-    list_keys,
-    read_assignments,
-    read_file,
-    read_mesh,
-    read_system,
-    updated,
-)
+from models.settings import LIST, Given, in_section, layered, updated
 from models.training.faults import StopRequest
 from models.training.loop import PACKAGES, Run, Tell, execute, prepare
 from models.training.resume import as_before
 from models.training.source import PUBLISHED_NAMES, source_of, with_sizes
 
-RELOCATE_INTERVAL = 50
-"""Default of `relocation.interval`, in steps, for a system with relocation."""
-
+RELOCATE_INTERVAL = 50  # default of `relocation.interval`, in steps, for a system with relocation
 CONFIG = f"Checkpoint folder, .yaml file, or one of {', '.join([*PRESETS, *PUBLISHED_NAMES])}."
 SYSTEM = f"NAME[:KEY=VALUE,...][+DISPATCH]: {', '.join(system_names())}; keys {', '.join(OPTIONS)}."
 MESH = "Axes and sizes, data=2,expert=4,domain=4,stage=2: groups, ranks in each, ranks that share weights, stages."
@@ -68,9 +53,7 @@ DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE overrides the
 DRY_RUN = "Compile the training step for a target such as h100:1x8, without training."
 LOGGER = "tensorboard (event files in the run folder) or wandb=PROJECT; repeatable."
 SET = f"Value of a key of the sections below; repeatable, the last one counts. --set {LIST} prints all keys."
-
-NEWEST, AUTO = "newest", "auto"
-"""Values of `--resume`."""
+NEWEST, AUTO = "newest", "auto"  # values of `--resume`
 
 
 class TrainCommand(CheckedCommand):
@@ -84,7 +67,7 @@ class TrainCommand(CheckedCommand):
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command(cls=TrainCommand, epilog=describe_sections())
+@app.command(cls=TrainCommand, epilog=settings.describe_sections())
 def train(
     config: Annotated[str, typer.Argument(help=CONFIG, metavar="CONFIG")] = "tiny",
     system: Annotated[str | None, typer.Option(metavar="NAME[:KEY=VALUE,...]", help=SYSTEM)] = None,
@@ -110,7 +93,7 @@ def train(
             limits = FileLimits().scaled(file_limits)
             base, in_file = _config_named(config, limits)
             if LIST in (assignments or ()):
-                typer.echo(list_keys(updated(base, in_file)))
+                typer.echo(settings.list_keys(updated(base, in_file)))
                 raise typer.Exit
             given = layered(in_file, _given(system, mesh, steps, seed, assignments or ()))
             if "checkpoint" in given.get("model", {}):
@@ -193,10 +176,10 @@ class TrainArgs:
 
     def dry_run(self, target: str) -> None:
         """Compile a training step for a target machine and print its requirements."""
-        if self.name in PUBLISHED_NAMES:
-            dry_run.show_published(self.name, Target.parse(target), self.given)
-        else:
-            dry_run.show(self._configured(self.given), Target.parse(target), self.limits)
+        place = Target.parse(target)
+        is_published = self.name in PUBLISHED_NAMES
+        config = dry_run.published_run(self.name, place, self.given) if is_published else self._configured(self.given)
+        dry_run.show(config, place, self.limits)
 
     def _configured(self, given: Given) -> TrainConfig:
         """Return the configuration of the run, with the sizes of its checkpoint or tokenizer."""
@@ -218,7 +201,7 @@ class TrainArgs:
 def _config_named(name: str, limits: FileLimits) -> tuple[TrainConfig, Given]:
     """Return a preset, or the defaults and the fields given by a file."""
     if Path(name).suffix in (".yaml", ".yml"):
-        return TrainConfig(), read_file(Path(name), limits)
+        return TrainConfig(), settings.read_file(Path(name), limits)
     if name in PRESETS:
         return PRESETS[name], {}
     if name not in PUBLISHED_NAMES and not Path(name).is_dir():
@@ -232,11 +215,11 @@ def _given(
 ) -> Given:
     """Return the fields of `TrainConfig` given by options."""
     numbers = {name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None}
-    return combined(
+    return settings.combined(
         numbers,
-        read_system(system) if system is not None else {},
-        read_mesh(mesh) if mesh is not None else {},
-        read_assignments(assignments),
+        settings.read_system(system) if system is not None else {},
+        settings.read_mesh(mesh) if mesh is not None else {},
+        settings.read_assignments(assignments),
     )
 
 
@@ -271,11 +254,11 @@ def _carry_out(
 ) -> None:
     """Prepare and execute a run, and print its progress."""
     if hidden := shadowed_installation():
-        _print(console, f"this folder shadows {hidden} and has no custom calls; run pip install -e .")
+        show(console, f"this folder shadows {hidden} and has no custom calls; run pip install -e .")
     try:
         with _user_errors():
             watching = watched()
-            run = prepared(partial(_print, console))
+            run = prepared(partial(show, console))
     except OSError as error:
         raise UserError(f"{error.filename!r} cannot be read or written: {error.strerror}; {RESUMING}") from error
     try:
@@ -293,7 +276,7 @@ def _corpus(config: TrainConfig, data: list[str], template_set: list[str], limit
         raise ValueError(f"template_set is {template_set[0]!r}; expected a checkpoint with a chat template")
     options: dict[str, Any] = {"vocab_size": config.model.vocab_size, "text_field": config.data.text_field}
     options |= {"limits": limits, "chat": chat}
-    if not data and tokenizer != Bytes():
+    if not data and not isinstance(tokenizer, Bytes):
         raise ValueError("data is required: the tokens are not bytes. Pass --data")
     corpus = corpus_from(data, tokenizer, **options) if data else default_corpus(config.data.max_corpus_bytes)
     if config.data.validation is None:
@@ -332,8 +315,7 @@ def _joined(place: Place | None, processes: MultiProcessConfig, progress: Progre
     """Join the other processes, in a context ending with them; no operation for a single process."""
     if place is None:
         return nullcontext()
-    join(place, processes.join_timeout_s)
-    return PeerMonitor(place, Store(), progress, processes.stall_timeout_s)
+    return PeerMonitor(place, join(place, processes.join_timeout_s), progress, processes.stall_timeout_s)
 
 
 def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: Place) -> dict:
@@ -363,35 +345,27 @@ def _introduce(console: Console, run: Run) -> None:
     config, corpus = run.config, run.corpus
     devices = f"{config.parallel.sizes} {jax.devices()[0].platform} devices"
     where = f"{config.tokens_per_step} {corpus.unit}s a step, in {run.folder.path}"
-    _print(console, f"{config.parallel.system} on {devices}, {where}")
+    show(console, f"{config.parallel.system} on {devices}, {where}")
     lengths = f"{corpus.length(held_out=False):,} + {corpus.length(held_out=True):,}"
-    _print(console, f"data: {lengths} {corpus.unit}s of {corpus.source}")
+    show(console, f"data: {lengths} {corpus.unit}s of {corpus.source}")
     for note in corpus.notes(config.batch.sequence_length):
-        _print(console, note)
-    _print(
-        console,
-        f"{corpus.unit}-unigram entropy of the validation text: {_nats(corpus.unigram_entropy_nats, corpus.unit)}",
-    )
+        show(console, note)
+    entropy = _nats(corpus.unigram_entropy_nats, corpus.unit)
+    show(console, f"{corpus.unit}-unigram entropy of the validation text: {entropy}")
 
 
 def _conclude(console: Console, summary: dict, run_dir: Path) -> None:
     unit, entropy_nats = summary["unit"], summary["unigram_entropy_nats"]
     loss = _nats(summary["validation_loss_nats"], unit)
-    _print(console, f"validation loss {loss}; {unit}-unigram entropy {_nats(entropy_nats, unit)}")
+    show(console, f"validation loss {loss}; {unit}-unigram entropy {_nats(entropy_nats, unit)}")
     before, after = summary["imbalance_before"], summary["imbalance_after"]
-    _print(console, f"imbalance {before:.2f} -> {after:.2f}, {summary['tokens_per_s']:,.0f} tokens/s")
-    _print(
-        console,
-        f"{summary['wall_s']:.0f} s, of which compiling {summary['compile_s']:.0f} s; see {run_dir}/report.html",
-    )
+    show(console, f"imbalance {before:.2f} -> {after:.2f}, {summary['tokens_per_s']:,.0f} tokens/s")
+    seconds = f"{summary['wall_s']:.0f} s, of which compiling {summary['compile_s']:.0f} s"
+    show(console, f"{seconds}; see {run_dir}/report.html")
 
 
 def _nats(value: float, unit: str) -> str:
     return f"{value:.3f} nats/{unit} ({value / math.log(2):.3f} bits)"
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,19 @@ from models.pretrained.safetensors import FLOATS, NUMPY, TensorFolder
 from models.pretrained.saving import KEPT_FILES, MAX_FILE_BYTES, copy_files, vacant, write_tensors
 from models.run_folder.files import write_whole
 
-ROUTER_SCALE = 0.02
-"""Standard deviation of the router weights; initial routing is random."""
+ROUTER_SCALE = 0.02  # standard deviation of the router weights; initial routing is random
 
+# Projections of Mixtral's experts by name, and their names in a Llama.
 DENSE_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-"""Projections of Mixtral's experts by name, and their names in a Llama."""
 
+# Fields of a dense model that GLM-4.5 lacks; they have no effect without windows.
 WINDOW_FIELDS = ("max_window_layers", "sliding_window", "use_sliding_window")
-"""Fields of a dense model that GLM-4.5 lacks; they have no effect without windows."""
 
+# Name of the last projection of an expert. If it is 0, the expert adds 0 but its gradient is not 0.
 LAST_PROJECTION = r"\.experts\.\d+\.down_proj\.weight$"
-"""Name of the last projection of an expert. If it is 0, the expert adds 0 but its gradient is not 0."""
+GLM = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "n_shared_experts": 1, "n_group": 1}
+GLM |= {"first_k_dense_replace": 0, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+GLM |= {"partial_rotary_factor": 1.0}
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -53,25 +55,10 @@ def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int, sh
     if share:
         fields.require("use_sliding_window", False)
     if share and kind in ("llama", "qwen3"):
-        new = shared | {
-            "model_type": "glm4_moe",
-            "architectures": ["Glm4MoeForCausalLM"],
-            "use_qk_norm": kind == "qwen3",
-        }
-        new |= {"n_routed_experts": num_experts, "moe_intermediate_size": fields.integer("intermediate_size")}
-        new |= {
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 0,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-        }
         width = fields.integer("hidden_size") // max(fields.integer("num_attention_heads"), 1)
-        new |= {
-            "routed_scaling_factor": 1.0,
-            "partial_rotary_factor": 1.0,
-            "head_dim": fields.integer("head_dim", width),
-        }
+        new = shared | GLM | {"use_qk_norm": kind == "qwen3", "n_routed_experts": num_experts}
+        new |= {"moe_intermediate_size": fields.integer("intermediate_size")}
+        new |= {"head_dim": fields.integer("head_dim", width)}
         rope = fields.raw.get("rope_parameters")
         new |= {"rope_parameters": rope | {"partial_rotary_factor": 1.0}} if isinstance(rope, dict) else {}
     elif kind == "llama":

@@ -63,7 +63,7 @@ OF_A_CHECKOUT = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"mo
         ("flatbuffers", "`pip install flatbuffers`"),
         ("tokenizers", "`pip install '.[models]'`"),
         ("grain", "`pip install '.[train]'`"),
-        ("models.model_config", CHECKOUT),
+        ("models.config", CHECKOUT),
         ("benchmarks.layer.workloads", CHECKOUT),
     ],
 )

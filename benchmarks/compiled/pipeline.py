@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from benchmarks.render.results import Table, Value
 from jax_moe_lb.aot import Target, quiet_stderr, use_no_accelerators
-from models.dry_run.step import PublishedRun
+from models.dry_run.step import dry_run, published_run
 from models.settings import Given, layered
 
 MODEL, TARGET = "deepseek-v3", "h100:16x8"
@@ -27,14 +27,12 @@ def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     target = Target.parse(TARGET)
     rows: list[list[Value]] = []
     for name, given in RUNS.items():
-        run = PublishedRun.on(MODEL, target, layered(BFLOAT16, given))
+        run = published_run(MODEL, target, layered(BFLOAT16, given))
         with quiet_stderr():
-            found = run.compile(target)
+            found = dry_run(run, target)
             step_s = found.timeline().total_s
         memory = [found.argument_bytes / 1e9, found.temp_bytes / 1e9, (found.memory_bytes or 0) / 1e9]
-        rows.append(
-            [name, run.train.parallel.sizes, *memory, found.hbm_bytes / 1e12, found.flops_over_ideal or 0, step_s]
-        )
+        rows.append([name, run.parallel.sizes, *memory, found.hbm_bytes / 1e12, found.flops_over_ideal or 0, step_s])
         print(rows[-1], flush=True)
     columns = {"step": "", "devices": "", "arguments GB": ".1f", "temporaries GB": ".1f", "of GB": ".1f"}
     columns |= {"memory traffic TB": ".2f", "FLOPs over ideal": ".2f", "estimated s": ".1f"}

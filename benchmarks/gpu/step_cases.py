@@ -21,11 +21,10 @@ from jax_moe_lb.aot.timeline import WAIT, Span
 from models.architectures.config_json import Fields
 from models.architectures.published import PUBLISHED
 from models.architectures.registry import configured
-from models.config import BatchConfig, DataConfig, OptimizerConfig, TrainConfig
+from models.config import BatchConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.decoder.config import DecoderConfig
 from models.dry_run.step import decoder_flops_per_token
 from models.mesh import batch_sharding, make_system, mesh_from
-from models.model_config import ModelConfig, ParallelConfig
 from models.training.step import Programs, make_programs
 
 STEPS = 40

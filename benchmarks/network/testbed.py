@@ -28,14 +28,14 @@ from jax_moe_lb import Stats, System, TopK, Topology, compiler_options, exact, p
 from jax_moe_lb.layer.systems import feplb, hybridep, two_tier
 from jax_moe_lb.nn.variables import RouterBias
 from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh
-from models.config import BatchConfig, DataConfig, TrainConfig
+from models.config import BatchConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.data.corpus import Corpus
 from models.data.marks import num_predicted
-from models.decoder.tiny import LanguageModel
+from models.decoder.model import Decoder
 from models.mesh import make_mesh, place_batch, placed_shapes, state_shardings
-from models.model_config import ModelConfig, ParallelConfig
 from models.training.optimizer import apply_gradients, make_optimizer
 from models.training.resume import moved_state, next_homes
+from models.training.source import preset_config
 from models.training.step import loss_and_gradients, next_token_loss
 
 NUM_RANKS, CORES = 4, 0.35
@@ -193,9 +193,9 @@ def _functions(
     top_k = TopK(config.model.experts_per_token, capacity_factor=case.capacity_factor, selection_bias=True)
     router = Replayed(router=top_k, records=records, capacity_factor=case.capacity_factor)
 
-    def create() -> tuple[LanguageModel, nnx.Optimizer]:
+    def create() -> tuple[Decoder, nnx.Optimizer]:
         rngs = nnx.Rngs(config.seed)
-        model = LanguageModel(model_config, mesh=mesh, topology=topology, system=system, rngs=rngs)
+        model = Decoder(preset_config(model_config), mesh=mesh, topology=topology, system=system, rngs=rngs)
         if not case.bias_rate:
             for block in model.blocks:
                 block.moe.router = router
@@ -219,21 +219,20 @@ def _functions(
         if system.relocates:
             model.update_loads(stats)
         if case.bias_rate:
-            for i, block in enumerate(model.blocks):
-                block.moe.update_bias(jax.tree.map(lambda leaf, i=i: leaf[i], stats), case.bias_rate)
+            model.update_bias(stats, case.bias_rate)
         return nnx.state((model, optimizer)), loss, stats
 
     return lambda: nnx.state(create()), step
 
 
-def _loss_without_experts(model: LanguageModel, tokens: jax.Array) -> jax.Array:
+def _loss_without_experts(model: Decoder, tokens: jax.Array) -> jax.Array:
     return next_token_loss(partial(_without_experts, model), tokens)[0]
 
 
-def _without_experts(model: LanguageModel, tokens: jax.Array) -> tuple[jax.Array, Any]:
-    x = model.embed(tokens)
+def _without_experts(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    x, positions = model.embed(tokens), jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     for block in model.blocks:
-        x = x + block.attention(block.attention_norm(x).astype(x.dtype))
+        x = x + block.attention(block.attention_norm(x).astype(x.dtype), positions, None)[0]
         x = x + block.moe_norm(x).astype(x.dtype)
     return model.head(model.norm(x)), jnp.int32(0)
 

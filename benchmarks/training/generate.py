@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.render.results import Table, Value
 from jax_moe_lb import exact, use_virtual_cpu_devices
+from models.config import ParallelConfig
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 from models.pretrained.generation import Generator
 from models.pretrained.loading import from_pretrained
 from models.tiny_checkpoint import write_tiny

@@ -21,9 +21,8 @@ from benchmarks.training.local_gloo import bind_gloo
 from jax_moe_lb import System
 from models.architectures.config_json import read_fields
 from models.architectures.registry import configured
-from models.config import OptimizerConfig, TrainConfig
+from models.config import OptimizerConfig, ParallelConfig, TrainConfig
 from models.mesh import make_mesh, offer_cpu_devices
-from models.model_config import ParallelConfig
 from models.pretrained.loading import load_state
 from models.pretrained.saving import save_pretrained
 from models.training.step import make_programs

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.render.results import Table, Value
 from models.architectures.config_json import Fields
-from models.architectures.published import MIXTRAL_8X7B
+from models.architectures.published import PUBLISHED
 from models.architectures.registry import configured, pieces_of
 from models.pretrained.saving import write_tensors
 
@@ -65,7 +65,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def benchmark(given: argparse.Namespace) -> Mapping[str, Table]:
     rows: list[list[Value]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        fields = MIXTRAL_8X7B | {"num_hidden_layers": given.layers}
+        fields = PUBLISHED["Mixtral-8x7B"] | {"num_hidden_layers": given.layers}
         sizes = write_checkpoint(Path(temporary), json.dumps(fields))
         for num_processes in PROCESSES:
             found = load_in(Path(temporary), num_processes)

@@ -1,33 +1,42 @@
 """Reader of the `config.json` of a Hugging Face checkpoint."""
 
 import copy
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
-from models.architectures.without_effect import ROPE_SETTINGS, has_effect, values_without_effect
 from models.decoder.rope import Rope, yarn_scale
 
-MOST_NUMBER = 1e30
-"""Largest magnitude of a number."""
+MOST_NUMBER = 1e30  # largest magnitude of a number
+LAYER_TYPES = ("sliding_attention", "full_attention")  # kinds of attention in `layer_types`
+MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12  # maximum number of layers, and of experts per layer
 
-LAYER_TYPES = ("sliding_attention", "full_attention")
-"""Kinds of attention in `layer_types`."""
-
-MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12
-"""Maximum number of layers, and of experts per layer."""
-
+# Names of the number of experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts."""
 
+# Names of the rotary settings, which depend on the version of `transformers`; the first overrides the second.
 ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
-"""Names of the rotary settings, which depend on the version of `transformers`; the first overrides the second."""
+SHOWN_NAME = 64  # maximum length of the name of an unknown field in a message
+_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("without_effect.yaml").read_text())
+TRAINING_NOISE: list[str] = _TABLES["training_noise"]  # dropout and noise, of training alone
 
-SHOWN_NAME = 64
-"""Maximum length of the name of an unknown field in a message."""
+# Values without effect by name, besides null and false, which have none in any field; `None` for every value.
+WITHOUT_EFFECT: dict[str, list[Any] | None] = {
+    **dict.fromkeys(itertools.chain(*_TABLES["any_value"].values(), TRAINING_NOISE)),
+    **_TABLES["values"],
+}
+
+# Rotary settings with an effect by `rope_type`, besides `rope_type` and `rope_theta`.
+ROPE_SETTINGS: dict[str, list[str]] = _TABLES["rope_settings"]
+
+# Lists with a kind per layer, and their kind without effect.
+PLAIN_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
 
 
 class Fields:
@@ -132,14 +141,20 @@ class Fields:
 
     def windows(self, kinds: list[str]) -> tuple[int | None, ...]:
         """Return the attention window of each layer, `None` for full attention; empty if all layers are full."""
-        num_layers, kinds = self.num_layers(), self.get("layer_types") or kinds
-        if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
-            raise ValueError(f"config.json: layer_types is {str(kinds)[:80]}; expected {num_layers} of {LAYER_TYPES}")
+        kinds = self.kinds("layer_types", LAYER_TYPES) or kinds
         if LAYER_TYPES[0] not in kinds:
             self.ignore("sliding_window")
             return ()
         window = self.integer("sliding_window")
         return tuple(window if kind == LAYER_TYPES[0] else None for kind in kinds)
+
+    def kinds(self, name: str, known: tuple[str, ...]) -> list[str]:
+        """Return a list with a kind for each layer, empty if the field is absent or empty."""
+        num_layers, kinds = self.num_layers(), self.get(name) or []
+        is_valid = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in known for kind in kinds)
+        if kinds and not is_valid:
+            raise ValueError(f"config.json: {name} is {str(kinds)[:80]}; expected {num_layers} of {', '.join(known)}")
+        return kinds
 
     def integers(self, name: str) -> tuple[int, ...]:
         """Return a list of integers, empty if the field is absent."""
@@ -274,3 +289,19 @@ def read_fields(folder: Path, limits: FileLimits = FileLimits()) -> Fields:
         return Fields(content.decode(), limits)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected UTF-8: {error.reason}") from error
+
+
+def has_effect(name: str, value: Any) -> bool:
+    """Return whether an unread field may change the outputs."""
+    if value is None or value is False:
+        return False
+    if name in PLAIN_KINDS and isinstance(value, list):
+        return any(kind != PLAIN_KINDS[name] for kind in value)
+    values = WITHOUT_EFFECT.get(name, ())
+    # True equals 1 in Python.
+    return values is not None and not any(value == one and value is not True for one in values)
+
+
+def values_without_effect(name: str) -> str:
+    """Return the values of an unread field without effect, for a message."""
+    return " or ".join(["no value", *map(str, WITHOUT_EFFECT.get(name) or ())])

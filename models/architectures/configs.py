@@ -1,6 +1,5 @@
-"""Functions from the fields of a `config.json` to a `DecoderConfig`, one per architecture, and defaults of fields."""
+"""Functions from the fields of a `config.json` to a `DecoderConfig`, one per architecture."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +14,9 @@ from models.decoder.config import DecoderConfig, HeadNorm, Latent, Temperature
 from models.decoder.rope import LongRope, Rope, yarn_scale
 from models.decoder.sparse_mixer import SparseMixer
 
-Defaults = Mapping[str, Any]
-"""Values of absent fields, those of `transformers`. Sizes have none."""
-
 
 def _decoder(
-    fields: Fields,
-    router: TopK,
-    experts: str,
-    mlp_dim: str,
-    *,
-    rope: Rope | None = None,
-    head_dim: int | None = None,
+    fields: Fields, router: TopK, experts: str, mlp_dim: str, *, rope: Rope | None = None, head_dim: int | None = None
 ) -> DecoderConfig:
     """Return the sizes that all architectures have, with fields named `experts` and `mlp_dim`."""
     fields.require("hidden_act", "silu")
@@ -74,27 +64,12 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
     return (window,) * fields.num_layers() if window else ()
 
 
-MIXTRAL = {
-    "max_position_embeddings": 131072,
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-}
-
-
 def mixtral(fields: Fields) -> DecoderConfig:
     """Mixtral: softmax top-k routing, grouped-query attention, an optional sliding window."""
     fields.require("norm_topk_prob", True)
     router = TopK(_top_k(fields), renormalise=True)
     config = _decoder(fields, router, "num_local_experts", "intermediate_size")
     return replace(config, windows=_windows(fields))
-
-
-QWEN3 = {"max_position_embeddings": 32768, "num_experts_per_tok": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}
-QWEN2 = QWEN3 | {"num_experts_per_tok": 4, "num_key_value_heads": 16, "qkv_bias": True}
-OLMOE = QWEN3 | {"max_position_embeddings": 4096, "num_key_value_heads": None, "rms_norm_eps": 1e-5}
-FLEX_OLMO = OLMOE | {"num_experts_per_tok": 5, "rms_norm_eps": 1e-6, "rope_theta": 5e5}
 
 
 def _softmax(fields: Fields, mlp_dim: str) -> DecoderConfig:
@@ -131,36 +106,6 @@ def olmoe(fields: Fields) -> DecoderConfig:
 def flex_olmo(fields: Fields) -> DecoderConfig:
     """FlexOlmo: as OLMoE, with norms after attention and experts in place of before."""
     return replace(olmoe(fields), norm_after=True)
-
-
-GLM4 = {
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 131072,
-    "n_group": 1,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 8,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-5,
-    "routed_scaling_factor": 1.0,
-    "topk_group": 1,
-    "use_qk_norm": False,
-}
-SOLAR = GLM4 | {"first_k_dense_replace": 0, "head_dim": 128, "partial_rotary_factor": 1.0, "rope_theta": 1e6}
-DOTS1 = GLM4 | {
-    "first_k_dense_replace": 0,
-    "max_position_embeddings": 2048,
-    "max_window_layers": 62,
-    "n_shared_experts": None,
-    "norm_topk_prob": False,
-    "num_experts_per_tok": None,
-    "num_key_value_heads": 32,
-    "partial_rotary_factor": 1.0,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 4096,
-    "use_qk_norm": True,
-}
 
 
 def _grouped_router(fields: Fields, score: Any, num_groups: int, per_group: int = 2) -> TopK:
@@ -202,63 +147,6 @@ def dots1(fields: Fields) -> DecoderConfig:
     kinds = [LAYER_TYPES[layer < first] for layer in range(fields.num_layers())]
     config = glm4_moe(fields)
     return replace(config, out_bias=config.qkv_bias, windows=fields.windows(kinds))
-
-
-DEEPSEEK_V3 = {
-    "first_k_dense_replace": 3,
-    "max_position_embeddings": 4096,
-    "n_group": 8,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_experts_per_tok": 8,
-    "q_lora_rank": 1536,
-    "rms_norm_eps": 1e-6,
-    "rope_interleave": True,
-    "routed_scaling_factor": 2.5,
-    "topk_group": 4,
-}
-GLM4_LITE = DEEPSEEK_V3 | {
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 202752,
-    "n_group": 1,
-    "num_experts_per_tok": 4,
-    "q_lora_rank": 768,
-    "rms_norm_eps": 1e-5,
-    "routed_scaling_factor": 1.8,
-    "topk_group": 1,
-}
-# Published files have all others.
-KIMI = {"max_position_embeddings": 131072, "rope_interleave": True}
-DEEPSEEK_V2 = {
-    "first_k_dense_replace": 0,
-    "max_position_embeddings": 2048,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "q_lora_rank": 1536,
-    "rms_norm_eps": 1e-6,
-    "routed_scaling_factor": 1.0,
-    "topk_method": "greedy",
-}
-MISTRAL4 = DEEPSEEK_V3 | {
-    "first_k_dense_replace": 0,
-    "max_position_embeddings": 1048576,
-    "n_group": 1,
-    "num_experts_per_tok": 4,
-    "q_lora_rank": 1024,
-    "rope_parameters": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 128.0,
-        "llama_4_scaling_beta": 0.1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "yarn",
-    },
-    "rope_theta": 1e4,
-    "routed_scaling_factor": 1.0,
-    "topk_group": 1,
-}
 
 
 def _latent(fields: Fields, router: TopK, pairs: bool, head_dim: int | None = None) -> DecoderConfig:
@@ -321,11 +209,9 @@ def mistral4(fields: Fields) -> DecoderConfig:
 
 def _dense_kinds(fields: Fields) -> tuple[int, ...]:
     """Return the layers of the kind "dense" in `mlp_layer_types`, or else the first ones."""
-    num_layers, kinds, known = fields.num_layers(), fields.get("mlp_layer_types"), ("dense", "sparse")
-    if kinds is None:
+    kinds = fields.kinds("mlp_layer_types", ("dense", "sparse"))
+    if not kinds:
         return _first_dense(fields)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
-        raise ValueError(f"config.json: mlp_layer_types is {str(kinds)[:80]}; expected {num_layers} of {known}")
     dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if dense == tuple(range(len(dense))):
         fields.require("first_k_dense_replace", len(dense))
@@ -338,16 +224,6 @@ def _yarn_temperature(fields: Fields) -> float:
     if settings["rope_type"] == "default" or not settings.get("mscale_all_dim"):
         return 1.0
     return yarn_scale(settings.get("factor", 1.0), settings["mscale_all_dim"]) ** 2
-
-
-MINIMAX_M2 = {
-    "head_dim": 128,
-    "max_position_embeddings": 196608,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5e6,
-}
 
 
 def minimax_m2(fields: Fields) -> DecoderConfig:
@@ -382,20 +258,6 @@ def _check_share(share: float, rotated_dim: int, head_dim: int) -> None:
         )
 
 
-ERNIE4_5 = {
-    "max_position_embeddings": 131072,
-    "moe_k": 6,
-    "moe_layer_end_index": -1,
-    "moe_layer_interval": 1,
-    "moe_layer_start_index": 1,
-    "moe_num_shared_experts": 2,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "tie_word_embeddings": True,
-}
-
-
 def ernie4_5_moe(fields: Fields) -> DecoderConfig:
     """ERNIE-4.5 for text: a bias for the selection, shared experts, dense layers around the sparse ones."""
     required = {"use_bias": False, "moe_gate": "topk", "moe_norm_min": 1e-12, "moe_use_aux_free": True}
@@ -415,18 +277,6 @@ def ernie4_5_moe(fields: Fields) -> DecoderConfig:
     return replace(_with_dense(fields, config, dense), shared_mlp_dim=shared)
 
 
-GRANITE = {
-    "attention_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "max_position_embeddings": 2048,
-    "num_experts_per_tok": 2,
-    "residual_multiplier": 1.0,
-    "rms_norm_eps": 1e-6,
-}
-GRANITE_SHARED = GRANITE | {"shared_intermediate_size": 0}
-
-
 def granitemoe(fields: Fields) -> DecoderConfig:
     """Granite-MoE: multipliers of embeddings, attention, residuals and logits."""
     # A softmax over the chosen logits equals the renormalised softmax over all logits.
@@ -444,9 +294,6 @@ def granitemoe(fields: Fields) -> DecoderConfig:
 def granitemoeshared(fields: Fields) -> DecoderConfig:
     """Granite-MoE with a shared expert."""
     return replace(granitemoe(fields), shared_mlp_dim=fields.integer("shared_intermediate_size"))
-
-
-HUNYUAN = {"max_position_embeddings": 2048, "moe_topk": 1, "num_experts": 1, "rms_norm_eps": 1e-5}
 
 
 def hunyuan_v1_moe(fields: Fields) -> DecoderConfig:
@@ -487,23 +334,7 @@ def _alpha_rope(fields: Fields, dim: int) -> Rope:
     return Rope(dim, base * alpha ** (dim / max(dim - 2, 1)))
 
 
-LLAMA4: dict[str, Any] = {
-    "attention_chunk_size": 8192,
-    "attn_scale": 0.1,
-    "attn_temperature_tuning": True,
-    "floor_scale": 8192,
-    "head_dim": 128,
-    "interleave_moe_layer_step": 1,
-    "max_position_embeddings": 131072,
-    "no_rope_layer_interval": 4,
-    "num_experts_per_tok": 1,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "use_qk_norm": True,
-}
-CHUNKED, FULL = "chunked_attention", "full_attention"
-"""Kinds of attention in `layer_types`."""
+CHUNKED, FULL = "chunked_attention", "full_attention"  # kinds of attention in `layer_types`
 
 
 def llama4(fields: Fields) -> DecoderConfig:
@@ -551,26 +382,14 @@ def _llama_dense(fields: Fields) -> tuple[int, ...]:
 def _chunks(fields: Fields, unrotated: tuple[int, ...]) -> tuple[int | None, ...]:
     """Return the chunk of each layer, `None` for full attention; empty if all layers are full."""
     num_layers, size = fields.num_layers(), fields.integer("attention_chunk_size", 0) or None
-    kinds = fields.get("layer_types")
-    if kinds is None:
+    kinds = fields.kinds("layer_types", (CHUNKED, FULL))
+    if not kinds:
         kinds = [FULL if size is None or layer in unrotated else CHUNKED for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (CHUNKED, FULL) for kind in kinds):
-        raise ValueError(f"config.json: layer_types is {str(kinds)[:80]}; expected {num_layers} of {CHUNKED}, {FULL}")
     if CHUNKED not in kinds:
         return ()
     if size is None:
         raise ValueError(f"config.json: attention_chunk_size is {shown(size)}; expected a number for {CHUNKED}")
     return tuple(size if kind == CHUNKED else None for kind in kinds)
-
-
-PHIMOE = {
-    "max_position_embeddings": 131072,
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "router_jitter_noise": 0.01,
-}
 
 
 def phimoe(fields: Fields) -> DecoderConfig:
@@ -609,28 +428,6 @@ def _long_rope(fields: Fields, head_dim: int) -> Rope:
         short_scale=number("short_mscale"),
         long_scale=number("long_mscale"),
     )
-
-
-GPT_OSS: dict[str, Any] = {
-    "attention_bias": True,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "num_experts_per_tok": 4,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-    "rope_theta": 150_000.0,
-    "sliding_window": 128,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-}
 
 
 def gpt_oss(fields: Fields) -> DecoderConfig:

@@ -234,11 +234,11 @@ def _further(config: DecoderConfig, names: Names) -> Iterator[ParameterSlice]:
         )
 
 
+# Name of a tensor of one expert: module, index and projection.
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-"""Name of a tensor of one expert: module, index and projection."""
 
+# Projections of an expert in `gate_up_proj` by name, and their position.
 HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
-"""Projections of an expert in `gate_up_proj` by name, and their position."""
 
 
 def renamed(name: str, names: Names) -> str:

@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import UNLIMITED
@@ -12,84 +16,39 @@ from models.architectures.config_json import ROPE_OBJECTS, Fields
 from models.architectures.parameter_map import Names, ParameterSlice, Stack, packed_slice, pieces
 from models.decoder.config import DecoderConfig
 
-USUAL = Names()
+# Architectures, multimodal models and published models by name.
+TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Reader of one architecture."""
+    """Reader of one architecture, and its row in `tables.yaml`."""
 
     config: Callable[[Fields], DecoderConfig]  # function from the `config.json` fields to the `DecoderConfig`
-    defaults: configs.Defaults  # values of absent fields
-    names: Names = USUAL  # names of the checkpoint tensors
+    class_name: str  # its class in `transformers`
+    defaults: Mapping[str, Any]  # values of absent fields
+    tiny: Mapping[str, Any]  # fields of a small model
+    names: Names  # names of the checkpoint tensors
     has_further: bool = False  # if True, multi-token prediction layers are supported
 
 
-SHARED = Names(shared="mlp.shared_expert")
-SPARSE_BLOCK = Names(
-    moe="block_sparse_moe",
-    bias="e_score_correction_bias",
-    projections=("w1", "w3", "w2"),
-    in_memory=((".block_sparse_moe.", ".mlp."),),
-)
-ERNIE = Names(
-    bias="moe_statics.e_score_correction_bias",
-    bias_rows=1,
-    in_memory=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
-)
-GRANITE = Names(
-    moe="block_sparse_moe",
-    router="router.layer.weight",
-    stack=Stack("input_linear.weight", "output_linear.weight", transposed=True),
-    shared="shared_mlp",
-    shared_both="input_linear.weight",
-    shared_down="output_linear.weight",
-    in_memory=(
-        (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
-        (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
-        (".router.layer.weight", ".router.weight"),
-    ),
-)
-HUNYUAN = Names(router="gate.wg.weight", shared="mlp.shared_mlp", head_norms=("query_layernorm", "key_layernorm"))
-BOTH, DOWN = "experts.gate_up_proj", "experts.down_proj"
-LLAMA = Names(
-    moe="feed_forward",
-    router="router.weight",
-    stack=Stack(BOTH, DOWN),
-    shared="feed_forward.shared_expert",
-    dense="feed_forward",
-)
-GPT_OSS = Names(router="router.weight", stack=Stack(BOTH, DOWN, interleaved=True))
-PHI = replace(SPARSE_BLOCK, in_memory=(*SPARSE_BLOCK.in_memory, (".gate.weight", ".router.weight")))
+def _names(given: Mapping[str, Any]) -> Names:
+    """Return the names in a table, whose lists are tuples."""
+    read = {name: _tuples(value) for name, value in given.items()}
+    return Names(**read | ({"stack": Stack(**read["stack"])} if "stack" in read else {}))
 
-ARCHITECTURES = {
-    "deepseek_v2": Architecture(configs.deepseek_v2, configs.DEEPSEEK_V2),
-    "deepseek_v3": Architecture(configs.deepseek_v3, configs.DEEPSEEK_V3, has_further=True),
-    "dots1": Architecture(configs.dots1, configs.DOTS1),
-    "ernie4_5_moe": Architecture(configs.ernie4_5_moe, configs.ERNIE4_5, ERNIE),
-    "flex_olmo": Architecture(
-        configs.flex_olmo,
-        configs.FLEX_OLMO,
-        Names(norms=("post_attention_layernorm", "post_feedforward_layernorm")),
-    ),
-    "glm4_moe": Architecture(configs.glm4_moe, configs.GLM4, has_further=True),
-    "glm4_moe_lite": Architecture(configs.deepseek_v3, configs.GLM4_LITE),
-    "gpt_oss": Architecture(configs.gpt_oss, configs.GPT_OSS, GPT_OSS),
-    "granitemoe": Architecture(configs.granitemoe, configs.GRANITE, GRANITE),
-    "granitemoeshared": Architecture(configs.granitemoeshared, configs.GRANITE_SHARED, GRANITE),
-    "hunyuan_v1_moe": Architecture(configs.hunyuan_v1_moe, configs.HUNYUAN, HUNYUAN),
-    "kimi_k2": Architecture(configs.deepseek_v3, configs.KIMI),
-    "llama4_text": Architecture(configs.llama4, configs.LLAMA4, LLAMA),
-    "minimax_m2": Architecture(configs.minimax_m2, configs.MINIMAX_M2, SPARSE_BLOCK),
-    "mistral4": Architecture(configs.mistral4, configs.MISTRAL4, Names(stack=Stack(BOTH, DOWN, transposed=True))),
-    "mixtral": Architecture(configs.mixtral, configs.MIXTRAL, SPARSE_BLOCK),
-    "olmoe": Architecture(configs.olmoe, configs.OLMOE),
-    "phimoe": Architecture(configs.phimoe, configs.PHIMOE, PHI),
-    "qwen2_moe": Architecture(configs.qwen2_moe, configs.QWEN2, SHARED),
-    "qwen3_moe": Architecture(configs.qwen3_moe, configs.QWEN3),
-    "solar_open": Architecture(configs.glm4_moe, configs.SOLAR),
-}
-"""Supported architectures by `model_type`."""
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _architecture(kind: str, row: dict[str, Any]) -> Architecture:
+    config = getattr(configs, row.get("config", kind))
+    return Architecture(**row | {"config": config, "names": _names(row.get("names", {}))})
+
+
+# Supported architectures by `model_type`.
+ARCHITECTURES = {kind: _architecture(kind, row) for kind, row in TABLES["architectures"].items()}
 
 
 @dataclass(frozen=True)
@@ -99,25 +58,20 @@ class TextPart:
     kind: str  # `model_type` of the same model as a checkpoint of its own
     class_name: str  # its class in `transformers`
     text_kind: str  # `model_type` of its `text_config`
-    defaults: configs.Defaults  # values of absent fields that differ from those of `kind`
+    defaults: Mapping[str, Any]  # values of absent fields that differ from those of `kind`
     # Names of the tensors in files, in one of two layouts, if they differ from those of `kind`
-    names: tuple[Names, Names] | None = None
+    names: tuple[Names, ...] | None = None
     are_tied: bool = False  # value of an absent `tie_word_embeddings`
 
 
-QWEN3_VL = {"norm_topk_prob": True, "num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 5e5}
-# The published tensors are those of `transformers` 5 with swapped dimensions; both have the same names.
-QWEN3_VL_NAMES = Names(stack=Stack(BOTH, DOWN, transposed=True)), Names(stack=Stack(BOTH, DOWN))
+# Text parts of multimodal checkpoints by `model_type`.
 TEXT_PARTS = {
-    "glm4v_moe": TextPart("glm4_moe", "Glm4MoeForCausalLM", "glm4v_moe_text", {"attention_bias": True}),
-    "llama4": TextPart("llama4_text", "Llama4ForCausalLM", "llama4_text", {}),
-    "mistral3": TextPart("mistral4", "Mistral4ForCausalLM", "mistral4", {}, are_tied=True),
-    "qwen3_vl_moe": TextPart("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_vl_moe_text", QWEN3_VL, QWEN3_VL_NAMES),
+    kind: TextPart(**row | {"names": tuple(map(_names, row.get("names", ()))) or None})
+    for kind, row in TABLES["text_parts"].items()
 }
-"""Text parts of multimodal checkpoints by `model_type`."""
 
+# Rotary settings of images: the three positions of a token of text are equal.
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
-"""Rotary settings of images: the three positions of a token of text are equal."""
 
 
 def text_fields(fields: Fields) -> Fields:

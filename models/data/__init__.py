@@ -1,1 +1,1 @@
-"""Training data: `sources.corpus_from` reads files, and `batches.Batches` iterates over batches."""
+"""Training data: `sources.corpus_from` reads files, and `corpus.Batches` iterates over batches."""

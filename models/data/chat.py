@@ -16,20 +16,15 @@ from models.architectures.config_json import read_settings
 from models.data.sandbox import Rendering, compiled, rendered
 from models.data.tokenizers import encoded_with_offsets, end_tokens, read_tokenizer
 
-MESSAGES_FIELD = "messages"
-"""JSON field of a conversation: objects with `role` and `content`."""
+MESSAGES_FIELD = "messages"  # JSON field of a conversation: objects with `role` and `content`
 
+# JSON field of a conversation with variables of the template, as in `transformers`.
 VARIABLES_FIELD = "chat_template_kwargs"
-"""JSON field of a conversation with variables of the template, as in `transformers`."""
+SETTINGS = "tokenizer_config.json"  # file with special tokens, and in older checkpoints the template
 
-SETTINGS = "tokenizer_config.json"
-"""File with special tokens, and in older checkpoints the template."""
-
+# Names of the reasoning of a message. As in `transformers` 5, a template finds any of them under the first two.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names of the reasoning of a message. As in `transformers` 5, a template finds any of them under the first two."""
-
-PROBE = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""Answer that differs from every generation prompt in its first character."""
+PROBE = "\N{OBJECT REPLACEMENT CHARACTER}"  # answer that differs from every generation prompt in its first character
 
 Messages = Sequence[Mapping[str, Any]]
 Variables = Mapping[str, Any]
@@ -59,20 +54,11 @@ class Example(NamedTuple):
 
 
 class ChatTemplate:
-    """Chat template and tokenizer of a checkpoint.
+    """Chat template and tokenizer of a checkpoint; files that cannot be read, or an invalid template, are refused."""
 
-    The template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`. It runs in Jinja's immutable
-    sandbox, with the functions that `transformers` offers.
-
-    Args:
-        folder: folder of the checkpoint.
-        limits: limits of its files.
-        answers: "all" (default) learns all answers of a conversation, "last" those after the last message of a user.
-        fixed: variables of the template for all conversations, which override those of one; none by default.
-
-    Raises:
-        ValueError: a file cannot be read, or the checkpoint has no valid template.
-    """
+    # The template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`. It runs in Jinja's
+    # immutable sandbox, with the functions that `transformers` offers. `fixed` are variables for all conversations,
+    # which override the variables of one.
 
     def __init__(
         self, folder: Path, limits: FileLimits = FileLimits(), answers: str = "all", fixed: Variables = NO_VARIABLES
@@ -97,18 +83,8 @@ class ChatTemplate:
         return self.special.get("eos_token", "")
 
     def text(self, messages: Messages, variables: Variables = NO_VARIABLES, *, asks: bool = False) -> str:
-        """Render a conversation.
-
-        Args:
-            messages: objects with `role`, `content` and other fields of the template. A field that is `None`, as
-                the content of a tool call in OpenAI's format, is absent for the template. Reasoning has one of the
-                names in `REASONING_FIELDS`.
-            variables: further variables of the template, such as `tools`, `documents` and `enable_thinking`.
-            asks: if True, append the beginning of an answer.
-
-        Raises:
-            ValueError: the template refuses the messages, or its text is too long.
-        """
+        """Render a conversation; with `asks` append the beginning of an answer."""
+        # A field that is `None`, as the content of a tool call in OpenAI's format, is absent for the template.
         return self._rendered(messages, variables, asks).text
 
     def _rendered(self, messages: Messages, variables: Variables, asks: bool = False) -> Rendering:
@@ -123,29 +99,15 @@ class ChatTemplate:
         return self.prompt([{"role": "user", "content": text}])
 
     def prompt(self, messages: Messages, variables: Variables = NO_VARIABLES) -> list[int]:
-        """Return the tokens of a conversation, up to the beginning of the next answer.
-
-        Args:
-            messages: as for `text`.
-            variables: as for `text`.
-        """
+        """Return the tokens of a conversation, up to the beginning of the next answer."""
         return encoded_with_offsets(self.tokenizer, self.text(messages, variables, asks=True))[0]
 
     def examples(self, messages: Messages, variables: Variables = NO_VARIABLES) -> list[Example]:
-        """Tokenize a conversation for training on the answers and their end tokens.
-
-        If the template encloses answers in `generation` blocks, these are learned, as in `transformers`. Otherwise an
-        answer begins after the text that it shares with the request for one. A template may change earlier answers, for
-        instance leave out their reasoning. Then a changed answer is in an example of its own, with the conversation
-        before it.
-
-        Args:
-            messages: the conversation, with an answer of the role `assistant`.
-            variables: as for `text`.
-
-        Raises:
-            ValueError: no message is an answer, or the template does not begin an answer as it asks for one.
-        """
+        """Tokenize a conversation for training on the answers and their end tokens."""
+        # If the template encloses answers in `generation` blocks, these are learned, as in `transformers`. Otherwise an
+        # answer begins after the text that it shares with the request for one. A template may change earlier answers,
+        # for instance leave out their reasoning. Then a changed answer is in an example of its own, with the
+        # conversation before it.
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not numbers:
             raise ValueError("no message has the role 'assistant'; expected an answer to learn")

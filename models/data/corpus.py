@@ -1,4 +1,4 @@
-"""Training and validation data: text or token arrays, mixed by weight.
+"""Training and validation data: text or token arrays, mixed by weight, in batches.
 
 Every `CHUNKS_PER_CYCLE`-th chunk of a `Stream` is held out for validation.
 """
@@ -6,26 +6,24 @@ Every `CHUNKS_PER_CYCLE`-th chunk of a `Stream` is held out for validation.
 import abc
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
 import grain
+import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from models.data.marks import marked
 from models.data.tokenizers import Bytes
 
 CHUNK_TOKENS = 32_768
-CHUNKS_PER_CYCLE = 16
-"""Chunks per cycle; the last chunk of each cycle is held out."""
-
-CHUNKS_OF_SHORT_TEXT = 10
-"""Number of smaller chunks of a stream shorter than one cycle."""
-
-TOKENS_AT_ONCE = 2**24
-"""Tokens of a memory-mapped file to read into memory at a time."""
+CHUNKS_PER_CYCLE = 16  # chunks per cycle; the last chunk of each cycle is held out
+CHUNKS_OF_SHORT_TEXT = 10  # number of smaller chunks of a stream shorter than one cycle
+TOKENS_AT_ONCE = 2**24  # tokens of a memory-mapped file to read into memory at a time
 
 
 class Packing(NamedTuple):
@@ -181,8 +179,7 @@ def joined(documents: list[np.ndarray]) -> Stream:
     return Stream(np.concatenate(documents or [np.zeros(0, np.uint8)]), ends[:-1])
 
 
-COUNTED_TOKENS = 2**24
-"""Maximum number of held-out tokens in the unigram statistics."""
+COUNTED_TOKENS = 2**24  # maximum number of held-out tokens in the unigram statistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,30 +194,14 @@ class Part:
         """Return the number of training tokens, or of held-out tokens."""
         return sum(stream.length(held_out) for stream in self.streams)
 
+    def rows(self, held_out: bool, length: int) -> list[Rows]:
+        """Return the sequences of each document or group of documents, with `length` tokens to predict each."""
+        return [stream.rows(held_out, length) for stream in self.streams]
 
-@dataclass(frozen=True, eq=False)
-class Windows:
-    """Random-access sequences of one split of a part, as a Grain data source."""
-
-    part: Part  # part of the corpus
-    held_out: bool  # if True, read held-out tokens; otherwise training tokens
-    length: int  # tokens to predict per sequence
-
-    @cached_property
-    def rows(self) -> list[Rows]:
-        """Sequences of the documents."""
-        return [stream.rows(self.held_out, self.length) for stream in self.part.streams]
-
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum([len(rows) for rows in self.rows])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return self.rows[number][int(index) - (int(self._ends[number - 1]) if number else 0)]
+    def sequences(self, held_out: bool, length: int) -> grain.MapDataset:
+        """Return all sequences, of which there is at least one."""
+        sources = [grain.MapDataset.source(rows) for rows in self.rows(held_out, length) if len(rows)]
+        return grain.MapDataset.concatenate(sources)
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +269,7 @@ class Corpus:
     def num_sequences(self, length: int) -> int:
         """Return the number of training sequences of an epoch."""
         # With weights, an epoch has as many sequences as all parts together; some of them occur several times.
-        return sum(len(Windows(part, False, length)) for part in self.parts)
+        return sum(len(rows) for part in self.parts for rows in part.rows(False, length))
 
     def sequences(self, seed: int, length: int) -> grain.MapDataset:
         """Return the endless sequence of training examples, int32 `[length + 1]` each."""
@@ -296,10 +277,7 @@ class Corpus:
         # arguments, so a run can resume at any position and on any number of hosts.
         # Grain accepts 32-bit seeds.
         seeds = np.random.SeedSequence(seed).generate_state(len(self.parts))
-        parts = [
-            grain.MapDataset.source(Windows(part, False, length)).shuffle(int(seeds[i])).repeat(None)
-            for i, part in enumerate(self.parts)
-        ]
+        parts = [part.sequences(False, length).shuffle(int(seeds[i])).repeat(None) for i, part in enumerate(self.parts)]
         return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, _shares(self.parts))
 
     def batch(self, seed: int, step: int, batch_size: int, sequence_length: int) -> np.ndarray:
@@ -313,19 +291,19 @@ class Corpus:
         ends = np.round(np.cumsum(_shares(parts)) * num_batches * batch_size).astype(int)
         rows = []
         for part, count in zip(parts, np.diff(ends, prepend=0), strict=True):
-            windows = Windows(part, True, sequence_length)
-            rows += [windows[i] for i in np.linspace(0, len(windows) - 1, count).astype(int)]
+            held_out = part.sequences(True, sequence_length)
+            rows += [held_out[int(i)] for i in np.linspace(0, len(held_out) - 1, count).astype(int)]
         return np.split(np.stack(rows), num_batches)
 
     def check_length(self, sequence_length: int) -> None:
         """Raise `ValueError` unless both splits of all parts contain at least one sequence."""
         for held_out in (False, True):
             for part in self._split(held_out):
-                windows = Windows(part, held_out, sequence_length)
-                if len(windows) < 1:
+                rows = part.rows(held_out, sequence_length)
+                if not any(map(len, rows)):
                     kind = "validation" if held_out else "training"
                     other = ""
-                    if any(rows.packing for rows in windows.rows):
+                    if any(one.packing for one in rows):
                         other = f", or a conversation with an answer in its first {sequence_length + 1}"
                     raise ValueError(
                         f"data has {part.length(held_out)} {kind} {self.unit}s ({part.source}); "
@@ -334,10 +312,8 @@ class Corpus:
 
     def notes(self, sequence_length: int) -> list[str]:
         """Return lines about the conversations, if there are any, for the user."""
-        windows = [
-            Windows(part, held_out, sequence_length) for held_out in (False, True) for part in self._split(held_out)
-        ]
-        found = [rows.packing for each in windows for rows in each.rows if rows.packing]
+        parts = [(part, held_out) for held_out in (False, True) for part in self._split(held_out)]
+        found = [rows.packing for part, side in parts for rows in part.rows(side, sequence_length) if rows.packing]
         if not found:
             return []
         total = Packing(*map(sum, zip(*found, strict=True)))
@@ -369,3 +345,62 @@ def _shares(parts: Sequence[Part]) -> list[float]:
 
 def _unsplit(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(replace(part, streams=[replace(stream, is_split=False) for stream in part.streams]) for part in parts)
+
+
+STEPS_AHEAD = 4  # number of batches to prefetch
+THREADS = 2  # Reader threads. Packing is cheap; threads hide the latency of memory-mapped files.
+NO_END = 2**50  # number of steps of the endless data set, above the length of any run
+
+
+class Batches(Iterator[np.ndarray], AbstractContextManager["Batches"]):
+    """Resumable iterator over the batches of a run, and a context manager closing its reader threads."""
+
+    # Sequence `row` of step `s` does not depend on the number of processes. Each process reads its own rows only.
+
+    def __init__(
+        self, corpus: Corpus, *, seed: int, batch_size: int, sequence_length: int, rows: Sequence[int]
+    ) -> None:
+        self.batch_size, self.rows = batch_size, tuple(rows)
+        self.sequences = corpus.sequences(seed, sequence_length)
+        self._start(0)
+
+    def _start(self, first: int) -> None:
+        self.first, self.steps = first, 0
+        batches = grain.MapDataset.range(NO_END).map(lambda step: self._rows(first + step * self.batch_size))
+        ahead = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=STEPS_AHEAD)
+        self.iterator = iter(batches.to_iter_dataset(ahead))
+
+    def _rows(self, first: int) -> np.ndarray:
+        return np.stack([self.sequences[first + row] for row in self.rows])
+
+    def __next__(self) -> np.ndarray:
+        """Return the next batch, int32 `[rows, sequence_length + 1]`."""
+        batch: np.ndarray = next(self.iterator)
+        self.steps += 1
+        return batch
+
+    def __exit__(self, *_: object) -> None:
+        self.iterator.close()
+
+    def state(self) -> dict[str, int]:
+        """Return the position of the iterator as JSON: the number of sequences read by all processes."""
+        return {"sequences": self.first + self.steps * self.batch_size}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continue from a saved position, possibly with another number of processes."""
+        sequences = state.get("sequences")
+        if type(sequences) is not int or sequences < 0:
+            raise ValueError(f"data state is {state!r}; expected a number of sequences")
+        self.iterator.close()
+        self._start(sequences)
+
+
+def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
+    """Return the batch rows on devices of this process, ascending."""
+    here = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return sorted({row for index in here for row in range(batch_size)[(index or (slice(None),))[0]]})
+
+
+def place_rows(rows: np.ndarray, sharding: Sharding, batch_size: int) -> jax.Array:
+    """Assemble a global batch from the rows of each process."""
+    return jax.make_array_from_process_local_data(sharding, rows, (batch_size, *rows.shape[1:]))

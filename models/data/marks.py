@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CONTEXT = 2**29
-"""Added to tokens of the context; above any vocabulary."""
+CONTEXT = 2**29  # added to tokens of the context; above any vocabulary
 
 
-PADDING = 2**30
-"""Added to tokens of the padding."""
+PADDING = 2**30  # added to tokens of the padding
 
 
 def marked(

@@ -15,11 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jax_moe_lb.core.checks import shown
 
-MOST_TEXT = 2**24
-"""Maximum number of characters of a rendered conversation, and of a text or list in a template."""
-
-MOST_BITS = 2**10
-"""Maximum number of bits of an integer in a template."""
+MOST_TEXT = 2**24  # maximum number of characters of a rendered conversation, and of a text or list in a template
+MOST_BITS = 2**10  # maximum number of bits of an integer in a template
 
 
 @dataclass
@@ -62,8 +59,7 @@ def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> Renderi
     return rendering
 
 
-RENDERING = "_rendering"
-"""Variable of templates with their `Rendering`."""
+RENDERING = "_rendering"  # variable of templates with their `Rendering`
 
 
 class _CodeGenerator(CodeGenerator):
@@ -114,8 +110,8 @@ def _require_few(number: int, most: int) -> None:
         _raise(f"a value has size {shown(number)}; expected at most {most}")
 
 
+# Errors of Python in a template, besides those of Jinja.
 FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError)
-"""Errors of Python in a template, besides those of Jinja."""
 
 
 class _Generation(Extension):

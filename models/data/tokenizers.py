@@ -3,31 +3,20 @@
 import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import tokenizers
-from tokenizers import Tokenizer as FromFile
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, read_bytes
 from models.architectures.config_json import read_fields, read_settings
-from models.model_config import NUM_BYTES
+from models.config import NUM_BYTES
 
 
 class CheckpointTokenizer:
-    """Tokenizer of a checkpoint, read from its `tokenizer.json`, with its `end_tokens`.
-
-    Args:
-        folder: folder of the checkpoint.
-        limits: limits of the files.
-
-    Raises:
-        ValueError: the file is missing, too large, or cannot be read.
-    """
+    """Tokenizer of a checkpoint, read from its `tokenizer.json`, with its `end_tokens`."""
 
     def __init__(self, folder: Path, limits: FileLimits = FileLimits()) -> None:
         self.tokenizer = read_tokenizer(folder / "tokenizer.json", limits)
@@ -86,7 +75,7 @@ def read_tokenizer(path: Path, limits: FileLimits = FileLimits()) -> tokenizers.
             # Padding may declare any length.
             tokenizer.no_padding()
             tokenizer.no_truncation()
-            words = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            words = _vocab_size(tokenizer)
         if not words:
             raise ValueError(f"{path}: its vocabulary is empty; expected at least one token")
         limits.check("values", words, "a vocabulary of {} tokens")
@@ -97,68 +86,44 @@ def read_tokenizer(path: Path, limits: FileLimits = FileLimits()) -> tokenizers.
     return tokenizer
 
 
+def _vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
+    """Return the largest token plus 1, including special tokens."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
 class Tokenizer(abc.ABC):
-    """Abstract tokenizer: splits text into tokens."""
+    """Tokenizer of documents."""
 
-    @property
-    @abc.abstractmethod
-    def vocab_size(self) -> int:
-        """Size of the vocabulary; tokens are numbered from 0."""
-
-    @property
-    @abc.abstractmethod
-    def unit(self) -> str:
-        """Name of a token, for units such as nats per byte."""
+    vocab_size: int  # size of the vocabulary; tokens are numbered from 0
+    unit: str  # name of a token, for units such as nats per byte
 
     @abc.abstractmethod
     def tokens(self, text: bytes) -> np.ndarray:
         """Encode a document as `[tokens]` integers."""
 
 
-@dataclass(frozen=True)
 class Bytes(Tokenizer):
     """Byte tokenizer (default): every byte is a token, so it needs no file and accepts any input."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of byte values, 256."""
-        return NUM_BYTES
-
-    @property
-    def unit(self) -> str:
-        """Name of a token, "byte"."""
-        return "byte"
+    vocab_size, unit = NUM_BYTES, "byte"
 
     def tokens(self, text: bytes) -> np.ndarray:
         """Return the bytes unchanged, uint8."""
         return np.frombuffer(text, np.uint8)
 
 
-@dataclass(frozen=True)
 class TokenizerFile(Tokenizer):
-    """Tokenizer read from a `tokenizer.json` of Hugging Face's `tokenizers`."""
+    """Tokenizer read from a `tokenizer.json`; `end` is a token appended to every document."""
 
-    path: Path  # path of the file, read on first use
-    limits: FileLimits = DEFAULT_LIMITS  # limits of the file
-    end: int | None = None  # token appended to every document; `None` (default) for none
+    unit = "token"
 
-    @cached_property
-    def _read(self) -> FromFile:
-        return read_tokenizer(self.path, self.limits)
-
-    @property
-    def vocab_size(self) -> int:
-        """Largest token number plus 1, including special tokens."""
-        return max(self._read.get_vocab(with_added_tokens=True).values()) + 1
-
-    @property
-    def unit(self) -> str:
-        """Name of a token, "token"."""
-        return "token"
+    def __init__(self, path: Path, limits: FileLimits = DEFAULT_LIMITS, end: int | None = None) -> None:
+        self.tokenizer, self.end = read_tokenizer(path, limits), end
+        self.vocab_size = _vocab_size(self.tokenizer)
 
     def tokens(self, text: bytes) -> np.ndarray:
         """Encode a document, int32, with the special tokens of the file; invalid UTF-8 is replaced."""
-        tokens = encoded(self._read, text.decode(errors="replace"))
+        tokens = encoded(self.tokenizer, text.decode(errors="replace"))
         if self.end is not None and tokens[-1:] != [self.end]:
             tokens.append(self.end)
         return np.array(tokens, np.int32)

@@ -4,79 +4,55 @@
 from a compressed vector per token, which is stored in the cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from models.decoder.config import DecoderConfig, HeadNorm, Latent
-from models.decoder.cudnn_attention import cudnn_attention
-from models.decoder.splash_attention import BLOCKS, splash_attention
+from models.decoder.config import DecoderConfig, HeadNorm, Latent, Scores
+from models.decoder.fused_attention import BLOCKS, cudnn_attention, splash_attention
+from models.decoder.layers import over_data
 
-QUERY_BLOCK = 512
-"""Maximum number of queries per sequence with materialized scores."""
+QUERY_BLOCK = 512  # maximum number of queries per sequence with materialized scores
 
+# Maximum head dimension of cuDNN's kernel on every GPU with bfloat16 matrix products; must be a multiple of 8.
 CUDNN_HEAD_DIM = 128
-"""Maximum head dimension of cuDNN's kernel on every GPU with bfloat16 matrix products; must be a multiple of 8."""
+SPLASH_WIDTH = 64  # divisor of the widths of keys and values of splash attention: those compiled are 64, 128 and 192
 
-SPLASH_WIDTH = 64
-"""Divisor of the widths of keys and values of splash attention: those compiled are 64, 128 and 192."""
-
+# Widths of keys and values of cuDNN's kernel for latent attention: those of DeepSeek-V3 and Kimi-K2.
 CUDNN_LATENT_DIMS = (192, 128)
-"""Widths of keys and values of cuDNN's kernel for latent attention: those of DeepSeek-V3 and Kimi-K2."""
 
 
 def causal_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    mesh: Mesh,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    sinks: Array | None = None,
-    segments: Array | None = None,
+    q: Array, k: Array, v: Array, mesh: Mesh, scores: Scores, sinks: Array | None = None, segments: Array | None = None
 ) -> Array:
     """Compute causal attention of whole sequences."""
     # NVIDIA GPUs use cuDNN's kernel where `has_cudnn_kernel`, TPUs splash attention where `has_splash_kernel`; other
     # cases compute scores in blocks of queries. The mesh decides, not the local devices, so ahead-of-time compilation
     # yields the program of the target.
-    usual = q.shape[-1] ** -0.5
-    scale, is_usual = usual if scale is None else scale, scale in (None, usual)
     # The gradient of cuDNN's kernel with a mask needs an even length.
     if has_cudnn_kernel(mesh, q, v) and (segments is None or q.shape[1] % 2 == 0):
-        if sinks is None and q.shape[-1] == v.shape[-1]:
-            kernel = partial(_of_jax, scale=scale, window=window)
-        else:
-            kernel = partial(_of_cudnn, scale=scale, window=window)
+        is_usual = sinks is None and q.shape[-1] == v.shape[-1]
+        kernel = partial(_of_jax if is_usual else cudnn_attention, scores)
         return _on_each_device(kernel, q, k, v, sinks, segments)
     if has_splash_kernel(mesh, q, v):
-        return splash_attention(q, k, v, mesh, scale=scale, window=window, sinks=sinks, segments=segments)
-    if is_usual and window is None and sinks is None and segments is None and q.shape[-1] == v.shape[-1]:
-        return attention_in_blocks(q, k, v)
-    positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])
-    return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks, segments=segments, whole=True)
+        return splash_attention(q, k, v, mesh, scores, sinks, segments)
+    positions = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    return attend(q, k, v, positions, scores, sinks, segments, whole=True)
 
 
-def _of_jax(
-    q: Array, k: Array, v: Array, sinks: None, segments: Array | None, *, scale: float, window: int | None
-) -> Array:
-    reach = None if window is None else (window - 1, 0)
+def _of_jax(scores: Scores, q: Array, k: Array, v: Array, sinks: None, segments: Array | None) -> Array:
+    reach = None if scores.window is None else (scores.window - 1, 0)
     mask = None if segments is None else (segments[:, :, None] == segments[:, None])[:, None]
     options: dict[str, Any] = {"is_causal": True, "local_window_size": reach, "implementation": "cudnn"}
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, **options)
-
-
-def _of_cudnn(
-    q: Array, k: Array, v: Array, sinks: Array | None, segments: Array | None, *, scale: float, window: int | None
-) -> Array:
-    return cudnn_attention(q, k, v, sinks, segments, scale, window)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scores.scale, **options)
 
 
 def _on_each_device(
@@ -117,29 +93,8 @@ def has_splash_kernel(mesh: Mesh, q: Array, v: Array) -> bool:
     return are_whole and length % BLOCKS[-1] == 0 and width % SPLASH_WIDTH == 0 and v.shape[-1] % SPLASH_WIDTH == 0
 
 
-def attention_in_blocks(q: Array, k: Array, v: Array, block: int = QUERY_BLOCK) -> Array:
-    """Compute causal attention in blocks of queries, forward and backward."""
-    # Each block reads only the keys up to its end, so few scores are masked. The backward pass rematerializes the
-    # scores of a block. The program size grows with the number of blocks. Computation is in float32, so key gradients
-    # accumulate over blocks in float32; a TPU still multiplies in bfloat16.
-    wide = [part.astype(jnp.float32) for part in (q, k, v)]
-    if q.shape[1] <= block:
-        return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
-    # Slice inside the checkpointed function; slices passed to it would be stored as residuals.
-    blocks = [
-        jax.checkpoint(partial(_causal_block, start=start, stop=min(start + block, q.shape[1])))(*wide)
-        for start in range(0, q.shape[1], block)
-    ]
-    return jnp.concatenate(blocks, 1).astype(q.dtype)
-
-
-def _causal_block(q: Array, k: Array, v: Array, *, start: int, stop: int) -> Array:
-    mask = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None]
-    return jax.nn.dot_product_attention(q[:, start:stop], k[:, :stop], v[:, :stop], mask=mask[None, None])
-
-
+# Cached state of earlier tokens, `[B, S, ...]`: keys and values, or the compressed vectors of latent attention.
 Cache = tuple[Array, Array]
-"""Cached state of earlier tokens, `[B, S, ...]`: keys and values, or the compressed vectors of latent attention."""
 
 
 def attend(
@@ -147,62 +102,48 @@ def attend(
     k: Array,
     v: Array,
     positions: Array,
-    *,
-    scale: float,
-    window: int | None = None,
+    scores: Scores,
     sinks: Array | None = None,
     segments: Array | None = None,
-    chunk: int | None = None,
+    *,
     whole: bool = False,
 ) -> Array:
     """Compute attention of each query to the keys up to its position, in float32."""
-    # For long sequences, at most `QUERY_BLOCK` queries have materialized scores, also in the backward pass.
+    # For long sequences, at most `QUERY_BLOCK` queries have materialized scores, also in the backward pass. Of whole
+    # sequences, a block reads only the keys up to its end, so few scores are masked.
+    given = q, k, v, positions, sinks, segments
     if q.shape[1] <= QUERY_BLOCK:
-        whole_block = {"start": 0, "stop": q.shape[1], "keys": k.shape[1]}
-        return _of_block(q, k, v, positions, sinks, segments, window=window, chunk=chunk, scale=scale, **whole_block)
+        return _of_block(scores, range(q.shape[1]), k.shape[1], *given)
     parts = []
     for start in range(0, q.shape[1], QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, q.shape[1])
-        keys = stop if whole else k.shape[1]
-        block = partial(_of_block, window=window, chunk=chunk, scale=scale, start=start, stop=stop, keys=keys)
+        queries = range(start, min(start + QUERY_BLOCK, q.shape[1]))
         # Slice inside the checkpointed function; slices passed to it would be stored as residuals.
-        parts.append(jax.checkpoint(block)(q, k, v, positions, sinks, segments))
+        block = partial(_of_block, scores, queries, queries.stop if whole else k.shape[1])
+        parts.append(jax.checkpoint(block)(*given))
     return jnp.concatenate(parts, 1)
 
 
-def _of_block(
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    sinks: Array | None,
-    segments: Array | None,
-    *,
-    window: int | None,
-    chunk: int | None,
-    scale: float,
-    start: int,
-    stop: int,
-    keys: int,
-) -> Array:
-    q, k, v, positions = q[:, start:stop], k[:, :keys], v[:, :keys], positions[:, start:stop]
+def _of_block(scores: Scores, queries: range, num_keys: int, *given: Any) -> Array:
+    q, k, v, positions, sinks, segments = given
+    part = slice(queries.start, queries.stop)
+    q, k, v, positions = q[:, part], k[:, :num_keys], v[:, :num_keys], positions[:, part]
     num_groups = k.shape[2]
     # Heads of a group are adjacent: [B, T, G, N / G, C].
     grouped = q.reshape(*q.shape[:2], num_groups, -1, q.shape[-1]).astype(jnp.float32)
-    scores = jnp.einsum("btgnc,bsgc->bgnts", grouped, k.astype(jnp.float32)) * scale
-    places = jnp.arange(keys, dtype=positions.dtype)[None, None]
+    logits = jnp.einsum("btgnc,bsgc->bgnts", grouped, k.astype(jnp.float32)) * scores.scale
+    places = jnp.arange(num_keys, dtype=positions.dtype)[None, None]
     seen = places <= positions[:, :, None]
     if segments is not None:
-        seen &= segments[:, start:stop, None] == segments[:, None, :keys]
-    if window is not None:
-        seen &= places > positions[:, :, None] - window
-    if chunk is not None:
-        seen &= places // chunk == positions[:, :, None] // chunk
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        seen &= segments[:, part, None] == segments[:, None, :num_keys]
+    if scores.window is not None:
+        seen &= places > positions[:, :, None] - scores.window
+    if scores.chunk is not None:
+        seen &= places // scores.chunk == positions[:, :, None] // scores.chunk
+    logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, num_groups, -1, 1, 1)
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], -1)
-    shares = jax.nn.softmax(scores, -1)[..., :keys]
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sink, (*logits.shape[:-1], 1))], -1)
+    shares = jax.nn.softmax(logits, -1)[..., :num_keys]
     y = jnp.einsum("bgnts,bsgv->btgnv", shares, v.astype(jnp.float32))
     return y.reshape(*q.shape[:3], -1).astype(q.dtype)
 
@@ -260,7 +201,7 @@ class GroupedAttention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
         self.config, self.mesh, self.rotates = config, mesh, layer not in config.unrotated_layers
-        width, dims, dtypes = config.embed_dim, config.head_dim, {"rngs": rngs} | _dtypes(config)
+        width, dims, dtypes = config.embed_dim, config.head_dim, linear_options(config, mesh)
 
         def head_norm(num_heads: int) -> nnx.RMSNorm | None:
             is_unweighted = config.qk_norm is HeadNorm.UNWEIGHTED
@@ -269,13 +210,12 @@ class GroupedAttention(nnx.Module):
             normalized = num_heads * dims if config.qk_norm is HeadNorm.FULL_WIDTH else dims
             return norm(normalized, config.norm_eps, config, rngs, use_scale=not is_unweighted)
 
-        self.q = Linear(width, config.num_heads * dims, use_bias=config.qkv_bias, **dtypes)
-        self.k = Linear(width, config.num_kv_heads * dims, use_bias=config.qkv_bias, **dtypes)
-        self.v = Linear(width, config.num_kv_heads * dims, use_bias=config.qkv_bias, **dtypes)
-        self.out = Linear(config.num_heads * dims, width, use_bias=config.out_bias, **dtypes)
+        widths = [number * dims for number in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        self.q, self.k, self.v = _split_linear(width, widths, rngs, use_bias=config.qkv_bias, **dtypes)
+        self.out = Linear(config.num_heads * dims, width, use_bias=config.out_bias, rngs=rngs, **dtypes)
         self.q_norm, self.k_norm = head_norm(config.num_heads), head_norm(config.num_kv_heads)
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), config.param_dtype)) if config.sinks else None
-        self.window, self.chunk = config.window(layer), config.chunk(layer)
+        self.scores = Scores(config.attention_scale, config.window(layer), config.chunk(layer))
         self.temperature = None if self.rotates else config.temperature
 
     def __call__(
@@ -295,15 +235,14 @@ class GroupedAttention(nnx.Module):
         q, k, v = checkpoint_name((q, k, v), "attention")
         if cache is not None:
             cache = k, v = remember(cache, (k, v), positions)
-        options: dict[str, Any] = {"scale": self.config.attention_scale, "window": self.window}
-        options["sinks"] = None if self.sinks is None else self.sinks[...]
+        sinks, chunk = None if self.sinks is None else self.sinks[...], self.scores.chunk
         if cache is not None:
-            y = attend(q, k, v, positions, chunk=self.chunk, **options)
+            y = attend(q, k, v, positions, self.scores, sinks)
         else:
             # A chunk at least as long as the sequence limits nothing.
-            if self.chunk is not None and self.chunk < x.shape[1]:
-                segments = chunks_in(positions, self.chunk)
-            y = causal_attention(q, k, v, self.mesh, segments=segments, **options)
+            if chunk is not None and chunk < x.shape[1]:
+                segments = chunks_in(jnp.broadcast_to(positions, x.shape[:2]), chunk)
+            y = causal_attention(q, k, v, self.mesh, self.scores, sinks, segments)
         y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 
@@ -329,8 +268,7 @@ def norm(width: int, eps: float, config: DecoderConfig, rngs: nnx.Rngs, *, use_s
     return nnx.RMSNorm(width, epsilon=eps, rngs=rngs, **options)
 
 
-StreamNorm = nnx.RMSNorm | nnx.LayerNorm
-"""Norm of the residual stream."""
+StreamNorm = nnx.RMSNorm | nnx.LayerNorm  # norm of the residual stream
 
 
 def stream_norm(config: DecoderConfig, rngs: nnx.Rngs) -> StreamNorm:
@@ -341,12 +279,26 @@ def stream_norm(config: DecoderConfig, rngs: nnx.Rngs) -> StreamNorm:
     return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_eps, rngs=rngs, **options)
 
 
-def _dtypes(config: DecoderConfig) -> dict:
-    return {"dtype": config.compute_dtype, "param_dtype": config.param_dtype}
+def linear_options(config: DecoderConfig, mesh: Mesh) -> dict[str, Any]:
+    """Return dtypes and sharding of a linear map."""
+    dtypes = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype}
+    return dtypes | (over_data("kernel", mesh) if config.fsdp else {})
 
 
-LATENT_EPS = 1e-6
-"""Epsilon of the norms of compressed vectors, independent of `norm_eps`."""
+def _split_linear(inner: int, widths: Sequence[int], rngs: nnx.Rngs, **options: Any) -> list[Linear]:
+    """Return linear maps whose kernels are the parts of one random matrix."""
+    key, ends, init = rngs.params(), np.cumsum(widths), nnx.initializers.lecun_normal()
+
+    def part(end: int, width: int) -> Linear:
+        def kernel(_: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+            return init(key, (shape[0], int(ends[-1])), dtype)[:, end - width : end]
+
+        return Linear(inner, width, kernel_init=kernel, rngs=nnx.Rngs(0), **options)
+
+    return [part(int(end), width) for end, width in zip(ends, widths, strict=True)]
+
+
+LATENT_EPS = 1e-6  # epsilon of the norms of compressed vectors, independent of `norm_eps`
 
 
 class LatentAttention(nnx.Module):
@@ -360,8 +312,7 @@ class LatentAttention(nnx.Module):
         width, num_heads, q_width = config.embed_dim, config.num_heads, latent.query_rank
 
         def linear(inner: int, outer: int, use_bias: bool = False) -> Linear:
-            dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype}
-            return Linear(inner, outer, use_bias=use_bias, rngs=rngs, **dtypes)
+            return Linear(inner, outer, use_bias=use_bias, rngs=rngs, **linear_options(config, mesh))
 
         self.q_down = None if q_width is None else linear(width, q_width, config.qkv_bias)
         self.q_norm = None if q_width is None else norm(q_width, LATENT_EPS, config, rngs)
@@ -386,11 +337,11 @@ class LatentAttention(nnx.Module):
             cache = small, turned = remember(cache, (small, turned), positions)
         k, v = self._keys_and_values(small, turned)
         q, k, v = checkpoint_name((q, k, v), "attention")
-        scale = self.config.attention_scale
+        scores = Scores(self.config.attention_scale)
         if cache is None:
-            y = causal_attention(q, k, v, self.mesh, scale=scale, segments=segments)
+            y = causal_attention(q, k, v, self.mesh, scores, None, segments)
         else:
-            y = attend(q, k, v, positions, scale=scale)
+            y = attend(q, k, v, positions, scores)
         y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 

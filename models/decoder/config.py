@@ -8,8 +8,9 @@ from jax import Array
 
 from jax_moe_lb import Losses, TopK
 from jax_moe_lb.core.experts import Activation
+from jax_moe_lb.routing import ForceBalanced
+from models.config import COMPUTE_DTYPES, require_one_of, require_positive
 from models.decoder.rope import Rope
-from models.model_config import COMPUTE_DTYPES, require_positive
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,15 @@ class Temperature:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Factor and reach of attention scores."""
+
+    scale: float  # factor on the products of queries and keys
+    window: int | None = None  # number of keys visible to a query, including its own; `None` is unlimited
+    chunk: int | None = None  # number of consecutive positions that see each other alone; `None` is unlimited
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Sizes of a decoder, read from a `config.json` by a module of `models.architectures`."""
 
@@ -59,7 +69,7 @@ class DecoderConfig:
     head_dim: int  # `C`, the channels per head
     mlp_dim: int  # `F`, the inner width of an expert
     num_experts: int  # `E`, experts per layer
-    router: TopK  # router; its `num_experts_per_tok` is `K`
+    router: TopK | ForceBalanced  # router; its `num_experts_per_tok` is `K`
     norm_eps: float  # epsilon of the RMS norms
     rope: Rope  # rotary embedding
     attention_scale: float  # factor on attention scores
@@ -101,22 +111,25 @@ class DecoderConfig:
     param_dtype: str = "float32"  # dtype of parameters
     # If True, run layers of equal structure as one `jax.lax.scan`, for training; see `models.decoder.layers.scanned`
     scan_layers: bool = False
+    remat: str | None = None  # residuals of a layer; `None` for `KEPT` in a scan, and otherwise all
+    fsdp: bool = False  # if True, shard the matrices of grouped attention and tokens over the mesh axis `data`
     # `model_type` of the multimodal checkpoint whose text part this is; empty for a checkpoint of text alone
     text_of: str = ""
     # Positions that the model was made for, for a warning alone; `None` if unknown
     max_positions: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
-            require_positive(name, getattr(self, name))
-        require_positive("num_experts", self.num_experts)
+        require_positive(
+            self, "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"
+        )
+        require_positive(self, "vocab_size", "embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        require_positive(self, "mlp_dim", "num_experts")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads is {self.num_kv_heads}; expected a divisor of num_heads {self.num_heads}")
         if self.rope.dim > self.head_dim:
             raise ValueError(f"rope.dim is {self.rope.dim}; expected at most the head_dim {self.head_dim}")
         for name in ("compute_dtype", "param_dtype"):
-            if getattr(self, name) not in COMPUTE_DTYPES:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(COMPUTE_DTYPES)}")
+            require_one_of(name, getattr(self, name), COMPUTE_DTYPES)
         if set(range(self.num_layers)) <= set(self.dense_layers):
             raise ValueError(f"dense_layers contains all {self.num_layers} layers; expected at least one with experts")
         for name in ("windows", "chunks"):

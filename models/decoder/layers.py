@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -30,8 +31,27 @@ def expert_rules(mesh: Mesh, num_experts: int) -> Rules:
     return ("exp", "expert"), ("embed", "data"), ("mlp", None)
 
 
+def over_data(kind: str, mesh: Mesh) -> dict[str, Any]:
+    """Return options of `nnx.Linear` ("kernel") or `nnx.Embed` ("embedding") with the matrix sharded over `data`."""
+    spec, at = (("data", None), 1) if kind == "kernel" else ((None, "data"), 0)
+    return {f"{kind}_metadata": {"out_sharding": spec, "mesh": mesh}, "promote_dtype": _PromoteAndGather(mesh, at)}
+
+
+@dataclass(frozen=True)
+class _PromoteAndGather:
+    """Replacement of Flax's `promote_dtype`: cast the arrays of a layer, then gather one of them."""
+
+    mesh: Mesh
+    at: int  # index of the array to gather
+
+    def __call__(self, arrays: tuple[Array | None, ...], **how: Any) -> tuple[Array | None, ...]:
+        cast: list[Any] = list(promote_dtype(arrays, **how))
+        cast[self.at] = jax.lax.with_sharding_constraint(cast[self.at], NamedSharding(self.mesh, PartitionSpec()))
+        return tuple(cast)
+
+
+# Path of the router weights, which compute in float32; all other matrices compute in the compute dtype.
 ROUTER = ("moe", "kernel")
-"""Path of the router weights, which compute in float32; all other matrices compute in the compute dtype."""
 
 
 def split(
@@ -71,8 +91,8 @@ class Adapter(nnx.Param):
     """Low-rank update of a matrix (LoRA, arXiv 2106.09685)."""
 
 
+# Path of the matrices with adapters in a block: attention and experts.
 ADAPTED = re.compile(r"attention\.\w+\.kernel|moe\.(up|gate|down)")
-"""Path of the matrices with adapters in a block: attention and experts."""
 
 
 def add_adapters(
@@ -183,8 +203,7 @@ def sums_of(value: Array) -> Array:
 
 
 sums_of.defvjp(
-    lambda value: (sums_of(value), jnp.zeros((), value.dtype)),
-    lambda like, sums: (sums.astype(like.dtype),),
+    lambda value: (sums_of(value), jnp.zeros((), value.dtype)), lambda like, sums: (sums.astype(like.dtype),)
 )
 
 
@@ -203,8 +222,7 @@ def _part(sums: Array, at: Array) -> tuple[Array, Array]:
 
 
 _part.defvjp(
-    lambda sums, at: (_part(sums, at), at),
-    lambda at, gradients: (gradients[0].at[at].add(gradients[1]), None),
+    lambda sums, at: (_part(sums, at), at), lambda at, gradients: (gradients[0].at[at].add(gradients[1]), None)
 )
 
 
@@ -236,33 +254,38 @@ def _gathered_backward(parts: NamedSharding, _: None, gradient: Array) -> tuple[
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
+# Names of the residuals of a layer, besides its input, as set by `checkpoint_name`. The backward pass reuses routing,
+# plans and attention products, and rematerializes everything else. "stream" is the residual stream after attention,
+# which saves the product of its output projection.
 KEPT = (*CHECKPOINT_NAMES, "attention")
-"""Names of the residuals of a layer, besides its input, as set by `checkpoint_name`.
+LAYER_INPUT = "layer_input"  # name of the input of a layer in a loop, as set by `checkpoint_name`
 
-The backward pass reuses routing, plans and attention products, and rematerializes everything else. "stream" is the
-residual stream after attention, which saves the product of its output projection.
-"""
-
-LAYER_INPUT = "layer_input"
-"""Name of the input of a layer in a loop, as set by `checkpoint_name`."""
-
-NARROWED = ("qkv", "out", "up", "down", "gate")
-"""Weights of the products in the compute dtype; routers and norms compute in float32."""
+# Weights of the products in the compute dtype; routers and norms compute in float32.
+NARROWED = ("q", "k", "v", "out", "up", "down", "gate")
 
 
-def one_by_one(layers: Sequence[Any], x: Array, remat: str = "none") -> tuple[Array, Any]:
+def one_by_one(
+    layers: Sequence[Any],
+    x: Array,
+    remat: str = "none",
+    shared: Sequence[Array | None] = (),
+    experts: Array | None = None,
+) -> tuple[Array, Any]:
     """Apply the layers to `x` in sequence; each layer is compiled separately."""
     # Arguments and results match `scanned`, except that `remat` defaults to "none".
     per_layer = []
-    for layer in layers:
+    for i, layer in enumerate(layers):
         graph, state = nnx.split(layer)
+        given = {} if experts is None else {"experts": experts[i]}
 
-        def run(x: Array, state: nnx.State, graph: Any = graph) -> tuple[Array, tuple[Any, nnx.State]]:
+        def run(
+            x: Array, state: nnx.State, given: dict[str, Array], graph: Any = graph
+        ) -> tuple[Array, tuple[Any, nnx.State]]:
             layer: Any = nnx.merge(graph, state)
-            x, stats = layer(x)
+            x, stats = layer(x, *shared, **given)
             return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
-        x, (stats, kept) = computed_again(run, remat, prevent_cse=True)(x, state)
+        x, (stats, kept) = computed_again(run, remat, prevent_cse=True)(x, state, given)
         nnx.update(layer, kept)
         per_layer.append(stats)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)

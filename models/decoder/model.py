@@ -4,8 +4,8 @@
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,17 @@ from jax.sharding import Mesh
 from jax_moe_lb import ExpertConfig, Losses, MoE, Precision, SharedExpert, Stats, System, Topology
 from jax_moe_lb.nn import SharedMix
 from models.data.marks import positions_in
-from models.decoder.attention import Cache, GroupedAttention, LatentAttention, StreamNorm, norm, stream_norm
+from models.decoder.attention import (
+    Cache,
+    GroupedAttention,
+    LatentAttention,
+    StreamNorm,
+    linear_options,
+    norm,
+    stream_norm,
+)
 from models.decoder.config import DecoderConfig
-from models.decoder.layers import Rules, scanned
+from models.decoder.layers import Rules, one_by_one, over_data, scanned
 from models.mesh import batch_sharding, topology_of
 
 
@@ -81,31 +89,29 @@ class FeedForward(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
+class Placement(NamedTuple):
+    """Arguments of the layers with experts."""
+
+    mesh: Mesh  # devices
+    topology: Topology  # ranks of the experts
+    system: System  # load-balancing system
+    rules: Rules | None  # sharding of the parameters; `None` for the default
+
+
 class DecoderBlock(nnx.Module):
     """Decoder block: attention, then experts or a dense network, each with a residual connection."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        *,
-        mesh: Mesh,
-        topology: Topology,
-        system: System,
-        rules: Rules | None = None,
-        rngs: nnx.Rngs,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, where: Placement, rngs: nnx.Rngs) -> None:
         self.residual_scale, self.norm_after = config.residual_scale, config.norm_after
         self.attention_norm = stream_norm(config, rngs)
         self.attention: GroupedAttention | LatentAttention
         if config.latent is None:
-            self.attention = GroupedAttention(config, layer, mesh=mesh, rngs=rngs)
+            self.attention = GroupedAttention(config, layer, mesh=where.mesh, rngs=rngs)
         else:
-            self.attention = LatentAttention(config, config.latent, mesh=mesh, rngs=rngs)
+            self.attention = LatentAttention(config, config.latent, mesh=where.mesh, rngs=rngs)
         self.moe_norm = stream_norm(config, rngs)
         self.dense = FeedForward(config, rngs=rngs) if layer in config.dense_layers else None
-        where: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rules": rules}
-        self.moe = None if self.dense else _experts(config, **where, rngs=rngs)
+        self.moe = None if self.dense else _experts(config, where, rngs)
 
     def __call__(
         self,
@@ -119,7 +125,7 @@ class DecoderBlock(nnx.Module):
     ) -> Any:
         """Apply the block to the residual stream `[B, T, H]`."""
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
+            positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         before, after = (_same, _normed) if self.norm_after else (_normed, _same)
         y, new = self.attention(before(self.attention_norm, x), positions, cache, segments)
         y = after(self.attention_norm, y)
@@ -144,29 +150,25 @@ class Decoder(nnx.Module):
         *,
         mesh: Mesh,
         system: System,
-        ranks_per_domain: int | None = None,
+        topology: Topology | None = None,
         rules: Rules | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         self.config, self.mesh = config, mesh
-        topology = topology_of(mesh, ranks_per_domain)
-        dtypes: dict[str, Any] = {"param_dtype": config.param_dtype, "rngs": rngs}
-        self.embed = nnx.Embed(config.vocab_size, config.embed_dim, dtype=config.compute_dtype, **dtypes)
-        options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rules": rules, "rngs": rngs}
-        self.blocks = nnx.List([DecoderBlock(config, layer, **options) for layer in range(config.num_layers)])
+        words: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        words |= over_data("embedding", mesh) if config.fsdp else {}
+        self.embed = nnx.Embed(config.vocab_size, config.embed_dim, **words)
+        where = Placement(mesh, topology or topology_of(mesh), system, rules)
+        self.blocks = nnx.List([DecoderBlock(config, layer, where, rngs) for layer in range(config.num_layers)])
         self.norm = stream_norm(config, rngs)
-        words: dict[str, Any] = {"use_bias": config.head_bias, "dtype": config.compute_dtype, **dtypes}
+        words = linear_options(config, mesh) | {"use_bias": config.head_bias, "rngs": rngs}
         self.head = None if config.tie_embeddings else nnx.Linear(config.embed_dim, config.vocab_size, **words)
         further = range(config.num_layers, config.num_layers + config.num_further)
-        blocks = (DecoderBlock(config, layer, **options) for layer in further)
+        blocks = (DecoderBlock(config, layer, where, rngs) for layer in further)
         self.further = nnx.List([MultiTokenPrediction(config, block, rngs=rngs) for block in blocks])
 
     def __call__(
-        self,
-        tokens: Array,
-        mask: Array | None = None,
-        segments: Array | None = None,
-        experts: Array | None = None,
+        self, tokens: Array, mask: Array | None = None, segments: Array | None = None, experts: Array | None = None
     ) -> tuple[Array, Stats]:
         """Compute the logits of whole sequences, for training."""
         x, stats = self._stream(tokens, mask, segments, experts)
@@ -191,20 +193,30 @@ class Decoder(nnx.Module):
         segments: Array | None,
         experts: Array | None,
     ) -> tuple[Array, Any]:
-        positions = None if segments is None else positions_in(segments)
-        if self.config.scan_layers and mask is None:
-            shared = (positions, None, None, segments)
-            return scanned(blocks, x, batch_sharding(self.mesh), shared=shared, experts=experts)
-        per_layer = []
-        for i, block in enumerate(blocks):
-            x, stats = block(x, positions, mask, None, segments, None if experts is None else experts[i])
-            per_layer.append(stats)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
+        how: dict[str, Any] = {} if self.config.remat is None else {"remat": self.config.remat}
+        how["shared"] = (None if segments is None else positions_in(segments), mask, None, segments)
+        if self.config.scan_layers:
+            return scanned(blocks, x, batch_sharding(self.mesh), experts=experts, **how)
+        return one_by_one(blocks, x, experts=experts, **how)
 
     def _logits(self, x: Array) -> Array:
         x = self.norm(x).astype(x.dtype)
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         return scaled(logits.astype(jnp.float32), self.config.logit_scale)
+
+    def update_bias(self, stats: Stats, rate: float) -> None:
+        """Update the selection biases of all layers from the load of one step; see `MoE.update_bias`."""
+        for moe, one in self._with_stats(stats):
+            moe.update_bias(one, rate)
+
+    def update_loads(self, stats: Stats) -> None:
+        """Update the running loads of all layers, for their relocation; see `MoE.update_loads`."""
+        for moe, one in self._with_stats(stats):
+            moe.update_loads(one)
+
+    def _with_stats(self, stats: Stats) -> Iterator[tuple[MoE, Stats]]:
+        for i, moe in enumerate(block.moe for block in self.blocks if block.moe is not None):
+            yield moe, jax.tree.map(lambda leaf, i=i: leaf[i], stats)
 
     def extend(
         self, tokens: Array, positions: Array, mask: Array, cache: Sequence[Cache], *, return_routing: bool = False
@@ -222,22 +234,17 @@ class Decoder(nnx.Module):
         return [block.attention.empty_cache(batch_size, length) for block in self.blocks]
 
 
-def _experts(
-    config: DecoderConfig, *, mesh: Mesh, topology: Topology, system: System, rules: Rules | None, rngs: nnx.Rngs
-) -> MoE:
+def _experts(config: DecoderConfig, where: Placement, rngs: nnx.Rngs) -> MoE:
     mix = SharedMix.SIGMOID if config.shared_is_gated else SharedMix.SUM
     shared = SharedExpert(config.shared_mlp_dim, mix) if config.shared_mlp_dim else None
     return MoE(
         config.embed_dim,
         config.num_experts,
         config.router,
-        mesh=mesh,
-        topology=topology,
-        system=system,
+        **where._asdict(),
         experts=ExpertConfig(config.mlp_dim, config.activation, use_bias=config.expert_bias),
         shared=shared,
         losses=config.losses or Losses(),
         precision=Precision(config.compute_dtype, config.param_dtype),
-        rules=rules,
         rngs=rngs,
     )

@@ -27,10 +27,10 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.config import ParallelConfig
 from models.data.marks import positions_in
 from models.decoder.layers import LAYER_INPUT, ParameterGather, computed_again, scan_states, sums_of, without
 from models.mesh import STAGE, batch_sharding
-from models.model_config import ParallelConfig
 
 BY_STAGE, OF_BLOCKS = PartitionSpec(STAGE), PartitionSpec(None, STAGE)
 

@@ -13,22 +13,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats
 from jax_moe_lb.routing import updated_bias
+from models.config import LoraConfig
 from models.data.marks import positions_in, predicted, segments, words
 from models.decoder.attention import StreamNorm
 from models.decoder.layers import KEPT, ParameterGather, add_adapters, period_of, scan_stacked, split
 from models.decoder.model import Decoder, DecoderBlock, first_layers, scaled
 from models.decoder.pipeline import Pipeline, through_stages
 from models.mesh import all_axes, batch_sharding
-from models.model_config import LoraConfig
 
+# Tokens per sequence with materialized logits; with a vocabulary of 150,000 they take 2.5 GB in float32. Gradients of
+# layers, which take more, do not exist yet. Each block reads the head and reduce-scatters its gradient.
 LOSS_BLOCK = 4096
-"""Tokens per sequence with materialized logits; with a vocabulary of 150,000 they take 2.5 GB in float32.
 
-Gradients of layers, which take more, do not exist yet. Each block reads the head and reduce-scatters its gradient.
-"""
-
-Places = tuple[tuple[str, int], ...]
-"""Path of the stack with each layer, and the layer's index in it."""
+Places = tuple[tuple[str, int], ...]  # path of the stack with each layer, and the layer's index in it
 
 
 class StackedDecoder(nnx.Module):

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +10,25 @@ from jax.sharding import Mesh
 from jax_moe_lb.aot import ProgramReport, Target, compile_for, print_report, quiet_stderr, use_no_accelerators
 from jax_moe_lb.core import FileLimits
 from models.architectures.published import num_params, published_config
-from models.config import TUNING, TrainConfig
+from models.config import TUNING, ParallelConfig, TrainConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import KEPT
 from models.mesh import batch_sharding, make_system, mesh_from
-from models.model_config import ModelConfig, ParallelConfig
 from models.settings import Given, layered, updated
-from models.training.source import PUBLISHED_NAMES, source_of, with_sizes
+from models.training.source import PUBLISHED_NAMES, preset_config, source_of, with_sizes
 from models.training.step import make_programs
 
-BACKWARD = 3
-"""Ideal ratio of a forward and backward pass to a forward pass; each matrix product has two gradients."""
+BACKWARD = 3  # ideal ratio of a forward and backward pass to a forward pass; each matrix product has two gradients
 
 
 def show(config: TrainConfig, target: Target, limits: FileLimits = FileLimits()) -> None:
     """Compile one training step for a target and print its report; the arguments match `dry_run`."""
     with quiet_stderr():
         report = dry_run(config, target, limits)
-    parallel = config.parallel
-    where = f"{parallel.sizes} devices of {target.name}"
-    print_report(report, f"a step of {config.tokens_per_step} tokens, {parallel.system} on {where}")
+    name, parallel = PUBLISHED_NAMES.get(config.model.checkpoint or ""), config.parallel
+    sizes = f"{config.batch.size} sequences of {config.batch.sequence_length} tokens"
+    where = f"{parallel.system} on {parallel.sizes} devices of {target.name}"
+    print_report(report, f"a step of {f'{name}, ' if name else ''}{sizes}, {where}")
 
 
 def dry_run(config: TrainConfig, target: Target, limits: FileLimits = FileLimits()) -> ProgramReport:
@@ -42,20 +39,9 @@ def dry_run(config: TrainConfig, target: Target, limits: FileLimits = FileLimits
     programs = make_programs(config, mesh, make_system(config.parallel), source.config if source else None)
     shape, length = (config.batch.size, config.batch.sequence_length + 1), config.batch.sequence_length
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-    if source is None:
-        per_token = ideal_flops_per_token(config.model, length)
-    else:
-        per_token = decoder_flops_per_token(source.config, length)
+    per_token = decoder_flops_per_token(source.config if source else preset_config(config.model), length)
     ideal_flops = per_token * config.tokens_per_step // mesh.size
     return compile_for(target, programs.step, (programs.state_shapes, tokens), mesh, ideal_flops=ideal_flops)
-
-
-def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Return the ideal floating-point operations of a step per token, without the optimizer."""
-    width = model.embed_dim
-    attention = 4 * width * width + sequence_length * width
-    experts = 3 * model.experts_per_token * width * model.mlp_dim + width * model.num_experts
-    return 2 * BACKWARD * (model.num_layers * (attention + experts) + width * model.vocab_size)
 
 
 def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
@@ -68,72 +54,35 @@ def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
     return mesh_from(devices, parallel)
 
 
-SEQUENCE_LENGTH = 4096
-"""Default tokens per sequence; each device has one sequence."""
-
-MOST_RANKS = 64
-"""Default maximum of ranks per group; larger clusters have several groups."""
-
+SEQUENCE_LENGTH = 4096  # default tokens per sequence; each device has one sequence
+MOST_RANKS = 64  # default maximum of ranks per group; larger clusters have several groups
+# Models whose backward pass rematerializes attention, except its sum with the residual stream. For 61 layers with 128
+# heads, queries, keys, values and outputs take 40 GB at 4096 tokens.
 ATTENTION_AGAIN = ("DeepSeek-V3", "GLM-4.5")
-"""Models whose backward pass rematerializes attention, except its sum with the residual stream.
-
-For 61 layers with 128 heads, queries, keys, values and outputs take 40 GB at 4096 tokens.
-"""
 
 
-@dataclass(frozen=True)
-class PublishedRun:
-    """Sizes of a training step of a published model."""
-
-    name: str  # the model, a key of `PUBLISHED`
-    train: TrainConfig  # configuration of the run
-
-    @classmethod
-    def on(cls, preset: str, target: Target, given: Given) -> "PublishedRun":
-        """Combine the given fields with the defaults for a target."""
-        # By default, the ranks per group are the largest common divisor of experts and devices up to `MOST_RANKS`.
-        # Expert weights move within a node each microbatch. Every device has one document of `SEQUENCE_LENGTH` tokens.
-        name = PUBLISHED_NAMES[preset]
-        chosen = {key: value for key, value in given.get("parallel", {}).items() if value is not None}
-        stages = max(chosen.get("stages", 1), 1)
-        num_devices = target.num_devices // stages
-        ranks = chosen.get("expert_parallel")
-        if ranks is None:
-            most = num_devices // chosen["data_parallel"] if chosen.get("data_parallel", 0) > 0 else num_devices
-            ranks = _largest_divisor(math.gcd(published_config(name).num_experts, most), MOST_RANKS)
-        on_node = target.num_devices // target.num_domains
-        usual: dict[str, Any] = {
-            "expert_parallel": ranks,
-            "data_parallel": max(num_devices // ranks, 1) if ranks > 0 else 1,
-        }
-        usual["ranks_per_domain"] = math.gcd(on_node, ranks)
-        parallel = updated(ParallelConfig(), usual | chosen, "parallel.")
-        attention = "stream" if name in ATTENTION_AGAIN else "attention"
-        kept = [attention if one == "attention" else one for one in KEPT]
-        model = {"checkpoint": preset, "compute_dtype": "bfloat16", "remat": ",".join(kept)}
-        size = parallel.data_parallel * parallel.expert_parallel * parallel.num_microbatches
-        batch = {"size": size, "sequence_length": SEQUENCE_LENGTH}
-        usual_given = {"model": model, "batch": batch, "data": {"within_documents": False}}
-        config = updated(TUNING, layered(usual_given, given, {"parallel": dataclasses.asdict(parallel)}))
-        return cls(name, updated(config, with_sizes(given, source_of(config.model))))
-
-    def compile(self, target: Target) -> ProgramReport:
-        """Compile one step, including the optimizer, and report memory and operations per device."""
-        return dry_run(self.train, target)
-
-    def __str__(self) -> str:
-        parallel, train = self.train.parallel, self.train
-        tokens = f"{train.batch.size} sequences of {train.batch.sequence_length} tokens"
-        groups = f"{parallel.sizes} devices"
-        return f"a step of {self.name}, {tokens}, {parallel.system} on {groups}"
-
-
-def show_published(preset: str, target: Target, given: Given) -> None:
-    """Print the report of `PublishedRun.compile`."""
-    run = PublishedRun.on(preset, target, given)
-    with quiet_stderr():
-        report = run.compile(target)
-    print_report(report, f"{run} of {target.name}")
+def published_run(preset: str, target: Target, given: Given) -> TrainConfig:
+    """Combine the given fields of a run of a published model with the defaults for a target."""
+    # By default, the ranks per group are the largest common divisor of experts and devices up to `MOST_RANKS`.
+    # Expert weights move within a node each microbatch. Every device has one document of `SEQUENCE_LENGTH` tokens.
+    name = PUBLISHED_NAMES[preset]
+    chosen = {key: value for key, value in given.get("parallel", {}).items() if value is not None}
+    num_devices = target.num_devices // max(chosen.get("stages", 1), 1)
+    ranks = chosen.get("expert_parallel")
+    if ranks is None:
+        most = num_devices // chosen["data_parallel"] if chosen.get("data_parallel", 0) > 0 else num_devices
+        ranks = _largest_divisor(math.gcd(published_config(name).num_experts, most), MOST_RANKS)
+    usual = {"expert_parallel": ranks, "data_parallel": max(num_devices // ranks, 1) if ranks > 0 else 1}
+    usual["ranks_per_domain"] = math.gcd(target.num_devices // target.num_domains, ranks)
+    parallel = updated(ParallelConfig(), usual | chosen, "parallel.")
+    attention = "stream" if name in ATTENTION_AGAIN else "attention"
+    kept = [attention if one == "attention" else one for one in KEPT]
+    model = {"checkpoint": preset, "compute_dtype": "bfloat16", "remat": ",".join(kept)}
+    size = parallel.data_parallel * parallel.expert_parallel * parallel.num_microbatches
+    batch = {"size": size, "sequence_length": SEQUENCE_LENGTH}
+    usual_given = {"model": model, "batch": batch, "data": {"within_documents": False}}
+    config = updated(TUNING, layered(usual_given, given, {"parallel": dataclasses.asdict(parallel)}))
+    return updated(config, with_sizes(given, source_of(config.model)))
 
 
 def decoder_flops_per_token(config: DecoderConfig, sequence_length: int) -> int:

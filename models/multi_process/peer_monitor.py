@@ -4,9 +4,9 @@
 all processes soon after one has ended, each with a message naming that process.
 
 JAX's coordination service also detects this. It takes 60 to 100 s by default, and 10 s with the shortest usable
-`heartbeat_timeout_seconds`, and it aborts the process from C++ with some twenty lines. Here each process keeps a
-connection to process 0, which the kernel closes as soon as a process ends. No Python thread has a deadline, so a busy
-process is never mistaken for a dead one.
+`heartbeat_timeout_seconds`, and it aborts the process from C++ with some twenty lines. Here each process keeps the
+connection to process 0 by which it joined, and the kernel closes it as soon as a process ends. No Python thread has a
+deadline, so a busy process is never mistaken for a dead one.
 
 A stopped process keeps its connections. Each process sends its step to process 0 every second, and gets the stall of
 the run as the answer. There is one unanswered message at a time, so that no socket of a stopped process fills up.
@@ -14,25 +14,21 @@ the run as the answer. There is one unanswered message at a time, so that no soc
 
 import json
 import os
-import secrets
-import socket
 import sys
 import threading
 import time
 import traceback
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any
 
 import jax
 from jax._src import distributed
 
 from models.console import USER_ERRORS, UserError, say
-from models.multi_process.rendezvous import Link, Place, listen
+from models.multi_process.rendezvous import Link, Links, Place
 from models.multi_process.stalls import BEAT_S, Progress, Stall, StallDetector, StallLines
 
-AGREE_TIMEOUT_S = 600
-"""Maximum difference between processes in the time to read their data, in seconds."""
+AGREE_TIMEOUT_S = 600  # maximum difference between processes in the time to read their data, in seconds
 
 
 class Store:
@@ -97,18 +93,10 @@ def _flat(options: dict) -> dict:
     return flat
 
 
-MEET_TIMEOUT_S = 60
-"""Timeout for the connections between processes, all of which have started, in seconds."""
+CAUSE_TIMEOUT_S = 3.0  # time for a failing process to learn about an earlier failure elsewhere, in seconds
 
-CAUSE_TIMEOUT_S = 3.0
-"""Time for a failing process to learn about an earlier failure elsewhere, in seconds."""
-
-HELLO_TIMEOUT_S = 5
-"""Timeout for a new connection to identify itself, in seconds; it may be an unrelated client."""
-
+# Time for process 0 to outlive the others, in seconds. JAX aborts processes whose coordinator exits first.
 LINGER_S = 3.0
-"""Time for process 0 to outlive the others, in seconds. JAX aborts processes whose coordinator exits first."""
-
 FAILED = 1
 
 
@@ -119,19 +107,11 @@ class PeerMonitor:
     # here: otherwise JAX would wait at interpreter exit for processes that never arrive.
 
     def __init__(
-        self, place: Place, store: Store, progress: Progress | None = None, stall_timeout_s: float | None = None
+        self, place: Place, links: Links, progress: Progress | None = None, stall_timeout_s: float | None = None
     ) -> None:
         self.place, self.progress, self.stall_timeout_s = place, progress or Progress(), stall_timeout_s
-        self.name = f"process {place.process_id} (pid {os.getpid()} on {socket.gethostname()})"
         # The thread holding this lock ends the process, and only it prints the reason.
-        self.deciding = threading.Lock()
-        try:
-            self.links = self._meet_members(store) if place.process_id == 0 else self._meet_first(store)
-        except OSError as error:
-            raise UserError(
-                f"the {place.num_processes} processes cannot connect to each other ({error}); expected process 0 at "
-                f"{place.host!r} to accept connections at any port"
-            ) from error
+        self.name, self.links, self.deciding = place.name, links, threading.Lock()
         self.detector, self.stall_lines = StallDetector([self.name, *self.links]), StallLines(stall_timeout_s)
         self.stall: Stall | None = None
         # On other processes than 0: whether process 0 answered the last message.
@@ -143,9 +123,7 @@ class PeerMonitor:
         threading.Thread(target=self._watch_progress, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             # The shutdown waits for all processes; one killed before then is still detected.
             jax.distributed.shutdown()
@@ -165,31 +143,6 @@ class PeerMonitor:
             code = USER_ERRORS if refused else FAILED
             self._tell({"line": f"{self.name} ended: {error or type(error).__name__}", "code": code})
             self._end(code)
-
-    def _meet_members(self, store: Store) -> dict[str, Link]:
-        """Accept a connection from each other process; the token rejects unrelated clients."""
-        word, until = secrets.token_hex(), time.monotonic() + MEET_TIMEOUT_S
-        links: dict[str, Link] = {}
-        with listen(0) as server:
-            store.put("peers", json.dumps({"port": server.getsockname()[1], "word": word, "name": self.name}))
-            while len(links) < self.place.num_processes - 1:
-                server.settimeout(max(until - time.monotonic(), 0.001))
-                connection, _ = server.accept()
-                connection.settimeout(HELLO_TIMEOUT_S)
-                link = Link(connection)
-                hello = link.receive()
-                if hello and hello.get("word") == word:
-                    connection.settimeout(None)
-                    links[hello["name"]] = link
-        return links
-
-    def _meet_first(self, store: Store) -> dict[str, Link]:
-        first = json.loads(store.get("peers", MEET_TIMEOUT_S))
-        connection = socket.create_connection((self.place.host, first["port"]), timeout=MEET_TIMEOUT_S)
-        connection.settimeout(None)
-        link = Link(connection)
-        link.send({"word": first["word"], "name": self.name})
-        return {first["name"]: link}
 
     def _watch(self, name: str, link: Link) -> None:
         """Receive messages from another process until it ends, in a thread."""

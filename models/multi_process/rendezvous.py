@@ -6,7 +6,7 @@ address without a port raises IndexError. The processes therefore meet at the co
 `detect_process` determines this process's index and the address of process 0, and rejects an invalid address in one
 line. Process 0 listens, and the others connect. It replies to all of them once every process has connected or the
 timeout is reached, with the indices of missing processes. The port is then free for JAX's coordination service, started
-by `join`. A `Link` is a connection that the kernel closes when one of its processes ends.
+by `join`. `PeerMonitor` keeps the connections, which the kernel closes when one of their processes ends.
 
 A process that is stopped for minutes may continue, so the timeouts of JAX and XLA that abort the others meanwhile are
 raised. `PeerMonitor` detects stalls.
@@ -27,13 +27,10 @@ import jax
 from jax._src.clusters import ClusterEnv
 
 from models.console import USER_ERRORS, UserError, say
-from models.multi_process.relay import relay_to
 
+# Keepalive settings of a connection: probe after 5 s idle, then every 3 s; three lost probes close it, after 14 s.
+# `TCP_USER_TIMEOUT` is in milliseconds and limits unacknowledged data. Some systems lack some of these options.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
-"""Keepalive settings of a connection: probe after 5 s idle, then every 3 s; three lost probes close it, after 14 s.
-
-`TCP_USER_TIMEOUT` is in milliseconds and limits unacknowledged data. Some systems lack some of these options.
-"""
 
 
 def listen(port: int) -> socket.socket:
@@ -70,6 +67,7 @@ class Link:
         return message if isinstance(message, dict) else None
 
 
+Links = dict[str, Link]  # connections by the names of the processes at their other ends
 PORTS = range(1, 65_536)
 
 
@@ -86,6 +84,11 @@ class Place:
     def coordinator(self) -> str:
         """Address of the coordination service in JAX's format."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def name(self) -> str:
+        """Name of this process in messages."""
+        return f"process {self.process_id} (pid {os.getpid()} on {socket.gethostname()})"
 
 
 def detect_process(
@@ -163,19 +166,14 @@ def _address(coordinator: str, source: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-PAUSE_S = 0.1
-"""Seconds between attempts to connect."""
-
-HELLO_TIMEOUT_S = 5
-"""Timeout for a new connection to identify itself, in seconds; it may be an unrelated client."""
-
+PAUSE_S = 0.1  # seconds between attempts to connect
+HELLO_TIMEOUT_S = 5  # timeout for a new connection to identify itself, in seconds; it may be an unrelated client
 IDS_SHOWN = 8
-
 HELLO = "jax_moe_lb"
 
 
-def gather(place: Place, until: float, timeout_s: float) -> None:
-    """Wait for all other processes, on process 0."""
+def gather(place: Place, until: float, timeout_s: float) -> Links:
+    """Wait for all other processes, on process 0; return the connections by the names of the processes."""
     try:
         # Check the port here: JAX's service would share a port in use and mix two training runs.
         server = listen(place.port)
@@ -184,27 +182,37 @@ def gather(place: Place, until: float, timeout_s: float) -> None:
             f"multi_process.coordinator is {place.coordinator!r}; expected a port that is free on the machine of "
             f"process 0: {error.strerror}"
         ) from error
-    hosts, links = {0: socket.gethostname()}, []
+    hosts, links, problem = {0: socket.gethostname()}, [], None
     with server:
-        problem = None
+        arrivals = _accepted(server, until)
         while len(hosts) < place.num_processes and problem is None:
-            server.settimeout(max(until - time.monotonic(), 0.001))
             try:
-                connection, _ = server.accept()
+                link, hello = next(arrivals)
             except TimeoutError:
                 problem = _missing(place, hosts, timeout_s)
-                break
-            connection.settimeout(HELLO_TIMEOUT_S)
-            link = Link(connection)
-            hello = link.receive()
-            if hello is not None and hello.get("hello") == HELLO:
-                links.append(link)
+            else:
+                links.append((hello["name"], link))
                 problem = _add(place, hosts, hello)
-    for link in links:
-        link.send({"problem": problem})
-        link.connection.close()
+    for _, link in links:
+        link.connection.settimeout(None)
+        link.send({"problem": problem, "name": place.name})
+        if problem is not None:
+            link.connection.close()
     if problem is not None:
         raise UserError(problem)
+    return dict(links)
+
+
+def _accepted(server: socket.socket, until: float) -> Iterator[tuple[Link, dict]]:
+    """Yield each connection that begins with `HELLO`, and its first message; raise `TimeoutError` at the deadline."""
+    while True:
+        server.settimeout(max(until - time.monotonic(), 0.001))
+        connection, _ = server.accept()
+        connection.settimeout(HELLO_TIMEOUT_S)
+        link = Link(connection)
+        hello = link.receive()
+        if hello is not None and hello.get("hello") == HELLO:
+            yield link, hello
 
 
 def _add(place: Place, hosts: dict[int, str], hello: dict) -> str | None:
@@ -234,20 +242,21 @@ def _missing(place: Place, hosts: Collection[int], timeout_s: float) -> str:
     )
 
 
-def wait_for_processes(place: Place, until: float, timeout_s: float) -> None:
-    """Connect to process 0, and wait until all processes are connected."""
+def wait_for_processes(place: Place, until: float, timeout_s: float) -> Links:
+    """Connect to process 0, and wait until all processes are connected; return the connection by its name."""
     connection = _connected(place, until, timeout_s)
     # Process 0 enforces the timeout, and keepalive detects its failure.
     connection.settimeout(None)
     link = Link(connection)
     hello = {"hello": HELLO, "process_id": place.process_id, "num_processes": place.num_processes}
-    link.send(hello | {"host": socket.gethostname()})
+    link.send(hello | {"host": socket.gethostname(), "name": place.name})
     answer = link.receive()
-    connection.close()
     if answer is None:
         raise UserError(f"process 0 at {place.coordinator} ended while it waited for the others; its own line says why")
     if answer.get("problem") is not None:
+        connection.close()
         raise UserError(answer["problem"])
+    return {answer["name"]: link}
 
 
 def _connected(place: Place, until: float, timeout_s: float) -> socket.socket:
@@ -266,33 +275,20 @@ def _connected(place: Place, until: float, timeout_s: float) -> socket.socket:
         time.sleep(PAUSE_S)
 
 
-JAX_TIMEOUT_S = 120
-"""Timeout for JAX to connect the processes, all of which have started, in seconds."""
-
-NEVER_S = 10**6
-"""Timeout of JAX and XLA for processes that do not respond, in seconds: 11 days."""
-
-XLA_TIMEOUTS = (
-    "xla_cpu_collective_timeout_seconds",
-    "xla_cpu_collective_call_terminate_timeout_seconds",
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds",
-)
-
-MARGIN_S = 60
-"""Margin of JAX's own timeout over ours in seconds, as reaching it aborts the process."""
+JAX_TIMEOUT_S = 120  # timeout for JAX to connect the processes, all of which have started, in seconds
+NEVER_S = 10**6  # timeout of JAX and XLA for processes that do not respond, in seconds: 11 days
+XLA_TIMEOUTS = [f"xla_cpu_collective_{name}timeout_seconds" for name in ("", "call_terminate_", "call_warn_stuck_")]
+MARGIN_S = 60  # margin of JAX's own timeout over ours in seconds, as reaching it aborts the process
 
 
-def join(place: Place, timeout_s: float) -> None:
-    """Initialize `jax.distributed`; call it before any other use of JAX."""
+def join(place: Place, timeout_s: float) -> Links:
+    """Initialize `jax.distributed` before any other use of JAX; return the connections for `PeerMonitor`."""
     # If a timeout is reached, this process exits with a message.
     if not 0 < timeout_s < math.inf:
         raise UserError(f"multi_process.join_timeout_s is {timeout_s}; expected a finite number above 0")
     until, at = time.monotonic() + timeout_s, place.coordinator
     say(f"waiting for {place.num_processes} processes at {at}, at most {timeout_s:g} s")
-    if place.process_id == 0:
-        gather(place, until, timeout_s)
-    else:
-        wait_for_processes(place, until, timeout_s)
+    links = (gather if place.process_id == 0 else wait_for_processes)(place, until, timeout_s)
     line = f"the processes met at {at}, but JAX did not connect all of them within {JAX_TIMEOUT_S} s"
     address = at if place.process_id == 0 else relay_to(place.host, place.port)
     _raise_xla_timeouts()
@@ -307,6 +303,45 @@ def join(place: Place, timeout_s: float) -> None:
             )
         except (RuntimeError, ValueError) as error:
             raise UserError(f"distributed is set, but JAX cannot join the processes at {at}: {error}") from error
+    return links
+
+
+def relay_to(host: str, port: int) -> str:
+    """Return a local address whose connections are forwarded to an address; it hides the end of process 0 from JAX."""
+    # If the connection to its service closes, JAX aborts the process from C++ with some thirty lines, and a Python
+    # callback for this case fails with `std::bad_cast`. A process stopped while the run ends would always meet this, as
+    # it finds all connections closed when it continues. JAX therefore connects to a socket of its own process, which
+    # stays open. `PeerMonitor` detects the end of process 0 through a connection of its own.
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_accept, args=(server, host, port), daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def _accept(server: socket.socket, host: str, port: int) -> None:
+    while True:
+        inner, _ = server.accept()
+        threading.Thread(target=_forward, args=(inner, host, port), daemon=True).start()
+
+
+def _forward(inner: socket.socket, host: str, port: int) -> None:
+    """Forward a connection; close it if the other end refuses it, as JAX connects again."""
+    try:
+        outer = socket.create_connection((host, port))
+    except OSError:
+        inner.close()
+        return
+    for connection in (inner, outer):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    threading.Thread(target=_copy, args=(outer, inner), daemon=True).start()
+    _copy(inner, outer)
+    # JAX closed its end. The inner end is left open if the outer one closes.
+    outer.close()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
 
 
 def _raise_xla_timeouts() -> None:

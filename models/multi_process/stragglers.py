@@ -14,19 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-EVERY_STEPS = 10
-"""Steps between comparisons of hosts."""
-
-SLOW = 1.5
-"""Ratio to the median above which a host is a straggler."""
-
-LEAST_SHARE = 0.05
-"""Minimum excess over the median to report, as a fraction of the step time."""
-
+EVERY_STEPS = 10  # steps between comparisons of hosts
+SLOW = 1.5  # ratio to the median above which a host is a straggler
+LEAST_SHARE = 0.05  # minimum excess over the median to report, as a fraction of the step time
 PROBE_SIZES = {"cpu": 512}
+# Size of the probe matrices on accelerators; with `PROBE_SIZES` on CPUs, the product takes milliseconds.
 PROBE_SIZE = 4096
-"""Size of the probe matrices on accelerators; with `PROBE_SIZES` on CPUs, the product takes milliseconds."""
-
 PROBE_REPEATS = 3
 NAME_BYTES = 64
 

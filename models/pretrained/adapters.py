@@ -16,22 +16,21 @@ from jax_moe_lb.core.file_limits import UNLIMITED
 from models.architectures.config_json import Fields
 from models.architectures.parameter_map import ParameterSlice, renamed
 from models.architectures.registry import architecture_of, pieces_of
+from models.config import LoraConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import ADAPTED
 from models.decoder.stacked import StackedDecoder
-from models.model_config import LoraConfig
 from models.pretrained.loading import by_path
 from models.pretrained.saving import TensorShapes, stored_slice, vacant, write_file
 from models.run_folder.files import write_whole
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-"""Names of PEFT's files."""
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # names of PEFT's files
 
+# Paths of the matrices of experts, which have adapters together.
 EXPERTS = frozenset({"moe.up", "moe.gate", "moe.down"})
-"""Paths of the matrices of experts, which have adapters together."""
 
+# Prefix of tensor names in PEFT's files, and the end of the name of a linear map's weight.
 PREFIX, WEIGHT = "base_model.model.", ".weight"
-"""Prefix of tensor names in PEFT's files, and the end of the name of a linear map's weight."""
 
 
 def target_paths(config: DecoderConfig, targets: str | None) -> frozenset[str]:
@@ -94,14 +93,6 @@ def _config(config: DecoderConfig, pieces: list[ParameterSlice], lora: LoraConfi
     modules |= {renamed(module + WEIGHT, names).removesuffix(WEIGHT) for module in modules}
     kinds = (re.sub(r"\\\.\d+", r"\.\\d+", re.escape(module)) for module in modules)
     patterns = {kind.replace(r"\.experts\.\d+", r"\.experts(\.\d+)?") for kind in kinds}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": "|".join(sorted(patterns)),
-        "inference_mode": True,
-    }
+    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0, "inference_mode": True}
+    sizes = {"base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha}
+    return kind | sizes | {"target_modules": "|".join(sorted(patterns))}

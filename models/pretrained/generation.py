@@ -75,16 +75,12 @@ def choose(logits: Array, sampling: Sampling, key: Array, occurred: Array | None
 
 
 class Generator:
-    """Generator of text, which compiles its programs once for each bucket of sizes.
+    """Generator of text, which compiles its programs once for each bucket of sizes."""
 
-    The same balanced MoE layer serves the many tokens of the prompts and the few tokens of a decoding step. The numbers
-    of prompts per device, of their tokens and of cached tokens are padded to powers of two. Padding is not routed. A
-    call whose padded sizes occurred before compiles nothing. Other settings of `Sampling` than the seed compile their
-    choice of tokens alone.
-
-    Args:
-        model: return value of `from_pretrained`. Each call reads its parameters, so they may be updated between calls.
-    """
+    # The same balanced MoE layer serves the many tokens of the prompts and the few tokens of a decoding step. The
+    # numbers of prompts per device, of their tokens and of cached tokens are padded to powers of two. Padding is not
+    # routed. A call whose padded sizes occurred before compiles nothing. Other settings of `Sampling` than the seed
+    # compile their choice of tokens alone. Each call reads the parameters of the model, which may change between calls.
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -96,7 +92,7 @@ class Generator:
         self._read = jax.jit(
             _read,
             static_argnums=(0, 1),
-            donate_argnums=8,
+            donate_argnums=5,
             out_shardings=(self._others, self._everywhere, None, self._lines),
             compiler_options=compiler_options(model.mesh),
         )
@@ -114,29 +110,10 @@ class Generator:
         tell: Callable[[Stats], None] | None = None,
         return_routing: bool = False,
     ) -> Any:
-        """Continue prompts of any lengths.
-
-        A warning reports sequences longer than the model's `max_position_embeddings`.
-
-        Args:
-            prompts: tokens of each sequence, at least one.
-            max_new_tokens: maximum number of new tokens per sequence.
-            sampling: sampling of the next token (default: most likely token).
-            end_tokens: tokens that end a sequence.
-            stop: function that returns whether the new tokens of a sequence end it.
-            show: function called after each step with the new tokens of all sequences.
-            tell: function called with the statistics of each step, `[layers, D, ...]`, first those of the prompts.
-            return_routing: if True, also return the experts of each sequence; False by default.
-
-        Returns:
-            The new tokens of each sequence, up to and excluding the first of `end_tokens`. With `return_routing`, a
-            pair of these and a list of experts, int32 `[layers, T, K]` for each sequence. `T` counts its prompt and its
-            new tokens without the last: the tokens read for the prediction of all others.
-
-        Raises:
-            ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or `max_new_tokens` is
-                below 1.
-        """
+        """Return the new tokens of each prompt, up to and excluding the first of `end_tokens`."""
+        # `stop` returns whether the new tokens of a sequence end it. After each step, `show` gets the new tokens of all
+        # sequences and `tell` the statistics, `[layers, D, ...]`, first those of the prompts. With `return_routing`,
+        # the result is a pair with the experts of each sequence, int32 `[layers, T, K]`, for the tokens read.
         _check(self.model, prompts, max_new_tokens)
         lines: list[list[int]] = [[] for _ in prompts]
         are_open, routing = [True] * len(prompts), []
@@ -173,7 +150,7 @@ class Generator:
         key, are_real = jax.random.key(sampling.seed), lengths[:, None] > 0
         arguments = tokens, place, place < lengths[:, None], np.maximum(lengths - 1, 0)
         for step in range(max_new_tokens):
-            others, logits, stats, cache = self._read(graph, return_routing, params, others, *arguments, cache)
+            others, logits, stats, cache = self._read(graph, return_routing, params, others, arguments, cache)
             chosen, seen = self._choose(how, logits, seen, key, np.int32(step))
             stats, experts = stats if return_routing else (stats, ())
             raise_on_fault(stats)
@@ -215,18 +192,10 @@ def _padded(
 
 
 def _read(
-    graph: nnx.GraphDef,
-    return_routing: bool,
-    params: nnx.State,
-    others: nnx.State,
-    tokens: Array,
-    positions: Array,
-    mask: Array,
-    last: Array,
-    cache: list[Cache],
+    graph: nnx.GraphDef, return_routing: bool, params: nnx.State, others: nnx.State, given: Any, cache: list[Cache]
 ) -> tuple[nnx.State, Array, Any, list[Cache]]:
     """Return the state that changes, the logits after the last token of each sequence, statistics and the cache."""
-    model = nnx.merge(graph, params, others)
+    model, (tokens, positions, mask, last) = nnx.merge(graph, params, others), given
     logits, stats, cache = model.extend(tokens, positions, mask, cache, return_routing=return_routing)
     logits = jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0]
     return nnx.state(model, nnx.Not(nnx.Param)), logits, stats, cache

@@ -25,11 +25,8 @@ from models.mesh import placed_shapes, state_shardings
 from models.pretrained.quantized import CheckpointWeights, Weights
 from models.pretrained.safetensors import READ_BYTES, TensorFolder, copy_blocks, short, text_name
 
-COMPARED_LINES = 4096
-"""Rows of two tensors to compare at a time."""
-
-SHOWN = 5
-"""Maximum number of missing or unexpected tensors in a message."""
+COMPARED_LINES = 4096  # rows of two tensors to compare at a time
+SHOWN = 5  # maximum number of missing or unexpected tensors in a message
 
 
 def from_pretrained(
@@ -43,28 +40,9 @@ def from_pretrained(
     predict_further: bool = False,
     limits: FileLimits = FileLimits(),
 ) -> Decoder:
-    """Load the model of a checkpoint onto the devices of a mesh, for generation.
-
-    Experts are on their home ranks, other parameters on every device. Training shards all of them; see
-    `load_state`.
-
-    Args:
-        folder: folder with `config.json` and safetensors, as written by `transformers`.
-        mesh: return value of `models.mesh.make_mesh`.
-        system: load-balancing system.
-        compute_dtype: dtype of activations and matrix products (default "float32"); use "bfloat16" on accelerators.
-        param_dtype: dtype of parameters (default "float32"); the dtype of the file preserves every bit.
-        scan_layers: if True, run layers of equal structure as one `jax.lax.scan`.
-        predict_further: if True, also load multi-token prediction layers (DeepSeek-V3 and GLM-4.5).
-        limits: limits of `config.json`, of the index and of the headers.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: the architecture is not supported or has no multi-token prediction layers; tensors are missing,
-            unexpected, of a wrong shape or not floats; or a file is damaged.
-    """
+    """Load the model of a checkpoint folder onto the devices of a mesh, for generation; training uses `load_state`."""
+    # Experts are on their home ranks, other parameters on every device. A `param_dtype` as in the file preserves every
+    # bit. `predict_further` loads multi-token prediction layers, too.
     options: dict[str, Any] = {"compute_dtype": compute_dtype, "param_dtype": param_dtype}
     options |= {"scan_layers": scan_layers, "predict_further": predict_further}
     config = configured(read_fields(folder, limits), **options)
@@ -94,7 +72,8 @@ def load_state(
     tensors = TensorFolder(folder, limits, text_name if config.text_of else None)
     weights = CheckpointWeights(tensors, with_fields)
     pieces = checked_pieces(weights, config, layouts_in_file(config))
-    parts = grouped(piece.in_stack(stacks, config.num_layers) if stacks else piece for piece in pieces)
+    own = (piece for piece in pieces if not piece.is_copy)
+    parts = grouped(piece.in_stack(stacks, config.num_layers) if stacks else piece for piece in own)
     # XLA drops the unused parameters of this program.
     others = {path: shape.sharding for path, shape in wanted.items() if _parameter(path) not in parts}
 
@@ -120,12 +99,11 @@ def by_path(state: Any) -> dict[str, Any]:
     return {path.removesuffix(".value"): leaf for path, leaf in named}
 
 
-def grouped(pieces: Iterable[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
-    """Return the slices of each parameter by path, without copies."""
+def grouped(pieces: Iterable[ParameterSlice], key: str = "path") -> dict[str, list[ParameterSlice]]:
+    """Return the slices of each parameter by path, or of each tensor by name."""
     parts: dict[str, list[ParameterSlice]] = {}
     for piece in pieces:
-        if not piece.is_copy:
-            parts.setdefault(piece.path, []).append(piece)
+        parts.setdefault(getattr(piece, key), []).append(piece)
     return parts
 
 

@@ -5,7 +5,6 @@ Microscaling: a power-of-two scale per 32 weights of 4 bits), and two of `compre
 floats with a scale per row or block) and `pack-quantized` (integers of 4 or 8 bits with a scale per group of a row).
 """
 
-import abc
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,54 +15,19 @@ from models.architectures.config_json import Fields
 from models.architectures.parameter_map import Index
 from models.pretrained.safetensors import FLOATS, FP8, TensorFolder, short
 
+# Suffixes of packed integers, of the scales of `compressed-tensors`, and of the shape of packed weights.
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
-"""Suffixes of packed integers, of the scales of `compressed-tensors`, and of the shape of packed weights."""
+WORD_BITS = 32  # bits of a word of packed integers
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the values and scales of an `mxfp4` tensor
 
-WORD_BITS = 32
-"""Bits of a word of packed integers."""
-
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of the values and scales of an `mxfp4` tensor."""
-
+# Values of the 4-bit floats: one sign bit, two exponent bits, one mantissa bit.
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""Values of the 4-bit floats: one sign bit, two exponent bits, one mantissa bit."""
-
-FP4_GROUP = 32
-"""Weights per scale in `mxfp4`."""
-
+FP4_GROUP = 32  # weights per scale in `mxfp4`
 E8M0_BIAS, E8M0_NAN = 127, 255
 
 
-class Format(abc.ABC):
-    """Quantized storage format of checkpoint weights."""
-
-    @abc.abstractmethod
-    def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-        """Return the weights stored in this format, according to the headers.
-
-        Args:
-            tensors: the checkpoint.
-
-        Returns:
-            The shape of each weight by name, and the names of the tensors storing them.
-
-        Raises:
-            ValueError: scales are missing or have a wrong shape; the message contains the tensor name.
-        """
-
-    @abc.abstractmethod
-    def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
-        """Read a weight, or a part of it, as float32.
-
-        Args:
-            tensors: the checkpoint.
-            name: name of a weight returned by `weights`.
-            index: part of the weight; empty for all of it.
-        """
-
-
 @dataclass(frozen=True)
-class Fp8(Format):
+class Fp8:
     """8-bit floats with a scale per block, the published format of DeepSeek-V3, or per row, that of GLM-4.5-FP8."""
 
     block: tuple[int, int | None]  # rows and columns per scale, `None` for all; blocks at the edges may be smaller
@@ -101,7 +65,7 @@ class Fp8(Format):
 
 
 @dataclass(frozen=True)
-class PackedIntegers(Format):
+class PackedIntegers:
     """Symmetric integers of a row in words of 32 bits, the first in the lowest bits; used by Kimi-K2-Thinking."""
 
     bits: int  # bits of an integer, stored plus half of its range
@@ -137,7 +101,7 @@ class PackedIntegers(Format):
 
 
 @dataclass(frozen=True)
-class Mxfp4(Format):
+class Mxfp4:
     """4-bit floats, two per byte, with a power-of-two scale per 32; used by GPT-OSS for its experts."""
 
     # Blocks `[E, N, G, 16]` and scales `[E, N, G]` represent weights `[E, 32 G, N]`: a row of bytes is a column of
@@ -185,6 +149,10 @@ def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, .
     if header.shapes[scale] != shape or header.dtypes[scale] not in dtypes:
         what = f"{header.dtypes[scale]} {shown(list(header.shapes[scale]))}"
         raise ValueError(f"{header.path}: {short(scale)} is {what}; expected {' or '.join(dtypes)} {list(shape)}")
+
+
+# Storage format: `weights` returns the shapes of weights and the tensors storing them, `read` a weight as float32.
+Format = Fp8 | PackedIntegers | Mxfp4
 
 
 def format_of(fields: Fields) -> Format | None:

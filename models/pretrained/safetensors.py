@@ -1,7 +1,4 @@
-"""Reader of safetensors checkpoints, in one file or in several with an index.
-
-`read_header` rejects a header that describes more bytes than the file contains.
-"""
+"""Reader of safetensors checkpoints, in one file or in several with an index."""
 
 import math
 import os
@@ -13,6 +10,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
@@ -21,16 +19,11 @@ from models.architectures.parameter_map import Index
 
 NUMPY: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 NUMPY |= {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
-NUMPY["F8_E4M3"] = ml_dtypes.float8_e4m3fn
-"""Supported dtypes; others are rejected by name."""
+NUMPY["F8_E4M3"] = ml_dtypes.float8_e4m3fn  # supported dtypes; others are rejected by name
 
-DTYPES = {name: np.dtype(dtype).itemsize for name, dtype in NUMPY.items()}
-"""Bytes per number of each supported dtype."""
-
+DTYPES = {name: np.dtype(dtype).itemsize for name, dtype in NUMPY.items()}  # bytes per number of each supported dtype
 LENGTH_BYTES = 8
-
-MOST_NAME = 160
-"""Maximum number of characters of a tensor's name in a message."""
+MOST_NAME = 160  # maximum number of characters of a tensor's name in a message
 
 
 @dataclass(frozen=True)
@@ -50,13 +43,9 @@ class Header:
         return Header(self.path, shapes, dtypes, {new: self.starts[name] for name, new in names.items()})
 
 
-TEXT_PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
-}
-"""Prefixes of the tensors of the text part of a multimodal checkpoint, and those of a checkpoint of its own."""
+# Prefixes of the tensors of the text part of a multimodal checkpoint, and those of a checkpoint of its own.
+TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model."}
+TEXT_PREFIXES |= {"language_model.lm_head.": "lm_head.", "lm_head.": "lm_head."}
 
 
 def text_name(name: str) -> str | None:
@@ -69,66 +58,30 @@ def read_header(path: Path, limits: FileLimits = FileLimits()) -> Header:
     """Read the header of a file, without its tensors."""
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            most = max(os.fstat(file.fileno()).st_size - LENGTH_BYTES, 0)
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            most = max(size - LENGTH_BYTES, 0)
             if length > most:
                 raise ValueError(f"{path}: the header has {length} bytes; expected at most {most}, as the file ends")
             limits.check("text_bytes", length, f"{path}: a header of {{}} bytes")
             text = file.read(length)
+        values = 1 + sum(map(text.count, (b",", b":", b"[", b"{")))
+        limits.check("values", values, f"{path}: a JSON text of {{}} values")
+        # The package checks that tensors follow each other without gaps, with the sizes of their shapes, to the end.
+        with safe_open(path, "numpy") as tensors:
+            parts = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
+            dtypes = {name: part.get_dtype() for name, part in parts.items()}
+            shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    entries = _entries(path, text, limits)
-    spans = []
-    for name, entry in entries.items():
-        start, stop = _span(path, name, entry)
-        if stop > size - LENGTH_BYTES - length:
-            raise ValueError(
-                f"{path}: {short(name)} ends at byte {stop}; expected at most {size - LENGTH_BYTES - length}"
-            )
-        spans.append((start, stop, name))
-    _check_apart(path, spans, size - LENGTH_BYTES - length)
-    shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    starts = {name: LENGTH_BYTES + length + start for start, _, name in spans}
-    return Header(path, shapes, {name: entry["dtype"] for name, entry in entries.items()}, starts)
-
-
-def _entries(path: Path, text: bytes, limits: FileLimits) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        read = dict(pairs)
-        if len(read) != len(pairs):
-            raise ValueError("a name occurs twice")
-        return read
-
-    try:
-        entries = parse_json(text, limits, once)
-    except LimitError as error:
-        raise LimitError(f"{path}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: the header is not valid JSON: {error}") from error
-    if not isinstance(entries, dict):
-        raise ValueError(f"{path}: the header is not a JSON object")
-    entries.pop("__metadata__", None)
-    return entries
-
-
-def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Validate the entry of one tensor, and return its start and end offsets."""
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
-        raise ValueError(f"{path}: {short(name)} is {shown(entry)}; expected dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{path}: {short(name)} has dtype {shown(dtype)}; expected one of {', '.join(DTYPES)}")
-    if not _are_sizes(shape):
-        raise ValueError(f"{path}: {short(name)} has shape {shown(shape)}; expected sizes of at least 0")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{path}: {short(name)} has offsets {shown(offsets)}; expected a start and an end")
-    if offsets[1] - offsets[0] != (nbytes := math.prod(shape) * DTYPES[dtype]):
-        raise ValueError(
-            f"{path}: {short(name)} has {offsets[1] - offsets[0]} bytes; "
-            f"expected {shown(nbytes)} of {dtype} {shown(shape)}"
-        )
-    return offsets[0], offsets[1]
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise ValueError(f"{path}: {shown(reason)[1:-1]}") from error
+    starts, end = {}, LENGTH_BYTES + length
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"{path}: {short(name)} has dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+        starts[name], end = end, end + math.prod(shapes[name]) * DTYPES[dtype]
+    return Header(path, shapes, dtypes, starts)
 
 
 def short(name: str) -> str:
@@ -137,36 +90,13 @@ def short(name: str) -> str:
     return text if len(text) <= MOST_NAME else f"{text[: MOST_NAME // 2]} ... {text[-MOST_NAME // 4 :]}"
 
 
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
-
-
-def _check_apart(path: Path, spans: list[tuple[int, int, str]], size: int) -> None:
-    end, before = 0, "the header"
-    for start, stop, name in sorted(spans):
-        if start != end:
-            how = "overlaps" if start < end else "leaves a gap after"
-            raise ValueError(
-                f"{path}: {short(name)} begins at byte {start} and {how} {short(before)}; expected byte {end}"
-            )
-        end, before = stop, name
-    if end != size:
-        raise ValueError(f"{path}: {size} bytes follow the header; expected {end}, the size of its tensors")
-
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
 FLOATS = ("F64", "F32", "F16", "BF16")
-
-FP8 = "F8_E4M3"
-"""Dtype of 8-bit floats, which are stored with scales: see `quantized.py`."""
+FP8 = "F8_E4M3"  # dtype of 8-bit floats, which are stored with scales: see `quantized.py`
 
 
-BLOCK = 128
-"""Rows and columns to copy at a time to another order of the dimensions."""
-
-READ_BYTES = 2**24
-"""Bytes to read at a time if only some columns of a tensor are needed."""
+BLOCK = 128  # rows and columns to copy at a time to another order of the dimensions
+READ_BYTES = 2**24  # bytes to read at a time if only some columns of a tensor are needed
 
 
 class TensorFolder:

@@ -22,34 +22,26 @@ from models.decoder.config import DecoderConfig
 from models.decoder.layers import adapted
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
-from models.pretrained.loading import by_path
+from models.pretrained.loading import by_path, grouped
 from models.pretrained.safetensors import INDEX, LENGTH_BYTES, NUMPY, SINGLE, copy_blocks
 from models.run_folder.files import naming, part, write_whole
 
-MAX_FILE_BYTES = 2**30
-"""Maximum bytes of tensors per file, unless one tensor is larger."""
+MAX_FILE_BYTES = 2**30  # maximum bytes of tensors per file, unless one tensor is larger
+SUMMED_WORDS = 2**20  # words of 4 bytes of a tensor to exchange between processes at a time
 
-SUMMED_WORDS = 2**20
-"""Words of 4 bytes of a tensor to exchange between processes at a time."""
+TensorShapes = dict[str, jax.ShapeDtypeStruct]  # shape and dtype of each tensor of a checkpoint, by name
 
-TensorShapes = dict[str, jax.ShapeDtypeStruct]
-"""Shape and dtype of each tensor of a checkpoint, by name."""
+NAMES = {np.dtype(dtype): name for name, dtype in NUMPY.items()}  # name in safetensors of each dtype
 
-NAMES = {np.dtype(dtype): name for name, dtype in NUMPY.items()}
-"""Name in safetensors of each dtype."""
-
-KEPT_FILES = (
+# Optional checkpoint files, copied unchanged to a fine-tuned checkpoint.
+KEPT_FILES: tuple[str, ...] = (
     "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
     "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
     "vocab.json",
 )
-"""Optional checkpoint files, copied unchanged to a fine-tuned checkpoint."""
+KEPT_FILES += ("special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def save_pretrained(
@@ -61,24 +53,11 @@ def save_pretrained(
     keep_from: Path | None = None,
     packed: bool = False,
 ) -> None:
-    """Write a model as `config.json` and safetensors, in several files if it is large.
-
-    The folder appears only once it is complete. All processes call this function, and process 0 writes. Tensors are
-    copied to the host and written one after another, so host memory holds at most two copies of the largest.
-
-    Args:
-        model: the model, with relocated experts under their own names.
-        folder: output folder; it must be absent or empty.
-        dtype: dtype of the tensors in the files; `None` (default) keeps the dtype of the parameters and every bit.
-        max_file_bytes: maximum bytes of tensors per file (default 1 GiB), unless one tensor is larger.
-        keep_from: folder with tokenizer and generation settings to copy; `None` copies none.
-        packed: if True, use the names and shapes of `transformers` 5 in memory, with all experts of a layer in two
-            tensors. If False (default), those of published files.
-
-    Raises:
-        ValueError: the folder is not empty.
-        OSError: a file cannot be written.
-    """
+    """Write a model as `config.json` and safetensors into a new or empty folder, which appears once it is complete."""
+    # All processes call this function, and process 0 writes. Tensors are copied to the host and written one after
+    # another, so host memory holds at most two copies of the largest. Relocated experts have their own names. Without
+    # `dtype`, every bit is kept. `keep_from` is a folder with tokenizer and generation settings to copy. `packed` uses
+    # names and shapes of `transformers` 5 in memory, with all experts of a layer in two tensors.
     dtype = model.config.param_dtype if dtype is None else dtype
     if jax.process_index() != 0:
         # A loop would hold each tensor until the next one is there.
@@ -148,7 +127,7 @@ def _tensors(model: Decoder | StackedDecoder, dtype: Any, packed: bool) -> tuple
     pieces = pieces_of(model.config, packed=packed)
     if isinstance(model, StackedDecoder):
         pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces]
-    groups, values = _by_tensor(pieces), by_path(nnx.state(model))
+    groups, values = grouped(pieces, "name"), by_path(nnx.state(model))
 
     def dtype_of(name: str) -> Any:
         # Selection biases stay float32 for any model dtype, as in `transformers`.
@@ -202,17 +181,10 @@ def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
     return math.prod(shape.shape) * shape.dtype.itemsize
 
 
-def _by_tensor(pieces: list[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
-    groups: dict[str, list[ParameterSlice]] = {}
-    for piece in pieces:
-        groups.setdefault(piece.name, []).append(piece)
-    return groups
-
-
 def named_tensors(config: DecoderConfig, state: Any, *, packed: bool = False) -> Iterator[tuple[str, np.ndarray]]:
     """Yield named checkpoint tensors of parameters, or of a tree with the same structure, such as gradients."""
     values = by_path(state)
-    for name, pieces in _by_tensor(pieces_of(config, packed=packed)).items():
+    for name, pieces in grouped(pieces_of(config, packed=packed), "name").items():
         if all(piece.path in values for piece in pieces):
             yield name, assembled(pieces, values, values[pieces[0].path].dtype)
 

@@ -45,7 +45,7 @@ def update_weights(model: Decoder | StackedDecoder, tensors: Mapping[str, np.nda
     pieces, values = checked_pieces(weights, model.config, layouts), by_path(state)
     if isinstance(model, StackedDecoder):
         pieces = [piece.in_stack(model.places, model.config.num_layers) for piece in pieces]
-    for path, parts in grouped(_at_home(piece, values) for piece in pieces).items():
+    for path, parts in grouped(_at_home(piece, values) for piece in pieces if not piece.is_copy).items():
         old = values[path]
         values[path] = placed(weights, parts, jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=old.sharding))
     nnx.update(model, jax.tree.unflatten(jax.tree.structure(state), values.values()))

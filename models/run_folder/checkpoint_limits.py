@@ -14,11 +14,11 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
 
+# Patterns of the JSON files read by Orbax, relative to the folder of a checkpoint.
 JSON_FILES = ("_*", "run/*", "*/_*", "*/array_metadatas/*")
-"""Patterns of the JSON files read by Orbax, relative to the folder of a checkpoint."""
 
+# Data types of Zarr with at most 16 bytes per entry.
 NUMBERS = r"[<|>][biufc](1|2|4|8|16)|bfloat16|float8_\w{,16}|u?int[24]"
-"""Data types of Zarr with at most 16 bytes per entry."""
 
 
 def check_texts(checkpoint: Path, limits: FileLimits) -> None:

@@ -15,10 +15,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -72,11 +71,11 @@ def system_errors() -> Iterator[None]:
         raise ValueError(str(error.__cause__ or error).partition("\n")[0]) from error
 
 
+# Items containing arrays. The last two are reinitialized if they are absent or do not fit.
 ITEMS = ("state", "homes", "mesh")
-"""Items containing arrays. The last two are reinitialized if they are absent or do not fit."""
 
+# Part of a state outside of its checkpoints: parameters frozen beside adapters, which are those of the base.
 BASE = "base"
-"""Part of a state outside of its checkpoints: parameters frozen beside adapters, which are those of the base."""
 
 ArraysByName = dict[str, Any]
 
@@ -98,7 +97,7 @@ def preservation_policy(config: CheckpointConfig) -> managers.PreservationPolicy
     return managers.AnyPreservationPolicy([newest, managers.EveryNSeconds(interval_secs=config.keep_every_s)])
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Manager of the newest checkpoints in a folder, and a context manager waiting for the last write."""
 
     def __init__(
@@ -121,12 +120,7 @@ class Checkpoints:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.written: Future[None] | None = None
 
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             # Keep the original error if the context ends with one.
             with suppress(*([Exception] if error else [])):
@@ -149,9 +143,7 @@ class Checkpoints:
         kept: CheckpointMetadata = CheckpointMetadata({}, {}),
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Start writing the state after `step` steps, unless it is saved already; wait for the previous checkpoint
-        first.
-        """
+        """Wait for the previous checkpoint, and start writing the state after `step` steps unless it is saved."""
         # On return the arrays are copied, so the next step may donate them.
         if step == self.newest_step:
             return

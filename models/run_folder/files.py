@@ -14,8 +14,8 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
 from jax_moe_lb.core.file_limits import LimitError, parse_json, read_bytes
 
+# End of messages about a failed write.
 RESUMING = "after a fix, --resume continues from the newest checkpoint, if there is one"
-"""End of messages about a failed write."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -123,8 +123,7 @@ def damage(checkpoint: Path, limits: FileLimits = FileLimits()) -> str | None:
     return f"{shown(differing[0])} is not as it was written" if differing else None
 
 
-RECORD = ("step", "run_id")
-"""Keys of the item `run` of a checkpoint that bind it to its step and its run."""
+RECORD = ("step", "run_id")  # keys of the item `run` of a checkpoint that bind it to its step and its run
 
 
 def misplacement(checkpoint: Path, run_id: str | None = None, limits: FileLimits = FileLimits()) -> str | None:

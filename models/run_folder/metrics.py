@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -26,14 +25,9 @@ from jax_moe_lb.core.file_limits import DEFAULT_LIMITS, LimitError, parse_json, 
 from jax_moe_lb.core.plan_file import read_named
 from models.run_folder.files import free_sibling, move_into, naming, part, write_whole
 
-MEANS = (
-    "imbalance_before",
-    "imbalance_after",
-    "overload_factor",
-    "max_violation",
-    "straggler_before",
-    "straggler_after",
-)
+# Statistics recorded as mean and maximum over layers.
+PER_LAYER = ("imbalance_before", "imbalance_after", "overload_factor", "max_violation")
+MEANS = (*PER_LAYER, "straggler_before", "straggler_after")
 SUMS = ("rows_moved", "weight_bytes_moved")
 
 
@@ -80,46 +74,33 @@ class CountsTrace:
         write_whole(path, packed.getvalue())
 
 
-PER_LAYER = ("imbalance_before", "imbalance_after", "overload_factor", "max_violation")
-"""Statistics recorded as mean and maximum over layers."""
-
+# Statistics recorded in full, for the first expert-parallel group.
 PER_STEP = ("counts", "quota", "load_before", "load_after")
-"""Statistics recorded in full, for the first expert-parallel group."""
-
 FIGURES = ("loss", "imbalance", "speed", "load", "served", "counts")
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths of the files in the folder of a run."""
 
-    path: Path  # path of the folder
-    limits: FileLimits = DEFAULT_LIMITS  # limits of each file read
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the newest checkpoints."""
-        return self.path / "checkpoint"
-
-    @property
-    def damaged(self) -> Path:
-        """Folder of checkpoints found damaged on resuming; they are kept but not used."""
-        return self.path / "damaged"
-
-    @property
-    def metrics(self) -> Path:
-        """File with one JSON object per line: a step, a validation, or another kind of `rows`."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def counts(self) -> Path:
-        """File with arrays of routing and load per step, of the first expert-parallel group."""
-        # Experts are numbered by place: the last relocation before a step gives the expert at each place. Steps after a
-        # change of the layout are in the files of the next segments: see `counts_of`.
-        return self.counts_of(1)
+    def __init__(self, path: Path, limits: FileLimits = DEFAULT_LIMITS) -> None:
+        self.path, self.limits = path, limits  # folder, and the limits of each file read
+        self.checkpoints = path / "checkpoint"  # folder of the newest checkpoints
+        self.damaged = path / "damaged"  # folder of checkpoints found damaged on resuming; they are kept but not used
+        self.metrics = path / "metrics.jsonl"  # a JSON object per line: a step, a validation, or another kind of `rows`
+        self.counts = self.counts_of(1)  # counts of the first segment
+        self.config = path / "config.json"  # configuration and environment
+        self.summary = path / "summary.json"  # final results
+        self.report = path / "report.html"  # self-contained report
+        self.figures = [path / f"{name}.png" for name in FIGURES]  # figures of the report
+        self.tensorboard = path / "tensorboard"  # folder of event files
+        self.profile = path / "profile"  # folder of profiler traces, for Perfetto and TensorBoard
+        self.model = path / "model"  # final model of a checkpoint, in the format of `transformers`
+        self.adapter = path / "adapter"  # final adapters of a checkpoint, in the format of PEFT
 
     def counts_of(self, segment: int) -> Path:
         """Return the file with the counts of a segment: consecutive steps with the same ranks and system."""
+        # Arrays of routing and load per step, of the first expert-parallel group. Experts are numbered by place: the
+        # last relocation before a step gives the expert at each place.
         return self.path / ("counts.npz" if segment == 1 else f"counts-{segment}.npz")
 
     @property
@@ -130,62 +111,13 @@ class RunFolder:
         return [1] * self.counts.exists() + later
 
     @property
-    def config(self) -> Path:
-        """File with the configuration and environment of the run."""
-        return self.path / "config.json"
-
-    @property
-    def summary(self) -> Path:
-        """File with the final results."""
-        return self.path / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        """Self-contained HTML report of the run."""
-        return self.path / "report.html"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        """Folder of profiler traces, for Perfetto and TensorBoard."""
-        return self.path / "profile"
-
-    @property
-    def model(self) -> Path:
-        """Folder of the final model of a checkpoint, in the format of `transformers`."""
-        return self.path / "model"
-
-    @property
-    def adapter(self) -> Path:
-        """Folder of the final adapters of a checkpoint, in the format of PEFT."""
-        return self.path / "adapter"
-
-    @property
-    def figures(self) -> list[Path]:
-        """Figures of the report."""
-        return [self.path / f"{name}.png" for name in FIGURES]
-
-    @property
     def files(self) -> list[Path]:
         """All paths written by a run; other files of the folder do not belong to it."""
         # The first is the one required for resuming.
         files = [self.config, self.metrics, self.counts, self.summary, self.report, *self.figures]
         files += [self.counts_of(segment) for segment in self.segments if segment > 1]
-        return [
-            *files,
-            *map(part, files),
-            self.checkpoints,
-            self.damaged,
-            self.tensorboard,
-            self.profile,
-            self.model,
-            self.adapter,
-            self.path / "wandb",
-        ]
+        folders = [self.checkpoints, self.damaged, self.tensorboard, self.profile, self.model, self.adapter]
+        return [*files, *map(part, files), *folders, self.path / "wandb"]
 
     @property
     def has_run(self) -> bool:
@@ -310,7 +242,7 @@ class Recorder:
         self.segment = before[-1]["segment"] if before else 1
         if layout is not None and (not before or any(before[-1].get(name) != layout[name] for name in layout)):
             self.segment += bool(before)
-            self._append({"kind": "layout", "step": last_step, "segment": self.segment} | layout)
+            self.other({"kind": "layout", "step": last_step, "segment": self.segment} | layout)
 
     def _take_up(self, first_step: int, tell: Callable[[str], None]) -> None:
         """Read the counts of earlier steps of this segment, and delete those to be replaced."""
@@ -340,7 +272,7 @@ class Recorder:
         row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
         row |= {"step_time_s": step_time_s} | router_losses(stats)
         row |= dict(others) | summarised(stats)
-        self._append(row)
+        self.other(row)
         self.arrays["steps"] += [np.int32(step)] * accumulate
         for name in PER_STEP:
             # Keep the first group of each microbatch.
@@ -350,16 +282,15 @@ class Recorder:
 
     def validation(self, step: int, loss: float) -> None:
         """Record a validation loss, given in nats per token, in nats and bits."""
-        self._append({"kind": "validation", "step": step, "loss": loss, "loss_bits": loss / math.log(2)})
-
-    def relocation(self, row: dict) -> None:
-        """Record a relocation; its `homes`, `[layers, E]`, are the places of the experts in later counts."""
-        self._append(row)
+        self.other({"kind": "validation", "step": step, "loss": loss, "loss_bits": loss / math.log(2)})
 
     def other(self, row: dict | None) -> None:
-        """Record a row of kind `"layers"` or `"hosts"`; ignore `None`."""
-        if row is not None:
-            self._append(row)
+        """Record a row of any kind; ignore `None`."""
+        if self.writes and row is not None:
+            # Write each row immediately, so that a killed run keeps all earlier rows.
+            with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            self.watch(row)
 
     def flush(self) -> Callable[[], None]:
         """Return a function writing the rows and counts recorded so far to disk; it may run in any thread."""
@@ -374,13 +305,6 @@ class Recorder:
             write_whole(self.folder.counts_of(self.segment), packed.getvalue())
             with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
                 os.fsync(file.fileno())
-
-    def _append(self, row: dict) -> None:
-        if self.writes:
-            # Write each row immediately, so that a killed run keeps all earlier rows.
-            with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            self.watch(row)
 
 
 def _row(line: bytes, limits: FileLimits) -> dict:
@@ -419,8 +343,7 @@ def summarised(stats: Stats) -> dict[str, float]:
     return row | {"weight_bytes_moved": float(np.sum(stats.weight_bytes_moved))}
 
 
-RECENT_STEPS = 50
-"""Number of last steps over which varying metrics are averaged."""
+RECENT_STEPS = 50  # number of last steps over which varying metrics are averaged
 
 
 def summarise(folder: RunFolder) -> dict:
@@ -430,9 +353,10 @@ def summarise(folder: RunFolder) -> dict:
     data = folder.described()["data"]
     entropy_nats = data["unigram_entropy_nats"]
 
-    def recently(name: str) -> float:
-        return mean(row[name] for row in recent)
-
+    means = {"train_loss_nats": "loss", "straggler_before_tokens": "straggler_before"}
+    means |= {"straggler_after_tokens": "straggler_after", "rows_moved": "rows_moved"}
+    means |= {f"imbalance_{when}": f"imbalance_{when}_mean" for when in ("before", "after")}
+    means |= {"weight_bytes_moved": "weight_bytes_moved"}
     return {
         "steps": steps[-1]["step"],
         # Runs recorded before tokenizers were supported used bytes.
@@ -441,15 +365,9 @@ def summarise(folder: RunFolder) -> dict:
         "validation_loss_bits": validation["loss_bits"],
         "unigram_entropy_nats": entropy_nats,
         "unigram_entropy_bits": entropy_nats / math.log(2),
-        "train_loss_nats": recently("loss"),
-        "imbalance_before": recently("imbalance_before_mean"),
-        "imbalance_after": recently("imbalance_after_mean"),
-        "straggler_before_tokens": recently("straggler_before"),
-        "straggler_after_tokens": recently("straggler_after"),
+        **{name: mean(row[metric] for row in recent) for name, metric in means.items()},
         "one_round_share": mean(row["rounds_max"] == 1 for row in recent),
         "rounds_max": max(row["rounds_max"] for row in recent),
-        "rows_moved": recently("rows_moved"),
-        "weight_bytes_moved": recently("weight_bytes_moved"),
         # Use the median, as steps with a checkpoint are slower.
         "tokens_per_s": median(row["tokens_per_s"] for row in recent),
         "step_time_s": median(row["step_time_s"] for row in recent),

@@ -1,7 +1,4 @@
-"""Report of a run: one self-contained HTML file with figures.
-
-It also replays the planners of other systems on the last recorded loads.
-"""
+"""Report of a run: one self-contained HTML file with figures."""
 
 import base64
 import io
@@ -13,42 +10,21 @@ from string import Template
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import rc_context, rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jax_moe_lb import Topology
-from jax_moe_lb.balancers import EPLBPlus, Exact, Greedy, LayerCost, UltraEP
-from jax_moe_lb.core import imbalance, load, plain_plan
 from models.run_folder.files import write_whole
-from models.run_folder.metrics import RECENT_STEPS, RunFolder, summarise
+from models.run_folder.metrics import FIGURES, RECENT_STEPS, RunFolder, summarise
+from models.run_folder.page import table, write_page
 
+# Colors of the site: orange for plain expert parallelism, petrol for the plan.
 BEFORE, AFTER, INK, MUTED = "#d9622b", "#17799a", "#18262e", "#64757f"
-"""Colors of the site: orange for plain expert parallelism, petrol for the plan."""
 LN_2 = math.log(2)
 MAX_PANELS = 4
-WIDTH_IN = 5.4
-"""Width of a figure. Its text has 9 pixels on a phone, and 12 in one of the two columns of a wide page."""
-
+WIDTH_IN = 5.4  # Width of a figure. Its text has 9 pixels on a phone, and 12 in one of the two columns of a wide page.
 DOTS_PER_INCH = 220
-STYLE: dict[Any, Any] = {
-    "font.size": 10.0,
-    "font.family": "DejaVu Sans",
-    "text.color": INK,
-    "axes.edgecolor": "#c6d1d7",
-    "axes.labelcolor": INK,
-    "axes.titlesize": 10.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e9eef1",
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "lines.linewidth": 1.8,
-}
+STYLE: dict[Any, Any] = rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
 
 
 def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, unit: str = "byte") -> bytes:
@@ -172,17 +148,13 @@ def _ticks(count: int) -> list[int]:
 
 def _note(axes: Axes, x: float, y: float, text: str, color: str, offset_points: float) -> None:
     """Write text at the end of the horizontal line at `y` that is nearer to `x`, a fraction of the width."""
-    place = axes.get_yaxis_transform()
-    axes.annotate(
-        text,
-        (x, y),
-        (0, offset_points),
-        xycoords=place,
-        textcoords="offset points",
-        ha="left" if x < 0.5 else "right",
-        color=color,
-        fontsize=9,
-    )
+    how: dict[str, Any] = {
+        "xycoords": axes.get_yaxis_transform(),
+        "textcoords": "offset points",
+        "color": color,
+        "fontsize": 9,
+    }
+    axes.annotate(text, (x, y), (0, offset_points), ha="left" if x < 0.5 else "right", **how)
 
 
 def _png(figure: Figure) -> bytes:
@@ -191,54 +163,37 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-PLANNERS = {"greedy": Greedy(), "ultraep": UltraEP(), "exact": Exact(), "eplb_plus": EPLBPlus()}
-
-STEPS = 5
-"""Number of last steps to replay; planners are slow in an installation without binaries."""
-
-
-def replay_baselines(counts: np.ndarray, ranks_per_domain: int | None, replica_slots: int) -> dict[str, float]:
-    """Return the mean imbalance over layers and the last steps by system, with the topology and slots of the run."""
-    num_ranks, num_experts = counts.shape[-2:]
-    topology = Topology.flat(num_ranks, ranks_per_domain)
-    slots = min(num_experts // num_ranks + replica_slots, num_experts)
-    layers = counts[-STEPS:].reshape(-1, num_ranks, num_experts).astype(np.int32)
-    sizes = LayerCost(num_copies=max(1, round(float(layers.sum((1, 2)).mean()) / num_ranks)))
-    found = {"plain": float(np.mean([imbalance(load(plain_plan(one, topology))) for one in layers]))}
-    for name, planner in PLANNERS.items():
-        after = []
-        for one in layers:
-            plan, _ = planner.sized(sizes).rebalance(one, plain_plan(one, topology, slots), topology, ())
-            after.append(float(imbalance(load(plan))))
-        found[name] = float(np.mean(after))
-    return found
-
-
-PAGE = Template(Path(__file__).with_suffix(".html").read_text())
-
-
+BODY = Template(Path(__file__).with_suffix(".html").read_text())
 UNITS = ("nats", "bits", "tokens", "bytes", "s")
 
 
 def write_report(folder: RunFolder, summary: dict) -> bool:
     """Write `report.html` and its figures from the other files of a run, finished or in progress."""
-    described = folder.described()
-    segments = folder.all_counts()
+    described, segments = folder.described(), folder.all_counts()
     if not segments:
         return False
-    figures, replayed = _figures(folder, segments, summary), _replayed(described, segments[-1]["counts"])
-    for path, (_, _, png) in zip(folder.figures, figures, strict=True):
+    figures = _figures(folder, segments, summary)
+    for path, png in zip(folder.figures, figures, strict=True):
         write_whole(path, png)
-    config = described["config"]
-    page = PAGE.substitute(
-        title=escape(f"{folder.path.name}: training report"),
-        kicker=escape(f"{folder.path.name} · {described['environment']['date'][:10]}"),
-        headline=escape(_headline(config, summary)),
-        cards="".join(f"<div class=card><b>{escape(n)}</b><span>{escape(t)}</span></div>" for n, t in _cards(summary)),
-        sections="\n".join(map(_section, figures)),
-        tables="".join(_table(*table) for table in _tables(described, summary, replayed)),
+    tables = (
+        (caption, [(_label(name), _text(value)) for name, value in values.items()])
+        for caption, values in _tables(described, summary, segments[-1]["counts"])
     )
-    write_whole(folder.report, page.encode())
+    body = BODY.substitute(
+        dict(zip(FIGURES, (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in figures), strict=True)),
+        unit=escape(summary["unit"]),
+        last=segments[-1]["steps"][-1],
+        of=" of the first group" if summary["num_groups"] > 1 else "",
+        cards="".join(f"<div class=card><b>{escape(n)}</b><span>{escape(t)}</span></div>" for n, t in _cards(summary)),
+        tables="".join(table(*given) for given in tables),
+    )
+    write_page(
+        folder.report,
+        title=f"{folder.path.name}: training report",
+        kicker=f"{folder.path.name} · {described['environment']['date'][:10]}",
+        headline=_headline(described["config"], summary),
+        body=body,
+    )
     return True
 
 
@@ -279,48 +234,16 @@ def _cards(summary: dict) -> list[tuple[str, str]]:
     ]
 
 
-Plot = tuple[str, str, bytes]
-
-
-def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: dict) -> list[Plot]:
-    """Return title, caption and PNG of each figure, in the order of `FIGURES`."""
-    arrays = segments[-1]
-    before, after, counts = arrays["load_before"], arrays["load_after"], arrays["counts"]
-    of = " of the first group" if summary["num_groups"] > 1 else ""
-    entropy_nats, last = summary["unigram_entropy_nats"], arrays["steps"][-1]
-    unit = summary["unit"]
+def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: dict) -> list[bytes]:
+    """Return the PNG of each figure, in the order of `FIGURES`."""
+    last, steps = {name: rows[-1] for name, rows in segments[-1].items()}, folder.rows("step")
     return [
-        (
-            "Loss",
-            f"Training and validation cross-entropy per {unit}. The dashed line is the unigram entropy of the "
-            "validation text.",
-            loss_png(folder.rows("step"), folder.rows("validation"), entropy_nats, unit),
-        ),
-        (
-            "Imbalance over training",
-            "Maximum rank load over the mean. Lines are means over layers; bands are ranges over layers.",
-            imbalance_png(*_over_segments(segments)),
-        ),
-        (
-            "Step time and rounds over training",
-            "Duration of each step, including checkpoints, and maximum number of rounds over layers.",
-            speed_png(folder.rows("step")),
-        ),
-        (
-            f"Load of each rank at step {last}",
-            f"Token copies served by each rank{of}, under plain expert parallelism and under the plan.",
-            load_png(before[-1], after[-1]),
-        ),
-        (
-            f"Serving ranks of each expert at step {last}",
-            f"Token copies of each expert served by each rank{of}, under plain expert parallelism and under the plan.",
-            served_png(counts[-1], arrays["quota"][-1]),
-        ),
-        (
-            f"Routing at step {last}",
-            f"Token copies routed by each rank{of} to each expert. Lines separate the home experts of the ranks.",
-            counts_png(counts[-1]),
-        ),
+        loss_png(steps, folder.rows("validation"), summary["unigram_entropy_nats"], summary["unit"]),
+        imbalance_png(*_over_segments(segments)),
+        speed_png(steps),
+        load_png(last["load_before"], last["load_after"]),
+        served_png(last["counts"], last["quota"]),
+        counts_png(last["counts"]),
     ]
 
 
@@ -334,26 +257,9 @@ def _over_segments(segments: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, n
     return steps, before, after
 
 
-def _section(figure: Plot) -> str:
-    title, caption, png = figure
-    data = base64.b64encode(png).decode()
-    return (
-        f"<section><h2>{escape(title)}</h2><p class=caption>{escape(caption)}</p>"
-        f'<img alt="{escape(title)}" src="data:image/png;base64,{data}"></section>'
-    )
-
-
-def _replayed(described: dict, counts: np.ndarray) -> dict[str, float | str]:
-    """Return the imbalance of other planners on the last steps, and the number of unused experts per layer."""
-    resolved = described.get("resolved", {})
-    parallel = described["config"]["parallel"]
-    found = replay_baselines(counts, parallel["ranks_per_domain"], resolved.get("replica_slots") or 2)
-    unused = (counts[-STEPS:].sum((0, 2)) == 0).sum(1)
-    return found | {"unused experts, by layer": " ".join(map(str, unused.tolist()))}
-
-
-def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) -> list[tuple[str, dict]]:
-    config = dict(described["config"])
+def _tables(described: dict, summary: dict, counts: np.ndarray) -> list[tuple[str, dict]]:
+    config, unused = dict(described["config"]), (counts[-RECENT_STEPS:].sum((0, 2)) == 0).sum(1)
+    others = {"date": described["environment"]["date"], "unused experts, by layer": " ".join(map(str, unused))}
     model, parallel = config.pop("model"), config.pop("parallel")
     config.pop("multi_process", None)
     sections = [(name, config.pop(name)) for name in list(config) if isinstance(config[name], dict)]
@@ -363,20 +269,12 @@ def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) ->
         for key, value in section.items()
     }
     return [
-        ("Result", summary | {"date": described["environment"]["date"]}),
-        (f"Imbalance by system, replayed on the last {STEPS} steps", replayed),
+        ("Result", summary | others),
         ("Resolved settings of the system", described.get("resolved", {})),
         ("Training", config),
         ("Model and mesh", model | parallel),
         ("Data and environment", described["data"] | described["environment"]),
     ]
-
-
-def _table(caption: str, values: dict) -> str:
-    rows = "".join(
-        f"<tr><th>{escape(_label(name))}</th><td>{escape(_text(value))}</td></tr>" for name, value in values.items()
-    )
-    return f"<table><caption>{escape(caption)}</caption>{rows}</table>"
 
 
 def _label(name: str) -> str:

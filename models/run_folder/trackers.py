@@ -2,9 +2,9 @@
 
 import importlib
 import importlib.util
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -17,8 +17,7 @@ from models.run_folder.metrics import RunFolder
 LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  imbalance {imbalance_before_mean:.2f} -> "
 LINE += "{imbalance_after_mean:.2f}  rounds {rounds_max}"
 
-LOG_INTERVAL = 10
-"""Steps between two lines if the output is no terminal."""
+LOG_INTERVAL = 10  # steps between two lines if the output is no terminal
 
 
 class StepLine:
@@ -38,9 +37,7 @@ class StepLine:
         self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
     def show(self, row: dict) -> None:
@@ -58,8 +55,7 @@ class StepLine:
         self.progress.console.print(text, highlight=False, soft_wrap=True)
 
 
-SKIPPED_STEPS = 2
-"""Number of steps before a trace begins; the first steps are slower than the rest."""
+SKIPPED_STEPS = 2  # number of steps before a trace begins; the first steps are slower than the rest
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class MetricLoggerConfig:
                 raise ValueError(f"{option} is set, but {package} is not installed; expected pip install '.[{extra}]'")
 
 
-class MetricLogger:
+class MetricLogger(AbstractContextManager["MetricLogger"]):
     """Forwarder of the rows of `metrics.jsonl` to loggers, and a context manager closing them."""
 
     def __init__(
@@ -98,12 +94,7 @@ class MetricLogger:
             name = folder.path.absolute().name
             self.run = wandb.init(project=watching.wandb, dir=str(folder.path), name=name, config=config)
 
-    def __enter__(self) -> "MetricLogger":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stop_tracing()
         if self.board is not None:
             self.board.close()

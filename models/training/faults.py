@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Callable
 from threading import Thread
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -84,19 +83,13 @@ def _go_on(good_step: int | None) -> str:
     return f"; --resume continues from the checkpoint of step {good_step}"
 
 
+# Exit codes by signal: 130 after an interrupt, as shells expect; 0 after SIGTERM, as the checkpoint is written.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
-"""Exit codes by signal: 130 after an interrupt, as shells expect; 0 after SIGTERM, as the requested checkpoint is
-written.
-"""
-
-SIGNALLED = 128
-"""Offset of shell exit codes of commands ended by a signal."""
+SIGNALLED = 128  # offset of shell exit codes of commands ended by a signal
 
 
 class StopRequest:
-    """Context in which the first SIGINT or SIGTERM requests a stop after the current step, and the second exits at
-    once.
-    """
+    """Context in which the first SIGINT or SIGTERM requests a stop after the step, and the second exits at once."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -112,9 +105,7 @@ class StopRequest:
         Thread(target=self._listen, args=(reader,), daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)

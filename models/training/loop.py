@@ -32,8 +32,8 @@ from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import UNLIMITED
 from jax_moe_lb.planners import moved_experts
 from models.config import RelocationConfig, TrainConfig
-from models.data.batches import Batches, place_rows, rows_here
-from models.data.corpus import Corpus
+from models.console import show
+from models.data.corpus import Batches, Corpus, place_rows, rows_here
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
 from models.multi_process.stalls import Progress
 from models.multi_process.stragglers import StragglerMonitor
@@ -157,10 +157,7 @@ def execute(
 
 def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLoggerConfig, progress: Progress) -> dict:
     started, config, step = time.perf_counter(), run.config, run.done_steps
-
-    def tell(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
+    tell = partial(show, console)
     state = _begun(run) if run.state is None else run.state
     writes, validate = jax.process_index() == 0, _validation(run)
     so_far = _so_far(run)
@@ -176,7 +173,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     ):
         layout = layout_of(config.parallel)
         recorder = Recorder(run.folder, step + 1, layout, writes=writes, tell=tell, watch=watcher.tell)
-        save = Saving(checkpoints, recorder, LiveReport(run.folder, others), layout, _base(config))
+        save = partial(_save, run, checkpoints, recorder, LiveReport(run.folder, others))
         pace = StragglerMonitor(tell)
         while step < config.steps and not stop.requested():
             step += 1
@@ -274,33 +271,23 @@ def _base(config: TrainConfig) -> str:
     return str(Path(name).absolute()) if Path(name).is_dir() else name
 
 
-@dataclass(frozen=True, eq=False)
-class Saving:
-    """Writer of a checkpoint, followed by its metrics and counts."""
+def _save(
+    run: Run, checkpoints: Checkpoints, recorder: Recorder, report: LiveReport, step: int, state: nnx.State, data: dict
+) -> None:
+    """Start the checkpoint of the state after `step` steps, unless it exists; then write its metrics and the report."""
+    if step == checkpoints.newest_step:
+        return
+    check_state(step, state, checkpoints.newest_step)
+    flush = recorder.flush()
 
     # Metrics come second: if the disk has space for one of them only, the checkpoint is written.
+    def then() -> None:
+        flush()
+        if recorder.writes:
+            report.update()
 
-    checkpoints: Checkpoints  # manager of the checkpoints
-    recorder: Recorder  # recorder of metrics and counts
-    report: LiveReport  # report to update afterwards, at its interval
-    layout: dict[str, Any]  # ranks and system, stored in the checkpoint
-    base: str  # checkpoint with the frozen parameters, stored in the checkpoint; see `CheckpointMetadata`
-
-    def __call__(self, step: int, state: nnx.State, position: dict[str, Any]) -> None:
-        """Start the checkpoint of the state after `step` steps, unless it exists; raise `UserError` if it is not
-        finite.
-        """
-        if step == self.checkpoints.newest_step:
-            return
-        check_state(step, state, self.checkpoints.newest_step)
-        flush = self.recorder.flush()
-
-        def then() -> None:
-            flush()
-            if self.recorder.writes:
-                self.report.update()
-
-        self.checkpoints.save(step, state, CheckpointMetadata(self.layout, position, self.base), then)
+    kept = CheckpointMetadata(layout_of(run.config.parallel), data, _base(run.config))
+    checkpoints.save(step, state, kept, then)
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
@@ -310,7 +297,7 @@ def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.Sta
     if not moved_experts(permutation, topology).any():
         return state
     state = run.programs.move(state, permutation)
-    recorder.relocation(described(step, permutation, state, topology))
+    recorder.other(described(step, permutation, state, topology))
     return state
 
 
@@ -420,26 +407,17 @@ def _claim(run: Run, resume: bool, overwrite: bool, restart: bool, tell: Tell) -
 
 
 def _described(config: TrainConfig, corpus: Corpus) -> dict:
-    data = {
-        "source": corpus.source,
-        "unit": corpus.unit,
-        "train_tokens": corpus.length(held_out=False),
-        "validation_tokens": corpus.length(held_out=True),
-        "unigram_entropy_nats": corpus.unigram_entropy_nats,
-        "fingerprint": corpus.fingerprint,
-    }
+    data = {"source": corpus.source, "unit": corpus.unit, "train_tokens": corpus.length(held_out=False)}
+    data |= {"validation_tokens": corpus.length(held_out=True), "fingerprint": corpus.fingerprint}
+    data |= {"unigram_entropy_nats": corpus.unigram_entropy_nats}
     environment = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
     environment |= {package: version(package) for package in PACKAGES}
     devices = jax.devices()
     environment |= {"devices": f"{len(devices)} x {devices[0].device_kind}", "machine": platform.machine()}
     environment |= {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": _commit()}
     system = make_system(config.parallel)
-    resolved = {
-        "balancer": repr(system.balancer),
-        "replication": repr(system.replicate),
-        "dispatch": repr(system.dispatch),
-        "replica_slots": system.replica_slots,
-    }
+    parts_of = {"balancer": system.balancer, "replication": system.replicate, "dispatch": system.dispatch}
+    resolved = {name: repr(part) for name, part in parts_of.items()} | {"replica_slots": system.replica_slots}
     return {"config": dataclasses.asdict(config), "resolved": resolved, "data": data, "environment": environment}
 
 

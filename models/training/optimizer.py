@@ -14,35 +14,22 @@ from optax import contrib
 from models.config import OptimizerConfig, TrainConfig
 from models.decoder.layers import ROUTER
 
-FINAL_LEARNING_RATE = 0.1
-"""Final learning rate of decaying schedules, as a fraction of the peak."""
+FINAL_LEARNING_RATE = 0.1  # final learning rate of decaying schedules, as a fraction of the peak
+STABLE = 0.8  # fraction of the steps at which the schedule `wsd` starts to decay
+SECOND_DECAY = 0.95  # decay of Adam's second moments
+MOMENTUM = 0.9  # decay of the momentum of SGD
 
-STABLE = 0.8
-"""Fraction of the steps at which the schedule `wsd` starts to decay."""
-
-SECOND_DECAY = 0.95
-"""Decay of Adam's second moments."""
-
-MOMENTUM = 0.9
-"""Decay of the momentum of SGD."""
-
+# Root mean square of Muon's updates, x learning rate. It is AdamW's, for equal rates (arXiv 2502.16982).
 MUON_RMS = 0.2
-"""Root mean square of Muon's updates, x learning rate. It is AdamW's, for equal rates (arXiv 2502.16982)."""
-
-TABLES = ("embedding", "head")
-"""Parameters of tokens, which Muon leaves to AdamW."""
+TABLES = ("embedding", "head")  # parameters of tokens, which Muon leaves to AdamW
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer of a run, with gradients clipped by their global norm over all devices."""
     # Weight decay leaves out norms, biases, attention sinks and routers.
-    return stored(
-        optax.chain(
-            optax.clip_by_global_norm(config.optimizer.clip_norm), _direction(config.optimizer, make_schedule(config))
-        ),
-        jnp.dtype(config.optimizer.state_dtype),
-        config.seed,
-    )
+    clip, rule = optax.clip_by_global_norm(config.optimizer.clip_norm), config.optimizer
+    direction = optax.chain(clip, _direction(rule, make_schedule(config)))
+    return stored(direction, jnp.dtype(rule.state_dtype), config.seed)
 
 
 def _direction(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -50,14 +37,8 @@ def _direction(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradi
     if config.name == "adamw":
         return optax.adamw(schedule, b2=SECOND_DECAY, weight_decay=decay, mask=decays_weights)
     if config.name == "muon":
-        return contrib.muon(
-            schedule,
-            adam_b2=SECOND_DECAY,
-            weight_decay=decay,
-            adam_weight_decay=decay,
-            muon_weight_dimension_numbers=_matrices,
-            consistent_rms=MUON_RMS,
-        )
+        decays = {"weight_decay": decay, "adam_weight_decay": decay, "adam_b2": SECOND_DECAY}
+        return contrib.muon(schedule, muon_weight_dimension_numbers=_matrices, consistent_rms=MUON_RMS, **decays)
     rest = optax.add_decayed_weights(decay, decays_weights), optax.scale_by_learning_rate(schedule)
     if config.name == "adafactor":
         return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *rest)
@@ -189,14 +170,11 @@ def _cast(tree: Any, dtype: Any) -> Any:
 
 
 def _rounded_tree(tree: Any, key: Array) -> Any:
+    def one(i: int, leaf: Array) -> Array:
+        return rounded(leaf, jax.random.fold_in(key, i)) if leaf.dtype == jnp.float32 else leaf
+
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(
-        structure,
-        [
-            rounded(leaf, jax.random.fold_in(key, i)) if leaf.dtype == jnp.float32 else leaf
-            for i, leaf in enumerate(leaves)
-        ],
-    )
+    return jax.tree.unflatten(structure, map(one, range(len(leaves)), leaves))
 
 
 def rounded(x: Array, key: Array) -> Array:

@@ -18,9 +18,8 @@ from jax_moe_lb.core.file_limits import LimitError
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn import expert_bytes
 from jax_moe_lb.planners import moved_experts, plan_relocation
-from models.config import BatchConfig, OptimizerConfig, TrainConfig
+from models.config import BatchConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.mesh import make_system
-from models.model_config import LoraConfig, ModelConfig, ParallelConfig
 from models.run_folder.checkpoints import steps_in
 from models.run_folder.files import misplacement
 from models.run_folder.metrics import RunFolder

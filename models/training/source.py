@@ -6,33 +6,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_moe_lb import Losses
+from jax_moe_lb import Losses, TopK
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.checks import shown
-from models.architectures.config_json import Fields, read_fields
+from jax_moe_lb.routing import ForceBalanced
+from models.architectures.config_json import TRAINING_NOISE, Fields, read_fields
 from models.architectures.published import PUBLISHED
 from models.architectures.registry import configured
-from models.architectures.without_effect import TRAINING_NOISE
+from models.config import COMPUTE_DTYPES, ModelConfig
 from models.decoder.config import DecoderConfig
+from models.decoder.rope import Rope
 from models.decoder.sparse_mixer import SparseMixer
-from models.model_config import COMPUTE_DTYPES, ModelConfig
 from models.settings import Given, layered
 
+# Names of the published models by their command-line names in lower case.
 PUBLISHED_NAMES = {name.lower(): name for name in PUBLISHED}
-"""Names of the published models by their command-line names in lower case."""
-
 SIZES = ("num_layers", "embed_dim", "num_heads", "mlp_dim", "num_experts", "vocab_size")
 
+# Keys by section for models without a checkpoint.
 OF_PRESETS = {
     "model": (*SIZES, "experts_per_token", "force_balanced", "scan_layers"),
     "parallel": ("fsdp",),
     "relocation": ("interval",),
 }
-"""Keys by section for models without a checkpoint."""
 
 
+# Default of `model.bias_rate` for random parameters with routing biases (DeepSeek-V3, section 4.2; GLM-4.5).
 BIAS_RATE = 1e-3
-"""Default of `model.bias_rate` for random parameters with routing biases (DeepSeek-V3, section 4.2; GLM-4.5)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,25 @@ def source_of(model: ModelConfig, limits: FileLimits = FileLimits()) -> Source |
         raise ValueError(f"model.bias_rate is {model.bias_rate}; expected 0, as the model has no routing biases")
     losses = Losses(switch=model.aux_loss, z=model.z_loss)
     return Source(dataclasses.replace(config, losses=losses), folder if name is None else None, limits)
+
+
+def preset_config(model: ModelConfig, *, fsdp: bool = False) -> DecoderConfig:
+    """Return the decoder of a model without a checkpoint, which has the architecture of Mixtral."""
+    router = TopK(model.experts_per_token, selection_bias=model.bias_rate > 0)
+    head_dim = model.embed_dim // model.num_heads
+    shared: dict[str, Any] = {key: getattr(model, key) for key in (*SIZES, "compute_dtype", "scan_layers", "remat")}
+    return DecoderConfig(
+        **shared,
+        num_kv_heads=model.num_heads,
+        head_dim=head_dim,
+        router=ForceBalanced(router) if model.force_balanced else router,
+        norm_eps=1e-6,
+        rope=Rope(head_dim),
+        attention_scale=head_dim**-0.5,
+        source=json.dumps({"model_type": "mixtral"}),
+        losses=Losses(switch=model.aux_loss, z=model.z_loss),
+        fsdp=fsdp,
+    )
 
 
 def with_sizes(given: Given, source: Source | None) -> Given:

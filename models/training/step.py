@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jax_moe_lb import Stats, System, Topology, compiler_options, router_loss
-from jax_moe_lb.nn import GradientResidual, keep_residuals
+from jax_moe_lb.nn import GradientResidual, keep_residuals, logical_axis_rules
 from models.config import TrainConfig
 from models.data.marks import num_predicted, predicted, words
 from models.decoder.config import DecoderConfig
@@ -26,15 +26,15 @@ from models.decoder.layers import KEPT, Adapter, expert_rules
 from models.decoder.model import Decoder
 from models.decoder.pipeline import Pipeline
 from models.decoder.stacked import StackedDecoder
-from models.decoder.tiny import LanguageModel
 from models.mesh import all_axes, placed_shapes, state_shardings, topology_of
 from models.pretrained.adapters import target_paths
 from models.settings import in_section
 from models.training.optimizer import apply_gradients, gradient_norm, make_optimizer
 from models.training.resume import moved_state
+from models.training.source import preset_config
 
+# Function of model, tokens with marks and their number, see `StackedDecoder.loss`.
 LossOf = Callable[..., tuple[Array, tuple[Array, Stats]]]
-"""Function of model, tokens with marks and their number, see `StackedDecoder.loss`."""
 
 
 def next_token_loss(model: Any, tokens: Array, counts: Array | None = None) -> tuple[Array, tuple[Array, Stats]]:
@@ -60,8 +60,22 @@ def loss_and_gradients(
     # Each microbatch has the same number of sequences per device, and is routed and planned separately. The balancer
     # processes them in sequence, and their router losses are averaged. Otherwise the gradient equals the gradient of
     # the whole batch.
+    # Residuals of encoded gradients belong to trained experts; the next microbatch begins with them.
+    variables = nnx.Any(trained, GradientResidual) if trained is nnx.Param else trained
+
+    def of_one(model: Any, tokens: Array, experts: Array | None) -> tuple[Array, Stats, nnx.State]:
+        given = {} if experts is None else {"experts": experts}
+
+        def objective(model: Any) -> tuple[Array, tuple[Array, Stats]]:
+            total, (loss, stats) = loss_of(model, tokens, counts, **given)
+            return total + router_loss(stats) / accumulate, (loss, stats)
+
+        differentiated = nnx.value_and_grad(objective, argnums=nnx.DiffState(0, variables), has_aux=True)
+        (_, (loss, stats)), gradients = differentiated(model)
+        return loss, stats, keep_residuals(model, gradients)
+
     if accumulate == 1:
-        return _of_one(model, trained, loss_of, tokens, counts, 1, experts)
+        return of_one(model, tokens, experts)
     graph, *states = nnx.split(model, trained, nnx.Param, ...)
     params, frozen, rest = states
     # Each device contributes sequences to every microbatch, so the split moves no data.
@@ -80,36 +94,13 @@ def loss_and_gradients(
         (gradients, loss, rest), (part, experts) = sums, microbatch
         # Flax requires variables created inside the scan body.
         model = nnx.merge(graph, params, frozen, rest, copy=True)
-        share, stats, more = _of_one(model, trained, loss_of, part, counts, accumulate, experts)
+        share, stats, more = of_one(model, part, experts)
         gradients = jax.tree.map(lambda total, one: total + one.astype(total.dtype), gradients, more)
         return (gradients, loss + share, nnx.state(model, nnx.Not(nnx.Param))), stats
 
     (gradients, loss, rest), stats = jax.lax.scan(add, (zeros, jnp.zeros((), jnp.float32), rest), (parts, given))
     nnx.update(model, rest)
     return loss, jax.tree.map(_as_groups, stats), gradients
-
-
-def _of_one(
-    model: Any,
-    trained: Any,
-    loss_of: LossOf,
-    tokens: Array,
-    counts: Array,
-    accumulate: int,
-    experts: Array | None,
-) -> tuple[Array, Stats, nnx.State]:
-    given = {} if experts is None else {"experts": experts}
-
-    def objective(model: Any) -> tuple[Array, tuple[Array, Stats]]:
-        total, (loss, stats) = loss_of(model, tokens, counts, **given)
-        return total + router_loss(stats) / accumulate, (loss, stats)
-
-    # Residuals of encoded gradients belong to trained experts; the next microbatch begins with them.
-    variables = nnx.Any(trained, GradientResidual) if trained is nnx.Param else trained
-    (_, (loss, stats)), gradients = nnx.value_and_grad(objective, argnums=nnx.DiffState(0, variables), has_aux=True)(
-        model
-    )
-    return loss, stats, keep_residuals(model, gradients)
 
 
 def _as_groups(leaf: Array) -> Array:
@@ -136,12 +127,7 @@ class Programs:
 
 
 def make_programs(
-    config: TrainConfig,
-    mesh: Mesh,
-    system: System,
-    decoder: DecoderConfig | None = None,
-    *,
-    has_padding: bool = False,
+    config: TrainConfig, mesh: Mesh, system: System, decoder: DecoderConfig | None = None, *, has_padding: bool = False
 ) -> Programs:
     """Build the programs, without compiling."""
     if system.migrate is None:
@@ -153,7 +139,7 @@ def make_programs(
     system = system.replace(relocates=config.relocation.interval is not None)
     trained = Adapter if config.lora.rank else nnx.Param
 
-    def create(system: System) -> tuple[LanguageModel | StackedDecoder, nnx.Optimizer]:
+    def create(system: System) -> tuple[Decoder | StackedDecoder, nnx.Optimizer]:
         model = _model(config, mesh, topology, system, decoder, has_padding)
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=trained)
 
@@ -210,14 +196,15 @@ def _model(
     system: System,
     decoder: DecoderConfig | None,
     has_padding: bool,
-) -> LanguageModel | StackedDecoder:
+) -> Decoder | StackedDecoder:
     rngs = nnx.Rngs(config.seed)
     if decoder is None:
-        split = config.parallel.fsdp
-        return LanguageModel(config.model, mesh=mesh, topology=topology, system=system, split=split, rngs=rngs)
-    ranks = config.parallel.ranks_per_domain
+        sizes = preset_config(config.model, fsdp=config.parallel.fsdp)
+        split = tuple((name, "data" if name == "embed" else axes) for name, axes in logical_axis_rules(topology))
+        rules = split if sizes.fsdp else None
+        return Decoder(sizes, mesh=mesh, system=system, topology=topology, rules=rules, rngs=rngs)
     rules = expert_rules(mesh, decoder.num_experts)
-    whole = Decoder(decoder, mesh=mesh, system=system, ranks_per_domain=ranks, rules=rules, rngs=rngs)
+    whole = Decoder(decoder, mesh=mesh, system=system, topology=topology, rules=rules, rngs=rngs)
     remat = ",".join(KEPT) if config.model.remat is None else config.model.remat
     options: dict[str, Any] = {"within_documents": config.data.within_documents, "lora": config.lora, "rngs": rngs}
     options["has_padding"] = has_padding

@@ -13,8 +13,8 @@ from jax_moe_lb.advise.search import Space, judged, search
 from jax_moe_lb.cli.compile import compose
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
 from jax_moe_lb.sim.loads import LoadShape
+from models.config import ParallelConfig
 from models.mesh import make_system
-from models.model_config import ParallelConfig
 from models.settings import combined, read_assignments, read_mesh, read_system
 
 MODEL = ModelShape(1, 256, 512, 8, 2, 2048)

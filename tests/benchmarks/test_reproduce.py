@@ -65,7 +65,8 @@ def test_the_report_has_tables_plots_and_what_was_left_out(tmp_path):
         tmp_path / "systems.json",
     )
     page = write_report(tmp_path, tmp_path / "report.html", {"bench_y": "left out: there is no GPU"}).read_text()
-    assert page.count("<svg") == 2
+    # Two plots, and the logo.
+    assert page.count("<svg") == 3
     assert "A &amp; B" in page
     assert "left out: there is no GPU" in page
     assert "1.50 (1.00-2.00)" in page

@@ -12,10 +12,9 @@ import typer
 from jax_moe_lb.cli.app import app
 from jax_moe_lb.cli.output import KINDS, CheckedCommand, check_outputs
 from models import generate, tiny_checkpoint, train, upcycle
-from models.dry_run import smallest_cluster
 
 APPS = {"models.train": train, "models.generate": generate, "models.upcycle": upcycle}
-APPS |= {"models.tiny_checkpoint": tiny_checkpoint, "models.dry_run.smallest_cluster": smallest_cluster}
+APPS |= {"models.tiny_checkpoint": tiny_checkpoint}
 
 COMMANDS = typer.main.get_command(app).commands
 COMMANDS |= {name: typer.main.get_command(module.app) for name, module in APPS.items()}

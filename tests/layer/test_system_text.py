@@ -25,9 +25,8 @@ from jax_moe_lb import (
 from jax_moe_lb.cli.compile import system_of
 from jax_moe_lb.layer.system import DISPATCHES, OPTIONS
 from jax_moe_lb.transport import AutoDispatch, Direct, Once
-from models.config import TrainConfig
+from models.config import ParallelConfig, TrainConfig
 from models.mesh import make_system
-from models.model_config import ParallelConfig
 from models.settings import read_assignments, read_system, updated
 
 VALUES = {"replica_slots": (0, 3), "headroom": (1.25, 8.0), "max_rounds": (1, 4), "dispatch": tuple(DISPATCHES)}

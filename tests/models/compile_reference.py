@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jax_moe_lb.aot import ProgramReport, Target, quiet_stderr
 from models.config import preset
-from models.dry_run.step import PublishedRun, dry_run
+from models.dry_run.step import dry_run, published_run
 from models.settings import Given
 
 SYSTEMS = {"h100:1x8": "exact", "v5e:2x4": "greedy"}
@@ -92,7 +92,7 @@ def main() -> int:
             continue
         target = Target.parse(case.target)
         with quiet_stderr():
-            report = PublishedRun.on(case.model, target, case.given).compile(target)
+            report = dry_run(published_run(case.model, target, case.given), target)
         limits = 1e9 * case.temp_gb, case.flops_over_ideal, 1e9 * case.hbm_gb
         bad += _is_broken(f"{case.target} {case.model}", report, *limits)
     return int(bad > 0)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from models.multi_process import stalls
-from models.multi_process.peer_monitor import PeerMonitor, Store
+from models.multi_process.peer_monitor import PeerMonitor
 from models.multi_process.rendezvous import Place, join
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +53,8 @@ def end(processes: list[subprocess.Popen], within_s: float) -> list[tuple[int, s
 
 def main(port: str, num_processes: str, process_id: str, what: str, stall_timeout_s: str = "0") -> None:
     place = Place("127.0.0.1", int(port), int(num_processes), int(process_id))
-    join(place, JOIN_TIMEOUT_S)
     progress = stalls.Progress()
-    with PeerMonitor(place, Store(), progress, stall_timeout_s=float(stall_timeout_s)):
+    with PeerMonitor(place, join(place, JOIN_TIMEOUT_S), progress, stall_timeout_s=float(stall_timeout_s)):
         print("joined", flush=True)
         if what == "fail":
             raise OSError("no space left")

@@ -5,9 +5,16 @@ from unittest import mock
 
 from rich.console import Console
 
-from models.config import BatchConfig, CheckpointConfig, OptimizerConfig, TrainConfig, ValidationConfig
+from models.config import (
+    BatchConfig,
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from models.data.corpus import Corpus
-from models.model_config import ModelConfig, ParallelConfig
 from models.training.loop import execute, prepare
 
 CONFIG = TrainConfig(

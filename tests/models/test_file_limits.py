@@ -47,7 +47,7 @@ def test_headers_and_the_index_of_tensors(tmp_path):
 
 def test_long_names_are_shortened(tmp_path):
     entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    with pytest.raises(ValueError, match=r"ends at byte 4") as refused:
+    with pytest.raises(ValueError, match="file not fully covered") as refused:
         read_header(tensors_file(tmp_path / "x.safetensors", **{"n" * 10**6: entry}))
     assert len(str(refused.value)) < 300
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "n" * 10**6}}))
@@ -148,7 +148,7 @@ def test_a_panic_of_the_tokenizer_is_refused_in_one_line():
 
 def test_sizes_of_many_digits_are_shortened(tmp_path):
     entry = {"dtype": "F32", "shape": [2**62] * 99, "data_offsets": [0, 0]}
-    with pytest.raises(ValueError, match=r"a has 0 bytes; expected an integer of \d+ bits of F32"):
+    with pytest.raises(ValueError, match="overflow computing buffer size"):
         read_header(tensors_file(tmp_path / "x.safetensors", a=entry))
 
 

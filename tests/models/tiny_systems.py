@@ -14,9 +14,9 @@ import jax
 from benchmarks.training.local_gloo import bind_gloo
 from jax_moe_lb import raise_on_fault
 from jax_moe_lb.core.virtual_devices import SCHEDULER_FLAG
+from models.config import ModelConfig, ParallelConfig
 from models.mesh import make_mesh, make_system, offer_cpu_devices, place_batch
-from models.model_config import ModelConfig, ParallelConfig
-from models.multi_process.peer_monitor import PeerMonitor, Store
+from models.multi_process.peer_monitor import PeerMonitor
 from models.multi_process.rendezvous import Place, join
 from models.training.step import make_programs
 from tests.models.processes import JOIN_TIMEOUT_S
@@ -56,9 +56,9 @@ def losses(systems: list[str]) -> dict[str, list[float]]:
 def main(port: str, num_processes: str, process_id: str, *systems: str) -> None:
     place = Place("127.0.0.1", int(port), int(num_processes), int(process_id))
     bind_gloo()
-    join(place, JOIN_TIMEOUT_S)
+    links = join(place, JOIN_TIMEOUT_S)
     offer_cpu_devices(DEVICES // place.num_processes)
-    with PeerMonitor(place, Store()):
+    with PeerMonitor(place, links):
         found = losses(list(systems))
         assert len(jax.devices()) == DEVICES
         # XLA reads the flag at device initialization, after the processes have joined.

@@ -4,8 +4,7 @@ import dataclasses
 
 import models.train
 from models import config as presets
-from models.config import CheckpointConfig, TrainConfig, ValidationConfig
-from models.model_config import ModelConfig, ParallelConfig
+from models.config import CheckpointConfig, ModelConfig, ParallelConfig, TrainConfig, ValidationConfig
 from tests.models.small import CONFIG, CORPUS
 
 TINY: TrainConfig = dataclasses.replace(

@@ -14,7 +14,7 @@ import transformers
 import yaml
 from safetensors import safe_open
 
-from models.tiny_checkpoint import CLASSES
+from models.architectures.registry import ARCHITECTURES
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -92,7 +92,8 @@ def make_model(name: str) -> torch.nn.Module:
     kind, sizes = CONFIGS[name]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**(USUAL | sizes))
-    model = getattr(transformers, CLASSES[name])._from_config(config, attn_implementation="eager").eval()
+    made = getattr(transformers, ARCHITECTURES[name].class_name)
+    model = made._from_config(config, attn_implementation="eager").eval()
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if path.endswith("e_score_correction_bias"):
             tensor.data.uniform_(-0.2, 0.2)

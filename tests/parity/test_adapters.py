@@ -11,11 +11,11 @@ from flax import nnx
 from jax_moe_lb import System
 from models.architectures.config_json import read_fields
 from models.architectures.registry import configured
+from models.config import LoraConfig, ParallelConfig
 from models.decoder.layers import expert_rules
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh
-from models.model_config import LoraConfig, ParallelConfig
 from models.pretrained.adapters import save_adapters, target_paths
 from models.pretrained.saving import save_pretrained
 from tests.parity.references import VOCAB, logits_of, make_model

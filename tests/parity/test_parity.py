@@ -18,9 +18,9 @@ from jax_moe_lb import raise_on_fault
 from jax_moe_lb.layer.systems import system_named, system_names
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
+from models.config import ParallelConfig
 from models.decoder.model import Decoder
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 from models.pretrained.generation import Generator
 from models.pretrained.loading import from_pretrained
 from models.pretrained.quantized import CheckpointWeights

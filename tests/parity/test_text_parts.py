@@ -10,8 +10,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jax_moe_lb import System
+from models.config import ParallelConfig
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 from models.pretrained.loading import from_pretrained
 from models.pretrained.saving import save_pretrained
 from tests.parity.references import CONFIGS, USUAL, VOCAB, logits_of, read_tensors

@@ -466,6 +466,7 @@ HUNYUAN_A13B = USUAL | {
     "use_qk_norm": True,
     "vocab_size": 128167,
 }
+# Sizes are the defaults of `FlexOlmoConfig` in transformers 5.24.
 FLEX_OLMO = USUAL | {
     "architectures": ["FlexOlmoForCausalLM"],
     "attention_bias": False,
@@ -488,6 +489,7 @@ FLEX_OLMO = USUAL | {
     "router_aux_loss_coef": 0.01,
     "vocab_size": 100352,
 }
+# Sizes are the defaults of `Mistral4Config` in transformers 5.24.
 MISTRAL_SMALL_4 = USUAL | {
     "architectures": ["Mistral4ForCausalLM"],
     "attention_bias": False,

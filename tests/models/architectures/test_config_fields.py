@@ -9,13 +9,12 @@ import pytest
 from flax import nnx
 
 from jax_moe_lb import System
-from models.architectures.config_json import EXPERT_COUNTS, Fields
+from models.architectures.config_json import EXPERT_COUNTS, ROPE_SETTINGS, WITHOUT_EFFECT, Fields, has_effect
 from models.architectures.published import num_params
 from models.architectures.registry import ARCHITECTURES, configured
-from models.architectures.without_effect import ROPE_SETTINGS, WITHOUT_EFFECT, has_effect
+from models.config import ParallelConfig
 from models.decoder.model import Decoder
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 from models.tiny_checkpoint import tiny_config
 from models.upcycle import upcycled_config
 from tests.models.architectures.published_files import DENSE, FILES

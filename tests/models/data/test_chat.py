@@ -12,13 +12,12 @@ from flax import nnx
 from jax_moe_lb import plain
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
-from models.config import DataConfig, TrainConfig
+from models.config import DataConfig, ParallelConfig, TrainConfig
 from models.data.chat import ChatTemplate, conversation_in, read_variables
 from models.data.marks import marked, positions_in, segments
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 from models.tiny_checkpoint import byte_tokenizer, tiny_config
 from models.training.optimizer import decays_weights
 from models.training.step import make_programs

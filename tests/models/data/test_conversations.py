@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.data.batches import Batches
 from models.data.chat import Example
 from models.data.conversations import Conversations, best_fit
-from models.data.corpus import CHUNKS_OF_SHORT_TEXT, Corpus, Part, Windows, joined
+from models.data.corpus import CHUNKS_OF_SHORT_TEXT, Batches, Corpus, Part, joined
 from models.data.marks import CONTEXT, PADDING, are_predicted, segments, words
 
 
@@ -165,8 +164,8 @@ def test_processes_read_their_rows_and_resume_in_other_numbers(corpus, num_proce
 
 
 def test_text_beside_conversations_keeps_its_windows(corpus):
-    alone = Windows(Part((joined([np.arange(200)]),), 1.0, ""), False, 16)
-    both = Windows(corpus.parts[0], False, 16)
+    alone = Part((joined([np.arange(200)]),), 1.0, "").sequences(False, 16)
+    both = corpus.parts[0].sequences(False, 16)
     assert len(both) > len(alone) == 11
     np.testing.assert_array_equal([both[i] for i in range(11)], [alone[i] for i in range(11)])
     assert all(both[i][0] < 0 for i in range(11, len(both)))

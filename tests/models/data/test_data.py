@@ -5,12 +5,22 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from models.data.batches import Batches, place_rows, rows_here
-from models.data.corpus import CHUNK_TOKENS, CHUNKS_PER_CYCLE, Corpus, Part, Stream, Windows, joined
+from models.config import ParallelConfig
+from models.data.corpus import (
+    CHUNK_TOKENS,
+    CHUNKS_PER_CYCLE,
+    Batches,
+    Corpus,
+    Part,
+    Stream,
+    StreamRows,
+    joined,
+    place_rows,
+    rows_here,
+)
 from models.data.sources import corpus_from, default_corpus
 from models.data.tokenizers import TokenizerFile
 from models.mesh import batch_sharding, make_mesh
-from models.model_config import ParallelConfig
 
 
 def whole(stream, held_out):
@@ -46,7 +56,7 @@ def numbered(num_tokens, first=0):
 
 def test_an_epoch_has_every_window_once_and_each_another_order():
     part = Part((numbered(101), numbered(51, 1000)), 1.0, "")
-    corpus, windows = Corpus((part,), vocab_size=2000), Windows(part, False, 5)
+    corpus, windows = Corpus((part,), vocab_size=2000), part.sequences(False, 5)
     starts = [unmarked(windows[i])[0] for i in range(len(windows))]
     assert starts == [*range(0, 90, 5), *range(1000, 1045, 5)]
     sequences = corpus.sequences(3, 5)
@@ -99,8 +109,8 @@ def test_processes_read_their_rows_of_the_same_batches_and_go_on_in_other_number
 
 def test_a_process_reads_no_row_of_another(corpus, monkeypatch):
     read = []
-    cut = Windows.__getitem__
-    monkeypatch.setattr(Windows, "__getitem__", lambda windows, i: read.append(i) or cut(windows, i))
+    cut = StreamRows.__getitem__
+    monkeypatch.setattr(StreamRows, "__getitem__", lambda rows, i: read.append(i) or cut(rows, i))
     with batches(corpus, [2, 5]) as mine:
         next(mine)
     assert 2 <= len(read) <= 2 * 10

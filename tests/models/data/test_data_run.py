@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from models import config as presets
-from models.config import CheckpointConfig
-from models.model_config import ParallelConfig
+from models.config import CheckpointConfig, ParallelConfig
 from models.run_folder.metrics import RunFolder
 from models.train import app
 from tests.models.small import CONFIG

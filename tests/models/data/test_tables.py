@@ -10,8 +10,7 @@ import pytest
 
 from jax_moe_lb.core import FileLimits
 from jax_moe_lb.core.file_limits import LimitError
-from models.data.sources import corpus_from
-from models.data.tables import table_rows
+from models.data.sources import corpus_from, table_rows
 from models.data.tokenizers import TokenizerFile
 from tests.models.data.test_chat import TALK, TEMPLATE, chat_of, folder
 

@@ -12,10 +12,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 from models.config import preset
 from models.decoder import attention as scores
-from models.decoder import cudnn_attention
-from models.decoder.attention import _on_each_device, attend, attention_in_blocks, has_cudnn_kernel
+from models.decoder import fused_attention as fused
+from models.decoder.attention import _on_each_device, attend, has_cudnn_kernel
+from models.decoder.config import Scores
 from models.decoder.layers import period_of
-from models.decoder.tiny import rope
+from models.decoder.rope import Rope
 from models.mesh import batch_sharding, make_mesh, make_system
 from models.training.step import make_programs
 
@@ -29,6 +30,10 @@ def whole(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+def in_blocks(q, k, v):
+    return attend(q, k, v, jnp.arange(q.shape[1])[None], Scores(q.shape[-1] ** -0.5), whole=True)
+
+
 @pytest.mark.slow
 # Shorter than a block, whole blocks, a last block of one query.
 @pytest.mark.parametrize(
@@ -39,13 +44,14 @@ def whole(q, k, v):
         *(pytest.param(length, jnp.bfloat16, 2e-2, marks=pytest.mark.thorough) for length in (8, 9)),
     ],
 )
-def test_blocks_equal_the_whole(length, dtype, tolerance):
+def test_blocks_equal_the_whole(length, dtype, tolerance, monkeypatch):
     def with_gradients(attention, arrays):
         out, transposed = jax.vjp(attention, *arrays[:3])
         return out, *transposed(arrays[3])
 
     narrow = inputs(length, dtype)
-    got = jax.jit(partial(with_gradients, partial(attention_in_blocks, block=4)))(narrow)
+    monkeypatch.setattr(scores, "QUERY_BLOCK", 4)
+    got = jax.jit(partial(with_gradients, in_blocks))(narrow)
     # The reference is float32, from which bfloat16 differs by rounding.
     want = jax.jit(partial(with_gradients, whole))([part.astype(jnp.float32) for part in narrow])
     for ours, expected in zip(got, want, strict=True):
@@ -53,11 +59,12 @@ def test_blocks_equal_the_whole(length, dtype, tolerance):
         np.testing.assert_allclose(ours.astype(jnp.float32), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_blocks_keep_no_scores():
+def test_blocks_keep_no_scores(monkeypatch):
     """The residuals are queries, keys and values, which are inputs."""
     q, k, v, _ = inputs(64, jnp.float32)
-    transposed = jax.eval_shape(lambda *qkv: jax.vjp(partial(attention_in_blocks, block=16), *qkv)[1], q, k, v)
-    assert {leaf.shape for leaf in jax.tree.leaves(transposed) if leaf.ndim > 1} == {q.shape}
+    monkeypatch.setattr(scores, "QUERY_BLOCK", 16)
+    transposed = jax.eval_shape(lambda *qkv: jax.vjp(in_blocks, *qkv)[1], q, k, v)
+    assert {leaf.shape for leaf in jax.tree.leaves(transposed) if leaf.ndim > 2} == {q.shape}
 
 
 @pytest.mark.slow
@@ -70,7 +77,7 @@ def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
 
     def with_gradients(whole):
         def call(q, k, v, sinks):
-            return scores.attend(q, k, v, positions, scale=0.3, window=window, sinks=sinks, whole=whole)
+            return attend(q, k, v, positions, Scores(0.3, window), sinks, whole=whole)
 
         out, transposed = jax.vjp(call, q, k, v, sinks)
         return out, *transposed(upstream)
@@ -85,7 +92,8 @@ def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
 @pytest.mark.slow
 def test_positions_are_exact_in_narrow_arithmetic():
     x = jnp.ones((1, 1024, 1, 8), jnp.bfloat16)
-    got, want = rope(x), rope(x.astype(jnp.float32))
+    positions = jnp.arange(1024)[None]
+    got, want = (Rope(8)(array, positions) for array in (x, x.astype(jnp.float32)))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, want.astype(jnp.bfloat16))
 
@@ -112,32 +120,32 @@ def test_the_devices_of_the_mesh_choose_the_kernel(kind, dtype, widths, has_kern
     assert has_cudnn_kernel(mesh, q, v) == has_kernel
 
 
-def scores_of(q, k, segments, scale, window):
+def scores_of(q, k, segments, how):
     """Return masked scores `[B, N, T, S]`, as cuDNN's kernel computes them."""
     keys = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
     query, key = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
-    seen = ((key <= query) & (key > query - (q.shape[1] if window is None else window)))[None, None]
+    seen = ((key <= query) & (key > query - (how.window or q.shape[1])))[None, None]
     if segments is not None:
         # The kernel adds the bias to the scores.
-        outside = cudnn_attention._other_operands(q.astype(jnp.bfloat16), segments)[0] < -1e9
+        outside = fused._other_operands(q.astype(jnp.bfloat16), segments)[0] < -1e9
         seen = seen & ~outside
-    return jnp.where(seen, jnp.einsum("btnc,bsnc->bnts", q, keys) * scale, -jnp.inf)
+    return jnp.where(seen, jnp.einsum("btnc,bsnc->bnts", q, keys) * how.scale, -jnp.inf)
 
 
-def cudnn_forward(q, k, v, segments, scale, window):
+def cudnn_forward(q, k, v, segments, how):
     """Write out cuDNN's forward primitive."""
-    scores = scores_of(q, k, segments, scale, window)
+    scores = scores_of(q, k, segments, how)
     values = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
     return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores, -1), values), jax.nn.logsumexp(scores, -1)
 
 
-def cudnn_backward(q, k, v, segments, total, out, upstream, scale, window):
+def cudnn_backward(q, k, v, segments, total, out, upstream, how):
     """Write out cuDNN's backward primitive, which takes the statistics and outputs as given."""
     groups = q.shape[2] // k.shape[2]
     keys, values = jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2)
-    shares = jnp.exp(scores_of(q, k, segments, scale, window) - total[..., None])
+    shares = jnp.exp(scores_of(q, k, segments, how) - total[..., None])
     product = jnp.einsum("btnv,btnv->bnt", upstream, out)
-    inner = shares * (jnp.einsum("btnv,bsnv->bnts", upstream, values) - product[..., None]) * scale
+    inner = shares * (jnp.einsum("btnv,bsnv->bnts", upstream, values) - product[..., None]) * how.scale
     summed = [jnp.einsum("bnts,btnc->bsnc", *pair) for pair in ((inner, q), (shares, upstream))]
     dk, dv = (part.reshape(*part.shape[:2], k.shape[2], groups, -1).sum(3) for part in summed)
     return jnp.einsum("bnts,bsnc->btnc", inner, keys), dk, dv
@@ -148,8 +156,8 @@ def cudnn_backward(q, k, v, segments, total, out, upstream, scale, window):
 @pytest.mark.parametrize(("window", "segments"), [(None, None), (3, None), (4, [[0, 0, 0, 1, 1, 1, 1, 1, 2], [0] * 9])])
 def test_cudnn_attention_equals_plain_attention(has_sinks, window, segments, monkeypatch):
     """Values and gradients of latent widths, groups, windows, sinks and documents, with the primitives written out."""
-    monkeypatch.setattr(cudnn_attention, "forward", cudnn_forward)
-    monkeypatch.setattr(cudnn_attention, "backward", cudnn_backward)
+    monkeypatch.setattr(fused, "forward", cudnn_forward)
+    monkeypatch.setattr(fused, "backward", cudnn_backward)
     shapes = ((2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 6), (2, 9, 4, 6))
     q, k, v, upstream = (
         jax.random.normal(key, shape) for key, shape in zip(jax.random.split(jax.random.key(0), 4), shapes, strict=True)
@@ -158,18 +166,17 @@ def test_cudnn_attention_equals_plain_attention(has_sinks, window, segments, mon
     positions = jnp.broadcast_to(jnp.arange(9)[None], (2, 9))
     segments = None if segments is None else jnp.asarray(segments, jnp.int32)
 
-    def fused(q, k, v, sinks):
-        return cudnn_attention.cudnn_attention(q, k, v, sinks, segments, 0.3, window)
+    def by_kernel(q, k, v, sinks):
+        return fused.cudnn_attention(Scores(0.3, window), q, k, v, sinks, segments)
 
     def plain(q, k, v, sinks):
-        options = {"scale": 0.3, "window": window, "sinks": sinks, "segments": segments}
-        return scores.attend(q, k, v, positions, **options, whole=True)
+        return attend(q, k, v, positions, Scores(0.3, window), sinks, segments, whole=True)
 
     def with_gradients(function):
         out, transposed = jax.vjp(function, q, k, v, sinks)
         return out, transposed(upstream)
 
-    ours, want = jax.jit(partial(with_gradients, fused))(), jax.jit(partial(with_gradients, plain))()
+    ours, want = jax.jit(partial(with_gradients, by_kernel))(), jax.jit(partial(with_gradients, plain))()
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), ours, want)
 
 
@@ -183,7 +190,7 @@ def test_cudnn_attention_lowers_to_two_kernels(widths, in_documents):
     segments = jax.ShapeDtypeStruct((1, 64), jnp.int32) if in_documents else None
 
     def loss(q, k, v, sinks, segments):
-        return cudnn_attention.cudnn_attention(q, k, v, sinks, segments, 0.3, 16).astype(jnp.float32).sum()
+        return fused.cudnn_attention(Scores(0.3, 16), q, k, v, sinks, segments).astype(jnp.float32).sum()
 
     traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(q, k, v, sinks, segments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -200,8 +207,8 @@ def test_chunks_begin_with_their_document():
 def test_chunks_of_cached_keys_equal_those_of_whole_sequences():
     q, k, v, _ = inputs(7, jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(7)[None], q.shape[:2])
-    whole = scores.attend(q, k, v, positions, scale=1.0, segments=scores.chunks_in(positions, 3), whole=True)
-    cached = scores.attend(q, k, v, positions, scale=1.0, chunk=3)
+    whole = attend(q, k, v, positions, Scores(1.0), segments=scores.chunks_in(positions, 3), whole=True)
+    cached = attend(q, k, v, positions, Scores(1.0, chunk=3))
     np.testing.assert_allclose(cached, whole, rtol=1e-6)
     np.testing.assert_allclose(whole[:, 3], v[:, 3], rtol=1e-6)  # the first of a chunk sees itself alone
 
@@ -224,7 +231,7 @@ def test_no_array_of_the_reference_has_all_pairs_of_tokens():
     program = str(programs.step.trace(programs.state_shapes, tokens).jaxpr)
     length = config.batch.sequence_length
     assert re.search(rf"bf16\[8,{length},2048\]", program)
-    assert re.search(rf"f32\[8,16,512,{length}\]", program)
+    assert re.search(rf"f32\[8,16,1,512,{length}\]", program)
     assert not re.search(rf"\[[0-9,]*\b{length},{length}\]", program)
 
 
@@ -237,7 +244,7 @@ def test_kernels_of_a_stage_run_on_each_device():
 
     def kernel(q, k, v, sinks, segments):
         positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32)[None], q.shape[:2])
-        return attend(q, k, v, positions, scale=0.3, sinks=sinks, segments=segments, whole=True)
+        return attend(q, k, v, positions, Scores(0.3), sinks, segments, whole=True)
 
     def staged(*arrays):
         by_stage = PartitionSpec("stage")

@@ -15,11 +15,10 @@ from jax_moe_lb import System
 from models import train
 from models.architectures.config_json import Fields, read_fields
 from models.architectures.registry import configured
-from models.config import TrainConfig
+from models.config import ParallelConfig, TrainConfig
 from models.data.marks import num_predicted
 from models.decoder.model import Decoder
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 from models.pretrained.loading import by_path, from_pretrained, load_state
 from models.pretrained.saving import save_pretrained
 from models.tiny_checkpoint import byte_tokenizer, tiny_config, write_tiny

@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_moe_lb import Topology
 from jax_moe_lb.layer.systems import system_named
+from models.config import ModelConfig, ParallelConfig
 from models.decoder.layers import one_by_one, scanned
-from models.decoder.tiny import LanguageModel
+from models.decoder.model import Decoder
 from models.mesh import batch_sharding, make_mesh
-from models.model_config import ModelConfig, ParallelConfig
+from models.training.source import preset_config
 from models.training.step import make_programs
 from tests.models.small import CONFIG
 
@@ -29,13 +29,13 @@ class Seen(nnx.Variable):
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        self.qkv = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+        self.q = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
         self.scale = nnx.Param(jax.random.uniform(rngs.params(), (4,)))
         self.seen = Seen(jnp.zeros(4))
 
     def __call__(self, x):
         self.seen[...] += x.sum((0, 1)).astype(jnp.float32)
-        y = checkpoint_name(self.qkv(x), "attention")
+        y = checkpoint_name(self.q(x), "attention")
         return x + jnp.tanh(y) * self.scale[...].astype(x.dtype)[None, None], x.mean()
 
 
@@ -85,9 +85,8 @@ def test_a_loop_of_experts_equals_its_blocks():
     tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, 256)
 
     def outcome(config):
-        options = {"mesh": mesh, "topology": Topology.from_mesh(mesh), "system": system_named("plain")}
-        model = LanguageModel(config, **options, rngs=nnx.Rngs(0))
-        return nnx.jit(lambda model: with_gradients(model, LanguageModel.__call__, tokens))(model)
+        model = Decoder(preset_config(config), mesh=mesh, system=system_named("plain"), rngs=nnx.Rngs(0))
+        return nnx.jit(lambda model: with_gradients(model, Decoder.__call__, tokens))(model)
 
     assert_close(outcome(dataclasses.replace(MODEL, scan_layers=True)), outcome(MODEL))
 

@@ -14,12 +14,11 @@ from jax.sharding import PartitionSpec
 from jax_moe_lb import Losses
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
-from models.config import BatchConfig, TrainConfig
+from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.data.marks import marked, num_predicted
 from models.decoder.pipeline import Pipeline
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh, make_system, place_batch
-from models.model_config import ModelConfig, ParallelConfig
 from models.tiny_checkpoint import tiny_config
 from models.training.step import loss_and_gradients, make_programs
 

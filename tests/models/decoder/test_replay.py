@@ -6,11 +6,10 @@ import pytest
 from flax import nnx
 
 from jax_moe_lb import System
-from models.config import BatchConfig, TrainConfig
+from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.data.marks import marked
 from models.decoder.model import Decoder
 from models.mesh import make_mesh, make_system, place_batch
-from models.model_config import ModelConfig, ParallelConfig
 from models.pretrained.generation import Generator
 from models.training.step import make_programs
 from tests.models.decoder.test_pipeline import decoder_config

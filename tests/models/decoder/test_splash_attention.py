@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.decoder import splash_attention as splash
+from models.config import ParallelConfig
+from models.decoder import fused_attention as splash
 from models.decoder.attention import attend, has_splash_kernel
+from models.decoder.config import Scores
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 
 LENGTH = 256
 DOCUMENTS = np.repeat([[0, 1, 2, 3], [0, 0, 0, 1]], LENGTH // 4, 1)
@@ -38,13 +39,13 @@ def test_splash_attention_equals_plain_attention(widths, window, has_sinks, has_
     sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0]) if has_sinks else None
     segments = jnp.asarray(DOCUMENTS, jnp.int32) if has_documents else None
     positions = jnp.broadcast_to(jnp.arange(LENGTH)[None], (2, LENGTH))
-    options = {"scale": 0.1, "window": window, "segments": segments}
+    scores = Scores(0.1, window)
 
     def ours(q, k, v, sinks):
-        return splash.splash_attention(q, k, v, mesh, sinks=sinks, interpret=True, **options)
+        return splash.splash_attention(q, k, v, mesh, scores, sinks, segments, interpret=True)
 
     def plain(q, k, v, sinks):
-        return attend(q, k, v, positions, sinks=sinks, whole=True, **options)
+        return attend(q, k, v, positions, scores, sinks, segments, whole=True)
 
     def with_gradients(function, *arrays):
         out, transposed = jax.vjp(function, *arrays)

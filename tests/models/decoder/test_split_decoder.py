@@ -11,13 +11,12 @@ from flax import nnx
 from jax_moe_lb.layer.systems import system_named
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
-from models.config import BatchConfig, OptimizerConfig, TrainConfig
+from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.data.marks import marked, num_predicted
 from models.decoder import stacked
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh, place_batch
-from models.model_config import ModelConfig, ParallelConfig
 from models.tiny_checkpoint import tiny_config
 from models.training.step import loss_and_gradients, make_programs, next_token_loss
 

@@ -11,12 +11,12 @@ from jax_moe_lb.aot.execution_counts import total
 from jax_moe_lb.aot.flops import products
 from jax_moe_lb.aot.hlo import parse_module
 from models.architectures.published import published_config
-from models.config import BatchConfig, TrainConfig, preset
+from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig, preset
 from models.dry_run import step as module
-from models.dry_run.step import PublishedRun, decoder_flops_per_token
+from models.dry_run.step import decoder_flops_per_token, published_run
 from models.mesh import make_mesh, make_system
-from models.model_config import ModelConfig, ParallelConfig
 from models.train import app
+from models.training.source import preset_config
 from models.training.step import make_programs
 
 
@@ -97,10 +97,10 @@ def test_options_of_published_models_are_refused(arguments, message, monkeypatch
     ],
 )
 def test_usual_groups_of_published_models(name, target, given, expected):
-    run = PublishedRun.on(name, Target.parse(target), {"parallel": given})
-    parallel = run.train.parallel
+    run = published_run(name, Target.parse(target), {"parallel": given})
+    parallel = run.parallel
     assert (parallel.data_parallel, parallel.expert_parallel, parallel.ranks_per_domain) == expected
-    assert run.train.batch.size == parallel.num_shards
+    assert run.batch.size == parallel.num_shards
 
 
 def test_the_ideal_of_a_published_model():
@@ -128,7 +128,7 @@ def test_the_ideal_is_what_a_model_without_waste_computes():
     tokens = jax.ShapeDtypeStruct((2, 65), jnp.int32)
     step = programs.step.lower(programs.state_shapes, tokens).compile()
     flops = total(products(parse_module(step.as_text())))
-    ideal = module.ideal_flops_per_token(model, 64) * config.tokens_per_step
+    ideal = decoder_flops_per_token(preset_config(model), 64) * config.tokens_per_step
     # A CPU runs the experts in custom calls, which are not counted.
     experts = 2 * 3 * 3 * 64 * 256 * config.tokens_per_step
     # Masked attention scores are computed and discarded.

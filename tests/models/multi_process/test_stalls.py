@@ -11,7 +11,7 @@ import time
 import pytest
 
 from models.config import MultiProcessConfig
-from models.multi_process.relay import relay_to
+from models.multi_process.rendezvous import relay_to
 from models.multi_process.stalls import (
     BEAT_S,
     LIMIT_INTERVALS,

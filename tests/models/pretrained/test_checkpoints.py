@@ -15,8 +15,8 @@ from jax_moe_lb import relocate
 from jax_moe_lb.layer.systems import system_named
 from models import generate
 from models.architectures.published import PUBLISHED, num_params, published_config
+from models.config import ParallelConfig
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 from models.pretrained.loading import by_path, from_pretrained
 from models.pretrained.safetensors import read_header
 from models.pretrained.saving import SUMMED_WORDS, save_pretrained, write_tensors
@@ -144,27 +144,21 @@ HOSTILE = {
     "header longer than the file": ((10**9).to_bytes(8, "little") + b"{}", "header has 1000000000 bytes"),
     "header of 2^63 bytes": (b"\xff" * 8 + b"{}", "the header has"),
     "no header": (b"\x01", "the header has"),
-    "no json": ((3).to_bytes(8, "little") + b"{{{", "not valid JSON"),
-    "nested": ((200_000).to_bytes(8, "little") + b"[" * 200_000, "not valid JSON"),
-    "a list": ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
-    "overlap": (header_of(a=ONE, b=ONE) + bytes(8), "b begins at byte 0 and overlaps a"),
-    "gap": (header_of(a=ONE | {"data_offsets": [8, 16]}) + bytes(16), "a begins at byte 8 and leaves a gap"),
-    "truncated": (header_of(a=ONE) + bytes(4), "a ends at byte 8; expected at most 4"),
-    "more than tensors": (header_of(a=ONE) + bytes(9), "9 bytes follow the header; expected 8"),
-    "absurd shape": (header_of(a=ONE | {"shape": [2**40, 2**40]}) + bytes(8), "a has 8 bytes; expected"),
-    "negative": (header_of(a=ONE | {"shape": [-2]}) + bytes(8), "a has shape"),
-    "bool": (header_of(a=ONE | {"shape": [True]}) + bytes(8), "a has shape"),
-    "unknown dtype": (header_of(a=ONE | {"dtype": "F8_E5M2"}) + bytes(8), "a has dtype 'F8_E5M2'"),
-    "no dtype": (header_of(a={"shape": [2]}) + bytes(8), "expected dtype, shape and data_offsets"),
-    "backwards": (header_of(a=ONE | {"data_offsets": [8, 0]}) + bytes(8), "a has offsets"),
-    "twice": (
-        (len(text := b'{"a": ' + json.dumps(ONE).encode() + b', "a": ' + json.dumps(ONE).encode() + b"}")).to_bytes(
-            8, "little"
-        )
-        + text
-        + bytes(8),
-        "a name occurs twice",
-    ),
+    "no json": ((3).to_bytes(8, "little") + b"{{{", "invalid JSON in header: key must be"),
+    "nested": ((200_000).to_bytes(8, "little") + b"[" * 200_000, "invalid JSON in header"),
+    "a list": ((2).to_bytes(8, "little") + b"[]", "invalid JSON in header: invalid type"),
+    "overlap": (header_of(a=ONE, b=ONE) + bytes(8), "invalid offset for tensor `"),
+    "gap": (header_of(a=ONE | {"data_offsets": [8, 16]}) + bytes(16), "invalid offset for tensor `a`"),
+    "truncated": (header_of(a=ONE) + bytes(4), "incomplete metadata, file not fully covered"),
+    "more than tensors": (header_of(a=ONE) + bytes(9), "incomplete metadata, file not fully covered"),
+    "absurd shape": (header_of(a=ONE | {"shape": [2**40, 2**40]}) + bytes(8), "overflow computing buffer size"),
+    "negative": (header_of(a=ONE | {"shape": [-2]}) + bytes(8), "invalid JSON in header: invalid value"),
+    "bool": (header_of(a=ONE | {"shape": [True]}) + bytes(8), "invalid JSON in header: invalid type"),
+    "unknown dtype": (header_of(a=ONE | {"dtype": "F8_E5M2", "shape": [8]}) + bytes(8), "a has dtype 'F8_E5M2'"),
+    "no dtype": (header_of(a={"shape": [2]}) + bytes(8), "invalid JSON in header: missing field"),
+    "backwards": (header_of(a=ONE | {"data_offsets": [8, 0]}) + bytes(8), "invalid offset for tensor `a`"),
+    "another shape": (header_of(a=ONE | {"shape": [3]}) + bytes(8), "invalid shape, data type, or offset"),
+    "long dtype": (header_of(a=ONE | {"dtype": "F" * 10**6}) + bytes(8), "invalid JSON in header: unknown variant"),
 }
 
 
@@ -176,6 +170,7 @@ def test_hostile_headers(case, tmp_path):
         read_header(tmp_path / "model.safetensors")
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(tmp_path)) + 200
 
 
 def drop(tensors):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.config import ParallelConfig
 from models.decoder.model import Decoder
 from models.generate import Printer
 from models.mesh import make_mesh, make_system
-from models.model_config import ParallelConfig
 from models.pretrained import generation
 from models.pretrained.generation import Generator, Sampling, bucket, choose
 from tests.models.decoder.test_pipeline import decoder_config

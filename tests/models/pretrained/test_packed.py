@@ -14,10 +14,10 @@ from jax_moe_lb import System, relocate
 from jax_moe_lb.layer.systems import system_named
 from models.architectures.config_json import Fields
 from models.architectures.registry import ARCHITECTURES, configured
+from models.config import LoraConfig, ParallelConfig
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
 from models.mesh import make_mesh
-from models.model_config import LoraConfig, ParallelConfig
 from models.pretrained.loading import by_path, from_pretrained
 from models.pretrained.saving import named_tensors, save_pretrained
 from models.pretrained.weight_sync import update_weights

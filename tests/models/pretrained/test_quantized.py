@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from models.architectures.config_json import read_fields
 from models.architectures.registry import configured, pieces_of
+from models.config import ParallelConfig
 from models.mesh import make_mesh
-from models.model_config import ParallelConfig
 from models.pretrained.loading import from_pretrained
 from models.pretrained.quantized import CheckpointWeights
 from models.pretrained.safetensors import TensorFolder

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from models.run_folder.metrics import FIGURES, RunFolder
-from models.run_folder.report import PAGE
+from models.run_folder.page import PAGE
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,6 @@ def test_report_states_the_result(trained_run):
     for word in (
         "commit",
         "unused experts",
-        "eplb plus",
         "replication",
         "unigram entropy [nats]",
         "learning rate",

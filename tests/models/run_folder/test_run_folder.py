@@ -9,7 +9,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from models.model_config import ParallelConfig
+from models.config import ParallelConfig
 from models.run_folder.checkpoints import Checkpoints, steps_in
 from models.run_folder.files import CHECKSUMS, write_checksums
 from models.run_folder.metrics import RunFolder

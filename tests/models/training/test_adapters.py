@@ -11,10 +11,9 @@ from flax import nnx
 
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
-from models.config import BatchConfig, TrainConfig
+from models.config import BatchConfig, LoraConfig, ModelConfig, ParallelConfig, TrainConfig
 from models.decoder.layers import adapted
 from models.mesh import batch_sharding, make_mesh, make_system
-from models.model_config import LoraConfig, ModelConfig, ParallelConfig
 from models.tiny_checkpoint import tiny_config
 from models.training.step import make_programs
 

@@ -6,8 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from models.config import BatchConfig, OptimizerConfig, TrainConfig
-from models.model_config import ModelConfig, ParallelConfig
+from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.train import app
 from tests.models.small import CORPUS
 

@@ -12,9 +12,8 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from jax_moe_lb.cli.app import app as tools
-from models.config import CheckpointConfig, RelocationConfig
+from models.config import CheckpointConfig, ParallelConfig, RelocationConfig
 from models.mesh import make_mesh, make_system
-from models.model_config import ParallelConfig
 from models.run_folder.checkpoints import (
     CheckpointMetadata,
     Checkpoints,

@@ -9,10 +9,9 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jax_moe_lb import plain
-from models.config import TUNING
+from models.config import TUNING, LoraConfig, ParallelConfig
 from models.decoder.layers import Adapter
 from models.mesh import make_mesh
-from models.model_config import LoraConfig, ParallelConfig
 from models.pretrained.adapters import EXPERTS, save_adapters, target_paths
 from models.run_folder.checkpoints import BASE, parts, steps_in
 from models.settings import updated

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config import BatchConfig, OptimizerConfig, TrainConfig
+from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
-from models.model_config import ModelConfig, ParallelConfig
 from models.settings import updated
 from models.training.optimizer import make_optimizer, make_schedule
 from models.training.step import make_programs, next_token_loss
@@ -84,7 +83,7 @@ def test_split_parameters_learn_the_same(usual, changes):
     assert_same(split, usual)
     # A device has a quarter of each matrix and of both Adam moments, and an eighth of the experts'.
     matrices = [leaf for leaf in jax.tree.leaves(split[0]) if leaf.ndim >= 2]
-    assert len(matrices) == 3 * (2 + 3 + 1 + 2)
+    assert len(matrices) == 3 * (2 + 3 + 1 + 4)
     for leaf in matrices:
         assert leaf.size == (8 if leaf.ndim == 3 else 4) * leaf.addressable_shards[0].data.size
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.config import OPTIMIZERS, OptimizerConfig, TrainConfig
+from models.config import OPTIMIZERS, OptimizerConfig, ParallelConfig, TrainConfig
 from models.mesh import make_mesh, state_shardings
-from models.model_config import ParallelConfig
 from models.training.optimizer import apply_gradients, make_optimizer, rounded
 
 CONFIG = TrainConfig(optimizer=OptimizerConfig(1e-2, "constant", warmup_steps=0, weight_decay=0.0))

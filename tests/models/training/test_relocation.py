@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from models.config import RelocationConfig
-from models.model_config import ParallelConfig
+from models.config import ParallelConfig, RelocationConfig
 from models.run_folder.metrics import RunFolder
 from models.training.loop import execute, prepare
 from tests.models.small import CONFIG, CORPUS, run

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jax_moe_lb.transport import AutoDispatch, Buffers, Direct, Once
+from models.config import ParallelConfig
 from models.mesh import make_mesh, make_system, place_batch
-from models.model_config import ParallelConfig
 from models.training.faults import StepRunner
 from models.training.step import make_programs
 from tests.models.small import CONFIG, CORPUS

@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 
 from models import train
 from models.architectures.published import PUBLISHED
-from models.model_config import ModelConfig
+from models.architectures.registry import ARCHITECTURES
+from models.config import ModelConfig
 from models.run_folder.metrics import RunFolder
-from models.tiny_checkpoint import SIZES, byte_tokenizer, tiny_config
+from models.tiny_checkpoint import byte_tokenizer, tiny_config
 from models.training.source import BIAS_RATE, PUBLISHED_NAMES, source_of, with_sizes
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
@@ -39,7 +40,8 @@ def test_a_checkpoint_keeps_its_routing_biases(tmp_path):
 def test_routing_biases_of_random_parameters_move(name, tmp_path, monkeypatch):
     """Each step moves a bias by the rate up, down or, at the mean load, not at all."""
     kind = PUBLISHED[name]["model_type"]
-    monkeypatch.setitem(SIZES, kind, SIZES[kind] | {"n_routed_experts": 8, "hidden_size": 32})
+    for field, value in {"n_routed_experts": 8, "hidden_size": 32}.items():
+        monkeypatch.setitem(ARCHITECTURES[kind].tiny, field, value)
     monkeypatch.setitem(PUBLISHED, name, json.loads(tiny_config(kind)))
     (tmp_path / "text").write_text(TEXT * 100)
     (tmp_path / "tokenizer.json").write_text(byte_tokenizer().to_str())

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jax_moe_lb.layer.systems import system_named, system_names
+from models.config import ParallelConfig
 from models.mesh import make_mesh, place_batch
-from models.model_config import ParallelConfig
 from models.training.step import make_programs
 from tests.models.small import CONFIG, CORPUS
 

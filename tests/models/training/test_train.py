@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from jax_moe_lb import router_loss
 from jax_moe_lb.layer.systems import system_names
 from models import config as presets
+from models.config import ParallelConfig
 from models.mesh import make_mesh, make_system, place_batch
-from models.model_config import ParallelConfig
 from models.run_folder.checkpoints import Checkpoints
 from models.run_folder.metrics import RunFolder, router_losses
 from models.train import app

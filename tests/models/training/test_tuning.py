@@ -10,13 +10,14 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from models import train
+from models.architectures.registry import ARCHITECTURES
+from models.config import ModelConfig, ParallelConfig
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
 from models.mesh import make_mesh
-from models.model_config import ModelConfig, ParallelConfig
 from models.pretrained.loading import from_pretrained
 from models.run_folder.metrics import RunFolder
-from models.tiny_checkpoint import SIZES, tiny_config, write_tiny
+from models.tiny_checkpoint import tiny_config, write_tiny
 from models.training.source import source_of
 from models.training.step import next_token_loss
 from tests.models.processes import end, free_port, start
@@ -38,7 +39,8 @@ SMALL += [
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
     """Return a checkpoint with one layer, and text to tune it on."""
-    monkeypatch.setitem(SIZES, "mixtral", {"num_local_experts": 4, "num_hidden_layers": 1, "hidden_size": 32})
+    for name, value in {"num_local_experts": 4, "num_hidden_layers": 1, "hidden_size": 32}.items():
+        monkeypatch.setitem(ARCHITECTURES["mixtral"].tiny, name, value)
     write_tiny("mixtral", tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 0}')
     (tmp_path / "text").write_text(TEXT * 100)
@@ -94,7 +96,7 @@ def test_a_run_resumes_on_another_mesh(checkpoint):
 @pytest.mark.parametrize("rank", [0, 2], ids=["all parameters", "adapters"])
 def test_a_run_with_a_pipeline_goes_on_without_one(checkpoint, rank, monkeypatch):
     """With accumulation; the pipeline has two blocks a stage, so that its layers are stored in another order."""
-    monkeypatch.setitem(SIZES, "mixtral", SIZES["mixtral"] | {"num_hidden_layers": 4})
+    monkeypatch.setitem(ARCHITECTURES["mixtral"].tiny, "num_hidden_layers", 4)
     write_tiny("mixtral", checkpoint.parent / "four")
     four, options = checkpoint.parent / "four", [*held_out(checkpoint), "--set", f"lora.rank={rank}"]
     straight, _ = tuned(four, "straight", "--mesh", "data=2,expert=2", "--steps", 6, *options)

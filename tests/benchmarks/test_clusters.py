@@ -1,14 +1,14 @@
 """The smallest cluster is the first that fits; clusters too small for the state are not compiled for."""
 
+import argparse
 import dataclasses
 
 import pytest
-from typer.testing import CliRunner
 
+from benchmarks.compiled import smallest_cluster as clusters
 from jax_moe_lb.aot import ProgramReport
 from jax_moe_lb.aot.collectives import ProgramCollective
-from models.dry_run import smallest_cluster as clusters
-from models.dry_run.step import PublishedRun
+from models.dry_run.step import published_run
 
 GB = 10**9
 STATE_BYTES = 512 * GB
@@ -44,11 +44,11 @@ def compiled(monkeypatch):
 
     def compile_for(run, target):
         targets.append(target.name)
-        share = STATE_BYTES // run.train.parallel.num_shards
+        share = STATE_BYTES // run.parallel.num_shards
         return dataclasses.replace(REPORT, target=target.name, argument_bytes=share, temp_bytes=65 * GB)
 
-    monkeypatch.setattr(PublishedRun, "compile", compile_for)
-    monkeypatch.setattr(clusters, "state_bytes", lambda run, target: STATE_BYTES // run.train.parallel.num_shards)
+    monkeypatch.setattr(clusters, "dry_run", compile_for)
+    monkeypatch.setattr(clusters, "state_bytes", lambda run, target: STATE_BYTES // run.parallel.num_shards)
     monkeypatch.setattr(clusters, "use_no_accelerators", lambda: None)
     return targets
 
@@ -56,35 +56,27 @@ def compiled(monkeypatch):
 def test_the_first_that_fits_is_found(compiled):
     run, report = clusters.smallest("mixtral-8x7b", "h100", "plain")
     assert report.target == "h100:4x8"
-    assert (run.train.parallel.data_parallel, run.train.parallel.system) == (4, "plain")
+    assert (run.parallel.data_parallel, run.parallel.system) == (4, "plain")
     # One node is too small for parameters, moments and gradients.
     assert compiled == ["h100:2x8", "h100:4x8"]
 
 
 def test_bytes_are_summed_by_axes():
-    run = PublishedRun.on("mixtral-8x7b", clusters.Target.parse("h100:2x8"), {})
+    run = published_run("mixtral-8x7b", clusters.Target.parse("h100:2x8"), {})
     cells = dict(zip(clusters.COLUMNS, clusters.row(run, REPORT), strict=True))
-    assert (cells["over `data`"], cells["over `expert`"], cells["FLOPs / ideal"]) == ("4.0 GB", "0.0 GB", "1.29")
-    assert (cells["arguments"], cells["data x expert"], cells["host waits"]) == ("35.0 GB", "2 x 8", "64")
+    assert (cells["over `data` GB"], cells["over `expert` GB"]) == (4.0, 0.0)
+    assert (cells["FLOPs / ideal"], cells["arguments GB"]) == (1.29, 35.0)
+    assert (cells["data x expert"], cells["host waits"]) == ("2 x 8", 64)
 
 
 def test_a_table_has_a_line_for_each_model(compiled):
-    result = CliRunner().invoke(clusters.app, ["--device", "h100", "--model", "mixtral-8x7b"])
-    assert result.exit_code == 0
-    lines = result.stdout.splitlines()
-    assert len(lines) == 3
-    assert {line.count("|") for line in lines} == {len(clusters.COLUMNS) + 1}
+    given = argparse.Namespace(device=["h100"], model=["mixtral-8x7b"], system="exact")
+    table = clusters.benchmark(given)["clusters"]
+    assert [row[:2] for row in table.rows] == [["Mixtral-8x7B", "h100:4x8"]]
+    assert "| 35.0 |" not in str(table)
+    assert "| 16.0 | 65.0 | 85.0 |" in str(table)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "llama"], "model is 'llama'; expected one of mixtral-8x7b"),
-        (["--device", "abacus"], "target is 'abacus:1x8'; expected"),
-    ],
-)
-def test_what_there_is_not_is_refused_in_one_line(arguments, message, compiled):
-    result = CliRunner().invoke(clusters.app, arguments)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {message}")
-    assert result.stderr.count("\n") == 1
+def test_a_target_there_is_not_is_refused(compiled):
+    with pytest.raises(ValueError, match="target is 'abacus:1x8'; expected"):
+        clusters.benchmark(argparse.Namespace(device=["abacus"], model=["mixtral-8x7b"], system="exact"))
