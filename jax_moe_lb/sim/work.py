@@ -250,15 +250,14 @@ def _with_padding(
     room = cost.buffers.rows(num_copies)
     if cost.passes_home:
         first, second = waves
-        dynamic = second.counts.any(0)
-        home, _ = rounds_of_copies(first, room, dynamic)
-        moves = rounds_in_phases(first.plan, second.plan, dynamic, room)
+        moves = second.counts.any(0)
+        home, _ = rounds_of_copies(first, room, moves)
+        rounds = rounds_in_phases(first.plan, second.plan, moves, room)
         # The rows of a round move on from one buffer to another.
-        hop = PaddedHop.of(moves.between, room, cost.buffer_rows(num_copies) - room)
-        onward = np.concatenate([moves.staying, moves.moved])
+        hop = PaddedHop.of(rounds.between, room, cost.buffer_rows(num_copies) - room)
         return [
-            parts[0]._replace(padded=(PaddedHop.of(home, num_copies, room),), turns=moves.static),
-            parts[1]._replace(padded=(hop,), turns=onward),
+            parts[0]._replace(padded=(PaddedHop.of(home, num_copies, room),), turns=rounds.staying),
+            parts[1]._replace(padded=(hop,), turns=rounds.moved),
         ]
     found = []
     for part, wave in zip(parts, waves, strict=True):
