@@ -135,7 +135,6 @@ class LayerWork:
     # If True, the second wave's rows come from the homes of their experts, and their outputs return there; see
     # `TransportCost.passes_home`
     passes_home: bool
-    num_home: int  # home experts `L` of a rank, in its first slots
     load: Int[np.ndarray, "R"]  # token copies served by each rank
 
     @property
@@ -343,7 +342,6 @@ def _merged(
         early=not needs_counts(system.balancer),
         waves=tuple(waves),
         passes_home=cost.passes_home,
-        num_home=counts.shape[1] // len(parts[0].group.ranks),
         load=loads,
     )
 
@@ -406,7 +404,6 @@ def shared_work(
         early=False,
         waves=(),
         passes_home=False,
-        num_home=num_home,
         load=np.zeros(1, np.int64),
     )
 
